@@ -1,0 +1,7316 @@
+/* llm.h - a whole LLM inference engine in one header (and llm.cu for an NVIDIA GPU)
+ *
+ * Copy this file into your project. In ONE C file write
+ *
+ *     #define LLM_IMPLEMENTATION
+ *     #include "llm.h"
+ *
+ * and include it plainly everywhere else. It needs C11, libc, libm and, where the compiler
+ * has it, OpenMP:  cc -O2 -fopenmp app.c -lm
+ *
+ * It reads GGUF files as they are, maps them into memory, and runs many requests at
+ * once over a paged key/value cache. A complete program:
+ *
+ *     #define LLM_IMPLEMENTATION
+ *     #include "llm.h"
+ *     #include <stdio.h>
+ *     int main(void) {
+ *         llm_error err;
+ *         llm_event event;
+ *         llm_model *model = llm_model_load("models/tales-q4_0.gguf", &err);
+ *         llm_engine *engine = model ? llm_engine_create(model, NULL, &err) : NULL;
+ *         if (engine && llm_submit_text(engine, "Once upon a time", NULL, NULL, &err))
+ *             while (llm_step(engine, &err) > 0)
+ *                 while (llm_next_event(engine, &event))
+ *                     fwrite(event.text, 1, event.text_length, stdout);
+ *         if (err.status != LLM_OK) fprintf(stderr, "%s\n", err.message);
+ *         llm_engine_free(engine);
+ *         llm_model_free(model);
+ *         return err.status != LLM_OK;
+ *     }
+ *
+ * CONTENTS (search for the mark in the left column)
+ *
+ *     [API]  everything you may call
+ *     [SEAM] struct llm_backend: the operations a device implements
+ *     [1]    Files        memory-mapped GGUF; every offset checked
+ *     [2]    Tokenizer    text to token ids and back
+ *     [3]    Numbers      f32, f16, bf16, q8_0, q4_0: the bits
+ *     [4]    CPU kernels  each operation as a plain loop, then fast
+ *     [5]    Paged cache  blocks, block tables, reference counts
+ *     [6]    Transformer  one forward pass over a ragged batch
+ *     [7]    Sampling     from logits to a token
+ *     [8]    Scheduler    which tokens go into the next step
+ *     [9]    Speculation  a draft proposes, the target verifies
+ *     [10]   Engine       submit, step, events, cancel, statistics
+ *
+ * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
+ *
+ * Threads: a model is read-only after loading and may be shared by any number of threads.
+ * An engine belongs to one thread at a time (it uses as many as you allow inside a step).
+ * The library keeps no global mutable state, never prints, and never exits.
+ *
+ * License: public domain or MIT, as you prefer; see the end of this file.
+ */
+
+/* =====================================================================================
+ * [API] Everything you may call
+ * ================================================================================== */
+#ifndef LLM_H
+#define LLM_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* ---- Errors -------------------------------------------------------------------------
+ * Every call that can fail takes a last argument `llm_error *err` (NULL if you do not
+ * care), and sets it: to LLM_OK when the call went well, else to what was wrong, where
+ * (file, tensor, offset), and what to do about it. */
+typedef enum llm_status {
+    LLM_OK = 0,
+    LLM_ERROR_ARGUMENT,    /* the caller passed something impossible */
+    LLM_ERROR_FILE,        /* a file could not be opened, read, mapped or written */
+    LLM_ERROR_FORMAT,      /* a file is damaged, or is not what it says it is */
+    LLM_ERROR_UNSUPPORTED, /* valid, but not something this engine can run */
+    LLM_ERROR_MEMORY,      /* an allocation failed */
+    LLM_ERROR_CAPACITY,    /* the request can never fit the context or the cache */
+    LLM_ERROR_DEVICE       /* the device (GPU) failed */
+} llm_status;
+
+typedef struct llm_error {
+    llm_status status;
+    char message[512]; /* one line, no newline at the end */
+} llm_error;
+
+/* ---- Numbers: the storage types of weights and of the cache ------------------------
+ * The values are GGUF's own numbers. A "block" is the group of values that shares one
+ * scale; a row of a tensor is a whole number of blocks. */
+typedef enum llm_type {
+    LLM_F32 = 0,
+    LLM_F16 = 1,
+    LLM_Q4_0 = 2, /* 32 values: one f16 scale, 32 4-bit integers   = 18 bytes */
+    LLM_Q8_0 = 8, /* 32 values: one f16 scale, 32 8-bit integers   = 34 bytes */
+    LLM_BF16 = 30
+} llm_type;
+
+typedef struct llm_type_info {
+    llm_type type;
+    const char *name;  /* "f32", "q4_0", ... as the command line spells it */
+    int block_values;  /* values in a block */
+    int block_bytes;   /* bytes of a block */
+    /* count values, a multiple of block_values */
+    void (*unpack)(const void *blocks, float *values, int64_t count);
+    void (*pack)(const float *values, void *blocks, int64_t count);
+} llm_type_info;
+
+/* The table's row of a type; NULL if the engine does not know it. */
+const llm_type_info *llm_type_find(llm_type type);
+const llm_type_info *llm_type_by_name(const char *name);
+/* All types, in order of the table; NULL past its end. */
+const llm_type_info *llm_type_at(int index);
+
+/* ---- Files: GGUF ------------------------------------------------------------------- */
+typedef struct llm_string { /* not zero-terminated; borrowed from the file's mapping */
+    const char *data;
+    size_t length;
+} llm_string;
+
+typedef enum llm_value_type { /* GGUF's numbers */
+    LLM_VALUE_U8 = 0, LLM_VALUE_I8, LLM_VALUE_U16, LLM_VALUE_I16, LLM_VALUE_U32,
+    LLM_VALUE_I32, LLM_VALUE_F32, LLM_VALUE_BOOL, LLM_VALUE_STRING, LLM_VALUE_ARRAY,
+    LLM_VALUE_U64, LLM_VALUE_I64, LLM_VALUE_F64
+} llm_value_type;
+
+typedef struct llm_value { /* one key of a file's metadata */
+    llm_string key;
+    llm_value_type type;         /* LLM_VALUE_ARRAY for an array, and then ... */
+    llm_value_type element_type; /* ... this is the type of its elements (never an array) */
+    uint64_t count;              /* elements; 1 if not an array */
+    const uint8_t *data;         /* little-endian, unaligned, inside the mapping, checked */
+    size_t bytes;                /* of data */
+} llm_value;
+
+typedef struct llm_tensor { /* one tensor of a file */
+    llm_string name;
+    llm_type type;
+    int n_dims;        /* 1 to 4 */
+    uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
+    const void *data;  /* inside the mapping, checked */
+    uint64_t bytes;
+} llm_tensor;
+
+typedef struct llm_file llm_file;
+
+/* Map a GGUF file (version 2 or 3). Every count, offset, size and type in its header is
+ * checked here, so that nothing read later can lie outside of it. */
+llm_file *llm_file_open(const char *path, llm_error *err);
+/* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
+llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
+void llm_file_close(llm_file *file);
+
+const char *llm_file_path(const llm_file *file);
+uint64_t llm_file_size(const llm_file *file);
+int llm_file_version(const llm_file *file);
+int64_t llm_file_n_values(const llm_file *file);
+const llm_value *llm_file_value(const llm_file *file, int64_t index);
+const llm_value *llm_file_find(const llm_file *file, const char *key); /* NULL: absent */
+int64_t llm_file_n_tensors(const llm_file *file);
+const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
+const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
+
+/* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
+ * index is past its end, or the conversion would lose the value. */
+bool llm_value_u64(const llm_value *value, uint64_t index, uint64_t *out);
+bool llm_value_i64(const llm_value *value, uint64_t index, int64_t *out);
+bool llm_value_f64(const llm_value *value, uint64_t index, double *out);
+bool llm_value_bool(const llm_value *value, uint64_t index, bool *out);
+/* Strings are stored one after another: start with *cursor = 0 and walk. False at the end. */
+bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out);
+
+/* Write a GGUF v3 file: all metadata, then all tensor declarations, then the data of each
+ * tensor in that order. The bytes go to "PATH.tmp", which is renamed over PATH by
+ * llm_writer_finish only when all of it is on the disk: a full disk or a killed process
+ * never leaves half a model. Errors stick: check the result of llm_writer_finish alone
+ * if you like. */
+typedef struct llm_writer llm_writer;
+llm_writer *llm_writer_create(const char *path, llm_error *err);
+bool llm_writer_value(llm_writer *w, const llm_value *value); /* copied as it is */
+bool llm_writer_u32(llm_writer *w, const char *key, uint32_t x);
+bool llm_writer_f32(llm_writer *w, const char *key, float x);
+bool llm_writer_bool(llm_writer *w, const char *key, bool x);
+bool llm_writer_string(llm_writer *w, const char *key, const char *x);
+bool llm_writer_string_array(llm_writer *w, const char *key, const llm_string *x, uint64_t n);
+bool llm_writer_i32_array(llm_writer *w, const char *key, const int32_t *x, uint64_t n);
+bool llm_writer_f32_array(llm_writer *w, const char *key, const float *x, uint64_t n);
+bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims, const uint64_t *dims);
+bool llm_writer_data(llm_writer *w, const void *data, size_t bytes); /* in pieces of any size */
+/* Ends the file and frees the writer; on failure PATH is untouched and PATH.tmp is gone. */
+bool llm_writer_finish(llm_writer *w, llm_error *err);
+void llm_writer_abandon(llm_writer *w);
+
+/* Rewrite a GGUF file with its matrices as `type` (one-dimensional tensors stay as they
+ * are; the token embedding, and the output matrix, are kept at q8_0 or better where `type`
+ * is smaller than that, since they decide the words). progress may be NULL; it returns false to stop. */
+bool llm_quantize(const char *in_path, const char *out_path, llm_type type,
+                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
+                  llm_error *err);
+
+/* ---- Tokenizer ---------------------------------------------------------------------- */
+typedef struct llm_tokenizer llm_tokenizer;
+
+/* From the vocabulary in a GGUF file ("gpt2": byte-level BPE; "llama": SentencePiece BPE
+ * with byte fallback). Borrows the file: close it after the tokenizer is freed. */
+llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
+void llm_tokenizer_free(llm_tokenizer *tokenizer);
+
+int32_t llm_tokenizer_size(const llm_tokenizer *t);
+int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
+int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* does the file ask for BOS in front? */
+bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* EOS, EOT and the like */
+bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* a control token */
+llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* as stored in the file */
+
+enum {
+    LLM_TOKENIZE_BOS = 1,    /* put BOS in front, if the model's file asks for it */
+    LLM_TOKENIZE_SPECIAL = 2 /* read "<|endoftext|>" and the like in the text as special
+                                tokens. Leave it off for text that you did not write. */
+};
+
+/* Text (any bytes; invalid UTF-8 is taken byte by byte, and comes back unchanged from
+ * llm_detokenize where the vocabulary has bytes) to ids. Returns the number of tokens,
+ * also where it is more than `capacity` (then only that many were written); -1 on error. */
+int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
+                     int32_t *ids, int64_t capacity, llm_error *err);
+
+/* Ids to text, whole: the bytes of all tokens, special tokens left out. Returns the
+ * number of bytes, also where it is more than `capacity`; -1 on error (an id out of range). */
+int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text,
+                       size_t capacity, llm_error *err);
+
+/* Ids to text, one token at a time, never cutting a UTF-8 character: bytes that do not yet
+ * make a whole one are held back in the stream (zero it before the first call). `text` must have
+ * room for llm_stream_capacity(t) bytes; returns how many were written. A token of -1 flushes. */
+typedef struct llm_stream {
+    unsigned char held[4];
+    int n_held;
+    bool started;
+} llm_stream;
+size_t llm_stream_capacity(const llm_tokenizer *t);
+size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text);
+
+/* ---- Model -------------------------------------------------------------------------- */
+typedef enum llm_rope_pairing {
+    LLM_ROPE_ADJACENT, /* dimension 2i turns with 2i+1 ("llama" in GGUF) */
+    LLM_ROPE_HALVES    /* dimension i turns with i + rope_dim/2 (NeoX, Hugging Face) */
+} llm_rope_pairing;
+
+typedef struct llm_config { /* what a model's file says of its shape */
+    char architecture[32];
+    int vocab_size;
+    int context_length; /* tokens the model was trained for */
+    int n_layers;
+    int dim;            /* width of the residual stream */
+    int hidden_dim;     /* width inside the feed-forward block */
+    int n_heads;        /* query heads */
+    int n_kv_heads;     /* key/value heads; each serves n_heads / n_kv_heads query heads */
+    int head_dim;
+    int rope_dim;       /* dimensions of a head that turn (the rest stay) */
+    float rope_base;
+    llm_rope_pairing rope_pairing;
+    float norm_epsilon;
+    bool tied_output;   /* the output matrix is the token embedding */
+} llm_config;
+
+typedef struct llm_model llm_model;
+
+/* Map a model: its weights (nothing is copied), its shape, its tokenizer. */
+llm_model *llm_model_load(const char *path, llm_error *err);
+llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
+void llm_model_free(llm_model *model);
+const llm_config *llm_model_config(const llm_model *model);
+const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
+const llm_file *llm_model_file(const llm_model *model);
+/* Bytes of weights that one decode step reads (all of them but the embedding's other rows). */
+uint64_t llm_model_step_bytes(const llm_model *model);
+/* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes of the type. */
+uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type);
+
+/* ---- Engine ------------------------------------------------------------------------- */
+typedef struct llm_engine llm_engine;
+typedef struct llm_backend llm_backend;
+
+typedef enum llm_policy { /* when waiting requests may enter */
+    LLM_POLICY_CONTINUOUS, /* at every step */
+    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended */
+    LLM_POLICY_DYNAMIC     /* the same, but a group waits to be full, or for batch_window seconds */
+} llm_policy;
+
+typedef enum llm_preempt { /* what becomes of the cache of a sequence that must make room */
+    LLM_PREEMPT_RECOMPUTE, /* dropped, and computed again later */
+    LLM_PREEMPT_SWAP       /* copied to host memory and back; recomputed where swap_bytes are used up */
+} llm_preempt;
+
+typedef struct llm_engine_options { /* start from llm_engine_defaults() */
+    const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none */
+    llm_backend *backend;  /* NULL: a CPU backend of the engine's own */
+    int n_threads;         /* for that CPU backend; 0: one per processor */
+    int context_length;    /* longest sequence; 0: the model's */
+    int block_size;        /* tokens in a block of the cache; default 16 */
+    llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
+    uint64_t cache_bytes;  /* budget of the pool; 0: max_sequences whole contexts,
+                              but at most 1 GiB (and never less than one context).
+                              A draft's cache, of as many blocks, comes on top. */
+    int max_sequences;     /* sequences that run at the same time; default 16 */
+    int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
+    int max_speculation;   /* proposals for a sequence in a step, at the most; default 8 */
+    llm_policy policy;
+    double batch_window;   /* seconds (to 86400), of LLM_POLICY_DYNAMIC; default 0.05 */
+    llm_preempt preempt;
+    uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
+    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft only requests that
+                              speculate with it leave blocks behind, since the draft must have read them too. */
+    bool chunked_prefill;  /* a long prompt is spread over steps; false: prompts go whole, before anything else, and
+                              prompt and output together must fit into max_batch_tokens; default true */
+    bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
+} llm_engine_options;
+
+llm_engine_options llm_engine_defaults(void);
+
+typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
+    float temperature;        /* 0: greedy (the most likely token) */
+    int top_k;                /* keep the k most likely; 0: all */
+    float top_p;              /* then the fewest whose probabilities add up to p; 1: all */
+    float min_p;              /* then those of at least min_p times the most likely; 0: all */
+    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1: none */
+    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them */
+    uint64_t seed;            /* of this request's own random stream */
+} llm_sampling;
+
+llm_sampling llm_sampling_defaults(void);
+
+/* Called with the logits (vocab_size) after the token at `position`, before anything is
+ * drawn from them; it may change them (to force a grammar, say), but not call the engine. With a hook the
+ * logits of the prompt's own positions are computed too, and shown to it in order (once, as sample 0). */
+typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position, float *logits);
+
+enum { LLM_SPECULATE_AUTO = -1 };
+
+typedef struct llm_request { /* start from llm_request_defaults() */
+    const int32_t *prompt;  /* (n_prompt) token ids; copied by llm_submit */
+    int n_prompt;           /* at least 1 */
+    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1: to the end of the context */
+    int n_samples;          /* independent continuations; they share the prompt's blocks; default 1 */
+    llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
+    bool ignore_end;        /* do not stop at an end token (benchmarks) */
+    const char *const *stop; /* (n_stop) texts that end the output, and are not part of it; copied by llm_submit */
+    int n_stop;
+    int priority;           /* a request goes before the 64 x priority requests that came before it; default 0 */
+    int speculate;          /* proposals per step: 0 none, 1 to max_speculation (and less than max_batch_tokens), or
+                               LLM_SPECULATE_AUTO: as many as pay. Needs a draft model, or lookup. Greedy output is the
+                               same as without; sampled output has the same distribution. */
+    bool lookup;            /* propose what followed the last words where they stood before, instead of a draft
+                               model's guess */
+    llm_logits_hook logits_hook; /* NULL: none */
+    void *user;             /* handed back in events, and to the hook */
+} llm_request;
+
+llm_request llm_request_defaults(void);
+
+typedef enum llm_finish {
+    LLM_FINISH_NONE = 0,  /* still running */
+    LLM_FINISH_END,       /* the model said so (an end token) */
+    LLM_FINISH_LENGTH,    /* max_tokens, or the end of the context */
+    LLM_FINISH_STOP,      /* one of the request's stop texts */
+    LLM_FINISH_CANCELLED
+} llm_finish;
+
+typedef struct llm_event { /* one token, or the end, of one sample of one request */
+    uint64_t request;
+    int sample;           /* 0 to n_samples - 1 */
+    void *user;
+    int32_t token;        /* -1 in an event that only ends */
+    int index;            /* 0 for the first generated token; without a token: how many there were */
+    float logprob;        /* ln p(token), of the model itself: before penalties, temperature and filters */
+    bool accepted;        /* the token was proposed by speculation, and accepted */
+    const char *text;     /* whole UTF-8 characters, perhaps none yet (nor what may be the beginning of a
+                             stop text); not zero-terminated;
+                             valid until the next call of llm_step or llm_engine_free */
+    size_t text_length;
+    llm_finish finish;    /* not NONE: the last event of this sample */
+} llm_event;
+
+llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err);
+void llm_engine_free(llm_engine *engine);
+
+/* Queue a request; *id (may be NULL) names it in events and for llm_cancel. A request that could never fit
+ * (longer than the context, more blocks than the pool has) is refused here. */
+bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, llm_error *err);
+/* The same from text: tokenized with BOS as the model's file asks, special tokens not parsed. The prompt
+ * of `request` (NULL: defaults) is ignored. */
+bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
+                     llm_error *err);
+/* One forward pass over whatever is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all events before
+ * the next call, those of llm_cancel too: it forgets what has not been read. (Under LLM_POLICY_DYNAMIC it may return 1 after
+ * a millisecond of waiting for a batch to fill.) */
+int llm_step(llm_engine *engine, llm_error *err);
+/* The next event that has not been read yet, oldest first. False: none. */
+bool llm_next_event(llm_engine *engine, llm_event *event);
+/* End a request now; each of its samples that had not ended gets an event LLM_FINISH_CANCELLED. */
+bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
+
+typedef struct llm_statistics {
+    uint64_t steps;
+    uint64_t prompt_tokens;       /* put through the model as prompts, again after a preemption */
+    uint64_t generated_tokens;
+    uint64_t requests_submitted, requests_finished;
+    int running, waiting;         /* sequences, requests: now */
+    double step_seconds;          /* all time inside llm_step, of which ... */
+    double forward_seconds;       /* ... the forward passes, */
+    double draft_seconds;         /* ... the draft's proposals, */
+    double sampling_seconds;      /* ... choosing tokens, */
+    double schedule_seconds;      /* ... deciding what to do */
+    uint64_t preemptions, blocks_swapped;
+    uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
+                                            prefix cache */
+    int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
+    double kv_waste;              /* part of the slots of the blocks in use that holds no token, now */
+    uint64_t decode_steps;        /* rounds of single sequences, after their first token */
+    uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
+    uint64_t proposed_at[16], accepted_at[16]; /* by position in the proposal; 15: and later */
+    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once */
+    int block_size;
+    int64_t slots_used;           /* slots of the blocks in use that hold a token (shared ones once) */
+    uint64_t weight_bytes;        /* of the file's tensors */
+    uint64_t cache_bytes;         /* of the pool */
+    uint64_t arena_bytes;         /* activations, logits and tables of a step */
+} llm_statistics;
+
+llm_statistics llm_engine_statistics(const llm_engine *engine);
+const llm_model *llm_engine_model(const llm_engine *engine);
+const llm_engine_options *llm_engine_settings(const llm_engine *engine); /* as they came out */
+
+/* ---- Small tools that embedders ask for ------------------------------------------- */
+double llm_seconds(void); /* a clock that only moves forward */
+/* ln of the softmax probability of `id` under `logits` (n). */
+float llm_logprob(const float *logits, int n, int32_t id);
+/* Number `index` of stream `stream` of `seed`, uniform in [0, 1): the same on every platform. */
+double llm_random(uint64_t seed, uint64_t stream, uint64_t index);
+
+/* =====================================================================================
+ * [SEAM] What a device implements
+ *
+ * The engine above this line of functions is the same code for every device. Pointers
+ * named "device" are memory that the backend allocated: on the CPU ordinary memory. All activations
+ * are f32. Operations are queued in order and return nothing: a device remembers its first failure
+ * and tells it at the next `download` or `sync`.
+ *
+ * Below, T = tokens in the batch; a matrix (rows, cols) has its cols contiguous.
+ * ================================================================================== */
+
+typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
+    llm_type type;
+    int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
+    const void *data;       /* device; on the CPU this is the mapped file itself */
+} llm_weight;
+
+/* All the tokens of one step, of any number of sequences: the ragged batch. A decode step has one
+ * token per sequence, a prefill chunk many; nothing below this struct knows which is which.
+ * Host memory, filled by the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose
+ * positions ascend by one. Token t is written to slot slots[t] of the cache; the key of position p of sequence s lies in
+ * block block_tables[s * table_stride + p / block_size], slot p % block_size. */
+typedef struct llm_batch {
+    int n_tokens;
+    int n_sequences;
+    const int32_t *tokens;       /* (T) ids */
+    const int32_t *positions;    /* (T) */
+    const int32_t *slots;        /* (T) block * block_size + offset in the block */
+    const int32_t *seq_first;    /* (n_sequences) */
+    const int32_t *seq_count;    /* (n_sequences) */
+    const int32_t *block_tables; /* (n_sequences, table_stride) */
+    int table_stride;
+    int block_size;
+    int n_logits;
+    const int32_t *logit_rows;   /* (n_logits) the tokens whose logits are wanted, ascending */
+} llm_batch;
+
+/* The cache of one model: keys and values of every layer, (layer, block, kv head, slot, head_dim). */
+typedef struct llm_cache {
+    llm_type type;         /* LLM_F16 or LLM_F32 */
+    int n_layers, n_kv_heads, head_dim, block_size;
+    int64_t n_blocks;
+    size_t layer_bytes;    /* of the keys (or the values) of one layer */
+    void *keys, *values;   /* device */
+} llm_cache;
+
+typedef struct llm_attention_shape {
+    int n_heads, n_kv_heads, head_dim;
+    float scale;           /* on q.k, 1/sqrt(head_dim) */
+    bool naive;            /* the plain loop, for comparison */
+} llm_attention_shape;
+
+typedef struct llm_limits { /* the largest of everything that a step may bring */
+    int max_tokens;        /* in a batch */
+    int max_sequences;
+    int max_context;       /* positions of one sequence */
+    int n_heads;           /* query heads */
+    int head_dim;
+    int64_t max_cols;      /* of a matrix: the widest input of a matmul */
+} llm_limits;
+
+struct llm_backend {
+    const char *name;      /* "cpu", "cuda", ... */
+    void *context;         /* the backend's own; first argument of every function */
+
+    /* -- memory ------------------------------------------------------------------------ */
+    /* Device memory, not cleared; `what` says what for, in the error. NULL on failure. */
+    void *(*allocate)(void *context, size_t bytes, const char *what, llm_error *err);
+    void (*release)(void *context, void *device); /* NULL is fine */
+    bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
+    bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
+    /* Make a matrix of the file ready for matmul and embed. w comes with type, rows, cols; sets w->data.
+     * The host memory stays mapped as long as the weight lives, so the CPU just points to it. */
+    bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
+    void (*free_weight)(void *context, llm_weight *w);
+    /* Called before the first step, with the largest of everything to expect, so that a step allocates nothing.
+     * A later call may ask for more (a draft model beside its target). */
+    bool (*reserve)(void *context, const llm_limits *limits, llm_error *err);
+
+    /* -- a step ------------------------------------------------------------------------ */
+    /* After a failure a step may begin again without having ended. */
+    bool (*begin_step)(void *context, const llm_batch *batch, llm_error *err);
+    bool (*end_step)(void *context, llm_error *err);
+    /* Wait until all of it is done; false: something failed since the last sync. */
+    bool (*sync)(void *context, llm_error *err);
+
+    /* -- operations, all on device memory ---------------------------------------------- */
+    /* out (T, table->cols) = the rows of the embedding table of the batch's tokens */
+    void (*embed)(void *context, const llm_batch *batch, const llm_weight *table, float *out);
+    /* angles (T, rope_dim/2, 2) = cos and sin of position x frequency; frequencies (rope_dim/2) device */
+    void (*rope_angles)(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float *angles);
+    /* out (n, dim) = x / sqrt(mean(x^2) + epsilon) * weight, row by row. out may be x. */
+    void (*rmsnorm)(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out);
+    /* out (n, w->rows) = x (n, w->cols) times w transposed, + bias (w->rows) unless NULL, + out itself if `add` */
+    void (*matmul)(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add, float *out);
+    /* Per head: normalise (if q_norm/k_norm (head_dim) are not NULL), turn q and k by the angles, and write k and v into
+     * the cache at the batch's slots. q (T, n_heads, head_dim) in place; k, v (T, n_kv_heads, head_dim). */
+    void (*rope_and_store)(void *context, const llm_batch *batch, const llm_attention_shape *shape,
+                           llm_rope_pairing pairing, int rope_dim, const float *angles,
+                           const float *q_norm, const float *k_norm, float epsilon,
+                           float *q, float *k, const float *v, const llm_cache *cache, int layer);
+    /* out (T, n_heads, head_dim): each token's query attends to the cached positions of its sequence up to its own */
+    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+                      const llm_cache *cache, int layer, float *out);
+    /* out (n) = silu(gate) x up, elementwise; out may be gate */
+    void (*swiglu)(void *context, const float *gate, const float *up, int64_t n, float *out);
+    /* out (n, dim) = the rows x[rows[i]] for i in first .. first + n - 1 of the batch's logit_rows */
+    void (*gather_rows)(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out);
+    /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order: a block may be
+     * copied from and then, by a later pair, to. */
+    void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
+
+    void (*destroy)(llm_backend *backend);
+};
+
+typedef enum llm_isa { /* instruction sets, in ascending order */
+    LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
+    LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
+    LLM_ISA_AVX2,    /* with FMA and F16C */
+    LLM_ISA_AVX512   /* F, BW, DQ, VL, VNNI */
+} llm_isa;
+
+/* The reference device. n_threads: 0 = one per processor. The fastest instruction set that both this
+ * processor and max_isa allow is used (pass LLM_ISA_AVX512 for no limit). */
+llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
+llm_isa llm_cpu_isa(const llm_backend *backend);
+const char *llm_isa_name(llm_isa isa);
+int llm_cpu_threads(const llm_backend *backend);
+int llm_processor_count(void);
+void llm_backend_free(llm_backend *backend); /* NULL is fine */
+
+#ifdef __cplusplus
+}
+#endif
+#endif /* LLM_H */
+
+/* =====================================================================================
+ * Implementation. Chapter 4 includes this file again, once per instruction set, to compile
+ * its kernels several times from one text; LLM__KERNEL_PASS says that such a pass is on.
+ * ================================================================================== */
+#if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
+#ifndef LLM__IMPLEMENTED
+#define LLM__IMPLEMENTED
+
+#include <errno.h>
+#include <fcntl.h>
+#include <float.h>
+#include <limits.h>
+#include <math.h>
+#include <poll.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <sys/mman.h>
+#include <sys/stat.h>
+#include <time.h>
+#include <unistd.h>
+#ifdef _OPENMP
+#include <omp.h>
+#endif
+#if defined(__x86_64__) && defined(__GNUC__)
+#include <immintrin.h>
+#define LLM__X86 1
+#endif
+
+#if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
+#error "llm.h reads little-endian files in place, and so needs a little-endian machine"
+#endif
+
+#ifndef LLM_MALLOC
+#define LLM_MALLOC(bytes) malloc(bytes)
+#define LLM__CALLOC(bytes) calloc(1, bytes) /* large zeroed memory that costs nothing until it is touched */
+#define LLM_REALLOC(pointer, bytes) realloc(pointer, bytes)
+#define LLM_FREE(pointer) free(pointer)
+#endif
+
+#if defined(__GNUC__)
+#define LLM__PRINTF(text, rest) __attribute__((format(printf, text, rest)))
+#else
+#define LLM__PRINTF(text, rest)
+#endif
+
+/* Fill an error and return false, so that a failing check is one statement. */
+LLM__PRINTF(3, 4)
+static bool llm__fail(llm_error *err, llm_status status, const char *format, ...) {
+    if (err) {
+        err->status = status;
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(err->message, sizeof err->message, format, arguments);
+        va_end(arguments);
+    }
+    return false;
+}
+
+static void llm__clear(llm_error *err) {
+    if (err) {
+        err->status = LLM_OK;
+        err->message[0] = 0;
+    }
+}
+
+/* a * b and a + b, or false where the result does not fit */
+static bool llm__multiply(uint64_t a, uint64_t b, uint64_t *out) {
+    if (a && b > UINT64_MAX / a) return false;
+    *out = a * b;
+    return true;
+}
+
+static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
+    *out = a + b;
+    return *out >= a;
+}
+
+/* Zeroed memory for count items. NULL, with the error set, if there is none. */
+static void *llm__new(size_t count, size_t size, const char *what, llm_error *err) {
+    uint64_t bytes = 0;
+    bool fits = llm__multiply(count, size, &bytes) && bytes <= SIZE_MAX / 2;
+    void *p = fits ? LLM_MALLOC(bytes ? (size_t)bytes : 1) : NULL;
+    if (p) memset(p, 0, (size_t)bytes);
+    else llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size, what);
+    return p;
+}
+
+static int64_t llm__min(int64_t a, int64_t b) { return a < b ? a : b; }
+static int64_t llm__max(int64_t a, int64_t b) { return a > b ? a : b; }
+static int64_t llm__divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* Spread every bit of a number over all bits of the result: for hash tables and for random numbers (the output
+ * function of SplitMix64, Steele et al. 2014). */
+static uint64_t llm__mix(uint64_t x) {
+    x += 0x9E3779B97F4A7C15u;
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9u;
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EBu;
+    return x ^ (x >> 31);
+}
+
+double llm_seconds(void) {
+    struct timespec t;
+#ifdef CLOCK_MONOTONIC
+    clock_gettime(CLOCK_MONOTONIC, &t);
+#else
+    timespec_get(&t, TIME_UTC);
+#endif
+    return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
+}
+
+/* =====================================================================================
+ * [1] Files: memory-mapped GGUF; every offset checked
+ *
+ * A model is a few hundred named arrays of numbers (tensors) and a few dozen named facts about
+ * them (metadata: how many layers, which vocabulary). GGUF keeps both in one file:
+ *
+ *     "GGUF"  version u32  number of tensors u64  number of metadata values u64
+ *     each value:   key   type u32   the value itself
+ *     each tensor:  name  n_dims u32  dims u64 x n_dims  type u32  offset u64
+ *     padding up to the alignment (32, unless the value general.alignment says otherwise)
+ *     the data of the tensors, each at its offset from here, each aligned
+ *
+ * A string is its length (u64) and its bytes; an array is the type of its elements (u32), their count
+ * (u64) and the elements; everything is little-endian and nothing inside the header is aligned.
+ *
+ * The file is mapped, not read: the system brings a page in when it is first touched,
+ * drops it again when memory is short, and shares it between all processes that run the same model. So a
+ * file of 4 GB opens in milliseconds, and "loading" the weights copies nothing: the tensors of this
+ * chapter point into the mapping, and the kernels of chapter 4 read them there.
+ *
+ * The price is that every pointer made here must be right, because nothing checks it later. A file may
+ * come from anywhere, so no number in it is believed: a count is compared with the bytes that are left, a
+ * product with what 64 bits hold, an offset with the end of the file, before anything is done with it. What
+ * passes is safe to walk without another look. (One thing cannot be checked: a file that somebody shortens
+ * while it is mapped. Replace model files by renaming, as the writer below does.)
+ * ================================================================================== */
+
+struct llm_file {
+    char *path;
+    const uint8_t *data;
+    uint64_t size;
+    bool mapped;              /* by us, so unmapped by us */
+    int version;
+    int64_t n_values, n_tensors;
+    llm_value *values;        /* (n_values), in the order of the file */
+    llm_tensor *tensors;      /* (n_tensors) */
+    const llm_string **value_index;  /* (n_values) the keys of values, sorted, for binary search */
+    const llm_string **tensor_index; /* (n_tensors) */
+};
+
+/* ---- Names -------------------------------------------------------------------------- */
+
+static llm_string llm__string(const char *text) {
+    llm_string s = {text, strlen(text)};
+    return s;
+}
+
+/* A string of a file in a form that is safe to print: short, one line, and plain ASCII. */
+typedef struct llm__printable {
+    char text[72];
+} llm__printable;
+
+static llm__printable llm__show(llm_string s) {
+    llm__printable p;
+    size_t n = s.length < 64 ? s.length : 64;
+    for (size_t i = 0; i < n; i++) p.text[i] = s.data[i] >= ' ' && s.data[i] <= '~' ? s.data[i] : '?';
+    strcpy(p.text + n, s.length > n ? "..." : "");
+    return p;
+}
+
+static int llm__compare_strings(const llm_string *a, const llm_string *b) {
+    size_t shorter = a->length < b->length ? a->length : b->length;
+    int order = shorter ? memcmp(a->data, b->data, shorter) : 0;
+    return order ? order : (a->length > b->length) - (a->length < b->length);
+}
+
+/* Of two equal names the one that stands first in memory comes first: the order is always the same. */
+static int llm__compare_names(const void *a, const void *b) {
+    const llm_string *x = *(const llm_string *const *)a, *y = *(const llm_string *const *)b;
+    int order = llm__compare_strings(x, y);
+    return order ? order : (x > y) - (x < y);
+}
+
+/* The names in items (count records of `stride` bytes, each of which begins with its name), sorted. */
+static const llm_string **llm__sorted_names(const void *items, int64_t count, size_t stride, llm_error *err) {
+    const llm_string **index =
+        (const llm_string **)llm__new((size_t)count, sizeof *index, "an index of names", err);
+    if (!index) return NULL;
+    for (int64_t i = 0; i < count; i++)
+        index[i] = (const llm_string *)(const void *)((const char *)items + (size_t)i * stride);
+    qsort(index, (size_t)count, sizeof *index, llm__compare_names);
+    return index;
+}
+
+static const llm_string *llm__find_name(const llm_string *const *index, int64_t count, const char *name) {
+    llm_string wanted = llm__string(name);
+    int64_t low = 0, high = count;
+    while (low < high) {
+        int64_t middle = low + (high - low) / 2;
+        int order = llm__compare_strings(index[middle], &wanted);
+        if (!order) return index[middle];
+        if (order < 0) low = middle + 1;
+        else high = middle;
+    }
+    return NULL;
+}
+
+static const llm_string *llm__duplicate(const llm_string *const *index, int64_t count) {
+    for (int64_t i = 1; i < count; i++)
+        if (!llm__compare_strings(index[i - 1], index[i])) return index[i];
+    return NULL;
+}
+
+/* ---- Reading the header --------------------------------------------------------------- */
+
+typedef struct llm__reader {
+    llm_file *file;
+    uint64_t at; /* bytes read so far; never past file->size */
+    llm_error *err;
+} llm__reader;
+
+LLM__PRINTF(2, 3)
+static bool llm__format_error(llm__reader *r, const char *format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return llm__fail(r->err, LLM_ERROR_FORMAT, "%s: %s", r->file->path, text);
+}
+
+static uint64_t llm__left(const llm__reader *r) { return r->file->size - r->at; }
+
+static bool llm__ends_inside(llm__reader *r, uint64_t wanted, const char *what) {
+    return llm__format_error(r,
+                             "%s at byte %llu needs %llu more bytes, but the file ends at byte %llu: it is "
+                             "damaged, or did not arrive whole; fetch it again",
+                             what, (unsigned long long)r->at, (unsigned long long)wanted,
+                             (unsigned long long)r->file->size);
+}
+
+/* The next n bytes, in place. */
+static const uint8_t *llm__read_bytes(llm__reader *r, uint64_t n, const char *what) {
+    if (n > llm__left(r)) return llm__ends_inside(r, n, what), (const uint8_t *)NULL;
+    const uint8_t *bytes = r->file->data + r->at;
+    r->at += n;
+    return bytes;
+}
+
+static bool llm__read_u32(llm__reader *r, const char *what, uint32_t *out) {
+    const uint8_t *bytes = llm__read_bytes(r, sizeof *out, what);
+    if (bytes) memcpy(out, bytes, sizeof *out);
+    return bytes != NULL;
+}
+
+static bool llm__read_u64(llm__reader *r, const char *what, uint64_t *out) {
+    const uint8_t *bytes = llm__read_bytes(r, sizeof *out, what);
+    if (bytes) memcpy(out, bytes, sizeof *out);
+    return bytes != NULL;
+}
+
+static bool llm__read_string(llm__reader *r, const char *what, llm_string *out) {
+    uint64_t length = 0;
+    if (!llm__read_u64(r, what, &length)) return false;
+    out->data = (const char *)llm__read_bytes(r, length, what);
+    out->length = (size_t)length;
+    return out->data != NULL;
+}
+
+/* Bytes of a value of fixed size; 0 for strings, arrays and what does not exist. */
+static size_t llm__value_size(uint32_t type) {
+    static const uint8_t sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
+    return type < sizeof sizes ? sizes[type] : 0;
+}
+
+/* Walk over the elements of a value and note where they are. */
+static bool llm__read_elements(llm__reader *r, llm_value *value, const char *what) {
+    uint64_t start = r->at, bytes = 0;
+    if (value->element_type == LLM_VALUE_STRING) {
+        if (value->count > llm__left(r) / 8)
+            return llm__format_error(
+                r, "%s at byte %llu is said to hold %llu strings, more than the rest of the file can", what,
+                (unsigned long long)start, (unsigned long long)value->count);
+        llm_string skipped;
+        for (uint64_t i = 0; i < value->count; i++)
+            if (!llm__read_string(r, what, &skipped)) return false;
+    } else {
+        if (!llm__multiply(value->count, llm__value_size(value->element_type), &bytes))
+            return llm__format_error(r, "%s at byte %llu is said to hold %llu elements, which is impossible",
+                                     what, (unsigned long long)start, (unsigned long long)value->count);
+        if (!llm__read_bytes(r, bytes, what)) return false;
+    }
+    value->data = r->file->data + start;
+    value->bytes = (size_t)(r->at - start);
+    return true;
+}
+
+static bool llm__read_value(llm__reader *r, llm_value *value) {
+    uint64_t start = r->at;
+    uint32_t type = 0;
+    if (!llm__read_string(r, "the key of a metadata value", &value->key)) return false;
+    if (!value->key.length || value->key.length > 65535)
+        return llm__format_error(
+            r, "the metadata value at byte %llu has a key of %zu bytes (1 to 65535 are allowed)",
+            (unsigned long long)start, value->key.length);
+    char what[100];
+    snprintf(what, sizeof what, "the value of '%s'", llm__show(value->key).text);
+    if (!llm__read_u32(r, what, &type)) return false;
+    value->type = (llm_value_type)type;
+    value->count = 1;
+    if (type == LLM_VALUE_ARRAY)
+        if (!llm__read_u32(r, what, &type) || !llm__read_u64(r, what, &value->count)) return false;
+    if (value->type == LLM_VALUE_ARRAY && type == LLM_VALUE_ARRAY)
+        return llm__format_error(r, "%s at byte %llu is an array of arrays, which GGUF readers do not take",
+                                 what, (unsigned long long)start);
+    if (type != LLM_VALUE_STRING && !llm__value_size(type))
+        return llm__format_error(r, "%s at byte %llu is of type %u, which does not exist", what,
+                                 (unsigned long long)start, type);
+    value->element_type = (llm_value_type)type;
+    return llm__read_elements(r, value, what);
+}
+
+/* Room for one more record in an array that grows by doubling. The counts in the header size nothing: a
+ * wrong one is found out when the file ends, and until then costs no memory. */
+static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t size, const char *what,
+                       llm_error *err) {
+    if (count < *capacity) return items;
+    int64_t wanted = *capacity ? *capacity * 2 : 64;
+    uint64_t bytes = 0;
+    bool fits = llm__multiply((uint64_t)wanted, size, &bytes) && bytes <= SIZE_MAX / 2;
+    void *grown = fits ? LLM_REALLOC(items, (size_t)bytes) : NULL;
+    if (!grown) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)bytes, what);
+        return NULL;
+    }
+    memset((char *)grown + (size_t)*capacity * size, 0, (size_t)(wanted - *capacity) * size);
+    *capacity = wanted;
+    return grown;
+}
+
+static bool llm__read_values(llm__reader *r, uint64_t count) {
+    llm_file *file = r->file;
+    int64_t capacity = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        void *grown =
+            llm__grow(file->values, file->n_values, &capacity, sizeof *file->values, "the metadata", r->err);
+        if (!grown) return false;
+        file->values = (llm_value *)grown;
+        if (!llm__read_value(r, &file->values[file->n_values])) return false;
+        file->n_values++;
+    }
+    file->value_index = llm__sorted_names(file->values, file->n_values, sizeof *file->values, r->err);
+    if (!file->value_index) return false;
+    const llm_string *twice = llm__duplicate(file->value_index, file->n_values);
+    if (twice) return llm__format_error(r, "the metadata has the key '%s' twice", llm__show(*twice).text);
+    return true;
+}
+
+/* Names of GGUF's tensor types that the engine may not know, so that a refusal can name them. */
+static const char *llm__type_name(uint32_t type) {
+    static const char *const names[] = {
+        "f32",    "f16",   "q4_0",  "q4_1",   NULL,    NULL,    "q5_0",    "q5_1",   "q8_0",    "q8_1",
+        "q2_k",   "q3_k",  "q4_k",  "q5_k",   "q6_k",  "q8_k",  "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s",
+        "iq4_nl", "iq3_s", "iq2_s", "iq4_xs", "i8",    "i16",   "i32",     "i64",    "f64",     "iq1_m",
+        "bf16",   NULL,    NULL,    NULL,     "tq1_0", "tq2_0", NULL,      NULL,     NULL,      "mxfp4"};
+    const char *name = type < sizeof names / sizeof *names ? names[type] : NULL;
+    return name ? name : "unknown";
+}
+
+static bool llm__unsupported_type(llm__reader *r, const llm_tensor *tensor, uint32_t type) {
+    char known[200] = "";
+    const llm_type_info *info;
+    for (int i = 0; (info = llm_type_at(i)) != NULL; i++) {
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", info->name);
+    }
+    llm__format_error(r, "the tensor '%s' is of type %u (%s), which is not supported; supported are %s",
+                      llm__show(tensor->name).text, type, llm__type_name(type), known);
+    if (r->err) r->err->status = LLM_ERROR_UNSUPPORTED;
+    return false;
+}
+
+/* Bytes of a tensor of this shape; false if there can be no such tensor. */
+static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint64_t *dims, uint64_t *bytes) {
+    if (n_dims < 1 || n_dims > 4 || dims[0] % (uint64_t)info->block_values) return false;
+    uint64_t values = 1;
+    for (int i = 0; i < n_dims; i++)
+        if (!dims[i] || !llm__multiply(values, dims[i], &values) || values > INT64_MAX) return false;
+    return llm__multiply(values / (uint64_t)info->block_values, (uint64_t)info->block_bytes, bytes) &&
+           *bytes <= INT64_MAX;
+}
+
+/* One tensor's declaration. tensor->data stays NULL and *offset says where it belongs: the
+ * place where the data begins is known only after the last declaration. */
+static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offset) {
+    uint64_t start = r->at;
+    uint32_t n_dims = 0, type = 0;
+    if (!llm__read_string(r, "the name of a tensor", &tensor->name)) return false;
+    if (!tensor->name.length)
+        return llm__format_error(r, "the tensor at byte %llu has no name", (unsigned long long)start);
+    char what[100];
+    snprintf(what, sizeof what, "the tensor '%s'", llm__show(tensor->name).text);
+    if (!llm__read_u32(r, what, &n_dims)) return false;
+    if (n_dims < 1 || n_dims > 4)
+        return llm__format_error(r, "%s at byte %llu has %u dimensions (1 to 4 are allowed)", what,
+                                 (unsigned long long)start, n_dims);
+    tensor->n_dims = (int)n_dims;
+    for (uint32_t i = 0; i < 4; i++) tensor->dims[i] = 1;
+    for (uint32_t i = 0; i < n_dims; i++)
+        if (!llm__read_u64(r, what, &tensor->dims[i])) return false;
+    if (!llm__read_u32(r, what, &type) || !llm__read_u64(r, what, offset)) return false;
+    const llm_type_info *info = llm_type_find((llm_type)type);
+    if (!info) return llm__unsupported_type(r, tensor, type);
+    tensor->type = info->type;
+    const uint64_t *d = tensor->dims;
+    if (!llm__tensor_bytes(info, tensor->n_dims, d, &tensor->bytes))
+        return llm__format_error(
+            r,
+            "%s at byte %llu has the impossible shape %llu x %llu x %llu x %llu (none may be zero, the first "
+            "a multiple of %d for %s)",
+            what, (unsigned long long)start, (unsigned long long)d[0], (unsigned long long)d[1],
+            (unsigned long long)d[2], (unsigned long long)d[3], info->block_values, info->name);
+    return true;
+}
+
+static bool llm__read_tensors(llm__reader *r, uint64_t count, uint64_t **offsets) {
+    llm_file *file = r->file;
+    int64_t capacity = 0, offsets_capacity = 0;
+    for (uint64_t i = 0; i < count; i++) {
+        void *grown = llm__grow(file->tensors, file->n_tensors, &capacity, sizeof *file->tensors,
+                                "the tensors", r->err);
+        if (!grown) return false;
+        file->tensors = (llm_tensor *)grown;
+        grown =
+            llm__grow(*offsets, file->n_tensors, &offsets_capacity, sizeof **offsets, "the tensors", r->err);
+        if (!grown) return false;
+        *offsets = (uint64_t *)grown;
+        if (!llm__read_tensor(r, &file->tensors[file->n_tensors], &(*offsets)[file->n_tensors])) return false;
+        file->n_tensors++;
+    }
+    file->tensor_index = llm__sorted_names(file->tensors, file->n_tensors, sizeof *file->tensors, r->err);
+    if (!file->tensor_index) return false;
+    const llm_string *twice = llm__duplicate(file->tensor_index, file->n_tensors);
+    if (twice) return llm__format_error(r, "there are two tensors called '%s'", llm__show(*twice).text);
+    return true;
+}
+
+static int llm__compare_places(const void *a, const void *b) {
+    const llm_tensor *x = *(const llm_tensor *const *)a, *y = *(const llm_tensor *const *)b;
+    const uint8_t *p = (const uint8_t *)x->data, *q = (const uint8_t *)y->data;
+    return (p > q) - (p < q);
+}
+
+/* No two tensors may share bytes: sorted by place, each must end before the next begins. */
+static bool llm__check_overlap(llm__reader *r) {
+    const llm_file *file = r->file;
+    const llm_tensor **order =
+        (const llm_tensor **)llm__new((size_t)file->n_tensors, sizeof *order, "the tensors' order", r->err);
+    if (!order) return false;
+    for (int64_t i = 0; i < file->n_tensors; i++) order[i] = &file->tensors[i];
+    qsort(order, (size_t)file->n_tensors, sizeof *order, llm__compare_places);
+    bool apart = true;
+    for (int64_t i = 1; apart && i < file->n_tensors; i++)
+        if ((const uint8_t *)order[i - 1]->data + order[i - 1]->bytes > (const uint8_t *)order[i]->data)
+            apart = llm__format_error(r, "the tensors '%s' and '%s' overlap, at byte %llu",
+                                      llm__show(order[i - 1]->name).text, llm__show(order[i]->name).text,
+                                      (unsigned long long)((const uint8_t *)order[i]->data - file->data));
+    LLM_FREE((void *)order);
+    return apart;
+}
+
+static bool llm__place_tensors(llm__reader *r, const uint64_t *offsets) {
+    llm_file *file = r->file;
+    uint64_t alignment = 32, begin = 0;
+    const llm_value *value = llm_file_find(file, "general.alignment");
+    if (value && (!llm_value_u64(value, 0, &alignment) || !alignment || (alignment & (alignment - 1))))
+        return llm__format_error(r, "general.alignment is %llu, but must be a power of two",
+                                 (unsigned long long)alignment);
+    if (!llm__add(r->at, alignment - 1, &begin)) begin = UINT64_MAX;
+    begin &= ~(alignment - 1);
+    for (int64_t i = 0; i < file->n_tensors; i++) {
+        llm_tensor *tensor = &file->tensors[i];
+        uint64_t place = 0, end = 0;
+        if (offsets[i] & (alignment - 1))
+            return llm__format_error(
+                r, "the tensor '%s' has the offset %llu, which is no multiple of the alignment %llu",
+                llm__show(tensor->name).text, (unsigned long long)offsets[i], (unsigned long long)alignment);
+        if (!llm__add(begin, offsets[i], &place) || !llm__add(place, tensor->bytes, &end) || end > file->size)
+            return llm__format_error(
+                r,
+                "the tensor '%s' (%llu bytes at offset %llu from byte %llu) lies past the end of the file "
+                "at byte %llu: it is damaged, or did not arrive whole; fetch it again",
+                llm__show(tensor->name).text, (unsigned long long)tensor->bytes,
+                (unsigned long long)offsets[i], (unsigned long long)begin, (unsigned long long)file->size);
+        tensor->data = file->data + place;
+    }
+    return llm__check_overlap(r);
+}
+
+static bool llm__read_magic(llm__reader *r) {
+    const llm_file *file = r->file;
+    if (!file->size) return llm__format_error(r, "not a GGUF file: it is empty");
+    if (file->size < 4 || memcmp(file->data, "GGUF", 4)) {
+        llm_string beginning = {(const char *)file->data, file->size < 16 ? (size_t)file->size : 16};
+        return llm__format_error(r, "not a GGUF file: it starts with \"%s\" instead of \"GGUF\"",
+                                 llm__show(beginning).text);
+    }
+    r->at = 4;
+    return true;
+}
+
+static bool llm__read_header(llm__reader *r) {
+    uint32_t version = 0;
+    uint64_t n_tensors = 0, n_values = 0;
+    if (!llm__read_magic(r) || !llm__read_u32(r, "the version", &version)) return false;
+    if (version != 2 && version != 3) {
+        llm__format_error(r, "GGUF version %u is not supported (2 and 3 are)%s", version,
+                          version && !(version & 0xffff) ? "; this looks like a big-endian file" : "");
+        if (r->err) r->err->status = LLM_ERROR_UNSUPPORTED;
+        return false;
+    }
+    r->file->version = (int)version;
+    if (!llm__read_u64(r, "the number of tensors", &n_tensors) ||
+        !llm__read_u64(r, "the number of metadata values", &n_values))
+        return false;
+    /* The shortest value is a key of one byte and a value of one byte: 14 bytes; the shortest tensor
+     * has a name of one byte and one dimension: 33. */
+    if (n_values > llm__left(r) / 14 || n_tensors > llm__left(r) / 33)
+        return llm__format_error(
+            r,
+            "the header promises %llu metadata values and %llu tensors, more than the file's %llu bytes "
+            "can hold: it is damaged",
+            (unsigned long long)n_values, (unsigned long long)n_tensors, (unsigned long long)r->file->size);
+    uint64_t *offsets = NULL;
+    bool read = llm__read_values(r, n_values) && llm__read_tensors(r, n_tensors, &offsets) &&
+                llm__place_tensors(r, offsets);
+    LLM_FREE(offsets);
+    return read;
+}
+
+/* ---- Opening and closing ---------------------------------------------------------------- */
+
+static char *llm__copy_text(const char *text, const char *after, llm_error *err) {
+    size_t length = strlen(text), more = strlen(after);
+    char *copy = (char *)llm__new(length + more + 1, 1, "a path", err);
+    if (copy) {
+        memcpy(copy, text, length);
+        memcpy(copy + length, after, more);
+    }
+    return copy;
+}
+
+/* Takes over the mapping, if it is one, also where it fails. */
+static llm_file *llm__file_create(const void *data, uint64_t size, bool mapped, const char *name,
+                                  llm_error *err) {
+    llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
+    if (!file) {
+        if (mapped) munmap((void *)(uintptr_t)data, (size_t)size);
+        return NULL;
+    }
+    file->data = (const uint8_t *)data;
+    file->size = size;
+    file->mapped = mapped;
+    file->path = llm__copy_text(name, "", err);
+    llm__reader reader = {file, 0, err};
+    if (!file->path || !llm__read_header(&reader)) {
+        llm_file_close(file);
+        return NULL;
+    }
+    return file;
+}
+
+static bool llm__map(const char *path, int descriptor, const void **data, uint64_t *size, llm_error *err) {
+    struct stat status;
+    if (fstat(descriptor, &status))
+        return llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
+    *size = (uint64_t)status.st_size;
+    *data = NULL;
+    if (!*size) return true; /* nothing to map; the header check says that it is empty */
+    if (*size > SIZE_MAX / 2)
+        return llm__fail(err, LLM_ERROR_FILE,
+                         "cannot map %s: %llu bytes are more than this machine can address", path,
+                         (unsigned long long)*size);
+    void *mapping = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    if (mapping == MAP_FAILED)
+        return llm__fail(err, LLM_ERROR_FILE, "cannot map %s: %s", path, strerror(errno));
+    *data = mapping;
+    return true;
+}
+
+llm_file *llm_file_open(const char *path, llm_error *err) {
+    llm__clear(err);
+    struct stat status;
+    const void *data = NULL;
+    uint64_t size = 0;
+    if (!path || !*path)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given"), (llm_file *)NULL;
+    /* asked before opening, since opening a pipe would wait for its writer */
+    if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
+        llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
+                  S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
+        return NULL;
+    }
+    int descriptor = open(path, O_RDONLY);
+    if (descriptor < 0)
+        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno)), (llm_file *)NULL;
+    bool mapped = llm__map(path, descriptor, &data, &size, err);
+    close(descriptor); /* the mapping stays */
+    return mapped ? llm__file_create(data, size, data != NULL, path, err) : NULL;
+}
+
+llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
+    llm__clear(err);
+    if (!data && size)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_file_from_memory: data is NULL"), (llm_file *)NULL;
+    return llm__file_create(data, size, false, name ? name : "memory", err);
+}
+
+void llm_file_close(llm_file *file) {
+    if (!file) return;
+    if (file->mapped) munmap((void *)(uintptr_t)file->data, (size_t)file->size);
+    LLM_FREE((void *)file->value_index);
+    LLM_FREE((void *)file->tensor_index);
+    LLM_FREE(file->values);
+    LLM_FREE(file->tensors);
+    LLM_FREE(file->path);
+    LLM_FREE(file);
+}
+
+const char *llm_file_path(const llm_file *file) { return file->path; }
+uint64_t llm_file_size(const llm_file *file) { return file->size; }
+int llm_file_version(const llm_file *file) { return file->version; }
+int64_t llm_file_n_values(const llm_file *file) { return file->n_values; }
+int64_t llm_file_n_tensors(const llm_file *file) { return file->n_tensors; }
+
+const llm_value *llm_file_value(const llm_file *file, int64_t index) {
+    return index >= 0 && index < file->n_values ? &file->values[index] : NULL;
+}
+
+const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index) {
+    return index >= 0 && index < file->n_tensors ? &file->tensors[index] : NULL;
+}
+
+/* A value and a tensor begin with their name, so the name found is the record found. */
+const llm_value *llm_file_find(const llm_file *file, const char *key) {
+    return (const llm_value *)(const void *)llm__find_name(file->value_index, file->n_values, key);
+}
+
+const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name) {
+    return (const llm_tensor *)(const void *)llm__find_name(file->tensor_index, file->n_tensors, name);
+}
+
+/* ---- Reading values ------------------------------------------------------------------- */
+
+/* Any number of a file: a whole one, as sign and magnitude, or (fraction) a floating-point one */
+typedef struct llm__number {
+    bool fraction, negative;
+    uint64_t magnitude;
+    double real;
+} llm__number;
+
+static bool llm__value_number(const llm_value *value, uint64_t index, llm__number *out) {
+    size_t size = value ? llm__value_size(value->element_type) : 0;
+    if (!size || index >= value->count || index >= value->bytes / size) return false;
+    uint64_t bits = 0;
+    memcpy(&bits, value->data + index * size, size);
+    memset(out, 0, sizeof *out);
+    float single;
+    switch (value->element_type) {
+    case LLM_VALUE_F32:
+        memcpy(&single, &bits, sizeof single);
+        out->real = single;
+        out->fraction = true;
+        return true;
+    case LLM_VALUE_F64:
+        memcpy(&out->real, &bits, sizeof bits);
+        out->fraction = true;
+        return true;
+    case LLM_VALUE_I8: case LLM_VALUE_I16: case LLM_VALUE_I32: case LLM_VALUE_I64:
+        out->negative = bits >> (8 * size - 1) & 1;
+        if (out->negative) bits = (~bits + 1) & (UINT64_MAX >> (64 - 8 * size));
+        break;
+    default: break; /* unsigned, or a bool */
+    }
+    out->magnitude = bits;
+    return true;
+}
+
+/* 3.0 is a whole number too; 3.5, 1e30 and NaN are not. */
+static bool llm__whole(llm__number *n) {
+    if (!n->fraction) return true;
+    double magnitude = fabs(n->real);
+    if (!(magnitude < 18446744073709551616.0) || floor(magnitude) != magnitude) return false;
+    n->magnitude = (uint64_t)magnitude;
+    n->negative = n->real < 0;
+    return true;
+}
+
+bool llm_value_u64(const llm_value *value, uint64_t index, uint64_t *out) {
+    llm__number n;
+    if (!llm__value_number(value, index, &n) || !llm__whole(&n) || n.negative) return false;
+    *out = n.magnitude;
+    return true;
+}
+
+bool llm_value_i64(const llm_value *value, uint64_t index, int64_t *out) {
+    llm__number n;
+    if (!llm__value_number(value, index, &n) || !llm__whole(&n)) return false;
+    if (n.magnitude > (uint64_t)INT64_MAX + n.negative) return false;
+    *out = n.negative ? -(int64_t)(n.magnitude - 1) - 1 : (int64_t)n.magnitude;
+    return true;
+}
+
+bool llm_value_f64(const llm_value *value, uint64_t index, double *out) {
+    llm__number n;
+    if (!llm__value_number(value, index, &n)) return false;
+    if (!n.fraction) {
+        n.real = (double)n.magnitude;
+        /* a whole number of more than 53 bits may have been rounded */
+        if (n.real >= 18446744073709551616.0 || (uint64_t)n.real != n.magnitude) return false;
+        if (n.negative) n.real = -n.real;
+    }
+    *out = n.real;
+    return true;
+}
+
+bool llm_value_bool(const llm_value *value, uint64_t index, bool *out) {
+    uint64_t n;
+    if (!llm_value_u64(value, index, &n) || n > 1) return false;
+    *out = n == 1;
+    return true;
+}
+
+bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
+    uint64_t length;
+    if (!value || value->element_type != LLM_VALUE_STRING) return false;
+    if (*cursor > value->bytes || value->bytes - *cursor < sizeof length) return false;
+    memcpy(&length, value->data + *cursor, sizeof length);
+    if (length > value->bytes - *cursor - sizeof length) return false;
+    out->data = (const char *)value->data + *cursor + sizeof length;
+    out->length = (size_t)length;
+    *cursor += sizeof length + (size_t)length;
+    return true;
+}
+
+/* ---- Writing ----------------------------------------------------------------------------
+ * The header holds counts that are known only at its end, so values and declarations are collected in
+ * memory (a few megabytes, nearly all of it vocabulary) and go out with the first byte of data. */
+
+typedef struct llm__bytes { /* bytes that grow */
+    uint8_t *data;
+    size_t length, capacity;
+} llm__bytes;
+
+static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *err) {
+    if (n > b->capacity - b->length) {
+        size_t wanted = b->capacity * 2 > 4096 ? b->capacity * 2 : 4096;
+        bool fits = n <= SIZE_MAX / 4 && b->length <= SIZE_MAX / 4;
+        if (fits && wanted < b->length + n) wanted = b->length + n;
+        uint8_t *grown = fits ? (uint8_t *)LLM_REALLOC(b->data, wanted) : NULL;
+        if (!grown) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes to write", wanted);
+        b->data = grown;
+        b->capacity = wanted;
+    }
+    if (n) memcpy(b->data + b->length, data, n);
+    b->length += n;
+    return true;
+}
+
+struct llm_writer {
+    char *path, *temporary;
+    int descriptor;
+    llm_error err;             /* the first failure; after it nothing is done any more */
+    llm__bytes values, declarations, sizes; /* sizes: u64, the bytes of each tensor */
+    llm__bytes pending;        /* bytes on their way to the file */
+    uint64_t n_values, n_tensors;
+    uint64_t alignment;
+    uint64_t declared;         /* bytes of data declared so far, padding included */
+    uint64_t current, current_bytes; /* the tensor whose data comes next, and how much of it came */
+    uint64_t written;          /* bytes given to the system */
+    bool data_begun;
+};
+
+static void llm__writer_free(llm_writer *w) {
+    LLM_FREE(w->values.data);
+    LLM_FREE(w->declarations.data);
+    LLM_FREE(w->sizes.data);
+    LLM_FREE(w->pending.data);
+    LLM_FREE(w->path);
+    LLM_FREE(w->temporary);
+    LLM_FREE(w);
+}
+
+llm_writer *llm_writer_create(const char *path, llm_error *err) {
+    llm__clear(err);
+    struct stat status;
+    if (!path || !*path)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path to write to was given"), (llm_writer *)NULL;
+    /* a device that stands at that path would be replaced by the file */
+    if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
+        llm__fail(err, LLM_ERROR_FILE, "cannot write %s: it is %s, not a file", path,
+                  S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
+        return NULL;
+    }
+    llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a writer", err);
+    if (!w) return NULL;
+    w->alignment = 32;
+    w->path = llm__copy_text(path, "", err);
+    w->temporary = w->path ? llm__copy_text(path, ".tmp", err) : NULL;
+    w->descriptor = w->temporary ? open(w->temporary, O_WRONLY | O_CREAT | O_TRUNC, 0666) : -1;
+    if (w->descriptor < 0) {
+        if (w->temporary)
+            llm__fail(err, LLM_ERROR_FILE, "cannot create %s: %s", w->temporary, strerror(errno));
+        llm__writer_free(w);
+        return NULL;
+    }
+    return w;
+}
+
+static bool llm__writer_ok(const llm_writer *w) { return w && w->err.status == LLM_OK; }
+
+static bool llm__write(llm_writer *w, const void *data, size_t n) {
+    const uint8_t *bytes = (const uint8_t *)data;
+    while (n) {
+        /* some systems take no more than 2 GiB at once */
+        ssize_t wrote = write(w->descriptor, bytes, n < ((size_t)1 << 30) ? n : (size_t)1 << 30);
+        if (wrote < 0 && errno == EINTR) continue;
+        if (wrote <= 0)
+            return llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s (%llu bytes written)%s",
+                             w->temporary, wrote ? strerror(errno) : "nothing was taken",
+                             (unsigned long long)w->written,
+                             wrote && errno == ENOSPC ? "; free some space, or choose another disk" : "");
+        bytes += wrote;
+        n -= (size_t)wrote;
+        w->written += (uint64_t)wrote;
+    }
+    return true;
+}
+
+static bool llm__writer_flush(llm_writer *w) {
+    bool wrote = llm__write(w, w->pending.data, w->pending.length);
+    w->pending.length = 0;
+    return wrote;
+}
+
+/* Small pieces are gathered, large ones go straight through. */
+static bool llm__writer_put(llm_writer *w, const void *data, size_t n) {
+    enum { GATHER = 1 << 18 };
+    if (n < GATHER && w->pending.length < GATHER) return llm__append(&w->pending, data, n, &w->err);
+    return llm__writer_flush(w) && llm__write(w, data, n);
+}
+
+static bool llm__writer_pad(llm_writer *w) {
+    static const uint8_t zeros[64] = {0};
+    uint64_t missing = (0 - (w->written + w->pending.length)) & (w->alignment - 1);
+    for (; missing; missing -= missing < 64 ? missing : 64)
+        if (!llm__writer_put(w, zeros, (size_t)(missing < 64 ? missing : 64))) return false;
+    return true;
+}
+
+static bool llm__append_u32(llm__bytes *b, uint32_t x, llm_error *err) {
+    return llm__append(b, &x, sizeof x, err);
+}
+static bool llm__append_u64(llm__bytes *b, uint64_t x, llm_error *err) {
+    return llm__append(b, &x, sizeof x, err);
+}
+
+static bool llm__append_string(llm__bytes *b, llm_string s, llm_error *err) {
+    return llm__append_u64(b, s.length, err) && llm__append(b, s.data, s.length, err);
+}
+
+bool llm_writer_value(llm_writer *w, const llm_value *value) {
+    if (!llm__writer_ok(w)) return false;
+    if (w->data_begun)
+        return llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: metadata after the first data", w->path);
+    if (value->key.length == 17 && !memcmp(value->key.data, "general.alignment", 17)) {
+        uint64_t alignment = 0;
+        if (!llm_value_u64(value, 0, &alignment) || !alignment || (alignment & (alignment - 1)) ||
+            alignment > 1 << 20 || w->n_tensors)
+            return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
+                             "%s: general.alignment must be a power of two up to 2^20, and come before "
+                             "the tensors",
+                             w->path);
+        w->alignment = alignment;
+    }
+    llm__bytes *b = &w->values;
+    bool array = value->type == LLM_VALUE_ARRAY;
+    w->n_values++;
+    return llm__append_string(b, value->key, &w->err) && llm__append_u32(b, (uint32_t)value->type, &w->err) &&
+           (!array || (llm__append_u32(b, (uint32_t)value->element_type, &w->err) &&
+                       llm__append_u64(b, value->count, &w->err))) &&
+           llm__append(b, value->data, value->bytes, &w->err);
+}
+
+static bool llm__writer_put_value(llm_writer *w, const char *key, llm_value_type type,
+                                  llm_value_type element_type, uint64_t count, const void *data,
+                                  size_t bytes) {
+    llm_value value = {llm__string(key), type, element_type, count, (const uint8_t *)data, bytes};
+    return llm_writer_value(w, &value);
+}
+
+bool llm_writer_u32(llm_writer *w, const char *key, uint32_t x) {
+    return llm__writer_put_value(w, key, LLM_VALUE_U32, LLM_VALUE_U32, 1, &x, sizeof x);
+}
+
+bool llm_writer_f32(llm_writer *w, const char *key, float x) {
+    return llm__writer_put_value(w, key, LLM_VALUE_F32, LLM_VALUE_F32, 1, &x, sizeof x);
+}
+
+bool llm_writer_bool(llm_writer *w, const char *key, bool x) {
+    uint8_t byte = x;
+    return llm__writer_put_value(w, key, LLM_VALUE_BOOL, LLM_VALUE_BOOL, 1, &byte, 1);
+}
+
+bool llm_writer_i32_array(llm_writer *w, const char *key, const int32_t *x, uint64_t n) {
+    return llm__writer_put_value(w, key, LLM_VALUE_ARRAY, LLM_VALUE_I32, n, x, (size_t)n * sizeof *x);
+}
+
+bool llm_writer_f32_array(llm_writer *w, const char *key, const float *x, uint64_t n) {
+    return llm__writer_put_value(w, key, LLM_VALUE_ARRAY, LLM_VALUE_F32, n, x, (size_t)n * sizeof *x);
+}
+
+static bool llm__writer_strings(llm_writer *w, const char *key, llm_value_type type, const llm_string *x,
+                                uint64_t n) {
+    if (!llm__writer_ok(w)) return false;
+    llm__bytes joined = {NULL, 0, 0};
+    bool ok = true;
+    for (uint64_t i = 0; ok && i < n; i++) ok = llm__append_string(&joined, x[i], &w->err);
+    ok = ok && llm__writer_put_value(w, key, type, LLM_VALUE_STRING, n, joined.data, joined.length);
+    LLM_FREE(joined.data);
+    return ok;
+}
+
+bool llm_writer_string(llm_writer *w, const char *key, const char *x) {
+    llm_string s = llm__string(x);
+    return llm__writer_strings(w, key, LLM_VALUE_STRING, &s, 1);
+}
+
+bool llm_writer_string_array(llm_writer *w, const char *key, const llm_string *x, uint64_t n) {
+    return llm__writer_strings(w, key, LLM_VALUE_ARRAY, x, n);
+}
+
+bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims, const uint64_t *dims) {
+    if (!llm__writer_ok(w)) return false;
+    if (w->data_begun)
+        return llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: a tensor declared after the first data", w->path);
+    const llm_type_info *info = llm_type_find(type);
+    uint64_t bytes = 0, end = 0;
+    if (!name.length || !info || !llm__tensor_bytes(info, n_dims, dims, &bytes) ||
+        !llm__add(w->declared, bytes + w->alignment - 1, &end))
+        return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
+                         "%s: there can be no tensor '%s' of that type and shape", w->path,
+                         llm__show(name).text);
+    llm__bytes *b = &w->declarations;
+    bool ok = llm__append_string(b, name, &w->err) && llm__append_u32(b, (uint32_t)n_dims, &w->err);
+    for (int i = 0; ok && i < n_dims; i++) ok = llm__append_u64(b, dims[i], &w->err);
+    ok = ok && llm__append_u32(b, (uint32_t)type, &w->err) && llm__append_u64(b, w->declared, &w->err) &&
+         llm__append_u64(&w->sizes, bytes, &w->err);
+    w->declared = end & ~(w->alignment - 1);
+    w->n_tensors++;
+    return ok;
+}
+
+static uint64_t llm__writer_tensor_size(const llm_writer *w, uint64_t index) {
+    uint64_t size;
+    memcpy(&size, w->sizes.data + index * sizeof size, sizeof size);
+    return size;
+}
+
+static bool llm__writer_header(llm_writer *w) {
+    static const uint32_t version = 3;
+    w->data_begun = true;
+    bool ok = llm__writer_put(w, "GGUF", 4) && llm__writer_put(w, &version, sizeof version) &&
+              llm__writer_put(w, &w->n_tensors, sizeof w->n_tensors) &&
+              llm__writer_put(w, &w->n_values, sizeof w->n_values) &&
+              llm__writer_put(w, w->values.data, w->values.length) &&
+              llm__writer_put(w, w->declarations.data, w->declarations.length);
+    return ok && (!w->n_tensors || llm__writer_pad(w));
+}
+
+bool llm_writer_data(llm_writer *w, const void *data, size_t bytes) {
+    if (!llm__writer_ok(w)) return false;
+    if (!w->data_begun && !llm__writer_header(w)) return false;
+    const uint8_t *from = (const uint8_t *)data;
+    while (bytes) {
+        if (w->current == w->n_tensors)
+            return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
+                             "%s: %zu bytes of data more than the %llu declared tensors have", w->path, bytes,
+                             (unsigned long long)w->n_tensors);
+        uint64_t size = llm__writer_tensor_size(w, w->current), wanted = size - w->current_bytes;
+        size_t n = bytes < wanted ? bytes : (size_t)wanted;
+        if (!llm__writer_put(w, from, n)) return false;
+        from += n;
+        bytes -= n;
+        w->current_bytes += n;
+        if (w->current_bytes < size) break;
+        if (!llm__writer_pad(w)) return false;
+        w->current++;
+        w->current_bytes = 0;
+    }
+    return true;
+}
+
+static bool llm__writer_complete(llm_writer *w) {
+    int fsync(int descriptor); /* strict C11 hides it in unistd.h */
+    if (!w->data_begun && !llm__writer_header(w)) return false;
+    if (w->current < w->n_tensors)
+        return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
+                         "%s: the data ended after %llu bytes of tensor %llu of %llu", w->path,
+                         (unsigned long long)w->current_bytes, (unsigned long long)w->current + 1,
+                         (unsigned long long)w->n_tensors);
+    if (!llm__writer_flush(w)) return false;
+    /* The new name must not reach the disk before the bytes do. */
+    if (fsync(w->descriptor))
+        return llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary, strerror(errno));
+    return true;
+}
+
+bool llm_writer_finish(llm_writer *w, llm_error *err) {
+    llm__clear(err);
+    if (!w) return llm__fail(err, LLM_ERROR_ARGUMENT, "there is no writer to finish");
+    bool ok = llm__writer_ok(w) && llm__writer_complete(w);
+    if (close(w->descriptor) && ok)
+        ok = llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary, strerror(errno));
+    if (ok && rename(w->temporary, w->path))
+        ok = llm__fail(&w->err, LLM_ERROR_FILE, "cannot rename %s to %s: %s", w->temporary, w->path,
+                       strerror(errno));
+    if (!ok) unlink(w->temporary);
+    if (!ok && err) *err = w->err;
+    llm__writer_free(w);
+    return ok;
+}
+
+void llm_writer_abandon(llm_writer *w) {
+    if (!w) return;
+    close(w->descriptor);
+    unlink(w->temporary);
+    llm__writer_free(w);
+}
+
+/* =====================================================================================
+ * [2] Tokenizer: text to token ids and back
+ *
+ * A model does not read letters. It reads tokens: pieces of text from a fixed list, the
+ * vocabulary, each with a number, its id. Frequent words are one token, rare ones several, and, so
+ * that any text can be written at all, there is a token for every single byte. The list was made by
+ * counting in the model's training text, and the file brings it along.
+ *
+ * Both kinds of vocabulary here come from the same idea, byte pair encoding (Gage 1994; for language
+ * models Sennrich et al. 2016, arxiv.org/abs/1508.07909): begin with the smallest pieces, and again and
+ * again join the two neighbours that make the best larger piece, until no two neighbours make one. They
+ * differ in what a piece is, and what is best:
+ *
+ *     "gpt2"   byte-level BPE. The text is first split into words (a row of llm__splits), and no token
+ *              reaches over a word's end. The smallest pieces are bytes. Best is the pair that stands
+ *              first in the file's list of merges. The file spells bytes as printable letters (a space
+ *              is U+0120), see llm__spell_byte.
+ *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). The text is not
+ *              split. The smallest pieces are characters; a space is U+2581, and one is put in front of
+ *              the text. Best is the pair whose joined text is the token of the highest score. A
+ *              character without a token is written as its bytes, which have tokens called <0x00> to
+ *              <0xFF>.
+ *
+ * Doing it in the obvious way (look at all pairs, join the best, start again) takes time in proportion to the
+ * square of the length. Here the pieces form a linked list, so that joining two is cheap, and the candidate
+ * pairs wait in a heap, so that finding the best is cheap: n log n in all (llm__merge).
+ *
+ * Special tokens ("end of text") stand for no text at all. They are looked for in a text only if the
+ * caller says so, since a text from outside could otherwise end the conversation, or pretend to be
+ * another speaker. Tokens of the kind "user-defined" are ordinary text that is never split; they are
+ * always looked for.
+ * ================================================================================== */
+
+/* ---- Characters -------------------------------------------------------------------------- */
+
+enum { LLM__UTF8_INVALID = 0x110000, LLM__UTF8_INCOMPLETE = 0x110001 };
+
+/* The character at s (n bytes, at least 1): returns its length, and its number in *code. Where the bytes are
+ * no UTF-8, *code is LLM__UTF8_INVALID and the result the number of bytes that began like a character; where
+ * the bytes end before the character does, it is LLM__UTF8_INCOMPLETE, and the result n. */
+static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
+    uint32_t first = s[0];
+    *code = first;
+    if (first < 0x80) return 1;
+    *code = LLM__UTF8_INVALID;
+    if (first < 0xC2 || first > 0xF4) return 1;
+    size_t length = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+    uint32_t c = first & (0x7Fu >> length);
+    for (size_t i = 1; i < length; i++) {
+        if (i == n) return *code = LLM__UTF8_INCOMPLETE, n;
+        uint32_t low = 0x80, high = 0xBF;
+        if (i == 1) { /* no overlong forms, no surrogates, nothing above U+10FFFF */
+            if (first == 0xE0) low = 0xA0;
+            if (first == 0xED) high = 0x9F;
+            if (first == 0xF0) low = 0x90;
+            if (first == 0xF4) high = 0x8F;
+        }
+        if (s[i] < low || s[i] > high) return i;
+        c = c << 6 | (s[i] & 0x3F);
+    }
+    *code = c;
+    return length;
+}
+
+/* Letters and numbers, as runs: how many code points to skip, how many belong to the class. */
+/* BEGIN tables made by tests/unicode_tables.py, Unicode 14.0.0 */
+static const uint16_t llm__letters[] = {
+    65,26,6,26,47,1,10,1,4,1,5,23,1,31,1,458,4,12,14,5,7,1,1,1,129,5,1,2,2,4,1,1,6,
+    1,1,3,1,1,1,20,1,83,1,139,8,166,1,38,2,1,6,41,71,27,4,4,45,43,35,2,1,99,1,1,15,
+    2,7,2,10,3,2,1,16,1,1,30,29,89,11,1,24,33,9,2,4,1,5,22,4,1,9,1,3,1,23,25,7,11,
+    5,24,1,6,17,42,58,54,3,1,18,1,7,10,15,16,4,8,2,2,2,22,1,7,1,1,3,4,3,1,16,1,13,
+    2,1,3,14,2,10,1,8,6,4,2,2,22,1,7,1,2,1,2,1,2,31,4,1,1,19,3,16,9,1,3,1,22,1,7,
+    1,2,1,5,3,1,18,1,15,2,23,1,11,8,2,2,2,22,1,7,1,2,1,5,3,1,30,2,1,3,15,1,17,1,1,
+    6,3,3,1,4,3,2,1,1,1,2,3,2,3,3,3,12,22,1,52,8,1,3,1,23,1,16,3,1,26,3,2,1,2,2,
+    30,1,4,8,1,3,1,23,1,10,1,5,3,1,31,2,1,2,15,2,17,9,1,3,1,41,2,1,16,1,5,3,8,3,
+    24,6,5,18,3,24,1,9,1,1,2,7,58,48,1,2,12,7,58,2,1,1,1,5,1,24,1,1,1,10,1,2,9,1,
+    2,5,1,1,21,4,32,1,63,8,1,36,27,5,115,43,20,1,16,6,4,4,3,1,3,2,7,3,4,13,12,1,17,
+    38,1,1,5,1,2,43,1,333,1,4,2,7,1,1,1,4,2,41,1,4,2,33,1,4,2,7,1,1,1,4,2,15,1,57,
+    1,4,2,67,37,16,16,86,2,6,3,620,2,17,1,26,5,75,6,8,7,18,13,19,14,18,14,13,1,3,15,
+    52,35,1,4,1,67,89,7,5,2,34,1,1,5,70,10,31,49,30,2,5,11,44,4,26,54,23,9,53,82,1,
+    93,47,17,8,54,30,13,2,10,44,26,36,41,3,10,36,2,9,7,43,2,3,41,4,1,6,1,2,3,1,5,192,
+    64,278,2,6,2,38,2,6,2,8,1,1,1,1,1,1,1,31,2,53,1,7,1,1,3,3,1,7,3,4,2,6,4,13,5,
+    3,1,7,116,1,13,1,16,13,101,1,4,1,2,10,1,1,3,5,6,1,1,1,1,1,1,4,1,11,2,4,5,5,4,
+    1,52,2,2683,229,6,4,3,2,12,38,1,1,5,1,2,56,7,1,16,23,9,7,1,7,1,7,1,7,1,7,1,7,1,
+    7,1,7,80,1,469,2,42,5,5,2,4,86,6,3,1,90,1,4,5,43,1,94,17,32,48,16,512,6592,64,
+    22157,67,46,2,269,3,16,10,2,20,47,16,31,2,70,49,9,2,103,2,64,5,2,1,1,1,5,24,16,1,
+    3,1,4,1,23,29,52,14,50,62,6,3,1,1,2,11,28,10,23,25,29,7,47,28,1,16,5,1,10,10,5,1,
+    41,23,3,1,8,20,23,3,1,3,50,1,1,3,2,2,5,2,1,1,1,24,3,2,11,7,3,12,6,2,6,2,6,9,7,
+    1,7,1,43,1,14,6,115,29,11172,12,23,4,49,8452,366,2,106,38,7,12,5,5,1,1,10,1,13,1,5,
+    1,1,1,2,1,2,1,108,33,363,18,64,2,54,40,12,116,5,1,135,36,26,6,26,11,89,3,6,2,6,2,
+    6,2,3,35,12,1,26,1,19,1,2,1,15,2,14,34,123,389,29,3,49,47,32,13,20,1,8,6,38,10,30,
+    2,36,4,8,48,158,18,36,4,36,4,40,8,52,12,11,1,15,1,7,1,2,1,11,1,15,1,7,1,2,67,311,
+    9,22,10,8,24,6,1,42,1,9,69,6,2,1,1,44,1,2,3,1,2,23,10,23,9,31,65,19,1,2,10,22,
+    10,26,70,56,6,2,64,1,15,4,1,3,1,29,42,29,3,29,35,8,1,28,27,54,10,22,10,19,13,18,
+    110,73,55,51,13,51,13,36,348,42,6,2,78,29,10,1,8,22,42,18,46,21,27,23,12,53,57,2,2,
+    1,13,45,32,25,26,36,29,1,2,1,8,35,3,1,12,48,14,4,21,1,1,1,35,18,1,25,84,7,1,1,1,
+    4,1,15,1,10,7,47,38,8,2,2,2,22,1,7,1,2,1,5,3,1,18,1,12,5,158,53,18,4,20,3,30,48,
+    20,2,1,1,184,47,41,4,36,48,20,1,59,43,13,1,71,27,37,7,185,44,116,64,31,8,2,1,2,8,
+    1,2,1,24,15,1,1,1,94,8,2,39,16,1,1,1,28,1,10,40,7,1,21,1,11,46,19,1,18,73,263,9,
+    1,37,17,1,49,30,112,7,1,2,1,38,21,1,25,6,1,2,1,32,14,1,327,19,189,1,79,922,230,196,
+    2636,97,15,1071,4049,583,8633,569,7,31,17,79,17,30,18,48,16,4,31,21,5,19,688,64,128,75,
+    5,1,66,13,64,2,1,1,28,6136,8,1238,42,9,8935,4,1,7,1,2,1,291,45,3,17,4,8,396,2308,
+    107,5,13,3,9,7,10,5990,85,1,71,1,2,2,1,2,2,2,4,1,12,1,1,1,7,1,65,1,4,2,8,1,7,1,
+    28,1,4,1,5,1,1,3,7,1,340,2,25,1,25,1,31,1,25,1,31,1,25,1,31,1,25,1,31,1,25,1,8,
+    1844,31,481,45,10,7,16,1,321,30,18,44,1268,7,1,4,1,2,1,15,1,197,59,68,7,1,1204,4,1,
+    27,1,2,1,1,2,1,1,10,1,4,1,1,1,1,6,1,4,1,1,1,1,1,1,3,1,2,1,1,2,1,1,1,1,1,1,1,
+    1,1,1,2,1,1,2,4,1,7,1,4,1,4,1,1,1,10,1,17,5,3,1,5,1,17,4420,42720,32,4153,7,222,
+    2,5762,14,7473,3103,542,1506,4939};
+static const uint16_t llm__numbers[] = {
+    48,10,120,2,5,1,2,3,1441,10,134,10,198,10,412,10,118,10,4,6,108,10,118,10,118,10,2,6,
+    110,13,115,10,8,7,103,10,104,7,7,19,109,10,96,10,118,10,70,20,268,10,70,10,719,20,881,
+    3,239,10,6,10,22,10,300,10,128,11,165,10,6,10,182,10,86,10,134,10,6,10,1046,1,3,6,6,
+    10,198,51,2,5,726,60,78,22,630,30,1385,1,777,1,25,9,14,3,343,4,138,10,30,8,1,15,32,
+    10,39,15,29536,10,188,10,320,6,154,10,38,10,198,10,22,10,86,10,406,10,21270,10,493,45,
+    12,57,17,2,341,27,36,4,29,1,8,1,134,5,202,10,942,8,25,7,39,9,75,5,22,6,160,2,2,16,
+    2,46,64,9,52,2,30,3,75,5,104,8,24,8,41,7,330,6,48,10,294,31,158,10,42,4,112,7,134,
+    30,128,10,60,10,144,10,7,20,251,10,342,10,118,10,374,10,102,10,102,12,420,19,93,10,758,
+    29,227,10,70,10,534,21,1067,111,17905,10,86,10,134,10,1,7,798,23,25673,20,108,25,1109,
+    50,2368,10,422,10,1485,9,128,10,791,59,1,3,1,4,76,45,1,15,962,13,2787,10};
+/* END tables made by tests/unicode_tables.py */
+enum {
+    LLM__N_LETTERS = sizeof llm__letters / sizeof *llm__letters,
+    LLM__N_NUMBERS = sizeof llm__numbers / sizeof *llm__numbers
+};
+
+/* Is c in the class whose borders (first inside, first outside, first inside, ...) these are? */
+static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
+    int low = 0, high = n;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (borders[middle] <= c) low = middle + 1;
+        else high = middle;
+    }
+    return low & 1;
+}
+
+/* Unicode's White_Space */
+static bool llm__is_space(uint32_t c) {
+    return (c >= 9 && c <= 13) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
+           c == 0x3000;
+}
+
+/* ---- The vocabulary ----------------------------------------------------------------------- */
+
+enum { /* kinds of token, in GGUF's numbers */
+    LLM__TOKEN_NORMAL = 1, LLM__TOKEN_UNKNOWN, LLM__TOKEN_CONTROL, LLM__TOKEN_USER, LLM__TOKEN_UNUSED,
+    LLM__TOKEN_BYTE
+};
+enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2 };
+
+typedef struct llm__merge_rule { /* an entry of the hash table of merges */
+    uint64_t pair;   /* left id << 32 | right id */
+    int32_t rank;    /* 1 is the best; 0: the entry is free */
+    int32_t result;  /* id of the joined text */
+} llm__merge_rule;
+
+/* Length of the first word of a text of n >= 1 bytes. */
+typedef size_t (*llm__splitter)(const llm_tokenizer *t, const uint8_t *text, size_t n);
+
+struct llm_tokenizer {
+    const llm_file *file;
+    int32_t size;
+    bool sentencepiece;        /* "llama"; else "gpt2" */
+    llm_string *texts;         /* (size) as the file stores them */
+    uint8_t *kinds, *marks;    /* (size) */
+    float *scores;             /* (size), "llama" only */
+    size_t longest;            /* bytes of the longest text */
+    int32_t *ids;              /* (ids_mask + 1) hash table of texts: id + 1, 0 where free */
+    uint64_t ids_mask;
+    llm__merge_rule *merges;   /* (merges_mask + 1) hash table of pairs, "gpt2" only */
+    uint64_t merges_mask;
+    uint64_t seed;             /* of both tables, so that no file can be made to collide in them */
+    int32_t bytes[256];        /* token of each byte; -1: none */
+    int16_t spelled[324];      /* "gpt2": the byte that a letter stands for; -1: none */
+    llm__splitter split;
+    int32_t bos, eos, unknown; /* -1: none */
+    bool adds_bos, adds_space;
+    /* the special tokens to look for, sorted by text: [0] user-defined ones alone, [1] all */
+    const llm_string **specials[2];
+    int64_t n_specials[2];
+    bool special_begins[2][256]; /* does any begin with this byte? */
+    uint32_t letters[LLM__N_LETTERS], numbers[LLM__N_NUMBERS]; /* borders of the runs */
+};
+
+static bool llm__tokenizer_error(const llm_tokenizer *t, llm_error *err, llm_status status,
+                                 const char *what) {
+    return llm__fail(err, status, "%s: %s", llm_file_path(t->file), what);
+}
+
+/* FNV-1a; may be continued over several pieces, and wants llm__mix at the end. */
+static uint64_t llm__hash_bytes(uint64_t hash, const char *data, size_t n) {
+    for (size_t i = 0; i < n; i++) hash = (hash ^ (uint8_t)data[i]) * 0x100000001b3ULL;
+    return hash;
+}
+
+/* The slot of the text a + b in the table of ids: where it is, or would be. */
+static uint64_t llm__token_slot(const llm_tokenizer *t, llm_string a, llm_string b) {
+    uint64_t slot = llm__mix(llm__hash_bytes(llm__hash_bytes(t->seed, a.data, a.length), b.data, b.length));
+    for (;; slot++) {
+        int32_t id = t->ids[slot & t->ids_mask] - 1;
+        if (id < 0) break;
+        llm_string s = t->texts[id];
+        if (s.length == a.length + b.length && !memcmp(s.data, a.data, a.length) &&
+            (!b.length || !memcmp(s.data + a.length, b.data, b.length))) break;
+    }
+    return slot & t->ids_mask;
+}
+
+static int32_t llm__find_token(const llm_tokenizer *t, llm_string a, llm_string b) {
+    return t->ids[llm__token_slot(t, a, b)] - 1;
+}
+
+static int32_t llm__find_text(const llm_tokenizer *t, const char *text) {
+    return llm__find_token(t, llm__string(text), llm__string(""));
+}
+
+static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t left, int32_t right) {
+    uint64_t pair = (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
+    uint64_t slot = llm__mix(pair ^ t->seed);
+    while (t->merges[slot & t->merges_mask].rank && t->merges[slot & t->merges_mask].pair != pair) slot++;
+    return &t->merges[slot & t->merges_mask];
+}
+
+/* At least twice as many slots as entries, so that a search soon meets a free one. */
+static uint64_t llm__table_size(uint64_t entries) {
+    uint64_t size = 16;
+    while (size < entries * 2) size *= 2;
+    return size;
+}
+
+static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
+    const llm_value *tokens = llm_file_find(t->file, "tokenizer.ggml.tokens");
+    if (!tokens || tokens->type != LLM_VALUE_ARRAY || tokens->element_type != LLM_VALUE_STRING)
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "there is no vocabulary (tokenizer.ggml.tokens, an array of strings)");
+    if (!tokens->count || tokens->count > INT32_MAX / 2)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: a vocabulary of %llu tokens is impossible",
+                         llm_file_path(t->file), (unsigned long long)tokens->count);
+    uint64_t slots = llm__table_size(tokens->count);
+    t->size = (int32_t)tokens->count;
+    t->ids_mask = slots - 1;
+    t->texts = (llm_string *)llm__new((size_t)t->size, sizeof *t->texts, "the vocabulary", err);
+    t->ids = t->texts ? (int32_t *)llm__new((size_t)slots, sizeof *t->ids, "the vocabulary's hash table", err)
+                      : NULL;
+    if (!t->ids) return false;
+    size_t cursor = 0;
+    for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
+        uint64_t slot = llm__token_slot(t, t->texts[id], llm__string(""));
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of two tokens with the same text the first counts */
+        if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
+    }
+    return true;
+}
+
+/* The value of "<0x41>", -1 if the text is nothing like it. */
+static int llm__parse_byte(llm_string s) {
+    if (s.length != 6 || memcmp(s.data, "<0x", 3) || s.data[5] != '>') return -1;
+    int value = 0;
+    for (int i = 3; i < 5; i++) {
+        char c = s.data[i];
+        int digit = c >= '0' && c <= '9'   ? c - '0'
+                    : c >= 'A' && c <= 'F' ? c - 'A' + 10
+                    : c >= 'a' && c <= 'f' ? c - 'a' + 10
+                                           : -1;
+        if (digit < 0) return -1;
+        value = value * 16 + digit;
+    }
+    return value;
+}
+
+static bool llm__wrong_length(const llm_tokenizer *t, const char *key, const llm_value *value,
+                              llm_error *err) {
+    return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s has %llu elements for %d tokens", llm_file_path(t->file),
+                     key, (unsigned long long)value->count, (int)t->size);
+}
+
+static bool llm__load_kinds(llm_tokenizer *t, llm_error *err) {
+    const llm_value *kinds = llm_file_find(t->file, "tokenizer.ggml.token_type");
+    if (kinds && kinds->count != (uint64_t)t->size)
+        return llm__wrong_length(t, "tokenizer.ggml.token_type", kinds, err);
+    t->kinds = (uint8_t *)llm__new((size_t)t->size, 1, "the kinds of tokens", err);
+    t->marks = t->kinds ? (uint8_t *)llm__new((size_t)t->size, 1, "the kinds of tokens", err) : NULL;
+    if (!t->marks) return false;
+    for (int32_t id = 0; id < t->size; id++) {
+        int64_t kind = LLM__TOKEN_NORMAL;
+        int byte = t->sentencepiece ? llm__parse_byte(t->texts[id]) : -1;
+        if (kinds && !llm_value_i64(kinds, (uint64_t)id, &kind))
+            return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                        "tokenizer.ggml.token_type is not an array of whole numbers");
+        if (!kinds && byte >= 0) kind = LLM__TOKEN_BYTE;
+        if (kind < LLM__TOKEN_NORMAL || kind > LLM__TOKEN_BYTE || (kind == LLM__TOKEN_BYTE && byte < 0))
+            kind = LLM__TOKEN_NORMAL;
+        t->kinds[id] = (uint8_t)kind;
+        if (kind == LLM__TOKEN_CONTROL || kind == LLM__TOKEN_UNKNOWN) t->marks[id] = LLM__MARK_SPECIAL;
+        if (kind == LLM__TOKEN_BYTE && t->bytes[byte] < 0) t->bytes[byte] = id;
+    }
+    return true;
+}
+
+static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
+    const llm_value *scores = llm_file_find(t->file, "tokenizer.ggml.scores");
+    if (!scores)
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "the vocabulary has no tokenizer.ggml.scores");
+    if (scores->count != (uint64_t)t->size) return llm__wrong_length(t, "tokenizer.ggml.scores", scores, err);
+    t->scores = (float *)llm__new((size_t)t->size, sizeof *t->scores, "the scores of tokens", err);
+    if (!t->scores) return false;
+    for (int32_t id = 0; id < t->size; id++) {
+        double score;
+        if (!llm_value_f64(scores, (uint64_t)id, &score) || !(score == score))
+            return llm__fail(err, LLM_ERROR_FORMAT, "%s: the score of token %d is not a number",
+                             llm_file_path(t->file), (int)id);
+        t->scores[id] = (float)score;
+    }
+    return true;
+}
+
+/* "gpt2" vocabularies hold no raw bytes: each is spelled as a letter. Those that print in Latin-1 stand for
+ * themselves, the other 68, in order, for U+0100 and the letters after it. Writes one or two bytes, returns
+ * how many. */
+static size_t llm__spell_byte(int byte, char *out, uint32_t *letter) {
+    uint32_t code = 256;
+    for (int b = 0; b <= byte; b++) {
+        bool prints = (b >= 33 && b <= 126) || (b >= 161 && b <= 172) || b >= 174;
+        if (b == byte && prints) code = (uint32_t)b;
+        else if (b < byte && !prints) code++;
+    }
+    *letter = code;
+    if (code < 0x80) return out[0] = (char)code, 1;
+    out[0] = (char)(0xC0 | code >> 6);
+    out[1] = (char)(0x80 | (code & 0x3F));
+    return 2;
+}
+
+static void llm__load_bytes(llm_tokenizer *t) {
+    for (int i = 0; i < 324; i++) t->spelled[i] = -1;
+    for (int byte = 0; byte < 256; byte++) {
+        char letter[2];
+        uint32_t code;
+        llm_string spelling = {letter, llm__spell_byte(byte, letter, &code)};
+        t->spelled[code] = (int16_t)byte;
+        t->bytes[byte] = llm__find_token(t, spelling, llm__string(""));
+    }
+}
+
+/* A merge is written "left right". Those whose parts, or whose result, are no tokens can never
+ * be used; such files exist, so they are passed over. */
+static bool llm__load_merges(llm_tokenizer *t, llm_error *err) {
+    const llm_value *merges = llm_file_find(t->file, "tokenizer.ggml.merges");
+    if (!merges || merges->type != LLM_VALUE_ARRAY || merges->element_type != LLM_VALUE_STRING)
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "the vocabulary has no tokenizer.ggml.merges (an array of strings)");
+    if (merges->count > INT32_MAX / 2)
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "the vocabulary has an impossible number of merges");
+    uint64_t slots = llm__table_size(merges->count);
+    t->merges_mask = slots - 1;
+    t->merges = (llm__merge_rule *)llm__new((size_t)slots, sizeof *t->merges, "the merges", err);
+    if (!t->merges) return false;
+    llm_string rule;
+    size_t cursor = 0;
+    for (int32_t rank = 1; llm_value_string(merges, &cursor, &rule); rank++) {
+        /* the left part may itself be a space */
+        const char *gap = rule.length > 1 ? (const char *)memchr(rule.data + 1, ' ', rule.length - 1) : NULL;
+        if (!gap) continue;
+        llm_string left = {rule.data, (size_t)(gap - rule.data)},
+                   right = {gap + 1, rule.length - left.length - 1};
+        int32_t a = llm__find_token(t, left, llm__string("")), b = llm__find_token(t, right, llm__string(""));
+        int32_t result = a >= 0 && b >= 0 && right.length ? llm__find_token(t, left, right) : -1;
+        if (result < 0) continue;
+        llm__merge_rule *entry = (llm__merge_rule *)llm__find_merge(t, a, b);
+        if (entry->rank) continue;
+        entry->pair = (uint64_t)(uint32_t)a << 32 | (uint32_t)b;
+        entry->rank = rank;
+        entry->result = result;
+    }
+    return true;
+}
+
+/* A token that the metadata names by its id. Without such a key it is `usual`, if of the right kind. */
+static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, int kind, int32_t *id,
+                            llm_error *err) {
+    const llm_value *value = llm_file_find(t->file, key);
+    uint64_t number = 0;
+    *id = usual >= 0 && usual < t->size && t->kinds[usual] == kind ? usual : -1;
+    if (!value) return true;
+    if (!llm_value_u64(value, 0, &number) || number >= (uint64_t)t->size)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s is not the id of one of the %d tokens",
+                         llm_file_path(t->file), key, (int)t->size);
+    *id = (int32_t)number;
+    return true;
+}
+
+/* Some files call their end token an ordinary one. Its looks betray it. */
+static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
+    if (id < 0) return;
+    llm_string s = t->texts[id];
+    t->marks[id] |= marks;
+    if (s.length > 2 && s.data[0] == '<' && s.data[s.length - 1] == '>') t->marks[id] |= LLM__MARK_SPECIAL;
+}
+
+static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
+    static const char *const spellings[] = {"<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",    "<|eom_id|>",
+                                            "<|im_end|>",    "<|end|>",         "<end_of_turn>", "</s>"};
+    bool sp = t->sentencepiece;
+    int32_t eot, eom;
+    if (!llm__load_named(t, "tokenizer.ggml.bos_token_id", sp ? 1 : -1, LLM__TOKEN_CONTROL, &t->bos, err) ||
+        !llm__load_named(t, "tokenizer.ggml.eos_token_id", sp ? 2 : -1, LLM__TOKEN_CONTROL, &t->eos, err) ||
+        !llm__load_named(t, "tokenizer.ggml.unknown_token_id", sp ? 0 : -1, LLM__TOKEN_UNKNOWN, &t->unknown,
+                         err) ||
+        !llm__load_named(t, "tokenizer.ggml.eot_token_id", -1, 0, &eot, err) ||
+        !llm__load_named(t, "tokenizer.ggml.eom_token_id", -1, 0, &eom, err))
+        return false;
+    llm__mark_special(t, t->bos, 0);
+    llm__mark_special(t, t->eos, LLM__MARK_END);
+    llm__mark_special(t, eot, LLM__MARK_END);
+    llm__mark_special(t, eom, LLM__MARK_END);
+    for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
+        llm__mark_special(t, llm__find_text(t, spellings[i]), LLM__MARK_END);
+    return true;
+}
+
+/* Sorted by text, all tokens that begin with the same bytes stand side by side (llm__match_special). */
+static bool llm__load_specials(llm_tokenizer *t, bool all, llm_error *err) {
+    int64_t n = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        if (pass && !(t->specials[all] = (const llm_string **)llm__new((size_t)n, sizeof(llm_string *),
+                                                                       "the special tokens", err)))
+            return false;
+        n = 0;
+        for (int32_t id = 0; id < t->size; id++) {
+            bool wanted = t->kinds[id] == LLM__TOKEN_USER || (all && (t->marks[id] & LLM__MARK_SPECIAL));
+            if (!wanted || !t->texts[id].length) continue;
+            if (pass) t->specials[all][n] = &t->texts[id];
+            t->special_begins[all][(uint8_t)t->texts[id].data[0]] = true;
+            n++;
+        }
+    }
+    t->n_specials[all] = n;
+    qsort(t->specials[all], (size_t)n, sizeof(llm_string *), llm__compare_names);
+    return true;
+}
+
+static bool llm__flag(const llm_tokenizer *t, const char *key, bool otherwise) {
+    bool flag = otherwise;
+    return llm_value_bool(llm_file_find(t->file, key), 0, &flag) ? flag : otherwise;
+}
+
+static bool llm__is_text(llm_string s, const char *text) {
+    llm_string other = llm__string(text);
+    return !llm__compare_strings(&s, &other);
+}
+
+/* ---- Splitting text into words ("gpt2") ---------------------------------------------------- */
+
+typedef enum llm__class {
+    LLM__CLASS_OTHER, LLM__CLASS_LETTER, LLM__CLASS_NUMBER, LLM__CLASS_SPACE
+} llm__class;
+
+/* The class of the first character of n >= 1 bytes; an invalid byte is a character of its own. */
+static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *length) {
+    uint32_t c;
+    *length = llm__utf8(text, n, &c);
+    if (c < 0x80) {
+        if ((c | 0x20) >= 'a' && (c | 0x20) <= 'z') return LLM__CLASS_LETTER;
+        if (c >= '0' && c <= '9') return LLM__CLASS_NUMBER;
+        return llm__is_space(c) ? LLM__CLASS_SPACE : LLM__CLASS_OTHER;
+    }
+    if (c >= LLM__UTF8_INVALID) return *length = 1, LLM__CLASS_OTHER;
+    if (llm__in_class(t->letters, LLM__N_LETTERS, c)) return LLM__CLASS_LETTER;
+    if (llm__in_class(t->numbers, LLM__N_NUMBERS, c)) return LLM__CLASS_NUMBER;
+    return llm__is_space(c) ? LLM__CLASS_SPACE : LLM__CLASS_OTHER;
+}
+
+/* GPT-2's rule, as its authors wrote it:
+ *     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
+ * In words: an English ending; else letters, or numbers, or other characters, with a space in front if
+ * there is one; else white space, of which the last is left to the next word. */
+static size_t llm__split_gpt2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
+    for (size_t i = 0; text[0] == '\'' && i < sizeof endings / sizeof *endings; i++) {
+        size_t length = strlen(endings[i]);
+        if (length <= n && !memcmp(text, endings[i], length)) return length;
+    }
+    size_t at = text[0] == ' ' && n > 1, length; /* `at`: past that one space */
+    llm__class first = llm__classify(t, text + at, n - at, &length);
+    if (first != LLM__CLASS_SPACE) {
+        do at += length;
+        while (at < n && llm__classify(t, text + at, n - at, &length) == first);
+        return at;
+    }
+    size_t last = 0; /* where the last white space begins */
+    at = 0;
+    while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
+        last = at;
+        at += length;
+    }
+    return at == n || !last ? at : last;
+}
+
+static const struct llm__split {
+    const char *name; /* the value of tokenizer.ggml.pre */
+    llm__splitter split;
+} llm__splits[] = {
+    {"default", llm__split_gpt2},
+    {"gpt-2", llm__split_gpt2},
+    {"gpt2", llm__split_gpt2},
+};
+
+static bool llm__load_split(llm_tokenizer *t, llm_error *err) {
+    const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
+    llm_string name = llm__string("default");
+    char known[200] = "";
+    size_t cursor = 0;
+    if (value && !llm_value_string(value, &cursor, &name))
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
+    for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
+        if (llm__is_text(name, llm__splits[i].name)) return t->split = llm__splits[i].split, true;
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", llm__splits[i].name);
+    }
+    return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                     "%s: the tokenizer splits words by the rule '%s', which is not supported; "
+                     "supported are %s",
+                     llm_file_path(t->file), llm__show(name).text, known);
+}
+
+static bool llm__load_model(llm_tokenizer *t, llm_error *err) {
+    llm_string model = {"", 0};
+    size_t cursor = 0;
+    if (!llm_value_string(llm_file_find(t->file, "tokenizer.ggml.model"), &cursor, &model))
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "there is no tokenizer (tokenizer.ggml.model) in this file");
+    t->sentencepiece = llm__is_text(model, "llama");
+    if (t->sentencepiece || llm__is_text(model, "gpt2")) return true;
+    return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                     "%s: the tokenizer is of the kind '%s', which is not supported; supported are "
+                     "gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
+                     llm_file_path(t->file), llm__show(model).text);
+}
+
+static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
+    if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
+    if (t->sentencepiece) {
+        if (!llm__load_scores(t, err)) return false;
+    } else {
+        llm__load_bytes(t);
+        if (!llm__load_split(t, err) || !llm__load_merges(t, err)) return false;
+    }
+    t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->sentencepiece);
+    t->adds_space = t->sentencepiece && llm__flag(t, "tokenizer.ggml.add_space_prefix", true);
+    return llm__load_ends(t, err) && llm__load_specials(t, false, err) && llm__load_specials(t, true, err);
+}
+
+llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
+    llm__clear(err);
+    if (!file)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenizer_create: no file was given"),
+               (llm_tokenizer *)NULL;
+    llm_tokenizer *t = (llm_tokenizer *)llm__new(1, sizeof *t, "a tokenizer", err);
+    if (!t) return NULL;
+    t->file = file;
+    t->seed = llm__mix((uint64_t)(uintptr_t)t ^ (uint64_t)(llm_seconds() * 1e9));
+    for (int i = 0; i < 256; i++) t->bytes[i] = -1;
+    for (uint32_t i = 0, border = 0; i < LLM__N_LETTERS; i++) t->letters[i] = border += llm__letters[i];
+    for (uint32_t i = 0, border = 0; i < LLM__N_NUMBERS; i++) t->numbers[i] = border += llm__numbers[i];
+    if (llm__load_tokenizer(t, err)) return t;
+    llm_tokenizer_free(t);
+    return NULL;
+}
+
+void llm_tokenizer_free(llm_tokenizer *t) {
+    if (!t) return;
+    LLM_FREE(t->texts);
+    LLM_FREE(t->kinds);
+    LLM_FREE(t->marks);
+    LLM_FREE(t->scores);
+    LLM_FREE(t->ids);
+    LLM_FREE(t->merges);
+    LLM_FREE((void *)t->specials[0]);
+    LLM_FREE((void *)t->specials[1]);
+    LLM_FREE(t);
+}
+
+static bool llm__is_id(const llm_tokenizer *t, int32_t id) { return id >= 0 && id < t->size; }
+
+int32_t llm_tokenizer_size(const llm_tokenizer *t) { return t->size; }
+int32_t llm_tokenizer_bos(const llm_tokenizer *t) { return t->bos; }
+int32_t llm_tokenizer_eos(const llm_tokenizer *t) { return t->eos; }
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t) { return t->adds_bos; }
+bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id) {
+    return llm__is_id(t, id) && (t->marks[id] & LLM__MARK_END);
+}
+bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id) {
+    return llm__is_id(t, id) && (t->marks[id] & LLM__MARK_SPECIAL);
+}
+llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
+    return llm__is_id(t, id) ? t->texts[id] : llm__string("");
+}
+
+/* ---- Merging ------------------------------------------------------------------------------- */
+
+typedef struct llm__symbol { /* a piece of the word, in a doubly linked list */
+    int32_t previous, next;  /* -1 at the ends */
+    int32_t start, length;   /* bytes of the word; length 0: joined to its left neighbour */
+    int32_t id;              /* -1: no token */
+} llm__symbol;
+
+typedef struct llm__candidate { /* two neighbours that make a token */
+    double cost;             /* the least is merged first: the rank of a merge, minus the score of a token */
+    int32_t left;            /* symbol; the other one is its neighbour */
+    int32_t length;          /* of both together, when this was found */
+    int32_t result;          /* the token they make */
+} llm__candidate;
+
+typedef struct llm__tokenizing { /* one call of llm_tokenize */
+    const llm_tokenizer *t;
+    const uint8_t *word;     /* what is being merged */
+    llm__symbol *symbols;
+    int64_t n_symbols, symbol_capacity;
+    llm__candidate *heap;    /* a binary heap: the children of entry i are 2i + 1 and 2i + 2 */
+    int64_t n_heap, heap_capacity;
+    llm__bytes escaped;      /* "llama": text with U+2581 for spaces */
+    int32_t *ids;            /* (capacity) of the caller */
+    int64_t n_ids, capacity;
+    llm_error *err;
+} llm__tokenizing;
+
+static void llm__emit(llm__tokenizing *z, int32_t id) {
+    if (z->n_ids < z->capacity) z->ids[z->n_ids] = id;
+    z->n_ids++;
+}
+
+/* At equal cost the left one comes first. */
+static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
+    return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
+}
+
+static bool llm__heap_push(llm__tokenizing *z, llm__candidate c) {
+    void *grown =
+        llm__grow(z->heap, z->n_heap, &z->heap_capacity, sizeof *z->heap, "pairs of tokens", z->err);
+    if (!grown) return false;
+    z->heap = (llm__candidate *)grown;
+    int64_t i = z->n_heap++;
+    for (; i && llm__before(&c, &z->heap[(i - 1) / 2]); i = (i - 1) / 2) z->heap[i] = z->heap[(i - 1) / 2];
+    z->heap[i] = c;
+    return true;
+}
+
+static llm__candidate llm__heap_pop(llm__tokenizing *z) {
+    llm__candidate best = z->heap[0], last = z->heap[--z->n_heap];
+    int64_t i = 0, child;
+    while ((child = 2 * i + 1) < z->n_heap) {
+        if (child + 1 < z->n_heap && llm__before(&z->heap[child + 1], &z->heap[child])) child++;
+        if (!llm__before(&z->heap[child], &last)) break;
+        z->heap[i] = z->heap[child];
+        i = child;
+    }
+    z->heap[i] = last;
+    return best;
+}
+
+/* SentencePiece never makes a control token, or one that stands for a byte, out of text. */
+static int32_t llm__find_piece(const llm_tokenizer *t, const uint8_t *text, int32_t length) {
+    llm_string s = {(const char *)text, (size_t)length};
+    int32_t id = s.length <= t->longest ? llm__find_token(t, s, llm__string("")) : -1;
+    bool usable = id >= 0 && t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN &&
+                  t->kinds[id] != LLM__TOKEN_BYTE;
+    return usable ? id : -1;
+}
+
+/* If this symbol and the next make a token, remember them. */
+static bool llm__consider(llm__tokenizing *z, int32_t left) {
+    const llm_tokenizer *t = z->t;
+    if (left < 0 || z->symbols[left].next < 0) return true;
+    const llm__symbol *a = &z->symbols[left], *b = &z->symbols[a->next];
+    llm__candidate c = {0, left, a->length + b->length, -1};
+    if (t->sentencepiece) {
+        c.result = llm__find_piece(t, z->word + a->start, c.length);
+        if (c.result >= 0) c.cost = -(double)t->scores[c.result];
+    } else if (a->id >= 0 && b->id >= 0) {
+        const llm__merge_rule *rule = llm__find_merge(t, a->id, b->id);
+        if (rule->rank) c.result = rule->result;
+        c.cost = rule->rank;
+    }
+    return c.result < 0 || llm__heap_push(z, c);
+}
+
+/* Join neighbours, best first. A candidate is out of date if one of its two symbols has been joined
+ * to another since; as symbols only ever grow, their length tells. */
+static bool llm__merge(llm__tokenizing *z) {
+    z->n_heap = 0;
+    for (int32_t i = 0; i < z->n_symbols; i++)
+        if (!llm__consider(z, i)) return false;
+    while (z->n_heap) {
+        llm__candidate c = llm__heap_pop(z);
+        llm__symbol *left = &z->symbols[c.left];
+        if (!left->length || left->next < 0) continue;
+        llm__symbol *right = &z->symbols[left->next];
+        if (left->length + right->length != c.length) continue;
+        left->id = c.result;
+        left->length = c.length;
+        left->next = right->next;
+        right->length = 0;
+        if (left->next >= 0) z->symbols[left->next].previous = c.left;
+        if (!llm__consider(z, left->previous) || !llm__consider(z, c.left)) return false;
+    }
+    return true;
+}
+
+static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int32_t id) {
+    void *grown = llm__grow(z->symbols, z->n_symbols, &z->symbol_capacity, sizeof *z->symbols,
+                            "pieces of text", z->err);
+    if (!grown) return false;
+    z->symbols = (llm__symbol *)grown;
+    int32_t i = (int32_t)z->n_symbols++;
+    llm__symbol symbol = {i - 1, -1, (int32_t)start, (int32_t)length, id};
+    if (i) z->symbols[i - 1].next = i;
+    z->symbols[i] = symbol;
+    return true;
+}
+
+/* Text that no token covers, byte by byte; or one unknown token for all of it. */
+static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length) {
+    const llm_tokenizer *t = z->t;
+    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->sentencepiece) { /* a space */
+        text = (const uint8_t *)" ";
+        length = 1;
+    }
+    for (int32_t i = 0; i < length; i++) {
+        if (t->bytes[text[i]] >= 0) continue;
+        if (t->unknown >= 0) return llm__emit(z, t->unknown), true;
+        return llm__fail(z->err, LLM_ERROR_UNSUPPORTED,
+                         "%s: the vocabulary has no token for the byte 0x%02X, and none for the unknown",
+                         llm_file_path(t->file), text[i]);
+    }
+    for (int32_t i = 0; i < length; i++) llm__emit(z, t->bytes[text[i]]);
+    return true;
+}
+
+static bool llm__emit_symbols(llm__tokenizing *z) {
+    for (int32_t i = z->n_symbols ? 0 : -1; i >= 0; i = z->symbols[i].next) {
+        const llm__symbol *symbol = &z->symbols[i];
+        if (symbol->id >= 0) llm__emit(z, symbol->id);
+        else if (!llm__emit_bytes(z, z->word + symbol->start, symbol->length)) return false;
+    }
+    return true;
+}
+
+static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t n) {
+    for (size_t at = 0, length; at < n; at += length) {
+        length = z->t->split(z->t, text + at, n - at);
+        z->word = text + at;
+        z->n_symbols = 0;
+        for (size_t i = 0; i < length; i++)
+            if (!llm__add_symbol(z, i, 1, z->t->bytes[z->word[i]])) return false;
+        if (!llm__merge(z) || !llm__emit_symbols(z)) return false;
+    }
+    return true;
+}
+
+static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
+    z->escaped.length = 0;
+    bool ok = !space_in_front || llm__append(&z->escaped, "\xE2\x96\x81", 3, z->err);
+    for (size_t i = 0; ok && i < n; i++)
+        ok = text[i] == ' ' ? llm__append(&z->escaped, "\xE2\x96\x81", 3, z->err)
+                            : llm__append(&z->escaped, &text[i], 1, z->err);
+    return ok;
+}
+
+static bool llm__tokenize_pieces(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
+    if (!llm__escape(z, text, n, space_in_front)) return false;
+    z->word = z->escaped.data;
+    z->n_symbols = 0;
+    for (size_t at = 0, length; at < z->escaped.length; at += length) {
+        uint32_t code;
+        length = llm__utf8(z->word + at, z->escaped.length - at, &code);
+        if (code >= LLM__UTF8_INVALID) length = 1;
+        int32_t id = code < LLM__UTF8_INVALID ? llm__find_piece(z->t, z->word + at, (int32_t)length) : -1;
+        if (!llm__add_symbol(z, at, length, id)) return false;
+    }
+    return llm__merge(z) && llm__emit_symbols(z);
+}
+
+/* The longest special token that the text begins with: its length, 0 if there is none. Byte by byte, the
+ * tokens that still agree are a range of the sorted list, whose ends two binary searches find; the
+ * range's first entry is the shortest, and so the one that may just have ended. */
+static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
+                                 int32_t *id) {
+    const llm_string *const *names = t->specials[all];
+    int64_t begin = 0, end = t->n_specials[all];
+    size_t matched = 0;
+    for (size_t depth = 0; depth < n && begin < end; depth++) {
+        /* the first name whose byte here is not less, and then the first where it is more */
+        for (int side = 0; side < 2; side++) {
+            int64_t low = begin, high = end;
+            while (low < high) {
+                int64_t middle = low + (high - low) / 2;
+                int byte = names[middle]->length > depth ? (uint8_t)names[middle]->data[depth] : -1;
+                if (byte < text[depth] + side) low = middle + 1;
+                else high = middle;
+            }
+            if (side) end = low;
+            else begin = low;
+        }
+        if (begin < end && names[begin]->length == depth + 1) {
+            matched = depth + 1;
+            *id = (int32_t)(names[begin] - t->texts);
+        }
+    }
+    return matched;
+}
+
+/* The stretches between special tokens are tokenized each by itself. In "llama" vocabularies the space in
+ * front belongs to the beginning of the text, and to what follows a control token. */
+static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, bool all) {
+    const llm_tokenizer *t = z->t;
+    bool space_in_front = t->adds_space;
+    size_t begin = 0, at = 0;
+    while (begin < n) {
+        int32_t special = -1;
+        size_t length = 0;
+        for (at = begin; at < n; at++)
+            if (t->special_begins[all][text[at]] &&
+                (length = llm__match_special(t, all, text + at, n - at, &special)) > 0)
+                break;
+        if (at > begin) {
+            bool ok = t->sentencepiece ? llm__tokenize_pieces(z, text + begin, at - begin, space_in_front)
+                                       : llm__tokenize_words(z, text + begin, at - begin);
+            if (!ok) return false;
+        }
+        if (length) llm__emit(z, special);
+        space_in_front = t->adds_space && length && t->kinds[special] != LLM__TOKEN_USER;
+        begin = at + length;
+    }
+    return true;
+}
+
+int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags, int32_t *ids,
+                     int64_t capacity, llm_error *err) {
+    llm__clear(err);
+    if (!t || (!text && length) || (!ids && capacity > 0))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenize: an argument is NULL"), -1;
+    if (length > INT32_MAX / 4)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "a text of %zu bytes is too long to be tokenized at once (512 MB at most)", length),
+               -1;
+    llm__tokenizing z;
+    memset(&z, 0, sizeof z);
+    z.t = t;
+    z.ids = ids;
+    z.capacity = capacity;
+    z.err = err;
+    if ((flags & LLM_TOKENIZE_BOS) && t->adds_bos && t->bos >= 0) llm__emit(&z, t->bos);
+    bool ok = llm__tokenize_text(&z, (const uint8_t *)text, length, (flags & LLM_TOKENIZE_SPECIAL) != 0);
+    LLM_FREE(z.symbols);
+    LLM_FREE(z.heap);
+    LLM_FREE(z.escaped.data);
+    return ok ? z.n_ids : -1;
+}
+
+/* ---- Back to text ---------------------------------------------------------------------------- */
+
+typedef struct llm__output { /* bytes into the caller's memory; those that do not fit are only counted */
+    char *data;
+    size_t capacity, length;
+} llm__output;
+
+static void llm__put(llm__output *out, const void *data, size_t n) {
+    for (size_t i = 0; i < n; i++, out->length++)
+        if (out->length < out->capacity) out->data[out->length] = ((const char *)data)[i];
+}
+
+/* The bytes that a token stands for; never more than its text in the file has. */
+static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm__output *out) {
+    llm_string s = t->texts[id];
+    const uint8_t *text = (const uint8_t *)s.data;
+    if (t->marks[id] & LLM__MARK_SPECIAL) return;
+    if (t->kinds[id] == LLM__TOKEN_USER) {
+        llm__put(out, text, s.length);
+        return;
+    }
+    for (size_t at = 0, n; at < s.length; at += n) {
+        uint32_t code;
+        uint8_t byte = ' ';
+        n = llm__utf8(text + at, s.length - at, &code);
+        bool spelled = !t->sentencepiece && code < 324 && t->spelled[code] >= 0;
+        bool space = t->sentencepiece && code == 0x2581;
+        if (spelled) byte = (uint8_t)t->spelled[code];
+        if (t->kinds[id] == LLM__TOKEN_BYTE) {
+            byte = (uint8_t)llm__parse_byte(s);
+            space = true;
+            n = s.length;
+        }
+        if (drop_space && !at && space && byte == ' ') continue;
+        if (spelled || space) llm__put(out, &byte, 1);
+        else llm__put(out, text + at, n);
+    }
+}
+
+/* Does this token, as the first of a text, begin with the space that llm_tokenize put in front? */
+static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
+    return t->adds_space && t->kinds[id] != LLM__TOKEN_USER;
+}
+
+int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text, size_t capacity,
+                       llm_error *err) {
+    llm__clear(err);
+    if (!t || (!ids && n > 0) || (!text && capacity))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_detokenize: an argument is NULL"), -1;
+    llm__output out = {text, capacity, 0};
+    bool started = false;
+    for (int64_t i = 0; i < n; i++) {
+        if (!llm__is_id(t, ids[i]))
+            return llm__fail(err, LLM_ERROR_ARGUMENT,
+                             "token %lld is %ld, but the vocabulary has ids from 0 to %ld", (long long)i,
+                             (long)ids[i], (long)t->size - 1),
+                   -1;
+        llm__decode(t, ids[i], !started && llm__drops_space(t, ids[i]), &out);
+        started = started || !(t->marks[ids[i]] & LLM__MARK_SPECIAL);
+    }
+    return (int64_t)out.length;
+}
+
+/* Up to three held bytes and a token, of which each byte may become U+FFFD, three bytes long. */
+size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
+
+size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
+    /* The bytes go into the last third of `text` and from there, checked, to its beginning. Writing never
+     * overtakes reading: byte i is read at 2/3 capacity + i, when at most 3i bytes have been written. */
+    llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
+    size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
+    llm__put(&raw, stream->held, n_held);
+    if (llm__is_id(t, id)) {
+        llm__decode(t, id, !stream->started && llm__drops_space(t, id), &raw);
+        stream->started = stream->started || !(t->marks[id] & LLM__MARK_SPECIAL);
+    }
+    stream->n_held = 0;
+    size_t written = 0;
+    for (size_t at = 0, n; at < raw.length; at += n) {
+        uint32_t code;
+        const char *from = raw.data + at;
+        n = llm__utf8((const uint8_t *)from, raw.length - at, &code);
+        if (code == LLM__UTF8_INCOMPLETE && id >= 0) {
+            memcpy(stream->held, from, n);
+            stream->n_held = (int)n;
+        } else if (code >= LLM__UTF8_INVALID) {
+            memcpy(text + written, "\xEF\xBF\xBD", 3);
+            written += 3;
+        } else {
+            memmove(text + written, from, n);
+            written += n;
+        }
+    }
+    return written;
+}
+
+/* =====================================================================================
+ * [3] Numbers: f32, f16, bf16, q8_0, q4_0: the bits
+ *
+ * To make one token a model reads every one of its weights once, so on most machines the speed of
+ * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
+ * therefore faster as well as smaller, for as long as the answer stays good enough. Five
+ * ways to store a number, as GGUF files have them:
+ *
+ *              sign exponent fraction        bits per weight
+ *     f32        1     8       23                32
+ *     bf16       1     8        7                16     f32 with its last 16 bits cut off: f32's range
+ *     f16        1     5       10                16     finer, but nothing above 65504
+ *     q8_0     32 x int8 and one f16 scale        8.5   value = scale * q,       q in -127 .. 127
+ *     q4_0     32 x int4 and one f16 scale        4.5   value = scale * (q - 8), q in 0 .. 15
+ *
+ * The last two are block formats: 32 neighbours share a scale, because weights that lie close
+ * to each other in a row have similar sizes, and one outlier spoils only its own 31 neighbours.
+ *
+ *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
+ *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
+ *                                                  bits hold value i, the high four value i + 16
+ *
+ * Everything below is plain integer C, so that the same file gives the same values on every
+ * machine, whether or not it has instructions for these types. Chapter 4 has the fast forms.
+ * ================================================================================== */
+
+static float llm__float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t llm__float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float llm__f16_to_f32(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t magnitude = half & 0x7fff;
+    if (magnitude >= 0x7c00) /* infinity, or a NaN with its payload */
+        return llm__float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    if (magnitude >= 0x0400) /* normal: move the fields over, and change the exponent's bias from 15 to 127 */
+        return llm__float_from_bits(sign | ((magnitude << 13) + ((127 - 15) << 23)));
+    /* zero or denormal: magnitude counts steps of 2^-24, and any such count is exact in f32 */
+    return llm__float_from_bits(sign | llm__float_bits((float)magnitude * (1.0f / 16777216.0f)));
+}
+
+/* Round to nearest, ties to even. */
+static uint16_t llm__f32_to_f16(float x) {
+    uint32_t bits = llm__float_bits(x);
+    uint32_t sign = bits >> 16 & 0x8000;
+    uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff)); /* NaN, made quiet */
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more round to infinity */
+    if (magnitude >= 0x38800000) {                                 /* 2^-14 and more: a normal f16 */
+        uint32_t tie_to_even = magnitude >> 13 & 1;
+        return (uint16_t)(sign | ((magnitude - ((127 - 15) << 23) + 0xfff + tie_to_even) >> 13));
+    }
+    if (magnitude < 0x33000000) return (uint16_t)sign; /* below 2^-25: nearer to zero than to the first step */
+    /* denormal: how many steps of 2^-24? The fraction, with its hidden one, shifted right by 14 to 24 places */
+    uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
+    uint32_t shift = 126 - (magnitude >> 23);
+    uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
+    return (uint16_t)(sign | (steps + (rest > half || (rest == half && (steps & 1)))));
+}
+
+static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
+
+/* Round to nearest, ties to even. */
+static uint16_t llm__f32_to_bf16(float x) {
+    uint32_t bits = llm__float_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN, made quiet */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Blocks start at any byte of a file, so 16-bit numbers in them are read and written bytewise. */
+static uint16_t llm__read_u16(const void *p) {
+    uint16_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static void llm__write_u16(void *p, uint16_t x) { memcpy(p, &x, sizeof x); }
+
+static void llm__unpack_f32(const void *blocks, float *values, int64_t count) {
+    memcpy(values, blocks, (size_t)count * sizeof *values);
+}
+
+static void llm__pack_f32(const float *values, void *blocks, int64_t count) {
+    memcpy(blocks, values, (size_t)count * sizeof *values);
+}
+
+static void llm__unpack_f16(const void *blocks, float *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+}
+
+static void llm__pack_f16(const float *values, void *blocks, int64_t count) {
+    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_f16(values[i]));
+}
+
+static void llm__unpack_bf16(const void *blocks, float *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+}
+
+static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
+    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_bf16(values[i]));
+}
+
+enum { LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16 };
+
+static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        for (int i = 0; i < LLM__BLOCK; i++) values[first + i] = scale * (float)(int8_t)block[2 + i];
+    }
+}
+
+/* The largest magnitude becomes 127. The integers are found with the scale as it was before it is rounded
+ * to f16, as ggml does it. */
+static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
+        const float *x = values + first;
+        float largest = 0.0f;
+        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        float scale = largest / 127.0f;
+        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+        llm__write_u16(block, llm__f32_to_f16(scale));
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            float q = roundf(x[i] * inverse);
+            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* 0 for a NaN */
+            if (q > 127.0f) q = 127.0f;
+            block[2 + i] = (uint8_t)(int8_t)q;
+        }
+    }
+}
+
+static void llm__unpack_q4_0(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_0_BYTES) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        for (int i = 0; i < LLM__BLOCK / 2; i++) {
+            values[first + i] = scale * (float)((block[2 + i] & 15) - 8);
+            values[first + i + LLM__BLOCK / 2] = scale * (float)((block[2 + i] >> 4) - 8);
+        }
+    }
+}
+
+/* Four bits reach from -8 to +7, so the side with the largest magnitude gets the -8: the scale carries the sign. */
+static void llm__pack_q4_0(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_0_BYTES) {
+        const float *x = values + first;
+        float largest = 0.0f; /* in magnitude, but with its sign */
+        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
+        float scale = largest / -8.0f;
+        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+        llm__write_u16(block, llm__f32_to_f16(scale));
+        int q[LLM__BLOCK];
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            /* x / scale + 8, rounded. The cast is there so that no compiler fuses the product into the sum, which
+             * would change a bit here and there from one machine to the next. */
+            float shifted = (float)((double)x[i] * (double)inverse) + 8.5f;
+            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : 8.0f; /* 8, which is zero, for a NaN */
+            q[i] = shifted > 15.0f ? 15 : (int)shifted;
+        }
+        for (int i = 0; i < LLM__BLOCK / 2; i++) block[2 + i] = (uint8_t)(q[i] | q[i + LLM__BLOCK / 2] << 4);
+    }
+}
+
+static const llm_type_info llm__types[] = {
+    {LLM_F32, "f32", 1, 4, llm__unpack_f32, llm__pack_f32},
+    {LLM_F16, "f16", 1, 2, llm__unpack_f16, llm__pack_f16},
+    {LLM_BF16, "bf16", 1, 2, llm__unpack_bf16, llm__pack_bf16},
+    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, llm__unpack_q8_0, llm__pack_q8_0},
+    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, llm__unpack_q4_0, llm__pack_q4_0},
+};
+
+const llm_type_info *llm_type_at(int index) {
+    int n = (int)(sizeof llm__types / sizeof llm__types[0]);
+    return index >= 0 && index < n ? &llm__types[index] : NULL;
+}
+
+const llm_type_info *llm_type_find(llm_type type) {
+    const llm_type_info *info;
+    for (int i = 0; (info = llm_type_at(i)) != NULL; i++)
+        if (info->type == type) return info;
+    return NULL;
+}
+
+const llm_type_info *llm_type_by_name(const char *name) {
+    const llm_type_info *info;
+    for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++)
+        if (strcmp(info->name, name) == 0) return info;
+    return NULL;
+}
+
+/* Bytes of one row of a matrix. */
+static size_t llm__row_bytes(llm_type type, int64_t cols) {
+    const llm_type_info *info = llm_type_find(type);
+    return info ? (size_t)(cols / info->block_values) * (size_t)info->block_bytes : 0;
+}
+
+/* ---- Rewriting a model in another type ------------------------------------------------
+ * A model of 16-bit weights is four times as many bytes as one of 4-bit weights, and decoding is bound
+ * by the bytes it reads: so the cheapest way to make a model faster is to round its weights. The
+ * embedding and the output matrix decide directly between words, and are the first whose rounding
+ * shows; they stay at 8 bits or more. */
+
+/* The type in which llm_quantize stores a tensor. */
+static llm_type llm__quantized_type(const llm_tensor *tensor, llm_type wanted) {
+    const llm_type_info *info = llm_type_find(wanted);
+    if (tensor->n_dims < 2)
+        return tensor->type; /* norms and biases: few bytes, and every token passes through them */
+    static const char *const kept[] = {"token_embd.weight", "output.weight"};
+    for (int i = 0; i < 2; i++)
+        if (wanted == LLM_Q4_0 && tensor->name.length == strlen(kept[i]) &&
+            !memcmp(tensor->name.data, kept[i], tensor->name.length))
+            info = llm_type_find(LLM_Q8_0);
+    /* a row that is not a whole number of blocks cannot be cut into them */
+    return tensor->dims[0] % (uint64_t)info->block_values ? LLM_F16 : info->type;
+}
+
+/* GGUF's general.file_type: the type that most of the file is in */
+static uint32_t llm__file_type(llm_type type) {
+    switch (type) {
+    case LLM_F32: return 0;
+    case LLM_F16: return 1;
+    case LLM_Q4_0: return 2;
+    case LLM_Q8_0: return 7;
+    case LLM_BF16: return 32;
+    }
+    return 1;
+}
+
+typedef struct llm__quantizer {
+    llm_writer *writer;
+    bool (*progress)(void *user, uint64_t done, uint64_t total);
+    void *user;
+    uint64_t done, total; /* bytes of the input */
+    bool stopped;         /* by progress */
+    float *values;        /* (LLM__QUANTIZE_VALUES at least, a whole row at least) */
+    uint8_t *packed;
+} llm__quantizer;
+
+enum { LLM__QUANTIZE_VALUES = 1 << 20 };
+
+static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
+    q->done += bytes;
+    q->stopped = q->progress && !q->progress(q->user, q->done, q->total);
+    return !q->stopped;
+}
+
+/* Rewrite one tensor, some rows at a time. */
+static bool llm__quantize_tensor(llm__quantizer *q, const llm_tensor *tensor, llm_type type) {
+    if (type == tensor->type)
+        return llm_writer_data(q->writer, tensor->data, (size_t)tensor->bytes) &&
+               llm__quantize_progress(q, tensor->bytes);
+    const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
+    int64_t cols = (int64_t)tensor->dims[0];
+    int64_t rows = (int64_t)(tensor->dims[1] * tensor->dims[2] * tensor->dims[3]);
+    int64_t in_bytes = (int64_t)llm__row_bytes(tensor->type, cols),
+            out_bytes = (int64_t)llm__row_bytes(type, cols);
+    int64_t step = llm__max(LLM__QUANTIZE_VALUES / cols, 1);
+    for (int64_t first = 0; first < rows; first += step) {
+        int64_t n = llm__min(step, rows - first);
+        const uint8_t *source = (const uint8_t *)tensor->data + first * in_bytes;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+        for (int64_t r = 0; r < n; r++) {
+            in->unpack(source + r * in_bytes, q->values + r * cols, cols);
+            out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
+        }
+        if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
+            !llm__quantize_progress(q, (uint64_t)(n * in_bytes)))
+            return false;
+    }
+    return true;
+}
+
+static bool llm__is_key(llm_string s, const char *key) {
+    return s.length == strlen(key) && !memcmp(s.data, key, s.length);
+}
+
+/* Metadata, declarations, data. */
+static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type) {
+    for (int64_t i = 0; i < llm_file_n_values(in); i++) {
+        const llm_value *value = llm_file_value(in, i);
+        if (llm__is_key(value->key, "general.file_type") || llm__is_key(value->key, "general.alignment") ||
+            llm__is_key(value->key, "general.quantization_version"))
+            continue;
+        if (!llm_writer_value(q->writer, value)) return false;
+    }
+    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type));
+    llm_writer_u32(q->writer, "general.quantization_version", 2);
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(t, type), t->n_dims, t->dims))
+            return false;
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        if (!llm__quantize_tensor(q, t, llm__quantized_type(t, type))) return false;
+    }
+    return true;
+}
+
+bool llm_quantize(const char *in_path, const char *out_path, llm_type type,
+                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
+                  llm_error *err) {
+    llm__clear(err);
+    if (!in_path || !out_path) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
+    if (!llm_type_find(type))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: unknown type %d", (int)type);
+    llm_file *in = llm_file_open(in_path, err);
+    if (!in) return false;
+    llm__quantizer q;
+    memset(&q, 0, sizeof q);
+    q.progress = progress;
+    q.user = user;
+    uint64_t longest = LLM__QUANTIZE_VALUES; /* values in the buffer: a whole row, however long */
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        q.total += t->bytes;
+        if (t->dims[0] > longest) longest = t->dims[0];
+    }
+    q.values = (float *)llm__new((size_t)longest, sizeof(float), "rows to quantize", err);
+    q.packed = q.values ? (uint8_t *)llm__new((size_t)longest, sizeof(float), "quantized rows", err) : NULL;
+    q.writer = q.packed ? llm_writer_create(out_path, err) : NULL;
+    bool ok = q.writer != NULL;
+    if (ok) {
+        llm__quantize_file(&q, in, type);
+        if (q.stopped) {
+            llm_writer_abandon(q.writer);
+            ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
+        } else {
+            ok = llm_writer_finish(q.writer, err); /* a writer remembers its first failure, and tells it here */
+        }
+    }
+    LLM_FREE(q.values);
+    LLM_FREE(q.packed);
+    llm_file_close(in);
+    return ok;
+}
+
+/* =====================================================================================
+ * [4] CPU kernels: each operation as a plain loop, then fast
+ *
+ * A kernel is the loop that does one operation of the seam. This chapter has each of them twice.
+ *
+ * First as the textbook has it: the reference loops, llm__plain_NAME. They are slow, they add in
+ * double precision, and one can see at a glance that they are right. A backend made with
+ * LLM_ISA_REFERENCE runs them; all other forms, on the GPU too, are tested against it.
+ *
+ * Then fast. What is there to gain? A processor core has vector registers of 4, 8 or 16 floats (SSE or NEON,
+ * AVX2, AVX-512) and can do two multiply-adds on whole registers in a cycle, if it finds the
+ * numbers in registers. The kernels below are therefore written over a vector type of LLM__W floats, and
+ * this file includes itself once per instruction set to compile the same text for
+ * each; which one runs is decided when the backend is created, by asking the processor.
+ *
+ * Two limits matter, and each matrix product meets one of them:
+ *
+ *     bytes        A decode step multiplies every weight with one row of activations, so each byte
+ *                  of weights does one or two multiply-adds and is not seen again until the next token. Memory
+ *                  delivers perhaps 15 GB/s per core: arithmetic is nearly free, bytes are everything.
+ *     arithmetic   A prefill step brings hundreds of rows at once. Each weight is now used hundreds of times,
+ *                  so it is loaded into a register once and used on as many rows as there are
+ *                  registers to add them up in ("register blocking").
+ *
+ * One promise shapes every loop here: an element of the result does not depend, to the last bit, on how many other
+ * rows are computed with it, on which thread does it or where its cache blocks lie. Floating-point
+ * addition is not associative, so the promise means that every sum has ONE order, on a given
+ * instruction set, however the loops around it are blocked. The blocking below only ever decides which
+ * sums advance together, never how one of them is ordered.
+ * ================================================================================== */
+
+/* ---- Jobs: what the driver hands to a kernel ------------------------------------------ */
+
+typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
+    const llm_weight *w;
+    const float *x;
+    const void *groups;      /* x rounded to int8, for the block formats (see "Integer products") */
+    size_t group_row_bytes;  /* of one row of it */
+    const float *bias;       /* NULL: none */
+    bool add;
+    int n;
+    float *out;
+    int64_t rows_per_item;
+    size_t tile_bytes;       /* of scratch, for unpacked weights */
+} llm__matmul_job;
+
+typedef struct llm__rope_job {
+    const llm_batch *batch;
+    const llm_attention_shape *shape;
+    llm_rope_pairing pairing;
+    int rope_dim;
+    const float *angles, *q_norm, *k_norm;
+    float epsilon;
+    float *q, *k;
+    const float *v;
+    const llm_cache *cache;
+    int layer;
+} llm__rope_job;
+
+typedef struct llm__attention_job {
+    const llm_batch *batch;
+    const llm_attention_shape *shape;
+    const float *q;
+    const llm_cache *cache;
+    int layer;
+    float *out;
+} llm__attention_job;
+
+/* One set of compiled kernels. Each works on a range that one thread was given. */
+typedef struct llm__kernels {
+    llm_isa isa;
+    int lanes;                       /* floats in a register */
+    int64_t (*group_row_bytes)(int64_t cols);
+    void (*quantize)(const float *x, int64_t cols, llm_type type, void *groups);
+    void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
+    void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
+    void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
+    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token);
+    /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
+    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+                      void *scratch);
+} llm__kernels;
+
+typedef struct llm__cpu { /* the context of a CPU backend */
+    llm_backend backend;
+    const llm__kernels *kernels;     /* NULL: the reference loops */
+    llm_isa isa;
+    int n_threads;
+    llm_limits limits;               /* as reserved */
+    void *quantized;                 /* the rows of one matmul input as int8 */
+    char *scratch;                   /* (n_threads, scratch_bytes) */
+    size_t scratch_bytes, tile_bytes;
+    double alone_until;              /* on the clock; see llm__parallel */
+    llm_error failure;               /* the first since the last sync */
+} llm__cpu;
+
+/* Threads share the cache lines that they write to only at the borders of their parts; memory that a thread
+ * owns starts on a cache line of its own. The pointer that malloc gave stands just before the block. */
+enum { LLM__ALIGNMENT = 64 };
+
+static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
+    char *raw = NULL;
+    if (bytes <= SIZE_MAX / 2) {
+#ifdef LLM__CALLOC
+        raw = (char *)LLM__CALLOC(bytes + LLM__ALIGNMENT + sizeof raw);
+#else
+        raw = (char *)LLM_MALLOC(bytes + LLM__ALIGNMENT + sizeof raw);
+        if (raw) memset(raw, 0, bytes + LLM__ALIGNMENT + sizeof raw);
+#endif
+    }
+    if (!raw) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", bytes, what);
+        return NULL;
+    }
+    char *aligned = raw + sizeof raw;
+    aligned += (LLM__ALIGNMENT - (uintptr_t)aligned % LLM__ALIGNMENT) % LLM__ALIGNMENT;
+    memcpy(aligned - sizeof raw, &raw, sizeof raw);
+    return aligned;
+}
+
+static void llm__aligned_free(void *aligned) {
+    if (!aligned) return;
+    char *raw;
+    memcpy(&raw, (char *)aligned - sizeof raw, sizeof raw);
+    LLM_FREE(raw);
+}
+
+static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
+
+/* Where the cache keeps position `position` of sequence s, as the number of its row of head_dim values in a layer. */
+static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence, int kv_head, int position) {
+    const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
+    int64_t block = table[position / batch->block_size];
+    return (block * cache->n_kv_heads + kv_head) * batch->block_size + position % batch->block_size;
+}
+
+static const char *llm__cache_layer(const llm_cache *cache, const void *side, int layer) {
+    return (const char *)side + (size_t)layer * cache->layer_bytes;
+}
+
+/* A context that fails here goes on, so that a step can be abandoned in one place: at the next sync. */
+static void llm__cpu_failed(llm__cpu *cpu, const char *what) {
+    if (cpu->failure.status == LLM_OK)
+        llm__fail(&cpu->failure, LLM_ERROR_DEVICE, "cpu: %s is larger than what was reserved", what);
+}
+
+/* ---- The reference loops --------------------------------------------------------------- */
+
+/* Root mean square normalisation (Zhang and Sennrich 2019): bring the row to length sqrt(dim), then
+ * stretch each of its dimensions by a learned weight. */
+static void llm__plain_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
+                               float *out) {
+    (void)context;
+    for (int64_t row = 0; row < n; row++) {
+        double sum = 0.0;
+        for (int i = 0; i < dim; i++) sum += (double)x[row * dim + i] * x[row * dim + i];
+        double scale = 1.0 / sqrt(sum / dim + epsilon);
+        for (int i = 0; i < dim; i++) out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
+    }
+}
+
+static void llm__plain_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
+                              float *out) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    const llm_type_info *type = llm_type_find(w->type);
+    float *weights = (float *)(void *)cpu->scratch; /* (cols) one row of w */
+    if (w->cols > cpu->limits.max_cols) {
+        llm__cpu_failed(cpu, "a matrix");
+        return;
+    }
+    for (int64_t row = 0; row < w->rows; row++) {
+        type->unpack((const char *)w->data + (size_t)row * llm__row_bytes(w->type, w->cols), weights, w->cols);
+        for (int64_t i = 0; i < n; i++) {
+            double sum = bias ? bias[row] : 0.0;
+            for (int64_t j = 0; j < w->cols; j++) sum += (double)weights[j] * x[i * w->cols + j];
+            out[i * w->rows + row] = (float)(add ? out[i * w->rows + row] + sum : sum);
+        }
+    }
+}
+
+/* SwiGLU (Shazeer 2020): one half of the feed-forward block decides how much of the other passes. */
+static void llm__plain_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
+    (void)context;
+    for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
+}
+
+/* Rotary position embedding (Su et al. 2021): pairs of dimensions turn with the position, each at its own speed, so
+ * that the product of a query and a key depends on the distance between them alone. */
+static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
+    for (int i = 0; i < rope_dim / 2; i++) {
+        float *a = pairing == LLM_ROPE_HALVES ? head + i : head + 2 * i;
+        float *b = pairing == LLM_ROPE_HALVES ? head + i + rope_dim / 2 : head + 2 * i + 1;
+        double x = *a, y = *b, cosine = angles[2 * i], sine = angles[2 * i + 1];
+        *a = (float)(x * cosine - y * sine);
+        *b = (float)(x * sine + y * cosine);
+    }
+}
+
+static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
+    int64_t block = slot / cache->block_size, offset = slot % cache->block_size;
+    int64_t row = (block * cache->n_kv_heads + kv_head) * cache->block_size + offset;
+    size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
+    char *to = (char *)side + (size_t)layer * cache->layer_bytes + (size_t)row * row_bytes;
+    llm_type_find(cache->type)->pack(head, to, cache->head_dim);
+}
+
+static void llm__plain_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
+                                      llm_rope_pairing pairing, int rope_dim, const float *angles,
+                                      const float *q_norm, const float *k_norm, float epsilon, float *q, float *k,
+                                      const float *v, const llm_cache *cache, int layer) {
+    int head_dim = shape->head_dim;
+    if (q_norm) llm__plain_rmsnorm(context, q, q_norm, batch->n_tokens * shape->n_heads, head_dim, epsilon, q);
+    if (k_norm) llm__plain_rmsnorm(context, k, k_norm, batch->n_tokens * shape->n_kv_heads, head_dim, epsilon, k);
+    for (int64_t token = 0; token < batch->n_tokens; token++) {
+        const float *turn = angles + token * (rope_dim / 2) * 2;
+        for (int head = 0; head < shape->n_heads; head++)
+            llm__plain_rope(q + (token * shape->n_heads + head) * head_dim, turn, rope_dim, pairing);
+        for (int head = 0; head < shape->n_kv_heads; head++) {
+            int64_t row = (token * shape->n_kv_heads + head) * head_dim;
+            llm__plain_rope(k + row, turn, rope_dim, pairing);
+            llm__plain_store(cache, cache->keys, layer, batch->slots[token], head, k + row);
+            llm__plain_store(cache, cache->values, layer, batch->slots[token], head, v + row);
+        }
+    }
+}
+
+static float llm__cache_value(const llm_cache *cache, const char *row, int i) {
+    if (cache->type == LLM_F16) return llm__f16_to_f32(llm__read_u16(row + 2 * i));
+    float x;
+    memcpy(&x, row + 4 * i, sizeof x);
+    return x;
+}
+
+/* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
+ * weighted mean of the values. scores (position + 1) is scratch. */
+static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
+    const llm_attention_shape *shape = job->shape;
+    const llm_cache *cache = job->cache;
+    int head_dim = shape->head_dim, position = job->batch->positions[token];
+    int kv_head = head / (shape->n_heads / shape->n_kv_heads);
+    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
+    const float *q = job->q + ((int64_t)token * shape->n_heads + head) * head_dim;
+    float *out = job->out + ((int64_t)token * shape->n_heads + head) * head_dim;
+    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
+    const char *values = llm__cache_layer(cache, cache->values, job->layer);
+
+    float largest = -INFINITY;
+    for (int p = 0; p <= position; p++) {
+        const char *key = keys + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
+        double dot = 0.0;
+        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, key, i);
+        scores[p] = (float)(dot * shape->scale);
+        if (scores[p] > largest) largest = scores[p];
+    }
+    double total = 0.0; /* the largest score is taken off, which changes no quotient and keeps exp from overflowing */
+    for (int p = 0; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
+    for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
+    for (int p = 0; p <= position; p++) {
+        const char *value = values + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
+        float share = (float)(scores[p] / total);
+        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, value, i);
+    }
+}
+
+static void llm__plain_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape,
+                                 const float *q, const llm_cache *cache, int layer, float *out) {
+    llm__attention_job job = {batch, shape, q, cache, layer, out};
+    llm__cpu *cpu = (llm__cpu *)context;
+    for (int s = 0; s < batch->n_sequences; s++)
+        for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
+            for (int head = 0; head < shape->n_heads; head++)
+                if (batch->positions[t] >= cpu->limits.max_context) llm__cpu_failed(cpu, "a sequence");
+                else llm__plain_attention_row(&job, s, t, head, (float *)(void *)cpu->scratch);
+}
+
+/* ---- What the fast kernels share --------------------------------------------------------- */
+
+enum {
+    LLM__TILE = 64,         /* positions in a tile of attention */
+    LLM__QUERY_ROWS = 64,   /* (token, head) pairs that share it, at most */
+    LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
+    LLM__FEW_ROWS = 8,      /* rows of x for which weights are unpacked on the fly */
+    LLM__PREFETCH_BYTES = 1024
+};
+
+#define LLM__INLINE static inline __attribute__((always_inline))
+#define LLM__NOINLINE __attribute__((noinline))
+#define LLM__PREFETCH(p) __builtin_prefetch(p)
+/* Loops over the registers of a block must be unrolled, or the registers become an array in memory. */
+#if defined(__clang__)
+#define LLM__UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define LLM__UNROLL _Pragma("GCC unroll 16")
+#endif
+#define LLM__JOIN(a, b) a##b
+
+/* ---- The fast kernels: one text, compiled once per instruction set -----------------------
+ * Here the file steps out of its implementation part. What follows is read only where
+ * LLM__KERNEL_PASS is defined, which is when the file includes itself, further down. A pass defines
+ *
+ *     LLM__KERNEL_PASS   0: the baseline of the machine (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI
+ *     LLM__W             floats in a vector register: 4, 8, 16
+ *     LLM__K(name)       the name with the pass in front: llm__avx2_name */
+#endif
+#endif
+
+#ifdef LLM__KERNEL_PASS
+
+#ifdef __clang__ /* its checks of undefined behaviour, times all the unrolling, would take it minutes to compile */
+#pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
+#endif
+
+/* GCC's and clang's vector types: + - * / work lane by lane, and become the one instruction that does it. */
+typedef float LLM__K(vf) __attribute__((vector_size(4 * LLM__W)));
+typedef int32_t LLM__K(vi) __attribute__((vector_size(4 * LLM__W)));
+#define llm__vf LLM__K(vf)
+#define llm__vi LLM__K(vi)
+
+/* -- The few things that C has no operator for -- */
+
+LLM__INLINE llm__vf LLM__K(load)(const float *p) {
+    llm__vf v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
+
+LLM__INLINE void LLM__K(store)(float *p, llm__vf v) { memcpy(p, &v, sizeof v); }
+
+LLM__INLINE llm__vf LLM__K(all)(float x) { return x - (llm__vf){0}; }
+
+/* mask ? v : 0, lane by lane, where a comparison made the mask: all ones or all zeros */
+LLM__INLINE llm__vf LLM__K(where)(llm__vi mask, llm__vf v) { return (llm__vf)((llm__vi)v & mask); }
+
+LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 0x7fffffff); }
+
+#if LLM__KERNEL_PASS == 2
+
+LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
+    return (llm__vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
+}
+LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) { return (llm__vf)_mm512_max_ps((__m512)a, (__m512)b); }
+LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)_mm512_cvtps_epi32((__m512)v); }
+LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
+    return (llm__vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
+}
+LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
+    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
+    __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
+    return (llm__vf)_mm512_slli_epi32(wide, 16);
+}
+LLM__INLINE void LLM__K(to_int8)(int8_t *p, llm__vi v) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
+}
+/* Adding up the lanes of a register: halves onto each other until one is left. */
+LLM__INLINE float LLM__K(sum)(llm__vf v) {
+    __m512 x = (__m512)v;
+    __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
+}
+LLM__INLINE float LLM__K(largest)(llm__vf v) { return _mm512_reduce_max_ps((__m512)v); }
+
+/* 16 x 16 floats, rows to columns: pairs, then pairs of pairs, then quarters of the registers. */
+LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
+    __m512 a[16], b[16];
+    LLM__UNROLL for (int i = 0; i < 16; i += 2) {
+        a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
+        a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
+    }
+    LLM__UNROLL for (int i = 0; i < 16; i += 4) {
+        b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[i]), _mm512_castps_pd(a[i + 2])));
+        b[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[i]), _mm512_castps_pd(a[i + 2])));
+        b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[i + 1]), _mm512_castps_pd(a[i + 3])));
+        b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[i + 1]), _mm512_castps_pd(a[i + 3])));
+    }
+    LLM__UNROLL for (int i = 0; i < 4; i++) {
+        a[i] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
+        a[i + 4] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
+        a[i + 8] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
+        a[i + 12] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
+    }
+    LLM__UNROLL for (int i = 0; i < 4; i++) {
+        rows[i] = (llm__vf)_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
+        rows[i + 8] = (llm__vf)_mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
+        rows[i + 4] = (llm__vf)_mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
+        rows[i + 12] = (llm__vf)_mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
+    }
+}
+
+#elif LLM__KERNEL_PASS == 1
+
+LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
+    return (llm__vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
+}
+LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) { return (llm__vf)_mm256_max_ps((__m256)a, (__m256)b); }
+LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)_mm256_cvtps_epi32((__m256)v); }
+LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
+    return (llm__vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
+}
+LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
+    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+}
+LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
+    __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return (llm__vf)_mm256_slli_epi32(wide, 16);
+}
+LLM__INLINE void LLM__K(to_int8)(int8_t *p, llm__vi v) {
+    __m256i x = (__m256i)v;
+    __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
+    _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(words, words));
+}
+/* Adding up the lanes of a register: halves onto each other until one is left. */
+LLM__INLINE float LLM__K(sum)(llm__vf v) {
+    __m256 y = (__m256)v;
+    __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_add_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_add_ss(z, _mm_shuffle_ps(z, z, 1)));
+}
+LLM__INLINE float LLM__K(largest)(llm__vf v) {
+    __m256 y = (__m256)v;
+    __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
+    z = _mm_max_ps(z, _mm_movehl_ps(z, z));
+    return _mm_cvtss_f32(_mm_max_ss(z, _mm_shuffle_ps(z, z, 1)));
+}
+
+/* 8 x 8 floats, rows to columns. */
+LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
+    __m256 a[8], b[8];
+    LLM__UNROLL for (int i = 0; i < 8; i += 2) {
+        a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
+        a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
+    }
+    LLM__UNROLL for (int i = 0; i < 8; i += 4) {
+        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
+        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
+        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
+        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
+    }
+    LLM__UNROLL for (int i = 0; i < 4; i++) {
+        rows[i] = (llm__vf)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
+        rows[i + 4] = (llm__vf)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
+    }
+}
+
+#else
+
+LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) { return a * b + c; }
+LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
+    llm__vi greater = a > b;
+    return (llm__vf)(((llm__vi)a & greater) | ((llm__vi)b & ~greater));
+}
+/* Added to 1.5 x 2^23, a float's last bit is worth 1: the sum is rounded to a whole number, which then stands in its low
+ * bits. For |v| < 2^22. */
+LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
+/* Shifted into the place of f32's fields, an f16 is too small by 2^112, its denormals too; multiply. */
+LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
+    llm__vi half = {0};
+    LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
+    llm__vi magnitude = (half & 0x7fff) << 13;
+    llm__vi special = (llm__vi)(magnitude >= 0x0f800000) & 0x7f800000; /* infinities and NaNs keep a full exponent */
+    llm__vi value = (llm__vi)((llm__vf)magnitude * 5192296858534827628530496329220096.0f);
+    return (llm__vf)(value | special | (half & 0x8000) << 16);
+}
+LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
+    for (int i = 0; i < LLM__W; i++) p[i] = llm__f32_to_f16(v[i]);
+}
+LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
+    llm__vi wide = {0};
+    LLM__UNROLL for (int i = 0; i < LLM__W; i++) wide[i] = p[i];
+    return (llm__vf)(wide << 16);
+}
+LLM__INLINE void LLM__K(to_int8)(int8_t *p, llm__vi v) {
+    LLM__UNROLL for (int i = 0; i < LLM__W; i++) p[i] = (int8_t)v[i];
+}
+LLM__INLINE float LLM__K(sum)(llm__vf v) { return (v[0] + v[2]) + (v[1] + v[3]); }
+LLM__INLINE float LLM__K(largest)(llm__vf v) {
+    float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
+    return a > b ? a : b;
+}
+LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
+    llm__vf columns[LLM__W];
+    LLM__UNROLL for (int i = 0; i < LLM__W; i++) {
+        llm__vf column = {0};
+        LLM__UNROLL for (int j = 0; j < LLM__W; j++) column[j] = rows[j][i];
+        columns[i] = column;
+    }
+    LLM__UNROLL for (int i = 0; i < LLM__W; i++) rows[i] = columns[i];
+}
+
+#endif
+
+/* The first n < LLM__W floats at p, and zeros. */
+LLM__INLINE llm__vf LLM__K(load_some)(const float *p, int n) {
+    float padded[LLM__W] = {0};
+    memcpy(padded, p, (size_t)n * sizeof *p);
+    return LLM__K(load)(padded);
+}
+
+LLM__INLINE void LLM__K(store_some)(float *p, llm__vf v, int n) {
+    float values[LLM__W];
+    LLM__K(store)(values, v);
+    memcpy(p, values, (size_t)n * sizeof *p);
+}
+
+/* LLM__W values from element i of a row of f32, f16 or bf16; `type` is a constant wherever this is inlined. */
+LLM__INLINE llm__vf LLM__K(load_as)(llm_type type, const void *row, int64_t i) {
+    if (type == LLM_F16) return LLM__K(from_f16)((const uint16_t *)row + i);
+    if (type == LLM_BF16) return LLM__K(from_bf16)((const uint16_t *)row + i);
+    return LLM__K(load)((const float *)row + i);
+}
+
+LLM__INLINE llm__vf LLM__K(load_some_as)(llm_type type, const void *row, int64_t i, int n) {
+    if (type == LLM_F32) return LLM__K(load_some)((const float *)row + i, n);
+    uint16_t padded[LLM__W] = {0};
+    memcpy(padded, (const uint16_t *)row + i, (size_t)n * sizeof padded[0]);
+    return LLM__K(load_as)(type, padded, 0);
+}
+
+/* e^x = 2^k e^r with k whole and |r| at most ln(2)/2, or a hair more; e^r by its Taylor series to r^7 (error
+ * below 1e-8), and 2^k by writing k into the exponent. Below -87 the result is 0, above 88 it stays finite. */
+LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
+    const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
+    llm__vi normal = (llm__vi)(x >= -87.0f);
+    x = LLM__K(max)(x, LLM__K(all)(-87.0f));
+    x = -LLM__K(max)(-x, LLM__K(all)(-88.0f));
+    llm__vi k = LLM__K(nearest)(x * log2_e);
+    llm__vf whole = __builtin_convertvector(k, llm__vf);
+    llm__vf r = LLM__K(fma)(whole, LLM__K(all)(-ln2_high), x);
+    r = LLM__K(fma)(whole, LLM__K(all)(-ln2_low), r);
+    llm__vf sum = LLM__K(all)(1.0f / 5040.0f);
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f / 720.0f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f / 120.0f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f / 24.0f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f / 6.0f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(0.5f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f));
+    sum = LLM__K(fma)(sum, r, LLM__K(all)(1.0f));
+    return LLM__K(where)(normal, sum * (llm__vf)((k + 127) << 23));
+}
+
+/* -- Normalisation and activation: a few operations per value, limited by the bytes -- */
+
+static void LLM__K(rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+    int whole = dim - dim % LLM__W, rest = dim % LLM__W;
+    for (int row = 0; row < n; row++, x += dim, out += dim) {
+        llm__vf squares = {0};
+        for (int i = 0; i < whole; i += LLM__W)
+            squares = LLM__K(fma)(LLM__K(load)(x + i), LLM__K(load)(x + i), squares);
+        if (rest) {
+            llm__vf tail = LLM__K(load_some)(x + whole, rest);
+            squares = LLM__K(fma)(tail, tail, squares);
+        }
+        float scale = 1.0f / sqrtf(LLM__K(sum)(squares) / (float)dim + epsilon);
+        for (int i = 0; i < whole; i += LLM__W)
+            LLM__K(store)(out + i, LLM__K(load)(x + i) * scale * LLM__K(load)(weight + i));
+        for (int i = whole; i < dim; i++) out[i] = x[i] * scale * weight[i];
+    }
+}
+
+LLM__INLINE llm__vf LLM__K(silu_times)(llm__vf gate, llm__vf up) {
+    return gate / (1.0f + LLM__K(exp)(-gate)) * up;
+}
+
+static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float *out) {
+    int64_t i = 0;
+    for (; i + LLM__W <= n; i += LLM__W)
+        LLM__K(store)(out + i, LLM__K(silu_times)(LLM__K(load)(gate + i), LLM__K(load)(up + i)));
+    int rest = (int)(n - i);
+    if (rest == 0) return;
+    LLM__K(store_some)(out + i,
+                       LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)), rest);
+}
+
+/* -- Matrix products in floating point ----------------------------------------------------
+ *
+ * out[i][row] is a dot product over cols. It is summed in LLM__W lanes, lane l taking columns l, l + W, l + 2W, ...;
+ * at the end the lanes are added up. One such sum alone would wait for its own last addition (4 cycles)
+ * before the next, so R rows of weights times T rows of x advance together, and
+ * every register loaded is used R or T times:
+ *
+ *                     x0     x1     x2     x3            loads per step: R + T
+ *              w0   sum00  sum01  sum02  sum03           multiply-adds:  R x T
+ *              w1   sum10  sum11  sum12  sum13
+ *              w2    ...
+ */
+
+/* The end of every product: bias and residual. */
+LLM__INLINE void LLM__K(finish)(const llm__matmul_job *job, int64_t i, int64_t row, float sum) {
+    float *out = job->out + i * job->w->rows + row;
+    if (job->bias) sum += job->bias[row];
+    *out = job->add ? *out + sum : sum;
+}
+
+/* R rows of weights of `type`, row_bytes apart, against T rows of x; R, T and type are constants. */
+LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_job *job, const char *weights,
+                                   size_t row_bytes, int64_t row, int64_t i0) {
+    int64_t cols = job->w->cols;
+    const float *x = job->x + i0 * cols;
+    int64_t whole = cols - cols % LLM__W;
+    int rest = (int)(cols % LLM__W);
+    llm__vf sums[LLM__ROWS][4], w[LLM__ROWS];
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[r][t] = (llm__vf){0};
+    for (int64_t j = 0; j < whole; j += LLM__W) {
+        LLM__UNROLL for (int r = 0; r < R; r++) w[r] = LLM__K(load_as)(type, weights + (size_t)r * row_bytes, j);
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            llm__vf xt = LLM__K(load)(x + t * cols + j);
+            LLM__UNROLL for (int r = 0; r < R; r++) sums[r][t] = LLM__K(fma)(w[r], xt, sums[r][t]);
+        }
+    }
+    if (rest) {
+        LLM__UNROLL for (int r = 0; r < R; r++)
+            w[r] = LLM__K(load_some_as)(type, weights + (size_t)r * row_bytes, whole, rest);
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            llm__vf xt = LLM__K(load_some)(x + t * cols + whole, rest);
+            LLM__UNROLL for (int r = 0; r < R; r++) sums[r][t] = LLM__K(fma)(w[r], xt, sums[r][t]);
+        }
+    }
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
+}
+
+/* `count` rows of weights against all the rows of x. x_outside: the loop over x is the outer one, so that
+ * 4 rows of x stay in the first-level cache while a tile of weights passes; else the weights stay. */
+LLM__INLINE void LLM__K(dot_rows)(llm_type type, bool x_outside, const llm__matmul_job *job, const char *weights,
+                                  size_t row_bytes, int64_t row, int64_t count) {
+    int64_t outer = x_outside ? job->n : count, inner = x_outside ? count : job->n;
+    int outer_step = x_outside ? 4 : LLM__ROWS, inner_step = x_outside ? LLM__ROWS : 4;
+    for (int64_t a = 0, a_step; a < outer; a += a_step) {
+        a_step = outer - a >= outer_step ? outer_step : 1;
+        for (int64_t b = 0, b_step; b < inner; b += b_step) {
+            b_step = inner - b >= inner_step ? inner_step : 1;
+            int64_t r = x_outside ? b : a, i = x_outside ? a : b;
+            int64_t r_step = x_outside ? b_step : a_step, i_step = x_outside ? a_step : b_step;
+            const char *w = weights + (size_t)r * row_bytes;
+            if (r_step > 1 && i_step > 1) LLM__K(dot_block)(type, LLM__ROWS, 4, job, w, row_bytes, row + r, i);
+            else if (r_step > 1) LLM__K(dot_block)(type, LLM__ROWS, 1, job, w, row_bytes, row + r, i);
+            else if (i_step > 1) LLM__K(dot_block)(type, 1, 4, job, w, row_bytes, row + r, i);
+            else LLM__K(dot_block)(type, 1, 1, job, w, row_bytes, row + r, i);
+        }
+    }
+}
+
+static void LLM__K(dot_rows_f32)(bool x_outside, const llm__matmul_job *job, const char *weights, size_t row_bytes,
+                                 int64_t row, int64_t count) {
+    if (x_outside) LLM__K(dot_rows)(LLM_F32, true, job, weights, row_bytes, row, count);
+    else LLM__K(dot_rows)(LLM_F32, false, job, weights, row_bytes, row, count);
+}
+
+LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
+                                     float *tile) {
+    for (int64_t r = 0; r < count; r++, weights += row_bytes, tile += cols) {
+        int64_t j = 0;
+        for (; j + LLM__W <= cols; j += LLM__W) LLM__K(store)(tile + j, LLM__K(load_as)(type, weights, j));
+        if (j < cols) LLM__K(store_some)(tile + j, LLM__K(load_some_as)(type, weights, j, (int)(cols - j)), (int)(cols - j));
+    }
+}
+
+/* Few rows of x: convert the weights on the way to the multiply-add, as memory delivers them. Many: convert a tile
+ * of weights to f32 once, and use it for all. The sums are the same, to the bit, either way. */
+static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
+    const llm_weight *w = job->w;
+    size_t row_bytes = (size_t)w->cols * llm__value_bytes(w->type);
+    const char *weights = (const char *)w->data;
+    bool few = job->n <= LLM__FEW_ROWS;
+    int64_t tile_rows = (int64_t)(job->tile_bytes / ((size_t)w->cols * sizeof(float)));
+    tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
+    if (few) tile_rows = end - first;
+    for (int64_t row = first; row < end; row += tile_rows) {
+        int64_t count = llm__min(tile_rows, end - row);
+        const char *part = weights + (size_t)row * row_bytes;
+        if (w->type == LLM_F32) LLM__K(dot_rows_f32)(!few, job, part, row_bytes, row, count);
+        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, false, job, part, row_bytes, row, count);
+        else if (few) LLM__K(dot_rows)(LLM_BF16, false, job, part, row_bytes, row, count);
+        else {
+            if (w->type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, part, row_bytes, w->cols, count, (float *)scratch);
+            else LLM__K(unpack_rows)(LLM_BF16, part, row_bytes, w->cols, count, (float *)scratch);
+            LLM__K(dot_rows_f32)(true, job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
+        }
+    }
+}
+
+/* -- Integer products: q4_0 and q8_0 ------------------------------------------------------
+ *
+ * Weights are stored as small integers, and processors multiply small integers four at a time per lane; so x is
+ * rounded to int8 too, 32 values to a scale, and then
+ *
+ *     sum w x  =  sum over blocks of   w_scale x_scale  (sum of 32 integer products)
+ *
+ * where the inner sum is exact. A vector register takes W/4 blocks at once; this is AVX-512 (W = 16), where a
+ * "group" is 4 blocks, and q4_0. The 16 bytes of nibbles of each block are loaded into a quarter of a register:
+ *
+ *     byte        0 ......... 15 | 16 ........ 31 | 32 ........ 47 | 48 ........ 63
+ *     file          block 0          block 1          block 2          block 3        72 bytes, 4 loads
+ *     w.lo = & 15   w0 ... w15       w0 ... w15       w0 ... w15       w0 ... w15     unsigned, 0 to 15
+ *     w.hi = >> 4   w16 .. w31       w16 .. w31       w16 .. w31       w16 .. w31
+ *     x.lo          x0 ... x15       x0 ... x15       ...                             int8, packed like this
+ *     x.hi          x16 .. x31       x16 .. x31       ...                             once per matmul
+ *                  |  |  |  |       |  |  |  |
+ *     int32 lanes  L0 L1 L2 L3      L4 L5 L6 L7      ...   each adds 4 products of lo, then 4 of hi
+ *
+ * vpdpbusd does such a step of 64 multiplications in one instruction. It wants its first operand unsigned, and so do
+ * the nibbles mean w + 8: the lanes therefore start not from zero but from x.correction = -8 * (the sum of the lane's
+ * eight x). q8_0 is made unsigned by adding 128, and corrected likewise. Then the lanes become floats and are added
+ * to the sum, times w_scale x_scale: 9 instructions to unpack 128 weights and 5 to use them. In decode memory is
+ * slower than that by far (72 bytes are 15 cycles of one core's share of it), and bytes are the limit; in prefill a
+ * tile is unpacked once, R x T sums advance together as in the floating-point product, and the 5 are the limit.
+ *
+ * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (which two times 15 x 127 cannot
+ * overflow, and for q8_0 128 x 127 cannot either, once the sign of w is moved over to x), vpmaddwd adds them up. */
+
+typedef struct LLM__K(x_group) { /* LLM__W/4 blocks of one row of x; a lane is 8 values of one block */
+    int8_t lo[4 * LLM__W], hi[4 * LLM__W];
+    int32_t correction[LLM__W];
+    float scale[LLM__W];
+} LLM__K(x_group);
+
+typedef struct LLM__K(w_group) { /* as many blocks of one row of weights */
+#if LLM__KERNEL_PASS == 0
+    int8_t lo[4 * LLM__W], hi[4 * LLM__W];
+#else
+    llm__vi lo, hi;
+#endif
+    llm__vf scale;
+} LLM__K(w_group);
+
+enum { LLM__K(group_blocks) = LLM__W / 4 };
+
+LLM__INLINE int LLM__K(block_bytes)(llm_type type) { return type == LLM_Q4_0 ? LLM__Q4_0_BYTES : LLM__Q8_0_BYTES; }
+
+#if LLM__KERNEL_PASS == 2
+
+LLM__INLINE __m512i LLM__K(four)(const uint8_t *p, int stride) { /* 16 bytes of each of 4 blocks */
+    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)p));
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + stride)), 1);
+    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + 2 * stride)), 2);
+    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + 3 * stride)), 3);
+}
+
+LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
+    __m512i start = _mm512_loadu_si512((const void *)p), scales;
+    if (type == LLM_Q4_0) {
+        const __m512i nibble = _mm512_set1_epi8(15);
+        const __m512i where = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                               27, 27, 27, 27, 18, 18, 18, 18, 9, 9, 9, 9, 0, 0, 0, 0);
+        __m512i v = LLM__K(four)(p + 2, LLM__Q4_0_BYTES);
+        w->lo = (llm__vi)_mm512_and_si512(v, nibble);
+        w->hi = (llm__vi)_mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
+        scales = _mm512_permutexvar_epi16(where, start); /* words 0, 9, 18, 27: bytes 0, 18, 36, 54 */
+    } else {
+        const __m512i sign = _mm512_set1_epi8((char)0x80);
+        const __m512i where = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
+                                               51, 51, 51, 51, 34, 34, 34, 34, 17, 17, 17, 17, 0, 0, 0, 0);
+        w->lo = (llm__vi)_mm512_xor_si512(LLM__K(four)(p + 2, LLM__Q8_0_BYTES), sign);
+        w->hi = (llm__vi)_mm512_xor_si512(LLM__K(four)(p + 18, LLM__Q8_0_BYTES), sign);
+        scales = _mm512_permutex2var_epi16(start, where, _mm512_loadu_si512((const void *)(p + 64)));
+    }
+    w->scale = (llm__vf)_mm512_cvtph_ps(_mm512_castsi512_si256(scales));
+}
+
+LLM__INLINE llm__vi LLM__K(dot_group)(llm_type type, llm__vi lo, llm__vi hi, const LLM__K(x_group) *x) {
+    (void)type;
+    __m512i sum = _mm512_loadu_si512((const void *)x->correction);
+    sum = _mm512_dpbusd_epi32(sum, (__m512i)lo, _mm512_loadu_si512((const void *)x->lo));
+    return (llm__vi)_mm512_dpbusd_epi32(sum, (__m512i)hi, _mm512_loadu_si512((const void *)x->hi));
+}
+
+#elif LLM__KERNEL_PASS == 1
+
+LLM__INLINE __m256i LLM__K(two)(const uint8_t *p, int stride) { /* 16 bytes of each of 2 blocks */
+    __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p));
+    return _mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i *)(const void *)(p + stride)), 1);
+}
+
+LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
+    int stride = LLM__K(block_bytes)(type);
+    if (type == LLM_Q4_0) {
+        const __m256i nibble = _mm256_set1_epi8(15);
+        __m256i v = LLM__K(two)(p + 2, stride);
+        w->lo = (llm__vi)_mm256_and_si256(v, nibble);
+        w->hi = (llm__vi)_mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
+    } else {
+        w->lo = (llm__vi)LLM__K(two)(p + 2, stride);
+        w->hi = (llm__vi)LLM__K(two)(p + 18, stride);
+    }
+    __m128i first = _mm_set1_epi16((short)llm__read_u16(p)), second = _mm_set1_epi16((short)llm__read_u16(p + stride));
+    w->scale = (llm__vf)_mm256_cvtph_ps(_mm_unpacklo_epi64(first, second));
+}
+
+LLM__INLINE llm__vi LLM__K(dot_group)(llm_type type, llm__vi lo, llm__vi hi, const LLM__K(x_group) *x) {
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i wl = (__m256i)lo, wh = (__m256i)hi;
+    __m256i xl = _mm256_loadu_si256((const __m256i *)(const void *)x->lo);
+    __m256i xh = _mm256_loadu_si256((const __m256i *)(const void *)x->hi);
+    if (type == LLM_Q4_0) { /* pairs are at most 2 x 15 x 127: two of them still fit 16 bits */
+        __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(wl, xl), _mm256_maddubs_epi16(wh, xh));
+        __m256i correction = _mm256_loadu_si256((const __m256i *)(const void *)x->correction);
+        return (llm__vi)_mm256_add_epi32(correction, _mm256_madd_epi16(pairs, ones));
+    }
+    __m256i low = _mm256_maddubs_epi16(_mm256_abs_epi8(wl), _mm256_sign_epi8(xl, wl));
+    __m256i high = _mm256_maddubs_epi16(_mm256_abs_epi8(wh), _mm256_sign_epi8(xh, wh));
+    return (llm__vi)_mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones));
+}
+
+#else
+
+LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
+    if (type == LLM_Q4_0)
+        for (int i = 0; i < 16; i++) {
+            w->lo[i] = (int8_t)((p[2 + i] & 15) - 8);
+            w->hi[i] = (int8_t)((p[2 + i] >> 4) - 8);
+        }
+    else {
+        memcpy(w->lo, p + 2, 16);
+        memcpy(w->hi, p + 18, 16);
+    }
+    w->scale = LLM__K(all)(llm__f16_to_f32(llm__read_u16(p)));
+}
+
+/* Whole-number sums may be taken in any order: the compiler finds the instructions for this one by itself. */
+LLM__INLINE int32_t LLM__K(dot_group)(const LLM__K(w_group) *w, const LLM__K(x_group) *x) {
+    int32_t sum = 0;
+    for (int i = 0; i < 4 * LLM__W; i++) sum += w->lo[i] * x->lo[i] + w->hi[i] * x->hi[i];
+    return sum;
+}
+
+#endif
+
+/* sum += the products of one group */
+LLM__INLINE llm__vf LLM__K(add_group)(llm_type type, const LLM__K(w_group) *w, const LLM__K(x_group) *x, llm__vf sum) {
+#if LLM__KERNEL_PASS == 0
+    (void)type;
+    sum[0] += (float)LLM__K(dot_group)(w, x) * (w->scale[0] * x->scale[0]);
+    return sum;
+#else
+    llm__vf products = __builtin_convertvector(LLM__K(dot_group)(type, w->lo, w->hi, x), llm__vf);
+    return LLM__K(fma)(products, w->scale * LLM__K(load)(x->scale), sum);
+#endif
+}
+
+static int64_t LLM__K(group_row_bytes)(int64_t cols) {
+    int64_t blocks = llm__divide_up(cols, LLM__BLOCK);
+    return llm__divide_up(blocks, LLM__K(group_blocks)) * (int64_t)sizeof(LLM__K(x_group));
+}
+
+/* One row of x to int8, in groups; blocks that fill up the last group are zero. */
+static void LLM__K(quantize)(const float *x, int64_t cols, llm_type type, void *groups) {
+    enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
+    LLM__K(x_group) *group = (LLM__K(x_group) *)groups;
+    int64_t blocks = cols / LLM__BLOCK;
+    for (int64_t block = 0; block < blocks; group++) {
+        memset(group, 0, sizeof *group);
+        for (int b = 0; b < LLM__K(group_blocks) && block < blocks; b++, block++, x += LLM__BLOCK) {
+            llm__vf largest = {0};
+            for (int i = 0; i < PARTS; i++)
+                largest = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(x + i * LLM__W)), largest);
+            float range = LLM__K(largest)(largest), inverse = range > 0.0f ? 127.0f / range : 0.0f;
+            for (int i = 0; i < PARTS; i++) {
+                int8_t *half = i < PARTS / 2 ? group->lo : group->hi;
+                LLM__K(to_int8)(half + 16 * b + i % (PARTS / 2) * LLM__W,
+                                LLM__K(nearest)(LLM__K(load)(x + i * LLM__W) * inverse));
+            }
+            for (int lane = 0; lane < 4; lane++) group->scale[4 * b + lane] = range / 127.0f;
+        }
+#if LLM__KERNEL_PASS > 0
+        int offset = type == LLM_Q4_0 ? 8 : LLM__KERNEL_PASS == 2 ? 128 : 0;
+        if (offset == 0) continue;
+        llm__vi offsets = (llm__vi){0} + (int)((unsigned)offset * 0x01010101u); /* in every byte */
+        llm__vi correction = -LLM__K(dot_group)(type, offsets, offsets, group);
+        memcpy(group->correction, &correction, sizeof correction);
+#else
+        (void)type;
+#endif
+    }
+}
+
+/* Rows row, row + step, ... (R of them) of the weights against T rows of x, from x row i0. `packed`: as they lie in the file, else unpacked in a tile. */
+LLM__INLINE void LLM__K(int_block)(llm_type type, bool packed, int R, int T, const llm__matmul_job *job,
+                                   const void *weights, size_t row_bytes, int64_t step, int64_t row, int64_t i0) {
+    const int group_bytes = LLM__K(group_blocks) * LLM__K(block_bytes)(type);
+    const char *x = (const char *)job->groups + (size_t)i0 * job->group_row_bytes;
+    int64_t blocks = job->w->cols / LLM__BLOCK, groups = llm__divide_up(blocks, LLM__K(group_blocks));
+    int rest = (int)(blocks % LLM__K(group_blocks));
+    int64_t whole = packed && rest ? groups - 1 : groups;
+    llm__vf sums[LLM__ROWS][4];
+    LLM__K(w_group) w[LLM__ROWS];
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[r][t] = (llm__vf){0};
+    for (int64_t g = 0; g < whole; g++) {
+        LLM__UNROLL for (int r = 0; r < R; r++) {
+            const char *p = (const char *)weights + (size_t)(r * step) * row_bytes;
+            if (packed) {
+                for (int line = 0; line < group_bytes - 32; line += 64)
+                    LLM__PREFETCH(p + g * group_bytes + LLM__PREFETCH_BYTES + line);
+                LLM__K(unpack_group)(type, (const uint8_t *)p + g * group_bytes, &w[r]);
+            } else w[r] = ((const LLM__K(w_group) *)(const void *)p)[g];
+        }
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            const LLM__K(x_group) *xt = (const LLM__K(x_group) *)(const void *)(x + (size_t)t * job->group_row_bytes) + g;
+            LLM__UNROLL for (int r = 0; r < R; r++) sums[r][t] = LLM__K(add_group)(type, &w[r], xt, sums[r][t]);
+        }
+    }
+    if (whole < groups) /* the last, partly filled group, from a copy: reading on could leave the file */
+        for (int r = 0; r < R; r++) {
+            uint8_t last[LLM__K(group_blocks) * LLM__Q8_0_BYTES] = {0};
+            const char *p = (const char *)weights + (size_t)(r * step) * row_bytes + (size_t)(whole * group_bytes);
+            memcpy(last, p, (size_t)(rest * LLM__K(block_bytes)(type)));
+            LLM__K(unpack_group)(type, last, &w[0]);
+            LLM__UNROLL for (int t = 0; t < T; t++) {
+                const LLM__K(x_group) *xt = (const LLM__K(x_group) *)(const void *)(x + (size_t)t * job->group_row_bytes);
+                sums[r][t] = LLM__K(add_group)(type, &w[0], xt + whole, sums[r][t]);
+            }
+        }
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r * step, LLM__K(sum)(sums[r][t]));
+}
+
+/* Up to LLM__FEW_ROWS rows of x, straight from the file. A core reads fastest in a few long runs: neighbouring rows of weights, read
+ * side by side, look like disorder to the prefetcher, which follows one run in a page of memory. So the range is
+ * cut into R parts, and the first rows of all parts go together, then the second ones. */
+LLM__INLINE void LLM__K(int_rows_few)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes,
+                                      int64_t first, int64_t end) {
+    int64_t part = (end - first) / LLM__ROWS, row = first;
+    for (; row < first + part; row++) {
+        const char *w = weights + (size_t)row * row_bytes;
+        for (int i = 0; i < job->n; i += 4) /* the second time the weights come from the first-level cache */
+            switch (job->n - i) {
+            case 1: LLM__K(int_block)(type, true, LLM__ROWS, 1, job, w, row_bytes, part, row, i); break;
+            case 2: LLM__K(int_block)(type, true, LLM__ROWS, 2, job, w, row_bytes, part, row, i); break;
+            case 3: LLM__K(int_block)(type, true, LLM__ROWS, 3, job, w, row_bytes, part, row, i); break;
+            default: LLM__K(int_block)(type, true, LLM__ROWS, 4, job, w, row_bytes, part, row, i); break;
+            }
+    }
+    for (row = first + part * LLM__ROWS; row < end; row++)
+        for (int i = 0; i < job->n; i++)
+            LLM__K(int_block)(type, true, 1, 1, job, weights + (size_t)row * row_bytes, row_bytes, 1, row, i);
+}
+
+LLM__INLINE void LLM__K(unpack_int_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t blocks,
+                                         int64_t count, LLM__K(w_group) *tile) {
+    const int group_bytes = LLM__K(group_blocks) * LLM__K(block_bytes)(type);
+    for (int64_t r = 0; r < count; r++, weights += row_bytes) {
+        int64_t block = 0;
+        const uint8_t *p = (const uint8_t *)weights;
+        for (; block + LLM__K(group_blocks) <= blocks; block += LLM__K(group_blocks), p += group_bytes)
+            LLM__K(unpack_group)(type, p, tile++);
+        if (block < blocks) {
+            uint8_t last[LLM__K(group_blocks) * LLM__Q8_0_BYTES] = {0};
+            memcpy(last, p, (size_t)((blocks - block) * LLM__K(block_bytes)(type)));
+            LLM__K(unpack_group)(type, last, tile++);
+        }
+    }
+}
+
+/* Any number of rows of x: a tile of unpacked weights stays in the second-level cache, 4 rows of x in the first. */
+LLM__INLINE void LLM__K(int_rows_many)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes,
+                                       int64_t first, int64_t end, LLM__K(w_group) *tile) {
+    int64_t blocks = job->w->cols / LLM__BLOCK, groups = llm__divide_up(blocks, LLM__K(group_blocks));
+    size_t unpacked_bytes = (size_t)groups * sizeof *tile;
+    int64_t tile_rows = (int64_t)(job->tile_bytes / unpacked_bytes);
+    tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
+    for (int64_t row = first; row < end; row += tile_rows) {
+        int64_t count = llm__min(tile_rows, end - row);
+        LLM__K(unpack_int_rows)(type, weights + (size_t)row * row_bytes, row_bytes, blocks, count, tile);
+        for (int64_t i = 0, i_step; i < job->n; i += i_step) {
+            i_step = job->n - i >= 4 ? 4 : 1;
+            for (int64_t r = 0, r_step; r < count; r += r_step) {
+                const LLM__K(w_group) *w = tile + r * groups;
+                r_step = count - r >= LLM__ROWS ? LLM__ROWS : 1;
+                if (i_step > 1 && r_step > 1)
+                    LLM__K(int_block)(type, false, LLM__ROWS, 4, job, w, unpacked_bytes, 1, row + r, i);
+                else if (r_step > 1) LLM__K(int_block)(type, false, LLM__ROWS, 1, job, w, unpacked_bytes, 1, row + r, i);
+                else
+                    for (int64_t k = i; k < i + i_step; k++)
+                        LLM__K(int_block)(type, false, 1, 1, job, w, unpacked_bytes, 1, row + r, k);
+            }
+        }
+    }
+}
+
+static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
+    const llm_weight *w = job->w;
+    const char *weights = (const char *)w->data;
+    size_t row_bytes = llm__row_bytes(w->type, w->cols);
+    bool few = job->n <= LLM__FEW_ROWS;
+    if (w->type == LLM_Q4_0 && few) LLM__K(int_rows_few)(LLM_Q4_0, job, weights, row_bytes, first, end);
+    else if (w->type == LLM_Q4_0)
+        LLM__K(int_rows_many)(LLM_Q4_0, job, weights, row_bytes, first, end, (LLM__K(w_group) *)scratch);
+    else if (w->type == LLM_Q8_0 && few) LLM__K(int_rows_few)(LLM_Q8_0, job, weights, row_bytes, first, end);
+    else if (w->type == LLM_Q8_0)
+        LLM__K(int_rows_many)(LLM_Q8_0, job, weights, row_bytes, first, end, (LLM__K(w_group) *)scratch);
+    else LLM__K(matmul_float)(job, first, end, scratch);
+}
+
+/* -- Rotation, and into the cache -- */
+
+LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
+    int half = rope_dim / 2;
+    if (pairing == LLM_ROPE_HALVES)
+        for (int i = 0; i < half; i++) {
+            float x = head[i], y = head[i + half], cosine = angles[2 * i], sine = angles[2 * i + 1];
+            head[i] = x * cosine - y * sine;
+            head[i + half] = x * sine + y * cosine;
+        }
+    else
+        for (int i = 0; i < half; i++) {
+            float x = head[2 * i], y = head[2 * i + 1], cosine = angles[2 * i], sine = angles[2 * i + 1];
+            head[2 * i] = x * cosine - y * sine;
+            head[2 * i + 1] = x * sine + y * cosine;
+        }
+}
+
+LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, char *to, const float *head) {
+    int i = 0, head_dim = cache->head_dim;
+    if (cache->type == LLM_F16) {
+        for (; i + LLM__W <= head_dim; i += LLM__W) LLM__K(to_f16)((uint16_t *)(void *)to + i, LLM__K(load)(head + i));
+        for (; i < head_dim; i++) llm__write_u16(to + 2 * i, llm__f32_to_f16(head[i]));
+    } else memcpy(to, head, (size_t)head_dim * sizeof *head);
+}
+
+static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token) {
+    int n_heads = job->shape->n_heads, n_kv_heads = job->shape->n_kv_heads, head_dim = job->shape->head_dim;
+    const llm_cache *cache = job->cache;
+    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
+    char *keys = (char *)cache->keys + (size_t)job->layer * cache->layer_bytes;
+    char *values = (char *)cache->values + (size_t)job->layer * cache->layer_bytes;
+    for (int64_t token = first_token; token < end_token; token++) {
+        const float *angles = job->angles + token * (job->rope_dim / 2) * 2;
+        float *q = job->q + token * n_heads * head_dim, *k = job->k + token * n_kv_heads * head_dim;
+        const float *v = job->v + token * n_kv_heads * head_dim;
+        if (job->q_norm) LLM__K(rmsnorm)(q, job->q_norm, n_heads, head_dim, job->epsilon, q);
+        if (job->k_norm) LLM__K(rmsnorm)(k, job->k_norm, n_kv_heads, head_dim, job->epsilon, k);
+        for (int head = 0; head < n_heads; head++)
+            LLM__K(rope)(q + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
+        int64_t block = job->batch->slots[token] / cache->block_size, offset = job->batch->slots[token] % cache->block_size;
+        for (int head = 0; head < n_kv_heads; head++) {
+            size_t row = (size_t)((block * n_kv_heads + head) * cache->block_size + offset);
+            LLM__K(rope)(k + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
+            LLM__K(store_head)(cache, keys + row * row_bytes, k + (int64_t)head * head_dim);
+            LLM__K(store_head)(cache, values + row * row_bytes, v + (int64_t)head * head_dim);
+        }
+    }
+}
+
+/* -- Attention in tiles -------------------------------------------------------------------
+ *
+ * The blackboard form needs the scores of a query for all positions before it can divide by the sum of their exponentials;
+ * for a prompt of n tokens that is an n x n matrix. But a softmax can be taken piece by piece (Milakov and
+ * Gimelshein 2018): keep the largest score so far, m, and the sum l and the weighted values acc relative to it; when a
+ * piece brings a larger m', what was added before shrinks by exp(m - m'). So attention passes over the
+ * positions in tiles of 64 and never stores more than one tile of scores (Dao et al. 2022):
+ *
+ *                 positions   0 .. 63     64 .. 127    128 .. 191        cache, through the block table
+ *     query rows             +---------+ +----------+ +----------+       K tile, transposed: (head_dim, 64)
+ *     (token, head) x 64     | scores  | |          | |    \ .   |       V tile: (64, head_dim)
+ *                            +---------+ +----------+ +----------+
+ *                             m, l, acc -> m, l, acc -> m, l, acc / l -> out
+ *
+ * All the query heads that share a kv head, and neighbouring tokens of the prompt, use a tile while it is in
+ * the cache of the processor; it is gathered from its blocks and converted to f32 once for all of them. Keys
+ * are transposed on the way, so that one register holds one dimension of LLM__W keys and a score is a plain
+ * sequential sum over the dimensions, in a lane of its own.
+ *
+ * Tiles begin at absolute positions of the sequence, so the order of all this does not depend on chunks, blocks or
+ * neighbours. Positions after a row's own are never multiplied in: not as zeros either. */
+
+typedef struct LLM__K(attention_scratch) {
+    float *keys;   /* (padded_dim, 64) */
+    float *values; /* (64, padded_dim) */
+    float *sums;   /* (64 rows, padded_dim) */
+    float *scores; /* (64 rows, 64) */
+    float *largest, *total; /* (64 rows) */
+    float *zeros;  /* (padded_dim) a key that is not there */
+    int padded_dim;
+} LLM__K(attention_scratch);
+
+static LLM__K(attention_scratch) LLM__K(carve)(void *scratch, int head_dim) {
+    LLM__K(attention_scratch) a;
+    int64_t padded = llm__divide_up(head_dim, LLM__PADDING) * LLM__PADDING;
+    a.padded_dim = (int)padded;
+    a.keys = (float *)scratch;
+    a.values = a.keys + padded * LLM__TILE;
+    a.sums = a.values + padded * LLM__TILE;
+    a.scores = a.sums + padded * LLM__QUERY_ROWS;
+    a.largest = a.scores + LLM__QUERY_ROWS * LLM__TILE;
+    a.total = a.largest + LLM__QUERY_ROWS;
+    a.zeros = a.total + LLM__QUERY_ROWS;
+    return a;
+}
+
+/* LLM__W keys to f32 and transposed, for every dimension: keys[d * 64 + k] for k < LLM__W */
+LLM__INLINE void LLM__K(gather_keys)(llm_type type, const void *const *rows, int head_dim, float *keys) {
+    llm__vf square[LLM__W];
+    for (int d = 0; d < head_dim; d += LLM__W) {
+        if (d + LLM__W <= head_dim) {
+            LLM__UNROLL for (int k = 0; k < LLM__W; k++) square[k] = LLM__K(load_as)(type, rows[k], d);
+        } else
+            for (int k = 0; k < LLM__W; k++) square[k] = LLM__K(load_some_as)(type, rows[k], d, head_dim - d);
+        LLM__K(transpose)(square);
+        LLM__UNROLL for (int k = 0; k < LLM__W; k++) LLM__K(store)(keys + (d + k) * LLM__TILE, square[k]);
+    }
+}
+
+LLM__INLINE void LLM__K(gather_value)(llm_type type, const void *row, int head_dim, float *value) {
+    int d = 0;
+    for (; d + LLM__W <= head_dim; d += LLM__W) LLM__K(store)(value + d, LLM__K(load_as)(type, row, d));
+    if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, row, d, head_dim - d));
+}
+
+/* Positions first .. first + n - 1 of a sequence from their blocks into the tile. */
+static void LLM__K(gather_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int n,
+                                const LLM__K(attention_scratch) *a) {
+    const llm_cache *cache = job->cache;
+    int head_dim = job->shape->head_dim;
+    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
+    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
+    const char *values = llm__cache_layer(cache, cache->values, job->layer);
+    for (int base = 0; base < n; base += LLM__W) {
+        const void *rows[LLM__W];
+        for (int k = 0; k < LLM__W; k++) {
+            rows[k] = a->zeros;
+            if (base + k >= n) continue;
+            size_t row = (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, first + base + k);
+            rows[k] = keys + row * row_bytes;
+            float *value = a->values + (int64_t)(base + k) * a->padded_dim;
+            if (cache->type == LLM_F16) LLM__K(gather_value)(LLM_F16, values + row * row_bytes, head_dim, value);
+            else LLM__K(gather_value)(LLM_F32, values + row * row_bytes, head_dim, value);
+        }
+        if (cache->type == LLM_F16) LLM__K(gather_keys)(LLM_F16, rows, head_dim, a->keys + base);
+        else LLM__K(gather_keys)(LLM_F32, rows, head_dim, a->keys + base);
+    }
+}
+
+/* Scores of R query rows for V registers of keys; R and V are constants. */
+LLM__INLINE void LLM__K(score_block)(int R, int V, const float *const *q, const float *keys, int head_dim, float *scores) {
+    llm__vf sums[LLM__ROWS][4];
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int v = 0; v < V; v++) sums[r][v] = (llm__vf){0};
+    for (int d = 0; d < head_dim; d++) {
+        llm__vf key[4];
+        LLM__UNROLL for (int v = 0; v < V; v++) key[v] = LLM__K(load)(keys + d * LLM__TILE + v * LLM__W);
+        LLM__UNROLL for (int r = 0; r < R; r++) {
+            llm__vf query = LLM__K(all)(q[r][d]);
+            LLM__UNROLL for (int v = 0; v < V; v++) sums[r][v] = LLM__K(fma)(query, key[v], sums[r][v]);
+        }
+    }
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(scores + r * LLM__TILE + v * LLM__W, sums[r][v]);
+}
+
+LLM__INLINE void LLM__K(score_rows)(int R, const float *const *q, const float *keys, int head_dim, int n_keys,
+                                    float *scores) {
+    int k = 0;
+    for (; k + 3 * LLM__W < n_keys; k += 4 * LLM__W) LLM__K(score_block)(R, 4, q, keys + k, head_dim, scores + k);
+    for (; k < n_keys; k += LLM__W) LLM__K(score_block)(R, 1, q, keys + k, head_dim, scores + k);
+}
+
+/* (Not inlined, so that there is one compiled form of it, and all rows are rounded alike.)
+ * One row's scores of a tile to weights exp(score - largest); `seen` of its keys are at or before the row's position. */
+LLM__NOINLINE static void LLM__K(softmax_row)(float *scores, int seen, float scale, float *largest, float *total, float *sums,
+                                     int padded_dim) {
+    int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
+    for (int k = 0; k < padded; k += LLM__W) LLM__K(store)(scores + k, LLM__K(load)(scores + k) * scale);
+    for (int k = seen; k < padded; k++) scores[k] = -INFINITY;
+    llm__vf top = LLM__K(all)(*largest);
+    for (int k = 0; k < padded; k += LLM__W) top = LLM__K(max)(LLM__K(load)(scores + k), top);
+    float new_largest = LLM__K(largest)(top);
+    llm__vf added = {0};
+    for (int k = 0; k < padded; k += LLM__W) {
+        llm__vf weight = LLM__K(exp)(LLM__K(load)(scores + k) - new_largest);
+        LLM__K(store)(scores + k, weight);
+        added += weight;
+    }
+    if (new_largest != *largest) {
+        float shrink = LLM__K(exp)(LLM__K(all)(*largest - new_largest))[0];
+        *total *= shrink;
+        for (int d = 0; d < padded_dim; d += LLM__W) LLM__K(store)(sums + d, LLM__K(load)(sums + d) * shrink);
+    }
+    *total += LLM__K(sum)(added);
+    *largest = new_largest;
+}
+
+/* sums[r] += weights of keys first .. end - 1 times their values, for R rows and V registers of dimensions. */
+LLM__INLINE void LLM__K(value_block)(int R, int V, const float *weights, const float *values, int first, int end,
+                                     int padded_dim, float *sums) {
+    llm__vf acc[LLM__ROWS][4];
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(load)(sums + r * padded_dim + v * LLM__W);
+    for (int k = first; k < end; k++) {
+        llm__vf value[4];
+        LLM__UNROLL for (int v = 0; v < V; v++) value[v] = LLM__K(load)(values + (int64_t)k * padded_dim + v * LLM__W);
+        LLM__UNROLL for (int r = 0; r < R; r++) {
+            llm__vf weight = LLM__K(all)(weights[r * LLM__TILE + k]);
+            LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(fma)(weight, value[v], acc[r][v]);
+        }
+    }
+    LLM__UNROLL for (int r = 0; r < R; r++)
+        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(sums + r * padded_dim + v * LLM__W, acc[r][v]);
+}
+
+LLM__INLINE void LLM__K(value_rows)(int R, const float *weights, const float *values, int first, int end,
+                                    int padded_dim, float *sums) {
+    int d = 0;
+    if (first >= end) return;
+    for (; d + 4 * LLM__W <= padded_dim; d += 4 * LLM__W)
+        LLM__K(value_block)(R, 4, weights, values + d, first, end, padded_dim, sums + d);
+    for (; d < padded_dim; d += LLM__W)
+        LLM__K(value_block)(R, 1, weights, values + d, first, end, padded_dim, sums + d);
+}
+
+/* Rows `row` .. row + R - 1 of the work item, which see `seen[r]` keys of the tile, seen[0] the fewest. */
+LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *seen,
+                                int row, int head_dim, float scale) {
+    float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
+    LLM__K(score_rows)(R, q, a->keys, head_dim, seen[R - 1], scores);
+    for (int r = 0; r < R; r++)
+        LLM__K(softmax_row)(scores + r * LLM__TILE, seen[r], scale, &a->largest[row + r], &a->total[row + r],
+                            sums + (int64_t)r * a->padded_dim, a->padded_dim);
+    LLM__K(value_rows)(R, scores, a->values, 0, seen[0], a->padded_dim, sums);
+    for (int r = 1; r < R; r++) /* on the diagonal, later rows see a few keys more */
+        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, seen[0], seen[r], a->padded_dim,
+                           sums + (int64_t)r * a->padded_dim);
+}
+
+static void LLM__K(attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+                              void *scratch) {
+    const llm_batch *batch = job->batch;
+    int group = job->shape->n_heads / job->shape->n_kv_heads, head_dim = job->shape->head_dim;
+    int n_rows = end_row - first_row, first_token = batch->seq_first[sequence];
+    LLM__K(attention_scratch) a = LLM__K(carve)(scratch, head_dim);
+    memset(a.zeros, 0, (size_t)a.padded_dim * sizeof *a.zeros);
+    memset(a.sums, 0, (size_t)n_rows * (size_t)a.padded_dim * sizeof *a.sums);
+    for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
+
+    const float *q[LLM__QUERY_ROWS];
+    int position[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
+    for (int r = 0; r < n_rows; r++) {
+        int64_t token = first_token + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
+        q[r] = job->q + (token * job->shape->n_heads + head) * head_dim;
+        position[r] = batch->positions[token];
+    }
+    int last = batch->positions[first_token + (end_row - 1) / group];
+    for (int first = 0; first <= last; first += LLM__TILE) {
+        int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0;
+        LLM__K(gather_tile)(job, sequence, kv_head, first, n_keys, &a);
+        while (row < n_rows && position[row] < first) row++;
+        for (int r = row; r < n_rows; r++) seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
+        for (; row + LLM__ROWS <= n_rows; row += LLM__ROWS)
+            LLM__K(attend)(LLM__ROWS, &a, q + row, seen + row, row, head_dim, job->shape->scale);
+        for (; row < n_rows; row++) LLM__K(attend)(1, &a, q + row, seen + row, row, head_dim, job->shape->scale);
+    }
+    for (int r = 0; r < n_rows; r++) {
+        float *out = job->out + (q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
+        for (int d = 0; d < head_dim; d++) out[d] = sums[d] / a.total[r];
+    }
+}
+
+static const llm__kernels LLM__K(kernels) = {
+    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(group_row_bytes), LLM__K(quantize), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu),
+    LLM__K(rope_and_store), LLM__K(attention),
+};
+
+#ifdef __clang__
+#pragma clang attribute pop
+#endif
+#undef llm__vf
+#undef llm__vi
+#undef LLM__K
+#undef LLM__W
+#undef LLM__ROWS
+#endif /* LLM__KERNEL_PASS */
+
+#if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
+#ifndef LLM__IMPLEMENTED_KERNELS
+#define LLM__IMPLEMENTED_KERNELS
+
+/* The passes. (If you rename this file, say so here.) */
+#ifndef LLM_FILE_NAME
+#define LLM_FILE_NAME "llm.h"
+#endif
+
+#define LLM__KERNEL_PASS 0
+#define LLM__W 4
+#define LLM__ROWS 2
+#define LLM__K(name) LLM__JOIN(llm__base_, name)
+#include LLM_FILE_NAME
+#undef LLM__KERNEL_PASS
+
+#ifdef LLM__X86
+
+#define LLM__KERNEL_PASS 1
+#define LLM__W 8
+#define LLM__ROWS 2
+#define LLM__K(name) LLM__JOIN(llm__avx2_, name)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx2,fma,f16c")
+#endif
+#include LLM_FILE_NAME
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LLM__KERNEL_PASS
+
+#define LLM__KERNEL_PASS 2
+#define LLM__W 16
+#define LLM__ROWS 4
+#define LLM__K(name) LLM__JOIN(llm__avx512_, name)
+#ifdef __clang__
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), apply_to = function)
+#else
+#pragma GCC push_options
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#endif
+#include LLM_FILE_NAME
+#ifdef __clang__
+#pragma clang attribute pop
+#else
+#pragma GCC pop_options
+#endif
+#undef LLM__KERNEL_PASS
+
+#endif /* LLM__X86 */
+
+/* The best kernels that this processor can run and the caller allows. */
+static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
+#ifdef LLM__X86
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* all that have these have f16c */
+    bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
+                  __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
+                  __builtin_cpu_supports("avx512vnni");
+    if (avx512 && max_isa >= LLM_ISA_AVX512) return &llm__avx512_kernels;
+    if (avx2 && max_isa >= LLM_ISA_AVX2) return &llm__avx2_kernels;
+#endif
+    return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
+}
+
+/* ---- The driver: operations of the seam, cut into work items for threads -------------------
+ * All threads are started and joined in one place, here. Items are handed out as threads come free, so that a thread
+ * which the system slows down does fewer. Waking threads costs microseconds: small work (not `worth_it`)
+ * stays on the calling thread.
+ *
+ * A join waits for the slowest thread, and where another program wants the same core, that is a thread which the
+ * system has put aside for milliseconds: a hundred times what the work took. When that happens, the calling thread
+ * works alone for four times as long as it has waited for nothing. So on a machine that is busy all the time no more
+ * than a fifth is lost, and after a passing disturbance all threads are soon back. (Results do not depend on it.) */
+
+typedef void (*llm__work)(llm__cpu *cpu, const void *job, int64_t item, void *scratch);
+
+#ifdef _OPENMP
+static void llm__parallel_threads(llm__cpu *cpu, int64_t items, int threads, llm__work work, const void *job) {
+    double start = llm_seconds(), own = 0.0;
+#pragma omp parallel num_threads(threads)
+    {
+        int thread = omp_get_thread_num();
+        double own_start = llm_seconds();
+#pragma omp for schedule(dynamic, 1) nowait
+        for (int64_t item = 0; item < items; item++)
+            work(cpu, job, item, cpu->scratch + (size_t)thread * cpu->scratch_bytes);
+        if (thread == 0) own = llm_seconds() - own_start;
+    }
+    double end = llm_seconds(), all = end - start, waited = all - own;
+    if (waited > 1e-3 && waited > 0.75 * all) cpu->alone_until = end + 4 * waited;
+}
+#endif
+
+static void llm__parallel(llm__cpu *cpu, int64_t items, bool worth_it, llm__work work, const void *job) {
+#ifdef _OPENMP
+    int threads = (int)llm__min(items, cpu->n_threads);
+    if (threads > 1 && worth_it && (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
+        cpu->alone_until = 0;
+        llm__parallel_threads(cpu, items, threads, work, job);
+        return;
+    }
+#endif
+    (void)worth_it;
+    for (int64_t item = 0; item < items; item++) work(cpu, job, item, cpu->scratch);
+}
+
+static bool llm__is_block_format(llm_type type) { return type == LLM_Q4_0 || type == LLM_Q8_0; }
+
+static void llm__quantize_item(llm__cpu *cpu, const void *job_, int64_t row, void *scratch) {
+    const llm__matmul_job *job = (const llm__matmul_job *)job_;
+    (void)scratch;
+    cpu->kernels->quantize(job->x + row * job->w->cols, job->w->cols, job->w->type,
+                           (char *)cpu->quantized + (size_t)row * job->group_row_bytes);
+}
+
+static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__matmul_job *job = (const llm__matmul_job *)job_;
+    int64_t first = item * job->rows_per_item;
+    cpu->kernels->matmul(job, first, llm__min(first + job->rows_per_item, job->w->rows), scratch);
+}
+
+static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
+                            float *out) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    if (w->cols > cpu->limits.max_cols || n > cpu->limits.max_tokens) {
+        llm__cpu_failed(cpu, "a matrix product");
+        return;
+    }
+    if (n < 1 || w->rows < 1) return;
+    llm__matmul_job job = {w, x, cpu->quantized, 0, bias, add, n, out, w->rows, cpu->tile_bytes};
+    if (llm__is_block_format(w->type)) {
+        job.group_row_bytes = (size_t)cpu->kernels->group_row_bytes(w->cols);
+        llm__parallel(cpu, n, (int64_t)n * w->cols >= 1 << 16, llm__quantize_item, &job);
+    }
+    /* Items of a quarter of a thread's share or less, for balance; whole blocks of 16 rows; and not too large */
+    bool worth_it = (double)w->rows * (double)w->cols * n >= 400e3;
+    int64_t share = llm__divide_up(w->rows, 4 * (int64_t)cpu->n_threads);
+    int64_t largest = llm__max((1 << 18) / w->cols, 16);
+    job.rows_per_item = llm__divide_up(llm__min(share, largest), 16) * 16;
+    if (!worth_it || cpu->n_threads == 1) job.rows_per_item = w->rows;
+    llm__parallel(cpu, llm__divide_up(w->rows, job.rows_per_item), worth_it, llm__matmul_item, &job);
+}
+
+typedef struct llm__rows_job { /* rmsnorm and swiglu */
+    const float *a, *b;
+    float *out;
+    int64_t n, n_per_item;
+    int dim;
+    float epsilon;
+} llm__rows_job;
+
+static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__rows_job *job = (const llm__rows_job *)job_;
+    int64_t first = item * job->n_per_item, n = llm__min(job->n_per_item, job->n - first);
+    (void)scratch;
+    cpu->kernels->rmsnorm(job->a + first * job->dim, job->b, (int)n, job->dim, job->epsilon,
+                          job->out + first * job->dim);
+}
+
+static void llm__cpu_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
+                             float *out) {
+    llm__rows_job job = {x, weight, out, n, 8, dim, epsilon};
+    llm__parallel((llm__cpu *)context, llm__divide_up(n, 8), (int64_t)n * dim >= 1 << 16, llm__rmsnorm_item, &job);
+}
+
+static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__rows_job *job = (const llm__rows_job *)job_;
+    int64_t first = item * job->n_per_item;
+    (void)scratch;
+    cpu->kernels->swiglu(job->a + first, job->b + first, llm__min(job->n_per_item, job->n - first), job->out + first);
+}
+
+static void llm__cpu_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
+    llm__rows_job job = {gate, up, out, n, 1 << 13, 0, 0.0f};
+    llm__parallel((llm__cpu *)context, llm__divide_up(n, job.n_per_item), n >= 1 << 15, llm__swiglu_item, &job);
+}
+
+enum { LLM__ROPE_TOKENS = 8 };
+
+static void llm__rope_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__rope_job *job = (const llm__rope_job *)job_;
+    int first = (int)item * LLM__ROPE_TOKENS;
+    (void)scratch;
+    cpu->kernels->rope_and_store(job, first, (int)llm__min(first + LLM__ROPE_TOKENS, job->batch->n_tokens));
+}
+
+static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
+                                    llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
+                                    const float *k_norm, float epsilon, float *q, float *k, const float *v,
+                                    const llm_cache *cache, int layer) {
+    llm__rope_job job = {batch, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
+    int64_t values = (int64_t)batch->n_tokens * shape->n_heads * shape->head_dim;
+    llm__parallel((llm__cpu *)context, llm__divide_up(batch->n_tokens, LLM__ROPE_TOKENS), values >= 1 << 14,
+                  llm__rope_item, &job);
+}
+
+/* An item of attention is one kv head and up to 64 (token, head) rows of one sequence. Counted from the end, because the
+ * last rows of a prompt see the most positions, and long items should start first. */
+static int64_t llm__attention_chunks(const llm__attention_job *job, int sequence) {
+    int64_t group = job->shape->n_heads / job->shape->n_kv_heads;
+    return llm__divide_up(job->batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
+}
+
+static void llm__attention_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__attention_job *job = (const llm__attention_job *)job_;
+    int n_kv_heads = job->shape->n_kv_heads, group = job->shape->n_heads / n_kv_heads;
+    int sequence = job->batch->n_sequences - 1;
+    for (; item >= llm__attention_chunks(job, sequence) * n_kv_heads; sequence--)
+        item -= llm__attention_chunks(job, sequence) * n_kv_heads;
+    int64_t chunk = llm__attention_chunks(job, sequence) - 1 - item / n_kv_heads;
+    int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job->batch->seq_count[sequence] * group;
+    cpu->kernels->attention(job, sequence, (int)(item % n_kv_heads), (int)first,
+                            (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
+}
+
+static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t token, void *scratch) {
+    const llm__attention_job *job = (const llm__attention_job *)job_;
+    const llm_batch *batch = job->batch;
+    int sequence = 0;
+    (void)cpu;
+    while (token < batch->seq_first[sequence] || token >= batch->seq_first[sequence] + batch->seq_count[sequence])
+        if (++sequence == batch->n_sequences) return;
+    for (int head = 0; head < job->shape->n_heads; head++)
+        llm__plain_attention_row(job, sequence, (int)token, head, (float *)scratch);
+}
+
+static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+                               const llm_cache *cache, int layer, float *out) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    llm__attention_job job = {batch, shape, q, cache, layer, out};
+    int64_t items = 0;
+    double work = 0.0;
+    for (int s = 0; s < batch->n_sequences; s++) {
+        if (batch->seq_count[s] < 1) continue;
+        int last = batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1];
+        if (last >= cpu->limits.max_context || shape->head_dim > cpu->limits.head_dim) {
+            llm__cpu_failed(cpu, "attention");
+            return;
+        }
+        items += llm__attention_chunks(&job, s) * shape->n_kv_heads;
+        work += (double)(batch->seq_count[s] + 4) * (last + 1) * shape->n_heads * shape->head_dim;
+    }
+    if (shape->naive) llm__parallel(cpu, batch->n_tokens, work >= 1e5, llm__naive_attention_item, &job);
+    else llm__parallel(cpu, items, work >= 1e6, llm__attention_item, &job);
+}
+
+/* ---- Operations with one form: there is nothing to gain in them ----------------------------- */
+
+static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
+    const llm_type_info *type = llm_type_find(table->type);
+    size_t row_bytes = llm__row_bytes(table->type, table->cols);
+    (void)context;
+    for (int64_t t = 0; t < batch->n_tokens; t++)
+        type->unpack((const char *)table->data + (size_t)batch->tokens[t] * row_bytes, out + t * table->cols,
+                     table->cols);
+}
+
+static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
+                                 float *angles) {
+    (void)context;
+    for (int64_t t = 0; t < batch->n_tokens; t++)
+        for (int i = 0; i < rope_dim / 2; i++, angles += 2) {
+            float angle = (float)batch->positions[t] * frequencies[i];
+            angles[0] = cosf(angle);
+            angles[1] = sinf(angle);
+        }
+}
+
+static void llm__cpu_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
+                                 float *out) {
+    (void)context;
+    for (int64_t i = 0; i < n; i++)
+        memcpy(out + i * dim, x + (int64_t)batch->logit_rows[first + i] * dim, (size_t)dim * sizeof *x);
+}
+
+static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
+    size_t bytes = (size_t)cache->n_kv_heads * (size_t)cache->block_size * (size_t)cache->head_dim *
+                   llm__value_bytes(cache->type);
+    (void)context;
+    for (int layer = 0; layer < cache->n_layers; layer++)
+        for (int i = 0; i < n; i++) {
+            char *keys = (char *)cache->keys + (size_t)layer * cache->layer_bytes;
+            char *values = (char *)cache->values + (size_t)layer * cache->layer_bytes;
+            memmove(keys + (size_t)to[i] * bytes, keys + (size_t)from[i] * bytes, bytes);
+            memmove(values + (size_t)to[i] * bytes, values + (size_t)from[i] * bytes, bytes);
+        }
+}
+
+/* ---- The backend ---------------------------------------------------------------------------- */
+
+static void *llm__cpu_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
+    (void)context;
+    llm__clear(err);
+    return llm__aligned_new(bytes, what, err);
+}
+
+static void llm__cpu_release(void *context, void *device) {
+    (void)context;
+    llm__aligned_free(device);
+}
+
+static bool llm__cpu_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
+    (void)context;
+    llm__clear(err);
+    memcpy(device, host, bytes);
+    return true;
+}
+
+static bool llm__cpu_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+    return llm__cpu_upload(context, host, device, bytes, err);
+}
+
+static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
+    const llm_type_info *type = llm_type_find(w->type);
+    (void)context;
+    llm__clear(err);
+    if (!type)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d", (int)w->type);
+    if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values)
+        return llm__fail(err, LLM_ERROR_FORMAT, "cpu: a %s matrix of %lld x %lld: rows must be whole blocks of %d",
+                         type->name, (long long)w->rows, (long long)w->cols, type->block_values);
+    w->data = host;
+    return true;
+}
+
+static void llm__cpu_free_weight(void *context, llm_weight *w) {
+    (void)context;
+    w->data = NULL;
+}
+
+/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
+ * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query. And
+ * one buffer for the rows of a matmul input as int8. */
+static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error *err) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    llm_limits limits = cpu->limits;
+    llm__clear(err);
+    if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1 ||
+        wanted->max_cols > INT64_MAX / 1024)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: reserve: every limit must be at least 1");
+    limits.max_tokens = (int)llm__max(limits.max_tokens, wanted->max_tokens);
+    limits.max_sequences = (int)llm__max(limits.max_sequences, wanted->max_sequences);
+    limits.max_context = (int)llm__max(limits.max_context, wanted->max_context);
+    limits.n_heads = (int)llm__max(limits.n_heads, wanted->n_heads);
+    limits.head_dim = (int)llm__max(limits.head_dim, wanted->head_dim);
+    limits.max_cols = llm__max(limits.max_cols, wanted->max_cols);
+
+    uint64_t padded = (uint64_t)llm__divide_up(limits.head_dim, LLM__PADDING) * LLM__PADDING;
+    uint64_t attention = (padded * (2 * LLM__TILE + LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
+                         sizeof(float);
+    uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
+    uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
+    uint64_t scratch = llm__max((int64_t)llm__max((int64_t)attention, (int64_t)naive), (int64_t)tile);
+    scratch = (scratch + 4095) / 4096 * 4096;
+    uint64_t all_scratch, quantized = 0;
+    bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
+    if (cpu->kernels)
+        fits = fits && llm__multiply((uint64_t)cpu->kernels->group_row_bytes(limits.max_cols),
+                                     (uint64_t)limits.max_tokens, &quantized) && quantized <= SIZE_MAX / 2;
+    if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
+
+    char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);
+    void *new_quantized = new_scratch ? llm__aligned_new((size_t)quantized, "rounded activations", err) : NULL;
+    if (!new_quantized) {
+        llm__aligned_free(new_scratch);
+        return false;
+    }
+    llm__aligned_free(cpu->scratch);
+    llm__aligned_free(cpu->quantized);
+    cpu->scratch = new_scratch;
+    cpu->quantized = new_quantized;
+    cpu->scratch_bytes = (size_t)scratch;
+    cpu->tile_bytes = (size_t)tile;
+    cpu->limits = limits;
+    return true;
+}
+
+static bool llm__cpu_begin_step(void *context, const llm_batch *batch, llm_error *err) {
+    (void)context;
+    (void)batch;
+    llm__clear(err);
+    return true;
+}
+
+static bool llm__cpu_end_step(void *context, llm_error *err) {
+    (void)context;
+    llm__clear(err);
+    return true;
+}
+
+static bool llm__cpu_sync(void *context, llm_error *err) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    bool fine = cpu->failure.status == LLM_OK;
+    if (err) *err = cpu->failure;
+    llm__clear(&cpu->failure);
+    return fine;
+}
+
+static void llm__cpu_destroy(llm_backend *backend) {
+    llm__cpu *cpu = (llm__cpu *)backend->context;
+    llm__aligned_free(cpu->scratch);
+    llm__aligned_free(cpu->quantized);
+    LLM_FREE(cpu);
+}
+
+int llm_processor_count(void) {
+#ifdef _OPENMP
+    return omp_get_num_procs();
+#elif defined(_SC_NPROCESSORS_ONLN)
+    long n = sysconf(_SC_NPROCESSORS_ONLN);
+    return n < 1 ? 1 : (int)n;
+#else
+    return 1;
+#endif
+}
+
+llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
+    llm__clear(err);
+    llm__cpu *cpu = (llm__cpu *)llm__new(1, sizeof *cpu, "the CPU backend", err);
+    if (!cpu) return NULL;
+    cpu->kernels = llm__choose_kernels(max_isa);
+    cpu->isa = cpu->kernels ? cpu->kernels->isa : LLM_ISA_REFERENCE;
+    cpu->n_threads = n_threads > 0 ? n_threads : llm_processor_count();
+#ifndef _OPENMP
+    cpu->n_threads = 1;
+#endif
+    if (!cpu->kernels) cpu->n_threads = 1;
+    llm_backend *b = &cpu->backend;
+    b->name = "cpu";
+    b->context = cpu;
+    b->allocate = llm__cpu_allocate;
+    b->release = llm__cpu_release;
+    b->upload = llm__cpu_upload;
+    b->download = llm__cpu_download;
+    b->load_weight = llm__cpu_load_weight;
+    b->free_weight = llm__cpu_free_weight;
+    b->reserve = llm__cpu_reserve;
+    b->begin_step = llm__cpu_begin_step;
+    b->end_step = llm__cpu_end_step;
+    b->sync = llm__cpu_sync;
+    b->embed = llm__cpu_embed;
+    b->rope_angles = llm__cpu_rope_angles;
+    b->rmsnorm = cpu->kernels ? llm__cpu_rmsnorm : llm__plain_rmsnorm;
+    b->matmul = cpu->kernels ? llm__cpu_matmul : llm__plain_matmul;
+    b->rope_and_store = cpu->kernels ? llm__cpu_rope_and_store : llm__plain_rope_and_store;
+    b->attention = cpu->kernels ? llm__cpu_attention : llm__plain_attention;
+    b->swiglu = cpu->kernels ? llm__cpu_swiglu : llm__plain_swiglu;
+    b->gather_rows = llm__cpu_gather_rows;
+    b->copy_blocks = llm__cpu_copy_blocks;
+    b->destroy = llm__cpu_destroy;
+    return b;
+}
+
+llm_isa llm_cpu_isa(const llm_backend *backend) {
+    bool ours = backend && backend->destroy == llm__cpu_destroy;
+    return ours ? ((const llm__cpu *)backend->context)->isa : LLM_ISA_REFERENCE;
+}
+
+int llm_cpu_threads(const llm_backend *backend) {
+    bool ours = backend && backend->destroy == llm__cpu_destroy;
+    return ours ? ((const llm__cpu *)backend->context)->n_threads : 0;
+}
+
+const char *llm_isa_name(llm_isa isa) {
+    switch (isa) {
+    case LLM_ISA_REFERENCE: return "reference";
+    case LLM_ISA_PLAIN: return "plain";
+    case LLM_ISA_AVX2: return "avx2";
+    case LLM_ISA_AVX512: return "avx512";
+    }
+    return "unknown";
+}
+
+void llm_backend_free(llm_backend *backend) {
+    if (backend) backend->destroy(backend);
+}
+
+/* =====================================================================================
+ * [5] Paged cache: blocks, block tables, reference counts, copy-on-write, the prefix cache
+ *
+ * To produce the next token, attention needs the key and the value of every earlier token, in
+ * every layer. Computing them again for each new token would make the cost of a text of n tokens grow with
+ * n^2 forward passes; keeping them (the KV cache) makes it n. The price is memory: 2 x n_layers x
+ * n_kv_heads x head_dim numbers per token, and nobody knows beforehand how long a text gets.
+ *
+ * Reserving the longest context for every sequence wastes most of that memory. So the cache is
+ * paged, as an operating system pages memory (Kwon et al. 2023, "Efficient Memory Management for
+ * Large Language Model Serving with PagedAttention"): one pool of blocks of `block_size` token slots,
+ * and for each sequence a block table that says which block holds its tokens 0..15, which 16..31,
+ * and so on. A sequence takes a block when it needs one and wastes less than one block.
+ *
+ *     sequence A, 37 tokens     table: 5 0 3         pool:  [A16-31][    ][B0-15][A32-36]
+ *     sequence B, 18 tokens     table: 2 6                  [      ][A0-15][B16-17][    ]
+ *
+ * Blocks are counted. A fork (several samples of one prompt) copies the table, not the blocks,
+ * and raises their counts; the first of them that writes into a shared block gets a copy of its own
+ * (copy-on-write). A block whose count falls to zero is free again.
+ *
+ * Free, but not forgotten: a full block stays as it is until its memory is wanted, and a later prompt that
+ * begins with the same tokens takes it up again instead of computing it (the prefix cache). What a block holds
+ * depends on its own tokens and on all that come before, so it is found under the hash of its parent's identity
+ * and its tokens. A hash is only a hint: tokens and parent are compared. The identity is a number that is never
+ * given twice, so a block whose parent was evicted cannot be found under another parent that happens to use the
+ * same memory.
+ *
+ * This chapter only does the book-keeping. The keys and values themselves are the device's (struct llm_cache),
+ * and the same block number means the same place in every layer, and in the caches of target and draft alike.
+ * ================================================================================== */
+
+typedef struct llm__pool {
+    int block_size;
+    int64_t n_blocks;
+    int64_t n_free;      /* blocks that no table names, with or without kept content */
+    int64_t peak;        /* most blocks that were ever in use */
+    int32_t *references; /* (n_blocks) how many block tables name this block */
+    /* The free blocks, a ring in the order in which they are given out: first those without kept content, then
+     * the least recently used. Entry n_blocks is the ring's begin and end. */
+    int32_t *before, *after; /* (n_blocks + 1) */
+    /* The prefix cache. */
+    bool keeps_prefixes;
+    uint64_t *identity; /* (n_blocks) of the kept content; 0: none is kept */
+    uint64_t *parent;   /* (n_blocks) identity of the block before; 0: it is the first of a text */
+    int32_t *tokens;    /* (n_blocks, block_size) */
+    int32_t *buckets;   /* (n_buckets) first block of each; -1: none */
+    int32_t *next;      /* (n_blocks) in the same bucket */
+    int64_t n_buckets;  /* a power of two */
+    uint64_t last_identity;
+    /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
+    int32_t *copy_from, *copy_to; /* (max_copies) */
+    int n_copies, max_copies;
+} llm__pool;
+
+typedef struct llm__table { /* the block table of one sequence */
+    int32_t *blocks;        /* (capacity) physical block of logical block i */
+    int n_blocks;
+    int capacity;
+    int n_kept;        /* leading blocks that are full and known to the prefix cache */
+    uint64_t identity; /* of the last of them; 0: none */
+} llm__table;
+
+static void llm__pool_free(llm__pool *pool) {
+    LLM_FREE(pool->references);
+    LLM_FREE(pool->before);
+    LLM_FREE(pool->after);
+    LLM_FREE(pool->identity);
+    LLM_FREE(pool->parent);
+    LLM_FREE(pool->tokens);
+    LLM_FREE(pool->buckets);
+    LLM_FREE(pool->next);
+    LLM_FREE(pool->copy_from);
+    LLM_FREE(pool->copy_to);
+    memset(pool, 0, sizeof *pool);
+}
+
+/* Free blocks: into the ring, in front of `place`. */
+static void llm__pool_insert(llm__pool *pool, int32_t block, int32_t place) {
+    int32_t before = pool->before[place];
+    pool->before[block] = before;
+    pool->after[block] = place;
+    pool->after[before] = pool->before[place] = block;
+    pool->n_free++;
+}
+
+static void llm__pool_remove(llm__pool *pool, int32_t block) {
+    pool->after[pool->before[block]] = pool->after[block];
+    pool->before[pool->after[block]] = pool->before[block];
+    pool->n_free--;
+    pool->peak = llm__max(pool->peak, pool->n_blocks - pool->n_free);
+}
+
+/* max_copies: the most sequences that may write in one step, for each can need one copy. */
+static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
+                           bool keeps_prefixes, llm_error *err) {
+    memset(pool, 0, sizeof *pool);
+    pool->block_size = block_size;
+    pool->n_blocks = n_blocks;
+    pool->max_copies = max_copies;
+    pool->keeps_prefixes = keeps_prefixes;
+    for (pool->n_buckets = 16; pool->n_buckets < 2 * n_blocks;) pool->n_buckets *= 2;
+    size_t n = (size_t)n_blocks;
+    const char *what = "the book-keeping of the cache";
+    bool ok = (pool->references = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+              (pool->before = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+              (pool->after = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+              (pool->identity = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+              (pool->parent = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+              (pool->tokens = (int32_t *)llm__new(n, sizeof(int32_t) * (size_t)block_size, what, err)) &&
+              (pool->buckets = (int32_t *)llm__new((size_t)pool->n_buckets, sizeof(int32_t), what, err)) &&
+              (pool->next = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+              (pool->copy_from = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err)) &&
+              (pool->copy_to = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err));
+    if (!ok) {
+        llm__pool_free(pool);
+        return false;
+    }
+    pool->before[n_blocks] = pool->after[n_blocks] = (int32_t)n_blocks;
+    for (int64_t i = 0; i < n_blocks; i++) llm__pool_insert(pool, (int32_t)i, (int32_t)n_blocks);
+    for (int64_t i = 0; i < pool->n_buckets; i++) pool->buckets[i] = -1;
+    return true;
+}
+
+/* ---- The prefix cache ------------------------------------------------------------------- */
+
+static int32_t *llm__pool_bucket(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
+    uint64_t hash = llm__mix(parent);
+    for (int i = 0; i < pool->block_size; i++) hash = llm__mix(hash ^ (uint32_t)tokens[i]);
+    return &pool->buckets[hash & (uint64_t)(pool->n_buckets - 1)];
+}
+
+static int32_t *llm__pool_tokens(const llm__pool *pool, int32_t block) {
+    return pool->tokens + (int64_t)block * pool->block_size;
+}
+
+/* The block that holds these tokens (block_size) after that parent; -1: none. */
+static int32_t llm__pool_find(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
+    int32_t block = *llm__pool_bucket(pool, parent, tokens);
+    while (block >= 0 && (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
+                                                                  (size_t)pool->block_size * sizeof *tokens)))
+        block = pool->next[block];
+    return block;
+}
+
+static void llm__pool_forget(llm__pool *pool, int32_t block) {
+    if (!pool->identity[block]) return;
+    int32_t *link = llm__pool_bucket(pool, pool->parent[block], llm__pool_tokens(pool, block));
+    while (*link != block) link = &pool->next[*link];
+    *link = pool->next[block];
+    pool->identity[block] = 0;
+}
+
+/* A block has become full: remember what it holds. Returns the identity of this content, which another block
+ * may already have. */
+static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, const int32_t *tokens) {
+    int32_t known = llm__pool_find(pool, parent, tokens);
+    if (known >= 0) return pool->identity[known];
+    int32_t *bucket = llm__pool_bucket(pool, parent, tokens);
+    memcpy(llm__pool_tokens(pool, block), tokens, (size_t)pool->block_size * sizeof *tokens);
+    pool->parent[block] = parent;
+    pool->next[block] = *bucket;
+    *bucket = block;
+    return pool->identity[block] = ++pool->last_identity;
+}
+
+/* ---- Blocks ------------------------------------------------------------------------------ */
+
+/* A free block, with a count of one. The caller has checked that there is one. */
+static int32_t llm__pool_take(llm__pool *pool) {
+    int32_t block = pool->after[pool->n_blocks];
+    llm__pool_remove(pool, block);
+    llm__pool_forget(pool, block);
+    pool->references[block] = 1;
+    return block;
+}
+
+static void llm__pool_share(llm__pool *pool, int32_t block) {
+    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free, its content kept */
+}
+
+static void llm__pool_drop(llm__pool *pool, int32_t block) {
+    if (--pool->references[block] > 0) return;
+    bool kept = pool->identity[block] != 0;
+    llm__pool_insert(pool, block, kept ? (int32_t)pool->n_blocks : pool->after[pool->n_blocks]);
+}
+
+static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens) {
+    return llm__divide_up(n_tokens, pool->block_size);
+}
+
+/* ---- Block tables -------------------------------------------------------------------------- */
+
+/* Make the slots of tokens first .. end - 1 writable by this sequence alone: a block in which
+ * they start and that others share is copied, and blocks are taken for the rest. All
+ * or nothing: false, with nothing changed, if the pool or the table cannot hold it. Calling it again with the
+ * same range does nothing more. */
+static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end) {
+    if (first >= end) return true;
+    int64_t wanted = llm__blocks_for(pool, end);
+    int shared = first / pool->block_size; /* blocks before this one are only read */
+    bool copy = shared < table->n_blocks && pool->references[table->blocks[shared]] > 1;
+    int64_t take = llm__max(wanted - table->n_blocks, 0) + copy;
+    if (wanted > table->capacity || take > pool->n_free || (copy && pool->n_copies == pool->max_copies))
+        return false;
+    if (copy) {
+        int32_t from = table->blocks[shared], to = llm__pool_take(pool);
+        pool->copy_from[pool->n_copies] = from;
+        pool->copy_to[pool->n_copies++] = to;
+        table->blocks[shared] = to;
+        llm__pool_drop(pool, from); /* others still hold it, so its content stays until the copy is done */
+    }
+    while (table->n_blocks < wanted) table->blocks[table->n_blocks++] = llm__pool_take(pool);
+    return true;
+}
+
+/* Give back the blocks behind the first n_tokens. Last ones first: so the beginnings of texts, which others
+ * are likelier to share, are the last to be evicted. */
+static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
+    int64_t wanted = llm__blocks_for(pool, n_tokens);
+    while (table->n_blocks > wanted) llm__pool_drop(pool, table->blocks[--table->n_blocks]);
+}
+
+static void llm__table_clear(llm__pool *pool, llm__table *table) {
+    llm__table_trim(pool, table, 0);
+    table->n_kept = 0;
+    table->identity = 0;
+}
+
+/* copy shares all blocks of table. Its capacity must be at least table->n_blocks. */
+static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
+    for (int i = 0; i < table->n_blocks; i++) {
+        copy->blocks[i] = table->blocks[i];
+        llm__pool_share(pool, table->blocks[i]);
+    }
+    copy->n_blocks = table->n_blocks;
+    copy->n_kept = table->n_kept;
+    copy->identity = table->identity;
+}
+
+/* Fill an empty table with the kept blocks that hold the beginning of these tokens. Returns how many tokens
+ * that is. */
+static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+    while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
+        int32_t block =
+            llm__pool_find(pool, table->identity, tokens + (int64_t)table->n_blocks * pool->block_size);
+        if (block < 0) break;
+        llm__pool_share(pool, block);
+        table->blocks[table->n_blocks++] = block;
+        table->identity = pool->identity[block];
+    }
+    table->n_kept = table->n_blocks;
+    return table->n_blocks * pool->block_size;
+}
+
+/* The first n_tokens are in the cache now: remember the blocks that have become full. */
+static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+    if (!pool->keeps_prefixes) return;
+    for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
+        table->identity = llm__pool_keep(pool, table->blocks[table->n_kept], table->identity,
+                                         tokens + (int64_t)table->n_kept * pool->block_size);
+}
+
+/* Where the cache keeps the token at `position`. */
+static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position) {
+    return table->blocks[position / pool->block_size] * pool->block_size + position % pool->block_size;
+}
+
+/* =====================================================================================
+ * [6] Transformer: one forward pass over a ragged batch
+ *
+ * A model of the Llama family (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around a
+ * "residual stream": one vector of `dim` numbers per token, which every layer reads and adds to.
+ *
+ *     x = embedding[token]                               (T, dim)
+ *     for each layer:
+ *         x += Wo . attention(rope(Wq.h), rope(Wk.h), Wv.h)      where h = rmsnorm(x)
+ *         x += Wdown . (silu(Wgate.h) * Wup.h)                   where h = rmsnorm(x)
+ *     logits = Woutput . rmsnorm(x)                      (T, vocab_size)
+ *
+ * Attention is the only place where a token sees others; all the rest works on each of the T tokens of the
+ * batch by itself. That is why one pass may hold a piece of a prompt, single tokens of twenty
+ * other sequences and the guesses of a draft model at the same time: only attention needs to know
+ * whose token is whose, and it looks that up in the batch.
+ *
+ * A model is data: the table below says which tensors a layer has, under which names and
+ * of which shapes. Loading checks the file against it; the pass goes through it.
+ * ================================================================================== */
+
+typedef enum llm__part { /* the tensors of a layer */
+                         LLM__ATTN_NORM,
+                         LLM__Q,
+                         LLM__K,
+                         LLM__V,
+                         LLM__O,
+                         LLM__Q_BIAS,
+                         LLM__K_BIAS,
+                         LLM__V_BIAS,
+                         LLM__O_BIAS,
+                         LLM__FFN_NORM,
+                         LLM__GATE,
+                         LLM__UP,
+                         LLM__DOWN,
+                         LLM__N_PARTS
+} llm__part;
+
+/* widths that tensors are made of */
+typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN } llm__width;
+
+typedef struct llm__part_row {
+    const char *name;      /* blk.N.<name> in the file */
+    llm__width rows, cols; /* (rows, cols); rows = LLM__ONE: a vector */
+    bool optional;
+} llm__part_row;
+
+static const llm__part_row *llm__parts(void) {
+    static const llm__part_row table[LLM__N_PARTS] = {
+        {"attn_norm.weight", LLM__ONE, LLM__DIM, false},
+        {"attn_q.weight", LLM__Q_WIDTH, LLM__DIM, false},
+        {"attn_k.weight", LLM__KV_WIDTH, LLM__DIM, false},
+        {"attn_v.weight", LLM__KV_WIDTH, LLM__DIM, false},
+        {"attn_output.weight", LLM__DIM, LLM__Q_WIDTH, false},
+        {"attn_q.bias", LLM__ONE, LLM__Q_WIDTH, true},
+        {"attn_k.bias", LLM__ONE, LLM__KV_WIDTH, true},
+        {"attn_v.bias", LLM__ONE, LLM__KV_WIDTH, true},
+        {"attn_output.bias", LLM__ONE, LLM__DIM, true},
+        {"ffn_norm.weight", LLM__ONE, LLM__DIM, false},
+        {"ffn_gate.weight", LLM__HIDDEN, LLM__DIM, false},
+        {"ffn_up.weight", LLM__HIDDEN, LLM__DIM, false},
+        {"ffn_down.weight", LLM__DIM, LLM__HIDDEN, false},
+    };
+    return table;
+}
+
+struct llm_model {
+    llm_file *file;
+    llm_tokenizer *tokenizer;
+    llm_config config;
+    const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
+    const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
+    uint64_t weight_bytes;    /* of all tensors */
+};
+
+/* ---- Loading: the shape ------------------------------------------------------------- */
+
+/* Metadata keys carry the architecture's name in front: "llama.block_count". */
+static const llm_value *llm__model_value(const llm_model *model, const char *name) {
+    char key[128];
+    snprintf(key, sizeof key, "%s.%s", model->config.architecture, name);
+    return llm_file_find(model->file, key);
+}
+
+/* A dimension: an integer from 1 to INT32_MAX; `fallback` (unless 0) where the file does not say. */
+static bool llm__model_int(const llm_model *model, const char *name, int64_t fallback, int *out,
+                           llm_error *err) {
+    const llm_value *value = llm__model_value(model, name);
+    uint64_t x = (uint64_t)fallback;
+    if (!value && !fallback)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the metadata has no %s.%s, which this architecture needs",
+                         llm_file_path(model->file), model->config.architecture, name);
+    if (value && (value->type == LLM_VALUE_ARRAY || !llm_value_u64(value, 0, &x)))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: %s.%s is not one whole number (a value per layer is not supported)",
+                         llm_file_path(model->file), model->config.architecture, name);
+    if (x < 1 || x > INT32_MAX)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is %llu, which is impossible",
+                         llm_file_path(model->file), model->config.architecture, name, (unsigned long long)x);
+    *out = (int)x;
+    return true;
+}
+
+static bool llm__model_float(const llm_model *model, const char *name, double fallback, float *out,
+                             llm_error *err) {
+    const llm_value *value = llm__model_value(model, name);
+    double x = fallback;
+    if ((value && !llm_value_f64(value, 0, &x)) || !(x > 0) || x > 1e30)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is not a positive number",
+                         llm_file_path(model->file), model->config.architecture, name);
+    *out = (float)x;
+    return true;
+}
+
+/* Which architectures there are. Others differ in ways that would give wrong words, not an error, so
+ * nothing is guessed. */
+static bool llm__model_architecture(llm_model *model, llm_error *err) {
+    llm_string name = {"", 0};
+    size_t cursor = 0;
+    const llm_value *value = llm_file_find(model->file, "general.architecture");
+    if (!llm_value_string(value, &cursor, &name))
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: the metadata has no general.architecture; is this a model file?",
+                         llm_file_path(model->file));
+    if (!llm__is_key(name, "llama"))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: llama",
+                         llm_file_path(model->file), llm__show(name).text);
+    memcpy(model->config.architecture, name.data, name.length);
+    model->config.rope_pairing = LLM_ROPE_ADJACENT;
+    return true;
+}
+
+/* Features that change the result and that this engine does not have. */
+static bool llm__model_refuse(const llm_model *model, llm_error *err) {
+    const llm_value *scaling = llm__model_value(model, "rope.scaling.type");
+    llm_string type;
+    size_t cursor = 0;
+    if (llm_value_string(scaling, &cursor, &type) && !llm__is_key(type, "none"))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported",
+                         llm_file_path(model->file), llm__show(type).text);
+    double factor = 1; /* the older way of saying "linear" */
+    if (llm_value_f64(llm__model_value(model, "rope.scale_linear"), 0, &factor) && factor != 1)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: linear RoPE scaling is not supported",
+                         llm_file_path(model->file));
+    uint64_t n = 0;
+    if (llm_value_u64(llm__model_value(model, "expert_count"), 0, &n) && n)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: a mixture of %llu experts is not supported",
+                         llm_file_path(model->file), (unsigned long long)n);
+    if (llm_value_u64(llm__model_value(model, "attention.sliding_window"), 0, &n) && n)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: a sliding attention window (of %llu) is not supported",
+                         llm_file_path(model->file), (unsigned long long)n);
+    return true;
+}
+
+static bool llm__model_config(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    int value_length = 0;
+    if (!llm__model_architecture(model, err) || !llm__model_refuse(model, err) ||
+        !llm__model_int(model, "block_count", 0, &c->n_layers, err) ||
+        !llm__model_int(model, "context_length", 0, &c->context_length, err) ||
+        !llm__model_int(model, "embedding_length", 0, &c->dim, err) ||
+        !llm__model_int(model, "feed_forward_length", 0, &c->hidden_dim, err) ||
+        !llm__model_int(model, "attention.head_count", 0, &c->n_heads, err) ||
+        !llm__model_int(model, "attention.head_count_kv", c->n_heads, &c->n_kv_heads, err) ||
+        !llm__model_int(model, "attention.key_length", llm__max(c->dim / c->n_heads, 1), &c->head_dim, err) ||
+        !llm__model_int(model, "attention.value_length", c->head_dim, &value_length, err) ||
+        !llm__model_int(model, "rope.dimension_count", c->head_dim, &c->rope_dim, err) ||
+        !llm__model_float(model, "rope.freq_base", 10000, &c->rope_base, err) ||
+        !llm__model_float(model, "attention.layer_norm_rms_epsilon", 1e-5, &c->norm_epsilon, err))
+        return false;
+    const char *path = llm_file_path(model->file);
+    if (c->n_heads % c->n_kv_heads)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d query heads cannot share %d key/value heads evenly",
+                         path, c->n_heads, c->n_kv_heads);
+    if (value_length != c->head_dim)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: keys of %d and values of %d numbers per head; they must be alike", path,
+                         c->head_dim, value_length);
+    if (c->rope_dim > c->head_dim || c->rope_dim % 2)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: RoPE over %d dimensions of a head of %d: it must be even and not more", path,
+                         c->rope_dim, c->head_dim);
+    return true;
+}
+
+/* ---- Loading: the tensors ------------------------------------------------------------ */
+
+static uint64_t llm__width_of(const llm_config *c, llm__width width) {
+    switch (width) {
+    case LLM__DIM: return (uint64_t)c->dim;
+    case LLM__Q_WIDTH: return (uint64_t)c->n_heads * (uint64_t)c->head_dim;
+    case LLM__KV_WIDTH: return (uint64_t)c->n_kv_heads * (uint64_t)c->head_dim;
+    case LLM__HIDDEN: return (uint64_t)c->hidden_dim;
+    case LLM__ONE: break;
+    }
+    return 1;
+}
+
+/* A tensor by name, of shape (rows, cols) (rows = 1: a vector). NULL, with the error set, if it is absent or
+ * different. */
+static const llm_tensor *llm__model_tensor(const llm_model *model, const char *name, uint64_t rows,
+                                           uint64_t cols, llm_error *err) {
+    const llm_tensor *t = llm_file_find_tensor(model->file, name);
+    const char *path = llm_file_path(model->file);
+    if (!t) {
+        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s is missing%s", path, name,
+                  llm_file_n_tensors(model->file) ? "" : " (the file holds no tensors: a vocabulary only?)");
+        return NULL;
+    }
+    if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1) {
+        llm__fail(err, LLM_ERROR_FORMAT,
+                  "%s: the tensor %s is of shape (%llu, %llu), but the metadata asks for (%llu, %llu)", path,
+                  name, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
+                  (unsigned long long)rows, (unsigned long long)cols);
+        return NULL;
+    }
+    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* the kernels read numbers in place */
+    if ((uintptr_t)t->data % alignment) {
+        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
+        return NULL;
+    }
+    return t;
+}
+
+/* "blk.<layer>.<part>" */
+static void llm__part_name(char name[64], int layer, int part) {
+    snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
+}
+
+static int llm__compare_pointers(const void *a, const void *b) {
+    const llm_tensor *x = *(const llm_tensor *const *)a, *y = *(const llm_tensor *const *)b;
+    return (x > y) - (x < y);
+}
+
+/* A tensor that the table does not know means that the model does something more than this engine does: the
+ * words would be wrong, not missing. used (n_used): the tensors that were asked for. */
+static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **used, int64_t n_used,
+                                    llm_error *err) {
+    qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
+    for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
+        const llm_tensor *t = llm_file_tensor(model->file, i);
+        if (!bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers))
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                             "%s: the tensor %s is unknown to the %s architecture here",
+                             llm_file_path(model->file), llm__show(t->name).text, model->config.architecture);
+    }
+    return true;
+}
+
+static bool llm__model_tensors(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const char *path = llm_file_path(model->file);
+    int64_t n_tensors = llm_file_n_tensors(model->file);
+    c->vocab_size = llm_tokenizer_size(model->tokenizer);
+    uint64_t vocab = (uint64_t)c->vocab_size, dim = (uint64_t)c->dim;
+
+    model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
+    if (!model->embedding) return false;
+    model->output_norm = llm__model_tensor(model, "output_norm.weight", 1, dim, err);
+    if (!model->output_norm) return false;
+    c->tied_output = !llm_file_find_tensor(model->file, "output.weight");
+    model->output =
+        c->tied_output ? model->embedding : llm__model_tensor(model, "output.weight", vocab, dim, err);
+    if (!model->output) return false;
+
+    if (c->n_layers > n_tensors ||
+        c->n_layers > INT32_MAX / LLM__N_PARTS) /* before allocating what an absurd count asks for */
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors", path, c->n_layers,
+                         (long long)n_tensors);
+    model->parts = (const llm_tensor **)llm__new((size_t)c->n_layers * LLM__N_PARTS, sizeof *model->parts,
+                                                 "the table of tensors", err);
+    if (!model->parts) return false;
+    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) {
+        const llm__part_row *row = &llm__parts()[i % LLM__N_PARTS];
+        char name[64];
+        llm__part_name(name, i / LLM__N_PARTS, i % LLM__N_PARTS);
+        if (row->optional && !llm_file_find_tensor(model->file, name)) continue;
+        model->parts[i] =
+            llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
+        if (!model->parts[i]) return false;
+    }
+
+    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 3;
+    const llm_tensor **used =
+        (const llm_tensor **)llm__new((size_t)n_used, sizeof *used, "the table of tensors", err);
+    if (!used) return false;
+    memcpy(used, model->parts, (size_t)(n_used - 3) * sizeof *used);
+    used[n_used - 3] = model->embedding;
+    used[n_used - 2] = model->output;
+    used[n_used - 1] = model->output_norm;
+    bool known = llm__no_unknown_tensors(model, used, n_used, err);
+    LLM_FREE(used);
+    return known;
+}
+
+/* Takes the file, also on failure. */
+static llm_model *llm__model_create(llm_file *file, llm_error *err) {
+    llm_model *model = file ? (llm_model *)llm__new(1, sizeof *model, "a model", err) : NULL;
+    if (!model) {
+        llm_file_close(file);
+        return NULL;
+    }
+    model->file = file;
+    if (!llm__model_config(model, err) || !(model->tokenizer = llm_tokenizer_create(file, err)) ||
+        !llm__model_tensors(model, err)) {
+        llm_model_free(model);
+        return NULL;
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++)
+        model->weight_bytes += llm_file_tensor(file, i)->bytes;
+    return model;
+}
+
+llm_model *llm_model_load(const char *path, llm_error *err) {
+    llm__clear(err);
+    return llm__model_create(llm_file_open(path, err), err);
+}
+
+llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
+    llm__clear(err);
+    return llm__model_create(llm_file_from_memory(data, size, name, err), err);
+}
+
+void llm_model_free(llm_model *model) {
+    if (!model) return;
+    LLM_FREE(model->parts);
+    llm_tokenizer_free(model->tokenizer);
+    llm_file_close(model->file);
+    LLM_FREE(model);
+}
+
+const llm_config *llm_model_config(const llm_model *model) { return &model->config; }
+const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model->tokenizer; }
+const llm_file *llm_model_file(const llm_model *model) { return model->file; }
+
+uint64_t llm_model_step_bytes(const llm_model *model) {
+    /* an embedding that is also the output matrix is read as a whole; else one row of it is */
+    uint64_t unread = model->config.tied_output ? 0 : model->embedding->bytes;
+    return model->weight_bytes - unread + (unread ? unread / (uint64_t)model->config.vocab_size : 0);
+}
+
+uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type) {
+    const llm_config *c = &model->config;
+    const llm_type_info *info = llm_type_find(cache_type);
+    uint64_t numbers = 2 * (uint64_t)c->n_layers * llm__width_of(c, LLM__KV_WIDTH);
+    return info ? numbers * (uint64_t)info->block_bytes / (uint64_t)info->block_values : 0;
+}
+
+/* ---- A model on a device -------------------------------------------------------------- */
+
+typedef struct llm__network {
+    const llm_model *model;
+    llm_backend *backend;
+    llm_weight embedding, output;
+    llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
+    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data NULL: absent */
+    float *frequencies;     /* device, (rope_dim/2) */
+    llm_cache cache;
+} llm__network;
+
+/* The activations of a step, on the device: one allocation, sized once for the largest batch. */
+typedef struct llm__arena {
+    float *memory;
+    size_t bytes;
+    float *x;            /* (T, dim) the residual stream */
+    float *h;            /* (T, dim) its normalised copy */
+    float *q, *attended; /* (T, n_heads, head_dim) */
+    float *k, *v;        /* (T, n_kv_heads, head_dim) */
+    float *gate, *up;    /* (T, hidden_dim) */
+    float *angles;       /* (T, rope_dim/2, 2) */
+    float *rows;         /* (max_logits, dim) the residual stream of the rows whose logits are wanted */
+    float *logits;       /* (max_logits, vocab_size) */
+    int max_logits;
+} llm__arena;
+
+/* A vector (norm, bias) as f32 in device memory. */
+static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    int64_t n = (int64_t)tensor->dims[0];
+    w->type = LLM_F32;
+    w->rows = 1;
+    w->cols = n;
+    float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
+    float *device = host ? (float *)backend->allocate(backend->context, (size_t)n * sizeof(float),
+                                                      "a vector of weights", err)
+                         : NULL;
+    if (host) llm_type_find(tensor->type)->unpack(tensor->data, host, n);
+    w->data = device;
+    bool ok = device && backend->upload(backend->context, device, host, (size_t)n * sizeof(float), err);
+    LLM_FREE(host);
+    return ok;
+}
+
+static bool llm__load_matrix(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    w->type = tensor->type;
+    w->rows = (int64_t)tensor->dims[1];
+    w->cols = (int64_t)tensor->dims[0];
+    return backend->load_weight(backend->context, w, tensor->data, err);
+}
+
+/* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
+ * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer"). */
+static bool llm__load_frequencies(llm__network *net, llm_error *err) {
+    const llm_config *c = &net->model->config;
+    int n = c->rope_dim / 2;
+    float *host = (float *)llm__new((size_t)n, sizeof(float), "the RoPE frequencies", err);
+    if (!host) return false;
+    for (int i = 0; i < n; i++) host[i] = (float)pow((double)c->rope_base, -2.0 * i / c->rope_dim);
+    llm_backend *b = net->backend;
+    net->frequencies = (float *)b->allocate(b->context, (size_t)n * sizeof(float), "the RoPE frequencies", err);
+    bool ok = net->frequencies && b->upload(b->context, net->frequencies, host, (size_t)n * sizeof(float), err);
+    LLM_FREE(host);
+    return ok;
+}
+
+static bool llm__load_cache(llm__network *net, llm_type type, int block_size, int64_t n_blocks,
+                            llm_error *err) {
+    const llm_config *c = &net->model->config;
+    llm_cache *cache = &net->cache;
+    llm_backend *b = net->backend;
+    cache->type = type;
+    cache->n_layers = c->n_layers;
+    cache->n_kv_heads = c->n_kv_heads;
+    cache->head_dim = c->head_dim;
+    cache->block_size = block_size;
+    cache->n_blocks = n_blocks;
+    uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 / (uint64_t)c->n_layers, layer,
+             all;
+    if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||
+        !llm__multiply(layer, (uint64_t)c->n_layers, &all) || all > SIZE_MAX / 2)
+        return llm__fail(err, LLM_ERROR_MEMORY,
+                         "a cache of %lld blocks of %d tokens is more than this machine can address",
+                         (long long)n_blocks, block_size);
+    cache->layer_bytes = (size_t)layer;
+    cache->keys = b->allocate(b->context, (size_t)all,
+                              "the keys of the cache (a smaller cache_bytes or context needs less)", err);
+    if (!cache->keys) return false;
+    cache->values = b->allocate(b->context, (size_t)all,
+                                "the values of the cache (a smaller cache_bytes or context needs less)", err);
+    return cache->values != NULL;
+}
+
+/* Bytes of one block in all layers, keys and values. */
+static size_t llm__block_bytes(const llm_cache *cache) {
+    return 2 * (size_t)cache->n_layers * (cache->layer_bytes / (size_t)cache->n_blocks);
+}
+
+/* One block of all layers between the cache and host memory (llm__block_bytes). */
+static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err) {
+    const llm_cache *cache = &net->cache;
+    llm_backend *b = net->backend;
+    size_t piece = cache->layer_bytes / (size_t)cache->n_blocks;
+    for (int i = 0; i < 2 * cache->n_layers; i++, host += piece) {
+        char *side = (char *)(i % 2 ? cache->values : cache->keys);
+        char *device = side + (size_t)(i / 2) * cache->layer_bytes + (size_t)block * piece;
+        if (!(out ? b->download(b->context, host, device, piece, err)
+                  : b->upload(b->context, device, host, piece, err)))
+            return false;
+    }
+    return true;
+}
+
+static void llm__network_free(llm__network *net) {
+    llm_backend *b = net->backend;
+    if (!b) return;
+    if (net->embedding.data) b->free_weight(b->context, &net->embedding);
+    if (net->output.data) b->free_weight(b->context, &net->output);
+    b->release(b->context, (void *)net->output_norm.data);
+    for (int i = 0; net->parts && i < net->model->config.n_layers * LLM__N_PARTS; i++) {
+        llm_weight *w = &net->parts[i];
+        if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
+        else if (w->data) b->free_weight(b->context, w);
+    }
+    LLM_FREE(net->parts);
+    b->release(b->context, net->frequencies);
+    b->release(b->context, net->cache.keys);
+    b->release(b->context, net->cache.values);
+    memset(net, 0, sizeof *net);
+}
+
+/* Put the model's weights on the device. On failure the caller frees what is there. */
+static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err) {
+    net->model = model;
+    net->backend = backend;
+    int n = model->config.n_layers * LLM__N_PARTS;
+    net->parts = (llm_weight *)llm__new((size_t)n, sizeof *net->parts, "the table of weights", err);
+    if (!net->parts || !llm__load_frequencies(net, err) ||
+        !llm__load_matrix(backend, model->embedding, &net->embedding, err) ||
+        !llm__load_vector(backend, model->output_norm, &net->output_norm, err))
+        return false;
+    if (!model->config.tied_output && !llm__load_matrix(backend, model->output, &net->output, err))
+        return false;
+    for (int i = 0; i < n; i++) {
+        bool vector = llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE;
+        if (model->parts[i] && !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
+                                        : llm__load_matrix(backend, model->parts[i], &net->parts[i], err)))
+            return false;
+    }
+    return true;
+}
+
+/* Numbers of the pieces of the arena, each a multiple of 16 so that all start on a cache line. */
+static bool llm__arena_create(llm__arena *a, const llm_config *c, llm_backend *b, int max_tokens,
+                              int max_logits, llm_error *err) {
+    uint64_t t = (uint64_t)max_tokens, logits = (uint64_t)max_logits;
+    struct {
+        float **piece;
+        uint64_t rows, cols;
+    } pieces[] = {
+        {&a->x, t, (uint64_t)c->dim},
+        {&a->h, t, (uint64_t)c->dim},
+        {&a->q, t, llm__width_of(c, LLM__Q_WIDTH)},
+        {&a->attended, t, llm__width_of(c, LLM__Q_WIDTH)},
+        {&a->k, t, llm__width_of(c, LLM__KV_WIDTH)},
+        {&a->v, t, llm__width_of(c, LLM__KV_WIDTH)},
+        {&a->gate, t, (uint64_t)c->hidden_dim},
+        {&a->up, t, (uint64_t)c->hidden_dim},
+        {&a->angles, t, (uint64_t)c->rope_dim},
+        {&a->rows, logits, (uint64_t)c->dim},
+        {&a->logits, logits, (uint64_t)c->vocab_size},
+    };
+    int n = (int)(sizeof pieces / sizeof pieces[0]);
+    uint64_t total = 0;
+    for (int i = 0; i < n; i++) { /* widths are below 2^31 x 2^31, rows below 2^31: the product may not fit */
+        uint64_t numbers;
+        if (!llm__multiply(pieces[i].rows, pieces[i].cols, &numbers) || numbers > SIZE_MAX / 64 ||
+            total > SIZE_MAX / 64)
+            return llm__fail(err, LLM_ERROR_MEMORY,
+                             "activations of %d tokens are more than this machine can address", max_tokens);
+        total += (numbers + 15) / 16 * 16;
+    }
+    a->max_logits = max_logits;
+    a->bytes = (size_t)total * sizeof(float);
+    a->memory = (float *)b->allocate(b->context, a->bytes,
+                                     "the activations of a step (a smaller max_batch_tokens needs less)", err);
+    float *next = a->memory;
+    for (int i = 0; next && i < n; i++) {
+        *pieces[i].piece = next;
+        next += (pieces[i].rows * pieces[i].cols + 15) / 16 * 16;
+    }
+    return a->memory != NULL;
+}
+
+/* Tell the device the largest of everything that steps of this model may bring. */
+static bool llm__reserve(const llm_engine_options *o, const llm_config *c, llm_error *err) {
+    llm_limits limits;
+    memset(&limits, 0, sizeof limits);
+    limits.max_tokens = o->max_batch_tokens;
+    limits.max_sequences = o->max_sequences;
+    limits.max_context = o->context_length;
+    limits.n_heads = c->n_heads;
+    limits.head_dim = c->head_dim;
+    limits.max_cols = llm__max(llm__max(c->dim, c->hidden_dim), (int64_t)llm__width_of(c, LLM__Q_WIDTH));
+    return o->backend->reserve(o->backend->context, &limits, err);
+}
+
+/* ---- The pass -------------------------------------------------------------------------- */
+
+/* x += attention of the normalised x */
+static void llm__attention_block(const llm__network *net, llm__arena *a, const llm_batch *batch, int layer,
+                                 bool naive) {
+    const llm_config *c = &net->model->config;
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
+    llm_backend *b = net->backend;
+    void *ctx = b->context;
+    int n = batch->n_tokens;
+    llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim),
+                                 naive};
+
+    b->rmsnorm(ctx, a->x, (const float *)w[LLM__ATTN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
+    b->matmul(ctx, a->h, &w[LLM__Q], (const float *)w[LLM__Q_BIAS].data, n, false, a->q);
+    b->matmul(ctx, a->h, &w[LLM__K], (const float *)w[LLM__K_BIAS].data, n, false, a->k);
+    b->matmul(ctx, a->h, &w[LLM__V], (const float *)w[LLM__V_BIAS].data, n, false, a->v);
+    b->rope_and_store(ctx, batch, &shape, c->rope_pairing, c->rope_dim, a->angles, NULL, NULL, c->norm_epsilon,
+                      a->q, a->k, a->v, &net->cache, layer);
+    b->attention(ctx, batch, &shape, a->q, &net->cache, layer, a->attended);
+    b->matmul(ctx, a->attended, &w[LLM__O], (const float *)w[LLM__O_BIAS].data, n, true, a->x);
+}
+
+/* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
+ * opens and closes gates for the other. */
+static void llm__feed_forward_block(const llm__network *net, llm__arena *a, int n, int layer) {
+    const llm_config *c = &net->model->config;
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
+    llm_backend *b = net->backend;
+    void *ctx = b->context;
+
+    b->rmsnorm(ctx, a->x, (const float *)w[LLM__FFN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
+    b->matmul(ctx, a->h, &w[LLM__GATE], NULL, n, false, a->gate);
+    b->matmul(ctx, a->h, &w[LLM__UP], NULL, n, false, a->up);
+    b->swiglu(ctx, a->gate, a->up, (int64_t)n * c->hidden_dim, a->gate);
+    b->matmul(ctx, a->gate, &w[LLM__DOWN], NULL, n, true, a->x);
+}
+
+/* Put the batch through all layers: fills the cache and leaves the residual stream in the arena. */
+static void llm__forward(const llm__network *net, llm__arena *a, const llm_batch *batch, bool naive) {
+    const llm_config *c = &net->model->config;
+    llm_backend *b = net->backend;
+    b->embed(b->context, batch, &net->embedding, a->x);
+    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, a->angles);
+    for (int layer = 0; layer < c->n_layers; layer++) {
+        llm__attention_block(net, a, batch, layer, naive);
+        llm__feed_forward_block(net, a, batch->n_tokens, layer);
+    }
+}
+
+/* The logits of entries first .. first + n - 1 of the batch's logit_rows, into the arena. Only the rows that
+ * somebody wants are worth this product: the output matrix is the largest of all. */
+static void llm__forward_logits(const llm__network *net, llm__arena *a, const llm_batch *batch, int first,
+                                int n) {
+    const llm_config *c = &net->model->config;
+    llm_backend *b = net->backend;
+    b->gather_rows(b->context, batch, a->x, c->dim, first, n, a->rows);
+    b->rmsnorm(b->context, a->rows, (const float *)net->output_norm.data, n, c->dim, c->norm_epsilon, a->rows);
+    b->matmul(b->context, a->rows, c->tied_output ? &net->embedding : &net->output, NULL, n, false, a->logits);
+}
+
+/* =====================================================================================
+ * [7] Sampling: from logits to a token
+ *
+ * The model ends in one number per vocabulary entry, the logit; softmax makes probabilities of
+ * them. Always taking the likeliest (greedy) is exact and repeatable, and dull: it
+ * tends to fall into loops. Drawing from the distribution as it is lets the long tail of
+ * unlikely tokens in, each harmless alone, but together a good part of the mass. So the distribution
+ * is shaped first, in this order:
+ *
+ *     repetition penalty   logits of recent tokens are made smaller (Keskar et al. 2019, "CTRL")
+ *     temperature          logits / T: below 1 sharpens, above 1 flattens
+ *     top-k                only the k likeliest (Fan et al. 2018)
+ *     top-p                only the fewest whose probabilities add up to p (Holtzman et al. 2019, "nucleus")
+ *     min-p                only those at least min_p times as likely as the likeliest (Nguyen et al. 2024)
+ *
+ * The last three all keep a beginning of the list sorted by probability, so together they keep the shortest
+ * of three beginnings. It is usually tens of entries out of a hundred thousand: instead of sorting
+ * everything, a heap (built in one pass) hands out the likeliest one after another until one of the filters
+ * says stop.
+ *
+ * Randomness: number `index` of stream `stream` is a function of (seed, stream, index) alone, with no state. So
+ * what a request draws cannot depend on what else runs, and can be drawn again after a preemption.
+ * ================================================================================== */
+
+double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint64_t x = llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index);
+    return (double)(x >> 11) * 0x1p-53; /* 53 bits: every double in [0, 1) of that spacing is equally likely */
+}
+
+/* The index of the largest; the first of equals. A NaN is never the largest. */
+static int32_t llm__argmax(const float *x, int n) {
+    int32_t best = 0;
+    float most = -INFINITY;
+    for (int i = 0; i < n; i++)
+        if (x[i] > most) {
+            most = x[i];
+            best = i;
+        }
+    return best;
+}
+
+/* ln(sum(exp(x))), shifted by the largest so that nothing overflows */
+static double llm__log_sum_exp(const float *x, int n) {
+    float most = x[llm__argmax(x, n)];
+    double sum = 0;
+    if (!(fabsf(most) <= FLT_MAX)) return most;
+    for (int i = 0; i < n; i++)
+        if (x[i] > most - 100)
+            sum += (double)expf(x[i] - most); /* e^-100 is below what a float holds beside 1 */
+    return (double)most + log(sum);
+}
+
+float llm_logprob(const float *logits, int n, int32_t id) {
+    if (id < 0 || id >= n) return -INFINITY;
+    double total = llm__log_sum_exp(logits, n);
+    return total > -INFINITY ? (float)((double)logits[id] - total) : -INFINITY;
+}
+
+llm_sampling llm_sampling_defaults(void) {
+    llm_sampling s;
+    memset(&s, 0, sizeof s);
+    s.top_p = 1;
+    s.repetition_penalty = 1;
+    s.penalty_window = 64;
+    return s;
+}
+
+static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
+    if (!(s->temperature >= 0) || s->temperature > 1e6f)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be 0 (greedy) or more",
+                         (double)s->temperature);
+    if (s->top_k < 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more", s->top_k);
+    if (!(s->top_p > 0 && s->top_p <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_p is %g: it must be above 0 and at most 1",
+                         (double)s->top_p);
+    if (!(s->min_p >= 0 && s->min_p <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1", (double)s->min_p);
+    if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none)",
+                         (double)s->repetition_penalty);
+    if (s->penalty_window < 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "penalty_window is %d: it must be 0 (all tokens) or more",
+                         s->penalty_window);
+    return true;
+}
+
+typedef struct llm__choice {
+    float logit;
+    int32_t id;
+} llm__choice;
+
+typedef struct llm__sampler { /* scratch, one per engine */
+    int vocab_size;
+    llm__choice *heap; /* (vocab_size) */
+    llm__choice *kept; /* (vocab_size) in order of probability */
+    uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
+    uint32_t n_draws;
+} llm__sampler;
+
+static void llm__sampler_free(llm__sampler *s) {
+    LLM_FREE(s->heap);
+    LLM_FREE(s->kept);
+    LLM_FREE(s->seen);
+    memset(s, 0, sizeof *s);
+}
+
+static bool llm__sampler_init(llm__sampler *s, int vocab_size, llm_error *err) {
+    s->vocab_size = vocab_size;
+    s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
+    s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
+    s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
+    if (s->heap && s->kept && s->seen) return true;
+    llm__sampler_free(s);
+    return false;
+}
+
+/* The order of all that follows: likelier first, the smaller id first among equals, so that ties break alike
+ * everywhere. */
+static bool llm__likelier(llm__choice a, llm__choice b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+static void llm__sift_down(llm__choice *heap, int n, int i) {
+    llm__choice moving = heap[i];
+    for (;;) {
+        int child = 2 * i + 1;
+        if (child >= n) break;
+        if (child + 1 < n && llm__likelier(heap[child + 1], heap[child])) child++;
+        if (!llm__likelier(heap[child], moving)) break;
+        heap[i] = heap[child];
+        i = child;
+    }
+    heap[i] = moving;
+}
+
+/* Logits of tokens among `recent` are pushed down: divided by the penalty if positive, else multiplied. Once
+ * each. */
+static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent, int n_recent) {
+    if (p->repetition_penalty == 1) return;
+    int n = p->penalty_window && p->penalty_window < n_recent ? p->penalty_window : n_recent;
+    if (++s->n_draws == 0) { /* the counter came round: forget the old marks */
+        memset(s->seen, 0, (size_t)s->vocab_size * sizeof *s->seen);
+        s->n_draws = 1;
+    }
+    for (int i = n_recent - n; i < n_recent; i++) {
+        int32_t id = recent[i];
+        if (s->seen[id] == s->n_draws) continue;
+        s->seen[id] = s->n_draws;
+        float *logit = &s->heap[id].logit;
+        *logit = *logit > 0 ? *logit / p->repetition_penalty : *logit * p->repetition_penalty;
+    }
+}
+
+/* e^(logit/T), relative to the likeliest's: 1 for that one, and 0 for what a float would not show beside it */
+static double llm__likelihood(const llm_sampling *p, float logit, float most) {
+    float x = (logit - most) / p->temperature;
+    return x > -87 ? (double)expf(x) : 0;
+}
+
+/* Apply the filters to heap[0 .. vocab_size): fills `kept` with what is left, likeliest first, and returns how
+ * many. */
+static int llm__filter(llm__sampler *s, const llm_sampling *p, double *mass) {
+    int n = s->vocab_size, n_kept = 0;
+    int limit = p->top_k && p->top_k < n ? p->top_k : n;
+    bool all = limit == n;
+    for (int i = n / 2 - 1; i >= 0; i--) llm__sift_down(s->heap, n, i);
+    float most = s->heap[0].logit;
+
+    /* What top-p measures itself against: the mass of all, or, after top-k, of the k (which must be handed out
+     * first). */
+    double total = 0;
+    if (all)
+        for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most);
+    double sum = 0;
+    for (; n_kept < limit; n_kept++) {
+        double weight = llm__likelihood(p, s->heap[0].logit, most);
+        bool enough = all && sum >= (double)p->top_p * total;
+        if (n_kept && (enough || weight < (double)p->min_p)) break;
+        s->kept[n_kept] = s->heap[0];
+        sum += weight;
+        s->heap[0] = s->heap[--n];
+        llm__sift_down(s->heap, n, 0);
+    }
+    if (!all && p->top_p < 1) {
+        /* min-p may have stopped before the k-th; the rest of the k count towards the mass all the same */
+        total = sum;
+        for (int i = n_kept; i < limit; i++) {
+            total += llm__likelihood(p, s->heap[0].logit, most);
+            s->heap[0] = s->heap[--n];
+            llm__sift_down(s->heap, n, 0);
+        }
+        int n_mass = 0;
+        for (sum = 0; n_mass < n_kept && (n_mass == 0 || sum < (double)p->top_p * total); n_mass++)
+            sum += llm__likelihood(p, s->kept[n_mass].logit, most);
+        n_kept = n_mass;
+    }
+    *mass = sum;
+    return n_kept;
+}
+
+/* What is left of a distribution after penalties, temperature and filters. */
+typedef struct llm__shaped {
+    const llm__choice *kept; /* (n) */
+    int n;
+    float most;  /* the largest logit */
+    double mass; /* of all likelihoods */
+} llm__shaped;
+
+/* logits (vocab_size) are left as they are. recent (n_recent): the sequence so far. The result lives in the
+ * sampler. */
+static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const float *logits,
+                              const int32_t *recent, int n_recent) {
+    for (int i = 0; i < s->vocab_size; i++) {
+        s->heap[i].logit = logits[i] == logits[i] ? logits[i] : -INFINITY; /* a NaN is never drawn */
+        s->heap[i].id = i;
+    }
+    llm__penalize(s, p, recent, n_recent);
+    int32_t best = 0;
+    for (int i = 1; i < s->vocab_size; i++)
+        if (llm__likelier(s->heap[i], s->heap[best])) best = i;
+
+    llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, 0};
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or no logit is finite */
+        shaped.kept = &s->heap[best];
+        shaped.n = 1;
+        shaped.mass = 1;
+    } else if (p->top_k || p->top_p < 1 || p->min_p > 0) {
+        shaped.n = llm__filter(s, p, &shaped.mass);
+        shaped.kept = s->kept;
+    } else {
+        for (int i = 0; i < shaped.n; i++) shaped.mass += llm__likelihood(p, shaped.kept[i].logit, shaped.most);
+    }
+    return shaped;
+}
+
+static double llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
+    return shaped->n == 1 ? 1 : llm__likelihood(p, shaped->kept[i].logit, shaped->most);
+}
+
+/* Choose a token: walk along the probabilities until a random point is passed. `index` counts the generated
+ * tokens of stream (sampling->seed, stream). */
+static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
+                           int n_recent, uint64_t stream, uint64_t index) {
+    if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
+    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
+    double point = llm_random(p->seed, stream, index) * shaped.mass;
+    int32_t last = shaped.kept[0].id;
+    for (int i = 0; i < shaped.n; i++) {
+        double weight = llm__shaped_weight(&shaped, p, i);
+        if (weight > 0) last = shaped.kept[i].id;
+        point -= weight;
+        if (point < 0) break;
+    }
+    return last; /* rounding may leave the point just past the end: then it is the last possible one */
+}
+
+/* The distribution that llm__sample draws from, as probabilities (vocab_size). */
+static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
+                              const int32_t *recent, int n_recent, float *probabilities) {
+    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
+    memset(probabilities, 0, (size_t)s->vocab_size * sizeof *probabilities);
+    for (int i = 0; i < shaped.n; i++)
+        probabilities[shaped.kept[i].id] = (float)(llm__shaped_weight(&shaped, p, i) / shaped.mass);
+}
+
+/* =====================================================================================
+ * [8] Scheduler: which tokens go into the next step
+ *
+ * A step costs about the same whether it carries one token or twenty: it is bound by reading the weights once.
+ * So requests should share steps. They arrive and end at different times and nobody knows their lengths, hence
+ * continuous batching (Yu et al. 2022, "Orca"): the batch is put together anew for every step. Who has ended
+ * leaves, who waits enters as soon as there is room, and a long prompt is cut into chunks that fill what the
+ * decoding sequences leave of the step's token budget (Agrawal et al. 2023, "Sarathi").
+ *
+ * Every sequence is described by two counts: n_tokens, the tokens that are known (the prompt, then also what
+ * was generated), and n_cached, those whose keys and values are in the cache. A prompt that waits has n_cached
+ * = 0; a sequence that decodes is always one token behind. The decision is the same for both: put some of the
+ * missing tokens into the batch.
+ *
+ * A step is decided in four moves:
+ *
+ *     llm__resume    who was preempted comes back, if there is room again
+ *     llm__admit     who waits enters, if there is room, in order of rank
+ *     llm__select    who takes part, and with how many tokens
+ *     llm__secure    blocks for all of them, the oldest first; where the pool is empty, the newest
+ *                    sequence gives up its blocks (is preempted) and comes back later
+ *
+ * The oldest sequence is never preempted for another, and each alone fits into the pool (llm_submit sees to
+ * it): so there is always one that gets on, and all come to their end.
+ * ================================================================================== */
+
+typedef struct llm__job llm__job;
+
+typedef struct llm__sequence { /* one sample of a request */
+    llm__job *job;
+    int sample;
+    int32_t *tokens; /* (job->limit + job->depth) the prompt, what was generated, what a draft proposes */
+    int n_tokens, n_cached; /* known; in the cache */
+    int n_drafted;          /* in the cache of the draft model */
+    int n_seen;             /* positions whose logits the request's hook has seen */
+    int n_scheduled;        /* known ones in the step that is being made */
+    int depth, n_proposed;  /* proposals wanted in this step; made */
+    int n_checked;          /* rows of logits that this step has brought so far */
+    bool rejected;          /* a proposal of this step: what follows it is void */
+    double acceptance;      /* running mean of the share of proposals that were accepted */
+    int place;              /* in llm__scheduler.sequences */
+    bool preempted;
+    int n_swapped; /* blocks in host memory, while preempted; their numbers stand in the table */
+    llm__table table;
+    llm_stream stream;
+    char *text; /* of its events since the last step, then what is held back (see llm__tell) */
+    size_t text_used, text_held;
+    llm_finish finish;
+} llm__sequence;
+
+struct llm__job { /* a request inside the engine, from submit to its last event; one allocation */
+    uint64_t id;
+    int64_t rank;        /* the smallest goes first */
+    double submitted;    /* on the clock */
+    llm_request request; /* its pointers point into this allocation */
+    int limit;           /* tokens at the most, prompt and generated */
+    int depth;           /* proposals in a step, at the most */
+    int n_live;          /* samples that have not ended */
+    bool running;
+    bool forked;              /* the prompt is done, and all samples have started */
+    llm__sequence *sequences; /* (n_samples); the first does the prompt, the others are forked from it */
+    llm__job *previous, *next;
+};
+
+typedef struct llm__queue { /* a list of jobs */
+    llm__job *first, *last;
+} llm__queue;
+
+/* Insert behind all that rank before it; with equal priorities that is at the end. */
+static void llm__queue_insert(llm__queue *q, llm__job *job) {
+    llm__job *after = q->last;
+    while (after && after->rank >= job->rank) after = after->previous;
+    job->previous = after;
+    job->next = after ? after->next : q->first;
+    *(after ? &after->next : &q->first) = job;
+    *(job->next ? &job->next->previous : &q->last) = job;
+}
+
+static void llm__queue_remove(llm__queue *q, llm__job *job) {
+    *(job->previous ? &job->previous->next : &q->first) = job->next;
+    *(job->next ? &job->next->previous : &q->last) = job->previous;
+}
+
+typedef struct llm__scheduler {
+    const llm_engine_options *options;
+    llm__pool pool;
+    llm__queue waiting, running;
+    int n_waiting;             /* jobs */
+    llm__sequence **sequences; /* (max_sequences) the admitted ones, oldest first; some may be preempted */
+    int n_sequences, n_preempted;
+    int promised_sequences;    /* of the running jobs: also those that are yet to be forked */
+    int turn;                  /* who is first, where not all fit into a step */
+    llm__network *networks[2]; /* whose caches are swapped: the target's, the draft's (or NULL) */
+    /* Blocks in host memory, for preemption by swapping. */
+    char *swap;         /* (n_swap, swap_block_bytes) */
+    int32_t *swap_free; /* (n_swap) a stack */
+    int64_t n_swap, n_swap_free;
+    size_t swap_block_bytes;
+    /* The batch that is being made, and its arrays. */
+    llm_batch batch;
+    llm__sequence **batch_sequences;                                 /* (max_sequences) */
+    int32_t *memory;                                                 /* all of these, one after another: */
+    int32_t *tokens, *positions, *slots, *logit_rows, *row_sequence; /* (max_batch_tokens) each */
+    int32_t *seq_first, *seq_count;                                  /* (max_sequences) each */
+    int32_t *block_tables;                                           /* (max_sequences, blocks of a context) */
+    double proposal_cost; /* of one proposal, in passes of the target over one row */
+    uint64_t n_preemptions, n_blocks_swapped, prefix_tokens, prefix_hits;
+} llm__scheduler;
+
+static void llm__scheduler_free(llm__scheduler *s) {
+    llm__pool_free(&s->pool);
+    LLM_FREE(s->sequences);
+    LLM_FREE(s->batch_sequences);
+    LLM_FREE(s->memory);
+    llm__aligned_free(s->swap);
+    LLM_FREE(s->swap_free);
+}
+
+/* Host memory for preempted blocks, taken once so that a step allocates nothing. */
+static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
+    const llm_engine_options *o = s->options;
+    if (o->preempt != LLM_PREEMPT_SWAP) return true;
+    for (int i = 0; i < 2; i++)
+        if (s->networks[i]) s->swap_block_bytes += llm__block_bytes(&s->networks[i]->cache);
+    s->n_swap = s->n_swap_free = (int64_t)(o->swap_bytes / s->swap_block_bytes);
+    if (s->n_swap > INT32_MAX) s->n_swap = s->n_swap_free = INT32_MAX;
+    s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
+                                       "preempted blocks (a smaller swap_bytes needs less)", err);
+    s->swap_free =
+        (int32_t *)llm__new((size_t)s->n_swap, sizeof *s->swap_free, "the list of preempted blocks", err);
+    if (!s->swap || !s->swap_free) return false;
+    for (int64_t i = 0; i < s->n_swap; i++) s->swap_free[i] = (int32_t)i;
+    return true;
+}
+
+static bool llm__scheduler_init(llm__scheduler *s, const llm_engine_options *o, int64_t n_blocks,
+                                llm__network *target, llm__network *draft, llm_error *err) {
+    s->options = o;
+    s->networks[0] = target;
+    s->networks[1] = draft;
+    uint64_t n = (uint64_t)o->max_sequences, t = (uint64_t)o->max_batch_tokens, tables = 0, numbers = 0;
+    if (!llm__multiply(n, (uint64_t)llm__divide_up(o->context_length, o->block_size), &tables) ||
+        !llm__add(tables, 5 * t + 2 * n, &numbers))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is too large");
+    s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
+                                    "the arrays of a batch (a smaller max_sequences needs less)", err);
+    s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
+    s->batch_sequences =
+        (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
+    if (!s->memory || !s->sequences || !s->batch_sequences ||
+        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache, err) ||
+        !llm__swap_init(s, err))
+        return false;
+    s->tokens = s->memory;
+    s->positions = s->tokens + t;
+    s->slots = s->positions + t;
+    s->logit_rows = s->slots + t;
+    s->row_sequence = s->logit_rows + t;
+    s->seq_first = s->row_sequence + t;
+    s->seq_count = s->seq_first + n;
+    s->block_tables = s->seq_count + n;
+    return true;
+}
+
+/* ---- Preemption --------------------------------------------------------------------------- */
+
+/* Copy a block of all caches to host memory, or back. */
+static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out, llm_error *err) {
+    char *memory = s->swap + (size_t)host * s->swap_block_bytes;
+    s->n_blocks_swapped++;
+    for (int i = 0; i < 2; i++) {
+        if (!s->networks[i]) continue;
+        if (!llm__block_copy(s->networks[i], block, memory, out, err)) return false;
+        memory += llm__block_bytes(&s->networks[i]->cache);
+    }
+    return true;
+}
+
+/* Take a sequence's blocks away. What they hold is saved, if there is room for it, or else computed again
+ * later; its tokens are known, so nothing is lost but time. */
+static bool llm__preempt(llm__scheduler *s, llm__sequence *sequence, llm_error *err) {
+    llm__table *table = &sequence->table;
+    int64_t used = llm__blocks_for(&s->pool, sequence->n_cached);
+    bool swap = s->n_swap > 0 && used > 0 && used <= s->n_swap_free && s->pool.n_copies == 0;
+    for (int i = 0; swap && i < used; i++)
+        if (!llm__swap_copy(s, table->blocks[i], s->swap_free[s->n_swap_free - 1 - i], true, err)) return false;
+    sequence->preempted = true;
+    sequence->n_scheduled = sequence->depth = 0;
+    s->n_preempted++;
+    s->n_preemptions++;
+    if (!swap) {
+        llm__table_clear(&s->pool, table);
+        sequence->n_cached = sequence->n_drafted = 0;
+        return true;
+    }
+    llm__table_trim(&s->pool, table, sequence->n_cached);
+    for (int64_t i = used; i-- > 0;) llm__pool_drop(&s->pool, table->blocks[i]); /* as llm__table_trim does */
+    for (int64_t i = 0; i < used; i++) table->blocks[i] = s->swap_free[--s->n_swap_free];
+    sequence->n_swapped = (int)used;
+    table->n_blocks = table->n_kept = 0;
+    table->identity = 0;
+    return true;
+}
+
+/* Give up the host memory of a sequence that was swapped. */
+static void llm__swap_release(llm__scheduler *s, llm__sequence *sequence) {
+    while (sequence->n_swapped > 0)
+        s->swap_free[s->n_swap_free++] = sequence->table.blocks[--sequence->n_swapped];
+}
+
+/* Blocks for what a sequence knows, the next token, and the proposals behind it. */
+static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *sequence) {
+    int64_t next = (int64_t)sequence->n_tokens + 1;
+    return llm__blocks_for(&s->pool, llm__min(next + sequence->job->depth, llm__max(sequence->job->limit, next)));
+}
+
+/* What the admitted sequences still miss of that. */
+static int64_t llm__blocks_missing(const llm__scheduler *s) {
+    int64_t missing = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        const llm__sequence *sequence = s->sequences[i];
+        if (!sequence->preempted)
+            missing += llm__max(llm__blocks_wanted(s, sequence) - sequence->table.n_blocks, 0);
+    }
+    return missing;
+}
+
+static bool llm__swap_in(llm__scheduler *s, llm__sequence *sequence, llm_error *err) {
+    llm__table *table = &sequence->table;
+    int n = sequence->n_swapped;
+    bool ok = true;
+    sequence->n_swapped = 0;
+    for (int i = 0; i < n; i++) {
+        int32_t host = table->blocks[i];
+        table->blocks[i] = llm__pool_take(&s->pool);
+        table->n_blocks++;
+        s->swap_free[s->n_swap_free++] = host;
+        ok = ok && llm__swap_copy(s, table->blocks[i], host, false, err);
+    }
+    if (ok) return true;
+    llm__table_clear(&s->pool, table); /* the device failed: compute it again */
+    sequence->n_cached = sequence->n_drafted = 0;
+    return false;
+}
+
+/* The oldest first; who does not fit stops those behind it, so that it is not overtaken for ever. */
+static bool llm__resume(llm__scheduler *s, llm_error *err) {
+    for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        if (!sequence->preempted) continue;
+        if (llm__blocks_wanted(s, sequence) > s->pool.n_free - llm__blocks_missing(s)) break;
+        sequence->preempted = false;
+        s->n_preempted--;
+        if (sequence->n_swapped > 0) {
+            if (!llm__swap_in(s, sequence, err)) return false;
+        } else {
+            int known = sequence->job->request.logits_hook ? sequence->n_seen
+                                                           : sequence->n_tokens - 1; /* a hook skips nothing */
+            sequence->n_cached = sequence->n_drafted =
+                llm__table_match(&s->pool, &sequence->table, sequence->tokens, known);
+        }
+    }
+    return true;
+}
+
+/* ---- Admission ----------------------------------------------------------------------------- */
+
+/* The policies differ in when the door is open. Static batching lets a group in and nobody else until all of it
+ * has ended; dynamic batching also waits for the group to fill, up to a time. Both leave places idle, which is
+ * the reason for continuous batching; they are here to be compared with it. */
+static bool llm__door_open(const llm__scheduler *s) {
+    const llm_engine_options *o = s->options;
+    if (!s->waiting.first) return false;
+    if (o->policy == LLM_POLICY_CONTINUOUS) return true;
+    if (s->running.first) return false;
+    if (o->policy == LLM_POLICY_STATIC) return true;
+    int64_t waiting = 0;
+    double oldest = s->waiting.first->submitted;
+    for (const llm__job *job = s->waiting.first; job && waiting < o->max_sequences; job = job->next) {
+        waiting += job->n_live;
+        if (job->submitted < oldest) oldest = job->submitted;
+    }
+    return waiting >= o->max_sequences || llm_seconds() - oldest >= o->batch_window;
+}
+
+static void llm__admit_job(llm__scheduler *s, llm__job *job) {
+    llm__sequence *sequence = &job->sequences[0];
+    llm__queue_remove(&s->waiting, job);
+    s->n_waiting--;
+    llm__queue_insert(&s->running, job);
+    job->running = true;
+    s->promised_sequences += job->n_live;
+    sequence->place = s->n_sequences;
+    s->sequences[s->n_sequences++] = sequence;
+    if (job->request.logits_hook) return; /* it wants to see the logits of the whole prompt */
+    int n_prompt = job->request.n_prompt;
+    sequence->n_cached = sequence->n_drafted =
+        llm__table_match(&s->pool, &sequence->table, sequence->tokens, n_prompt - 1);
+    s->prefix_tokens += (uint64_t)n_prompt;
+    s->prefix_hits += (uint64_t)sequence->n_cached;
+}
+
+static void llm__admit(llm__scheduler *s) {
+    if (s->n_preempted > 0 || !llm__door_open(s)) return;
+    int64_t free = s->pool.n_free - llm__blocks_missing(s);
+    for (llm__job *job; (job = s->waiting.first) != NULL;) {
+        if (s->promised_sequences + job->n_live > s->options->max_sequences) return;
+        int64_t before = s->pool.n_free, wanted = llm__blocks_for(&s->pool, job->request.n_prompt + 1);
+        if (wanted > free && s->n_sequences > 0) return;
+        llm__admit_job(s, job);
+        /* what of the prompt was found in the prefix cache is shared, or was free */
+        free -= wanted - job->sequences[0].table.n_blocks + (before - s->pool.n_free);
+    }
+}
+
+/* What one more row in a pass of the target is assumed to cost, where the pass with one row costs 1. It is a constant, and not
+ * measured, so that the depth of speculation, and with it a sampled text, is the same on every run. */
+#define LLM__ROW_COST 0.1
+
+static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *sequence); /* chapter 9 */
+
+/* ---- The step's tokens ------------------------------------------------------------------------ */
+
+/* Is the sequence still at its prompt, or, after a preemption, at what it has known before? */
+static bool llm__in_prompt(const llm__sequence *sequence) {
+    return !sequence->job->forked || sequence->n_tokens - sequence->n_cached > 1;
+}
+
+/* Who takes part. Decoding sequences first, so that they keep their pace; prompts share what is left of the
+ * budget. The turn goes round, so that with more sequences than tokens in a step each has its share. What a
+ * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. */
+static void llm__select(llm__scheduler *s) {
+    int budget = s->options->max_batch_tokens, n = s->n_sequences;
+    for (int i = 0; i < n; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        sequence->n_scheduled = sequence->depth = sequence->n_proposed = sequence->n_checked = 0;
+        sequence->rejected = false;
+        sequence->n_drafted =
+            (int)llm__min(sequence->n_drafted, sequence->n_cached); /* ahead, where a step has failed */
+    }
+    for (int pass = 0; pass < 2; pass++)
+        for (int i = 0; i < n && budget > 0; i++) {
+            int prompts = s->options->chunked_prefill
+                              ? pass == 1
+                              : pass == 0; /* a prompt in one piece might never fit behind the others */
+            llm__sequence *sequence = s->sequences[prompts ? i : (i + s->turn) % n];
+            if (sequence->preempted || llm__in_prompt(sequence) != (prompts == 1)) continue;
+            int missing = sequence->n_tokens - sequence->n_cached;
+            if (prompts && sequence->job->forked)
+                missing--; /* what is known again first; then, as ever, a step for the next token */
+            int depth = prompts ? 0 : llm__speculation_depth(s, sequence);
+            bool whole = !prompts || !s->options->chunked_prefill;
+            if (whole && missing + depth > budget) continue;
+            sequence->n_scheduled = (int)llm__min(missing, budget);
+            sequence->depth = depth;
+            budget -= sequence->n_scheduled + depth;
+        }
+    s->turn = n ? (s->turn + 1) % n : 0;
+}
+
+/* Slots for all that was selected. */
+static bool llm__secure(llm__scheduler *s, llm_error *err) {
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        int first = sequence->n_cached;
+        /* A draft that lags behind writes below first; no other sequence shares these blocks while it still has
+         * to. */
+        while (sequence->n_scheduled && !llm__table_grow(&s->pool, &sequence->table, first,
+                                                         first + sequence->n_scheduled + sequence->depth)) {
+            int victim = s->n_sequences - 1;
+            while (victim > i && (s->sequences[victim]->preempted || s->sequences[victim]->table.n_blocks == 0))
+                victim--;
+            if (!llm__preempt(s, s->sequences[victim], err)) return false;
+        }
+    }
+    return true;
+}
+
+/* Decide the next step. */
+static bool llm__schedule(llm__scheduler *s, llm_error *err) {
+    if (!llm__resume(s, err)) return false;
+    llm__admit(s);
+    llm__select(s);
+    return llm__secure(s, err);
+}
+
+/* ---- Batches ------------------------------------------------------------------------------------ */
+
+static void llm__batch_clear(llm__scheduler *s) {
+    s->batch.n_tokens = s->batch.n_sequences = s->batch.n_logits = 0;
+}
+
+/* Put the tokens first .. first + count - 1 of a sequence into the batch, and ask for the logits after
+ * positions wanted and later. */
+static void llm__batch_add(llm__scheduler *s, llm__sequence *sequence, int first, int count, int wanted) {
+    llm_batch *b = &s->batch;
+    s->batch_sequences[b->n_sequences] = sequence;
+    s->seq_first[b->n_sequences] = b->n_tokens;
+    s->seq_count[b->n_sequences] = count;
+    for (int p = first; p < first + count; p++) {
+        int t = b->n_tokens++;
+        s->tokens[t] = sequence->tokens[p];
+        s->positions[t] = p;
+        s->slots[t] = llm__table_slot(&s->pool, &sequence->table, p);
+        if (p < wanted) continue;
+        s->row_sequence[b->n_logits] = b->n_sequences;
+        s->logit_rows[b->n_logits++] = t;
+    }
+    b->n_sequences++;
+}
+
+/* Copy the block tables into the batch, as narrow as they can be. */
+static void llm__batch_finish(llm__scheduler *s) {
+    llm_batch *b = &s->batch;
+    b->table_stride = 1;
+    for (int i = 0; i < b->n_sequences; i++)
+        b->table_stride = (int)llm__max(b->table_stride, s->batch_sequences[i]->table.n_blocks);
+    for (int i = 0; i < b->n_sequences; i++) {
+        const llm__table *table = &s->batch_sequences[i]->table;
+        memcpy(s->block_tables + (int64_t)i * b->table_stride, table->blocks,
+               (size_t)table->n_blocks * sizeof(int32_t));
+    }
+    b->tokens = s->tokens;
+    b->positions = s->positions;
+    b->slots = s->slots;
+    b->seq_first = s->seq_first;
+    b->seq_count = s->seq_count;
+    b->block_tables = s->block_tables;
+    b->block_size = s->pool.block_size;
+    b->logit_rows = s->logit_rows;
+}
+
+/* The batch of the target model: what was selected, and what was proposed behind it. */
+static void llm__batch_target(llm__scheduler *s) {
+    llm__batch_clear(s);
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        const llm__job *job = sequence->job;
+        int wanted = job->limit > job->request.n_prompt ? sequence->n_tokens - 1 : INT_MAX;
+        if (job->request.logits_hook) wanted = sequence->n_seen;
+        int n_proposed = sequence->n_proposed;
+        if (sequence->n_scheduled)
+            llm__batch_add(s, sequence, sequence->n_cached, sequence->n_scheduled + n_proposed, wanted);
+    }
+    llm__batch_finish(s);
+}
+
+/* ---- Ends ------------------------------------------------------------------------------------------ */
+
+/* A sequence has ended: its blocks are free at once, its place in the lists after the step. */
+static void llm__end_sequence(llm__scheduler *s, llm__sequence *sequence, llm_finish finish) {
+    llm__job *job = sequence->job;
+    sequence->finish = finish;
+    llm__swap_release(s, sequence);
+    llm__table_clear(&s->pool, &sequence->table);
+    if (sequence->preempted) s->n_preempted--;
+    sequence->preempted = false;
+    job->n_live--;
+    if (job->running) s->promised_sequences--;
+}
+
+static void llm__drop_ended(llm__scheduler *s) {
+    int n = 0;
+    for (int i = 0; i < s->n_sequences; i++)
+        if (!s->sequences[i]->finish) {
+            s->sequences[n] = s->sequences[i];
+            s->sequences[n]->place = n;
+            n++;
+        }
+    s->n_sequences = n;
+}
+
+/* =====================================================================================
+ * [9] Speculation: a draft proposes, the target verifies
+ *
+ * Decoding one sequence reads all weights for every token, and leaves the arithmetic idle. Verifying K guessed
+ * tokens takes one pass over K + 1 rows, which costs hardly more than a pass over one. So let something cheap
+ * guess: a small model with the same vocabulary (the draft), or the text itself, where it repeats (prompt
+ * lookup). Guesses that the target agrees with are kept; the first that it does not agree with is replaced by
+ * the target's own choice, and the rest is dropped. The output is exactly what the target alone would give:
+ *
+ *     position      ...  n-1    n     n+1   n+2   n+3
+ *     known              the    cat
+ *     draft, K = 3                    sat   on    a            3 small passes
+ *     target                    sat   on    the   ...          1 large pass: logits after cat, sat, on, a
+ *     result                          sat   on    the          2 accepted, 1 corrected: 3 tokens for one pass
+ *
+ * With greedy choice "agree" means: the same token. With sampling (Leviathan et al. 2023, "Fast Inference from
+ * Transformers via Speculative Decoding"; Chen et al. 2023) a guess d, drawn from the draft's distribution q,
+ * is accepted with probability min(1, p(d)/q(d)), where p is the target's; else the token is drawn from what p
+ * has more than q: max(0, p - q), normalised. Then a token t comes out with probability q(t) min(1, p(t)/q(t))
+ * + (mass rejected) x residual(t) = min(p, q) + max(0, p - q) = p(t), whatever q is. p and q are the
+ * distributions after penalties, temperature and filters.
+ *
+ * If each guess is accepted with probability a, a step gives 1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
+ * tokens.
+ *
+ * The draft's cache is indexed by the same block tables as the target's. What was guessed wrongly leaves
+ * garbage in slots behind the end of the sequence; no position before its own ever reads them, and the right
+ * tokens overwrite them.
+ * ================================================================================== */
+
+/* Four kinds of random numbers must not touch: those of plain sampling (lane 0), of the guess, of its test, of
+ * the correction. */
+static double llm__lane_random(const llm__sequence *sequence, uint64_t lane, int index) {
+    return llm_random(sequence->job->request.sampling.seed, (uint64_t)sequence->sample | lane << 32,
+                      (uint64_t)index);
+}
+
+/* How many tokens to propose for a sequence. This depends on the sequence alone and never on the clock or on
+ * its neighbours, since it decides which random numbers are used for which token. */
+static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *sequence) {
+    const llm__job *job = sequence->job;
+    int most = (int)llm__min(job->depth, job->limit - sequence->n_tokens - 1); /* a step gives one token more */
+    if (most <= 0 || !job->forked) return 0;
+    if (job->request.speculate != LLM_SPECULATE_AUTO) return most;
+    /* The depth with the most tokens per cost. A proposal costs a pass of the draft and a row more in the
+     * target's. */
+    double cost = job->request.lookup ? LLM__ROW_COST : s->proposal_cost;
+    double a = sequence->acceptance, tokens = 1, power = 1, best = 1;
+    int depth = 0;
+    for (int k = 1; k <= most; k++) {
+        tokens += power *= a;
+        double rate = tokens / (1 + k * cost);
+        if (rate > best) {
+            best = rate;
+            depth = k;
+        }
+    }
+    return depth == 0 && sequence->n_tokens % 16 == 0 ? 1 : depth; /* try again now and then: texts change */
+}
+
+/* ---- The rule -------------------------------------------------------------------------------------- */
+
+/* Is a guess accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
+static bool llm__accept(double p, double q, double u) { return u * q < p; }
+
+/* A token from max(0, p - q), normalised. q NULL: all of it is on `guess` (or, for a guess of -1, nowhere: then
+ * from p). */
+static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t guess, double u) {
+    double total = 0, point;
+    int32_t last = guess < 0 ? 0 : guess;
+    for (int i = 0; i < n; i++) {
+        double more = q ? (double)p[i] - (double)q[i] : i == guess ? 0 : (double)p[i];
+        if (more > 0) total += more;
+    }
+    point = u * total;
+    for (int i = 0; i < n; i++) {
+        double more = q ? (double)p[i] - (double)q[i] : i == guess ? 0 : (double)p[i];
+        if (more <= 0) continue;
+        last = i;
+        point -= more;
+        if (point < 0) break;
+    }
+    return last;
+}
+
+/* ---- Prompt lookup ------------------------------------------------------------------------------
+ * Where the last few tokens have occurred before, what followed then is a good guess for what follows now:
+ * names, quotations, code (Saxena 2023, "Prompt lookup decoding"). */
+static void llm__propose_lookup(llm__sequence *sequence) {
+    int n = sequence->n_tokens;
+    int32_t *tokens = sequence->tokens;
+    for (int length = 3; length >= 1; length--)
+        for (int start = n - length - 1; start >= 0; start--) {
+            if (memcmp(tokens + start, tokens + n - length, (size_t)length * sizeof *tokens)) continue;
+            for (int from = start + length; from < n && sequence->n_proposed < sequence->depth; from++)
+                tokens[n + sequence->n_proposed++] = tokens[from];
+            return;
+        }
+}
+
+/* ---- A draft model ------------------------------------------------------------------------------- */
+
+typedef struct llm__speculator {
+    llm__network draft; /* draft.model NULL: none */
+    llm__arena arena;
+    int max_depth, vocab_size;
+    float *logits;        /* (arena.max_logits, vocab_size) of the draft, host */
+    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions that guesses were drawn
+                             from */
+    float *target;        /* (vocab_size) the one that a guess is tested against */
+    uint64_t proposed, accepted, proposed_at[16], accepted_at[16];
+} llm__speculator;
+
+static void llm__speculator_free(llm__speculator *sp) {
+    llm_backend *b = sp->draft.backend;
+    if (b) b->release(b->context, sp->arena.memory);
+    llm__network_free(&sp->draft);
+    LLM_FREE(sp->logits);
+    LLM_FREE(sp->probabilities);
+    LLM_FREE(sp->target);
+    memset(sp, 0, sizeof *sp);
+}
+
+/* A guess is an id: both models have to mean the same by it. */
+static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft, llm_error *err) {
+    const llm_tokenizer *a = target->tokenizer, *b = draft->tokenizer;
+    int32_t n = llm_tokenizer_size(a);
+    if (n != llm_tokenizer_size(b))
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT,
+            "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be the same",
+            llm_file_path(draft->file), llm_tokenizer_size(b), n);
+    for (int32_t i = 0; i < n; i++) {
+        llm_string x = llm_tokenizer_text(a, i), y = llm_tokenizer_text(b, i);
+        if (llm__compare_strings(&x, &y))
+            return llm__fail(
+                err, LLM_ERROR_ARGUMENT,
+                "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's is \"%s\"",
+                llm_file_path(draft->file), i, llm__show(y).text, llm__show(x).text);
+    }
+    return true;
+}
+
+/* Put the draft (NULL: none, for lookup only) on the target's device, beside a cache of as many blocks. */
+static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
+                                 int64_t n_blocks, int max_logits, llm_error *err) {
+    const llm_model *draft = o->draft;
+    sp->max_depth = o->max_speculation;
+    sp->vocab_size = target->config.vocab_size;
+    size_t vocab = (size_t)sp->vocab_size;
+    if (!(sp->target = (float *)llm__new(vocab, sizeof(float), "a distribution", err))) return false;
+    if (!draft) return true;
+    if (!llm__same_vocabulary(target, draft, err)) return false;
+    if (draft->config.context_length < o->context_length)
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT,
+            "%s: the draft was trained for %d tokens, and context_length is %d: set it to %d or less",
+            llm_file_path(draft->file), draft->config.context_length, o->context_length,
+            draft->config.context_length);
+    sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits", err);
+    sp->probabilities = (float *)llm__new(
+        (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
+        "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
+    return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
+           llm__load_cache(&sp->draft, o->cache_type, o->block_size, n_blocks, err) &&
+           llm__arena_create(&sp->arena, &draft->config, o->backend, o->max_batch_tokens, max_logits, err) &&
+           llm__reserve(o, &draft->config, err);
+}
+
+static float *llm__guess_distribution(const llm__speculator *sp, const llm__sequence *sequence, int guess) {
+    return sp->probabilities +
+           ((size_t)sequence->place * (size_t)sp->max_depth + (size_t)guess) * (size_t)sp->vocab_size;
+}
+
+/* The draft's next guess for a sequence, drawn from its logits just as the target's tokens are. */
+static void llm__guess(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
+                       const float *logits) {
+    const llm_sampling *p = &sequence->job->request.sampling;
+    int n = sequence->n_tokens + sequence->n_proposed;
+    float *q = llm__guess_distribution(sp, sequence, sequence->n_proposed);
+    int32_t guess;
+    if (p->temperature == 0) {
+        guess = llm__sample(sampler, p, logits, sequence->tokens, n, 0, 0);
+        memset(q, 0, (size_t)sp->vocab_size * sizeof *q);
+        q[guess] = 1;
+    } else {
+        llm__distribution(sampler, p, logits, sequence->tokens, n, q);
+        guess = llm__draw_residual(q, NULL, sp->vocab_size, -1,
+                                   llm__lane_random(sequence, 1, n - sequence->job->request.n_prompt));
+    }
+    sequence->tokens[n] = guess;
+    sequence->n_proposed++;
+}
+
+/* Up to where the draft has to read a sequence in this step: as far as the target, in a prompt; else so far
+ * that its next guess can be made. */
+static int llm__draft_goal(const llm__sequence *sequence) {
+    if (!sequence->n_scheduled || sequence->job->depth == 0 || sequence->job->request.lookup) return 0;
+    if (llm__in_prompt(sequence)) return sequence->n_cached + sequence->n_scheduled;
+    return sequence->n_proposed < sequence->depth ? sequence->n_tokens + sequence->n_proposed : 0;
+}
+
+/* One pass of the draft over what it misses: a batch as ragged as any, of chunks of prompts and single tokens.
+ * *more is false when there was nothing to do. */
+static bool llm__draft_pass(llm__speculator *sp, llm__scheduler *s, llm__sampler *sampler, bool *more,
+                            llm_error *err) {
+    llm_backend *b = sp->draft.backend;
+    llm_batch *batch = &s->batch;
+    llm__batch_clear(s);
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        int goal = llm__draft_goal(sequence), first = sequence->n_drafted;
+        int count = (int)llm__min(goal - first, s->options->max_batch_tokens - batch->n_tokens);
+        if (count <= 0) continue;
+        bool guess = goal >= sequence->n_tokens && sequence->depth > 0;
+        llm__batch_add(s, sequence, first, count, guess ? goal - 1 : INT_MAX);
+    }
+    *more = batch->n_tokens > 0;
+    if (!*more) return true;
+    llm__batch_finish(s);
+    if (!b->begin_step(b->context, batch, err)) return false;
+    llm__forward(&sp->draft, &sp->arena, batch, s->options->naive_attention);
+    for (int first = 0; first < batch->n_logits; first += sp->arena.max_logits) {
+        int n = (int)llm__min(sp->arena.max_logits, batch->n_logits - first);
+        llm__forward_logits(&sp->draft, &sp->arena, batch, first, n);
+        if (!b->download(b->context, sp->logits, sp->arena.logits,
+                         (size_t)n * (size_t)sp->vocab_size * sizeof(float), err))
+            return false;
+        for (int i = 0; i < n; i++)
+            llm__guess(sp, sampler, s->batch_sequences[s->row_sequence[first + i]],
+                       sp->logits + (size_t)i * (size_t)sp->vocab_size);
+    }
+    if (!b->end_step(b->context, err) || !b->sync(b->context, err)) return false;
+    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
+    return true;
+}
+
+/* Fill in the proposals of all sequences that are to have some in this step. */
+static bool llm__propose(llm__speculator *sp, llm__scheduler *s, llm__sampler *sampler, llm_error *err) {
+    bool more = sp->draft.model != NULL;
+    for (int i = 0; i < s->n_sequences; i++)
+        if (s->sequences[i]->job->request.lookup && s->sequences[i]->depth > 0)
+            llm__propose_lookup(s->sequences[i]);
+    while (more)
+        if (!llm__draft_pass(sp, s, sampler, &more, err)) return false;
+    return true;
+}
+
+/* ---- Verification ---------------------------------------------------------------------------------- */
+
+/* The next token of a sequence, from the target's logits behind its last known token: the proposal that stands
+ * there, if there is one and it passes; else the target's own choice, and then *rejected says that the
+ * proposals behind it are void. */
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
+                           const float *logits, bool *rejected) {
+    const llm_request *r = &sequence->job->request;
+    int position = sequence->n_checked++, index = sequence->n_tokens - r->n_prompt;
+    *rejected = false;
+    if (position >= sequence->n_proposed)
+        return llm__sample(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens,
+                           (uint64_t)sequence->sample, (uint64_t)index);
+
+    int32_t guess = sequence->tokens[sequence->n_tokens];
+    const float *p = sp->target, *q = r->lookup ? NULL : llm__guess_distribution(sp, sequence, position);
+    llm__distribution(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens, sp->target);
+    bool accepted =
+        llm__accept((double)p[guess], q ? (double)q[guess] : 1, llm__lane_random(sequence, 2, index));
+    int column = position < 15 ? position : 15;
+    sp->proposed++;
+    sp->proposed_at[column]++;
+    sp->accepted += accepted;
+    sp->accepted_at[column] += accepted;
+    sequence->acceptance += 0.1 * ((accepted ? 1 : 0) - sequence->acceptance);
+    *rejected = !accepted;
+    return accepted ? guess
+                    : llm__draw_residual(p, q, sp->vocab_size, guess, llm__lane_random(sequence, 3, index));
+}
+
+/* =====================================================================================
+ * [10] Engine: submit, step, events, cancel, statistics
+ *
+ * The engine owns a model on a device, a cache and a scheduler, and turns requests into events. It has no
+ * thread of its own: whoever calls llm_step drives it, one forward pass at a time, and reads the
+ * events of that pass. So it fits into a program with a loop of its own, a server's or a game's.
+ * ================================================================================== */
+
+struct llm_engine {
+    const llm_model *model;
+    llm_engine_options options;
+    llm_backend *own_backend; /* NULL: the caller's */
+    llm__network network;
+    llm__arena arena;
+    llm__scheduler scheduler;
+    llm__sampler sampler;
+    llm__speculator speculator;
+    float *logits;     /* (arena.max_logits, vocab_size) host */
+    float *hooked;     /* (vocab_size) a copy that a hook may change */
+    llm__queue ended;  /* jobs whose last event may still be unread; freed by the next step */
+    llm_event *events; /* (max_events) */
+    int n_events, next_event, max_events;
+    int64_t n_live; /* samples that have not ended, of all jobs */
+    uint64_t last_id;
+    llm_statistics statistics;
+};
+
+llm_engine_options llm_engine_defaults(void) {
+    llm_engine_options o;
+    memset(&o, 0, sizeof o);
+    o.block_size = 16;
+    o.cache_type = LLM_F16;
+    o.max_sequences = 16;
+    o.max_batch_tokens = 512;
+    o.max_speculation = 8;
+    o.batch_window = 0.05;
+    o.swap_bytes = 256u << 20;
+    o.prefix_cache = true;
+    o.chunked_prefill = true;
+    return o;
+}
+
+llm_request llm_request_defaults(void) {
+    llm_request r;
+    memset(&r, 0, sizeof r);
+    r.max_tokens = -1;
+    r.n_samples = 1;
+    r.sampling = llm_sampling_defaults();
+    return r;
+}
+
+/* ---- Creation --------------------------------------------------------------------------- */
+
+/* Check the options and fill in what was left to the engine. */
+static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
+    if (o->context_length < 0 || o->context_length > c->context_length)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
+                         o->context_length, c->context_length);
+    if (o->context_length == 0) o->context_length = c->context_length;
+    if (o->block_size < 1 || o->block_size > 1 << 20)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "block_size is %d: it must be from 1 to %d", o->block_size,
+                         1 << 20);
+    if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
+    if (o->max_sequences < 1 || o->max_sequences > 1 << 20)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is %d: it must be from 1 to %d",
+                         o->max_sequences, 1 << 20);
+    if (o->max_batch_tokens < 1 || o->max_batch_tokens > 1 << 20)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_batch_tokens is %d: it must be from 1 to %d",
+                         o->max_batch_tokens, 1 << 20);
+    if (o->max_speculation < 1 || o->max_speculation > 1024)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_speculation is %d: it must be from 1 to 1024",
+                         o->max_speculation);
+    if ((unsigned)o->policy > LLM_POLICY_DYNAMIC || (unsigned)o->preempt > LLM_PREEMPT_SWAP)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "policy %d or preempt %d is none that there is",
+                         (int)o->policy, (int)o->preempt);
+    if (!(o->batch_window >= 0 && o->batch_window <= 86400))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "batch_window is %g: it must be from 0 to 86400 seconds",
+                         o->batch_window);
+    if (o->n_threads < 0 || o->n_threads > 4096)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
+    return true;
+}
+
+/* How many blocks the pool gets. */
+static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
+                               llm_error *err) {
+    uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) * (uint64_t)o->block_size;
+    uint64_t context = (uint64_t)llm__divide_up(o->context_length, o->block_size);
+    uint64_t n = o->cache_bytes / block;
+    if (!o->cache_bytes) {
+        uint64_t budget = (1u << 30) / block;
+        n = context * (uint64_t)o->max_sequences;
+        if (n > budget) n = budget > context ? budget : context;
+    }
+    if (n == 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
+                         (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
+    if (n > (uint64_t)INT32_MAX / (uint64_t)o->block_size) /* slots are numbered by an int32 */
+        n = (uint64_t)INT32_MAX / (uint64_t)o->block_size;
+    *n_blocks = (int64_t)n;
+    return true;
+}
+
+/* Rows of logits that are made at a time: 16 MB of them, and at least one. */
+static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
+    int64_t rows = (16 << 20) / (int64_t)sizeof(float) / c->vocab_size;
+    return (int)llm__min(llm__max(rows, 1), o->max_batch_tokens);
+}
+
+static bool llm__engine_init(llm_engine *e, llm_error *err) {
+    const llm_config *c = llm_model_config(e->model);
+    llm_engine_options *o = &e->options;
+    int64_t n_blocks = 0;
+    if (!llm__engine_options(o, c, err) || !llm__engine_blocks(e->model, o, &n_blocks, err)) return false;
+    if (!o->backend) o->backend = e->own_backend = llm_cpu_backend(o->n_threads, LLM_ISA_AVX512, err);
+    if (!o->backend) return false;
+    int max_logits = llm__engine_logits(c, o);
+    if (!llm__network_load(&e->network, e->model, o->backend, err) ||
+        !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
+        !llm__arena_create(&e->arena, c, o->backend, o->max_batch_tokens, max_logits, err) ||
+        !llm__reserve(o, c, err) ||
+        !llm__speculator_init(&e->speculator, e->model, o, n_blocks, max_logits, err) ||
+        !llm__scheduler_init(&e->scheduler, o, n_blocks, &e->network, o->draft ? &e->speculator.draft : NULL,
+                             err) ||
+        !llm__sampler_init(&e->sampler, c->vocab_size, err))
+        return false;
+    e->scheduler.proposal_cost = LLM__ROW_COST; /* a row more in the target's pass ... */
+    if (o->draft)                     /* ... and a pass of the draft: both are bound by the bytes they read */
+        e->scheduler.proposal_cost +=
+            (double)llm_model_step_bytes(o->draft) / (double)llm_model_step_bytes(e->model);
+    e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float), "logits", err);
+    e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
+    return e->logits && e->hooked;
+}
+
+llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+    llm__clear(err);
+    if (!model) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_engine_create: the model is NULL");
+        return NULL;
+    }
+    llm_engine *e = (llm_engine *)llm__new(1, sizeof *e, "an engine", err);
+    if (!e) return NULL;
+    e->model = model;
+    e->options = options ? *options : llm_engine_defaults();
+    if (llm__engine_init(e, err)) return e;
+    llm_engine_free(e);
+    return NULL;
+}
+
+static void llm__free_jobs(llm__queue *q) {
+    while (q->first) {
+        llm__job *job = q->first;
+        llm__queue_remove(q, job);
+        LLM_FREE(job);
+    }
+}
+
+void llm_engine_free(llm_engine *e) {
+    if (!e) return;
+    llm__free_jobs(&e->scheduler.waiting);
+    llm__free_jobs(&e->scheduler.running);
+    llm__free_jobs(&e->ended);
+    llm__scheduler_free(&e->scheduler);
+    llm__speculator_free(&e->speculator);
+    llm__sampler_free(&e->sampler);
+    llm_backend *b = e->options.backend;
+    if (b) b->release(b->context, e->arena.memory);
+    llm__network_free(&e->network);
+    llm_backend_free(e->own_backend);
+    LLM_FREE(e->events);
+    LLM_FREE(e->logits);
+    LLM_FREE(e->hooked);
+    LLM_FREE(e);
+}
+
+/* ---- Submit ------------------------------------------------------------------------------ */
+
+static bool llm__check_stops(const llm_request *r, llm_error *err) {
+    if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_stop is %d, and stop is %s", r->n_stop,
+                         r->stop ? "given" : "NULL");
+    for (int i = 0; i < r->n_stop; i++)
+        if (!r->stop[i] || !r->stop[i][0])
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "stop text %d is empty", i);
+    return true;
+}
+
+static bool llm__check_speculation(const llm_engine *e, const llm_request *r, llm_error *err) {
+    const llm_engine_options *o = &e->options;
+    if (r->speculate == 0) return true;
+    if (r->speculate < LLM_SPECULATE_AUTO || r->speculate > o->max_speculation)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
+                         r->speculate, o->max_speculation);
+    if (!o->draft && !r->lookup)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "speculation needs a draft model (llm_engine_options.draft), or lookup");
+    if (r->logits_hook)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "speculation cannot run with a logits hook: one of the two must go");
+    return true;
+}
+
+static bool llm__request_check(const llm_engine *e, const llm_request *r, llm_error *err) {
+    int context = e->options.context_length, vocab = e->model->config.vocab_size;
+    if (!r->prompt || r->n_prompt < 1)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "the prompt is empty: it needs at least one token (BOS, say)");
+    if (r->max_tokens < -1)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "max_tokens is %d: it must be -1 (to the end of the context) or more", r->max_tokens);
+    if (r->n_samples < 1 || r->n_samples > e->options.max_sequences)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_samples is %d: it must be from 1 to max_sequences (%d)",
+                         r->n_samples, e->options.max_sequences);
+    if (!llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
+        !llm__check_speculation(e, r, err))
+        return false;
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
+        return llm__fail(err, LLM_ERROR_CAPACITY,
+                         "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
+                         context, context < e->model->config.context_length ? ", or raise context_length" : "");
+    for (int i = 0; i < r->n_prompt; i++)
+        if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d", i,
+                             r->prompt[i], vocab - 1);
+    return true;
+}
+
+/* Room for what is there already, and for all that the samples that live can tell before the next step: a token
+ * and its accepted proposals each, and that they were cancelled. */
+static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
+    int64_t wanted = e->n_events + (e->n_live + n_more) * (e->options.max_speculation + 2);
+    if (wanted <= e->max_events) return true;
+    if (wanted > INT32_MAX / 2)
+        return llm__fail(err, LLM_ERROR_CAPACITY, "too many requests wait in this engine");
+    wanted *= 2;
+    llm_event *events = (llm_event *)LLM_REALLOC(e->events, (size_t)wanted * sizeof *events);
+    if (!events)
+        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for events",
+                         (size_t)wanted * sizeof *events);
+    e->events = events;
+    e->max_events = (int)wanted;
+    return true;
+}
+
+/* A piece of a job's allocation: measured where base is NULL, handed out where it is not. Each starts on a
+ * multiple of 8. */
+static void *llm__carve(char *base, size_t *used, uint64_t count, size_t size) {
+    void *piece = base ? base + *used : NULL;
+    *used += ((size_t)count * size + 7) / 8 * 8;
+    return piece;
+}
+
+/* Lay out everything that a job and its samples will ever need behind the job itself, so that steps allocate
+ * nothing; returns the bytes of it. */
+static size_t llm__job_layout(llm__job *job, char *base, size_t text, int n_blocks) {
+    const llm_request *r = &job->request;
+    size_t used = (sizeof *job + 7) / 8 * 8;
+    int n = r->n_samples;
+    llm__sequence *sequences = (llm__sequence *)llm__carve(base, &used, (uint64_t)n, sizeof *sequences);
+    char **stop = (char **)llm__carve(base, &used, (uint64_t)r->n_stop, sizeof *stop);
+    for (int i = 0; i < r->n_stop; i++) {
+        size_t length = strlen(r->stop[i]) + 1;
+        char *copy = (char *)llm__carve(base, &used, length, 1);
+        if (base) stop[i] = (char *)memcpy(copy, r->stop[i], length);
+    }
+    for (int i = 0; i < n; i++) {
+        int32_t *tokens =
+            (int32_t *)llm__carve(base, &used, (uint64_t)job->limit + (uint64_t)job->depth, sizeof *tokens);
+        int32_t *blocks = (int32_t *)llm__carve(base, &used, (uint64_t)n_blocks, sizeof *blocks);
+        char *texts = (char *)llm__carve(base, &used, text, 1);
+        if (!base) continue;
+        sequences[i].tokens = tokens;
+        sequences[i].table.blocks = blocks;
+        sequences[i].text = texts;
+    }
+    if (base) {
+        job->sequences = sequences;
+        job->request.stop = (const char *const *)stop;
+    }
+    return used;
+}
+
+/* Bytes for the texts of one step's events: of each token that speculation may accept, of what the stream and
+ * the stop texts hold back. */
+static size_t llm__job_text(const llm_engine *e, const llm_request *r, int depth) {
+    size_t longest = 0;
+    for (int i = 0; i < r->n_stop; i++)
+        longest = (size_t)llm__max((int64_t)longest, (int64_t)strlen(r->stop[i]));
+    return ((size_t)depth + 3) * llm_stream_capacity(e->model->tokenizer) + 2 * longest;
+}
+
+static llm__job *llm__job_create(const llm_engine *e, const llm_request *r, llm_error *err) {
+    const llm_engine_options *o = &e->options;
+    const llm__pool *pool = &e->scheduler.pool;
+    int room = o->context_length - r->n_prompt;
+    llm__job plan; /* the sizes, before there is memory for it */
+    memset(&plan, 0, sizeof plan);
+    plan.request = *r;
+    plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
+    plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
+    plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
+    int64_t blocks = llm__blocks_for(pool, plan.limit);
+    if (blocks > pool->n_blocks) {
+        llm__fail(err, LLM_ERROR_CAPACITY,
+                  "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
+                  "tokens, or raise cache_bytes",
+                  (long long)blocks, pool->block_size, (long long)pool->n_blocks);
+        return NULL;
+    }
+    if (!o->chunked_prefill && plan.limit > o->max_batch_tokens) {
+        llm__fail(
+            err, LLM_ERROR_CAPACITY,
+            "the request may grow to %d tokens, and without chunked_prefill all must fit into one step of "
+            "max_batch_tokens (%d)",
+            plan.limit, o->max_batch_tokens);
+        return NULL;
+    }
+    size_t text = llm__job_text(e, r, plan.depth);
+    /* no more blocks than the pool has, no more tokens than the context: only the number of samples could
+     * overflow this */
+    uint64_t each = ((uint64_t)plan.limit + (uint64_t)plan.depth + (uint64_t)blocks) * sizeof(int32_t) + text +
+                    sizeof(llm__sequence),
+             all;
+    bool fits = llm__multiply(each, (uint64_t)r->n_samples, &all) && all < SIZE_MAX / 4;
+    size_t bytes = fits ? llm__job_layout(&plan, NULL, text, (int)blocks) : SIZE_MAX / 2;
+    llm__job *job = (llm__job *)llm__new(1, bytes, "a request", err);
+    if (!job) return NULL;
+    *job = plan;
+    llm__job_layout(job, (char *)job, text, (int)blocks);
+    job->n_live = r->n_samples;
+    for (int i = 0; i < r->n_samples; i++) {
+        llm__sequence *sequence = &job->sequences[i];
+        sequence->job = job;
+        sequence->sample = i;
+        sequence->table.capacity = (int)blocks;
+        sequence->acceptance = 0.7;      /* until it is known better */
+        sequence->stream.started = true; /* the text continues a prompt: its first space is part of it */
+        sequence->n_tokens = r->n_prompt;
+        memcpy(sequence->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
+    }
+    job->request.prompt = job->sequences[0].tokens;
+    return job;
+}
+
+bool llm_submit(llm_engine *e, const llm_request *request, uint64_t *id, llm_error *err) {
+    llm__clear(err);
+    if (!e || !request)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit: the engine or the request is NULL");
+    if (!llm__request_check(e, request, err) || !llm__reserve_events(e, request->n_samples, err)) return false;
+    llm__job *job = llm__job_create(e, request, err);
+    if (!job) return false;
+    job->id = ++e->last_id;
+    if (id) *id = job->id;
+    job->rank =
+        (int64_t)job->id - 64 * (int64_t)request->priority; /* so that all get older, and nobody starves */
+    job->submitted = llm_seconds();
+    llm__queue_insert(&e->scheduler.waiting, job);
+    e->scheduler.n_waiting++;
+    e->n_live += job->n_live;
+    e->statistics.requests_submitted++;
+    return true;
+}
+
+bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request, uint64_t *id,
+                     llm_error *err) {
+    llm__clear(err);
+    if (!e || !text)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit_text: the engine or the text is NULL");
+    llm_request r = request ? *request : llm_request_defaults();
+    size_t length = strlen(text);
+    int64_t capacity =
+        (int64_t)length + 8; /* a token is at least a byte; SentencePiece adds a space, and there is BOS */
+    int32_t *ids = (int32_t *)llm__new((size_t)capacity, sizeof *ids, "the tokens of a prompt", err);
+    if (!ids) return false;
+    int64_t n = llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, capacity, err);
+    bool ok = n >= 0;
+    if (n > capacity) { /* some vocabularies spell a byte with several tokens */
+        LLM_FREE(ids);
+        ids = (int32_t *)llm__new((size_t)n, sizeof *ids, "the tokens of a prompt", err);
+        ok = ids && llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
+    }
+    r.prompt = ids;
+    r.n_prompt = (int)llm__min(n, INT32_MAX);
+    ok = ok && llm_submit(e, &r, id, err);
+    LLM_FREE(ids);
+    return ok;
+}
+
+/* ---- Events ------------------------------------------------------------------------------ */
+
+/* Where in text (n) the first of the request's stop texts begins; n if nowhere. */
+static size_t llm__find_stop(const llm_request *r, const char *text, size_t n) {
+    for (size_t at = 0; at < n; at++)
+        for (int i = 0; i < r->n_stop; i++) {
+            size_t length = strlen(r->stop[i]);
+            if (length <= n - at && !memcmp(text + at, r->stop[i], length)) return at;
+        }
+    return n;
+}
+
+/* How many bytes at the end of text (n) may be the beginning of a stop text: they are held back. */
+static size_t llm__held_back(const llm_request *r, const char *text, size_t n) {
+    for (size_t at = 0; at < n; at++)
+        for (int i = 0; i < r->n_stop; i++)
+            if (strlen(r->stop[i]) > n - at && !memcmp(text + at, r->stop[i], n - at)) return n - at;
+    return 0;
+}
+
+/* The text of an event: what was held back, then that of the token, then, at an end, what the stream still has.
+ * What is given out stays where it is until the next step; what is held back stands behind it. Returns whether
+ * a stop text has come. */
+static bool llm__tell_text(llm_engine *e, llm__sequence *sequence, llm_event *event) {
+    const llm_tokenizer *tokenizer = e->model->tokenizer;
+    const llm_request *r = &sequence->job->request;
+    char *text = sequence->text + sequence->text_used;
+    size_t n = sequence->text_held;
+    if (event->token >= 0) n += llm_stream_decode(tokenizer, &sequence->stream, event->token, text + n);
+    if (event->finish) n += llm_stream_decode(tokenizer, &sequence->stream, -1, text + n);
+    size_t given = r->n_stop ? llm__find_stop(r, text, n) : n;
+    bool stopped = given < n;
+    if (!stopped && !event->finish && r->n_stop) given = n - llm__held_back(r, text, n);
+    event->text = text;
+    event->text_length = given;
+    sequence->text_used += given;
+    sequence->text_held = stopped ? 0 : n - given;
+    return stopped;
+}
+
+/* What a sample has to tell: a token (or -1), and whether it ends. */
+static void llm__tell(llm_engine *e, llm__sequence *sequence, int32_t token, float logprob, bool accepted,
+                      llm_finish finish) {
+    llm__job *job = sequence->job;
+    llm_event *event = &e->events[e->n_events++];
+    memset(event, 0, sizeof *event);
+    event->request = job->id;
+    event->sample = sequence->sample;
+    event->user = job->request.user;
+    event->token = token;
+    event->index = sequence->n_tokens - job->request.n_prompt - (token >= 0 && finish != LLM_FINISH_END);
+    event->logprob = logprob;
+    event->accepted = accepted;
+    event->finish = finish;
+    if (llm__tell_text(e, sequence, event) && finish != LLM_FINISH_CANCELLED) event->finish = LLM_FINISH_STOP;
+    if (!event->finish) return;
+    llm__end_sequence(&e->scheduler, sequence, event->finish);
+    e->n_live--;
+    if (job->n_live > 0) return;
+    llm__queue_remove(job->running ? &e->scheduler.running : &e->scheduler.waiting, job);
+    if (!job->running) e->scheduler.n_waiting--;
+    llm__queue_insert(&e->ended, job);
+    e->statistics.requests_finished++;
+}
+
+bool llm_next_event(llm_engine *e, llm_event *event) {
+    if (!e || !event || e->next_event == e->n_events) return false;
+    *event = e->events[e->next_event++];
+    return true;
+}
+
+bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
+    llm__clear(err);
+    if (!e) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_cancel: the engine is NULL");
+    llm__job *job = e->scheduler.running.first;
+    while (job && job->id != id) job = job->next;
+    if (!job) job = e->scheduler.waiting.first;
+    while (job && job->id != id) job = job->next;
+    if (!job)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "no request %llu runs or waits here (it may have ended)",
+                         (unsigned long long)id);
+    if (e->next_event == e->n_events) e->next_event = e->n_events = 0;
+    for (int i = 0; i < job->request.n_samples; i++)
+        if (!job->sequences[i].finish) llm__tell(e, &job->sequences[i], -1, 0, false, LLM_FINISH_CANCELLED);
+    llm__drop_ended(&e->scheduler);
+    return true;
+}
+
+/* ---- Step -------------------------------------------------------------------------------- */
+
+/* Between steps: what the last one told is over, and what ended in it can go. */
+static void llm__forget_events(llm_engine *e) {
+    llm__scheduler *s = &e->scheduler;
+    llm__free_jobs(&e->ended);
+    e->n_events = e->next_event = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        memmove(sequence->text, sequence->text + sequence->text_used, sequence->text_held);
+        sequence->text_used = 0;
+    }
+}
+
+/* The first n_cached tokens of a sequence are in the cache now: others may find them there. */
+static void llm__keep_prefix(llm__scheduler *s, llm__sequence *sequence, int n_cached) {
+    int known = s->networks[1] ? (int)llm__min(sequence->n_drafted, n_cached)
+                               : n_cached; /* a kept block holds what either model needs */
+    llm__table_keep(&s->pool, &sequence->table, sequence->tokens, known);
+}
+
+/* The first sample has done the prompt: the others start from its blocks. */
+static void llm__fork_samples(llm__scheduler *s, llm__job *job) {
+    job->forked = true;
+    llm__keep_prefix(s, &job->sequences[0],
+                     job->request.n_prompt); /* now, since the first token may be the last */
+    for (int i = 1; i < job->request.n_samples; i++) {
+        llm__sequence *sequence = &job->sequences[i];
+        llm__table_fork(&s->pool, &job->sequences[0].table, &sequence->table);
+        sequence->n_cached = sequence->n_seen =
+            job->request.n_prompt; /* the first one's count is set at the end of the step */
+        sequence->n_drafted = job->sequences[0].n_drafted;
+        sequence->place = s->n_sequences;
+        s->sequences[s->n_sequences++] = sequence;
+    }
+}
+
+/* Take the next token of a sequence, from the logits behind its last one, and tell. */
+static void llm__take_token(llm_engine *e, llm__sequence *sequence, const float *logits) {
+    llm__job *job = sequence->job;
+    const llm_request *r = &job->request;
+    int vocab = e->model->config.vocab_size;
+    if (r->logits_hook) {
+        memcpy(e->hooked, logits, (size_t)vocab * sizeof(float));
+        r->logits_hook(r->user, job->id, sequence->sample, sequence->n_tokens - 1, e->hooked);
+        sequence->n_seen = sequence->n_tokens;
+    }
+    if (job->limit == r->n_prompt) { /* max_tokens was 0 */
+        llm__tell(e, sequence, -1, 0, false, LLM_FINISH_LENGTH);
+        return;
+    }
+    bool proposed = sequence->n_checked < sequence->n_proposed;
+    int32_t id = llm__verify(&e->speculator, &e->sampler, sequence, r->logits_hook ? e->hooked : logits,
+                             &sequence->rejected);
+    float logprob = llm_logprob(logits, vocab, id);
+    e->statistics.generated_tokens++;
+    bool accepted = proposed && !sequence->rejected;
+    if (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id)) {
+        llm__tell(e, sequence, id, logprob, accepted, LLM_FINISH_END);
+        return;
+    }
+    sequence->tokens[sequence->n_tokens++] = id;
+    llm__tell(e, sequence, id, logprob, accepted,
+              sequence->n_tokens == job->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
+}
+
+/* One row of logits has arrived: of a position inside a prompt, for the hook; or of the last known token, or of
+ * a proposal behind it, unless what came before has made it void. */
+static void llm__take_logits(llm_engine *e, int row, float *logits) {
+    llm__scheduler *s = &e->scheduler;
+    llm__sequence *sequence = s->batch_sequences[s->row_sequence[row]];
+    llm__job *job = sequence->job;
+    int position = s->positions[s->logit_rows[row]];
+    if (position < sequence->n_tokens - 1) {
+        job->request.logits_hook(job->request.user, job->id, sequence->sample, position, logits);
+        sequence->n_seen = position + 1;
+        return;
+    }
+    if (sequence->finish || sequence->rejected) return;
+    if (job->forked) {
+        llm__take_token(e, sequence, logits);
+        return;
+    }
+    llm__fork_samples(s, job); /* the end of the prompt: the first token of all samples comes from one row */
+    for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], logits);
+}
+
+/* Copy the blocks that this step will write to and others hold too. */
+static void llm__run_copies(llm_engine *e) {
+    llm__pool *pool = &e->scheduler.pool;
+    llm_backend *b = e->options.backend;
+    if (pool->n_copies == 0) return;
+    b->copy_blocks(b->context, &e->network.cache, pool->copy_from, pool->copy_to, pool->n_copies);
+    if (e->options.draft)
+        b->copy_blocks(b->context, &e->speculator.draft.cache, pool->copy_from, pool->copy_to, pool->n_copies);
+    pool->n_copies = 0;
+}
+
+/* The target's pass, as far as the residual stream. */
+static bool llm__run_target(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm_backend *b = e->options.backend;
+    llm__batch_target(s);
+    if (!b->begin_step(b->context, &s->batch, err)) return false;
+    llm__forward(&e->network, &e->arena, &s->batch, e->options.naive_attention);
+    return true;
+}
+
+/* The logits of the batch, a slice at a time, each handed to the sequence that wants it. */
+static bool llm__run_logits(llm_engine *e, llm_error *err) {
+    const llm_batch *batch = &e->scheduler.batch;
+    llm_backend *b = e->options.backend;
+    size_t vocab = (size_t)e->model->config.vocab_size;
+    for (int first = 0; first < batch->n_logits; first += e->arena.max_logits) {
+        int n = (int)llm__min(e->arena.max_logits, batch->n_logits - first);
+        double start = llm_seconds();
+        llm__forward_logits(&e->network, &e->arena, batch, first, n);
+        if (!b->download(b->context, e->logits, e->arena.logits, (size_t)n * vocab * sizeof(float), err))
+            return false;
+        double middle = llm_seconds();
+        for (int i = 0; i < n; i++) llm__take_logits(e, first + i, e->logits + (size_t)i * vocab);
+        e->statistics.forward_seconds += middle - start;
+        e->statistics.sampling_seconds += llm_seconds() - middle;
+    }
+    return true;
+}
+
+/* A sequence after its step. What was known before is in the cache now, and so are the proposals that were
+ * accepted; the slots of the others are given back. */
+static void llm__settle(llm_engine *e, llm__sequence *sequence) {
+    llm__scheduler *s = &e->scheduler;
+    llm__job *job = sequence->job;
+    int prompt_left = job->request.n_prompt - sequence->n_cached;
+    if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, sequence->n_scheduled);
+    if (job->forked && sequence->n_checked > 0) e->statistics.decode_steps++;
+    sequence->n_cached += sequence->n_scheduled + (int)llm__max(sequence->n_checked - 1, 0);
+    if (sequence->finish) return;
+    sequence->n_drafted = (int)llm__min(sequence->n_drafted, sequence->n_cached);
+    llm__table_trim(&s->pool, &sequence->table, sequence->n_cached);
+    llm__keep_prefix(s, sequence, sequence->n_cached);
+    bool silent = job->limit == job->request.n_prompt &&
+                  !job->request.logits_hook; /* nobody wants anything of it but its end */
+    if (silent && sequence->n_cached == job->limit)
+        for (int i = 0; i < job->request.n_samples; i++)
+            llm__tell(e, &job->sequences[i], -1, 0, false, LLM_FINISH_LENGTH);
+}
+
+/* Make the step that was scheduled. */
+static bool llm__run_step(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm_backend *b = e->options.backend;
+    bool any = false; /* the only sequence that had its turn may have given up its blocks */
+    for (int i = 0; i < s->n_sequences; i++) any = any || s->sequences[i]->n_scheduled > 0;
+    if (!any) return true;
+    double start = llm_seconds();
+    if (!llm__propose(&e->speculator, s, &e->sampler, err)) return false;
+    double middle = llm_seconds();
+    e->statistics.draft_seconds += middle - start;
+    if (!llm__run_target(e, err)) return false;
+    e->statistics.forward_seconds += llm_seconds() - middle;
+    if (!llm__run_logits(e, err) || !b->end_step(b->context, err) || !b->sync(b->context, err)) return false;
+    for (int i = 0; i < s->batch.n_sequences; i++) llm__settle(e, s->batch_sequences[i]);
+    e->statistics.steps++;
+    return true;
+}
+
+/* Nothing can be done yet, but something waits: for a batch to fill, with dynamic batching. */
+static void llm__wait_a_little(void) { poll(NULL, 0, 1); /* a millisecond */ }
+
+int llm_step(llm_engine *e, llm_error *err) {
+    llm__clear(err);
+    if (!e) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_step: the engine is NULL");
+        return -1;
+    }
+    double start = llm_seconds();
+    llm__scheduler *s = &e->scheduler;
+    llm__forget_events(e);
+    if (!s->running.first && !s->waiting.first) return 0;
+    bool ok = llm__schedule(s, err);
+    llm__run_copies(e); /* the block tables name the copies already, whatever else went wrong */
+    e->statistics.schedule_seconds += llm_seconds() - start;
+    if (ok && !s->running.first) llm__wait_a_little();
+    else if (ok) ok = llm__run_step(e, err);
+    llm__drop_ended(s); /* also those that ended in a step that then failed */
+    e->statistics.step_seconds += llm_seconds() - start;
+    return ok ? 1 : -1;
+}
+
+/* ---- Statistics ---------------------------------------------------------------------------- */
+
+/* Slots of the pool that hold a token. A block that k sequences share is counted by each as 1/k. */
+static int64_t llm__slots_used(const llm__scheduler *s) {
+    double used = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        const llm__sequence *sequence = s->sequences[i];
+        for (int k = 0; k < sequence->table.n_blocks; k++) {
+            int64_t tokens = llm__min(sequence->n_cached - (int64_t)k * s->pool.block_size, s->pool.block_size);
+            if (tokens > 0) used += (double)tokens / s->pool.references[sequence->table.blocks[k]];
+        }
+    }
+    return (int64_t)(used + 0.5);
+}
+
+llm_statistics llm_engine_statistics(const llm_engine *e) {
+    llm_statistics s;
+    memset(&s, 0, sizeof s);
+    if (!e) return s;
+    s = e->statistics;
+    const llm__scheduler *scheduler = &e->scheduler;
+    const llm__pool *pool = &scheduler->pool;
+    const llm__speculator *sp = &e->speculator;
+    s.running = scheduler->n_sequences;
+    s.waiting = scheduler->n_waiting;
+    s.preemptions = scheduler->n_preemptions;
+    s.blocks_swapped = scheduler->n_blocks_swapped;
+    s.prefix_tokens = scheduler->prefix_tokens;
+    s.prefix_hits = scheduler->prefix_hits;
+    s.blocks_total = pool->n_blocks;
+    s.blocks_free = pool->n_free;
+    s.blocks_peak = pool->peak;
+    s.block_size = pool->block_size;
+    for (int64_t i = 0; i < pool->n_blocks; i++) s.blocks_shared += pool->references[i] > 1;
+    s.slots_used = llm__slots_used(scheduler);
+    int64_t slots = (pool->n_blocks - pool->n_free) * pool->block_size;
+    s.kv_waste = slots ? 1 - (double)s.slots_used / (double)slots : 0;
+    s.proposed = sp->proposed;
+    s.accepted = sp->accepted;
+    memcpy(s.proposed_at, sp->proposed_at, sizeof s.proposed_at);
+    memcpy(s.accepted_at, sp->accepted_at, sizeof s.accepted_at);
+    s.weight_bytes = e->model->weight_bytes + (e->options.draft ? e->options.draft->weight_bytes : 0);
+    const llm_cache *caches[] = {&e->network.cache, &sp->draft.cache};
+    for (int i = 0; i < 2; i++)
+        s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
+    s.arena_bytes = e->arena.bytes + sp->arena.bytes;
+    return s;
+}
+
+const llm_model *llm_engine_model(const llm_engine *e) { return e ? e->model : NULL; }
+const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? &e->options : NULL; }
+
+#endif /* LLM__IMPLEMENTED */
+#endif /* LLM_IMPLEMENTATION */
+
+/* -------------------------------------------------------------------------------------
+ * This software is in the public domain, or, where that is not recognised or not wanted, under
+ * the MIT licence: the choice is yours. The text of both is in the file LICENSE; if you copy
+ * this header without it, this notice is enough.
+ * ---------------------------------------------------------------------------------- */
