@@ -1,0 +1,72 @@
+# make            builds ./llm
+# make demo       ... and tells a tale with the bundled model
+# make test       runs all tests; the last line sums them up
+# make sanitize   the same with the address and undefined-behaviour sanitizers
+# make fuzz SECONDS=60
+# make clean
+#
+# `make demo` and `make test` install what they miss (a C compiler; libcmocka for the tests) with apt
+# where they may, and otherwise say what to install.
+
+OPTIMIZE = -O3
+WARN     = -Wall -Wextra
+CFLAGS   = $(OPTIMIZE) -g $(WARN)
+SECONDS  = 60
+B        = build
+LLM      = llm
+
+# OpenMP where the compiler has it. Asked when a recipe runs, so after the compiler was installed.
+OPENMP   = $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
+COMPILE  = $(CC) -std=gnu11 $(CFLAGS) -ffp-contract=fast $(OPENMP) $(SANITIZE) -I. $(CPPFLAGS)
+
+TESTS    = $(sort $(wildcard tests/test_*.c))
+FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
+PROGRAMS = $(TESTS:tests/%.c=$(B)/%)
+
+llm: main.c llm.h | $(B)/have-cc
+	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
+
+demo: llm
+	@./llm demo
+
+# ---- Tests ----------------------------------------------------------------------------
+# A test either includes the implementation itself, to reach inside, or takes it from the library.
+$(B)/libllm.a: llm.h | $(B)/have-cc
+	printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' | $(COMPILE) -x c -c - -o $(B)/llm.o
+	$(AR) rcs $@ $(B)/llm.o
+
+$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
+	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(B)/libllm.a -lcmocka -lm
+
+$(B)/llm: main.c llm.h | $(B)/have-cc
+	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
+
+test: $(B)/have-cmocka
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
+	@CC='$(CC)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/embed.sh)
+
+build-tests: $(LLM) $(PROGRAMS)
+
+sanitize:
+	@UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
+		OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+
+# ---- Fuzzing: libFuzzer, so clang. SECONDS are shared out among the fuzzers. -----------------
+$(B)/fuzz_%: tests/fuzz_%.c llm.h | $(B)/have-fuzzer
+	clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. -Itests $< -o $@ -lm
+
+fuzz: $(FUZZERS:tests/%.c=$(B)/%)
+	@sh tests/fuzz.sh $(SECONDS) $^
+
+# ---- Set-up: each stamp says that something was there or has been installed -------------------
+$(B)/have-%:
+	@mkdir -p $(B)
+	@CC='$(CC)' sh tests/need.sh $*
+	@touch $@
+
+clean:
+	rm -rf build llm
+
+.PHONY: demo test build-tests sanitize fuzz clean
+.PRECIOUS: $(B)/have-%
+.DELETE_ON_ERROR:
