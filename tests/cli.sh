@@ -1,0 +1,373 @@
+#!/bin/sh
+# tests/cli.sh LLM: the llm command as its users meet it: options, messages, exit statuses, JSON, and what
+# happens to it (damaged files, a full disk, a closed pipe, Ctrl-C). Run from the top of the repository.
+# Ends in "N passed, N failed", with ", N skipped" if some were. Makes its own small models.
+set -u
+LLM=${1:-${LLM:-./llm}}
+case $LLM in /*) ;; *) LLM=$PWD/$LLM ;; esac
+TOP=$PWD
+T=$(mktemp -d) || exit 1
+trap 'rm -rf "$T"' EXIT
+trap 'exit 1' INT TERM
+cd "$T" || exit 1
+passed=0 failed=0 skipped=0
+unset NO_COLOR
+
+pass() { passed=$((passed + 1)); }
+fail() { # what was expected
+    failed=$((failed + 1))
+    echo "FAILED: $name"
+    echo "  expected: $1"
+    echo "  status:   $status"
+    echo "  stdout:   $(head -c 300 out 2>/dev/null | tr '\000\n' '.|')"
+    echo "  stderr:   $(head -c 600 err 2>/dev/null | tr '\000\n' '.|')"
+}
+skip() {
+    skipped=$((skipped + 1))
+    echo "SKIPPED: $1"
+}
+run() { # command...: leaves status, out, err
+    "$@" >out 2>err </dev/null
+    status=$?
+}
+judge() { # status, pattern in stderr ("": it must be empty), pattern in stdout ("": anything)
+    if [ "$status" -ne "$1" ]; then fail "exit status $1"
+    elif [ -z "$2" ] && [ -s err ]; then fail "nothing on stderr"
+    elif [ -n "$2" ] && ! grep -q -E -e "$2" err; then fail "stderr matches '$2'"
+    elif [ -n "$3" ] && ! LC_ALL=C grep -a -q -E -e "$3" out; then fail "stdout matches '$3'"
+    else pass
+    fi
+}
+ok() { # name, pattern in stdout, command...
+    name=$1 pattern=$2
+    shift 2
+    run "$@"
+    judge 0 "" "$pattern"
+}
+bad() { # name, status, pattern in stderr, command...: and nothing on stdout
+    name=$1 expected=$2 pattern=$3
+    shift 3
+    run "$@"
+    if [ -s out ]; then fail "nothing on stdout"; else judge "$expected" "$pattern" ""; fi
+}
+same() { # name, file, file
+    name=$1
+    if cmp "$2" "$3" >log 2>err; then pass; else status=$?; fail "$2 and $3 are the same"; fi
+}
+json() { # name: the last output is valid JSON and nothing else
+    name=$1
+    if [ -z "$python" ]; then skip "$1 (no python3 to check JSON with)"
+    elif "$python" -c 'import json,sys; json.loads(sys.stdin.buffer.read().decode("utf-8"), parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
+    else fail "valid JSON"
+    fi
+}
+python=$(command -v python3) && "$python" -c 'import json' 2>/dev/null || python=
+
+# ---- models to work with -----------------------------------------------------------------
+SHAPE=dim=64,layers=2,heads=4,kv-heads=2,hidden=96,vocab=600,context=128
+ok "synth f16" "s.gguf: .* of random weights" "$LLM" synth --shape $SHAPE --type f16 s.gguf
+ok "synth, head-dim and tied" "" "$LLM" synth --shape $SHAPE,head-dim=32,tied=1,rope-base=500000 --type f32 tied.gguf
+ok "synth, long context" "" "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=1000000 --type q8_0 long.gguf
+M=$T/s.gguf
+
+# ---- help, version, wrong calls -----------------------------------------------------------
+ok "--version" "^llm [0-9]" "$LLM" --version
+ok "--help" "perplexity" "$LLM" --help
+for c in run demo info tokenize perplexity quantize bench synth; do
+    ok "$c --help" "Usage: llm $c" "$LLM" $c --help
+    [ $c = demo ] || { name="$c --help has examples"; judge 0 "" "Examples:"; }
+    bad "$c, unknown option" 2 "llm $c: unknown option --hepl; did you mean --help\?" "$LLM" $c --hepl
+done
+ok "help CMD" "Usage: llm run" "$LLM" help run
+name="no command"; run "$LLM"; judge 2 "a command is missing" "Commands:"
+bad "unknown command" 2 "unknown command 'rnu'; did you mean 'run'\?" "$LLM" rnu
+bad "nonsense command" 2 "unknown command 'xyzzy'$" "$LLM" xyzzy
+bad "unknown option" 2 "unknown option --temprature; did you mean --temperature\?" "$LLM" run --temprature 1 x
+bad "unknown option with a value" 2 "unknown option --sede; did you mean --seed\?" "$LLM" run --sede=1 x
+bad "unknown option like none" 2 "unknown option --frobnicate$" "$LLM" run --frobnicate
+bad "unknown letter" 2 "unknown option -z" "$LLM" run -z
+bad "letters together" 2 "unknown option -nq" "$LLM" run -nq 3
+bad "no value" 2 "seed needs a value: --seed N" "$LLM" run --seed
+bad "value for a flag" 2 "json takes no value" "$LLM" run --json=yes
+bad "not a number" 2 "tokens needs a whole number from -1 to 2147483647, not 'ten'" "$LLM" run -n ten x
+bad "number with a tail" 2 "tokens needs a whole number" "$LLM" run -n 10x x
+bad "number too large" 2 "tokens needs a whole number" "$LLM" run -n 99999999999999999999 x
+bad "negative temperature" 2 "temperature needs a number from 0 to 100" "$LLM" run --temperature -1 x
+bad "temperature nan" 2 "temperature needs a number" "$LLM" run --temperature nan x
+bad "top-p above 1" 2 "top-p needs a number" "$LLM" run --top-p 1.5 x
+bad "negative seed" 2 "seed needs a whole number" "$LLM" run --seed -1 x
+bad "unknown type" 2 "type needs one of the types f32, .*q4_0.*, not 'q5_9'" "$LLM" synth --shape tales --type q5_9 x.gguf
+bad "bad size" 2 "memory needs a size such as 512M or 8G, not 'lots'" "$LLM" info --memory lots "$M"
+bad "bad list" 2 "threads needs whole numbers" "$LLM" bench --threads 1,two -m "$M"
+bad "two prompts" 2 "one argument too many: 'upon'" "$LLM" run once upon
+bad "prompt and file" 2 "two prompts" "$LLM" run -f a.txt once
+bad "perplexity of nothing" 2 "a text file is missing" "$LLM" perplexity
+bad "quantize nothing" 2 "the file to read is missing" "$LLM" quantize
+bad "quantize to nothing" 2 "the file to write is missing" "$LLM" quantize "$M"
+bad "synth without a shape" 2 "shape is missing" "$LLM" synth x.gguf
+bad "synth, unknown shape" 2 "no shape is named 'tinylama-1.1b'; did you mean tinyllama-1.1b\?" "$LLM" synth --shape tinylama-1.1b x.gguf
+bad "synth, unknown size" 2 "no such size" "$LLM" synth --shape dims=3 x.gguf
+bad "synth, width of no blocks" 2 "multiples of 32" "$LLM" synth --shape dim=40,heads=4,kv-heads=2 --type q4_0 x.gguf
+bad "synth, heads" 2 "not a multiple of kv-heads" "$LLM" synth --shape dim=64,heads=4,kv-heads=3 x.gguf
+bad "synth, vocabulary" 2 "vocab must be at least" "$LLM" synth --shape vocab=10 x.gguf
+bad "tokenize --json and text" 2 "json reads standard input" "$LLM" tokenize --json -m "$M" x
+name="wrong calls write no file"; if [ -e x.gguf ]; then fail "no x.gguf"; else pass; fi
+
+# ---- files that are not what they should be --------------------------------------------------
+bad "missing model" 1 "nowhere.gguf.*No such file" "$LLM" run -m nowhere.gguf x
+bad "missing prompt file" 1 "cannot read nowhere.txt: No such file" "$LLM" run -m "$M" -f nowhere.txt
+bad "missing text" 1 "cannot read nowhere.txt: No such file" "$LLM" perplexity -m "$M" nowhere.txt
+bad "a directory as a model" 1 "^llm: .*/" "$LLM" run -m "$T" x
+bad "a directory as a text" 1 "cannot read .*: Is a directory" "$LLM" perplexity -m "$M" "$T"
+printf 'Once upon a time there was a text file that wanted to be a model.\n' >text.gguf
+: >empty.gguf
+for c in run info tokenize bench; do
+    bad "$c of a text file" 1 "text.gguf.*GGUF" "$LLM" $c -m text.gguf
+    bad "$c of an empty file" 1 "empty.gguf" "$LLM" $c -m empty.gguf
+done
+bad "perplexity of a text file as a model" 1 "text.gguf.*GGUF" "$LLM" perplexity -m text.gguf text.gguf
+bad "quantize a text file" 1 "text.gguf.*GGUF" "$LLM" quantize text.gguf x.gguf
+if [ -e models/tales-q4_0.gguf ] || [ -e "$(dirname "$LLM")/models/tales-q4_0.gguf" ]; then :
+else bad "no model at all" 1 "no model given.*-m FILE" "$LLM" run x
+fi
+
+name="a GGUF cut at 100 places" size=$(wc -c <"$M") wrong=0 i=0
+while [ $i -lt 100 ]; do
+    head -c $((size * i / 100)) "$M" >cut.gguf
+    for c in run info; do
+        run "$LLM" $c -m cut.gguf
+        if [ $status -ne 1 ] || [ -s out ] || ! grep -q '^llm: .*cut.gguf' err || [ "$(wc -l <err)" -ne 1 ]; then
+            wrong=$((wrong + 1))
+            [ $wrong -gt 3 ] || { name="$c of a GGUF cut to $((size * i / 100)) of $size bytes"; fail "status 1 and one line that names the file"; }
+        fi
+    done
+    i=$((i + 1))
+done
+[ $wrong -gt 0 ] || pass
+head -c $((size - 1)) "$M" >cut.gguf
+bad "a GGUF without its last byte" 1 "cut.gguf" "$LLM" run -m cut.gguf x
+
+if LC_ALL=C sed 's/llama/mamba/' "$M" >other.gguf 2>/dev/null && [ "$(wc -c <other.gguf)" -eq "$size" ]; then
+    bad "another architecture" 1 "other.gguf.*mamba" "$LLM" run -m other.gguf x
+    ok "info of another architecture" "cannot run it: .*mamba" "$LLM" info other.gguf
+    run "$LLM" info --json other.gguf
+    json "info --json of another architecture"
+    LC_ALL=C sed 's/ggml\.bos_token_id/ggml.xxx_token_id/; s/add_bos_token/add_xxx_token/' "$M" >nobos.gguf
+    bad "empty prompt without BOS" 1 "the prompt is empty, and this model has no BOS" "$LLM" run -m nobos.gguf ""
+else
+    skip "another architecture (this sed cannot edit binary files)"
+fi
+
+# ---- run --------------------------------------------------------------------------------------
+figures='^\[[0-9]+ prompt tokens, first token after [0-9.]+ ms; 12 tokens at [0-9.]+ tokens/s = [0-9.]+ GB/s.*; seed 3\]$'
+name="run"; run "$LLM" run -m "$M" -n 12 --seed 3 --ignore-end "Hello"; judge 0 "$figures" "^Hello"
+name="one line of figures"; if [ "$(wc -l <err)" -eq 1 ]; then pass; else fail "one line on stderr"; fi
+name="no colour but on a terminal"; if LC_ALL=C grep -q "$(printf '\033')" err; then fail "no escapes"; else pass; fi
+ok "run --quiet" "" "$LLM" run -m "$M" -n 12 --seed 3 -q --ignore-end "Hello"
+cp out first
+ok "the same seed" "" "$LLM" run -m "$M" -n 12 --seed=3 --quiet --ignore-end "Hello"
+same "the same seed, the same text" first out
+ok "other blocks, chunks and threads" "" "$LLM" run -m "$M" -n 12 -s 3 -q -t 1 --block-size 3 --max-batch-tokens 2 --ignore-end -- "Hello"
+same "... give the same text" first out
+printf 'Hello\n' >prompt.txt
+ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prompt.txt
+same "... gives the same text" first out
+name="prompt from standard input"; "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""
+same "... gives the same text" first out
+ok "empty prompt" "" "$LLM" run -m "$M" -n 5 -q ""
+ok "no prompt" "" "$LLM" run -m "$M" -n 5 -q
+ok "nothing to generate" "^Hello$" sh -c '"$1" run -m "$2" -n 0 Hello 2>/dev/null' - "$LLM" "$M"
+printf 'caf\351 \377\376 \360\237\230' >invalid.txt
+ok "prompt of invalid UTF-8" "" "$LLM" run -m "$M" -n 8 -q "$(cat invalid.txt)"
+ok "invalid UTF-8 from a file" "" "$LLM" run -m "$M" -n 8 -q -f invalid.txt
+ok "invalid UTF-8, JSON" '"prompt_tokens"' "$LLM" run -m "$M" -n 8 -q --json -f invalid.txt
+json "run --json of invalid UTF-8"
+i=0; while [ $i -lt 40 ]; do printf 'QWERTY%d ' $i; i=$((i + 1)); done >longer.txt
+bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
+bad "... than the context asked for" 1 "context.*8" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
+bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
+bad "cache of an impossible type" 1 "f16 or f32" "$LLM" run -m "$M" --cache-type q8_0 x
+bad "cache too small for the request" 1 "^llm: " "$LLM" run -m "$M" --cache-memory 4K -n 100 x
+ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
+json "run --json"
+name="run --json: greedy, to the end"; judge 0 "" '"finish": "length"'
+for o in "--naive-attention" "--cache-type f32" "--top-k 5 --min-p 0.1 --repetition-penalty 1.2 --penalty-window 8" "--special"; do
+    ok "run $o" "" "$LLM" run -m "$M" -n 5 -q $o "Hello <|endoftext|>"
+done
+ok "several samples" "\[sample 3\]" "$LLM" run -m "$M" -n 5 -q --samples 3 -s 4 "Hello"
+ok "several samples, JSON" '"samples"' "$LLM" run -m "$M" -n 5 --samples 3 --json -s 4 "Hello"
+json "run --samples --json"
+if [ -n "$python" ]; then
+    name="run --json: what it holds"
+    "$python" - out >log 2>err <<'END'
+import json, sys
+r = json.load(open(sys.argv[1], encoding="utf-8"))
+assert r["prompt"] == "Hello" and r["prompt_tokens"][0] == 0 and r["seed"] == 4
+assert len(r["samples"]) == 3
+for s in r["samples"]:
+    assert s["finish"] in ("end", "length") and 1 <= len(s["tokens"]) <= 5
+    assert "".join(t["text"] for t in s["tokens"]) == s["text"] or s["text"].startswith("".join(t["text"] for t in s["tokens"]))
+    assert all(t["logprob"] <= 0 and 0 <= t["id"] < 600 for t in s["tokens"])
+assert r["timings"]["ttft_seconds"] > 0 and r["timings"]["memory_bytes_per_second"] > 0
+END
+    status=$?
+    if [ $status -eq 0 ]; then pass; else fail "the fields of run --json"; fi
+fi
+
+# ---- info, tokenize, perplexity, bench, quantize ------------------------------------------------------
+ok "info" "a sequence of 128 " "$LLM" info "$M"
+ok "info --tensors" "blk.1.ffn_down.weight +f16 +96 x 64" "$LLM" info -m "$M" --tensors
+ok "info --memory" "In 1.0 GiB of memory" "$LLM" info "$M" --memory 1G
+ok "info, too little memory" "the weights do not fit" "$LLM" info "$M" --memory 1k
+ok "info --json" '"bytes_per_token": 256,' "$LLM" info "$M" --json --tensors --memory 1.5GiB
+json "info --json"
+
+"$LLM" tokenize -m "$M" -f "$LLM" >ids 2>err # any bytes will do: here those of the program
+"$LLM" tokenize -m "$M" --decode -f ids >back 2>>err
+same "tokenize and back" "$LLM" back
+ok "tokenize text" "^[0-9]+( [0-9]+)*$" "$LLM" tokenize -m "$M" "Hello there"
+ok "tokenize --bos" "^0 [0-9]" "$LLM" tokenize -m "$M" --bos "Hello there"
+ok "tokenize --special" "^1$" "$LLM" tokenize -m "$M" --special "<|endoftext|>"
+ok "tokenize, not special" "^[0-9]+( [0-9]+)+$" "$LLM" tokenize -m "$M" "<|endoftext|>"
+ok "tokenize --pieces" '"Ġ?[a-z]+"$' "$LLM" tokenize -m "$M" --pieces "hello there"
+ok "tokenize nothing" "^$" "$LLM" tokenize -m "$M" ""
+printf '"Hello"\n\n"\\u00e9\\ud83d\\ude00\\n\\"\\\\"\n  "" \n' >lines
+name="tokenize --json"; "$LLM" tokenize -m "$M" --json <lines >ids 2>err; status=$?; cp ids out; judge 0 "" '^\[[0-9]+(, [0-9]+)*\]$'
+name="tokenize --json --decode"; "$LLM" tokenize -m "$M" --json --decode <ids >out 2>err; status=$?
+printf '"Hello"\n"\303\251\360\237\230\200\\n\\"\\\\"\n""\n' >expected
+judge 0 "" ""
+same "tokenize --json and back" out expected
+for line in 'Hello' '"Hello' '"a" "b"' '"\x"' '"\u12"' '["a"]' '{'; do
+    name="tokenize --json of $line"; printf '%s\n' "$line" | "$LLM" tokenize -m "$M" --json >out 2>err; status=$?; judge 1 "line 1 is not a JSON string" ""
+done
+for line in '1' '[1,]' '[,1]' '[1 2]' '[1' '[1] 2' '["1"]' '[1.5]' '[99999999999]'; do
+    name="tokenize --json --decode of $line"; printf '%s\n' "$line" | "$LLM" tokenize -m "$M" --json --decode >out 2>err; status=$?; judge 1 "not a JSON array of token ids" ""
+done
+bad "decode an id out of range" 1 "^llm: .*600" "$LLM" tokenize -m "$M" --decode 600
+bad "decode words" 1 "not a list of token ids" "$LLM" tokenize -m "$M" --decode one two
+ok "decode arguments" "" "$LLM" tokenize -m "$M" --decode 1 2 3
+
+printf 'One small tale.\n<|endoftext|>\n\nAnother one, of two lines,\nand then no more of it, for the windows must slide over this text a few times before it ends.\n' >text.txt
+ok "perplexity" "^[0-9.]+ bits per byte, perplexity [0-9.]+ per token \(2 documents, 135 bytes" "$LLM" perplexity -m "$M" text.txt
+ok "perplexity in windows, JSON" '"complete": true' "$LLM" perplexity -m "$M" --context 16 --json text.txt
+json "perplexity --json"
+bad "perplexity of no text" 1 "holds no text" "$LLM" perplexity -m "$M" empty.gguf
+ok "perplexity of invalid UTF-8" "^[0-9.]+ bits per byte" "$LLM" perplexity -m "$M" invalid.txt
+
+ok "bench --json" '"complete": true' "$LLM" bench -m "$M" --threads 1 --prompt 4,30 --gen 3 --runs 2 --json
+json "bench --json"
+ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
+bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
+
+for type in f32 f16 bf16 q8_0 q4_0; do
+    ok "quantize to $type" "q.gguf: .* before" "$LLM" quantize "$M" q.gguf --type $type
+    ok "run $type" "" "$LLM" run -m q.gguf -n 4 -q "Hello"
+    ok "synth $type" "$type" "$LLM" synth --shape $SHAPE --type $type --seed 9 y.gguf
+    ok "run synthetic $type" "" "$LLM" run -m y.gguf -n 4 -q "Hello"
+done
+cp y.gguf z.gguf
+ok "synth again" "" "$LLM" synth --shape $SHAPE --type q4_0 --seed 9 y.gguf
+same "synth is seeded" y.gguf z.gguf
+ok "run tied" "" "$LLM" run -m tied.gguf -n 4 -q "Hello"
+cp "$M" copy.gguf
+bad "quantize onto itself" 1 "the same file" "$LLM" quantize copy.gguf copy.gguf --type q8_0
+ln -s copy.gguf link.gguf
+bad "quantize onto itself by another name" 1 "the same file" "$LLM" quantize copy.gguf link.gguf
+same "... leaves it as it was" copy.gguf "$M"
+bad "quantize into no directory" 1 "nowhere/q.gguf" "$LLM" quantize "$M" nowhere/q.gguf
+bad "synth into no directory" 1 "nowhere/q.gguf" "$LLM" synth --shape $SHAPE nowhere/q.gguf
+if [ -e /dev/full ]; then bad "synth onto a device" 1 "not a plain file" "$LLM" synth --shape $SHAPE /dev/full; fi
+if [ -f "$TOP/models/tales-q4_0.gguf" ]; then
+    name="the bundled model"; (cd "$TOP" && "$LLM" run -n 3 -q "Once upon a time") >out 2>err </dev/null; status=$?; judge 0 "" ""
+else skip "the bundled model (models/tales-q4_0.gguf is not here)"
+fi
+
+# ---- full disk, closed pipe, Ctrl-C -----------------------------------------------------------
+if [ -w /dev/full ]; then
+    full() { # name, command...
+        name="$1 to a full disk"
+        shift
+        "$@" >/dev/full 2>err </dev/null
+        status=$?
+        : >out
+        judge 1 "cannot write to standard output: No space left on device" ""
+    }
+    full "--help" "$LLM" --help
+    full "--version" "$LLM" --version
+    full "run" "$LLM" run -m "$M" -n 5 Hello
+    full "run --json" "$LLM" run -m "$M" -n 5 -q --json Hello
+    full "info" "$LLM" info "$M"
+    full "tokenize" "$LLM" tokenize -m "$M" Hello
+    full "perplexity" "$LLM" perplexity -m "$M" text.txt
+    full "bench" "$LLM" bench -m "$M" -t 1 -p 2 -g 1 -r 1
+    full "a long run" "$LLM" run -m long.gguf -n 100000 --ignore-end -q Hello # ends at once, not in a minute
+else
+    skip "a full disk (no /dev/full)"
+fi
+for c in synth quantize; do
+    name="$c to a full disk"
+    arguments="$M d.gguf --type f32"
+    [ $c = quantize ] || arguments="--shape $SHAPE --type f32 d.gguf"
+    (ulimit -f 64 2>/dev/null && exec "$LLM" $c $arguments) >out 2>err </dev/null
+    status=$?
+    judge 1 "d.gguf.*(too large|No space)" ""
+    name="... leaves no file"; if [ -e d.gguf ] || [ -e d.gguf.tmp ]; then fail "no d.gguf, no d.gguf.tmp"; else pass; fi
+done
+closed() { # name, command...: to a pipe that nobody reads any more
+    name="$1 to a closed pipe"
+    shift
+    rm -f gone code
+    {
+        while [ ! -e gone ]; do sleep 0.02; done
+        "$@" 2>err </dev/null
+        echo $? >code
+    } | {
+        exec <&-
+        : >gone
+    }
+    while [ ! -s code ]; do sleep 0.02; done
+    status=$(cat code)
+    : >out
+    judge 1 "" "" # quietly
+}
+closed "--help" "$LLM" --help
+closed "run" "$LLM" run -m "$M" -n 5 Hello
+closed "a long run" "$LLM" run -m long.gguf -n 100000 --ignore-end Hello
+closed "info" "$LLM" info "$M"
+closed "tokenize" "$LLM" tokenize -m "$M" -f "$LLM"
+closed "bench" "$LLM" bench -m "$M" -t 1 -p 2 -g 1 -r 1
+name="standard output is closed"
+"$LLM" --version >&- 2>err
+status=$?
+: >out
+judge 1 "cannot write to standard output" ""
+
+if script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null; then
+    for colour in yes no; do
+        name="run on a terminal, colour: $colour"
+        [ $colour = yes ] || export NO_COLOR=1
+        TERM=xterm script -qec "'$LLM' run -m '$M' -n 5 Hello" /dev/null >out 2>err </dev/null
+        status=$?
+        if LC_ALL=C grep -a -q "$(printf '\033')\[2mHello" out; then seen=yes; else seen=no; fi
+        if [ $seen = $colour ]; then judge 0 "" "Hello"; else fail "colour: $colour"; fi
+    done
+    unset NO_COLOR
+else
+    skip "a terminal (no script command, or no pseudo-terminals)"
+fi
+for signal in INT TERM; do
+    name="run, stopped by SIG$signal"
+    : >out # now: the background command does so at its leisure
+    "$LLM" run -m long.gguf -n 100000 --ignore-end --seed 1 Hello >out 2>err </dev/null &
+    pid=$! i=0
+    while [ "$(wc -c <out)" -lt 50 ] && [ $i -lt 1000 ] && kill -0 $pid 2>/dev/null; do sleep 0.02; i=$((i + 1)); done
+    kill -$signal $pid
+    wait $pid
+    status=$?
+    judge 1 '^\[stopped; [0-9]+ prompt tokens, first token after .*; [0-9]+ tokens at .*seed 1\]$' "^Hello"
+done
+
+line="$passed passed, $failed failed"
+[ $skipped -eq 0 ] || line="$line, $skipped skipped"
+echo "$line"
+[ $failed -eq 0 ]

@@ -1,0 +1,102 @@
+#!/bin/sh
+# tests/embed.sh: does llm.h embed as README.md says? Compiles the README's example (which must be the one in llm.h, word
+# for word) with every warning an error, by gcc and by clang, runs it, and links llm.h into a program
+# of two C files and a C++ file.
+set -u
+here=$(cd "$(dirname "$0")/.." && pwd)
+cd "$here" || exit 1
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+passed=0 failed=0 skipped=0
+strict='-O1 -Wall -Wextra -Wpedantic -Werror'
+
+ok() { echo "ok: $1"; passed=$((passed + 1)); }
+no() { echo "FAILED: $1"; failed=$((failed + 1)); }
+skip() { echo "SKIPPED: $1"; skipped=$((skipped + 1)); }
+check() { # check TITLE COMMAND...
+    title=$1
+    shift
+    if "$@"; then ok "$title"; else no "$title"; fi
+}
+
+# The program of the top comment: from its second #define on, without the comment's stars.
+awk '/^#ifndef LLM_H/ { exit }
+     /^ \*     #define LLM_IMPLEMENTATION/ { n++ }
+     n == 2 && /^ \*     / { sub(/^ \*     /, ""); print; if ($0 == "}") exit }' llm.h >"$work/header.c"
+# The README's first fenced block of C that defines main.
+awk '/^```c$/ { block = ""; inside = 1; next }
+     /^```$/ && inside { inside = 0; if (block ~ /int main/) { printf "%s", block; exit } }
+     inside { block = block $0 "\n" }' README.md >"$work/example.c"
+check 'the example in llm.h is a program' grep -q 'int main' "$work/header.c"
+check 'README.md and llm.h show the same program' diff "$work/header.c" "$work/example.c"
+
+cat >"$work/one.c" <<'END'
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+int one(void);
+int one(void) { return llm_type_find(LLM_Q4_0)->block_bytes; }
+END
+cat >"$work/two.c" <<'END'
+#include "llm.h"
+#include "llm.h"
+int two(void);
+int two(void) { return llm_request_defaults().n_samples; }
+END
+cat >"$work/three.cpp" <<'END'
+#include "llm.h"
+#include <cstdio>
+extern "C" int one(void);
+extern "C" int two(void);
+int main(int argc, char **argv) {
+    llm_error error;
+    llm_model *model = llm_model_load(argc > 1 ? argv[1] : "no such file", &error);
+    llm_engine *engine = model ? llm_engine_create(model, nullptr, &error) : nullptr;
+    std::printf("%d %d %s\n", one(), two(), engine ? "runs" : error.message);
+    llm_engine_free(engine);
+    llm_model_free(model);
+    return engine ? 0 : 1;
+}
+END
+
+with() { # with C-COMPILER C++-COMPILER
+    cc=$1 cxx=$2 openmp=
+    if ! command -v "$cc" >/dev/null 2>&1; then
+        skip "everything with $cc: it is not installed"
+        return
+    fi
+    if echo 'int main(void) { return 0; }' | "$cc" -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
+    # shellcheck disable=SC2086
+    check "$cc -std=c11 $openmp compiles the example without a warning" \
+        "$cc" -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror $openmp -I. "$work/example.c" -o "$work/example" -lm
+    if [ ! -f models/tales-q4_0.gguf ]; then
+        skip "... and it tells a tale: models/tales-q4_0.gguf is not there"
+    elif "$work/example" >"$work/out" 2>"$work/err" && [ "$(wc -c <"$work/out")" -gt 20 ] && [ ! -s "$work/err" ]; then
+        ok "... and it tells:$(head -c 60 "$work/out" | tr '\n' ' ')..."
+    else
+        no "... and it tells a tale ($(wc -c <"$work/out") bytes; $(head -c 200 "$work/err"))"
+    fi
+    # Without OpenMP there must be no warning of a pragma that nobody knows.
+    # shellcheck disable=SC2086
+    check "$cc -std=c11, no OpenMP: the implementation" "$cc" -std=c11 $strict -I. -c "$work/one.c" -o "$work/one.o"
+    # shellcheck disable=SC2086
+    check "$cc -std=c11: a plain include, twice" "$cc" -std=c11 $strict -I. -c "$work/two.c" -o "$work/two.o"
+    if ! echo 'int main() { return 0; }' | "$cxx" -x c++ - -o /dev/null 2>/dev/null; then
+        skip "$cxx: from C++: it is not installed"
+        return
+    fi
+    # shellcheck disable=SC2086
+    if check "$cxx -std=c++11: from C++" "$cxx" -std=c++11 $strict -I. -c "$work/three.cpp" -o "$work/three.o" &&
+        "$cxx" "$work/one.o" "$work/two.o" "$work/three.o" -o "$work/program" -lm &&
+        [ "$("$work/program" tests/data/golden/wide.gguf)" = "18 1 runs" ]; then
+        ok "$cc and $cxx: two C files and a C++ file in one program"
+    else
+        no "$cc and $cxx: two C files and a C++ file in one program"
+    fi
+}
+with gcc g++
+with clang clang++
+
+line="$passed passed, $failed failed"
+[ "$skipped" -eq 0 ] || line="$line, $skipped skipped"
+echo "$line"
+[ "$failed" -eq 0 ]

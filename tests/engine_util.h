@@ -1,0 +1,215 @@
+/* engine_util.h - what the tests of the engine share: run requests and keep all they gave, to compare bit for bit.
+ * Include after llm.h and cmocka.h. All of it works over the public API. */
+#ifndef ENGINE_UTIL_H
+#define ENGINE_UTIL_H
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#define UNUSED __attribute__((unused))
+
+/* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in order. */
+typedef struct sample_record {
+    int n_tokens, n_rows, vocab, n_ends;
+    int32_t tokens[1100];
+    float logprobs[1100];
+    int positions[1200];
+    float *logits; /* (n_rows, vocab) */
+    char *text;
+    size_t text_length;
+    llm_finish finish;
+} sample_record;
+
+enum { MAX_SAMPLES = 8 };
+
+typedef struct record { /* of a request */
+    uint64_t id;
+    int vocab;
+    sample_record samples[MAX_SAMPLES];
+    const int32_t *forced; /* if set: the token to force after `position`, -1 for none; a hook of 1200 entries */
+    int force_until;
+} record;
+
+static UNUSED record *record_new(const llm_model *model) {
+    record *r = (record *)calloc(1, sizeof *r);
+    assert_non_null(r);
+    r->vocab = llm_model_config(model)->vocab_size;
+    return r;
+}
+
+static UNUSED void record_free(record *r) {
+    for (int s = 0; r && s < MAX_SAMPLES; s++) {
+        free(r->samples[s].logits);
+        free(r->samples[s].text);
+    }
+    free(r);
+}
+
+/* A logits hook: keeps what it sees. */
+static UNUSED void record_hook(void *user, uint64_t request, int sample, int position, float *logits) {
+    record *r = (record *)user;
+    sample_record *s = &r->samples[sample];
+    size_t row = (size_t)r->vocab * sizeof(float);
+    (void)request;
+    assert_true(s->n_rows < 1200);
+    s->logits = (float *)realloc(s->logits, (size_t)(s->n_rows + 1) * row);
+    assert_non_null(s->logits);
+    memcpy(s->logits + (size_t)s->n_rows * (size_t)r->vocab, logits, row);
+    s->positions[s->n_rows++] = position;
+    if (r->forced && position < r->force_until && r->forced[position] >= 0) logits[r->forced[position]] = 1e30f;
+}
+
+/* Put an event into the record of its request. */
+static UNUSED void record_event(record *r, const llm_event *event) {
+    assert_int_equal(event->request, r->id);
+    assert_in_range(event->sample, 0, MAX_SAMPLES - 1);
+    sample_record *s = &r->samples[event->sample];
+    assert_int_equal(s->n_ends, 0); /* nothing comes after the end */
+    assert_int_equal(event->index, s->n_tokens);
+    if (event->token >= 0) {
+        s->logprobs[s->n_tokens] = event->logprob;
+        s->tokens[s->n_tokens++] = event->token;
+    }
+    s->text = (char *)realloc(s->text, s->text_length + event->text_length + 1);
+    assert_non_null(s->text);
+    if (event->text_length) memcpy(s->text + s->text_length, event->text, event->text_length);
+    s->text_length += event->text_length;
+    s->text[s->text_length] = 0;
+    if (event->finish) s->n_ends++;
+    s->finish = event->finish;
+}
+
+/* Read all events there are; each belongs to a record, through `user`. */
+static UNUSED int record_events(llm_engine *engine) {
+    llm_event event;
+    int n = 0;
+    for (; llm_next_event(engine, &event); n++) record_event((record *)event.user, &event);
+    return n;
+}
+
+static UNUSED void record_submit(llm_engine *engine, record *r, llm_request request, bool logits) {
+    llm_error err;
+    request.user = r;
+    if (logits) request.logits_hook = record_hook;
+    if (!llm_submit(engine, &request, &r->id, &err)) fail_msg("%s", err.message);
+    assert_int_equal(err.status, LLM_OK);
+}
+
+static UNUSED void record_drain(llm_engine *engine) {
+    llm_error err;
+    int more;
+    do {
+        more = llm_step(engine, &err);
+        if (more < 0) fail_msg("%s", err.message);
+        record_events(engine);
+    } while (more > 0);
+}
+
+/* After everything has ended: no block, no sequence, no request is left over. */
+static UNUSED void assert_idle(const llm_engine *engine) {
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.blocks_free, s.blocks_total);
+    assert_int_equal(s.slots_used, 0);
+    assert_int_equal(s.running, 0);
+    assert_int_equal(s.waiting, 0);
+    assert_int_equal(s.requests_finished, s.requests_submitted);
+}
+
+static UNUSED llm_engine *engine_new(const llm_model *model, const llm_engine_options *options) {
+    llm_error err;
+    llm_engine *engine = llm_engine_create(model, options, &err);
+    if (!engine) fail_msg("%s", err.message);
+    assert_int_equal(err.status, LLM_OK);
+    return engine;
+}
+
+static UNUSED llm_model *model_load(const char *path) {
+    llm_error err;
+    llm_model *model = llm_model_load(path, &err);
+    if (!model) fail_msg("%s", err.message);
+    assert_int_equal(err.status, LLM_OK);
+    return model;
+}
+
+/* One request on an engine of its own. */
+static UNUSED record *run_alone(const llm_model *model, const llm_engine_options *options, llm_request request) {
+    llm_engine *engine = engine_new(model, options);
+    record *r = record_new(model);
+    record_submit(engine, r, request, true);
+    record_drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+    return r;
+}
+
+static UNUSED void assert_same_sample(const sample_record *a, const sample_record *b, int vocab) {
+    assert_int_equal(a->n_tokens, b->n_tokens);
+    assert_memory_equal(a->tokens, b->tokens, sizeof(int32_t) * (size_t)a->n_tokens);
+    assert_memory_equal(a->logprobs, b->logprobs, sizeof(float) * (size_t)a->n_tokens);
+    assert_int_equal(a->n_rows, b->n_rows);
+    assert_memory_equal(a->positions, b->positions, sizeof(int) * (size_t)a->n_rows);
+    for (int i = 0; i < a->n_rows; i++) /* the bits, so that -0 is not 0 */
+        if (memcmp(a->logits + (size_t)i * (size_t)vocab, b->logits + (size_t)i * (size_t)vocab, sizeof(float) * (size_t)vocab))
+            fail_msg("the logits at position %d differ", a->positions[i]);
+    assert_int_equal(a->text_length, b->text_length);
+    if (a->text_length) assert_memory_equal(a->text, b->text, a->text_length);
+    assert_int_equal(a->finish, b->finish);
+    assert_int_equal(a->n_ends, b->n_ends);
+}
+
+static UNUSED void assert_same(const record *a, const record *b) {
+    for (int s = 0; s < MAX_SAMPLES; s++) assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);
+}
+
+/* ---- Files ---------------------------------------------------------------------------- */
+
+/* A name for a file of this test, gone when temporary_remove is called. */
+static UNUSED void temporary_path(char path[256]) {
+    const char *folder = getenv("TMPDIR");
+    snprintf(path, 256, "%s/llm-test-XXXXXX", folder ? folder : "/tmp");
+    int fd = mkstemp(path);
+    assert_true(fd >= 0);
+    close(fd);
+}
+
+/* The same model with every tensor as f32: "dequantized". */
+static UNUSED void write_as_f32(const char *in_path, const char *out_path) {
+    llm_error err;
+    llm_file *in = llm_file_open(in_path, &err);
+    if (!in) fail_msg("%s", err.message);
+    llm_writer *w = llm_writer_create(out_path, &err);
+    if (!w) fail_msg("%s", err.message);
+    for (int64_t i = 0; i < llm_file_n_values(in); i++)
+        if (!llm_file_value(in, i)->key.length || memcmp(llm_file_value(in, i)->key.data, "general.alignment", 17))
+            llm_writer_value(w, llm_file_value(in, i));
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        llm_writer_tensor(w, t->name, LLM_F32, t->n_dims, t->dims);
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        size_t n = (size_t)(t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]);
+        float *values = (float *)malloc(n * sizeof *values);
+        assert_non_null(values);
+        llm_type_find(t->type)->unpack(t->data, values, (int64_t)n);
+        llm_writer_data(w, values, n * sizeof *values);
+        free(values);
+    }
+    if (!llm_writer_finish(w, &err)) fail_msg("%s", err.message);
+    llm_file_close(in);
+}
+
+/* norm of the difference over the norm of `right` */
+static UNUSED double relative_error(const float *x, const float *right, int64_t n) {
+    double difference = 0, norm = 0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)x[i] - (double)right[i]) * ((double)x[i] - (double)right[i]);
+        norm += (double)right[i] * (double)right[i];
+    }
+    return norm > 0 ? sqrt(difference / norm) : sqrt(difference);
+}
+
+#endif

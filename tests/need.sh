@@ -1,0 +1,61 @@
+#!/bin/sh
+# tests/need.sh THING...: see that a thing is there, and install it with apt if not. Things: cc, cmocka,
+# c++, clang, fuzzer, arm64. Run by the Makefile and by .ci/run.
+set -u
+CC=${CC:-cc}
+
+compiles() { # program on standard input, compiler and flags as arguments
+    "$@" -x c - -o /dev/null >/dev/null 2>&1
+}
+
+has() {
+    case $1 in
+    cc) printf '#include <math.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | compiles "$CC" ;;
+    cmocka) has cc && printf '#include <setjmp.h>\n#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <cmocka.h>\n' | compiles "$CC" -fsyntax-only ;;
+    c++) printf '#include <cstdio>\nint main() { return 0; }\n' | g++ -x c++ - -o /dev/null >/dev/null 2>&1 ;;
+    clang) printf 'int main(void) { return 0; }\n' | compiles clang ;;
+    fuzzer) printf '#include <stddef.h>\n#include <stdint.h>\nint LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { (void)d; (void)n; return 0; }\n' |
+        compiles clang -fsanitize=fuzzer,address,undefined ;;
+    arm64) printf '#include <stdio.h>\nint main(void) { return 0; }\n' | compiles aarch64-linux-gnu-gcc ;;
+    *) echo "need.sh: what is $1?" >&2; exit 2 ;;
+    esac
+}
+
+packages() {
+    case $1 in
+    cc) echo gcc libc6-dev ;;
+    cmocka) has cc || packages cc
+        echo libcmocka-dev ;;
+    c++) echo g++ ;;
+    clang) echo clang libomp-dev ;;
+    fuzzer) # the runtime is a package of its own, which carries clang's version in its name, on some releases
+        version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p' | head -n 1)
+        echo clang
+        [ -n "$version" ] && apt-cache show "libclang-rt-$version-dev" >/dev/null 2>&1 && echo "libclang-rt-$version-dev" ;;
+    arm64) echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
+    esac
+}
+
+for thing in "$@"; do
+    has "$thing" && continue
+    if [ "$(id -u)" = 0 ]; then root=
+    elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then root='sudo -n'
+    else root=none
+    fi
+    if command -v apt-get >/dev/null 2>&1 && [ "$root" != none ]; then
+        $root apt-get update -qq >/dev/null 2>&1
+        list=$(echo $(packages "$thing"))
+        echo "installing $list..." >&2
+        # shellcheck disable=SC2086
+        if ! output=$($root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $list 2>&1); then
+            echo "$output" >&2
+            exit 1
+        fi
+        has "$thing" && continue
+        echo "need.sh: $list is installed, but $thing still does not work" >&2
+        exit 1
+    fi
+    echo "Missing: $thing. Please run this, and then make again:" >&2
+    echo "    sudo apt-get install -y" $(packages "$thing") >&2
+    exit 1
+done

@@ -1,0 +1,1140 @@
+/* The engine through its public API: what a request gives depends on nothing but the request, every mistake of a caller is
+ * told and leaves the engine usable, nothing leaks, and no failing allocation does harm. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include <pthread.h>
+#include <stdlib.h>
+
+#include "test_memory.h"
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#include "engine_util.h"
+
+#define GQA "tests/data/golden/gqa_4_2.gguf"   /* q8_0 */
+#define TIED "tests/data/golden/gqa_8_2.gguf"  /* q4_0 */
+#define ODD "tests/data/golden/mha_48.gguf"    /* bf16 */
+#define SMALL "tests/data/golden/mqa_4_1.gguf" /* f16 */
+static const char *const models[] = {GQA, TIED, ODD, SMALL};
+enum { N_MODELS = 4, VOCAB = 288, BOS = 286, END = 287, CONTEXT = 128 };
+
+/* A prompt of n ids that depends on `seed` alone. */
+static int32_t prompt_ids[8][CONTEXT];
+
+static const int32_t *some_prompt(int seed) {
+    for (int i = 0; i < CONTEXT; i++) prompt_ids[seed][i] = (int32_t)(llm_random((uint64_t)seed, 77, (uint64_t)i) * 286);
+    return prompt_ids[seed];
+}
+
+static llm_request some_request(int seed, int n_prompt, int max_tokens) {
+    llm_request r = llm_request_defaults();
+    r.prompt = some_prompt(seed);
+    r.n_prompt = n_prompt;
+    r.max_tokens = max_tokens;
+    r.ignore_end = true;
+    r.sampling.temperature = 0.9f;
+    r.sampling.top_p = 0.95f;
+    r.sampling.repetition_penalty = 1.1f;
+    r.sampling.seed = 1234 + (uint64_t)seed;
+    return r;
+}
+
+/* ---- Bit for bit ------------------------------------------------------------------------ */
+
+static void check_same(const llm_model *model, const record *expected, const llm_engine_options *options, llm_request request) {
+    record *r = run_alone(model, options, request);
+    assert_same(expected, r);
+    record_free(r);
+}
+
+static void test_block_sizes(void **state) {
+    static const int sizes[] = {1, 2, 3, 7, 16, 33, 64, CONTEXT, 1000};
+    (void)state;
+    for (int m = 0; m < N_MODELS; m++) {
+        llm_model *model = model_load(models[m]);
+        llm_request request = some_request(m, 50, 30);
+        for (int type = 0; type < 2; type++) {
+            llm_engine_options o = llm_engine_defaults();
+            o.cache_type = type ? LLM_F32 : LLM_F16;
+            record *expected = run_alone(model, &o, request);
+            for (int i = 0; i < 9; i++) {
+                o.block_size = sizes[i];
+                check_same(model, expected, &o, request);
+            }
+            record_free(expected);
+        }
+        llm_model_free(model);
+    }
+}
+
+static void test_chunks(void **state) {
+    static const int chunks[] = {1, 2, 3, 5, 8, 31, 64, 512};
+    (void)state;
+    for (int m = 0; m < N_MODELS; m++) {
+        llm_model *model = model_load(models[m]);
+        llm_request request = some_request(m, 70, 12);
+        llm_engine_options o = llm_engine_defaults();
+        record *expected = run_alone(model, &o, request);
+        assert_int_equal(expected->samples[0].n_rows, 70 + 11);
+        for (int i = 0; i < 8; i++)
+            for (int naive = 0; naive < 2; naive++) {
+                llm_engine_options changed = o;
+                changed.max_batch_tokens = chunks[i];
+                if (!naive) {
+                    check_same(model, expected, &changed, request);
+                } else { /* the naive loop adds in another order, but always in the same one */
+                    changed.naive_attention = true;
+                    record *one = run_alone(model, &changed, request);
+                    changed.max_batch_tokens = 17;
+                    check_same(model, one, &changed, request);
+                    record_free(one);
+                }
+            }
+        record_free(expected);
+        llm_model_free(model);
+    }
+}
+
+static void test_threads(void **state) {
+    (void)state;
+    for (int m = 0; m < N_MODELS; m++) {
+        llm_model *model = model_load(models[m]);
+        llm_request request = some_request(m, 60, 12);
+        for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa++) {
+            record *expected = NULL;
+            for (int threads = 1; threads <= 5; threads++) {
+                llm_error err;
+                llm_engine_options o = llm_engine_defaults();
+                o.backend = llm_cpu_backend(threads, (llm_isa)isa, &err);
+                if (!o.backend) fail_msg("%s", err.message);
+                record *r = run_alone(model, &o, request);
+                if (expected) assert_same(expected, r);
+                if (expected) record_free(r);
+                else expected = r;
+                llm_backend_free(o.backend);
+            }
+            record_free(expected);
+        }
+        llm_model_free(model);
+    }
+}
+
+/* A model of real widths reaches the tiles and unrolled loops that the tiny ones do not. */
+static void test_bundled_model(void **state) {
+    static int32_t ids[300];
+    (void)state;
+    if (access("models/tales-q4_0.gguf", R_OK)) {
+        print_message("SKIPPED: models/tales-q4_0.gguf is not there\n");
+        skip();
+    }
+    llm_model *model = model_load("models/tales-q4_0.gguf");
+    int vocab = llm_model_config(model)->vocab_size;
+    for (int i = 0; i < 300; i++) ids[i] = (int32_t)(llm_random(5, 5, (uint64_t)i) * vocab);
+    llm_request request = some_request(0, 1, 8);
+    request.prompt = ids;
+    request.n_prompt = 300;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 2;
+    o.max_sequences = 2;
+    record *expected = run_alone(model, &o, request);
+    o.n_threads = 3;
+    o.block_size = 5;
+    o.max_batch_tokens = 37;
+    check_same(model, expected, &o, request);
+    o.n_threads = 1;
+    o.block_size = 64;
+    o.max_batch_tokens = 128;
+    check_same(model, expected, &o, request);
+    record_free(expected);
+    llm_model_free(model);
+}
+
+/* The same requests one at a time and all at once, in every order of arrival, also with others that are cancelled, so that
+ * blocks lie anywhere. */
+static void test_company(void **state) {
+    enum { N = 6 };
+    (void)state;
+    for (int m = 0; m < N_MODELS; m++) {
+        llm_model *model = model_load(models[m]);
+        llm_request requests[N];
+        record *alone[N];
+        for (int i = 0; i < N; i++) {
+            requests[i] = some_request(i, 1 + 17 * i, i == 3 ? 0 : 8 + 3 * i);
+            requests[i].n_samples = i == 2 ? 3 : 1;
+            alone[i] = run_alone(model, NULL, requests[i]);
+        }
+        for (int round = 0; round < 12; round++) {
+            llm_error err;
+            llm_engine_options o = llm_engine_defaults();
+            record *r[N];
+            uint64_t victim = 0;
+            o.block_size = 1 + round * 3;
+            o.max_batch_tokens = round % 3 ? 5 + 9 * round : 512;
+            o.max_sequences = 3 + round % 4;
+            o.n_threads = 1 + round % 2;
+            llm_engine *engine = engine_new(model, &o);
+            for (int i = 0; i < N; i++) {
+                int which = (i * 5 + round) % N;
+                llm_request other = some_request(7, 30, 40);
+                r[which] = record_new(model);
+                record *unread = record_new(model);
+                other.user = unread;
+                if (!llm_submit(engine, &other, &victim, &err)) fail_msg("%s", err.message);
+                unread->id = victim;
+                record_submit(engine, r[which], requests[which], true);
+                for (int k = 0; k < i + round % 5; k++) {
+                    assert_int_not_equal(llm_step(engine, &err), -1);
+                    record_events(engine);
+                }
+                llm_cancel(engine, victim, &err); /* it may have ended */
+                record_events(engine);
+                assert_int_equal(unread->samples[0].n_ends, 1);
+                record_free(unread);
+            }
+            record_drain(engine);
+            for (int i = 0; i < N; i++) {
+                assert_same(alone[i], r[i]);
+                record_free(r[i]);
+            }
+            assert_idle(engine);
+            llm_engine_free(engine);
+        }
+        for (int i = 0; i < N; i++) record_free(alone[i]);
+        llm_model_free(model);
+    }
+}
+
+/* Sample s uses the stream (seed, s), and shares the prompt's blocks: it does not matter how many others there are. */
+static void test_samples(void **state) {
+    (void)state;
+    llm_model *model = model_load(GQA);
+    for (int n_prompt = 30; n_prompt <= 33; n_prompt++) { /* 32 is a whole number of blocks: nothing to copy */
+        llm_request request = some_request(1, n_prompt, 20);
+        request.n_samples = 5;
+        record *five = run_alone(model, NULL, request);
+        request.n_samples = 1;
+        record *one = run_alone(model, NULL, request);
+        request.n_samples = 3;
+        llm_engine_options o = llm_engine_defaults();
+        o.max_batch_tokens = 2; /* fewer than sequences */
+        o.max_sequences = 3;
+        record *three = run_alone(model, &o, request);
+        assert_same_sample(&one->samples[0], &five->samples[0], VOCAB);
+        for (int s = 0; s < 3; s++) assert_same_sample(&three->samples[s], &five->samples[s], VOCAB);
+        for (int s = 0; s < 5; s++) {
+            assert_int_equal(five->samples[s].n_tokens, 20);
+            for (int t = 0; t < s; t++)
+                assert_memory_not_equal(five->samples[s].tokens, five->samples[t].tokens, 20 * sizeof(int32_t));
+        }
+        /* A sample's cache is right: its tokens as the prompt of a new request give the same last logits. */
+        for (int s = 0; s < 5; s++) {
+            int32_t ids[CONTEXT];
+            memcpy(ids, request.prompt, sizeof(int32_t) * (size_t)n_prompt);
+            memcpy(ids + n_prompt, five->samples[s].tokens, sizeof(int32_t) * 19);
+            llm_request again = request;
+            again.prompt = ids;
+            again.n_prompt = n_prompt + 19;
+            again.n_samples = 1;
+            again.max_tokens = 0;
+            record *r = run_alone(model, NULL, again);
+            const sample_record *a = &r->samples[0], *b = &five->samples[s];
+            assert_memory_equal(a->logits + (size_t)(a->n_rows - 1) * VOCAB, b->logits + (size_t)(b->n_rows - 1) * VOCAB,
+                                VOCAB * sizeof(float));
+            record_free(r);
+        }
+        record_free(one);
+        record_free(three);
+        record_free(five);
+    }
+    llm_model_free(model);
+}
+
+static void test_seeds(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_request request = some_request(0, 5, 30);
+    record *a = run_alone(model, NULL, request), *b = run_alone(model, NULL, request);
+    assert_same(a, b);
+    request.sampling.seed++;
+    record *c = run_alone(model, NULL, request);
+    assert_memory_not_equal(a->samples[0].tokens, c->samples[0].tokens, 30 * sizeof(int32_t));
+    record_free(a);
+    record_free(b);
+    record_free(c);
+    llm_model_free(model);
+}
+
+/* Any order of submit, step, cancel and reading: each request that is not cancelled gives what it gives alone, and each
+ * sample of every request ends exactly once. */
+static void random_walk(const llm_model *model, record *const *alone, const llm_request *requests, int n_requests, uint64_t seed) {
+    enum { MAX = 60 };
+    uint64_t draws = 0;
+#define PICK(n) ((int)(llm_random(seed, 0, draws++) * (n)))
+    llm_error err;
+    llm_engine_options o = llm_engine_defaults();
+    o.block_size = 1 + PICK(20);
+    o.max_sequences = 3 + PICK(4);
+    o.max_batch_tokens = 1 + PICK(40);
+    o.n_threads = 1 + PICK(2);
+    o.context_length = CONTEXT - PICK(3) * 4;
+    /* one context at the least, so that every request fits; often not two, so that they must wait */
+    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * (uint64_t)(3 * CONTEXT + o.block_size * 4 + PICK(100));
+    llm_engine *engine = engine_new(model, &o);
+    record *r[MAX];
+    int kind[MAX], n = 0;
+    bool cancelled[MAX] = {false};
+    for (int i = 0; i < 300; i++) {
+        int what = PICK(10);
+        if (what < 2 && n < MAX) {
+            kind[n] = PICK(n_requests);
+            r[n] = record_new(model);
+            record_submit(engine, r[n], requests[kind[n]], true);
+            n++;
+        } else if (what == 2 && n) {
+            int victim = PICK(n);
+            int live = 0;
+            for (int s = 0; s < requests[kind[victim]].n_samples; s++) live += !r[victim]->samples[s].n_ends;
+            bool ok = llm_cancel(engine, r[victim]->id, &err);
+            if (live == 0) assert_false(ok); /* it has ended, and we know */
+            if (ok) cancelled[victim] = true;
+            else assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+            record_events(engine); /* all, as the next step forgets those that were not read */
+        } else {
+            assert_int_not_equal(llm_step(engine, &err), -1);
+            record_events(engine);
+        }
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_in_range(s.blocks_free, 0, s.blocks_total);
+        assert_true(s.slots_used <= (s.blocks_total - s.blocks_free) * s.block_size);
+        assert_true(s.running <= o.max_sequences);
+        assert_true(s.blocks_peak >= s.blocks_total - s.blocks_free);
+    }
+    record_drain(engine);
+    assert_idle(engine);
+    for (int i = 0; i < n; i++) {
+        for (int s = 0; s < requests[kind[i]].n_samples; s++) assert_int_equal(r[i]->samples[s].n_ends, 1);
+        if (!cancelled[i]) assert_same(alone[kind[i]], r[i]);
+        record_free(r[i]);
+    }
+    llm_engine_free(engine);
+#undef PICK
+}
+
+static void test_random_walks(void **state) {
+    enum { N = 6 };
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_request requests[N];
+    record *alone[N];
+    for (int i = 0; i < N; i++) {
+        requests[i] = some_request(i, 1 + 13 * i, i == 4 ? 0 : 25 - 3 * i);
+        requests[i].n_samples = i == 1 ? 3 : i == 5 ? 2 : 1;
+        alone[i] = run_alone(model, NULL, requests[i]);
+    }
+    for (uint64_t seed = 1; seed <= 25; seed++) random_walk(model, alone, requests, N, seed);
+    for (int i = 0; i < N; i++) record_free(alone[i]);
+    llm_model_free(model);
+}
+
+/* One model, several engines, each in a thread of its own. */
+static void *thread_main(void *model) {
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    return run_alone((const llm_model *)model, &o, some_request(2, 40, 20));
+}
+
+static void test_model_shared_by_threads(void **state) {
+    pthread_t threads[3];
+    (void)state;
+    llm_model *model = model_load(TIED);
+    some_prompt(2);
+    record *expected = (record *)thread_main(model);
+    for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&threads[i], NULL, thread_main, model), 0);
+    for (int i = 0; i < 3; i++) {
+        void *r = NULL;
+        assert_int_equal(pthread_join(threads[i], &r), 0);
+        assert_same(expected, (record *)r);
+        record_free((record *)r);
+    }
+    record_free(expected);
+    llm_model_free(model);
+}
+
+/* ---- How a request ends ------------------------------------------------------------------ */
+
+static void test_max_tokens(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    for (int max = 0; max <= 3; max++) {
+        record *r = run_alone(model, NULL, some_request(0, 10, max));
+        assert_int_equal(r->samples[0].n_tokens, max);
+        assert_int_equal(r->samples[0].n_ends, 1);
+        assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
+        assert_int_equal(r->samples[0].n_rows, 10 + (max ? max - 1 : 0));
+        for (int i = 0; i < r->samples[0].n_rows; i++) assert_int_equal(r->samples[0].positions[i], i);
+        record_free(r);
+    }
+    /* to the end of the context, the model's or a shorter one; asking for more gives no more */
+    for (int context = CONTEXT; context >= 32; context -= 96)
+        for (int max = -1; max < 1000; max += 500) {
+            llm_engine_options o = llm_engine_defaults();
+            o.context_length = context;
+            record *r = run_alone(model, &o, some_request(0, 10, max));
+            assert_int_equal(r->samples[0].n_tokens, context - 10);
+            assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
+            record_free(r);
+        }
+    /* a prompt that fills the context leaves room for nothing */
+    record *r = run_alone(model, NULL, some_request(0, CONTEXT, -1));
+    assert_int_equal(r->samples[0].n_tokens, 0);
+    assert_int_equal(r->samples[0].n_ends, 1);
+    record_free(r);
+    /* and without a hook, max_tokens = 0 with several samples still ends them all */
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request silent = some_request(0, 40, 0);
+    silent.n_samples = 3;
+    r = record_new(model);
+    record_submit(engine, r, silent, false);
+    record_drain(engine);
+    for (int s = 0; s < 3; s++) assert_int_equal(r->samples[s].n_ends, 1);
+    assert_idle(engine);
+    record_free(r);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* Force a chosen text through the hook. */
+static record *run_forced(llm_engine *engine, llm_request request, const int32_t *tokens, int n) {
+    static int32_t forced[CONTEXT];
+    for (int i = 0; i < CONTEXT; i++) forced[i] = -1;
+    memcpy(forced + request.n_prompt - 1, tokens, sizeof(int32_t) * (size_t)n);
+    record *r = record_new(llm_engine_model(engine));
+    r->forced = forced;
+    r->force_until = CONTEXT;
+    record_submit(engine, r, request, true);
+    record_drain(engine);
+    return r;
+}
+
+static void test_end_token(void **state) {
+    static const int32_t text[] = {40, 41, 42, END, 43, 44};
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    const llm_tokenizer *t = llm_model_tokenizer(model);
+    assert_int_equal(llm_tokenizer_eos(t), END);
+    assert_int_equal(llm_tokenizer_bos(t), BOS);
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request request = some_request(0, 9, 6);
+    request.sampling = llm_sampling_defaults();
+    record *r = run_forced(engine, request, text, 6); /* ignore_end */
+    assert_int_equal(r->samples[0].n_tokens, 6);
+    assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
+    assert_memory_equal(r->samples[0].tokens, text, sizeof text);
+    record_free(r);
+    request.ignore_end = false;
+    r = run_forced(engine, request, text, 6);
+    assert_int_equal(r->samples[0].n_tokens, 4);
+    assert_int_equal(r->samples[0].finish, LLM_FINISH_END);
+    assert_int_equal(r->samples[0].n_ends, 1);
+    assert_memory_equal(r->samples[0].tokens, text, 4 * sizeof(int32_t));
+    char expected[64];
+    llm_error err;
+    int64_t length = llm_detokenize(t, text, 3, expected, sizeof expected, &err); /* the end token has no text */
+    assert_int_equal(r->samples[0].text_length, length);
+    assert_memory_equal(r->samples[0].text, expected, (size_t)length);
+    record_free(r);
+    r = run_forced(engine, request, text + 3, 1); /* at once */
+    assert_int_equal(r->samples[0].n_tokens, 1);
+    assert_int_equal(r->samples[0].text_length, 0);
+    assert_int_equal(r->samples[0].finish, LLM_FINISH_END);
+    record_free(r);
+    assert_idle(engine);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+static bool is_utf8(const char *text, size_t length) {
+    const unsigned char *s = (const unsigned char *)text;
+    for (size_t i = 0; i < length;) {
+        size_t n = s[i] < 0x80 ? 1 : s[i] < 0xc2 ? 0 : s[i] < 0xe0 ? 2 : s[i] < 0xf0 ? 3 : s[i] < 0xf5 ? 4 : 0;
+        if (n == 0 || i + n > length) return false;
+        for (size_t k = 1; k < n; k++)
+            if ((s[i + k] & 0xc0) != 0x80) return false;
+        if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) || (s[i] == 0xf0 && s[i + 1] < 0x90) ||
+            (s[i] == 0xf4 && s[i + 1] > 0x8f))
+            return false; /* too long a spelling, a surrogate, or past the last character */
+        i += n;
+    }
+    return true;
+}
+
+/* The pieces of text make up the text of all tokens, and no piece cuts a character. */
+static void test_streamed_text(void **state) {
+    static const char text[] = "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";
+    int32_t ids[64];
+    char joined[512], whole[4096];
+    size_t n_joined = 0;
+    llm_error err;
+    llm_event event;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    const llm_tokenizer *t = llm_model_tokenizer(model);
+    int64_t n = llm_tokenize(t, text, sizeof text - 1, 0, ids, 64, &err);
+    assert_in_range(n, 8, 64);
+    static int32_t forced[CONTEXT];
+    for (int i = 0; i < CONTEXT; i++) forced[i] = -1;
+    memcpy(forced + 2, ids, sizeof(int32_t) * (size_t)n);
+    record *r = record_new(model);
+    r->forced = forced;
+    r->force_until = CONTEXT;
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request request = some_request(0, 3, (int)n);
+    request.logits_hook = record_hook;
+    request.user = r;
+    assert_true(llm_submit(engine, &request, &r->id, &err));
+    while (llm_step(engine, &err) > 0)
+        while (llm_next_event(engine, &event)) {
+            assert_ptr_equal(event.user, r);
+            if (event.text_length) /* starts with a character's first byte */
+                assert_int_not_equal((unsigned char)event.text[0] & 0xc0, 0x80);
+            memcpy(joined + n_joined, event.text, event.text_length);
+            n_joined += event.text_length;
+        }
+    assert_int_equal(n_joined, sizeof text - 1);
+    assert_memory_equal(joined, text, n_joined);
+    record_free(r);
+    llm_engine_free(engine);
+
+    /* Random tokens are mostly broken UTF-8. What is shown is not: U+FFFD stands for each byte that is nothing. */
+    for (int seed = 0; seed < 8; seed++) {
+        r = run_alone(model, NULL, some_request(seed, 6, 60));
+        int64_t length = llm_detokenize(t, r->samples[0].tokens, 60, whole, sizeof whole, &err);
+        assert_true(length > 0 && !is_utf8(whole, (size_t)length));
+        assert_true(is_utf8(r->samples[0].text, r->samples[0].text_length));
+        record_free(r);
+    }
+    llm_model_free(model);
+}
+
+/* Cancelled after k steps, for every k: from the queue, in the middle of the prompt, while it generates. */
+static void test_cancel_at_any_step(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_request request = some_request(3, 40, 10), other = some_request(4, 20, 30);
+    request.n_samples = 3;
+    record *alone = run_alone(model, NULL, other);
+    for (int steps = 0; steps < 22; steps++) {
+        llm_error err;
+        llm_engine_options o = llm_engine_defaults();
+        o.max_batch_tokens = 8;
+        o.max_sequences = 4;
+        llm_engine *engine = engine_new(model, &o);
+        record *a = record_new(model), *b = record_new(model);
+        record_submit(engine, a, request, true);
+        record_submit(engine, b, other, true);
+        int32_t last = -1;
+        for (int i = 0; i < steps; i++) {
+            assert_int_not_equal(llm_step(engine, &err), -1);
+            llm_event event;
+            while (i % 2 && llm_next_event(engine, &event)) {} /* else tokens are still unread when it is cancelled */
+        }
+        int live = 0;
+        bool ok = llm_cancel(engine, a->id, &err);
+        llm_event event;
+        while (llm_next_event(engine, &event)) live += event.user == a && event.finish == LLM_FINISH_CANCELLED;
+        assert_int_equal(ok, live > 0);
+        if (ok) {
+            assert_int_equal(live, 3);
+            assert_int_equal(err.status, LLM_OK);
+        }
+        assert_false(llm_cancel(engine, a->id, &err)); /* once is enough */
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        int more;
+        while ((more = llm_step(engine, &err)) > 0)
+            while (llm_next_event(engine, &event)) {
+                assert_ptr_equal(event.user, b);
+                if (event.token >= 0) last = event.token;
+            }
+        assert_int_equal(more, 0);
+        if (last >= 0) assert_int_equal(last, alone->samples[0].tokens[29]);
+        assert_idle(engine);
+        record_free(a);
+        record_free(b);
+        llm_engine_free(engine);
+    }
+    record_free(alone);
+    llm_model_free(model);
+}
+
+/* Nobody is obliged to read events. */
+static void test_unread_events(void **state) {
+    llm_error err;
+    uint64_t id = 0;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request request = some_request(0, 5, 3);
+    for (int i = 0; i < 100; i++) {
+        request.n_samples = 1 + i % 7;
+        assert_true(llm_submit(engine, &request, &id, &err));
+        if (i % 10 == 9) assert_int_equal(llm_step(engine, &err), 1);
+        assert_true(llm_cancel(engine, id, &err));
+    }
+    for (int i = 0; i < 20; i++) assert_true(llm_submit(engine, &request, &id, &err));
+    while (llm_step(engine, &err) > 0) {}
+    assert_int_equal(err.status, LLM_OK);
+    assert_idle(engine);
+    for (int i = 0; i < 20; i++) assert_true(llm_submit(engine, &request, &id, &err));
+    llm_step(engine, &err);
+    llm_engine_free(engine); /* in the middle of everything */
+    llm_engine_free(NULL);
+    llm_model_free(model);
+}
+
+/* ---- Mistakes of the caller ----------------------------------------------------------------- */
+
+static llm_engine *mistaken; /* the engine that has to survive */
+
+static void refuses(llm_request request, llm_status status, const char *word) {
+    llm_error err;
+    uint64_t id = 99;
+    assert_false(llm_submit(mistaken, &request, &id, &err));
+    assert_int_equal(err.status, status);
+    if (!strstr(err.message, word)) fail_msg("\"%s\" does not say \"%s\"", err.message, word);
+    assert_null(strchr(err.message, '\n'));
+    assert_false(llm_submit(mistaken, &request, NULL, NULL)); /* nobody has to want the error */
+    record *r = record_new(llm_engine_model(mistaken)); /* and the engine goes on */
+    record_submit(mistaken, r, some_request(0, 2, 1), false);
+    record_drain(mistaken);
+    assert_int_equal(r->samples[0].n_tokens, 1);
+    record_free(r);
+    assert_idle(mistaken);
+}
+
+static void test_refused_requests(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine_options o = llm_engine_defaults();
+    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * 96;
+    mistaken = engine_new(model, &o);
+    int32_t ids[CONTEXT + 1] = {0};
+    llm_request good = some_request(0, 4, 4), r;
+    r = good; r.prompt = NULL;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.n_prompt = 0;                        refuses(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.n_prompt = -1;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.prompt = ids; ids[2] = VOCAB;        refuses(r, LLM_ERROR_ARGUMENT, "288");
+    ids[2] = -1;                                     refuses(r, LLM_ERROR_ARGUMENT, "-1");
+    ids[2] = 0; r.n_prompt = CONTEXT + 1;            refuses(r, LLM_ERROR_CAPACITY, "context");
+    r.n_prompt = CONTEXT; r.max_tokens = 1;          refuses(r, LLM_ERROR_CAPACITY, "context");
+    r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses(r, LLM_ERROR_CAPACITY, "context");
+    r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
+    r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks"); /* 128 tokens into 96 slots */
+    r = good; r.n_samples = 0;                       refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.n_samples = -3;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.n_samples = 17;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.sampling.temperature = NAN;          refuses(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.temperature = -1;           refuses(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.temperature = INFINITY;     refuses(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.top_k = -1;                 refuses(r, LLM_ERROR_ARGUMENT, "top_k");
+    r = good; r.sampling.top_p = 0;                  refuses(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = 1.5f;               refuses(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.min_p = -0.1f;              refuses(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good; r.sampling.min_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good; r.sampling.repetition_penalty = 0;     refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good; r.sampling.repetition_penalty = NAN;   refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good; r.sampling.penalty_window = -1;        refuses(r, LLM_ERROR_ARGUMENT, "penalty_window");
+    llm_engine_free(mistaken);
+    llm_model_free(model);
+}
+
+static void refuses_options(const llm_model *model, llm_engine_options o, llm_status status, const char *word) {
+    llm_error err;
+    assert_null(llm_engine_create(model, &o, &err));
+    assert_int_equal(err.status, status);
+    if (!strstr(err.message, word)) fail_msg("\"%s\" does not say \"%s\"", err.message, word);
+    assert_null(llm_engine_create(model, &o, NULL));
+}
+
+static void test_refused_options(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine_options good = llm_engine_defaults(), o;
+    refuses_options(NULL, good, LLM_ERROR_ARGUMENT, "model");
+    o = good; o.context_length = -1;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good; o.context_length = CONTEXT + 1;   refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good; o.block_size = 0;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good; o.block_size = -16;               refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good; o.cache_type = LLM_Q8_0;          refuses_options(model, o, LLM_ERROR_UNSUPPORTED, "f16 or f32");
+    o = good; o.cache_bytes = 1;                refuses_options(model, o, LLM_ERROR_ARGUMENT, "cache_bytes");
+    o = good; o.max_sequences = 0;              refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
+    o = good; o.max_batch_tokens = 0;           refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
+    o = good; o.n_threads = -1;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "n_threads");
+    llm_model_free(model);
+}
+
+static void test_wrong_calls(void **state) {
+    llm_error err;
+    llm_event event;
+    llm_request request = some_request(0, 3, 3);
+    (void)state;
+    err.status = LLM_OK;
+    assert_null(llm_model_load("tests/data/there-is-no-such-file.gguf", &err));
+    assert_int_equal(err.status, LLM_ERROR_FILE);
+    assert_non_null(strstr(err.message, "there-is-no-such-file.gguf"));
+    assert_null(llm_model_load("tests/test_engine.c", &err));
+    assert_int_equal(err.status, LLM_ERROR_FORMAT);
+    assert_null(llm_model_load("tests/data/golden/gqa_4_2.golden", &err)); /* GGUF, but no model */
+    assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+    assert_null(llm_model_load(NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_null(llm_model_load(NULL, NULL));
+    llm_model_free(NULL);
+    assert_int_equal(llm_step(NULL, &err), -1);
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_submit(NULL, &request, NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_submit_text(NULL, "x", NULL, NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_cancel(NULL, 1, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_next_event(NULL, &event));
+    assert_int_equal(llm_engine_statistics(NULL).steps, 0);
+
+    llm_model *model = model_load(SMALL);
+    llm_engine *engine = engine_new(model, NULL);
+    assert_ptr_equal(llm_engine_model(engine), model);
+    assert_false(llm_next_event(engine, &event));
+    assert_int_equal(llm_step(engine, &err), 0); /* nothing to do is no mistake */
+    assert_int_equal(err.status, LLM_OK);
+    assert_false(llm_submit(engine, NULL, NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_submit_text(engine, NULL, NULL, NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_submit_text(engine, "", NULL, NULL, &err)); /* this vocabulary's file asks for no BOS */
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_false(llm_cancel(engine, 12345, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_non_null(strstr(err.message, "12345"));
+    assert_idle(engine);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+static void test_submit_text(void **state) {
+    static const char text[] = "and then the wolf \xff\xc3 said";
+    int32_t ids[64];
+    llm_error err;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, strlen(text), LLM_TOKENIZE_BOS, ids, 64, &err);
+    assert_in_range(n, 1, 64);
+    llm_request request = some_request(0, 1, 12);
+    request.prompt = ids;
+    request.n_prompt = (int)n;
+    record *expected = run_alone(model, NULL, request), *r = record_new(model);
+    llm_engine *engine = engine_new(model, NULL);
+    request.prompt = NULL; /* ignored */
+    request.n_prompt = -5;
+    request.user = r;
+    request.logits_hook = record_hook;
+    assert_true(llm_submit_text(engine, text, &request, &r->id, &err));
+    record_drain(engine);
+    assert_same(expected, r);
+    record_free(expected);
+    record_free(r);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* ---- Statistics and logprobs ------------------------------------------------------------------ */
+
+static void test_statistics(void **state) {
+    llm_error err;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine_options o = llm_engine_defaults();
+    o.max_sequences = 4;
+    o.max_batch_tokens = 16;
+    llm_engine *engine = engine_new(model, &o);
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.block_size, 16);
+    assert_int_equal(s.blocks_total, 4 * CONTEXT / 16);
+    assert_int_equal(s.cache_bytes, (uint64_t)s.blocks_total * 16 * llm_model_cache_bytes_per_token(model, LLM_F16));
+    assert_int_equal(llm_model_cache_bytes_per_token(model, LLM_F16), 2 * 3 * 8 * 2);
+    assert_true(s.weight_bytes > 0 && s.arena_bytes > 0);
+    assert_true(llm_model_step_bytes(model) <= s.weight_bytes);
+    record *r[6];
+    uint64_t prompts = 0, generated = 0;
+    for (int i = 0; i < 6; i++) {
+        llm_request request = some_request(i, 5 + 9 * i, 7);
+        request.n_samples = i == 3 ? 2 : 1;
+        r[i] = record_new(model);
+        record_submit(engine, r[i], request, false);
+        prompts += (uint64_t)request.n_prompt; /* a prompt counts once, however many samples it has */
+        generated += 7 * (uint64_t)request.n_samples;
+    }
+    assert_int_equal(llm_engine_statistics(engine).waiting, 6);
+    uint64_t steps = 0;
+    int64_t most = 0;
+    while (llm_step(engine, &err) > 0) {
+        record_events(engine);
+        s = llm_engine_statistics(engine);
+        assert_int_equal(s.steps, ++steps);
+        most = s.blocks_total - s.blocks_free > most ? s.blocks_total - s.blocks_free : most;
+        if (s.running) assert_true(s.slots_used > 0);
+        /* less than one block is wasted per sequence */
+        assert_true((s.blocks_total - s.blocks_free) * 16 - s.slots_used <= 15 * (s.running ? s.running : 0));
+    }
+    s = llm_engine_statistics(engine);
+    assert_int_equal(s.prompt_tokens, prompts);
+    assert_int_equal(s.generated_tokens, generated);
+    assert_int_equal(s.requests_submitted, 6);
+    assert_int_equal(s.requests_finished, 6);
+    assert_true(s.blocks_peak >= most && s.blocks_peak <= s.blocks_total);
+    assert_true(s.step_seconds > 0 && s.forward_seconds + s.sampling_seconds <= s.step_seconds * 1.001);
+    assert_idle(engine);
+    for (int i = 0; i < 6; i++) record_free(r[i]);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* logprob is the model's own, whatever the hook, the penalty and the temperature do. */
+static void test_logprobs(void **state) {
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    record *r = run_alone(model, NULL, some_request(1, 12, 20));
+    const sample_record *s = &r->samples[0];
+    for (int i = 0; i < 20; i++) {
+        const float *logits = s->logits + (size_t)(11 + i) * VOCAB;
+        double sum = 0;
+        for (int v = 0; v < VOCAB; v++) sum += exp((double)logits[v]);
+        assert_true(fabs((double)s->logprobs[i] - ((double)logits[s->tokens[i]] - log(sum))) < 1e-4);
+        assert_true(s->logprobs[i] == llm_logprob(logits, VOCAB, s->tokens[i]));
+    }
+    record_free(r);
+    llm_model_free(model);
+}
+
+/* ---- Sampling --------------------------------------------------------------------------------- */
+
+/* The filters over again, by sorting everything: the probability of each token. */
+typedef struct ranked { double weight; int id; } ranked;
+
+static int by_rank(const void *a, const void *b) {
+    const ranked *x = (const ranked *)a, *y = (const ranked *)b;
+    if (x->weight != y->weight) return x->weight < y->weight ? 1 : -1;
+    return x->id - y->id;
+}
+
+static void expected_distribution(const llm_sampling *p, const float *logits, int n, double *probability) {
+    ranked *r = (ranked *)malloc((size_t)n * sizeof *r);
+    assert_non_null(r);
+    double most = -INFINITY, all = 0, sum = 0, kept = 0;
+    for (int i = 0; i < n; i++) most = logits[i] > most ? (double)logits[i] : most;
+    for (int i = 0; i < n; i++) {
+        r[i].weight = exp(((double)logits[i] - most) / (double)p->temperature);
+        r[i].id = i;
+        probability[i] = 0;
+    }
+    qsort(r, (size_t)n, sizeof *r, by_rank);
+    int limit = p->top_k && p->top_k < n ? p->top_k : n, m = 0;
+    for (int i = 0; i < limit; i++) all += r[i].weight;
+    for (; m < limit; m++) {
+        if (m && (sum >= (double)p->top_p * all * (1 - 1e-9) || r[m].weight < (double)p->min_p)) break;
+        sum += r[m].weight;
+    }
+    if (p->top_p == 1) /* no nucleus: only top-k and min-p count */
+        for (m = 1; m < limit && r[m].weight >= (double)p->min_p; m++) {}
+    for (int i = 0; i < m; i++) kept += r[i].weight;
+    for (int i = 0; i < m; i++) probability[r[i].id] = r[i].weight / kept;
+    free(r);
+}
+
+/* Many draws against the expected distribution, by the chi-squared test: bins of at least five expected draws; the sum
+ * of n bins has mean n and deviation sqrt(2 n), and five deviations happen by chance once in millions. */
+static void check_distribution(const llm_sampling *p, const float *logits, int n) {
+    enum { DRAWS = 20000 };
+    llm__sampler sampler;
+    llm_error err;
+    double *expected = (double *)malloc((size_t)n * sizeof *expected);
+    int *drawn = (int *)calloc((size_t)n, sizeof *drawn);
+    assert_true(expected && drawn && llm__sampler_init(&sampler, n, &err));
+    expected_distribution(p, logits, n, expected);
+    for (int i = 0; i < DRAWS; i++) {
+        int32_t id = llm__sample(&sampler, p, logits, NULL, 0, 3, (uint64_t)i);
+        assert_in_range(id, 0, n - 1);
+        drawn[id]++;
+    }
+    double chi = 0, rest_expected = 0, rest_drawn = 0;
+    int bins = 0;
+    for (int i = 0; i < n; i++) {
+        if (expected[i] == 0 && drawn[i]) /* what a filter took out never comes */
+            fail_msg("token %d came at temperature %g, top-k %d, top-p %g, min-p %g", i, (double)p->temperature, p->top_k,
+                     (double)p->top_p, (double)p->min_p);
+        if (expected[i] * DRAWS < 5) {
+            rest_expected += expected[i] * DRAWS;
+            rest_drawn += drawn[i];
+            continue;
+        }
+        bins++;
+        chi += (drawn[i] - expected[i] * DRAWS) * (drawn[i] - expected[i] * DRAWS) / (expected[i] * DRAWS);
+    }
+    if (rest_expected >= 5) {
+        bins++;
+        chi += (rest_drawn - rest_expected) * (rest_drawn - rest_expected) / rest_expected;
+    }
+    if (chi > bins + 5 * sqrt(2.0 * bins) + 5) fail_msg("chi squared is %g over %d bins", chi, bins);
+    llm__sampler_free(&sampler);
+    free(expected);
+    free(drawn);
+}
+
+static void test_distributions(void **state) {
+    static const float temperatures[] = {0.5f, 1, 2}, top_ps[] = {1, 0.9f, 0.5f, 0.01f}, min_ps[] = {0, 0.05f, 0.9f};
+    static const int top_ks[] = {0, 1, 5, 40, 1000};
+    float logits[150];
+    (void)state;
+    for (int i = 0; i < 150; i++) logits[i] = (float)(8 * llm_random(9, 1, (uint64_t)i) - 4);
+    for (int t = 0; t < 3; t++)
+        for (int k = 0; k < 5; k++)
+            for (int p = 0; p < 4; p++)
+                for (int m = 0; m < 3; m++) {
+                    llm_sampling s = llm_sampling_defaults();
+                    s.temperature = temperatures[t];
+                    s.top_k = top_ks[k];
+                    s.top_p = top_ps[p];
+                    s.min_p = min_ps[m];
+                    s.seed = (uint64_t)(1000 * t + 100 * k + 10 * p + m);
+                    check_distribution(&s, logits, 150);
+                }
+}
+
+static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent, int n_recent) {
+    llm__sampler sampler;
+    llm_error err;
+    assert_true(llm__sampler_init(&sampler, n, &err));
+    int32_t id = llm__sample(&sampler, p, logits, recent, n_recent, 0, 0);
+    llm__sampler_free(&sampler);
+    return id;
+}
+
+static void test_odd_logits(void **state) {
+    float bad[5][4] = {{NAN, 1, NAN, 0}, {-INFINITY, -INFINITY, 2, -INFINITY}, {NAN, NAN, NAN, NAN},
+                       {INFINITY, 1, INFINITY, NAN}, {-INFINITY, -INFINITY, -INFINITY, -INFINITY}};
+    int32_t right[5] = {1, 2, 0, 0, 0};
+    llm_sampling p = llm_sampling_defaults();
+    (void)state;
+    for (int i = 0; i < 5; i++) {
+        p.temperature = 0;
+        assert_int_equal(sample_once(&p, bad[i], 4, NULL, 0), right[i]);
+        p.temperature = 1e-6f; /* and nearly greedy: no overflow */
+        assert_in_range(sample_once(&p, bad[i], 4, NULL, 0), 0, 3);
+        p.temperature = 1;
+        p.top_k = i;
+        p.top_p = 0.9f;
+        int32_t id = sample_once(&p, bad[i], 4, NULL, 0);
+        assert_in_range(id, 0, 3);
+        if (i == 1) assert_int_equal(id, 2);
+        if (i == 0) assert_true(id == 1 || id == 3); /* never a NaN */
+    }
+    float equal[6] = {1, 1, 1, 1, 1, 1}; /* ties go to the smaller id */
+    p = llm_sampling_defaults();
+    assert_int_equal(sample_once(&p, equal, 6, NULL, 0), 0);
+    p.temperature = 1;
+    p.top_k = 1;
+    assert_int_equal(sample_once(&p, equal, 6, NULL, 0), 0);
+}
+
+static void test_penalty(void **state) {
+    float logits[4] = {2, 1.9f, -1, -1.05f};
+    int32_t recent[6] = {0, 0, 0, 1, 2, 2};
+    llm_sampling p = llm_sampling_defaults();
+    (void)state;
+    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0);
+    p.repetition_penalty = 1.1f;
+    p.penalty_window = 0;
+    assert_int_equal(sample_once(&p, logits, 4, recent, 3), 1); /* 2 / 1.1 < 1.9: and divided once, not three times */
+    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* both are: 2 / 1.1 > 1.9 / 1.1 */
+    p.penalty_window = 3;
+    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* 0 lies outside of the window */
+    float below[4] = {-9, -9, -1, -1.05f};
+    assert_int_equal(sample_once(&p, below, 4, recent, 6), 3); /* -1 x 1.1 < -1.05 */
+    p.repetition_penalty = 0.9f;
+    assert_int_equal(sample_once(&p, below, 4, recent, 6), 2);
+}
+
+/* The generator is part of the file format of a seed, so to speak: these numbers must never change. */
+static void test_random(void **state) {
+    double sum = 0, squares = 0;
+    (void)state;
+    assert_true(llm_random(1, 2, 3) == llm_random(1, 2, 3));
+    assert_true(llm_random(1, 2, 3) != llm_random(1, 2, 4));
+    assert_true(llm_random(1, 2, 3) != llm_random(1, 3, 3));
+    assert_true(llm_random(1, 2, 3) != llm_random(2, 2, 3));
+    for (int i = 0; i < 100000; i++) {
+        double x = llm_random(42, 7, (uint64_t)i);
+        assert_true(x >= 0 && x < 1);
+        sum += x;
+        squares += x * x;
+    }
+    assert_true(fabs(sum / 100000 - 0.5) < 0.005);
+    assert_true(fabs(squares / 100000 - 1.0 / 3) < 0.005);
+}
+
+/* ---- Memory -------------------------------------------------------------------------------------- */
+
+/* Everything from loading to the last event, with every single allocation failing in turn. Returns whether
+ * it went well; if not, the error must say that memory was the reason. */
+static bool whole_life(llm_error *err) {
+    bool ok = false;
+    llm_event event;
+    llm_model *model = llm_model_load(TIED, err);
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    llm_engine *engine = model ? llm_engine_create(model, &o, err) : NULL;
+    if (engine) {
+        llm_request request = some_request(0, 20, 4);
+        request.n_samples = 2;
+        ok = llm_submit(engine, &request, NULL, err) && llm_submit_text(engine, "the wolf and", &request, NULL, err);
+        int more = ok;
+        while (more > 0) {
+            more = llm_step(engine, err);
+            while (llm_next_event(engine, &event)) {}
+        }
+        ok = ok && more == 0;
+    }
+    llm_engine_free(engine);
+    llm_model_free(model);
+    return ok;
+}
+
+static void test_failing_allocations(void **state) {
+    llm_error err;
+    (void)state;
+    long live = test_live, before = test_allocations;
+    assert_true(whole_life(&err));
+    long total = test_allocations - before;
+    assert_int_equal(test_live, live);
+    assert_true(total > 10);
+    for (long k = 0; k < total; k++) {
+        test_fail_in = k;
+        memset(&err, 0x55, sizeof err);
+        bool ok = whole_life(&err);
+        test_fail_in = -1;
+        if (ok) fail_msg("allocation %ld of %ld failed, and nobody noticed", k, total);
+        if (err.status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err.status, err.message);
+        assert_true(strlen(err.message) > 10);
+        assert_int_equal(test_live, live);
+    }
+    print_message("%ld allocations, each failed once\n", total);
+}
+
+static void test_failing_quantize(void **state) {
+    llm_error err;
+    char path[256];
+    long live = test_live;
+    bool ok = false;
+    (void)state;
+    temporary_path(path);
+    for (long k = 0; !ok; k++) {
+        unlink(path);
+        test_failed = false;
+        test_fail_in = k;
+        ok = llm_quantize(SMALL, path, LLM_Q8_0, NULL, NULL, &err);
+        test_fail_in = -1;
+        assert_int_equal(ok, !test_failed);
+        assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);
+        assert_int_equal(access(path, F_OK) == 0, ok); /* nothing half written */
+        assert_int_equal(test_live, live);
+    }
+    unlink(path);
+}
+
+/* After warm-up a step allocates nothing: not here, nor in the backend. */
+static void test_steps_allocate_nothing(void **state) {
+    llm_error err;
+    (void)state;
+    llm_model *model = model_load(GQA);
+    llm_engine_options o = llm_engine_defaults();
+    o.max_batch_tokens = 24;
+    llm_engine *engine = engine_new(model, &o);
+    for (int round = 0; round < 2; round++) {
+        for (int i = 0; i < 5; i++) {
+            llm_request request = some_request(i, 10 + 20 * i, 12);
+            request.n_samples = 1 + i % 3;
+            assert_true(llm_submit(engine, &request, NULL, &err));
+        }
+        long before = test_allocations;
+        int more;
+        while ((more = llm_step(engine, &err)) > 0) {}
+        assert_int_equal(more, 0);
+        assert_int_equal(test_allocations, before);
+    }
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+static void test_model_from_memory(void **state) {
+    llm_error err;
+    (void)state;
+    FILE *f = fopen(TIED, "rb");
+    assert_non_null(f);
+    fseek(f, 0, SEEK_END);
+    long size = ftell(f);
+    rewind(f);
+    void *data = malloc((size_t)size);
+    assert_non_null(data);
+    assert_int_equal(fread(data, 1, (size_t)size, f), size);
+    fclose(f);
+    llm_model *from_memory = llm_model_from_memory(data, (size_t)size, "a name", &err);
+    if (!from_memory) fail_msg("%s", err.message);
+    llm_model *from_file = model_load(TIED);
+    record *a = run_alone(from_memory, NULL, some_request(0, 30, 10)), *b = run_alone(from_file, NULL, some_request(0, 30, 10));
+    assert_same(a, b);
+    record_free(a);
+    record_free(b);
+    llm_model_free(from_memory);
+    llm_model_free(from_file);
+    assert_null(llm_model_from_memory(data, 100, "the first hundred", &err));
+    assert_int_equal(err.status, LLM_ERROR_FORMAT);
+    assert_non_null(strstr(err.message, "the first hundred"));
+    free(data);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_block_sizes),
+        cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_bundled_model),
+        cmocka_unit_test(test_company),
+        cmocka_unit_test(test_samples),
+        cmocka_unit_test(test_seeds),
+        cmocka_unit_test(test_random_walks),
+        cmocka_unit_test(test_model_shared_by_threads),
+        cmocka_unit_test(test_max_tokens),
+        cmocka_unit_test(test_end_token),
+        cmocka_unit_test(test_streamed_text),
+        cmocka_unit_test(test_cancel_at_any_step),
+        cmocka_unit_test(test_unread_events),
+        cmocka_unit_test(test_refused_requests),
+        cmocka_unit_test(test_refused_options),
+        cmocka_unit_test(test_wrong_calls),
+        cmocka_unit_test(test_submit_text),
+        cmocka_unit_test(test_statistics),
+        cmocka_unit_test(test_logprobs),
+        cmocka_unit_test(test_distributions),
+        cmocka_unit_test(test_odd_logits),
+        cmocka_unit_test(test_penalty),
+        cmocka_unit_test(test_random),
+        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_failing_quantize),
+        cmocka_unit_test(test_steps_allocate_nothing),
+        cmocka_unit_test(test_model_from_memory),
+    };
+    return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
+}

@@ -1,0 +1,306 @@
+/* Whatever fails under the engine - an allocation, or the device - is told, harms nothing else, and leaks nothing: after it the same requests
+ * still give the same tokens. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#include "engine_util.h"
+
+#define TARGET "tests/data/golden/mqa_4_1.gguf"
+#define DRAFT "tests/data/golden/gqa_8_2.gguf"
+
+enum { N_REQUESTS = 7, MAX_PROMPT = 40 };
+
+static llm_model *target, *draft;
+static record *expected[N_REQUESTS];
+
+/* ---- Requests of all kinds --------------------------------------------------------------- */
+
+static llm_request some_request(int i, int32_t *prompt) {
+    static const char *const stops[] = {"qq", "\x7f", "e"};
+    llm_request r = llm_request_defaults();
+    r.n_prompt = 6 + 5 * i;
+    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280); /* they begin alike */
+    r.prompt = prompt;
+    r.max_tokens = 14;
+    r.ignore_end = true;
+    r.n_samples = 1 + i % 3;
+    r.sampling.temperature = i % 2 || i == 4 ? 0.9f : 0;
+    r.sampling.top_p = 0.95f;
+    r.stop = stops;
+    r.n_stop = i % 4;
+    r.speculate = i == 5 ? LLM_SPECULATE_AUTO : i % 4;
+    r.lookup = i == 3;
+    r.logits_hook = i == 4 ? record_hook : NULL;
+    return r;
+}
+
+/* Small enough to preempt; swap: by copying. */
+static llm_engine_options some_options(bool swap) {
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.draft = draft;
+    o.context_length = 64;
+    o.block_size = 4;
+    o.max_sequences = 6;
+    o.max_batch_tokens = 24;
+    o.max_speculation = 4;
+    o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+    o.swap_bytes = 1 << 20;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 80;
+    return o;
+}
+
+static int prepare(void **state) {
+    (void)state;
+    target = model_load(TARGET);
+    draft = model_load(DRAFT);
+    for (int i = 0; i < N_REQUESTS; i++) {
+        int32_t prompt[MAX_PROMPT];
+        llm_engine_options o = some_options(false);
+        o.cache_bytes = 0;
+        llm_engine *engine = engine_new(target, &o);
+        llm_request r = some_request(i, prompt);
+        expected[i] = record_new(target);
+        record_submit(engine, expected[i], r, r.logits_hook != NULL);
+        record_drain(engine);
+        llm_engine_free(engine);
+    }
+    return 0;
+}
+
+static int clean_up(void **state) {
+    (void)state;
+    for (int i = 0; i < N_REQUESTS; i++) record_free(expected[i]);
+    llm_model_free(target);
+    llm_model_free(draft);
+    return 0;
+}
+
+/* ---- Allocations ---------------------------------------------------------------------------- */
+
+static void check_memory_error(const llm_error *err, long k) {
+    if (err->status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err->status, err->message);
+    assert_true(strlen(err->message) > 10);
+}
+
+/* A whole life, in which allocation k fails. What fails is done again, and everything comes out right. Returns whether an allocation failed. */
+static bool life_with_failing_allocation(bool swap, long k) {
+    llm_error err;
+    llm_engine_options o = some_options(swap);
+    record *got[N_REQUESTS];
+    long live = test_live;
+    memset(&err, 0x55, sizeof err);
+    test_failed = false;
+    test_fail_in = k;
+    llm_engine *engine = llm_engine_create(target, &o, &err);
+    assert_int_equal(engine == NULL, test_failed);
+    if (!engine) {
+        check_memory_error(&err, k);
+        assert_int_equal(test_live, live); /* nothing is left */
+        engine = llm_engine_create(target, &o, &err);
+        assert_non_null(engine);
+    }
+    for (int i = 0; i < N_REQUESTS; i++) {
+        int32_t prompt[MAX_PROMPT];
+        llm_request r = some_request(i, prompt);
+        r.user = got[i] = record_new(target);
+        long before = test_live;
+        bool failed = test_failed, ok = llm_submit(engine, &r, &got[i]->id, &err);
+        assert_int_equal(ok, failed == test_failed);
+        if (!ok) {
+            check_memory_error(&err, k);
+            assert_true(test_live <= before + 1); /* the list of events may have grown */
+            assert_int_equal(llm_engine_statistics(engine).requests_submitted, i);
+            if (!llm_submit(engine, &r, &got[i]->id, &err)) fail_msg("%s", err.message);
+        }
+        assert_int_equal(err.status, LLM_OK);
+        for (int n = 0; n < i; n++) { /* it goes on while others come */
+            assert_true(llm_step(engine, &err) >= 0);
+            record_events(engine);
+        }
+    }
+    record_drain(engine);
+    assert_idle(engine);
+    for (int i = 0; i < N_REQUESTS; i++) {
+        assert_same(expected[i], got[i]);
+        record_free(got[i]);
+    }
+    llm_engine_free(engine);
+    test_fail_in = -1;
+    assert_int_equal(test_live, live);
+    return test_failed;
+}
+
+static void test_failing_allocations(void **state) {
+    (void)state;
+    for (int swap = 0; swap < 2; swap++) {
+        long n = 0;
+        while (life_with_failing_allocation(swap, n)) n++;
+        print_message("%ld allocations, each failed once\n", n);
+        assert_true(n > 40);
+    }
+}
+
+/* Text needs tokens: the same through llm_submit_text. */
+static void test_failing_text(void **state) {
+    (void)state;
+    llm_error err;
+    llm_engine_options o = some_options(false);
+    llm_engine *engine = engine_new(target, &o);
+    char *text = NULL;
+    size_t length = 0;
+    for (int round = 0; round < 2; round++) {
+        bool ok = false;
+        for (long k = 0; !ok; k++) {
+            record *r = record_new(target);
+            llm_request request = llm_request_defaults();
+            request.max_tokens = 10;
+            request.user = r;
+            long live = test_live;
+            test_failed = false;
+            test_fail_in = k;
+            ok = llm_submit_text(engine, "the same text again", &request, &r->id, &err);
+            test_fail_in = -1;
+            assert_int_equal(ok, !test_failed);
+            assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);
+            if (!ok) assert_true(test_live <= live + 1);
+            if (ok) record_drain(engine);
+            if (ok && text) assert_true(length == r->samples[0].text_length && !memcmp(text, r->samples[0].text, length));
+            if (ok && !text) {
+                length = r->samples[0].text_length;
+                text = (char *)malloc(length + 1);
+                assert_non_null(text);
+                memcpy(text, r->samples[0].text, length);
+            }
+            record_free(r);
+        }
+    }
+    free(text);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* ---- A device that fails ------------------------------------------------------------------------ */
+
+/* The CPU's, but the call that is due says no (and does nothing). */
+static llm_backend *real;
+static long calls, fail_call = -1; /* fallible calls so far; which of them fails */
+
+static bool device_fails(llm_error *err) {
+    if (calls++ != fail_call) return false;
+    llm__fail(err, LLM_ERROR_DEVICE, "the device was unplugged");
+    return true;
+}
+
+static void *failing_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
+    return device_fails(err) ? NULL : real->allocate(context, bytes, what, err);
+}
+static bool failing_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
+    return !device_fails(err) && real->upload(context, device, host, bytes, err);
+}
+static bool failing_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+    return !device_fails(err) && real->download(context, host, device, bytes, err);
+}
+static bool failing_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
+    return !device_fails(err) && real->load_weight(context, w, host, err);
+}
+static bool failing_reserve(void *context, const llm_limits *limits, llm_error *err) {
+    return !device_fails(err) && real->reserve(context, limits, err);
+}
+static bool failing_begin(void *context, const llm_batch *batch, llm_error *err) {
+    return !device_fails(err) && real->begin_step(context, batch, err);
+}
+static bool failing_end(void *context, llm_error *err) { return !device_fails(err) && real->end_step(context, err); }
+static bool failing_sync(void *context, llm_error *err) { return !device_fails(err) && real->sync(context, err); }
+
+static llm_backend failing_backend(void) {
+    llm_backend b = *real;
+    b.allocate = failing_allocate;
+    b.upload = failing_upload;
+    b.download = failing_download;
+    b.load_weight = failing_load_weight;
+    b.reserve = failing_reserve;
+    b.begin_step = failing_begin;
+    b.end_step = failing_end;
+    b.sync = failing_sync;
+    return b;
+}
+
+/* A whole life, in which call k of the device fails. Returns whether one did. */
+static bool life_with_failing_device(bool swap, long k) {
+    llm_error err;
+    llm_engine_options o = some_options(swap);
+    record *got[N_REQUESTS];
+    long live = test_live;
+    int n_failed = 0, more;
+    real = llm_cpu_backend(1, LLM_ISA_AVX512, &err);
+    assert_non_null(real);
+    llm_backend device = failing_backend();
+    o.backend = &device;
+    calls = 0;
+    fail_call = k;
+    llm_engine *engine = llm_engine_create(target, &o, &err);
+    if (!engine) {
+        assert_int_equal(err.status, LLM_ERROR_DEVICE);
+        llm_backend_free(real);
+        assert_int_equal(test_live, live);
+        return true;
+    }
+    if (engine->arena.max_logits > 3) engine->arena.max_logits = engine->speculator.arena.max_logits = 3; /* several downloads in a step */
+    for (int i = 0; i < N_REQUESTS; i++) {
+        int32_t prompt[MAX_PROMPT];
+        llm_request r = some_request(i, prompt);
+        got[i] = record_new(target);
+        record_submit(engine, got[i], r, r.logits_hook != NULL);
+    }
+    while ((more = llm_step(engine, &err)) != 0) {
+        record_events(engine); /* also of a step that failed in the middle */
+        if (more > 0) continue;
+        assert_int_equal(err.status, LLM_ERROR_DEVICE);
+        assert_int_equal(++n_failed, 1);
+    }
+    assert_int_equal(n_failed, calls > k && k >= 0);
+    assert_idle(engine);
+    assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
+    for (int i = 0; i < N_REQUESTS; i++) {
+        int32_t prompt[MAX_PROMPT];
+        llm_request r = some_request(i, prompt);
+        /* A step that fails in the middle of a proposal is cut there: what was drawn with proposals goes on with other random numbers. */
+        if (r.speculate && r.sampling.temperature > 0)
+            for (int k = 0; k < r.n_samples; k++) assert_int_equal(got[i]->samples[k].n_ends, 1);
+        else assert_same(expected[i], got[i]);
+        record_free(got[i]);
+    }
+    llm_engine_free(engine);
+    llm_backend_free(real);
+    assert_int_equal(test_live, live);
+    return calls > k;
+}
+
+static void test_failing_device(void **state) {
+    (void)state;
+    for (int swap = 0; swap < 2; swap++) {
+        life_with_failing_device(swap, -1);
+        long n = calls, tried = 0;
+        test_random random = {1 + (uint64_t)swap};
+        for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++) /* not all, since most are alike */
+            assert_true(life_with_failing_device(swap, k));
+        print_message("%ld calls of the device, %ld of them failed once\n", n, tried);
+        assert_true(n > 300 && tried > 50);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_failing_text),
+        cmocka_unit_test(test_failing_device),
+    };
+    return cmocka_run_group_tests_name("faults", tests, prepare, clean_up);
+}

@@ -1,0 +1,887 @@
+/* Chapter 1: GGUF files, read and written. Run from the repository's root. */
+#define _GNU_SOURCE
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+
+#include <signal.h>
+#include <sys/resource.h>
+#include <sys/stat.h>
+
+static char path[1000], temporary[1010]; /* the file that the tests write, and the writer's own name for it */
+
+/* ---- Helpers ------------------------------------------------------------------------------ */
+
+static volatile uint64_t sink; /* keeps the reads of `walk` */
+
+/* Read everything that a file offers. */
+static void walk(const llm_file *file) {
+    for (int64_t i = 0; i < llm_file_n_values(file); i++) {
+        const llm_value *value = llm_file_value(file, i);
+        for (size_t b = 0; b < value->bytes; b++) sink += value->data[b];
+        for (size_t b = 0; b < value->key.length; b++) sink += (uint8_t)value->key.data[b];
+        for (uint64_t k = 0; k < value->count && k < 100; k++) {
+            uint64_t u;
+            int64_t s;
+            double d;
+            bool flag;
+            if (llm_value_u64(value, k, &u)) sink += u;
+            if (llm_value_i64(value, k, &s)) sink += (uint64_t)s;
+            if (llm_value_f64(value, k, &d)) sink += d > 0;
+            if (llm_value_bool(value, k, &flag)) sink += flag;
+        }
+        size_t cursor = 0;
+        llm_string s;
+        uint64_t n = 0;
+        while (llm_value_string(value, &cursor, &s)) {
+            n++;
+            for (size_t b = 0; b < s.length; b++) sink += (uint8_t)s.data[b];
+        }
+        if (value->element_type == LLM_VALUE_STRING) assert_true(n == value->count);
+        assert_true(cursor == (value->element_type == LLM_VALUE_STRING ? value->bytes : 0));
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *tensor = llm_file_tensor(file, i);
+        for (uint64_t b = 0; b < tensor->bytes; b++) sink += ((const uint8_t *)tensor->data)[b];
+        for (size_t b = 0; b < tensor->name.length; b++) sink += (uint8_t)tensor->name.data[b];
+    }
+    assert_null(llm_file_value(file, llm_file_n_values(file)));
+    assert_null(llm_file_value(file, -1));
+    assert_null(llm_file_tensor(file, llm_file_n_tensors(file)));
+}
+
+/* In memory of exactly its size, so that the address sanitizer sees the first byte too many. */
+static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_error *err) {
+    *copy = (uint8_t *)malloc(n ? n : 1);
+    assert_non_null(*copy);
+    if (n) memcpy(*copy, data, n);
+    return llm_file_from_memory(*copy, n, "test.gguf", err);
+}
+
+/* The file must be refused, with a message that says this. */
+static void refuse_bytes(bytes b, const char *expected) {
+    llm_error err = {LLM_OK, ""};
+    uint8_t *copy;
+    llm_file *file = open_bytes(b.data, b.length, &copy, &err);
+    if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
+    assert_null(file);
+    assert_true(err.status == LLM_ERROR_FORMAT || err.status == LLM_ERROR_UNSUPPORTED);
+    assert_non_null(strstr(err.message, "test.gguf: "));
+    assert_null(strchr(err.message, '\n'));
+    assert_non_null(strstr(err.message, expected));
+    free(copy);
+    clear_bytes(&b);
+}
+
+static void refuse(gguf *g, const char *expected) {
+    refuse_bytes(gguf_finish(g), expected);
+    memset(g, 0, sizeof *g);
+}
+
+static bool same(llm_string s, const char *text) { return s.length == strlen(text) && !memcmp(s.data, text, s.length); }
+
+static bytes slurp(const char *name) {
+    bytes b = {0};
+    FILE *f = fopen(name, "rb");
+    assert_non_null(f);
+    char piece[4096];
+    size_t n;
+    while ((n = fread(piece, 1, sizeof piece, f)) > 0) put(&b, piece, n);
+    fclose(f);
+    return b;
+}
+
+static void spit(const char *name, const void *data, size_t n) {
+    FILE *f = fopen(name, "wb");
+    assert_non_null(f);
+    assert_true(fwrite(data, 1, n, f) == n);
+    assert_int_equal(fclose(f), 0);
+}
+
+/* A file with a value of each type, an array of each, and three tensors */
+static bytes sample(uint32_t version) {
+    gguf g = {0};
+    g.version = version;
+    uint8_t u8 = 200;
+    int8_t i8 = -100;
+    uint16_t u16 = 60000;
+    int16_t i16 = -30000;
+    uint32_t u32 = 4000000000u;
+    int32_t i32 = -2000000000;
+    float f32 = 1.5f;
+    uint64_t u64 = UINT64_MAX;
+    int64_t i64 = INT64_MIN;
+    double f64 = -0.1;
+    gguf_value(&g, "u8", T_U8, &u8, 1);
+    gguf_value(&g, "i8", T_I8, &i8, 1);
+    gguf_value(&g, "u16", T_U16, &u16, 2);
+    gguf_value(&g, "i16", T_I16, &i16, 2);
+    gguf_value(&g, "u32", T_U32, &u32, 4);
+    gguf_value(&g, "i32", T_I32, &i32, 4);
+    gguf_value(&g, "f32", T_F32, &f32, 4);
+    gguf_bool(&g, "bool", true);
+    gguf_string(&g, "string", "h\xC3\xA9llo");
+    gguf_value(&g, "u64", T_U64, &u64, 8);
+    gguf_value(&g, "i64", T_I64, &i64, 8);
+    gguf_value(&g, "f64", T_F64, &f64, 8);
+    int16_t three[3] = {1, -2, 3};
+    gguf_array(&g, "array.i16", T_I16, 3, three, sizeof three);
+    bytes strings = {0};
+    put_string(&strings, "one");
+    put_string(&strings, "");
+    put_string(&strings, "three");
+    gguf_array(&g, "array.string", T_STRING, 3, strings.data, strings.length);
+    clear_bytes(&strings);
+    gguf_array(&g, "array.empty", T_F32, 0, NULL, 0);
+    float numbers[64];
+    for (int i = 0; i < 64; i++) numbers[i] = (float)i;
+    uint8_t blocks[4 * 18] = {0};
+    gguf_tensor(&g, "vector", 0, 5, LLM_F32, numbers, 20);
+    gguf_tensor(&g, "matrix", 2, 64, LLM_Q4_0, blocks, sizeof blocks);
+    gguf_tensor(&g, "half", 3, 8, LLM_F16, numbers, 48);
+    return gguf_finish(&g);
+}
+
+/* ---- Reading ------------------------------------------------------------------------------ */
+
+static void check_sample(uint32_t version) {
+    llm_error err;
+    bytes b = sample(version);
+    llm_file *file = llm_file_from_memory(b.data, b.length, "sample", &err);
+    assert_non_null(file);
+    assert_int_equal(err.status, LLM_OK);
+    assert_int_equal(llm_file_version(file), version);
+    assert_int_equal(llm_file_n_values(file), 15);
+    assert_int_equal(llm_file_n_tensors(file), 3);
+    assert_true(llm_file_size(file) == b.length);
+    assert_string_equal(llm_file_path(file), "sample");
+    walk(file);
+    uint64_t u;
+    int64_t s;
+    double d;
+    bool flag;
+    assert_true(llm_value_u64(llm_file_find(file, "u8"), 0, &u) && u == 200);
+    assert_true(llm_value_i64(llm_file_find(file, "i8"), 0, &s) && s == -100);
+    assert_true(llm_value_u64(llm_file_find(file, "u16"), 0, &u) && u == 60000);
+    assert_true(llm_value_i64(llm_file_find(file, "i16"), 0, &s) && s == -30000);
+    assert_true(llm_value_u64(llm_file_find(file, "u32"), 0, &u) && u == 4000000000u);
+    assert_true(llm_value_i64(llm_file_find(file, "i32"), 0, &s) && s == -2000000000);
+    assert_true(llm_value_f64(llm_file_find(file, "i32"), 0, &d) && d == -2e9);
+    assert_true(llm_value_f64(llm_file_find(file, "f32"), 0, &d) && d == 1.5);
+    assert_true(llm_value_bool(llm_file_find(file, "bool"), 0, &flag) && flag);
+    assert_true(llm_value_u64(llm_file_find(file, "u64"), 0, &u) && u == UINT64_MAX);
+    assert_true(llm_value_i64(llm_file_find(file, "i64"), 0, &s) && s == INT64_MIN);
+    assert_true(llm_value_f64(llm_file_find(file, "i64"), 0, &d) && d == -9223372036854775808.0);
+    assert_true(llm_value_f64(llm_file_find(file, "f64"), 0, &d) && d == -0.1);
+    const llm_value *three = llm_file_find(file, "array.i16");
+    assert_true(three && three->type == LLM_VALUE_ARRAY && three->element_type == LLM_VALUE_I16 && three->count == 3);
+    assert_true(llm_value_i64(three, 1, &s) && s == -2);
+    assert_false(llm_value_i64(three, 3, &s));
+    assert_false(llm_value_i64(three, UINT64_MAX, &s));
+    size_t cursor = 0;
+    llm_string text;
+    const llm_value *strings = llm_file_find(file, "array.string");
+    assert_true(llm_value_string(strings, &cursor, &text) && same(text, "one"));
+    assert_true(llm_value_string(strings, &cursor, &text) && same(text, ""));
+    assert_true(llm_value_string(strings, &cursor, &text) && same(text, "three"));
+    assert_false(llm_value_string(strings, &cursor, &text));
+    cursor = 0;
+    assert_true(llm_value_string(llm_file_find(file, "string"), &cursor, &text) && same(text, "h\xC3\xA9llo"));
+    assert_null(llm_file_find(file, "nothing"));
+    assert_null(llm_file_find(file, ""));
+    const llm_tensor *matrix = llm_file_find_tensor(file, "matrix");
+    assert_non_null(matrix);
+    assert_true(matrix->type == LLM_Q4_0 && matrix->n_dims == 2 && matrix->dims[0] == 64 && matrix->dims[1] == 2);
+    assert_true(matrix->dims[2] == 1 && matrix->dims[3] == 1 && matrix->bytes == 4 * 18);
+    const llm_tensor *vector = llm_file_find_tensor(file, "vector");
+    float fifth;
+    memcpy(&fifth, (const uint8_t *)vector->data + 16, sizeof fifth);
+    assert_true(vector->n_dims == 1 && vector->bytes == 20 && fifth == 4);
+    assert_null(llm_file_find_tensor(file, "u8"));
+    llm_file_close(file);
+    clear_bytes(&b);
+}
+
+static void test_read_v2(void **state) { (void)state; check_sample(2); }
+static void test_read_v3(void **state) { (void)state; check_sample(3); }
+
+static llm_value number(llm_value_type type, const void *data, size_t n) {
+    llm_value value = {{"x", 1}, type, type, 1, (const uint8_t *)data, n};
+    return value;
+}
+
+/* A conversion gives the same value or none. */
+static void test_conversions(void **state) {
+    (void)state;
+    uint64_t u;
+    int64_t s;
+    double d;
+    bool flag;
+    float f = 3.0f;
+    llm_value v = number(LLM_VALUE_F32, &f, 4);
+    assert_true(llm_value_u64(&v, 0, &u) && u == 3);
+    f = -3.0f;
+    assert_false(llm_value_u64(&v, 0, &u));
+    assert_true(llm_value_i64(&v, 0, &s) && s == -3);
+    f = 3.5f;
+    assert_false(llm_value_i64(&v, 0, &s));
+    f = 1e30f;
+    assert_false(llm_value_u64(&v, 0, &u));
+    f = NAN;
+    assert_false(llm_value_u64(&v, 0, &u));
+    assert_false(llm_value_bool(&v, 0, &flag));
+    assert_true(llm_value_f64(&v, 0, &d) && d != d);
+    double big = 9223372036854775808.0;
+    v = number(LLM_VALUE_F64, &big, 8);
+    assert_true(llm_value_u64(&v, 0, &u) && u == (uint64_t)1 << 63);
+    assert_false(llm_value_i64(&v, 0, &s));
+    big = -big;
+    assert_true(llm_value_i64(&v, 0, &s) && s == INT64_MIN);
+    uint64_t odd = ((uint64_t)1 << 53) + 1;
+    v = number(LLM_VALUE_U64, &odd, 8);
+    assert_false(llm_value_f64(&v, 0, &d));
+    assert_true(llm_value_i64(&v, 0, &s) && s == (int64_t)odd);
+    odd = UINT64_MAX;
+    assert_false(llm_value_f64(&v, 0, &d));
+    assert_false(llm_value_i64(&v, 0, &s));
+    odd = (uint64_t)1 << 60;
+    assert_true(llm_value_f64(&v, 0, &d) && d == 1152921504606846976.0);
+    uint8_t byte = 2;
+    v = number(LLM_VALUE_BOOL, &byte, 1);
+    assert_false(llm_value_bool(&v, 0, &flag));
+    byte = 1;
+    assert_true(llm_value_bool(&v, 0, &flag) && flag);
+    assert_true(llm_value_u64(&v, 0, &u) && u == 1);
+    int8_t minus = -1;
+    v = number(LLM_VALUE_I8, &minus, 1);
+    assert_true(llm_value_i64(&v, 0, &s) && s == -1);
+    assert_false(llm_value_u64(&v, 0, &u));
+    assert_false(llm_value_bool(&v, 0, &flag));
+    assert_false(llm_value_u64(&v, 1, &u));
+    assert_false(llm_value_u64(NULL, 0, &u) || llm_value_i64(NULL, 0, &s) || llm_value_f64(NULL, 0, &d) || llm_value_bool(NULL, 0, &flag));
+    size_t cursor = 0;
+    llm_string text;
+    assert_false(llm_value_string(&v, &cursor, &text) || llm_value_string(NULL, &cursor, &text));
+}
+
+static void test_vocabulary_only(void **state) {
+    (void)state;
+    gguf g = {0};
+    gguf_string(&g, "general.architecture", "llama");
+    bytes b = gguf_finish(&g);
+    llm_error err;
+    llm_file *file = llm_file_from_memory(b.data, b.length, "v", &err);
+    assert_non_null(file);
+    assert_int_equal(llm_file_n_tensors(file), 0);
+    assert_null(llm_file_find_tensor(file, "x"));
+    llm_file_close(file);
+    clear_bytes(&b);
+    gguf nothing = {0};
+    b = gguf_finish(&nothing);
+    file = llm_file_from_memory(b.data, b.length, "v", &err);
+    assert_non_null(file);
+    walk(file);
+    llm_file_close(file);
+    clear_bytes(&b);
+}
+
+static void test_many_names(void **state) {
+    (void)state;
+    enum { N = 5000 };
+    gguf g = {0};
+    char name[32];
+    float x[8] = {0};
+    for (int i = 0; i < N; i++) {
+        snprintf(name, sizeof name, "k%d", (i * 7919) % N);
+        gguf_u32(&g, name, (uint32_t)i);
+        if (i < 500) gguf_tensor(&g, name, 0, 8, LLM_F32, x, sizeof x);
+    }
+    bytes b = gguf_finish(&g);
+    llm_error err;
+    llm_file *file = llm_file_from_memory(b.data, b.length, "many", &err);
+    assert_non_null(file);
+    for (int i = 0; i < N; i++) {
+        snprintf(name, sizeof name, "k%d", (i * 7919) % N);
+        assert_ptr_equal(llm_file_find(file, name), llm_file_value(file, i));
+        assert_ptr_equal(llm_file_find_tensor(file, name), llm_file_tensor(file, i < 500 ? i : -1));
+    }
+    assert_null(llm_file_find(file, "k"));
+    assert_null(llm_file_find(file, "k5000"));
+    llm_file_close(file);
+    clear_bytes(&b);
+}
+
+static void test_alignment(void **state) {
+    (void)state;
+    float x[4] = {1, 2, 3, 4};
+    gguf g = {0};
+    g.alignment = 128;
+    gguf_u32(&g, "general.alignment", 128);
+    gguf_tensor(&g, "a", 0, 4, LLM_F32, x, sizeof x);
+    gguf_tensor(&g, "b", 0, 4, LLM_F32, x, sizeof x);
+    bytes b = gguf_finish(&g);
+    llm_error err;
+    llm_file *file = llm_file_from_memory(b.data, b.length, "aligned", &err);
+    assert_non_null(file);
+    const uint8_t *second = (const uint8_t *)llm_file_find_tensor(file, "b")->data;
+    assert_int_equal((second - b.data) % 128, 0);
+    assert_memory_equal(second, x, sizeof x);
+    llm_file_close(file);
+    clear_bytes(&b);
+}
+
+/* ---- Damage --------------------------------------------------------------------------------- */
+
+static void test_cut_everywhere(void **state) {
+    (void)state;
+    bytes b = sample(3);
+    size_t data_end = 0;
+    llm_error err;
+    llm_file *file = llm_file_from_memory(b.data, b.length, "whole", &err);
+    assert_non_null(file);
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *t = llm_file_tensor(file, i);
+        size_t end = (size_t)((const uint8_t *)t->data - b.data) + (size_t)t->bytes;
+        if (end > data_end) data_end = end;
+    }
+    llm_file_close(file);
+    assert_true(data_end == b.length);
+    for (size_t n = 0; n < b.length; n++) {
+        uint8_t *copy;
+        err.status = LLM_OK;
+        assert_null(open_bytes(b.data, n, &copy, &err));
+        assert_int_equal(err.status, LLM_ERROR_FORMAT);
+        assert_true(strlen(err.message) > 10);
+        free(copy);
+    }
+    clear_bytes(&b);
+    assert_int_equal(test_live, 0);
+}
+
+static void test_flipped_bytes(void **state) {
+    (void)state;
+    static const uint64_t nasty[] = {0, 1, 7, 255, 65536, 0x7fffffff, 0x80000000u, 0xffffffffu, INT64_MAX, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 31};
+    test_random random = {42};
+    bytes b = sample(3);
+    int accepted = 0;
+    for (int round = 0; round < 20000; round++) {
+        bytes damaged = {0};
+        put(&damaged, b.data, b.length);
+        for (int i = 1 + random_below(&random, 3); i > 0; i--) {
+            int at = random_below(&random, (int)b.length - 8);
+            if (random_below(&random, 2)) damaged.data[at] = (uint8_t)random_u64(&random);
+            else memcpy(damaged.data + at, &nasty[random_below(&random, sizeof nasty / sizeof *nasty)], 8);
+        }
+        uint8_t *copy;
+        llm_error err;
+        llm_file *file = open_bytes(damaged.data, damaged.length, &copy, &err);
+        if (file) {
+            walk(file);
+            accepted++;
+        } else {
+            assert_true(err.status != LLM_OK && err.message[0]);
+        }
+        llm_file_close(file);
+        free(copy);
+        clear_bytes(&damaged);
+    }
+    assert_true(accepted > 0 && accepted < 20000);
+    clear_bytes(&b);
+    assert_int_equal(test_live, 0);
+}
+
+static bytes text_bytes(const char *text, size_t n) {
+    bytes b = {0};
+    put(&b, text, n);
+    return b;
+}
+
+static void test_not_gguf(void **state) {
+    (void)state;
+    refuse_bytes(text_bytes("", 0), "not a GGUF file: it is empty");
+    refuse_bytes(text_bytes("GG", 2), "not a GGUF file: it starts with \"GG\"");
+    refuse_bytes(text_bytes("Once upon a time\nthere was", 26), "not a GGUF file: it starts with \"Once upon a time\"");
+    refuse_bytes(text_bytes("\n\x1b[31m\xff", 7), "it starts with \"??[31m?\"");
+    refuse_bytes(text_bytes("GGUF", 4), "the version at byte 4 needs 4 more bytes, but the file ends at byte 4");
+    refuse_bytes(text_bytes("GGUF\1\0\0\0", 8), "GGUF version 1 is not supported (2 and 3 are)");
+    refuse_bytes(text_bytes("GGUF\4\0\0\0", 8), "GGUF version 4 is not supported");
+    refuse_bytes(text_bytes("GGUF\0\0\0\3", 8), "big-endian");
+}
+
+static void test_hostile_counts(void **state) {
+    (void)state;
+    static const uint64_t counts[] = {1, 1000, UINT32_MAX, INT64_MAX, UINT64_MAX};
+    for (size_t i = 0; i < sizeof counts / sizeof *counts; i++) {
+        gguf g = {0};
+        g.n_values = counts[i];
+        refuse(&g, "bytes can hold: it is damaged");
+        g.n_tensors = counts[i];
+        refuse(&g, "bytes can hold: it is damaged");
+    }
+    gguf g = {0};
+    gguf_u32(&g, "a", 1);
+    g.n_values = 2; /* one more than there is, but few enough to begin with */
+    for (int i = 0; i < 3; i++) gguf_u32(&g, "", 0);
+    g.n_values = 2;
+    refuse(&g, "has a key of 0 bytes");
+    float x[16] = {0};
+    gguf_tensor(&g, "t", 0, 16, LLM_F32, x, sizeof x);
+    g.n_tensors = 2;
+    refuse(&g, "has no name");
+}
+
+static void test_hostile_values(void **state) {
+    (void)state;
+    gguf g = {0};
+    uint64_t huge = UINT64_MAX;
+    gguf_u32(&g, "twice", 1);
+    gguf_u32(&g, "once", 1);
+    gguf_u32(&g, "twice", 2);
+    refuse(&g, "the metadata has the key 'twice' twice");
+    gguf_value(&g, "odd", 13, &huge, 8);
+    refuse(&g, "the value of 'odd' at byte 24 is of type 13, which does not exist");
+    gguf_value(&g, "odd", UINT32_MAX, &huge, 8);
+    refuse(&g, "of type 4294967295");
+    gguf_array(&g, "nested", T_ARRAY, 1, &huge, 8);
+    refuse(&g, "the value of 'nested' at byte 24 is an array of arrays");
+    gguf_array(&g, "strange", 99, 1, &huge, 8);
+    refuse(&g, "of type 99");
+    gguf_array(&g, "long", T_U64, UINT64_MAX / 4, &huge, 8);
+    refuse(&g, "the value of 'long' at byte");
+    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 is 2, if it overflows */
+    refuse(&g, "which is impossible");
+    gguf_array(&g, "long", T_STRING, UINT64_MAX / 8 + 1, &huge, 8);
+    refuse(&g, "more than the rest of the file can");
+    gguf_array(&g, "long", T_STRING, 1, &huge, 8); /* a string of 2^64 - 1 bytes */
+    refuse(&g, "needs 18446744073709551615 more bytes");
+    gguf_value(&g, "s", T_STRING, &huge, 8);
+    refuse(&g, "the value of 's' at byte");
+    put_u64(&g.values, UINT64_MAX - 3); /* a key */
+    for (int i = 0; i < 3; i++) put_u64(&g.values, 0);
+    g.n_values = 1;
+    refuse(&g, "the key of a metadata value at byte 32 needs");
+    char *key = (char *)malloc(70001);
+    memset(key, 'k', 70000);
+    key[70000] = 0;
+    gguf_u32(&g, key, 1);
+    refuse(&g, "has a key of 70000 bytes");
+    free(key);
+    gguf_u32(&g, "line\nfeed\x1b", 1);
+    gguf_u32(&g, "line\nfeed\x1b", 1);
+    refuse(&g, "'line?feed?'");
+}
+
+/* One tensor of this shape, type and offset, in a file with 4096 bytes of data */
+static void refuse_tensor(uint32_t n_dims, uint64_t d0, uint64_t d1, uint64_t d2, uint64_t d3, uint32_t type, uint64_t offset, const char *expected) {
+    gguf g = {0};
+    uint8_t data[4096] = {0};
+    uint64_t dims[5] = {d0, d1, d2, d3, 1};
+    gguf_declare(&g, "weight", n_dims, dims, type, offset);
+    put(&g.data, data, sizeof data);
+    refuse(&g, expected);
+}
+
+static void test_hostile_tensors(void **state) {
+    (void)state;
+    refuse_tensor(0, 0, 0, 0, 0, LLM_F32, 0, "the tensor 'weight' at byte 24 has 0 dimensions");
+    refuse_tensor(5, 1, 1, 1, 1, LLM_F32, 0, "has 5 dimensions");
+    refuse_tensor(2, 0, 4, 0, 0, LLM_F32, 0, "impossible shape 0 x 4 x 1 x 1");
+    refuse_tensor(2, 4, 0, 0, 0, LLM_F32, 0, "impossible shape");
+    refuse_tensor(4, 1u << 16, 1u << 16, 1u << 16, 1u << 16, LLM_F32, 0, "impossible shape");
+    refuse_tensor(2, (uint64_t)1 << 62, 2, 0, 0, LLM_F32, 0, "impossible shape");
+    refuse_tensor(2, (uint64_t)1 << 61, 2, 0, 0, LLM_F32, 0, "impossible shape");
+    refuse_tensor(2, UINT64_MAX, UINT64_MAX, 0, 0, LLM_F16, 0, "impossible shape");
+    refuse_tensor(2, 33, 1, 0, 0, LLM_Q8_0, 0, "the first a multiple of 32 for q8_0");
+    refuse_tensor(2, 16, 2, 0, 0, LLM_Q4_0, 0, "the first a multiple of 32 for q4_0");
+    refuse_tensor(2, 256, 2, 0, 0, 12, 0, "the tensor 'weight' is of type 12 (q4_k), which is not supported; supported are f32, f16");
+    refuse_tensor(1, 256, 0, 0, 0, 12345, 0, "type 12345 (unknown)");
+    refuse_tensor(1, 256, 0, 0, 0, 4, 0, "type 4 (unknown)");
+    refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "offset 4, which is no multiple of the alignment 32");
+    refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4096, "lies past the end of the file");
+    refuse_tensor(1, 1025, 0, 0, 0, LLM_F32, 0, "(4100 bytes at offset 0");
+    refuse_tensor(1, 4, 0, 0, 0, LLM_F32, UINT64_MAX - 31, "lies past the end of the file");
+    refuse_tensor(1, (uint64_t)1 << 60, 0, 0, 0, LLM_F32, 0, "lies past the end of the file");
+    refuse_tensor(1, ((uint64_t)1 << 61) - 1, 0, 0, 0, LLM_F32, UINT64_MAX - 31, "lies past the end of the file");
+}
+
+static void test_hostile_layout(void **state) {
+    (void)state;
+    gguf g = {0};
+    float x[64] = {0};
+    uint64_t dims[1] = {16};
+    gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+    gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+    refuse(&g, "there are two tensors called 'a'");
+    gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+    gguf_declare(&g, "b", 1, dims, LLM_F32, 224);
+    put(&g.data, x, sizeof x);
+    refuse(&g, "the tensors 'a' and 'b' overlap");
+    gguf_declare(&g, "b", 1, dims, LLM_F32, 0);
+    gguf_declare(&g, "a", 1, dims, LLM_F32, 0);
+    put(&g.data, x, sizeof x);
+    refuse(&g, "overlap");
+    gguf_declare(&g, "", 1, dims, LLM_F32, 0);
+    put(&g.data, x, sizeof x);
+    refuse(&g, "the tensor at byte 24 has no name");
+    static const uint32_t alignments[] = {0, 3, 33, UINT32_MAX};
+    for (size_t i = 0; i < sizeof alignments / sizeof *alignments; i++) {
+        gguf_u32(&g, "general.alignment", alignments[i]);
+        gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+        refuse(&g, "must be a power of two");
+    }
+    gguf_string(&g, "general.alignment", "32");
+    gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+    refuse(&g, "must be a power of two");
+    uint64_t huge = (uint64_t)1 << 63;
+    gguf_value(&g, "general.alignment", T_U64, &huge, 8);
+    gguf_tensor(&g, "a", 0, 64, LLM_F32, x, sizeof x);
+    refuse(&g, "lies past the end of the file");
+}
+
+/* Tens of thousands of tensors and keys must not take quadratic time. */
+static void test_many_tensors_fast(void **state) {
+    (void)state;
+    enum { N = 100000 };
+    gguf g = {0};
+    uint64_t dims[1] = {1};
+    char name[32];
+    for (int i = 0; i < N; i++) {
+        snprintf(name, sizeof name, "%d", i);
+        gguf_declare(&g, name, 1, dims, LLM_F32, 32 * (uint64_t)((i * (uint64_t)7919) % N));
+        gguf_bool(&g, name, true);
+    }
+    uint8_t zeros[32] = {0};
+    for (int i = 0; i < N; i++) put(&g.data, zeros, 32);
+    bytes b = gguf_finish(&g);
+    llm_error err;
+    double start = llm_seconds();
+    llm_file *file = llm_file_from_memory(b.data, b.length, "many", &err);
+    assert_non_null(file);
+    assert_true(llm_seconds() - start < 5);
+    llm_file_close(file);
+    clear_bytes(&b);
+}
+
+/* ---- Opening ---------------------------------------------------------------------------------- */
+
+static void refuse_path(const char *name, llm_status status, const char *expected) {
+    llm_error err = {LLM_OK, ""};
+    assert_null(llm_file_open(name, &err));
+    if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
+    assert_int_equal(err.status, status);
+    assert_non_null(strstr(err.message, expected));
+    assert_null(llm_file_open(name, NULL));
+}
+
+static void test_open(void **state) {
+    (void)state;
+    refuse_path("/nonexistent/model.gguf", LLM_ERROR_FILE, "cannot open /nonexistent/model.gguf: No such file");
+    refuse_path("/tmp", LLM_ERROR_FILE, "it is a directory, not a file");
+    refuse_path("/dev/null", LLM_ERROR_FILE, "it is a pipe or a device, not a file");
+    refuse_path("", LLM_ERROR_ARGUMENT, "no path");
+    refuse_path(NULL, LLM_ERROR_ARGUMENT, "no path");
+    refuse_path("tests/test_files.c", LLM_ERROR_FORMAT, "tests/test_files.c: not a GGUF file: it starts with \"/* Chapter 1: GG\"");
+    spit(path, "", 0);
+    refuse_path(path, LLM_ERROR_FORMAT, "it is empty");
+    bytes b = sample(3);
+    spit(path, b.data, b.length);
+    llm_error err;
+    llm_file *file = llm_file_open(path, &err);
+    assert_non_null(file);
+    walk(file);
+    llm_file_close(file);
+    llm_file_close(NULL);
+    spit(path, b.data, b.length - 1);
+    refuse_path(path, LLM_ERROR_FORMAT, "lies past the end of the file");
+    clear_bytes(&b);
+    unlink(path);
+    assert_int_equal(mkfifo(path, 0600), 0);
+    refuse_path(path, LLM_ERROR_FILE, "a pipe or a device"); /* and does not hang */
+    unlink(path);
+    assert_null(llm_file_from_memory(NULL, 5, "x", &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_int_equal(test_live, 0);
+}
+
+/* ---- Writing ------------------------------------------------------------------------------------ */
+
+static bool exists(const char *name) { return access(name, F_OK) == 0; }
+
+static void test_write_and_read(void **state) {
+    (void)state;
+    static const uint64_t vector[1] = {5}, matrix[2] = {64, 3}, cube[4] = {2, 3, 1, 2};
+    uint8_t data[20 + 6 * 34 + 48];
+    for (size_t i = 0; i < sizeof data; i++) data[i] = (uint8_t)(i * 31 + 7);
+    int32_t ints[3] = {1, -2, INT32_MIN};
+    float floats[2] = {0.5f, -1};
+    llm_string strings[3] = {{"a", 1}, {"", 0}, {"\0b", 2}};
+    for (int piece = 1; piece < 300; piece = piece * 3 + 1) { /* the same data in pieces of different size */
+        llm_error err;
+        llm_writer *w = llm_writer_create(path, &err);
+        assert_non_null(w);
+        assert_true(exists(temporary));
+        assert_true(llm_writer_string(w, "general.architecture", "llama"));
+        assert_true(llm_writer_u32(w, "u32", 7) && llm_writer_f32(w, "f32", 2.5f) && llm_writer_bool(w, "bool", true));
+        assert_true(llm_writer_string_array(w, "strings", strings, 3) && llm_writer_i32_array(w, "ints", ints, 3));
+        assert_true(llm_writer_f32_array(w, "floats", floats, 2) && llm_writer_f32_array(w, "none", NULL, 0));
+        assert_true(llm_writer_tensor(w, llm__string("vector"), LLM_F32, 1, vector));
+        assert_true(llm_writer_tensor(w, llm__string("matrix"), LLM_Q8_0, 2, matrix));
+        assert_true(llm_writer_tensor(w, llm__string("cube"), LLM_F32, 4, cube));
+        for (size_t at = 0; at < sizeof data; at += (size_t)piece)
+            assert_true(llm_writer_data(w, data + at, sizeof data - at < (size_t)piece ? sizeof data - at : (size_t)piece));
+        assert_true(llm_writer_finish(w, &err));
+        assert_int_equal(err.status, LLM_OK);
+        assert_false(exists(temporary));
+        llm_file *file = llm_file_open(path, &err);
+        assert_non_null(file);
+        walk(file);
+        uint64_t u;
+        int64_t s;
+        double d;
+        assert_true(llm_file_version(file) == 3 && llm_file_n_values(file) == 8 && llm_file_n_tensors(file) == 3);
+        assert_true(llm_value_u64(llm_file_find(file, "u32"), 0, &u) && u == 7);
+        assert_true(llm_value_i64(llm_file_find(file, "ints"), 2, &s) && s == INT32_MIN);
+        assert_true(llm_value_f64(llm_file_find(file, "floats"), 1, &d) && d == -1);
+        assert_true(llm_file_find(file, "none")->count == 0);
+        const llm_tensor *t = llm_file_find_tensor(file, "vector");
+        assert_memory_equal(t->data, data, 20);
+        assert_int_equal((uintptr_t)t->data % 32, 0);
+        t = llm_file_find_tensor(file, "matrix");
+        assert_memory_equal(t->data, data + 20, 6 * 34);
+        t = llm_file_find_tensor(file, "cube");
+        assert_true(t->n_dims == 4 && t->dims[1] == 3 && t->dims[3] == 2);
+        assert_memory_equal(t->data, data + 20 + 6 * 34, 48);
+        llm_file_close(file);
+    }
+    unlink(path);
+    assert_int_equal(test_live, 0);
+}
+
+/* Every value and tensor copied: the copy holds the same. */
+static void test_copy(void **state) {
+    (void)state;
+    bytes b = sample(2);
+    llm_error err;
+    llm_file *in = llm_file_from_memory(b.data, b.length, "in", &err);
+    llm_writer *w = llm_writer_create(path, &err);
+    assert_true(in && w);
+    for (int64_t i = 0; i < llm_file_n_values(in); i++) assert_true(llm_writer_value(w, llm_file_value(in, i)));
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        assert_true(llm_writer_tensor(w, t->name, t->type, t->n_dims, t->dims));
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++)
+        assert_true(llm_writer_data(w, llm_file_tensor(in, i)->data, (size_t)llm_file_tensor(in, i)->bytes));
+    assert_true(llm_writer_finish(w, &err));
+    llm_file *out = llm_file_open(path, &err);
+    assert_non_null(out);
+    assert_true(llm_file_n_values(in) == llm_file_n_values(out) && llm_file_n_tensors(in) == llm_file_n_tensors(out));
+    for (int64_t i = 0; i < llm_file_n_values(in); i++) {
+        const llm_value *x = llm_file_value(in, i), *y = llm_file_value(out, i);
+        assert_true(x->type == y->type && x->element_type == y->element_type && x->count == y->count && x->bytes == y->bytes);
+        assert_true(!llm__compare_strings(&x->key, &y->key));
+        assert_memory_equal(x->data, y->data, x->bytes);
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++)
+        assert_memory_equal(llm_file_tensor(in, i)->data, llm_file_tensor(out, i)->data, (size_t)llm_file_tensor(in, i)->bytes);
+    llm_file_close(in);
+    llm_file_close(out);
+    clear_bytes(&b);
+    /* a file of larger alignment stays so */
+    w = llm_writer_create(path, &err);
+    uint64_t one[1] = {1};
+    float x = 1;
+    assert_true(llm_writer_u32(w, "general.alignment", 256) && llm_writer_tensor(w, llm__string("a"), LLM_F32, 1, one) &&
+                llm_writer_tensor(w, llm__string("b"), LLM_F32, 1, one) && llm_writer_data(w, &x, 4) && llm_writer_data(w, &x, 4));
+    assert_true(llm_writer_finish(w, &err));
+    out = llm_file_open(path, &err);
+    assert_non_null(out);
+    assert_int_equal((uintptr_t)llm_file_find_tensor(out, "b")->data % 256, 0);
+    llm_file_close(out);
+    unlink(path);
+    assert_int_equal(test_live, 0);
+}
+
+static void refuse_finish(llm_writer *w, llm_status status, const char *expected) {
+    llm_error err = {LLM_OK, ""};
+    assert_false(llm_writer_finish(w, &err));
+    if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
+    assert_int_equal(err.status, status);
+    assert_non_null(strstr(err.message, expected));
+    assert_false(exists(temporary));
+}
+
+static void test_writer_misuse(void **state) {
+    (void)state;
+    static const uint64_t shape[1] = {4}, odd[1] = {33}, zero[1] = {0};
+    float x[8] = {0};
+    spit(path, "old", 3); /* must survive all of this */
+    llm_error err;
+    llm_writer *w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 15));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "the data ended after 15 bytes of tensor 1 of 1");
+    w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
+    assert_false(llm_writer_data(w, x, 17));
+    assert_false(llm_writer_data(w, x, 1)); /* the first error sticks */
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "1 bytes of data more than the 1 declared tensors have");
+    w = llm_writer_create(path, &err);
+    assert_false(llm_writer_data(w, x, 1));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "more than the 0 declared tensors");
+    w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 1));
+    assert_false(llm_writer_u32(w, "late", 1));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "metadata after the first data");
+    w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 16));
+    assert_false(llm_writer_tensor(w, llm__string("late"), LLM_F32, 1, shape));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "a tensor declared after the first data");
+    w = llm_writer_create(path, &err);
+    assert_false(llm_writer_tensor(w, llm__string("odd"), LLM_Q4_0, 1, odd));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "there can be no tensor 'odd'");
+    w = llm_writer_create(path, &err);
+    assert_false(llm_writer_tensor(w, llm__string("zero"), LLM_F32, 1, zero));
+    assert_false(llm_writer_string(w, "k", "v"));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "'zero'");
+    w = llm_writer_create(path, &err);
+    assert_false(llm_writer_tensor(w, llm__string("type"), (llm_type)77, 1, shape));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "'type'");
+    w = llm_writer_create(path, &err);
+    assert_false(llm_writer_u32(w, "general.alignment", 33));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "general.alignment must be a power of two");
+    w = llm_writer_create(path, &err);
+    assert_true(llm_writer_u32(w, "k", 1));
+    llm_writer_abandon(w);
+    llm_writer_abandon(NULL);
+    assert_false(exists(temporary));
+    assert_false(llm_writer_finish(NULL, &err) || llm_writer_u32(NULL, "k", 1) || llm_writer_data(NULL, x, 1));
+    bytes b = slurp(path);
+    assert_true(b.length == 3 && !memcmp(b.data, "old", 3));
+    clear_bytes(&b);
+    unlink(path);
+    assert_null(llm_writer_create("/nonexistent/x.gguf", &err));
+    assert_non_null(strstr(err.message, "cannot create /nonexistent/x.gguf.tmp: No such file"));
+    assert_null(llm_writer_create("/tmp", &err));
+    assert_non_null(strstr(err.message, "a directory"));
+    assert_null(llm_writer_create("/dev/full", &err)); /* would be replaced by a file */
+    assert_non_null(strstr(err.message, "a pipe or a device"));
+    assert_null(llm_writer_create("", &err));
+    assert_int_equal(test_live, 0);
+}
+
+/* A disk that fills up, played by a limit on the size of files */
+static void test_full_disk(void **state) {
+    (void)state;
+    struct rlimit before, small;
+    assert_int_equal(getrlimit(RLIMIT_FSIZE, &before), 0);
+    small = before;
+    small.rlim_cur = 100000;
+    void (*handler)(int) = signal(SIGXFSZ, SIG_IGN);
+    assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
+    static float zeros[1 << 16];
+    static const uint64_t shape[2] = {1 << 16, 4};
+    spit(path, "old", 3);
+    llm_error err;
+    llm_writer *w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("big"), LLM_F32, 2, shape));
+    bool ok = true;
+    for (int i = 0; i < 4; i++) ok = llm_writer_data(w, zeros, sizeof zeros) && ok;
+    assert_false(ok);
+    refuse_finish(w, LLM_ERROR_FILE, ".tmp: File too large (100000 bytes written)");
+    setrlimit(RLIMIT_FSIZE, &before);
+    signal(SIGXFSZ, handler);
+    bytes b = slurp(path);
+    assert_true(b.length == 3 && !memcmp(b.data, "old", 3));
+    clear_bytes(&b);
+    unlink(path);
+    /* the real thing, where there is a device that is always full */
+    int full = open("/dev/full", O_WRONLY);
+    if (full >= 0) {
+        w = llm_writer_create(path, &err);
+        close(w->descriptor);
+        w->descriptor = full;
+        llm_writer_u32(w, "k", 1);
+        refuse_finish(w, LLM_ERROR_FILE, "No space left on device (0 bytes written); free some space");
+        assert_false(exists(path));
+    }
+    assert_int_equal(test_live, 0);
+}
+
+/* ---- Memory that runs out: every allocation fails once; nothing leaks, and the error says so ---- */
+
+static void test_no_memory(void **state) {
+    (void)state;
+    static const uint64_t shape[1] = {4};
+    bytes b = sample(3);
+    float x[4] = {0};
+    llm_error err;
+    long i = 0;
+    for (bool done = false; !done; i++) {
+        test_fail_in = i;
+        test_failed = false;
+        llm_file *file = llm_file_from_memory(b.data, b.length, "sample", &err);
+        done = !test_failed;
+        assert_true((file != NULL) == done);
+        if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        llm_file_close(file);
+        assert_int_equal(test_live, 0);
+    }
+    assert_true(i > 4);
+    for (bool done = false, ok; !done; i++) {
+        test_fail_in = i - 6;
+        test_failed = false;
+        llm_writer *w = llm_writer_create(path, &err);
+        if (w) {
+            llm_string name = {"s", 1};
+            llm_writer_string_array(w, "strings", &name, 1);
+            llm_writer_tensor(w, name, LLM_F32, 1, shape);
+            llm_writer_data(w, x, sizeof x);
+            ok = llm_writer_finish(w, &err);
+        } else {
+            ok = false;
+        }
+        done = !test_failed;
+        assert_true(ok == done);
+        if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        assert_int_equal(test_live, 0);
+        assert_false(exists(temporary));
+    }
+    test_fail_in = -1;
+    unlink(path);
+    clear_bytes(&b);
+}
+
+int main(void) {
+    const char *folder = getenv("TMPDIR");
+    snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp", (long)getpid());
+    snprintf(temporary, sizeof temporary, "%s.tmp", path);
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_read_v2),
+        cmocka_unit_test(test_read_v3),
+        cmocka_unit_test(test_conversions),
+        cmocka_unit_test(test_vocabulary_only),
+        cmocka_unit_test(test_many_names),
+        cmocka_unit_test(test_alignment),
+        cmocka_unit_test(test_cut_everywhere),
+        cmocka_unit_test(test_flipped_bytes),
+        cmocka_unit_test(test_not_gguf),
+        cmocka_unit_test(test_hostile_counts),
+        cmocka_unit_test(test_hostile_values),
+        cmocka_unit_test(test_hostile_tensors),
+        cmocka_unit_test(test_hostile_layout),
+        cmocka_unit_test(test_many_tensors_fast),
+        cmocka_unit_test(test_open),
+        cmocka_unit_test(test_write_and_read),
+        cmocka_unit_test(test_copy),
+        cmocka_unit_test(test_writer_misuse),
+        cmocka_unit_test(test_full_disk),
+        cmocka_unit_test(test_no_memory),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

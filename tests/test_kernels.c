@@ -1,0 +1,692 @@
+/* Chapter 4 of llm.h: every fast kernel against the reference loops, and the promise that a result does not
+ * depend, to the last bit, on what is computed beside it.
+ *
+ * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_kernels.c -lcmocka -lm -fopenmp */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <cmocka.h>
+
+#include "test_memory.h"
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+
+/* ---- Helpers ------------------------------------------------------------------------ */
+
+static uint64_t random_state = 1;
+static uint32_t random_u32(void) { /* xorshift64* */
+    random_state ^= random_state >> 12;
+    random_state ^= random_state << 25;
+    random_state ^= random_state >> 27;
+    return (uint32_t)(random_state * 2685821657736338717ull >> 32);
+}
+static int random_int(int low, int high) { return low + (int)(random_u32() % (uint32_t)(high - low + 1)); }
+static float random_float(void) { /* roughly normal */
+    float sum = 0.0f;
+    for (int i = 0; i < 6; i++) sum += (float)random_u32() / 4294967296.0f - 0.5f;
+    return sum * 1.41421356f;
+}
+static float *random_floats(int64_t n) {
+    float *x = malloc((size_t)n * sizeof *x + 1);
+    for (int64_t i = 0; i < n; i++) x[i] = random_float();
+    return x;
+}
+
+static const llm_limits limits = {.max_tokens = 128, .max_sequences = 8, .max_context = 400,
+                                  .n_heads = 16, .head_dim = 160, .max_cols = 1500};
+
+/* A backend of exactly this instruction set, or NULL where the machine has none. */
+static llm_backend *open_backend(llm_isa isa, int threads) {
+    llm_error err;
+    llm_backend *b = llm_cpu_backend(threads, isa, &err);
+    assert_non_null(b);
+    if (llm_cpu_isa(b) != isa) {
+        llm_backend_free(b);
+        return NULL;
+    }
+    assert_true(b->reserve(b->context, &limits, &err));
+    return b;
+}
+#define FOR_EACH_ISA(isa) for (llm_isa isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa = (llm_isa)(isa + 1))
+
+static void close_backend(llm_backend *b) {
+    llm_error err;
+    assert_true(b->sync(b->context, &err));
+    llm_backend_free(b);
+}
+
+static double distance(const float *a, const float *b, int64_t n) { /* |a - b| / |b| */
+    double difference = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        norm += (double)b[i] * b[i];
+    }
+    return sqrt(difference / (norm > 0.0 ? norm : 1.0));
+}
+
+/* The same for products of random rows of length cols: by the size that they have on average, since a few of them may
+ * happen to be near zero. */
+static double product_distance(const float *a, const float *b, int64_t n, int64_t cols) {
+    double difference = 0.0;
+    for (int64_t i = 0; i < n; i++) difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+    return sqrt(difference / ((double)n * (double)cols));
+}
+
+static void check_close(const char *what, llm_isa isa, const float *a, const float *b, int64_t n, double bound) {
+    double d = distance(a, b, n);
+    if (!(d <= bound)) fail_msg("%s, %s: relative distance %g, bound %g", what, llm_isa_name(isa), d, bound);
+}
+
+static void check_products(const char *what, llm_isa isa, llm_type type, const float *a, const float *b, int64_t n,
+                           int64_t cols, double bound) {
+    double d = product_distance(a, b, n, cols);
+    if (!(d <= bound))
+        fail_msg("%s, %s, %s, %d of %d: distance %g, bound %g", what, llm_isa_name(isa), llm_type_find(type)->name,
+                 (int)n, (int)cols, d, bound);
+}
+
+static void check_same(const char *what, llm_isa isa, const void *a, const void *b, size_t bytes) {
+    if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: not the same bits", what, llm_isa_name(isa));
+}
+
+/* x as the block formats see it: rounded to int8, 32 to a scale */
+static float *rounded_to_int8(const float *x, int64_t n) {
+    float *out = malloc((size_t)n * sizeof *out);
+    for (int64_t block = 0; block < n; block += 32) {
+        float range = 0.0f;
+        for (int i = 0; i < 32; i++) range = fabsf(x[block + i]) > range ? fabsf(x[block + i]) : range;
+        float inverse = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
+        for (int i = 0; i < 32; i++) out[block + i] = rintf(x[block + i] * inverse) * scale;
+    }
+    return out;
+}
+
+/* ---- Matrix products ---------------------------------------------------------------- */
+
+static void *packed_weights(llm_type type, const float *values, int64_t count) {
+    const llm_type_info *info = llm_type_find(type);
+    size_t bytes = (size_t)(count / info->block_values) * (size_t)info->block_bytes;
+    void *packed = malloc(bytes); /* of exact size, so that a sanitizer sees a read past the end */
+    info->pack(values, packed, count);
+    return packed;
+}
+
+static void check_matmul(llm_type type, int rows, int cols, int n) {
+    bool blocks = type == LLM_Q4_0 || type == LLM_Q8_0;
+    llm_error err;
+    float *values = random_floats((int64_t)rows * cols), *x = random_floats((int64_t)n * cols);
+    float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
+    if (n > 1) memset(x + cols, 0, (size_t)cols * sizeof *x); /* a row of zeros */
+    void *data = packed_weights(type, values, (int64_t)rows * cols);
+    llm_weight w = {type, rows, cols, NULL};
+    size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
+    float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
+    float *x_seen = blocks ? rounded_to_int8(x, (int64_t)n * cols) : x;
+
+    llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
+    assert_true(reference->load_weight(reference->context, &w, data, &err));
+    memcpy(expected, start, bytes);
+    memcpy(exact, start, bytes);
+    reference->matmul(reference->context, x_seen, &w, bias, n, true, expected);
+    reference->matmul(reference->context, x, &w, bias, n, true, exact);
+    close_backend(reference);
+
+    FOR_EACH_ISA(isa) {
+        for (int threads = 1; threads <= 3; threads++) {
+            llm_backend *b = open_backend(isa, threads);
+            if (!b) continue;
+            if (threads == 1) {
+                memcpy(out, start, bytes);
+                b->matmul(b->context, x, &w, bias, n, true, out);
+                check_products("matmul", isa, type, out, expected, (int64_t)n * rows, cols, 2e-6);
+                check_products("matmul against unrounded x", isa, type, out, exact, (int64_t)n * rows, cols, 1.5e-2);
+                /* row by row, and in groups of any size */
+                for (int step = 1; step <= 7; step += 2) {
+                    memcpy(other, start, bytes);
+                    for (int i = 0; i < n; i += step)
+                        b->matmul(b->context, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i), true,
+                                  other + (int64_t)i * rows);
+                    check_same("matmul in pieces", isa, other, out, bytes);
+                }
+                /* a part of the weights' rows */
+                if (rows > 5) {
+                    llm_weight part = w;
+                    part.data = (const char *)data + 3 * llm__row_bytes(type, cols);
+                    part.rows = rows - 4;
+                    memset(other, 0, bytes);
+                    b->matmul(b->context, x, &part, NULL, n, false, other);
+                    b->matmul(b->context, x, &w, NULL, n, false, out);
+                    for (int i = 0; i < n; i++)
+                        check_same("matmul of a part", isa, other + (int64_t)i * (rows - 4), out + (int64_t)i * rows + 3,
+                                   (size_t)(rows - 4) * sizeof(float));
+                    memcpy(out, start, bytes);
+                    b->matmul(b->context, x, &w, bias, n, true, out);
+                }
+            } else {
+                memcpy(other, start, bytes);
+                b->matmul(b->context, x, &w, bias, n, true, other);
+                check_same("matmul with threads", isa, other, out, bytes);
+            }
+            close_backend(b);
+        }
+    }
+    if (x_seen != x) free(x_seen);
+    free(values), free(x), free(bias), free(start), free(data), free(expected), free(exact), free(out), free(other);
+}
+
+static void test_matmul(void **state) {
+    (void)state;
+    static const llm_type types[] = {LLM_F32, LLM_F16, LLM_BF16, LLM_Q8_0, LLM_Q4_0};
+    for (int i = 0; i < 5; i++) {
+        int block = llm_type_find(types[i])->block_values;
+        check_matmul(types[i], 1, block, 1);
+        check_matmul(types[i], 5, block * 2, 5);
+        check_matmul(types[i], 7, 96, 3);
+        check_matmul(types[i], 130, 128, 4);
+        check_matmul(types[i], 321, 1440, 13); /* more than one tile; 45 blocks: a last group of one */
+        check_matmul(types[i], 300, 1376, 128);
+        if (block == 1) check_matmul(types[i], 33, 1, 2);
+        if (block == 1) check_matmul(types[i], 37, 1003, 9);
+        for (int k = 0; k < 12; k++)
+            check_matmul(types[i], random_int(1, 70), block * random_int(1, 300 / block), random_int(1, 24));
+    }
+}
+
+/* The int8 dot products must not saturate or wrap, whatever the integers. */
+static void test_matmul_extremes(void **state) {
+    (void)state;
+    enum { COLS = 128, ROWS = 8 };
+    uint8_t data[ROWS * COLS / 32 * 34];
+    float x[COLS], expected[ROWS], out[ROWS];
+    for (int kind = 0; kind < 2; kind++) {
+        llm_weight w = {kind ? LLM_Q8_0 : LLM_Q4_0, ROWS, COLS, data};
+        size_t block_bytes = kind ? 34 : 18;
+        for (size_t block = 0; block < ROWS * COLS / 32; block++) {
+            uint8_t *p = data + block * block_bytes;
+            llm__write_u16(p, llm__f32_to_f16(1.0f));
+            size_t row = block / (COLS / 32);
+            for (size_t i = 2; i < block_bytes; i++)
+                p[i] = row == 0 ? 0x80 : row == 1 ? 0x7f : row == 2 ? 0xff : row == 3 ? 0 : (uint8_t)random_u32();
+        }
+        for (int sign = -1; sign <= 1; sign += 2) {
+            for (int i = 0; i < COLS; i++) x[i] = (float)(sign * 127);
+            llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
+            reference->matmul(reference->context, x, &w, NULL, 1, false, expected);
+            close_backend(reference);
+            FOR_EACH_ISA(isa) {
+                llm_backend *b = open_backend(isa, 1);
+                if (!b) continue;
+                b->matmul(b->context, x, &w, NULL, 1, false, out);
+                for (int r = 0; r < ROWS; r++) assert_true(out[r] == expected[r]); /* whole numbers: exact */
+                close_backend(b);
+            }
+        }
+    }
+}
+
+/* ---- Rows --------------------------------------------------------------------------- */
+
+static void test_rmsnorm(void **state) {
+    (void)state;
+    static const int dims[] = {1, 3, 16, 64, 100, 257, 1024};
+    for (int k = 0; k < 7; k++) {
+        int dim = dims[k], n = 85;
+        int64_t total = (int64_t)n * dim;
+        size_t bytes = (size_t)total * sizeof(float);
+        float *x = random_floats(total), *weight = random_floats(dim), *expected = malloc(bytes), *out = malloc(bytes);
+        float *other = malloc(bytes);
+        llm__plain_rmsnorm(NULL, x, weight, n, dim, 1e-5f, expected);
+        FOR_EACH_ISA(isa)
+            for (int threads = 1; threads <= 3; threads++) {
+                llm_backend *b = open_backend(isa, threads);
+                if (!b) continue;
+                b->rmsnorm(b->context, x, weight, n, dim, 1e-5f, threads == 1 ? out : other);
+                if (threads == 1) {
+                    check_close("rmsnorm", isa, out, expected, total, 1e-6);
+                    for (int i = 0; i < n; i++) b->rmsnorm(b->context, x + i * dim, weight, 1, dim, 1e-5f, other + i * dim);
+                    check_same("rmsnorm row by row", isa, other, out, bytes);
+                    memcpy(other, x, bytes);
+                    b->rmsnorm(b->context, other, weight, n, dim, 1e-5f, other);
+                }
+                check_same("rmsnorm", isa, other, out, bytes);
+                close_backend(b);
+            }
+        free(x), free(weight), free(expected), free(out), free(other);
+    }
+}
+
+static void test_swiglu(void **state) {
+    (void)state;
+    enum { N = 70001 };
+    size_t bytes = N * sizeof(float);
+    float *gate = random_floats(N), *up = random_floats(N), *expected = malloc(bytes), *out = malloc(bytes);
+    float *other = malloc(bytes);
+    for (int i = 0; i < N; i++) gate[i] *= 8.0f;
+    static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f, 3e38f, -3e38f};
+    for (int i = 0; i < 11; i++) gate[i * 7] = corners[i], up[i * 7] = 1.0f;
+    llm__plain_swiglu(NULL, gate, up, N, expected);
+    FOR_EACH_ISA(isa)
+        for (int threads = 1; threads <= 3; threads++) {
+            llm_backend *b = open_backend(isa, threads);
+            if (!b) continue;
+            b->swiglu(b->context, gate, up, N, out);
+            for (int i = 0; i < N; i++)
+                if (!(fabsf(out[i] - expected[i]) <= 1e-6f * fabsf(expected[i]) + 1e-30f) && fabsf(gate[i]) < 1e30f)
+                    fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i], gate[i], expected[i]);
+            for (int i = 0, n; i < N; i += n) { /* in pieces, in place */
+                n = (int)llm__min(random_int(1, 5000), N - i);
+                memcpy(other + i, gate + i, (size_t)n * sizeof *gate);
+                b->swiglu(b->context, other + i, up + i, n, other + i);
+            }
+            check_same("swiglu in pieces", isa, other, out, bytes);
+            close_backend(b);
+        }
+    free(gate), free(up), free(expected), free(out), free(other);
+}
+
+/* ---- The cache and attention ---------------------------------------------------------- */
+
+typedef struct world { /* some sequences, whole, as any batch may see parts of them */
+    int n_sequences, length[6];
+    llm_attention_shape shape;
+    llm_type cache_type;
+    float *q[6], *k[6], *v[6]; /* (length, heads, head_dim) */
+} world;
+
+static world make_world(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type cache_type) {
+    world w = {.n_sequences = n_sequences, .cache_type = cache_type};
+    w.shape = (llm_attention_shape){n_kv_heads * group, n_kv_heads, head_dim, 1.0f / sqrtf((float)head_dim), false};
+    for (int s = 0; s < n_sequences; s++) {
+        w.length[s] = s == 0 ? max_length : random_int(1, max_length);
+        w.q[s] = random_floats((int64_t)w.length[s] * w.shape.n_heads * head_dim);
+        w.k[s] = random_floats((int64_t)w.length[s] * n_kv_heads * head_dim);
+        w.v[s] = random_floats((int64_t)w.length[s] * n_kv_heads * head_dim);
+        for (int64_t i = 0; i < (int64_t)w.length[s] * w.shape.n_heads * head_dim; i++) w.q[s][i] *= 3.0f;
+    }
+    return w;
+}
+
+static void free_world(world *w) {
+    for (int s = 0; s < w->n_sequences; s++) free(w->q[s]), free(w->k[s]), free(w->v[s]);
+}
+
+/* Run attention for positions first[s] .. first[s] + count[s] - 1 of some of the sequences, over a cache of blocks in random
+ * places, where every slot that holds nothing yet holds a NaN. Results go to out[s] (length, n_heads, head_dim). */
+static void run_attention(llm_backend *b, const world *w, const int *first, const int *count, int block_size,
+                          bool naive, float **out) {
+    int head_dim = w->shape.head_dim, n_kv = w->shape.n_kv_heads, n_heads = w->shape.n_heads, stride = 0, n_blocks = 2;
+    for (int s = 0; s < w->n_sequences; s++) {
+        int blocks = (int)llm__divide_up(w->length[s], block_size);
+        stride = blocks > stride ? blocks : stride;
+        n_blocks += blocks;
+    }
+    llm_cache cache = {w->cache_type, 2, n_kv, head_dim, block_size, n_blocks, 0, NULL, NULL};
+    size_t value_bytes = w->cache_type == LLM_F16 ? 2 : 4;
+    int64_t layer_values = (int64_t)n_blocks * n_kv * block_size * head_dim;
+    cache.layer_bytes = (size_t)layer_values * value_bytes;
+    cache.keys = malloc(2 * cache.layer_bytes);
+    cache.values = malloc(2 * cache.layer_bytes);
+    memset(cache.keys, 0xff, 2 * cache.layer_bytes); /* NaN, in f16 and in f32 */
+    memset(cache.values, 0xff, 2 * cache.layer_bytes);
+
+    int *free_blocks = malloc((size_t)n_blocks * sizeof(int)), n_free = n_blocks;
+    for (int i = 0; i < n_blocks; i++) free_blocks[i] = i;
+    int32_t *tables = calloc((size_t)(w->n_sequences * stride), sizeof *tables);
+    int32_t positions[256], seq_first[6], seq_count[6], table_of[6];
+    float *q = malloc(256 * (size_t)n_heads * (size_t)head_dim * sizeof *q);
+    float *result = malloc(256 * (size_t)n_heads * (size_t)head_dim * sizeof *q);
+    llm_batch batch = {.positions = positions, .seq_first = seq_first, .seq_count = seq_count, .block_size = block_size};
+    batch.table_stride = stride;
+    int32_t *batch_tables = calloc((size_t)(w->n_sequences * stride), sizeof *tables);
+    for (int s = 0; s < w->n_sequences; s++) {
+        if (count[s] == 0) continue;
+        int32_t *table = batch_tables + batch.n_sequences * stride;
+        int end = first[s] + count[s];
+        for (int i = 0; i < (int)llm__divide_up(end, block_size); i++) {
+            int pick = random_int(0, n_free - 1);
+            table[i] = free_blocks[pick];
+            free_blocks[pick] = free_blocks[--n_free];
+        }
+        for (int p = 0; p < end; p++)
+            for (int h = 0; h < n_kv; h++) {
+                int slot = table[p / block_size] * block_size + p % block_size;
+                llm__plain_store(&cache, cache.keys, 1, slot, h, w->k[s] + ((int64_t)p * n_kv + h) * head_dim);
+                llm__plain_store(&cache, cache.values, 1, slot, h, w->v[s] + ((int64_t)p * n_kv + h) * head_dim);
+            }
+        table_of[batch.n_sequences] = s;
+        seq_first[batch.n_sequences] = batch.n_tokens;
+        seq_count[batch.n_sequences++] = count[s];
+        memcpy(q + (int64_t)batch.n_tokens * n_heads * head_dim, w->q[s] + (int64_t)first[s] * n_heads * head_dim,
+               (size_t)(count[s] * n_heads * head_dim) * sizeof *q);
+        for (int p = first[s]; p < end; p++) positions[batch.n_tokens++] = p;
+    }
+    batch.block_tables = batch_tables;
+    llm_attention_shape shape = w->shape;
+    shape.naive = naive;
+    b->attention(b->context, &batch, &shape, q, &cache, 1, result);
+    for (int i = 0; i < batch.n_sequences; i++) {
+        int s = table_of[i];
+        memcpy(out[s] + (int64_t)first[s] * n_heads * head_dim, result + (int64_t)seq_first[i] * n_heads * head_dim,
+               (size_t)(count[s] * n_heads * head_dim) * sizeof *q);
+    }
+    free(cache.keys), free(cache.values), free(free_blocks), free(tables), free(batch_tables), free(q), free(result);
+}
+
+/* All positions of all sequences, in chunks of random sizes, the sequences mixed at random. */
+static void run_all(llm_backend *b, const world *w, int block_size, int max_chunk, bool mixed, bool naive, float **out) {
+    int done[6] = {0}, first[6], count[6];
+    for (bool more = true; more;) {
+        more = false;
+        int room = 128, only = -1;
+        for (int s = 0; s < w->n_sequences; s++) {
+            first[s] = done[s];
+            count[s] = (int)llm__min(llm__min(random_int(1, max_chunk), room), w->length[s] - done[s]);
+            if (mixed ? random_int(0, 3) == 0 : (only >= 0)) count[s] = 0;
+            if (count[s]) only = s;
+            room -= count[s];
+            done[s] += count[s];
+            more |= done[s] < w->length[s];
+        }
+        run_attention(b, w, first, count, block_size, naive, out);
+    }
+}
+
+static void check_attention(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type type) {
+    world w = make_world(n_sequences, max_length, n_kv_heads, group, head_dim, type);
+    float *expected[6], *out[6], *other[6];
+    size_t bytes[6];
+    for (int s = 0; s < n_sequences; s++) {
+        bytes[s] = (size_t)(w.length[s] * n_kv_heads * group * head_dim) * sizeof(float);
+        expected[s] = malloc(bytes[s]), out[s] = malloc(bytes[s]), other[s] = malloc(bytes[s]);
+    }
+    llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
+    run_all(reference, &w, 16, 40, false, false, expected);
+    close_backend(reference);
+    static const int block_sizes[] = {16, 1, 7, 64, 100};
+    FOR_EACH_ISA(isa)
+        for (int k = 0; k < 6; k++) {
+            llm_backend *b = open_backend(isa, k % 3 + 1);
+            if (!b) continue;
+            if (k == 0) run_all(b, &w, 16, 1, false, false, out); /* token by token, alone */
+            else if (k < 5) run_all(b, &w, block_sizes[k], k == 2 ? 3 : 100, true, false, other);
+            else run_all(b, &w, 16, 40, true, true, other);
+            for (int s = 0; s < n_sequences; s++)
+                if (k == 0) check_close("attention", isa, out[s], expected[s], (int64_t)(bytes[s] / 4), 2e-6);
+                else if (k < 5) check_same("attention, mixed", isa, other[s], out[s], bytes[s]);
+                else check_close("naive attention", isa, other[s], expected[s], (int64_t)(bytes[s] / 4), 1e-6);
+            close_backend(b);
+        }
+    for (int s = 0; s < n_sequences; s++) free(expected[s]), free(out[s]), free(other[s]);
+    free_world(&w);
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    check_attention(1, 1, 1, 1, 1, LLM_F32);
+    check_attention(2, 200, 2, 4, 64, LLM_F16);
+    check_attention(3, 330, 1, 1, 128, LLM_F16);
+    check_attention(3, 150, 1, 16, 80, LLM_F32);
+    check_attention(4, 130, 2, 3, 19, LLM_F16);
+    check_attention(6, 70, 3, 2, 5, LLM_F32);
+    check_attention(2, 140, 1, 7, 160, LLM_F16);
+}
+
+/* A sharp softmax, equal scores, and scores too large for exp alone. */
+static void test_attention_extremes(void **state) {
+    (void)state;
+    for (int kind = 0; kind < 3; kind++) {
+        world w = make_world(1, 150, 1, 2, 32, LLM_F32);
+        float scale = kind == 0 ? 100.0f : kind == 1 ? 0.0f : 1e4f;
+        for (int i = 0; i < 150 * 2 * 32; i++) w.q[0][i] *= scale;
+        float *expected = malloc(150 * 64 * 4), *out = malloc(150 * 64 * 4);
+        llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
+        run_all(reference, &w, 16, 40, false, false, &expected);
+        close_backend(reference);
+        FOR_EACH_ISA(isa) {
+            llm_backend *b = open_backend(isa, 1);
+            if (!b) continue;
+            run_all(b, &w, 16, 40, false, false, &out);
+            /* scores of thousands have errors of 1e-3, and so do their exponentials */
+            check_close("attention", isa, out, expected, 150 * 64, kind == 1 ? 1e-6 : kind == 0 ? 2e-4 : 2e-2);
+            close_backend(b);
+        }
+        free(expected), free(out);
+        free_world(&w);
+    }
+}
+
+static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type) {
+    enum { TOKENS = 37, HEADS = 6, KV = 2, BLOCK = 5, BLOCKS = 9 };
+    llm_attention_shape shape = {HEADS, KV, head_dim, 1.0f, false};
+    llm_cache cache = {cache_type, 2, KV, head_dim, BLOCK, BLOCKS, 0, NULL, NULL};
+    size_t cache_values = (size_t)(BLOCKS * BLOCK * KV * head_dim), value_bytes = cache_type == LLM_F16 ? 2 : 4;
+    cache.layer_bytes = cache_values * value_bytes;
+    int32_t positions[TOKENS], slots[TOKENS];
+    for (int t = 0; t < TOKENS; t++) positions[t] = random_int(0, 4000), slots[t] = (t * 7 + 3) % (BLOCKS * BLOCK);
+    llm_batch batch = {.n_tokens = TOKENS, .positions = positions, .slots = slots, .block_size = BLOCK};
+    size_t q_values = (size_t)(TOKENS * HEADS * head_dim), k_values = (size_t)(TOKENS * KV * head_dim);
+    float *q = random_floats((int64_t)q_values), *k = random_floats((int64_t)k_values), *v = random_floats((int64_t)k_values);
+    float *q_norm = random_floats(head_dim), *k_norm = random_floats(head_dim), *frequencies = malloc(400 * sizeof(float));
+    for (int i = 0; i < rope_dim / 2; i++) frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
+    float *angles = malloc((size_t)(TOKENS * rope_dim) * sizeof(float) + 4);
+    void *keys[4], *values[4];
+    float *turned[4];
+    for (int i = 0; i < 4; i++) {
+        keys[i] = calloc(2, cache.layer_bytes), values[i] = calloc(2, cache.layer_bytes);
+        turned[i] = malloc(q_values * sizeof(float));
+    }
+    float *k_copy = malloc(k_values * sizeof(float));
+    float *expected_keys = malloc(cache_values * sizeof(float)), *found_keys = malloc(cache_values * sizeof(float));
+    for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa = (llm_isa)(isa + 1))
+        for (int threads = 1; threads <= 2; threads++) {
+            int result = isa == LLM_ISA_REFERENCE ? 0 : threads;
+            llm_backend *b = open_backend(isa, threads);
+            if (!b) continue;
+            b->rope_angles(b->context, &batch, frequencies, rope_dim, angles);
+            for (int t = 0; t < TOKENS; t++)
+                for (int i = 0; i < rope_dim / 2; i++) {
+                    double angle = (float)positions[t] * frequencies[i];
+                    assert_true(fabs(angles[(t * (rope_dim / 2) + i) * 2] - cos(angle)) < 2e-7);
+                    assert_true(fabs(angles[(t * (rope_dim / 2) + i) * 2 + 1] - sin(angle)) < 2e-7);
+                }
+            memset(keys[result], 0, 2 * cache.layer_bytes), memset(values[result], 0, 2 * cache.layer_bytes);
+            cache.keys = keys[result], cache.values = values[result];
+            memcpy(turned[result], q, q_values * sizeof(float)), memcpy(k_copy, k, k_values * sizeof(float));
+            b->rope_and_store(b->context, &batch, &shape, pairing, rope_dim, angles, norms ? q_norm : NULL,
+                              norms ? k_norm : NULL, 1e-6f, turned[result], k_copy, v, &cache, 1);
+            if (result == 0) {
+                close_backend(b);
+                continue;
+            }
+            const llm_type_info *type = llm_type_find(cache_type);
+            type->unpack((char *)keys[0] + cache.layer_bytes, expected_keys, (int64_t)cache_values);
+            type->unpack((char *)keys[result] + cache.layer_bytes, found_keys, (int64_t)cache_values);
+            check_close("rope, queries", isa, turned[result], turned[0], (int64_t)q_values, 1e-6);
+            check_close("rope, keys", isa, found_keys, expected_keys, (int64_t)cache_values,
+                        cache_type == LLM_F16 ? 1e-4 : 1e-6);
+            check_same("stored values", isa, values[result], values[0], 2 * cache.layer_bytes); /* no arithmetic */
+            /* token by token, each alone */
+            memset(keys[3], 0, 2 * cache.layer_bytes);
+            cache.keys = keys[3], cache.values = values[3];
+            memcpy(turned[3], q, q_values * sizeof(float)), memcpy(k_copy, k, k_values * sizeof(float));
+            for (int t = 0; t < TOKENS; t++) {
+                llm_batch one = batch;
+                one.n_tokens = 1, one.positions += t, one.slots += t;
+                b->rope_and_store(b->context, &one, &shape, pairing, rope_dim, angles + t * (rope_dim / 2) * 2,
+                                  norms ? q_norm : NULL, norms ? k_norm : NULL, 1e-6f,
+                                  turned[3] + (size_t)t * HEADS * (size_t)head_dim,
+                                  k_copy + (size_t)t * KV * (size_t)head_dim, v + (size_t)t * KV * (size_t)head_dim,
+                                  &cache, 1);
+            }
+            check_same("rope token by token", isa, turned[3], turned[result], q_values * sizeof(float));
+            check_same("keys token by token", isa, keys[3], keys[result], 2 * cache.layer_bytes);
+            close_backend(b);
+        }
+    for (int i = 0; i < 4; i++) free(keys[i]), free(values[i]), free(turned[i]);
+    free(q), free(k), free(v), free(q_norm), free(k_norm), free(frequencies), free(angles), free(k_copy);
+    free(expected_keys), free(found_keys);
+}
+
+static void test_rope_and_store(void **state) {
+    (void)state;
+    for (int pairing = 0; pairing < 2; pairing++) {
+        check_rope_and_store((llm_rope_pairing)pairing, 64, 64, false, LLM_F16);
+        check_rope_and_store((llm_rope_pairing)pairing, 128, 32, true, LLM_F32);
+        check_rope_and_store((llm_rope_pairing)pairing, 19, 10, true, LLM_F16);
+        check_rope_and_store((llm_rope_pairing)pairing, 3, 0, false, LLM_F32);
+    }
+}
+
+/* ---- The rest of the seam ------------------------------------------------------------- */
+
+static void test_movements(void **state) {
+    (void)state;
+    llm_error err;
+    llm_backend *b = open_backend(LLM_ISA_AVX512, 2);
+    if (!b) b = open_backend(LLM_ISA_PLAIN, 2);
+    assert_non_null(b);
+
+    float *values = random_floats(10 * 64);
+    void *data = packed_weights(LLM_Q4_0, values, 10 * 64);
+    int32_t tokens[] = {9, 0, 4, 4}, logit_rows[] = {0, 2, 3};
+    llm_batch batch = {.n_tokens = 4, .tokens = tokens, .n_logits = 3, .logit_rows = logit_rows};
+    llm_weight table = {LLM_Q4_0, 10, 64, NULL};
+    assert_true(b->load_weight(b->context, &table, data, &err));
+    assert_ptr_equal(table.data, data); /* nothing is copied */
+    float out[4 * 64], row[64], rows[2 * 64];
+    b->embed(b->context, &batch, &table, out);
+    for (int t = 0; t < 4; t++) {
+        llm__unpack_q4_0((char *)data + tokens[t] * 36, row, 64);
+        assert_memory_equal(out + t * 64, row, sizeof row);
+    }
+    b->gather_rows(b->context, &batch, out, 64, 1, 2, rows);
+    assert_memory_equal(rows, out + 2 * 64, sizeof row);
+    assert_memory_equal(rows + 64, out + 3 * 64, sizeof row);
+
+    llm_weight strange = {(llm_type)77, 10, 64, NULL}, ragged = {LLM_Q8_0, 10, 63, NULL};
+    assert_false(b->load_weight(b->context, &strange, data, &err));
+    assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+    assert_false(b->load_weight(b->context, &ragged, data, &err));
+    assert_int_equal(err.status, LLM_ERROR_FORMAT);
+    b->free_weight(b->context, &table);
+
+    enum { LAYERS = 3, BLOCKS = 5, BLOCK_BYTES = 2 * 4 * 6 * 2 };
+    uint8_t keys[LAYERS][BLOCKS][BLOCK_BYTES], copies[LAYERS][BLOCKS][BLOCK_BYTES];
+    for (size_t i = 0; i < sizeof keys; i++) ((uint8_t *)keys)[i] = (uint8_t)random_u32();
+    memcpy(copies, keys, sizeof keys);
+    llm_cache cache = {LLM_F16, LAYERS, 2, 6, 4, BLOCKS, BLOCKS * BLOCK_BYTES, keys, copies};
+    int32_t from[] = {0, 4}, to[] = {2, 1};
+    b->copy_blocks(b->context, &cache, from, to, 2);
+    for (int layer = 0; layer < LAYERS; layer++) {
+        assert_memory_equal(keys[layer][2], keys[layer][0], BLOCK_BYTES);
+        assert_memory_equal(copies[layer][1], copies[layer][4], BLOCK_BYTES);
+    }
+
+    float *memory = b->allocate(b->context, 1000 * sizeof(float), "a test", &err);
+    assert_non_null(memory);
+    assert_int_equal((uintptr_t)memory % 64, 0);
+    for (int i = 0; i < 1000; i++) assert_true(memory[i] == 0.0f);
+    assert_true(b->upload(b->context, memory, out, sizeof out, &err));
+    assert_true(b->download(b->context, rows, memory, sizeof rows, &err));
+    assert_memory_equal(rows, out, sizeof rows);
+    b->release(b->context, memory);
+    b->release(b->context, NULL);
+    assert_null(b->allocate(b->context, SIZE_MAX - 10, "too much", &err));
+    assert_int_equal(err.status, LLM_ERROR_MEMORY);
+    close_backend(b);
+    free(values), free(data);
+}
+
+/* What was not reserved is refused, and told at the next sync. */
+static void test_failures(void **state) {
+    (void)state;
+    llm_error err;
+    float x[8] = {0}, out[8];
+    for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_PLAIN; isa = (llm_isa)(isa + 1)) {
+        llm_backend *b = llm_cpu_backend(1, isa, &err);
+        llm_weight w = {LLM_F32, 2, 4, x};
+        assert_true(b->sync(b->context, &err));
+        b->matmul(b->context, x, &w, NULL, 1, false, out);
+        assert_false(b->sync(b->context, &err));
+        assert_int_equal(err.status, LLM_ERROR_DEVICE);
+        assert_true(b->sync(b->context, &err));
+        assert_true(b->reserve(b->context, &limits, &err));
+        b->matmul(b->context, x, &w, NULL, 1, false, out);
+        assert_true(b->sync(b->context, &err));
+        llm_limits nothing = {0}, larger = limits;
+        assert_false(b->reserve(b->context, &nothing, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        larger.max_cols = INT64_MAX / 2;
+        assert_false(b->reserve(b->context, &larger, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        larger.max_cols = 2 * limits.max_cols;
+        assert_true(b->reserve(b->context, &larger, &err)); /* growing is fine */
+        llm_backend_free(b);
+    }
+    for (int i = 0;; i++) { /* each allocation fails in turn */
+        test_fail_in = i;
+        llm_backend *b = llm_cpu_backend(2, LLM_ISA_AVX512, &err);
+        if (b && b->reserve(b->context, &limits, &err)) {
+            test_fail_in = -1;
+            assert_int_equal(err.status, LLM_OK);
+            llm_backend_free(b);
+            break;
+        }
+        assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        llm_backend_free(b);
+        assert_int_equal(test_live, 0);
+    }
+    llm_backend_free(NULL);
+    assert_int_equal(test_live, 0);
+}
+
+/* After reserve, no operation allocates. */
+static void test_no_allocation_in_a_step(void **state) {
+    (void)state;
+    FOR_EACH_ISA(isa) {
+        llm_backend *b = open_backend(isa, 2);
+        if (!b) continue;
+        world w = make_world(1, 100, 2, 2, 32, LLM_F16);
+        float *out = malloc(100 * 4 * 32 * sizeof(float)), *x = random_floats(128 * 64);
+        void *data = packed_weights(LLM_Q4_0, x, 128 * 64);
+        llm_weight weight = {LLM_Q4_0, 128, 64, data};
+        float *product = malloc(100 * 128 * sizeof(float));
+        long before = test_allocations;
+        run_all(b, &w, 16, 40, false, false, &out);
+        run_all(b, &w, 16, 40, false, true, &out);
+        b->matmul(b->context, x, &weight, NULL, 100, false, product);
+        assert_int_equal(test_allocations, before);
+        free(out), free(x), free(data), free(product);
+        free_world(&w);
+        close_backend(b);
+    }
+}
+
+static void test_instruction_sets(void **state) {
+    (void)state;
+    llm_error err;
+    for (int max = LLM_ISA_REFERENCE; max <= LLM_ISA_AVX512; max++) {
+        llm_backend *b = llm_cpu_backend(0, (llm_isa)max, &err);
+        assert_non_null(b);
+        assert_true(llm_cpu_isa(b) <= (llm_isa)max);
+        assert_true(llm_cpu_threads(b) >= 1 && llm_cpu_threads(b) <= llm_processor_count());
+        print_message("    asked for at most %s: %s, %d threads\n", llm_isa_name((llm_isa)max),
+                      llm_isa_name(llm_cpu_isa(b)), llm_cpu_threads(b));
+        llm_backend_free(b);
+    }
+    assert_string_equal(llm_isa_name((llm_isa)99), "unknown");
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
+        cmocka_unit_test(test_matmul_extremes),  cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
+        cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_no_allocation_in_a_step),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,49 @@
+/* Memory that counts, and of which a chosen allocation fails. Include it before llm.h: it sets LLM_MALLOC and its
+ * friends. Atomic, since engines may run in several threads. */
+#ifndef TEST_MEMORY_H
+#define TEST_MEMORY_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdlib.h>
+
+#if defined(__GNUC__)
+#define TEST_UNUSED __attribute__((unused))
+#else
+#define TEST_UNUSED
+#endif
+
+static long test_live;          /* blocks allocated and not yet freed */
+static long test_allocations;   /* all there ever were */
+static long test_fail_in = -1;  /* >= 0: so many allocations succeed, then one fails */
+static bool test_failed;        /* did one fail? */
+
+static bool test_allocation_fails(void) {
+    __atomic_add_fetch(&test_allocations, 1, __ATOMIC_RELAXED);
+    if (test_fail_in < 0 || __atomic_fetch_sub(&test_fail_in, 1, __ATOMIC_RELAXED) > 0) return false;
+    test_failed = true;
+    return true;
+}
+
+TEST_UNUSED static void *counted_malloc(size_t bytes) {
+    void *p = test_allocation_fails() ? NULL : malloc(bytes);
+    if (p) __atomic_add_fetch(&test_live, 1, __ATOMIC_RELAXED);
+    return p;
+}
+
+TEST_UNUSED static void *counted_realloc(void *old, size_t bytes) {
+    void *p = test_allocation_fails() ? NULL : realloc(old, bytes);
+    if (p && !old) __atomic_add_fetch(&test_live, 1, __ATOMIC_RELAXED);
+    return p;
+}
+
+TEST_UNUSED static void counted_free(void *p) {
+    if (p) __atomic_sub_fetch(&test_live, 1, __ATOMIC_RELAXED);
+    free(p);
+}
+
+#define LLM_MALLOC(bytes) counted_malloc(bytes)
+#define LLM_REALLOC(pointer, bytes) counted_realloc(pointer, bytes)
+#define LLM_FREE(pointer) counted_free(pointer)
+
+#endif

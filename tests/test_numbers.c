@@ -1,0 +1,192 @@
+/* Chapter 3 of llm.h: the bits of each type, against the gguf package's (tests/data/numbers.bin, made by
+ * tests/make_numbers_golden.py) and against arithmetic.
+ *
+ * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_numbers.c -lcmocka -lm -fopenmp */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <cmocka.h>
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+
+/* Beside this source file, wherever the test is started from; or under ./tests/data. */
+static FILE *open_data(const char *name) {
+    char path[1024];
+    const char *slash = strrchr(__FILE__, '/');
+    snprintf(path, sizeof path, "%.*sdata/%s", slash ? (int)(slash - __FILE__ + 1) : 0, __FILE__, name);
+    FILE *f = fopen(path, "rb");
+    if (!f) {
+        snprintf(path, sizeof path, "tests/data/%s", name);
+        f = fopen(path, "rb");
+    }
+    return f;
+}
+
+static void test_golden(void **state) {
+    (void)state;
+    static const llm_type types[] = {LLM_F16, LLM_BF16, LLM_Q8_0, LLM_Q4_0};
+    FILE *f = open_data("numbers.bin");
+    assert_non_null(f);
+    uint32_t count = 0;
+    assert_int_equal(fread(&count, sizeof count, 1, f), 1);
+    assert_true(count > 0 && count % 32 == 0 && count < 1 << 20);
+    size_t bytes = count * sizeof(float);
+    float *x = malloc(bytes), *expected_values = malloc(bytes), *values = malloc(bytes);
+    uint8_t *expected = malloc(bytes), *packed = malloc(bytes);
+    assert_int_equal(fread(x, 1, bytes, f), bytes);
+    for (int k = 0; k < 4; k++) {
+        const llm_type_info *type = llm_type_find(types[k]);
+        size_t packed_bytes = count / (size_t)type->block_values * (size_t)type->block_bytes;
+        assert_int_equal(fread(expected, 1, packed_bytes, f), packed_bytes);
+        assert_int_equal(fread(expected_values, 1, bytes, f), bytes);
+        type->pack(x, packed, count);
+        for (size_t i = 0; i < packed_bytes; i++)
+            if (packed[i] != expected[i])
+                fail_msg("%s: byte %zu of the packed values is %d, expected %d", type->name, i, packed[i], expected[i]);
+        type->unpack(packed, values, count);
+        for (uint32_t i = 0; i < count; i++)
+            if (memcmp(values + i, expected_values + i, sizeof *values) != 0 && values[i] != expected_values[i])
+                fail_msg("%s: value %u is %.9g, expected %.9g", type->name, i, values[i], expected_values[i]);
+    }
+    assert_int_equal(fgetc(f), EOF);
+    fclose(f);
+    free(x), free(expected_values), free(values), free(expected), free(packed);
+}
+
+/* The value of an f16, by its definition. */
+static double f16_value(uint16_t half) {
+    int exponent = half >> 10 & 31, fraction = half & 0x3ff;
+    double magnitude = exponent ? ldexp(1024 + fraction, exponent - 25) : ldexp(fraction, -24);
+    return half & 0x8000 ? -magnitude : magnitude;
+}
+
+static void test_f16_every_value(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 65536; i++) {
+        uint16_t half = (uint16_t)i;
+        float x = llm__f16_to_f32(half);
+        bool special = (half >> 10 & 31) == 31;
+        if (special && (half & 0x3ff)) {
+            assert_true(isnan(x));
+            assert_true(isnan(llm__f16_to_f32(llm__f32_to_f16(x))));
+        } else {
+            if (special) assert_true(isinf(x) && (x < 0) == (half >> 15));
+            else assert_true((double)x == f16_value(half));
+            assert_int_equal(llm__f32_to_f16(x), half); /* there and back: minus zero too */
+        }
+    }
+}
+
+/* Halfway between two neighbours rounds to the even one, anything else to the nearer one. */
+static void test_f16_rounding(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 0x7bff; i++) {
+        float low = llm__f16_to_f32((uint16_t)i), high = llm__f16_to_f32((uint16_t)(i + 1));
+        float middle = (float)(((double)low + high) / 2); /* exact */
+        uint16_t even = (uint16_t)(i & 1 ? i + 1 : i);
+        assert_int_equal(llm__f32_to_f16(middle), even);
+        assert_int_equal(llm__f32_to_f16(-middle), even | 0x8000);
+        assert_int_equal(llm__f32_to_f16(nextafterf(middle, 0.0f)), i);
+        assert_int_equal(llm__f32_to_f16(nextafterf(middle, INFINITY)), i + 1);
+    }
+    assert_int_equal(llm__f32_to_f16(65519.996f), 0x7bff);
+    assert_int_equal(llm__f32_to_f16(65520.0f), 0x7c00);
+    assert_int_equal(llm__f32_to_f16(3e38f), 0x7c00);
+    assert_int_equal(llm__f32_to_f16(-INFINITY), 0xfc00);
+    assert_int_equal(llm__f32_to_f16(1e-45f), 0);
+    assert_int_equal(llm__f32_to_f16(-1e-45f), 0x8000);
+}
+
+static void test_bf16(void **state) {
+    (void)state;
+    for (uint32_t i = 0; i < 65536; i++) {
+        uint16_t bits = (uint16_t)i;
+        float x = llm__bf16_to_f32(bits);
+        if (isnan(x)) assert_true(isnan(llm__bf16_to_f32(llm__f32_to_bf16(x))));
+        else assert_int_equal(llm__f32_to_bf16(x), bits);
+        if (i >= 0x7f7f) continue;
+        float middle = llm__float_from_bits(i << 16 | 0x8000);
+        assert_int_equal(llm__f32_to_bf16(middle), i & 1 ? i + 1 : i);
+        assert_int_equal(llm__f32_to_bf16(nextafterf(middle, 0.0f)), i);
+        assert_int_equal(llm__f32_to_bf16(nextafterf(middle, INFINITY)), i + 1);
+    }
+    assert_int_equal(llm__f32_to_bf16(3.4e38f), 0x7f80); /* rounds up, to infinity */
+    assert_true(isnan(llm__bf16_to_f32(llm__f32_to_bf16(llm__float_from_bits(0x7f800001))))); /* not to infinity */
+}
+
+/* Errors of the block formats: at most half a step, plus the rounding of the scale to f16. */
+static void test_block_errors(void **state) {
+    (void)state;
+    float x[64], y[64];
+    uint8_t packed[2 * LLM__Q8_0_BYTES];
+    uint32_t seed = 1;
+    for (int k = 0; k < 2000; k++) {
+        float largest[2] = {0.0f, 0.0f};
+        for (int i = 0; i < 64; i++) {
+            seed = seed * 1664525 + 1013904223;
+            x[i] = ((float)(seed >> 8) / 8388608.0f - 1.0f) * (i < 32 ? 1.0f : 40.0f);
+            if (fabsf(x[i]) > largest[i / 32]) largest[i / 32] = fabsf(x[i]);
+        }
+        llm__pack_q8_0(x, packed, 64);
+        llm__unpack_q8_0(packed, y, 64);
+        for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (0.5f / 127 + 0.0006f));
+        llm__pack_q4_0(x, packed, 64);
+        llm__unpack_q4_0(packed, y, 64);
+        /* the side without the -8 loses up to a whole step at its end */
+        for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (1.0f / 8 + 0.0006f));
+    }
+}
+
+/* Nothing in a file or from a caller makes these undefined. */
+static void test_strange_input(void **state) {
+    (void)state;
+    const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, -1e-40f, 0.0f};
+    float x[32], y[32];
+    uint8_t packed[128];
+    for (int a = 0; a < 8; a++)
+        for (int b = 0; b < 8; b++) {
+            for (int i = 0; i < 32; i++) x[i] = i % 3 ? strange[a] : strange[b];
+            for (int i = 0; llm_type_at(i); i++) {
+                llm_type_at(i)->pack(x, packed, 32);
+                llm_type_at(i)->unpack(packed, y, 32);
+            }
+        }
+    for (int k = 0; k < 1000; k++) {
+        for (int i = 0; i < 128; i++) packed[i] = (uint8_t)((k * 73 + i * 151) ^ (k >> 3));
+        for (int i = 0; llm_type_at(i); i++) llm_type_at(i)->unpack(packed, y, 32);
+    }
+}
+
+static void test_table(void **state) {
+    (void)state;
+    static const struct { llm_type type; const char *name; int values, bytes; } expected[] = {
+        {LLM_F32, "f32", 1, 4}, {LLM_F16, "f16", 1, 2}, {LLM_BF16, "bf16", 1, 2},
+        {LLM_Q8_0, "q8_0", 32, 34}, {LLM_Q4_0, "q4_0", 32, 18},
+    };
+    for (int i = 0; i < 5; i++) {
+        const llm_type_info *type = llm_type_find(expected[i].type);
+        assert_non_null(type);
+        assert_ptr_equal(type, llm_type_by_name(expected[i].name));
+        assert_int_equal(type->block_values, expected[i].values);
+        assert_int_equal(type->block_bytes, expected[i].bytes);
+    }
+    assert_null(llm_type_find((llm_type)3));
+    assert_null(llm_type_find((llm_type)-1));
+    assert_null(llm_type_by_name("q5_0"));
+    assert_null(llm_type_by_name(""));
+    assert_null(llm_type_by_name(NULL));
+    assert_null(llm_type_at(-1));
+    assert_null(llm_type_at(1000));
+    for (int i = 0; llm_type_at(i); i++) assert_ptr_equal(llm_type_find(llm_type_at(i)->type), llm_type_at(i));
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_golden),       cmocka_unit_test(test_f16_every_value), cmocka_unit_test(test_f16_rounding),
+        cmocka_unit_test(test_bf16),         cmocka_unit_test(test_block_errors),    cmocka_unit_test(test_strange_input),
+        cmocka_unit_test(test_table),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}

@@ -1,0 +1,877 @@
+/* Chapters 5 and 8 through the public API: whatever requests share an engine, in whatever order, with blocks so scarce that
+ * they are taken away again, each gives what it gives alone, bit for bit; and what the scheduler promises about order,
+ * pace, memory and waste. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#include "engine_util.h"
+#include "tiny_model.h"
+
+#define TARGET "tests/data/golden/mqa_4_1.gguf"
+#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
+
+enum { VOCAB = 288, MAX_JOBS = 24, MAX_PROMPT = 70, WALK_CONTEXT = 96 };
+
+static llm_model *target, *draft;
+
+static int load_models(void **state) {
+    (void)state;
+    target = model_load(TARGET);
+    draft = model_load(DRAFT);
+    return 0;
+}
+
+static int free_models(void **state) {
+    (void)state;
+    llm_model_free(target);
+    llm_model_free(draft);
+    return 0;
+}
+
+static uint64_t submit(llm_engine *engine, llm_request request) {
+    llm_error err;
+    uint64_t id = 0;
+    if (!llm_submit(engine, &request, &id, &err)) fail_msg("%s", err.message);
+    return id;
+}
+
+static int step(llm_engine *engine) {
+    llm_error err;
+    int more = llm_step(engine, &err);
+    if (more < 0) fail_msg("%s", err.message);
+    return more;
+}
+
+static void drain(llm_engine *engine) {
+    while (step(engine)) {}
+}
+
+/* `n` ids that depend on `seed` alone. */
+static const int32_t *ids(int32_t *out, int n, uint64_t seed) {
+    for (int i = 0; i < n; i++) out[i] = (int32_t)(llm_random(seed, 5, (uint64_t)i) * 280);
+    return out;
+}
+
+static llm_request plain_request(const int32_t *prompt, int n_prompt, int max_tokens) {
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt;
+    r.n_prompt = n_prompt;
+    r.max_tokens = max_tokens;
+    r.ignore_end = true;
+    return r;
+}
+
+/* ---- Random workloads ------------------------------------------------------------------- */
+
+typedef struct job {
+    int32_t prompt[MAX_PROMPT];
+    const char *stops[2];
+    llm_request request;
+    record *got;
+    bool cancelled;
+} job;
+
+typedef struct workload {
+    test_random random;
+    llm_engine_options options;
+    job jobs[MAX_JOBS];
+    int n_jobs;
+} workload;
+
+typedef struct totals {
+    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared;
+} totals;
+
+static int pick(workload *w, int n) { return random_below(&w->random, n); }
+static bool chance(workload *w, int percent) { return pick(w, 100) < percent; }
+
+static void random_options(workload *w) {
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.context_length = WALK_CONTEXT;
+    o.draft = chance(w, 50) ? draft : NULL;
+    o.cache_type = chance(w, 70) ? LLM_F16 : LLM_F32;
+    o.block_size = 1 + pick(w, 20);
+    o.max_sequences = 4 + pick(w, 8);
+    o.max_speculation = 8;
+    o.chunked_prefill = chance(w, 80);
+    o.max_batch_tokens = o.chunked_prefill ? 9 + pick(w, 60) : WALK_CONTEXT + pick(w, 60);
+    o.policy = chance(w, 60) ? LLM_POLICY_CONTINUOUS : (llm_policy)pick(w, 3);
+    o.batch_window = 0.001;
+    o.preempt = (llm_preempt)pick(w, 2);
+    o.swap_bytes = chance(w, 50) ? 1 << 20 : 20000; /* the second runs out */
+    o.prefix_cache = chance(w, 75);
+    o.naive_attention = chance(w, 10);
+    /* one context at the least, so that every request fits; often not two, so that they push each other out */
+    int slots = WALK_CONTEXT + o.block_size + (chance(w, 60) ? pick(w, 100) : 100 + pick(w, 400));
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, o.cache_type) * (uint64_t)slots;
+    w->options = o;
+}
+
+static void random_stops(workload *w, job *j) {
+    static const char *const texts[] = {"a", "\x01", "th", "%", "Z9", "e", "0"};
+    j->request.n_stop = 1 + pick(w, 2);
+    for (int i = 0; i < 2; i++) j->stops[i] = texts[pick(w, 7)];
+    j->request.stop = j->stops;
+}
+
+static llm_sampling random_sampling(workload *w) {
+    llm_sampling s = llm_sampling_defaults();
+    s.seed = (uint64_t)pick(w, 1000);
+    if (chance(w, 65)) s.temperature = 0.5f + (float)pick(w, 10) / 10;
+    if (chance(w, 50)) s.top_k = pick(w, 40);
+    if (chance(w, 50)) s.top_p = 0.8f;
+    if (chance(w, 30)) s.min_p = 0.02f;
+    if (chance(w, 30)) s.repetition_penalty = 1.2f;
+    if (chance(w, 30)) s.penalty_window = pick(w, 20);
+    return s;
+}
+
+/* `common`: how much of `base` the prompt is likely to begin with. */
+static void random_job(workload *w, job *j, const int32_t *base, int common) {
+    int n = 1 + pick(w, MAX_PROMPT);
+    bool begins_alike = chance(w, 70);
+    for (int i = 0; i < n; i++) j->prompt[i] = begins_alike && i < common && !chance(w, 1) ? base[i] : pick(w, 286);
+    llm_request *r = &j->request;
+    *r = plain_request(j->prompt, n, chance(w, 8) ? 0 : 1 + pick(w, 30));
+    r->ignore_end = chance(w, 50);
+    r->n_samples = chance(w, 65) ? 1 : 1 + pick(w, 4);
+    r->priority = pick(w, 3) - 1;
+    r->sampling = random_sampling(w);
+    if (chance(w, 30)) random_stops(w, j);
+    int depth = chance(w, 35) ? 0 : chance(w, 25) ? LLM_SPECULATE_AUTO : 1 + pick(w, 8);
+    bool hook = depth == 0 && chance(w, 50);
+    r->speculate = depth;
+    r->lookup = depth && (!w->options.draft || chance(w, 40));
+    r->logits_hook = hook ? record_hook : NULL;
+}
+
+static void random_workload(workload *w, uint64_t seed) {
+    int32_t base[MAX_PROMPT];
+    memset(w, 0, sizeof *w);
+    w->random.state = llm__mix(seed);
+    random_options(w);
+    for (int i = 0; i < MAX_PROMPT; i++) base[i] = pick(w, 286);
+    int common = pick(w, MAX_PROMPT);
+    w->n_jobs = 1 + pick(w, MAX_JOBS);
+    for (int i = 0; i < w->n_jobs; i++) random_job(w, &w->jobs[i], base, common);
+}
+
+static int live_samples(const job *j) {
+    int n = 0;
+    for (int s = 0; s < j->request.n_samples; s++) n += !j->got->samples[s].n_ends;
+    return n;
+}
+
+static void cancel(llm_engine *engine, job *j) {
+    llm_error err;
+    int live = live_samples(j);
+    bool ok = llm_cancel(engine, j->got->id, &err);
+    assert_int_equal(ok, live > 0);
+    record_events(engine);
+    assert_int_equal(live_samples(j), 0);
+    j->cancelled = j->cancelled || ok;
+}
+
+/* What is true after every step. */
+static void check_running(const workload *w, const llm_engine *engine) {
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_in_range(s.blocks_free, 0, s.blocks_total);
+    assert_true(s.slots_used <= (s.blocks_total - s.blocks_free) * s.block_size);
+    assert_true(s.blocks_peak >= s.blocks_total - s.blocks_free);
+    assert_true(s.running <= w->options.max_sequences);
+    assert_true(s.kv_waste >= 0 && s.kv_waste <= 1);
+}
+
+/* All of it on one engine: requests arrive and are cancelled at random moments. */
+static void run_together(workload *w, llm_engine *engine) {
+    int submitted = 0, more = 1;
+    for (int n = 0; more || submitted < w->n_jobs; n++) {
+        while (submitted < w->n_jobs && (n == 0 || chance(w, 30))) {
+            job *j = &w->jobs[submitted++];
+            j->got = record_new(target);
+            record_submit(engine, j->got, j->request, j->request.logits_hook != NULL);
+        }
+        more = step(engine);
+        record_events(engine);
+        if (submitted && chance(w, 2)) cancel(engine, &w->jobs[pick(w, submitted)]);
+        check_running(w, engine);
+        assert_true(n < 100000); /* else nobody gets on */
+    }
+}
+
+/* All is given back, and what was counted is what was told. */
+static void check_end(const workload *w, const llm_engine *engine, totals *t) {
+    llm_statistics s = llm_engine_statistics(engine);
+    uint64_t told = 0, prompts = 0, at = 0;
+    assert_idle(engine);
+    assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
+    assert_int_equal(engine->scheduler.promised_sequences, 0);
+    assert_int_equal(engine->scheduler.n_preempted, 0);
+    assert_int_equal(s.requests_submitted, w->n_jobs);
+    for (int i = 0; i < w->n_jobs; i++) {
+        const job *j = &w->jobs[i];
+        prompts += (uint64_t)j->request.n_prompt;
+        for (int k = 0; k < j->request.n_samples; k++) {
+            told += (uint64_t)j->got->samples[k].n_tokens;
+            assert_int_equal(j->got->samples[k].n_ends, 1);
+            t->stopped += j->got->samples[k].finish == LLM_FINISH_STOP;
+        }
+    }
+    assert_int_equal(s.generated_tokens, told);
+    assert_true(s.prefix_tokens <= prompts && s.prefix_hits <= s.prefix_tokens);
+    assert_true(w->options.prefix_cache || s.prefix_hits == 0);
+    assert_true(s.accepted <= s.proposed);
+    for (int i = 0; i < 16; i++) {
+        at += s.proposed_at[i];
+        assert_true(s.accepted_at[i] <= s.proposed_at[i]);
+        if (i > 0) assert_true(s.proposed_at[i] <= s.accepted_at[i - 1]); /* one is looked at only if all before it passed */
+    }
+    assert_int_equal(at, s.proposed);
+    assert_true(w->options.preempt == LLM_PREEMPT_SWAP || s.blocks_swapped == 0);
+    t->preemptions += (long)s.preemptions;
+    t->swapped += (long)s.blocks_swapped;
+    t->prefix_hits += (long)s.prefix_hits;
+    t->proposed += (long)s.proposed;
+    t->accepted += (long)s.accepted;
+}
+
+/* A cancelled sample gave the beginning of what it gives alone. */
+static void assert_beginning(const sample_record *whole, const sample_record *part) {
+    assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
+    assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * (size_t)part->n_tokens);
+    assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * (size_t)part->n_tokens);
+    if (part->n_rows) assert_memory_equal(part->logits, whole->logits, sizeof(float) * VOCAB * (size_t)part->n_rows);
+}
+
+static void check_alone(const workload *w, const job *j, totals *t) {
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.context_length = WALK_CONTEXT;
+    o.draft = w->options.draft;
+    o.cache_type = w->options.cache_type;
+    o.naive_attention = w->options.naive_attention;
+    o.prefix_cache = false;
+    o.max_sequences = 4;
+    o.max_batch_tokens = 64;
+    llm_engine *engine = engine_new(target, &o);
+    record *alone = record_new(target);
+    record_submit(engine, alone, j->request, j->request.logits_hook != NULL);
+    record_drain(engine);
+    llm_engine_free(engine);
+    for (int s = 0; s < j->request.n_samples; s++) {
+        t->samples++;
+        if (j->got->samples[s].finish == LLM_FINISH_CANCELLED) {
+            t->cancelled++;
+            assert_true(j->cancelled);
+            assert_beginning(&alone->samples[s], &j->got->samples[s]);
+        } else {
+            assert_same_sample(&alone->samples[s], &j->got->samples[s], VOCAB);
+        }
+    }
+    record_free(alone);
+}
+
+static void test_random_workloads(void **state) {
+    (void)state;
+    workload *w = (workload *)malloc(sizeof *w);
+    totals t;
+    assert_non_null(w);
+    memset(&t, 0, sizeof t);
+    for (uint64_t seed = 1; seed <= 60; seed++) {
+        random_workload(w, seed);
+        llm_engine *engine = engine_new(target, &w->options);
+        run_together(w, engine);
+        check_end(w, engine, &t);
+        llm_engine_free(engine);
+        for (int i = 0; i < w->n_jobs; i++) {
+            check_alone(w, &w->jobs[i], &t);
+            record_free(w->jobs[i].got);
+        }
+    }
+    free(w);
+    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
+                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
+    /* the workloads do reach what they are for */
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50);
+}
+
+/* ---- Order --------------------------------------------------------------------------------- */
+
+/* One at a time: they go by id - 64 x priority. */
+static void test_priority_order(void **state) {
+    enum { N = 40 };
+    static const int priorities[] = {0, 1, 0, -1, 0, 2, 0, 0, 1, -1};
+    (void)state;
+    int32_t prompt[4];
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 1;
+    llm_engine *engine = engine_new(target, &o);
+    int64_t rank[N + 1] = {0}, last = INT64_MIN;
+    for (int i = 0; i < N; i++) {
+        llm_request r = plain_request(ids(prompt, 4, (uint64_t)i), 4, 2);
+        r.priority = priorities[i % 10];
+        uint64_t id = submit(engine, r);
+        rank[id] = (int64_t)id - 64 * r.priority;
+    }
+    int ended = 0;
+    while (step(engine)) {
+        llm_event event;
+        while (llm_next_event(engine, &event)) {
+            if (event.index == 0) assert_true(rank[event.request] > last);
+            last = rank[event.request];
+            ended += event.finish != 0;
+        }
+    }
+    assert_int_equal(ended, N);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Requests of a higher priority keep coming; the low one is overtaken by so many, and no more. */
+static void test_nobody_starves(void **state) {
+    (void)state;
+    for (int priority = 1; priority <= 2; priority++) {
+        int32_t prompt[4];
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.max_sequences = 1;
+        llm_engine *engine = engine_new(target, &o);
+        uint64_t low = submit(engine, plain_request(ids(prompt, 4, 1), 4, 1));
+        int before = 0;
+        bool done = false;
+        while (!done) {
+            for (int i = 0; i < 2; i++) { /* faster than they are done */
+                llm_request r = plain_request(ids(prompt, 4, 2), 4, 1);
+                r.priority = priority;
+                submit(engine, r);
+            }
+            step(engine);
+            llm_event event;
+            while (llm_next_event(engine, &event)) {
+                before += event.request != low;
+                done = done || event.request == low;
+            }
+            assert_true(before < 1000);
+        }
+        assert_int_equal(before, 64 * priority);
+        llm_engine_free(engine);
+    }
+}
+
+/* Without chunks a prompt needs a step in one piece: those that decode must not keep it out for ever. */
+static void test_whole_prompts_do_not_starve(void **state) {
+    int32_t prompt[100];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.chunked_prefill = false;
+    o.max_batch_tokens = 64;
+    o.max_sequences = 6;
+    llm_engine *engine = engine_new(target, &o);
+    ids(prompt, 100, 3);
+    for (int i = 0; i < 5; i++) submit(engine, plain_request(prompt + i, 3, 5 + i));
+    step(engine);
+    uint64_t whole = submit(engine, plain_request(prompt, 63, 1));
+    bool told = false;
+    for (int n = 0; n < 200 && !told; n++) {
+        submit(engine, plain_request(prompt + n % 90, 3, 5 + n % 4)); /* there are always some that decode */
+        step(engine);
+        llm_event event;
+        while (llm_next_event(engine, &event)) told = told || event.request == whole;
+    }
+    assert_true(told);
+    llm_engine_free(engine);
+}
+
+/* ---- Policies -------------------------------------------------------------------------------- */
+
+/* Static: nobody enters until the last of the group has left, though there is room. */
+static void test_static_policy(void **state) {
+    int32_t prompt[8];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 4;
+    o.policy = LLM_POLICY_STATIC;
+    llm_engine *engine = engine_new(target, &o);
+    static const int groups[] = {4, 4, 3};
+    uint64_t last = 0;
+    for (int i = 0; i < 10; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, 2 + 3 * (i % 4)));
+    for (int group = 0; group < 3; group++) {
+        uint64_t first = last + 1;
+        last += (uint64_t)groups[group];
+        for (int left = groups[group]; left > 0;) {
+            llm_event event;
+            assert_int_equal(step(engine), 1);
+            while (llm_next_event(engine, &event)) {
+                assert_in_range(event.request, first, last);
+                left -= event.finish != 0;
+                if (event.request == 1 && event.finish) submit(engine, plain_request(prompt, 8, 1)); /* for the last group */
+            }
+        }
+    }
+    assert_int_equal(step(engine), 0);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Dynamic: a group starts when it is full, or when the first has waited for the window. */
+static void test_dynamic_policy(void **state) {
+    int32_t prompt[8];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 3;
+    o.policy = LLM_POLICY_DYNAMIC;
+    o.batch_window = 1000;
+    llm_engine *engine = engine_new(target, &o);
+    llm_request r = plain_request(ids(prompt, 8, 1), 8, 3);
+    submit(engine, r);
+    submit(engine, r);
+    for (int i = 0; i < 5; i++) assert_int_equal(step(engine), 1);
+    assert_int_equal(llm_engine_statistics(engine).running, 0); /* two wait for a third */
+    assert_int_equal(llm_engine_statistics(engine).waiting, 2);
+    submit(engine, r);
+    step(engine);
+    assert_int_equal(llm_engine_statistics(engine).running, 3);
+    submit(engine, r);
+    submit(engine, r);
+    submit(engine, r);
+    step(engine);
+    assert_int_equal(llm_engine_statistics(engine).waiting, 3); /* full, but the first group is still at it */
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+
+    o.batch_window = 0.03;
+    engine = engine_new(target, &o);
+    double start = llm_seconds();
+    submit(engine, r);
+    while (llm_engine_statistics(engine).steps == 0) assert_int_equal(step(engine), 1);
+    assert_true(llm_seconds() - start >= 0.03);
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* A long prompt comes while others decode: each of those still gets a token in every step. */
+static void test_decoding_keeps_its_pace(void **state) {
+    enum { N = 4 };
+    int32_t prompt[100];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_batch_tokens = 12;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < N; i++) submit(engine, plain_request(ids(prompt, 2, (uint64_t)i), 2, 40));
+    step(engine);
+    uint64_t slow = submit(engine, plain_request(ids(prompt, 100, 9), 100, 5));
+    bool started = false;
+    int steps = 0;
+    for (; !started; steps++) {
+        int tokens = 0;
+        llm_event event;
+        step(engine);
+        while (llm_next_event(engine, &event)) {
+            started = started || event.request == slow;
+            tokens += event.request != slow;
+        }
+        assert_int_equal(tokens, N);
+    }
+    assert_int_equal(steps, (100 + 7) / (12 - N)); /* and the prompt has all the rest of the budget */
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* ---- Memory ----------------------------------------------------------------------------------- */
+
+static void mixed_requests(llm_engine *engine, bool speculate) {
+    static const char *const stops[] = {"qq", "zz"};
+    int32_t prompt[60];
+    for (int i = 0; i < 12; i++) {
+        llm_request r = plain_request(ids(prompt, 60, (uint64_t)(i % 3)), 10 + 4 * i, 25);
+        r.n_samples = 1 + i % 3;
+        r.sampling.temperature = i % 2 ? 0.8f : 0;
+        r.sampling.top_p = 0.9f;
+        r.stop = stops;
+        r.n_stop = i % 3;
+        r.speculate = speculate ? i % 5 - 1 : 0;
+        r.lookup = i % 4 == 0;
+        submit(engine, r);
+    }
+}
+
+/* Steps allocate nothing, not here and not in the backend, from the first on. */
+static void test_steps_allocate_nothing(void **state) {
+    (void)state;
+    for (int mode = 0; mode < 8; mode++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1 + mode % 2;
+        o.max_sequences = 8;
+        o.max_batch_tokens = 40;
+        o.draft = mode & 2 ? draft : NULL;
+        o.preempt = mode & 4 ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+        o.swap_bytes = 1 << 20;
+        o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 256;
+        llm_engine *engine = engine_new(target, &o);
+        for (int round = 0; round < 2; round++) {
+            mixed_requests(engine, o.draft != NULL);
+            long before = test_allocations;
+            drain(engine);
+            assert_int_equal(test_allocations, before);
+        }
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_true(s.preemptions > 0);
+        assert_true(s.schedule_seconds > 0 && s.schedule_seconds < s.step_seconds);
+        assert_true(s.forward_seconds > 0 && s.sampling_seconds > 0);
+        assert_int_equal(s.draft_seconds > 0, 1); /* little, without a draft */
+        double parts = s.schedule_seconds + s.forward_seconds + s.draft_seconds + s.sampling_seconds;
+        assert_true(parts <= s.step_seconds * 1.0001);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
+/* Sequences of mean length 200, in blocks of 16: on the average half a block of each is empty. */
+static void test_waste(void **state) {
+    tiny t = tiny_defaults();
+    tiny_model m = tiny_model_new(t);
+    int32_t prompt[300];
+    uint64_t draws = 0;
+    double used = 0, taken = 0;
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 8;
+    o.prefix_cache = false;
+    llm_engine *engine = engine_new(m.model, &o);
+    for (int i = 0; i < 48; i++) { /* each is seen at all lengths from l - 60 to l + 60, l from 110 to 290 */
+        int n = 50 + (int)(llm_random(1, 1, draws++) * 180);
+        for (int k = 0; k < n; k++) prompt[k] = (int32_t)(llm_random(2, (uint64_t)i, (uint64_t)k) * t.vocab);
+        submit(engine, plain_request(prompt, n, 120));
+    }
+    while (step(engine)) {
+        llm_statistics s = llm_engine_statistics(engine);
+        int64_t slots = (s.blocks_total - s.blocks_free) * s.block_size;
+        if (slots) assert_true(fabs(s.kv_waste - (1 - (double)s.slots_used / (double)slots)) < 1e-9);
+        assert_true(slots - s.slots_used < (s.running + 1) * s.block_size); /* less than a block each */
+        used += (double)s.slots_used;
+        taken += (double)slots;
+    }
+    double waste = 1 - used / taken;
+    print_message("waste at mean length 200 and block size 16: %.2f %%\n", 100 * waste);
+    assert_true(waste > 0.02 && waste < 0.04);
+    llm_engine_free(engine);
+    tiny_model_free(&m);
+}
+
+/* ---- The prefix cache ------------------------------------------------------------------------- */
+
+static uint64_t hits_of(llm_engine *engine, const int32_t *prompt, int n) {
+    uint64_t before = llm_engine_statistics(engine).prefix_hits;
+    submit(engine, plain_request(prompt, n, 1));
+    drain(engine);
+    return llm_engine_statistics(engine).prefix_hits - before;
+}
+
+static void test_prefix_hits(void **state) {
+    int32_t prompt[100];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    llm_engine *engine = engine_new(target, &o);
+    ids(prompt, 100, 1);
+    assert_int_equal(hits_of(engine, prompt, 65), 0);
+    assert_int_equal(hits_of(engine, prompt, 65), 64);
+    assert_int_equal(hits_of(engine, prompt, 64), 48); /* its last token has to go through the model */
+    assert_int_equal(hits_of(engine, prompt, 100), 64);
+    assert_int_equal(hits_of(engine, prompt, 100), 96);
+    prompt[40]++;
+    assert_int_equal(hits_of(engine, prompt, 65), 32);
+    prompt[40]--;
+    assert_int_equal(hits_of(engine, prompt + 16, 65), 0); /* the same tokens after others are something else */
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.prefix_tokens, 65 * 4 + 64 + 200);
+    assert_int_equal(s.prefix_tokens - s.prefix_hits, s.prompt_tokens);
+
+    /* at the same time they share the blocks */
+    submit(engine, plain_request(prompt, 65, 10));
+    submit(engine, plain_request(prompt, 65, 10));
+    step(engine);
+    s = llm_engine_statistics(engine);
+    assert_int_equal(s.blocks_shared, 4);
+    assert_int_equal(s.blocks_total - s.blocks_free, 6);
+    assert_int_equal(s.slots_used, 66);
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+
+    o.prefix_cache = false;
+    engine = engine_new(target, &o);
+    for (int i = 0; i < 2; i++) assert_int_equal(hits_of(engine, prompt, 65), 0);
+    llm_engine_free(engine);
+}
+
+/* Room for three prompts of four blocks: the one that was not used for longest makes room. */
+static void test_eviction(void **state) {
+    enum { A, B, C, D };
+    int32_t prompts[4][64];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 12 * 16;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < 4; i++) ids(prompts[i], 64, 50 + (uint64_t)i);
+    for (int i = A; i <= C; i++) assert_int_equal(hits_of(engine, prompts[i], 64), 0);
+    assert_int_equal(hits_of(engine, prompts[A], 64), 48);
+    assert_int_equal(hits_of(engine, prompts[D], 64), 0);  /* evicts B */
+    assert_int_equal(hits_of(engine, prompts[A], 64), 48);
+    assert_int_equal(hits_of(engine, prompts[C], 64), 48);
+    assert_int_equal(hits_of(engine, prompts[B], 17), 0);  /* evicts the end of D, not its beginning */
+    assert_int_equal(hits_of(engine, prompts[D], 33), 32);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* ---- Hooks and preemption ------------------------------------------------------------------------ */
+
+/* A hook sees each position once and in order, whatever is taken away from its request, and also where other requests have left
+ * more of its prompt in the cache than it had come to itself. */
+static void test_hook_and_preemption(void **state) {
+    int32_t prompt[64], other[40];
+    uint64_t preemptions = 0;
+    (void)state;
+    for (int swap = 0; swap < 2; swap++)
+        for (int pressure = 0; pressure < 12; pressure++) {
+            llm_engine_options o = llm_engine_defaults(), calm = o;
+            o.n_threads = calm.n_threads = 1;
+            o.block_size = 4;
+            o.max_batch_tokens = 10;
+            o.context_length = 100;
+            o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+            o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
+            llm_engine *engine = engine_new(target, &o);
+            ids(prompt, 64, 1);
+            ids(other, 40, 2);
+            submit(engine, plain_request(prompt, 48, 30)); /* the same prompt, and ahead */
+            submit(engine, plain_request(other, 10, 60));
+            for (int i = 0; i < pressure % 4; i++) step(engine);
+            llm_request r = plain_request(prompt, 56, 10);
+            r.n_samples = 1 + pressure % 3;
+            r.sampling.temperature = 1;
+            record *hooked = record_new(target);
+            r.user = hooked;
+            r.logits_hook = record_hook;
+            hooked->id = submit(engine, r);
+            while (step(engine)) {
+                llm_event event;
+                while (llm_next_event(engine, &event))
+                    if (event.request == hooked->id) record_event(hooked, &event);
+            }
+            preemptions += llm_engine_statistics(engine).preemptions;
+            for (int s = 0; s < r.n_samples; s++) {
+                const sample_record *got = &hooked->samples[s];
+                int first = s ? 55 : 0; /* the prompt is the first sample's; its last logits are everybody's */
+                assert_int_equal(got->n_rows, 56 + 10 - 1 - first);
+                for (int i = 0; i < got->n_rows; i++) assert_int_equal(got->positions[i], first + i);
+            }
+            record *alone = run_alone(target, &calm, r);
+            assert_same(alone, hooked);
+            record_free(alone);
+            record_free(hooked);
+            assert_idle(engine);
+            llm_engine_free(engine);
+        }
+    assert_true(preemptions > 10);
+}
+
+/* The case that a hook could lose positions: it is preempted inside its prompt, and another request has left all of the prompt in the cache. */
+static void test_hook_resumes_where_it_was(void **state) {
+    int32_t prompt[40];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.block_size = 4;
+    o.max_batch_tokens = 8;
+    llm_engine *engine = engine_new(target, &o);
+    llm_request r = plain_request(ids(prompt, 40, 1), 40, 3);
+    record *expected = run_alone(target, NULL, r), *hooked = record_new(target);
+    submit(engine, plain_request(prompt, 40, 1));
+    drain(engine); /* now all of it is in the prefix cache */
+    record_submit(engine, hooked, r, true);
+    for (int i = 0; i < 2; i++) step(engine);
+    llm_error err;
+    assert_int_equal(engine->scheduler.n_sequences, 1);
+    assert_true(llm__preempt(&engine->scheduler, engine->scheduler.sequences[0], &err));
+    record_drain(engine);
+    assert_same(expected, hooked);
+    record_free(expected);
+    record_free(hooked);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* ---- Mistakes ------------------------------------------------------------------------------------- */
+
+static void refuse(llm_engine *engine, llm_request r, llm_status status, const char *part) {
+    llm_error err;
+    uint64_t id = 77;
+    assert_false(llm_submit(engine, &r, &id, &err));
+    if (!strstr(err.message, part)) fail_msg("\"%s\" does not say \"%s\"", err.message, part);
+    assert_int_equal(err.status, status);
+    assert_int_equal(id, 77);
+}
+
+static void test_refused_requests(void **state) {
+    static const char *const empty[] = {"a", ""}, *const null_text[] = {NULL};
+    int32_t prompt[128];
+    llm_error err;
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.draft = draft;
+    o.max_speculation = 4;
+    o.max_sequences = 6;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 64;
+    llm_engine *engine = engine_new(target, &o);
+    llm_request good = plain_request(ids(prompt, 128, 1), 10, 5), r;
+
+    r = good, r.max_tokens = 60;
+    refuse(engine, r, LLM_ERROR_CAPACITY, "blocks");
+    r = good, r.n_prompt = 128;
+    refuse(engine, r, LLM_ERROR_CAPACITY, "context");
+    r = good, r.n_prompt = 0;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "empty");
+    r = good, r.max_tokens = -2;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "max_tokens");
+    static const int counts[] = {0, -1, 7, INT32_MAX, INT32_MIN};
+    for (int i = 0; i < 5; i++) {
+        r = good, r.n_samples = counts[i];
+        refuse(engine, r, LLM_ERROR_ARGUMENT, "n_samples");
+    }
+    static const int depths[] = {-2, -100, 5, INT32_MAX, INT32_MIN};
+    for (int i = 0; i < 5; i++) {
+        r = good, r.speculate = depths[i];
+        refuse(engine, r, LLM_ERROR_ARGUMENT, "speculate");
+        r.lookup = true;
+        refuse(engine, r, LLM_ERROR_ARGUMENT, "speculate");
+    }
+    for (int i = 0; i < 4; i++) {
+        r = good;
+        *(i == 0 ? &r.sampling.temperature : i == 1 ? &r.sampling.top_p : i == 2 ? &r.sampling.min_p : &r.sampling.repetition_penalty) = NAN;
+        refuse(engine, r, LLM_ERROR_ARGUMENT, "nan");
+    }
+    r = good, r.stop = empty, r.n_stop = 2;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "stop text 1");
+    r = good, r.stop = null_text, r.n_stop = 1;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "stop text 0");
+    r = good, r.n_stop = 1;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
+    r = good, r.stop = empty, r.n_stop = -1;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
+    r = good, r.speculate = 2, r.logits_hook = record_hook;
+    refuse(engine, r, LLM_ERROR_UNSUPPORTED, "hook");
+    for (uint64_t id = 0; id < 3; id++) assert_false(llm_cancel(engine, id, &err));
+    assert_false(llm_cancel(engine, UINT64_MAX, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_non_null(strstr(err.message, "18446744073709551615"));
+
+    /* and nothing of all that has left a trace */
+    assert_int_equal(llm_step(engine, &err), 0);
+    assert_int_equal(llm_engine_statistics(engine).requests_submitted, 0);
+    uint64_t id = submit(engine, good);
+    drain(engine);
+    assert_false(llm_cancel(engine, id, &err));
+    assert_idle(engine);
+    llm_engine_free(engine);
+
+    o.draft = NULL;
+    o.chunked_prefill = false;
+    o.max_batch_tokens = 12;
+    engine = engine_new(target, &o);
+    r = good, r.max_tokens = 2, r.speculate = 2;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
+    r.speculate = LLM_SPECULATE_AUTO;
+    refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
+    refuse(engine, good, LLM_ERROR_CAPACITY, "chunked_prefill");
+    llm_engine_free(engine);
+}
+
+static void refuse_engine(const llm_model *model, llm_engine_options o, const char *part) {
+    llm_error err;
+    long live = test_live;
+    assert_null(llm_engine_create(model, &o, &err));
+    if (!strstr(err.message, part)) fail_msg("\"%s\" does not say \"%s\"", err.message, part);
+    assert_int_not_equal(err.status, LLM_OK);
+    assert_int_equal(test_live, live);
+}
+
+static void test_refused_engines(void **state) {
+    (void)state;
+    llm_engine_options good = llm_engine_defaults(), o;
+    o = good, o.max_speculation = 0;
+    refuse_engine(target, o, "max_speculation");
+    o = good, o.max_speculation = 1025;
+    refuse_engine(target, o, "max_speculation");
+    o = good, o.batch_window = NAN;
+    refuse_engine(target, o, "batch_window");
+    o = good, o.batch_window = -1;
+    refuse_engine(target, o, "batch_window");
+    o = good, o.policy = (llm_policy)3;
+    refuse_engine(target, o, "policy");
+    o = good, o.preempt = (llm_preempt)2;
+    refuse_engine(target, o, "preempt");
+
+    tiny t = tiny_defaults(), other = t;
+    tiny_model same = tiny_model_new(t);
+    other.vocab--;
+    tiny_model smaller = tiny_model_new(other);
+    other = t, other.first = 'b';
+    tiny_model renamed = tiny_model_new(other);
+    other = t, other.context = 100;
+    tiny_model shorter = tiny_model_new(other);
+    o = good, o.draft = smaller.model;
+    refuse_engine(same.model, o, "39");
+    o.draft = renamed.model;
+    refuse_engine(same.model, o, "token 3 is \"b\"");
+    o.draft = shorter.model;
+    refuse_engine(same.model, o, "context_length");
+    o.context_length = 100;
+    llm_engine_free(engine_new(same.model, &o));
+    o.draft = target;
+    refuse_engine(same.model, o, "vocabulary");
+    tiny_model_free(&same);
+    tiny_model_free(&smaller);
+    tiny_model_free(&renamed);
+    tiny_model_free(&shorter);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_random_workloads),
+        cmocka_unit_test(test_priority_order),
+        cmocka_unit_test(test_nobody_starves),
+        cmocka_unit_test(test_whole_prompts_do_not_starve),
+        cmocka_unit_test(test_static_policy),
+        cmocka_unit_test(test_dynamic_policy),
+        cmocka_unit_test(test_decoding_keeps_its_pace),
+        cmocka_unit_test(test_steps_allocate_nothing),
+        cmocka_unit_test(test_waste),
+        cmocka_unit_test(test_prefix_hits),
+        cmocka_unit_test(test_eviction),
+        cmocka_unit_test(test_hook_and_preemption),
+        cmocka_unit_test(test_hook_resumes_where_it_was),
+        cmocka_unit_test(test_refused_requests),
+        cmocka_unit_test(test_refused_engines),
+    };
+    return cmocka_run_group_tests_name("scheduler", tests, load_models, free_models);
+}

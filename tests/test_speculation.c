@@ -1,0 +1,571 @@
+/* Chapter 9: what comes out of speculation is what the target alone gives: the same tokens where it is greedy, the same distribution where
+ * it draws. The distribution is tested with chi-squared: the rule by itself, the rule inside the engine, and two wrong
+ * rules, which the same test must catch. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#include "engine_util.h"
+#include "tiny_model.h"
+
+#define TARGET "tests/data/golden/mqa_4_1.gguf"
+#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary, and nothing else in common */
+
+/* ---- Chi-squared ------------------------------------------------------------------------ */
+
+/* How far counts (n) are from what `expected` probabilities give, as a number of standard deviations: the sum of (o - e)^2 / e, made
+ * nearly normal by the cube root of Wilson and Hilferty. Cells that expect less than 8 are put together. What cannot be and was
+ * is infinitely far. */
+static double chi_squared(const long *counts, const double *expected, int n) {
+    double total = 0, sum = 0, rest_o = 0, rest_e = 0;
+    int cells = 0;
+    for (int i = 0; i < n; i++) total += (double)counts[i];
+    for (int i = 0; i <= n; i++) {
+        double e = i < n ? expected[i] * total : rest_e, o = i < n ? (double)counts[i] : rest_o;
+        if (i < n && expected[i] <= 0 && counts[i] > 0) return INFINITY;
+        if (i < n && e < 8) {
+            rest_o += o;
+            rest_e += e;
+        } else if (e >= 1) {
+            sum += (o - e) * (o - e) / e;
+            cells++;
+        }
+    }
+    double df = cells - 1;
+    if (df < 1) return 0;
+    return (cbrt(sum / df) - (1 - 2 / (9 * df))) / sqrt(2 / (9 * df));
+}
+
+/* One chance in 30,000 by luck alone; and as all the seeds are fixed, luck is the same in every run. */
+static const double FAR = 4;
+
+static void test_chi_squared_itself(void **state) {
+    (void)state;
+    static const double p[4] = {0.1, 0.2, 0.3, 0.4}, wrong[4] = {0.11, 0.2, 0.3, 0.39}, never[4] = {0.5, 0.5, 0, 0};
+    long counts[4] = {0};
+    for (int i = 0; i < 100000; i++) {
+        double u = llm_random(3, 0, (uint64_t)i);
+        counts[u < 0.1 ? 0 : u < 0.3 ? 1 : u < 0.6 ? 2 : 3]++;
+    }
+    assert_true(chi_squared(counts, p, 4) < FAR);
+    assert_true(chi_squared(counts, wrong, 4) > FAR); /* a hundredth more or less is seen */
+    assert_true(isinf(chi_squared(counts, never, 4)));
+}
+
+/* ---- The rule -------------------------------------------------------------------------------- */
+
+enum { SMALL = 10, DRAWS = 100000 };
+
+typedef enum rule { RIGHT, ACCEPTS_BY_P, CORRECTS_FROM_P, ACCEPTS_ALL } rule;
+
+/* One token: a guess from q (NULL: always `fixed`), accepted or corrected. */
+static int32_t draw(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed, uint64_t index) {
+    double u = llm_random(seed, 2, index), v = llm_random(seed, 3, index);
+    int32_t guess = q ? llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index)) : fixed;
+    double pg = (double)p[guess], qg = q ? (double)q[guess] : 1;
+    if (q && qg == 0) fail_msg("the draft drew what it never draws");
+    bool accepted = r == ACCEPTS_BY_P ? u < pg : r == ACCEPTS_ALL ? pg > 0 : llm__accept(pg, qg, u);
+    if (accepted) return guess;
+    return r == CORRECTS_FROM_P ? llm__draw_residual(p, NULL, SMALL, -1, v) : llm__draw_residual(p, q, SMALL, guess, v);
+}
+
+static double distance(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed) {
+    long counts[SMALL] = {0};
+    double expected[SMALL];
+    for (int i = 0; i < SMALL; i++) expected[i] = (double)p[i];
+    for (uint64_t i = 0; i < DRAWS; i++) counts[draw(r, p, q, fixed, seed, i)]++;
+    return chi_squared(counts, expected, SMALL);
+}
+
+/* A random distribution: flat or peaked, sometimes with tokens that cannot be, as filters leave it. */
+static void random_distribution(float *p, uint64_t seed, uint64_t stream) {
+    double power = 1 + 4 * llm_random(seed, stream, 1000), holes = llm_random(seed, stream, 1001) < 0.5 ? 0.4 : 0, sum = 0;
+    for (int i = 0; i < SMALL; i++) {
+        p[i] = (float)pow(llm_random(seed, stream, (uint64_t)i), power);
+        if (i > 0 && llm_random(seed, stream, 2000 + (uint64_t)i) < holes) p[i] = 0;
+        sum += (double)p[i];
+    }
+    for (int i = 0; i < SMALL; i++) p[i] = (float)((double)p[i] / sum);
+}
+
+static void test_rule(void **state) {
+    (void)state;
+    float p[SMALL], q[SMALL];
+    int caught[4] = {0}, n = 0;
+    for (uint64_t seed = 1; seed <= 12; seed++, n++) {
+        random_distribution(p, seed, 10);
+        random_distribution(q, seed, 11);
+        double d = distance(RIGHT, p, q, 0, seed);
+        if (d > FAR) fail_msg("seed %d: %.1f standard deviations from the target's distribution", (int)seed, d);
+        d = distance(RIGHT, p, NULL, (int32_t)(seed % SMALL), seed); /* prompt lookup: the guess is certain */
+        if (d > FAR) fail_msg("seed %d: with lookup %.1f standard deviations from the target's distribution", (int)seed, d);
+        for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++) caught[wrong] += distance((rule)wrong, p, q, 0, seed) > FAR;
+    }
+    for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++) assert_int_equal(caught[wrong], n); /* the test sees what is wrong */
+}
+
+/* Where draft and target agree everything is accepted; where they have nothing in common nothing is, and the token is still the target's. */
+static void test_rule_at_its_ends(void **state) {
+    (void)state;
+    float p[SMALL] = {0.25f, 0.25f, 0.5f}, q[SMALL] = {0, 0, 0, 0.5f, 0.5f};
+    for (uint64_t i = 0; i < 1000; i++) {
+        double u = llm_random(1, 1, i);
+        assert_true(llm__accept(0.3, 0.3, u));
+        assert_true(llm__accept(0.4, 0.3, u));
+        assert_false(llm__accept(0, 0.3, u));
+    }
+    assert_true(llm__accept(1e-9, 1, 0));
+    assert_false(llm__accept(0, 1, 0));
+    assert_true(distance(RIGHT, p, q, 0, 5) < FAR);
+    assert_true(distance(RIGHT, p, p, 0, 6) < FAR);
+    assert_true(distance(RIGHT, p, NULL, 9, 7) < FAR); /* a guess that cannot be */
+    /* rounding may leave the point past the end: the last that can be, not the last */
+    assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 1), 2);
+    assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 0), 0);
+}
+
+/* With a chance of a for each guess, K guesses give (1 - a^(K+1)) / (1 - a) tokens. a is the sum of min(p, q). */
+static void test_formula(void **state) {
+    (void)state;
+    float p[SMALL], q[SMALL];
+    for (uint64_t seed = 20; seed < 24; seed++) {
+        random_distribution(p, seed, 10);
+        random_distribution(q, seed, 11);
+        double a = 0;
+        for (int i = 0; i < SMALL; i++) a += fmin((double)p[i], (double)q[i]);
+        for (int depth = 1; depth <= 8; depth++) {
+            long tokens = 0;
+            for (uint64_t i = 0; i < 20000; i++) {
+                int k = 0;
+                for (bool accepted = true; k < depth && accepted; k += accepted) {
+                    uint64_t index = i * 8 + (uint64_t)k;
+                    int32_t guess = llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index));
+                    accepted = llm__accept((double)p[guess], (double)q[guess], llm_random(seed, 2, index));
+                }
+                tokens += k + 1;
+            }
+            double expected = (1 - pow(a, depth + 1)) / (1 - a);
+            assert_true(fabs((double)tokens / 20000 / expected - 1) < 0.03);
+        }
+    }
+}
+
+/* ---- Greedy: the same tokens ------------------------------------------------------------------- */
+
+enum { N_PROMPTS = 200, MAX_PROMPT = 40 };
+
+static llm_request prompt_request(int i, int vocab, int32_t *ids) {
+    llm_request r = llm_request_defaults();
+    r.n_prompt = 1 + (i * 7) % MAX_PROMPT;
+    int period = i % 3 ? 1000 : 5; /* some repeat themselves, for lookup */
+    for (int k = 0; k < r.n_prompt; k++) ids[k] = (int32_t)(llm_random((uint64_t)i, 9, (uint64_t)(k % period)) * vocab);
+    r.prompt = ids;
+    r.max_tokens = 24;
+    r.ignore_end = i % 2;
+    r.sampling.repetition_penalty = i % 5 ? 1 : 1.2f;
+    return r;
+}
+
+/* 0: none; 1 to 8; then auto. */
+static int depth_of(int i, int kind) { return kind == 0 ? 0 : i % 9 == 8 ? LLM_SPECULATE_AUTO : 1 + i % 9; }
+
+/* All prompts on one engine. kind 0: without speculation; 1: with the draft; 2: with lookup. */
+static llm_statistics run_prompts(const llm_model *target, const llm_model *draft, int kind, float temperature, record **out) {
+    int32_t ids[MAX_PROMPT];
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.draft = draft;
+    o.context_length = 100;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < N_PROMPTS; i++) {
+        llm_request r = prompt_request(i, llm_model_config(target)->vocab_size, ids);
+        r.speculate = depth_of(i, kind);
+        r.lookup = kind == 2;
+        r.sampling.temperature = temperature;
+        out[i] = record_new(target);
+        record_submit(engine, out[i], r, false);
+    }
+    record_drain(engine);
+    assert_idle(engine);
+    llm_statistics s = llm_engine_statistics(engine);
+    llm_engine_free(engine);
+    return s;
+}
+
+static void check_statistics(const llm_statistics *s) {
+    uint64_t proposed = 0, accepted = 0;
+    for (int k = 0; k < 16; k++) {
+        proposed += s->proposed_at[k];
+        accepted += s->accepted_at[k];
+        assert_true(s->accepted_at[k] <= s->proposed_at[k]);
+        if (k > 0) assert_true(s->proposed_at[k] <= s->accepted_at[k - 1]);
+    }
+    assert_int_equal(s->proposed, proposed);
+    assert_int_equal(s->accepted, accepted);
+}
+
+static void check_greedy(const llm_model *target, const llm_model *draft, const char *name) {
+    record *expected[N_PROMPTS], *got[N_PROMPTS];
+    run_prompts(target, draft, 0, 0, expected);
+    for (int kind = draft ? 1 : 2; kind <= 2; kind++) {
+        llm_statistics s = run_prompts(target, draft, kind, 0, got);
+        check_statistics(&s);
+        assert_true(s.proposed > 500 && s.accepted > 0 && s.accepted < s.proposed);
+        assert_true(s.decode_steps < s.generated_tokens);
+        for (int i = 0; i < N_PROMPTS; i++) {
+            assert_same(expected[i], got[i]);
+            record_free(got[i]);
+        }
+        print_message("%s%s: %.0f %% of %ld proposals accepted, %.2f tokens in a step\n", name, kind == 2 ? ", lookup" : "",
+                      100.0 * (double)s.accepted / (double)s.proposed, (long)s.proposed,
+                      (double)s.generated_tokens / (double)s.decode_steps);
+    }
+    for (int i = 0; i < N_PROMPTS; i++) record_free(expected[i]);
+}
+
+static void test_greedy_golden(void **state) {
+    (void)state;
+    llm_model *target = model_load(TARGET), *draft = model_load(DRAFT);
+    check_greedy(target, draft, "a draft that has nothing in common");
+    llm_model_free(target);
+    llm_model_free(draft);
+}
+
+static void test_greedy_alike(void **state) {
+    (void)state;
+    tiny t = tiny_defaults(), d = t;
+    d.noise = 0.1f;
+    tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
+    check_greedy(target.model, draft.model, "a draft that is like the target");
+    tiny_model_free(&target);
+    tiny_model_free(&draft);
+}
+
+/* The target as its own draft: all is accepted, also where it draws, and K proposals give K + 1 tokens. */
+static void test_own_draft(void **state) {
+    (void)state;
+    llm_model *target = model_load(TARGET);
+    record *got[N_PROMPTS];
+    for (int temperature = 0; temperature < 2; temperature++) {
+        llm_statistics s = run_prompts(target, target, 1, (float)temperature, got);
+        check_statistics(&s);
+        assert_true(s.proposed > 1000);
+        assert_int_equal(s.accepted, s.proposed);
+        for (int i = 0; i < N_PROMPTS; i++) record_free(got[i]);
+    }
+    llm_model_free(target);
+}
+
+/* ---- Drawn: the same distribution ----------------------------------------------------------------- */
+
+/* A target and a draft whose logits are the same after every token: so the tokens are independent draws from one distribution that is
+ * known, and a guess is accepted with one chance that is known. */
+static void constant_models(tiny_model *target, tiny_model *draft, int vocab) {
+    tiny t = tiny_defaults();
+    t.vocab = vocab;
+    t.constant = true;
+    t.sharp = 1.5f;
+    t.context = 450;
+    *target = tiny_model_new(t);
+    t.noise = 0.7f;
+    *draft = tiny_model_new(t);
+}
+
+static void keep_logits(void *user, uint64_t request, int sample, int position, float *logits) {
+    (void)request;
+    (void)sample;
+    (void)position;
+    memcpy(((float **)user)[0], logits, sizeof(float) * (size_t)*((int **)user)[1]);
+}
+
+/* The model's own distribution of the token after these. */
+static void distribution_after(llm_engine *engine, const llm_sampling *p, const int32_t *ids, int n, float *out) {
+    int vocab = llm_model_config(llm_engine_model(engine))->vocab_size;
+    float *logits = (float *)malloc(sizeof(float) * (size_t)vocab);
+    assert_non_null(logits);
+    void *user[2] = {logits, &vocab};
+    llm_error err;
+    llm__sampler sampler;
+    llm_request r = llm_request_defaults();
+    r.prompt = ids;
+    r.n_prompt = n;
+    r.max_tokens = 0;
+    r.logits_hook = keep_logits;
+    r.user = user;
+    if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    while (llm_step(engine, &err) > 0) {}
+    assert_true(llm__sampler_init(&sampler, vocab, &err));
+    llm__distribution(&sampler, p, logits, ids, n, out);
+    llm__sampler_free(&sampler);
+    free(logits);
+}
+
+static llm_engine *oracle_new(const llm_model *model) {
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 1;
+    return engine_new(model, &o);
+}
+
+/* 10^5 tokens, each drawn in the engine behind a draft's proposals: how often each comes, and each after each. */
+static void test_drawn_in_the_engine(void **state) {
+    enum { VOCAB = 12, REQUESTS = 250, TOKENS = 400 };
+    (void)state;
+    tiny_model target, draft;
+    constant_models(&target, &draft, VOCAB);
+    int32_t first = 3;
+    float p[VOCAB], q[VOCAB];
+    llm_sampling sampling = llm_sampling_defaults();
+    sampling.temperature = 1;
+    llm_engine *oracle = oracle_new(target.model), *draft_oracle = oracle_new(draft.model);
+    distribution_after(oracle, &sampling, &first, 1, p);
+    distribution_after(draft_oracle, &sampling, &first, 1, q);
+    llm_engine_free(oracle);
+    llm_engine_free(draft_oracle);
+    double a = 0, expected[VOCAB], pairs[VOCAB * VOCAB];
+    for (int i = 0; i < VOCAB; i++) {
+        a += fmin((double)p[i], (double)q[i]);
+        expected[i] = (double)p[i];
+        for (int k = 0; k < VOCAB; k++) pairs[i * VOCAB + k] = (double)p[i] * (double)p[k];
+    }
+    assert_true(a > 0.4 && a < 0.95);
+    for (int depth = 1; depth <= 8; depth += depth < 4 ? 1 : 4) { /* 1 2 3 4 8 */
+        static long counts[VOCAB], pair_counts[VOCAB * VOCAB];
+        memset(counts, 0, sizeof counts);
+        memset(pair_counts, 0, sizeof pair_counts);
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.draft = draft.model;
+        o.max_sequences = 50;
+        o.max_batch_tokens = 500;
+        llm_engine *engine = engine_new(target.model, &o);
+        llm_error err;
+        static int32_t last[REQUESTS + 1];
+        int requests = depth == 3 ? REQUESTS : REQUESTS / 5; /* 10^5 draws for one of them, 2 x 10^4 for the others */
+        for (int i = 0; i < requests; i++) {
+            llm_request r = llm_request_defaults();
+            r.prompt = &first;
+            r.n_prompt = 1;
+            r.max_tokens = TOKENS;
+            r.ignore_end = true;
+            r.sampling = sampling;
+            r.sampling.seed = (uint64_t)(i + 1000 * depth);
+            r.speculate = depth;
+            if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+        }
+        int more;
+        while ((more = llm_step(engine, &err)) > 0) {
+            llm_event event;
+            while (llm_next_event(engine, &event)) {
+                counts[event.token]++;
+                /* every second pair, so that they are independent of each other */
+                if (event.index % 2) pair_counts[last[event.request] * VOCAB + event.token]++;
+                last[event.request] = event.token;
+            }
+        }
+        assert_int_equal(more, 0);
+        llm_statistics s = llm_engine_statistics(engine);
+        check_statistics(&s);
+        double d = chi_squared(counts, expected, VOCAB), e = chi_squared(pair_counts, pairs, VOCAB * VOCAB);
+        double rate = (double)s.accepted / (double)s.proposed, formula = (1 - pow(a, depth + 1)) / (1 - a);
+        double in_a_step = (double)(s.generated_tokens - (uint64_t)requests) / (double)s.decode_steps;
+        print_message("K = %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted (%.3f expected), %.3f tokens in a step (%.3f)\n",
+                      depth, (long)s.generated_tokens, d, e, rate, a, in_a_step, formula);
+        assert_int_equal(s.generated_tokens, requests * TOKENS);
+        if (d > FAR || e > FAR) fail_msg("depth %d: %.1f and %.1f standard deviations from the target's distribution", depth, d, e);
+        for (int k = 0; k < depth; k++) {
+            double n = (double)s.proposed_at[k], at = (double)s.accepted_at[k] / n;
+            assert_true(n > 0 && fabs(at - a) < 4.5 * sqrt(a * (1 - a) / n)); /* the same at each position */
+        }
+        assert_true(fabs(in_a_step / formula - 1) < 0.03); /* the last step of a request may give fewer */
+        llm_engine_free(engine);
+    }
+    tiny_model_free(&target);
+    tiny_model_free(&draft);
+}
+
+/* A model that does listen to what was before: many short texts, against the exact probabilities of all texts of two tokens, and of the
+ * third token. The first token is drawn behind the prompt, the others by proposals. */
+static void check_texts(bool lookup, llm_sampling sampling) {
+    enum { VOCAB = 8, TEXTS = 20000, N_PROMPT = 5 };
+    static const int32_t prompt[N_PROMPT] = {1, 3, 4, 5, 3}; /* ends as it began: lookup finds something */
+    tiny t = tiny_defaults(), d;
+    t.vocab = VOCAB;
+    t.sharp = 1.2f;
+    t.context = 32;
+    d = t;
+    d.noise = 0.6f;
+    tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
+
+    double two[VOCAB * VOCAB], third[VOCAB] = {0};
+    float p1[VOCAB], p2[VOCAB], p3[VOCAB];
+    int32_t ids[N_PROMPT + 2];
+    llm_engine *oracle = oracle_new(target.model);
+    memcpy(ids, prompt, sizeof prompt);
+    distribution_after(oracle, &sampling, ids, N_PROMPT, p1);
+    for (int i = 0; i < VOCAB; i++) {
+        ids[N_PROMPT] = i;
+        distribution_after(oracle, &sampling, ids, N_PROMPT + 1, p2);
+        for (int k = 0; k < VOCAB; k++) {
+            double p = two[i * VOCAB + k] = (double)p1[i] * (double)p2[k];
+            ids[N_PROMPT + 1] = k;
+            distribution_after(oracle, &sampling, ids, N_PROMPT + 2, p3);
+            for (int j = 0; j < VOCAB; j++) third[j] += p * (double)p3[j];
+        }
+    }
+    llm_engine_free(oracle);
+
+    llm_engine_options o = llm_engine_defaults();
+    llm_error err;
+    o.n_threads = 1;
+    o.draft = draft.model;
+    o.max_sequences = 64;
+    o.max_batch_tokens = 400;
+    llm_engine *engine = engine_new(target.model, &o);
+    long two_counts[VOCAB * VOCAB] = {0}, third_counts[VOCAB] = {0};
+    static int32_t out[TEXTS][4];
+    for (int i = 0; i < TEXTS; i += 8) {
+        llm_request r = llm_request_defaults();
+        r.prompt = prompt;
+        r.n_prompt = N_PROMPT;
+        r.max_tokens = 4;
+        r.n_samples = 8;
+        r.ignore_end = true;
+        r.sampling = sampling;
+        r.sampling.seed = (uint64_t)i;
+        r.speculate = 2;
+        r.lookup = lookup;
+        r.user = out[i];
+        if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    }
+    int more;
+    while ((more = llm_step(engine, &err)) > 0) {
+        llm_event event;
+        while (llm_next_event(engine, &event)) ((int32_t (*)[4])event.user)[event.sample][event.index] = event.token;
+    }
+    assert_int_equal(more, 0);
+    for (int i = 0; i < TEXTS; i++) {
+        two_counts[out[i][0] * VOCAB + out[i][1]]++;
+        third_counts[out[i][2]]++;
+    }
+    llm_statistics s = llm_engine_statistics(engine);
+    check_statistics(&s);
+    assert_true(s.accepted > TEXTS / 40 && s.proposed - s.accepted > TEXTS / 10);
+    double a = chi_squared(two_counts, two, VOCAB * VOCAB), b = chi_squared(third_counts, third, VOCAB);
+    print_message("%s: %.1f and %.1f standard deviations, %.2f accepted\n", lookup ? "lookup" : "draft", a, b,
+                  (double)s.accepted / (double)s.proposed);
+    if (a > FAR || b > FAR) fail_msg("%.1f and %.1f standard deviations from the target's distribution", a, b);
+    llm_engine_free(engine);
+    tiny_model_free(&target);
+    tiny_model_free(&draft);
+}
+
+static void test_drawn_texts(void **state) {
+    (void)state;
+    llm_sampling plain = llm_sampling_defaults(), shaped;
+    plain.temperature = 1;
+    shaped = plain;
+    shaped.temperature = 1.3f;
+    shaped.top_k = 6;
+    shaped.top_p = 0.9f;
+    shaped.repetition_penalty = 1.3f;
+    shaped.penalty_window = 4;
+    for (int lookup = 0; lookup < 2; lookup++) {
+        check_texts(lookup, plain);
+        check_texts(lookup, shaped);
+    }
+}
+
+/* ---- How many to propose ---------------------------------------------------------------------------- */
+
+/* Left to itself, the depth is 0 for a draft that is never right, and large for one that always is and costs little. */
+static void test_auto_depth(void **state) {
+    (void)state;
+    llm_engine_options options = llm_engine_defaults();
+    llm__scheduler s;
+    llm__job job;
+    llm__sequence sequence;
+    memset(&s, 0, sizeof s);
+    memset(&job, 0, sizeof job);
+    memset(&sequence, 0, sizeof sequence);
+    s.options = &options;
+    sequence.job = &job;
+    job.request.speculate = LLM_SPECULATE_AUTO;
+    job.forked = true;
+    job.depth = 8;
+    job.limit = 1000;
+    sequence.n_tokens = 17;
+    for (int cost = 1; cost <= 20; cost++)
+        for (int acceptance = 0; acceptance <= 20; acceptance++) {
+            double a = sequence.acceptance = acceptance / 20.0, best = 1;
+            s.proposal_cost = cost / 20.0;
+            int depth = llm__speculation_depth(&s, &sequence), right = 0;
+            for (int k = 1; k <= 8; k++) {
+                double tokens = a < 1 ? (1 - pow(a, k + 1)) / (1 - a) : k + 1, rate = tokens / (1 + k * s.proposal_cost);
+                if (rate > best + 1e-9) {
+                    best = rate;
+                    right = k;
+                }
+            }
+            double chosen = (a < 1 ? (1 - pow(a, depth + 1)) / (1 - a) : depth + 1) / (1 + depth * s.proposal_cost);
+            assert_true(chosen > best - 1e-9);
+            if (a <= s.proposal_cost - 1e-9) assert_int_equal(right, 0);
+        }
+    sequence.acceptance = 0;
+    assert_int_equal(llm__speculation_depth(&s, &sequence), 0);
+    sequence.n_tokens = 32; /* now and then it tries again */
+    assert_int_equal(llm__speculation_depth(&s, &sequence), 1);
+    sequence.acceptance = 1;
+    s.proposal_cost = 0.1;
+    assert_int_equal(llm__speculation_depth(&s, &sequence), 8);
+    for (int left = 1; left <= 12; left++) { /* never beyond the end of the request */
+        sequence.n_tokens = job.limit - left;
+        assert_int_equal(llm__speculation_depth(&s, &sequence), left - 1 < 8 ? left - 1 : 8);
+    }
+    job.request.speculate = 3;
+    sequence.n_tokens = 100;
+    job.depth = 3;
+    assert_int_equal(llm__speculation_depth(&s, &sequence), 3);
+}
+
+/* What stood behind the last words where they stood before; the longest match first, then the latest. */
+static void test_lookup_proposals(void **state) {
+    static const struct { const char *text; int depth; const char *proposed; } cases[] = {
+        {"abcdXabc", 3, "dXa"}, {"abcdabceabc", 2, "ea"}, {"aXbXcX", 1, "c"}, {"abcdefgh", 4, ""}, {"aaaa", 8, "a"},
+        {"a", 4, ""}, {"aa", 4, "a"}, {"abab", 8, "ab"}, {"xyzabcQyzabcRabc", 1, "R"}, {"abcdXabc", 0, ""}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        int32_t tokens[64];
+        llm__sequence sequence;
+        memset(&sequence, 0, sizeof sequence);
+        sequence.tokens = tokens;
+        sequence.n_tokens = (int)strlen(cases[i].text);
+        sequence.depth = cases[i].depth;
+        for (int k = 0; k < sequence.n_tokens; k++) tokens[k] = cases[i].text[k];
+        llm__propose_lookup(&sequence);
+        assert_int_equal(sequence.n_proposed, strlen(cases[i].proposed));
+        for (int k = 0; k < sequence.n_proposed; k++) assert_int_equal(tokens[sequence.n_tokens + k], cases[i].proposed[k]);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_chi_squared_itself),
+        cmocka_unit_test(test_rule),
+        cmocka_unit_test(test_rule_at_its_ends),
+        cmocka_unit_test(test_formula),
+        cmocka_unit_test(test_greedy_golden),
+        cmocka_unit_test(test_greedy_alike),
+        cmocka_unit_test(test_own_draft),
+        cmocka_unit_test(test_drawn_in_the_engine),
+        cmocka_unit_test(test_drawn_texts),
+        cmocka_unit_test(test_auto_depth),
+        cmocka_unit_test(test_lookup_proposals),
+    };
+    return cmocka_run_group_tests_name("speculation", tests, NULL, NULL);
+}

@@ -1,0 +1,997 @@
+/* Chapter 2: text to token ids and back. Run from the repository's root. */
+#include <stdarg.h>
+#include <stddef.h>
+#include <setjmp.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+
+/* ---- Helpers ------------------------------------------------------------------------------ */
+
+typedef struct vocab { /* a tokenizer and what it stands on */
+    bytes data;
+    llm_file *file;
+    llm_tokenizer *t;
+    llm_error err;
+} vocab;
+
+static vocab open_vocab(gguf *g) {
+    vocab v;
+    memset(&v, 0, sizeof v);
+    v.data = gguf_finish(g);
+    v.file = llm_file_from_memory(v.data.data, v.data.length, "test.gguf", &v.err);
+    assert_non_null(v.file);
+    v.t = llm_tokenizer_create(v.file, &v.err);
+    memset(g, 0, sizeof *g);
+    return v;
+}
+
+static void close_vocab(vocab *v) {
+    llm_tokenizer_free(v->t);
+    llm_file_close(v->file);
+    clear_bytes(&v->data);
+}
+
+static vocab small(bool llama) {
+    gguf g = {0};
+    if (llama) llama_vocabulary(&g);
+    else gpt2_vocabulary(&g);
+    vocab v = open_vocab(&g);
+    if (!v.t) print_error("%s\n", v.err.message);
+    assert_non_null(v.t);
+    assert_int_equal(v.err.status, LLM_OK);
+    return v;
+}
+
+typedef struct tokens {
+    int32_t *ids;
+    int64_t n;
+} tokens;
+
+static tokens tokenize(const llm_tokenizer *t, const void *text, size_t n, unsigned flags) {
+    tokens r;
+    llm_error err;
+    int64_t capacity = (int64_t)n + 3;
+    r.ids = (int32_t *)malloc((size_t)capacity * sizeof *r.ids);
+    r.n = llm_tokenize(t, (const char *)text, n, flags, r.ids, capacity, &err);
+    if (r.n < 0) print_error("%s\n", err.message);
+    assert_true(r.n >= 0 && r.n <= capacity && err.status == LLM_OK);
+    return r;
+}
+
+/* Tokenizes `text`, and compares with ids ending in -1. */
+static void expect(const llm_tokenizer *t, const char *text, unsigned flags, const int32_t *ids) {
+    tokens r = tokenize(t, text, strlen(text), flags);
+    bool same = true;
+    int64_t n = 0;
+    for (; ids[n] >= 0; n++) same = same && n < r.n && r.ids[n] == ids[n];
+    if (!same || n != r.n) {
+        print_error("\"%s\":", text);
+        for (int64_t i = 0; i < r.n; i++) print_error(" %d", (int)r.ids[i]);
+        print_error("\n");
+    }
+    assert_true(same && n == r.n);
+    free(r.ids);
+}
+
+#define EXPECT(t, text, flags, ...) expect(t, text, flags, (const int32_t[]){__VA_ARGS__, -1})
+
+static bytes detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n) {
+    llm_error err;
+    int64_t length = llm_detokenize(t, ids, n, NULL, 0, &err);
+    assert_true(length >= 0 && err.status == LLM_OK);
+    bytes b = {(uint8_t *)malloc((size_t)length + 1), (size_t)length, (size_t)length + 1};
+    assert_true(llm_detokenize(t, ids, n, (char *)b.data, (size_t)length, &err) == length);
+    return b;
+}
+
+static void round_trip(const llm_tokenizer *t, const void *text, size_t n) {
+    tokens r = tokenize(t, text, n, 0);
+    bytes back = detokenize(t, r.ids, r.n);
+    assert_int_equal(back.length, n);
+    if (n) assert_memory_equal(back.data, text, n);
+    clear_bytes(&back);
+    free(r.ids);
+}
+
+/* The id of a token with this text as the file stores it */
+static int32_t id_of(const llm_tokenizer *t, const char *text) {
+    for (int32_t id = 0; id < llm_tokenizer_size(t); id++) {
+        llm_string s = llm_tokenizer_text(t, id);
+        if (s.length == strlen(text) && !memcmp(s.data, text, s.length)) return id;
+    }
+    print_error("no token '%s'\n", text);
+    fail();
+    return -1;
+}
+
+/* Random text that likes what the small vocabularies merge; returns its length. */
+static size_t random_text(test_random *random, char *out, size_t room) {
+    static const char *const parts[] = {"a", "b", "c", "d", "ab", "abc", "aaaa", " ", "  ", " a", "\n", "\t", "1", "12", "'s", "!", "\xC3\xA9",
+                                        "\xC3\xA9" "a", "\xE6\x97\xA5", "\xF0\x9F\x98\x81", "dd", "bcd", ".", "<", ">", "s", "\xC2\xA0"};
+    size_t n = 0;
+    for (int i = random_below(random, 40); i > 0; i--) {
+        const char *part = parts[random_below(random, sizeof parts / sizeof *parts)];
+        size_t length = strlen(part);
+        if (n + length > room) break;
+        memcpy(out + n, part, length);
+        n += length;
+    }
+    return n;
+}
+
+static size_t random_bytes(test_random *random, char *out, size_t room) {
+    size_t n = (size_t)random_below(random, (int)room);
+    for (size_t i = 0; i < n; i++) out[i] = (char)random_u64(random);
+    return n;
+}
+
+/* ---- Characters --------------------------------------------------------------------------- */
+
+static size_t encode(uint32_t c, uint8_t *out) {
+    if (c < 0x80) return out[0] = (uint8_t)c, 1;
+    if (c < 0x800) return out[0] = (uint8_t)(0xC0 | c >> 6), out[1] = (uint8_t)(0x80 | (c & 63)), 2;
+    if (c < 0x10000)
+        return out[0] = (uint8_t)(0xE0 | c >> 12), out[1] = (uint8_t)(0x80 | (c >> 6 & 63)), out[2] = (uint8_t)(0x80 | (c & 63)), 3;
+    out[0] = (uint8_t)(0xF0 | c >> 18);
+    out[1] = (uint8_t)(0x80 | (c >> 12 & 63));
+    out[2] = (uint8_t)(0x80 | (c >> 6 & 63));
+    out[3] = (uint8_t)(0x80 | (c & 63));
+    return 4;
+}
+
+static void test_utf8(void **state) {
+    (void)state;
+    for (uint32_t c = 0; c < 0x110000; c++) {
+        uint8_t s[4];
+        uint32_t code;
+        size_t n = encode(c, s);
+        bool surrogate = c >= 0xD800 && c < 0xE000;
+        size_t got = llm__utf8(s, n, &code);
+        if (surrogate) assert_true(code == LLM__UTF8_INVALID && got == 1);
+        else assert_true(code == c && got == n);
+        for (size_t cut = 1; cut < n && !surrogate; cut++) assert_true(llm__utf8(s, cut, &code) == cut && code == LLM__UTF8_INCOMPLETE);
+    }
+    static const struct {
+        const char *bytes;
+        size_t n, length;
+    } invalid[] = {{"\x80", 1, 1}, {"\xC0\x80", 2, 1}, {"\xC1\xBF", 2, 1}, {"\xE0\x80\x80", 3, 1}, {"\xF0\x80\x80\x80", 4, 1},
+                   {"\xF4\x90\x80\x80", 4, 1}, {"\xF5\x80", 2, 1}, {"\xFF", 1, 1}, {"\xE6\x97" "a", 3, 2}, {"\xF0\x9F\x98" "a", 4, 3},
+                   {"\xC3\xC3", 2, 1}};
+    for (size_t i = 0; i < sizeof invalid / sizeof *invalid; i++) {
+        uint32_t code;
+        assert_int_equal(llm__utf8((const uint8_t *)invalid[i].bytes, invalid[i].n, &code), invalid[i].length);
+        assert_int_equal(code, LLM__UTF8_INVALID);
+    }
+}
+
+/* The words that GPT-2's own regular expression finds (made with Python's `regex`), separated by | */
+static void test_split(void **state) {
+    (void)state;
+    static const char *const cases[] = {
+        "I|'ll| we|'ve| they|'re| don|'t| he|'d| I|'m| it|'s| '|Sam| '|s|'| DON|'|T",
+        "a| | b|  | c| \n\n| d|\n", "x|\n \n| y", "\xC3\xA9t\xC3\xA9| 12\xC2\xB3\xC2\xBD| \xE2\x85\xA7\xD9\xA3| \xD0\xB6\xD1\x83\xD0\xBA",
+        "\xC2\xA0|\xE3\x80\x80|x| \xE2\x80\x89| y", "don|''|t|!!!| ...?", "   ", "tab|\t|here|\v\f|\xC2\x85|z", " \t| a",
+        "\xE6\x97\xA5\xE6\x9C\xAC\xE8\xAA\x9E|\xE3\x80\x82|\xE3\x83\x86\xE3\x82\xB9\xE3\x83\x88| \xED\x95\x9C\xEA\xB5\xAD\xEC\x96\xB4",
+        "e|\xCC\x81|a|\xE2\x80\x8D|b|\xEF\xBB\xBF|c", " 1|a| 2|b", "\x1C\x1D| a",
+        /* invalid bytes count as other characters */
+        "a| \xFF\xC3|b|\xE6\x97'|s"};
+    vocab v = small(false);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        char text[256];
+        size_t n = 0;
+        for (const char *p = cases[i]; *p; p++)
+            if (*p != '|') text[n++] = *p;
+        const char *expected = cases[i];
+        for (size_t at = 0, length; at < n; at += length) {
+            size_t bar = strcspn(expected, "|");
+            length = llm__split_gpt2(v.t, (const uint8_t *)text + at, n - at);
+            if (length != bar) print_error("case %zu, at %zu: %zu bytes instead of %zu\n", i, at, length, bar);
+            assert_int_equal(length, bar);
+            expected += bar + (expected[bar] == '|');
+        }
+    }
+    close_vocab(&v);
+}
+
+/* ---- Small vocabularies ---------------------------------------------------------------------- */
+
+static void test_gpt2_small(void **state) {
+    (void)state;
+    vocab v = small(false);
+    const llm_tokenizer *t = v.t;
+    int32_t ab = id_of(t, "ab"), abc = id_of(t, "abc"), aa = id_of(t, "aa"), a4 = id_of(t, "aaaa"), space_ab = id_of(t, "\xC4\xA0" "ab");
+    int32_t a = V_BYTES + 'a', b = V_BYTES + 'b', c = V_BYTES + 'c', d = V_BYTES + 'd', quote_s = id_of(t, "'s");
+    EXPECT(t, "", 0, -1);
+    EXPECT(t, "a", 0, a);
+    EXPECT(t, "ab", 0, ab);
+    EXPECT(t, "abc", 0, abc);
+    EXPECT(t, "abcd", 0, id_of(t, "abcd"));
+    EXPECT(t, "aba", 0, ab, a);
+    EXPECT(t, " ab", 0, V_BYTES + ' ', ab); /* "a b" has the better rank, and "space ab" is no merge */
+    EXPECT(t, "aaaaa", 0, a4, a);
+    EXPECT(t, "aaa", 0, aa, a);
+    EXPECT(t, "ac's", 0, a, c, quote_s);
+    EXPECT(t, "bb dc", 0, b, b, V_BYTES + ' ', d, c);
+    (void)space_ab;
+    assert_int_equal(llm_tokenizer_size(t), V_BYTES + 256 + 24);
+    assert_int_equal(llm_tokenizer_bos(t), V_BOS);
+    assert_int_equal(llm_tokenizer_eos(t), V_EOS);
+    assert_false(llm_tokenizer_adds_bos(t));
+    EXPECT(t, "a", LLM_TOKENIZE_BOS, a);
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+static void test_llama_small(void **state) {
+    (void)state;
+    vocab v = small(true);
+    const llm_tokenizer *t = v.t;
+    int32_t space = id_of(t, "\xE2\x96\x81"), space_a = id_of(t, "\xE2\x96\x81" "a"), two = id_of(t, "\xE2\x96\x81\xE2\x96\x81");
+    int32_t abc = id_of(t, "abc"), bc = id_of(t, "bc"), b = id_of(t, "b");
+    EXPECT(t, "", 0, -1);
+    EXPECT(t, "a", 0, space_a);
+    EXPECT(t, "b", 0, space, b);
+    EXPECT(t, " b", 0, two, b);
+    EXPECT(t, "abc", 0, space_a, bc); /* the space and "a" score best, and come first */
+    EXPECT(t, "cabc", 0, space, id_of(t, "c"), abc);
+    EXPECT(t, "babc", 0, space, b, abc);
+    EXPECT(t, "b\n", 0, space, b, V_BYTES + '\n');
+    EXPECT(t, "b\xC3\xA8", 0, space, b, V_BYTES + 0xC3, V_BYTES + 0xA8);
+    EXPECT(t, "b\xC3", 0, space, b, V_BYTES + 0xC3);
+    EXPECT(t, "b\xC3\xA9", 0, space, b, id_of(t, "\xC3\xA9"));
+    EXPECT(t, "b<s>", 0, space, b, id_of(t, "<s"), id_of(t, ">")); /* not the control token */
+    EXPECT(t, "ddd", 0, space, id_of(t, "ddd")); /* "dd" first, then all three */
+    assert_true(llm_tokenizer_adds_bos(t));
+    EXPECT(t, "a", LLM_TOKENIZE_BOS, V_BOS, space_a);
+    EXPECT(t, "", LLM_TOKENIZE_BOS, V_BOS);
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+static void test_space_prefix_off(void **state) {
+    (void)state;
+    gguf g = {0};
+    llama_vocabulary(&g);
+    gguf_bool(&g, "tokenizer.ggml.add_space_prefix", false);
+    gguf_bool(&g, "tokenizer.ggml.add_bos_token", false);
+    vocab v = open_vocab(&g);
+    assert_non_null(v.t);
+    EXPECT(v.t, "b", 0, id_of(v.t, "b"));
+    EXPECT(v.t, " a", 0, id_of(v.t, "\xE2\x96\x81" "a"));
+    EXPECT(v.t, "b", LLM_TOKENIZE_BOS, id_of(v.t, "b"));
+    round_trip(v.t, " a  b ", 6);
+    close_vocab(&v);
+}
+
+static void test_special(void **state) {
+    (void)state;
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        const llm_tokenizer *t = v.t;
+        unsigned special = LLM_TOKENIZE_SPECIAL;
+        EXPECT(t, "<s>", special, V_BOS);
+        EXPECT(t, "<s></s><|im|><|im_end|>", special, V_BOS, V_EOS, V_IM, V_IM_END);
+        EXPECT(t, "<tool><tools>", special, V_TOOL, V_TOOLS); /* the longest counts */
+        EXPECT(t, "<tool><tools>", 0, V_TOOL, V_TOOLS);       /* always looked for: ordinary text */
+        tokens r = tokenize(t, "<|im_end|></s><s>", 17, 0);
+        for (int64_t i = 0; i < r.n; i++) assert_false(llm_tokenizer_is_special(t, r.ids[i]));
+        bytes back = detokenize(t, r.ids, r.n);
+        assert_true(back.length == 17 && !memcmp(back.data, "<|im_end|></s><s>", 17));
+        clear_bytes(&back);
+        free(r.ids);
+        round_trip(t, "<tool>a", 7);
+        round_trip(t, " <tools> a<tool><tool", 21);
+        round_trip(t, "a<tool>", 7);
+        if (llama) {
+            int32_t space = id_of(t, "\xE2\x96\x81"), b = id_of(t, "b");
+            EXPECT(t, "b</s>b", special, space, b, V_EOS, space, b); /* a space in front of what follows a control token */
+            EXPECT(t, "b<tool>b", special, space, b, V_TOOL, b);     /* not after a user-defined one */
+        } else {
+            EXPECT(t, "b</s>b", special, V_BYTES + 'b', V_EOS, V_BYTES + 'b');
+            EXPECT(t, "b<|im", special, V_BYTES + 'b', V_BYTES + '<', V_BYTES + '|', V_BYTES + 'i', V_BYTES + 'm');
+        }
+        int32_t with_special[4] = {V_BOS, V_TOOL, V_EOS, V_UNKNOWN};
+        back = detokenize(t, with_special, 4);
+        assert_true(back.length == 6 && !memcmp(back.data, "<tool>", 6));
+        clear_bytes(&back);
+        assert_true(llm_tokenizer_is_end(t, V_EOS) && llm_tokenizer_is_end(t, V_IM_END));
+        assert_false(llm_tokenizer_is_end(t, V_BOS) || llm_tokenizer_is_end(t, V_BYTES) || llm_tokenizer_is_end(t, -1));
+        assert_false(llm_tokenizer_is_end(t, llm_tokenizer_size(t)));
+        assert_true(llm_tokenizer_is_special(t, V_BOS) && llm_tokenizer_is_special(t, V_IM));
+        assert_false(llm_tokenizer_is_special(t, V_TOOL) || llm_tokenizer_is_special(t, V_BYTES + 'a') || llm_tokenizer_is_special(t, -1));
+        assert_true(llm_tokenizer_text(t, V_IM).length == 6 && llm_tokenizer_text(t, -1).length == 0);
+        close_vocab(&v);
+    }
+}
+
+static void test_end_tokens(void **state) {
+    (void)state;
+    gguf g = {0};
+    vocabulary w;
+    memset(&w, 0, sizeof w);
+    static const char *const texts[] = {"x", "<|eot_id|>", "<|endoftext|>", "<end_of_turn>", "<|end|>", "mine", "<other>", "plain"};
+    for (int i = 0; i < 8; i++) add_token(&w, texts[i], 0, K_NORMAL);
+    gguf_vocabulary(&g, &w, "gpt2");
+    gguf_u32(&g, "tokenizer.ggml.eot_token_id", 5);
+    gguf_u32(&g, "tokenizer.ggml.eom_token_id", 6);
+    gguf_u32(&g, "tokenizer.ggml.eos_token_id", 2);
+    vocab v = open_vocab(&g);
+    assert_non_null(v.t);
+    assert_int_equal(llm_tokenizer_bos(v.t), -1);
+    for (int32_t i = 0; i < 8; i++) {
+        assert_int_equal(llm_tokenizer_is_end(v.t, i), i >= 1 && i <= 6);
+        assert_int_equal(llm_tokenizer_is_special(v.t, i), (i >= 1 && i <= 4) || i == 6);
+    }
+    EXPECT(v.t, "<|endoftext|><other>", LLM_TOKENIZE_SPECIAL, 2, 6); /* called ordinary by the file, and yet special */
+    close_vocab(&v);
+}
+
+/* ---- Against the obvious, slow algorithm ------------------------------------------------------- */
+
+typedef struct piece {
+    size_t start, length;
+} piece;
+
+/* Look at all neighbours, join the best, start again. rank: smaller is better, HUGE_VAL: no token. */
+static int naive_merge(const llm_tokenizer *t, const uint8_t *text, piece *pieces, int n, double (*cost)(const llm_tokenizer *, const uint8_t *, piece, piece)) {
+    for (;;) {
+        int best = -1;
+        double least = HUGE_VAL;
+        for (int i = 0; i + 1 < n; i++) {
+            double x = cost(t, text, pieces[i], pieces[i + 1]);
+            if (x < least) least = x, best = i;
+        }
+        if (best < 0) return n;
+        pieces[best].length += pieces[best + 1].length;
+        memmove(pieces + best + 1, pieces + best + 2, (size_t)(n - best - 2) * sizeof *pieces);
+        n--;
+    }
+}
+
+/* The place in the file's list of merges */
+static double merge_cost(const llm_tokenizer *t, const uint8_t *text, piece a, piece b) {
+    char left[200], right[100];
+    spell(text + a.start, a.length, left);
+    spell(text + b.start, b.length, right);
+    strcat(left, " ");
+    strcat(left, right);
+    llm_string rule;
+    size_t cursor = 0;
+    for (int rank = 0; llm_value_string(llm_file_find(t->file, "tokenizer.ggml.merges"), &cursor, &rule); rank++)
+        if (rule.length == strlen(left) && !memcmp(rule.data, left, rule.length)) return rank;
+    return HUGE_VAL;
+}
+
+static double score_cost(const llm_tokenizer *t, const uint8_t *text, piece a, piece b) {
+    for (int32_t id = V_BYTES + 256; id < llm_tokenizer_size(t); id++) {
+        llm_string s = llm_tokenizer_text(t, id);
+        double score = 0;
+        if (s.length != a.length + b.length || memcmp(s.data, text + a.start, s.length)) continue;
+        assert_true(llm_value_f64(llm_file_find(t->file, "tokenizer.ggml.scores"), (uint64_t)id, &score));
+        return -score;
+    }
+    return HUGE_VAL;
+}
+
+static void check_pieces(const llm_tokenizer *t, const uint8_t *text, const piece *pieces, int n, bool llama, const tokens *r, int64_t *at) {
+    for (int i = 0; i < n; i++) {
+        char wanted[256];
+        if (llama) snprintf(wanted, sizeof wanted, "%.*s", (int)pieces[i].length, (const char *)text + pieces[i].start);
+        else spell(text + pieces[i].start, pieces[i].length, wanted);
+        assert_true(*at < r->n);
+        llm_string s = llm_tokenizer_text(t, r->ids[*at]);
+        if (s.length == strlen(wanted) && !memcmp(s.data, wanted, s.length)) {
+            ++*at;
+            continue;
+        }
+        for (size_t k = 0; k < pieces[i].length; k++, ++*at) { /* no such token: its bytes */
+            assert_true(llama && *at < r->n);
+            assert_int_equal(r->ids[*at], V_BYTES + text[pieces[i].start + k]);
+        }
+    }
+}
+
+static void test_gpt2_against_naive(void **state) {
+    (void)state;
+    vocab v = small(false);
+    test_random random = {7};
+    for (int round = 0; round < 400; round++) {
+        char text[200];
+        piece pieces[200];
+        size_t n = random_text(&random, text, sizeof text);
+        tokens r = tokenize(v.t, text, n, 0);
+        int64_t at = 0;
+        for (size_t begin = 0, length; begin < n; begin += length) {
+            length = llm__split_gpt2(v.t, (const uint8_t *)text + begin, n - begin);
+            for (size_t i = 0; i < length; i++) pieces[i] = (piece){begin + i, 1};
+            int count = naive_merge(v.t, (const uint8_t *)text, pieces, (int)length, merge_cost);
+            check_pieces(v.t, (const uint8_t *)text, pieces, count, false, &r, &at);
+        }
+        assert_true(at == r.n);
+        free(r.ids);
+    }
+    close_vocab(&v);
+}
+
+static void test_llama_against_naive(void **state) {
+    (void)state;
+    vocab v = small(true);
+    test_random random = {8};
+    for (int round = 0; round < 400; round++) {
+        char text[200];
+        uint8_t escaped[700];
+        piece pieces[700];
+        size_t n = random_text(&random, text, sizeof text), m = 0;
+        tokens r = tokenize(v.t, text, n, 0);
+        int64_t at = 0;
+        int count = 0;
+        for (size_t i = 0; n && i < n + 1; i++) {
+            char c = i ? text[i - 1] : ' ';
+            if (c == ' ') memcpy(escaped + m, "\xE2\x96\x81", 3), m += 3;
+            else escaped[m++] = (uint8_t)c;
+        }
+        for (size_t i = 0, length; i < m; i += length) {
+            length = escaped[i] < 0x80 ? 1 : escaped[i] < 0xE0 ? 2 : escaped[i] < 0xF0 ? 3 : 4;
+            pieces[count++] = (piece){i, length};
+        }
+        count = naive_merge(v.t, escaped, pieces, count, score_cost);
+        check_pieces(v.t, escaped, pieces, count, true, &r, &at);
+        assert_true(at == r.n);
+        free(r.ids);
+    }
+    close_vocab(&v);
+}
+
+/* ---- There and back -------------------------------------------------------------------------------- */
+
+static void test_round_trip(void **state) {
+    (void)state;
+    test_random random = {3};
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        for (int round = 0; round < 5000; round++) {
+            char text[300];
+            size_t n = round % 2 ? random_text(&random, text, sizeof text) : random_bytes(&random, text, sizeof text);
+            round_trip(v.t, text, n);
+        }
+        for (int a = 0; a < 256; a++) /* every pair of bytes */
+            for (int b = 0; b < 256; b++) {
+                char text[2] = {(char)a, (char)b};
+                round_trip(v.t, text, 2);
+            }
+        close_vocab(&v);
+    }
+}
+
+static bool valid_utf8(const uint8_t *s, size_t n) {
+    for (size_t at = 0; at < n;) {
+        uint32_t code;
+        at += llm__utf8(s + at, n - at, &code);
+        if (code >= LLM__UTF8_INVALID) return false;
+    }
+    return true;
+}
+
+/* Decodes token by token; each output is whole characters, and stays within the capacity. */
+static bytes stream(const llm_tokenizer *t, const int32_t *ids, int64_t n, bool started) {
+    bytes all = {0};
+    llm_stream s;
+    memset(&s, 0, sizeof s);
+    s.started = started;
+    size_t capacity = llm_stream_capacity(t);
+    for (int64_t i = 0; i <= n; i++) {
+        char *text = (char *)malloc(capacity);
+        size_t length = llm_stream_decode(t, &s, i < n ? ids[i] : -1, text);
+        assert_true(length <= capacity);
+        assert_true(valid_utf8((uint8_t *)text, length));
+        put(&all, text, length);
+        free(text);
+    }
+    assert_int_equal(s.n_held, 0);
+    return all;
+}
+
+static void test_stream_of_text(void **state) {
+    (void)state;
+    test_random random = {5};
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        for (int round = 0; round < 3000; round++) {
+            char text[300];
+            size_t n = random_text(&random, text, sizeof text);
+            tokens r = tokenize(v.t, text, n, 0);
+            /* also split into single bytes where it was merged: a stream must not mind where tokens end */
+            for (int64_t i = 0; i < r.n && round % 2 && !llama; i++) assert_true(r.ids[i] >= 0);
+            bytes out = stream(v.t, r.ids, r.n, false);
+            assert_int_equal(out.length, n);
+            if (n) assert_memory_equal(out.data, text, n);
+            clear_bytes(&out);
+            int32_t ids[300];
+            for (size_t i = 0; i < n; i++) ids[i] = V_BYTES + (uint8_t)text[i];
+            out = stream(v.t, ids, (int64_t)n, true);
+            assert_int_equal(out.length, n);
+            if (n) assert_memory_equal(out.data, text, n);
+            clear_bytes(&out);
+            free(r.ids);
+        }
+        close_vocab(&v);
+    }
+}
+
+static void test_stream_of_nonsense(void **state) {
+    (void)state;
+    test_random random = {6};
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        for (int round = 0; round < 5000; round++) {
+            int32_t ids[60];
+            int n = random_below(&random, 60);
+            for (int i = 0; i < n; i++) ids[i] = random_below(&random, llm_tokenizer_size(v.t) + 1);
+            bytes out = stream(v.t, ids, n, round % 2);
+            clear_bytes(&out);
+        }
+        close_vocab(&v);
+    }
+}
+
+static void expect_stream(const llm_tokenizer *t, const char *raw, const char *expected) {
+    int32_t ids[64];
+    int n = 0;
+    for (const char *p = raw; *p; p++) ids[n++] = V_BYTES + (uint8_t)*p;
+    bytes out = stream(t, ids, n, true);
+    assert_int_equal(out.length, strlen(expected));
+    assert_memory_equal(out.data, expected, out.length);
+    clear_bytes(&out);
+}
+
+/* One U+FFFD for each sequence that broke off, as the Unicode standard recommends */
+static void test_stream_repairs(void **state) {
+    (void)state;
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        expect_stream(v.t, "a\xFF" "b", "a\xEF\xBF\xBD" "b");
+        expect_stream(v.t, "\xE6\x97", "\xEF\xBF\xBD");
+        expect_stream(v.t, "\xF0\x9F\x98z", "\xEF\xBF\xBDz");
+        expect_stream(v.t, "\xE6\x97\xE6\x97\xA5", "\xEF\xBF\xBD\xE6\x97\xA5");
+        expect_stream(v.t, "\xC0\x80", "\xEF\xBF\xBD\xEF\xBF\xBD");
+        /* nothing is given out before the character is whole */
+        llm_stream s;
+        char text[1000];
+        memset(&s, 0, sizeof s);
+        s.started = true;
+        assert_int_equal(llm_stream_decode(v.t, &s, V_BYTES + 0xF0, text), 0);
+        assert_int_equal(llm_stream_decode(v.t, &s, V_BYTES + 0x9F, text), 0);
+        assert_int_equal(llm_stream_decode(v.t, &s, V_EOS, text), 0);
+        assert_int_equal(llm_stream_decode(v.t, &s, V_BYTES + 0x98, text), 0);
+        assert_int_equal(llm_stream_decode(v.t, &s, 1000000, text), 0);
+        assert_int_equal(llm_stream_decode(v.t, &s, V_BYTES + 0x81, text), 4);
+        assert_memory_equal(text, "\xF0\x9F\x98\x81", 4);
+        assert_int_equal(llm_stream_decode(v.t, &s, -1, text), 0);
+        close_vocab(&v);
+    }
+}
+
+static void test_leading_space(void **state) {
+    (void)state;
+    vocab v = small(true);
+    int32_t ids[3] = {V_BOS, id_of(v.t, "\xE2\x96\x81" "a"), id_of(v.t, "\xE2\x96\x81" "a")};
+    bytes out = stream(v.t, ids, 3, false);
+    assert_true(out.length == 3 && !memcmp(out.data, "a a", 3));
+    clear_bytes(&out);
+    out = stream(v.t, ids, 3, true); /* the continuation of a prompt */
+    assert_true(out.length == 4 && !memcmp(out.data, " a a", 4));
+    clear_bytes(&out);
+    out = detokenize(v.t, ids, 3);
+    assert_true(out.length == 3 && !memcmp(out.data, "a a", 3));
+    clear_bytes(&out);
+    close_vocab(&v);
+}
+
+/* ---- Sizes ------------------------------------------------------------------------------------------- */
+
+static void test_long_text(void **state) {
+    (void)state;
+    enum { N = 1000000 };
+    char *text = (char *)malloc(N);
+    static const char *const fillings[] = {"a", "d", " ", "\n", "ab", "<", "<tool", "\xFF", "\xE6\x97\xA5", "a "};
+    for (int llama = 0; llama < 2; llama++) {
+        vocab v = small(llama);
+        for (size_t f = 0; f < sizeof fillings / sizeof *fillings; f++) {
+            size_t period = strlen(fillings[f]), n = f < 2 ? N : N / 5;
+            for (size_t i = 0; i < n; i++) text[i] = fillings[f][i % period];
+            double start = llm_seconds();
+            round_trip(v.t, text, n);
+            assert_true(llm_seconds() - start < 30); /* far less; the square of a million would take hours */
+        }
+        close_vocab(&v);
+    }
+    free(text);
+}
+
+static void test_capacity(void **state) {
+    (void)state;
+    vocab v = small(false);
+    llm_error err;
+    int32_t ids[4] = {-7, -7, -7, -7};
+    assert_int_equal(llm_tokenize(v.t, "abca", 4, 0, NULL, 0, &err), 2);
+    assert_int_equal(llm_tokenize(v.t, "b d b", 5, 0, ids, 2, &err), 5);
+    assert_true(ids[1] >= 0 && ids[2] == -7);
+    char text[4] = "....";
+    ids[0] = id_of(v.t, "abcd");
+    assert_int_equal(llm_detokenize(v.t, ids, 1, text, 2, &err), 4);
+    assert_memory_equal(text, "ab..", 4);
+    assert_int_equal(llm_detokenize(v.t, ids, 0, NULL, 0, &err), 0);
+    ids[1] = llm_tokenizer_size(v.t);
+    assert_int_equal(llm_detokenize(v.t, ids, 2, text, 2, &err), -1);
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_non_null(strstr(err.message, "token 1 is 287, but the vocabulary has ids from 0 to 286"));
+    assert_int_equal(llm_tokenize(v.t, NULL, 4, 0, ids, 4, &err), -1);
+    assert_int_equal(llm_tokenize(v.t, "", 0, 0, ids, 4, &err), 0);
+    assert_int_equal(llm_tokenize(v.t, NULL, 0, 0, NULL, 0, NULL), 0);
+    assert_int_equal(llm_tokenize(v.t, "x", (size_t)INT32_MAX, 0, ids, 4, &err), -1);
+    assert_non_null(strstr(err.message, "too long"));
+    close_vocab(&v);
+}
+
+static void test_load_fast(void **state) {
+    (void)state;
+    enum { N = 150000 };
+    gguf g = {0};
+    vocabulary w;
+    memset(&w, 0, sizeof w);
+    char text[64], merge[64];
+    for (int i = 0; i < N; i++) {
+        snprintf(text, sizeof text, "%x", i * 13);
+        add_token(&w, text, 0, K_NORMAL);
+        snprintf(merge, sizeof merge, "%.*s %s", (int)strlen(text) - 1, text, text + strlen(text) - 1);
+        add_merge(&w, merge);
+    }
+    gguf_vocabulary(&g, &w, "gpt2");
+    double start = llm_seconds();
+    vocab v = open_vocab(&g);
+    double took = llm_seconds() - start;
+    assert_non_null(v.t);
+    print_message("a vocabulary of %d tokens and merges was opened in %.0f ms\n", N, 1e3 * took);
+    assert_true(took < 5); /* aim: 0.1 s; the sanitizers are slow */
+    close_vocab(&v);
+}
+
+/* ---- Bad vocabularies ---------------------------------------------------------------------------------- */
+
+static void refuse(gguf *g, const char *expected) {
+    vocab v = open_vocab(g);
+    if (v.t || !strstr(v.err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, v.t ? "(no error)" : v.err.message);
+    assert_null(v.t);
+    assert_true(v.err.status == LLM_ERROR_FORMAT || v.err.status == LLM_ERROR_UNSUPPORTED);
+    assert_non_null(strstr(v.err.message, expected));
+    assert_non_null(strstr(v.err.message, "test.gguf: "));
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+static void put_arrays(gguf *g, const char *model, int n_tokens, int n_scores, int n_kinds) {
+    bytes texts = {0}, scores = {0}, kinds = {0};
+    char text[16];
+    for (int i = 0; i < n_tokens; i++) {
+        snprintf(text, sizeof text, "t%d", i);
+        put_string(&texts, text);
+    }
+    for (int i = 0; i < n_scores; i++) put_f32(&scores, (float)i);
+    for (int i = 0; i < n_kinds; i++) put_u32(&kinds, 1);
+    gguf_string(g, "tokenizer.ggml.model", model);
+    if (n_tokens >= 0) gguf_array(g, "tokenizer.ggml.tokens", T_STRING, (uint64_t)n_tokens, texts.data, texts.length);
+    if (n_scores >= 0) gguf_array(g, "tokenizer.ggml.scores", T_F32, (uint64_t)n_scores, scores.data, scores.length);
+    if (n_kinds >= 0) gguf_array(g, "tokenizer.ggml.token_type", T_I32, (uint64_t)n_kinds, kinds.data, kinds.length);
+    clear_bytes(&texts);
+    clear_bytes(&scores);
+    clear_bytes(&kinds);
+}
+
+static void test_refused(void **state) {
+    (void)state;
+    gguf g = {0};
+    refuse(&g, "there is no tokenizer (tokenizer.ggml.model) in this file");
+    gguf_u32(&g, "tokenizer.ggml.model", 5);
+    refuse(&g, "there is no tokenizer");
+    gguf_string(&g, "tokenizer.ggml.model", "bert");
+    refuse(&g, "the tokenizer is of the kind 'bert', which is not supported; supported are gpt2");
+    put_arrays(&g, "llama", -1, 3, 3);
+    refuse(&g, "there is no vocabulary");
+    put_arrays(&g, "llama", 0, 0, 0);
+    refuse(&g, "a vocabulary of 0 tokens");
+    put_arrays(&g, "llama", 4, 3, 4);
+    refuse(&g, "tokenizer.ggml.scores has 3 elements for 4 tokens");
+    put_arrays(&g, "llama", 4, 5, 4);
+    refuse(&g, "tokenizer.ggml.scores has 5 elements for 4 tokens");
+    put_arrays(&g, "llama", 4, 4, 3);
+    refuse(&g, "tokenizer.ggml.token_type has 3 elements for 4 tokens");
+    put_arrays(&g, "llama", 4, -1, 4);
+    refuse(&g, "the vocabulary has no tokenizer.ggml.scores");
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    refuse(&g, "the vocabulary has no tokenizer.ggml.merges");
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_array(&g, "tokenizer.ggml.merges", T_F32, 0, NULL, 0);
+    refuse(&g, "the vocabulary has no tokenizer.ggml.merges");
+    gpt2_vocabulary(&g);
+    bytes b = gguf_finish(&g); /* the same with another rule for words */
+    clear_bytes(&b);
+    memset(&g, 0, sizeof g);
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_string(&g, "tokenizer.ggml.pre", "jais-2");
+    refuse(&g, "splits words by the rule 'jais-2', which is not supported; supported are default, gpt-2");
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_u32(&g, "tokenizer.ggml.pre", 2);
+    refuse(&g, "tokenizer.ggml.pre is not a string");
+    static const char *const named[] = {"tokenizer.ggml.bos_token_id", "tokenizer.ggml.eos_token_id", "tokenizer.ggml.unknown_token_id",
+                                        "tokenizer.ggml.eot_token_id", "tokenizer.ggml.eom_token_id"};
+    for (size_t i = 0; i < sizeof named / sizeof *named; i++) {
+        char message[100];
+        snprintf(message, sizeof message, "%s is not the id of one of the 4 tokens", named[i]);
+        put_arrays(&g, "llama", 4, 4, 4);
+        gguf_u32(&g, named[i], 4);
+        refuse(&g, message);
+        put_arrays(&g, "llama", 4, 4, 4);
+        gguf_u32(&g, named[i], UINT32_MAX);
+        refuse(&g, message);
+    }
+    put_arrays(&g, "llama", 1, -1, -1);
+    float nan = NAN;
+    gguf_array(&g, "tokenizer.ggml.scores", T_F32, 1, &nan, 4);
+    refuse(&g, "the score of token 0 is not a number");
+    put_arrays(&g, "llama", 1, 1, -1);
+    float half = 0.5f;
+    gguf_array(&g, "tokenizer.ggml.token_type", T_F32, 1, &half, 4);
+    refuse(&g, "token_type is not an array of whole numbers");
+    llm_error err;
+    assert_null(llm_tokenizer_create(NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    llm_tokenizer_free(NULL);
+}
+
+/* Odd, but usable: twins, empty texts, invalid UTF-8, merges of nothing, kinds that do not exist */
+static void test_tolerated(void **state) {
+    (void)state;
+    gguf g = {0};
+    vocabulary w;
+    memset(&w, 0, sizeof w);
+    add_token(&w, "", 0, K_NORMAL);
+    add_token(&w, "a", 0, K_NORMAL);
+    add_token(&w, "a", 0, K_NORMAL);
+    add_token(&w, "b", 0, 77);
+    add_token(&w, "", 0, K_CONTROL);
+    add_bytes_token(&w, "\xFF\xC4", 2, 0, K_NORMAL);
+    add_bytes_token(&w, "\0x", 2, 0, K_USER);
+    add_token(&w, "ab", 0, K_NORMAL);
+    static const char *const merges[] = {"", " ", "a", "a ", " a", "x y", "a x", "b a", "a b", "a b", "a  b", "a b c"};
+    for (size_t i = 0; i < sizeof merges / sizeof *merges; i++) add_merge(&w, merges[i]);
+    gguf_vocabulary(&g, &w, "gpt2");
+    vocab v = open_vocab(&g);
+    assert_non_null(v.t);
+    EXPECT(v.t, "aab", 0, 1, 7);
+    int32_t ids[8] = {0, 1, 2, 3, 4, 5, 6, 7};
+    bytes out = detokenize(v.t, ids, 8);
+    assert_true(out.length == 9 && !memcmp(out.data, "aab\xFF\xC4\0xab", 9));
+    clear_bytes(&out);
+    out = stream(v.t, ids, 8, false);
+    clear_bytes(&out);
+    /* no token for a byte, and none for the unknown */
+    llm_error err;
+    assert_int_equal(llm_tokenize(v.t, "ac", 2, 0, ids, 8, &err), -1);
+    assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+    assert_non_null(strstr(err.message, "no token for the byte 0x63"));
+    close_vocab(&v);
+    /* the same with a token for the unknown */
+    memset(&w, 0, sizeof w);
+    add_token(&w, "<unk>", 0, K_UNKNOWN);
+    add_token(&w, "a", 0, K_NORMAL);
+    gguf_vocabulary(&g, &w, "gpt2");
+    gguf_u32(&g, "tokenizer.ggml.unknown_token_id", 0);
+    v = open_vocab(&g);
+    EXPECT(v.t, "ac", 0, 1, 0);
+    close_vocab(&v);
+    /* "llama", with letters but no bytes, and no kinds at all */
+    put_arrays(&g, "llama", 4, 4, -1);
+    v = open_vocab(&g);
+    assert_non_null(v.t);
+    assert_int_equal(llm_tokenize(v.t, "q", 1, 0, ids, 8, &err), -1);
+    assert_non_null(strstr(err.message, "no token for the byte 0x20"));
+    assert_int_equal(llm_tokenizer_bos(v.t), -1); /* 1 by custom, but this one is no control token */
+    close_vocab(&v);
+    /* nothing but the 256 bytes: spaces go there and come back as well */
+    memset(&w, 0, sizeof w);
+    for (int b = 0; b < 256; b++) {
+        char text[8];
+        snprintf(text, sizeof text, "<0x%02X>", (unsigned)b);
+        add_token(&w, text, 0, K_BYTE);
+    }
+    gguf_vocabulary(&g, &w, "llama");
+    v = open_vocab(&g);
+    EXPECT(v.t, "a b", 0, ' ', 'a', ' ', 'b');
+    round_trip(v.t, "  a b ", 6);
+    close_vocab(&v);
+    /* the customary ids of "llama" */
+    memset(&w, 0, sizeof w);
+    add_fixed_tokens(&w);
+    gguf_vocabulary(&g, &w, "llama");
+    v = open_vocab(&g);
+    assert_true(llm_tokenizer_bos(v.t) == 1 && llm_tokenizer_eos(v.t) == 2 && llm_tokenizer_is_end(v.t, 2));
+    EXPECT(v.t, "q", 0, 0, 0); /* the space, and the letter */
+    close_vocab(&v);
+}
+
+static void test_flipped_vocabulary(void **state) {
+    (void)state;
+    test_random random = {11};
+    int opened = 0;
+    for (int llama = 0; llama < 2; llama++) {
+        gguf g = {0};
+        if (llama) llama_vocabulary(&g);
+        else gpt2_vocabulary(&g);
+        bytes b = gguf_finish(&g);
+        for (int round = 0; round < 3000; round++) {
+            uint8_t *copy = (uint8_t *)malloc(b.length);
+            memcpy(copy, b.data, b.length);
+            for (int i = 1 + random_below(&random, 4); i > 0; i--) copy[random_below(&random, (int)b.length)] = (uint8_t)random_u64(&random);
+            llm_error err;
+            llm_file *file = llm_file_from_memory(copy, b.length, "flipped", &err);
+            llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
+            if (t) {
+                char text[100];
+                int32_t ids[310];
+                size_t n = random_text(&random, text, sizeof text);
+                int64_t count = llm_tokenize(t, text, n, LLM_TOKENIZE_BOS | LLM_TOKENIZE_SPECIAL, ids, 310, &err);
+                assert_true(count <= 310);
+                if (count > 0) {
+                    bytes out = stream(t, ids, count, false);
+                    clear_bytes(&out);
+                }
+                opened++;
+            }
+            llm_tokenizer_free(t);
+            llm_file_close(file);
+            free(copy);
+        }
+        clear_bytes(&b);
+    }
+    assert_true(opened > 100);
+    assert_int_equal(test_live, 0);
+}
+
+static void test_no_memory(void **state) {
+    (void)state;
+    for (int llama = 0; llama < 2; llama++) {
+        gguf g = {0};
+        if (llama) llama_vocabulary(&g);
+        else gpt2_vocabulary(&g);
+        vocab v = open_vocab(&g);
+        llm_error err;
+        bool done = false;
+        for (long i = 0; !done; i++) {
+            test_fail_in = i;
+            test_failed = false;
+            llm_tokenizer *t = llm_tokenizer_create(v.file, &err);
+            done = !test_failed;
+            test_fail_in = -1;
+            assert_true((t != NULL) == done);
+            if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            llm_tokenizer_free(t);
+        }
+        done = false;
+        long before = test_live;
+        for (long i = 0; !done; i++) {
+            int32_t ids[100];
+            test_fail_in = i;
+            test_failed = false;
+            int64_t n = llm_tokenize(v.t, "a b abcd aaaaaaaaaaaa", 21, 0, ids, 100, &err);
+            done = !test_failed;
+            test_fail_in = -1;
+            assert_true((n > 0) == done);
+            if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            assert_int_equal(test_live, before);
+        }
+        close_vocab(&v);
+    }
+    assert_int_equal(test_live, 0);
+}
+
+/* ---- Real vocabularies ------------------------------------------------------------------------------------ */
+
+static bytes slurp(const char *path) {
+    bytes b = {0};
+    FILE *f = fopen(path, "rb");
+    if (!f) print_error("cannot open %s; run this from the repository's root\n", path);
+    assert_non_null(f);
+    char buffer[4096];
+    size_t n;
+    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) put(&b, buffer, n);
+    fclose(f);
+    put_u8(&b, 0);
+    b.length--;
+    return b;
+}
+
+/* tests/data/tokenizers holds texts, separated by a line, and the ids that the makers' own tokenizers give them, one line a
+ * text. The vocabularies themselves are not ours to pass on: LLM_SHARED says where they are. */
+static void check_cases(const char *name) {
+    static const char separator[] = "\n__ggml_vocab_test__\n";
+    const char *shared = getenv("LLM_SHARED");
+    char path[1000];
+    snprintf(path, sizeof path, "%s/tokenizers/%s/vocab.gguf", shared ? shared : "../shared", name);
+    if (access(path, R_OK)) {
+        print_message("SKIPPED: %s is not there (LLM_SHARED names the folder above tokenizers/)\n", path);
+        skip();
+    }
+    llm_error err;
+    llm_file *file = llm_file_open(path, &err);
+    llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
+    if (!t) print_error("%s\n", err.message);
+    assert_non_null(t);
+    snprintf(path, sizeof path, "tests/data/tokenizers/%s.expected.txt", name);
+    bytes cases = slurp("tests/data/tokenizers/cases.txt"), expected = slurp(path);
+    char *text = (char *)cases.data, *ids = (char *)expected.data;
+    int n = 0, wrong = 0;
+    for (char *end; (end = strstr(text, separator)) != NULL; text = end + strlen(separator), n++) {
+        tokens r = tokenize(t, text, (size_t)(end - text), 0);
+        int64_t i = 0;
+        bool same = true;
+        for (; *ids && *ids != '\n'; i++) {
+            int32_t id = (int32_t)strtol(ids, &ids, 10);
+            same = same && i < r.n && r.ids[i] == id;
+        }
+        if (*ids) ids++;
+        if (!same || i != r.n) {
+            wrong++;
+            print_error("%s, text %d \"%.*s\" gave", name, n + 1, (int)(end - text), text);
+            for (i = 0; i < r.n; i++) print_error(" %d", (int)r.ids[i]);
+            print_error("\n");
+        }
+        bytes out = stream(t, r.ids, r.n, false);
+        assert_int_equal(out.length, end - text);
+        if (out.length) assert_memory_equal(out.data, text, out.length);
+        clear_bytes(&out);
+        free(r.ids);
+        round_trip(t, text, (size_t)(end - text));
+    }
+    assert_int_equal(wrong, 0);
+    assert_int_equal(n, 46);
+    clear_bytes(&cases);
+    clear_bytes(&expected);
+    llm_tokenizer_free(t);
+    llm_file_close(file);
+}
+
+static void test_gpt2_cases(void **state) { (void)state; check_cases("gpt2"); }
+static void test_llama2_cases(void **state) { (void)state; check_cases("llama2-spm"); }
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_utf8),
+        cmocka_unit_test(test_split),
+        cmocka_unit_test(test_gpt2_small),
+        cmocka_unit_test(test_llama_small),
+        cmocka_unit_test(test_space_prefix_off),
+        cmocka_unit_test(test_special),
+        cmocka_unit_test(test_end_tokens),
+        cmocka_unit_test(test_gpt2_against_naive),
+        cmocka_unit_test(test_llama_against_naive),
+        cmocka_unit_test(test_round_trip),
+        cmocka_unit_test(test_stream_of_text),
+        cmocka_unit_test(test_stream_of_nonsense),
+        cmocka_unit_test(test_stream_repairs),
+        cmocka_unit_test(test_leading_space),
+        cmocka_unit_test(test_long_text),
+        cmocka_unit_test(test_capacity),
+        cmocka_unit_test(test_load_fast),
+        cmocka_unit_test(test_refused),
+        cmocka_unit_test(test_tolerated),
+        cmocka_unit_test(test_flipped_vocabulary),
+        cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_gpt2_cases),
+        cmocka_unit_test(test_llama2_cases),
+    };
+    return cmocka_run_group_tests(tests, NULL, NULL);
+}
