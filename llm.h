@@ -2861,16 +2861,12 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_tensor *tensor, ll
     return true;
 }
 
-static bool llm__is_key(llm_string s, const char *key) {
-    return s.length == strlen(key) && !memcmp(s.data, key, s.length);
-}
-
 /* Metadata, declarations, data. */
 static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type) {
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
         const llm_value *value = llm_file_value(in, i);
-        if (llm__is_key(value->key, "general.file_type") || llm__is_key(value->key, "general.alignment") ||
-            llm__is_key(value->key, "general.quantization_version"))
+        if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
+            llm__is_text(value->key, "general.quantization_version"))
             continue;
         if (!llm_writer_value(q->writer, value)) return false;
     }
@@ -5075,7 +5071,7 @@ static bool llm__model_architecture(llm_model *model, llm_error *err) {
         return llm__fail(err, LLM_ERROR_FORMAT,
                          "%s: the metadata has no general.architecture; is this a model file?",
                          llm_file_path(model->file));
-    if (!llm__is_key(name, "llama"))
+    if (!llm__is_text(name, "llama"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: llama",
                          llm_file_path(model->file), llm__show(name).text);
     memcpy(model->config.architecture, name.data, name.length);
@@ -5088,7 +5084,7 @@ static bool llm__model_refuse(const llm_model *model, llm_error *err) {
     const llm_value *scaling = llm__model_value(model, "rope.scaling.type");
     llm_string type;
     size_t cursor = 0;
-    if (llm_value_string(scaling, &cursor, &type) && !llm__is_key(type, "none"))
+    if (llm_value_string(scaling, &cursor, &type) && !llm__is_text(type, "none"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported",
                          llm_file_path(model->file), llm__show(type).text);
     double factor = 1; /* the older way of saying "linear" */

@@ -1,0 +1,61 @@
+# tests/cli_lib.sh: what the command-line tests share. Sourced by them, from the top of the repository: sets LLM (an
+# absolute path), TOP and T (a folder of its own, removed at the end, which becomes the current one), and the ways to judge a run.
+TOP=$PWD
+LLM=${1:-${LLM:-./llm}}
+case $LLM in /*) ;; *) LLM=$PWD/$LLM ;; esac
+T=$(mktemp -d) || exit 1
+trap 'rm -rf "$T"' EXIT
+trap 'exit 1' INT TERM
+cd "$T" || exit 1
+passed=0 failed=0 skipped=0
+unset NO_COLOR
+
+pass() { passed=$((passed + 1)); }
+fail() { # what was expected
+    failed=$((failed + 1))
+    echo "FAILED: $name"
+    echo "  expected: $1"
+    echo "  status:   $status"
+    echo "  stdout:   $(head -c 300 out 2>/dev/null | tr '\000\n' '.|')"
+    echo "  stderr:   $(head -c 600 err 2>/dev/null | tr '\000\n' '.|')"
+}
+skip() {
+    skipped=$((skipped + 1))
+    echo "SKIPPED: $1"
+}
+run() { # command...: leaves status, out, err
+    "$@" >out 2>err </dev/null
+    status=$?
+}
+judge() { # status, pattern in stderr ("": it must be empty), pattern in stdout ("": anything)
+    if [ "$status" -ne "$1" ]; then fail "exit status $1"
+    elif [ -z "$2" ] && [ -s err ]; then fail "nothing on stderr"
+    elif [ -n "$2" ] && ! grep -q -E -e "$2" err; then fail "stderr matches '$2'"
+    elif [ -n "$3" ] && ! LC_ALL=C grep -a -q -E -e "$3" out; then fail "stdout matches '$3'"
+    else pass
+    fi
+}
+ok() { # name, pattern in stdout, command...
+    name=$1 pattern=$2
+    shift 2
+    run "$@"
+    judge 0 "" "$pattern"
+}
+bad() { # name, status, pattern in stderr, command...: and nothing on stdout
+    name=$1 expected=$2 pattern=$3
+    shift 3
+    run "$@"
+    if [ -s out ]; then fail "nothing on stdout"; else judge "$expected" "$pattern" ""; fi
+}
+same() { # name, file, file
+    name=$1
+    if cmp "$2" "$3" >log 2>err; then pass; else status=$?; fail "$2 and $3 are the same"; fi
+}
+json() { # name: the last output is valid JSON and nothing else
+    name=$1
+    if [ -z "$python" ]; then skip "$1 (no python3 to check JSON with)"
+    elif "$python" -c 'import json,sys; json.loads(sys.stdin.buffer.read().decode("utf-8"), parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
+    else fail "valid JSON"
+    fi
+}
+python=$(command -v python3) && "$python" -c 'import json' 2>/dev/null || python=
