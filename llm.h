@@ -457,6 +457,7 @@ typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
     llm_type type;
     int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
     const void *data;       /* device; on the CPU this is the mapped file itself */
+    void *packed;           /* the same in the order in which a kernel reads it; NULL: none. The backend's own */
 } llm_weight;
 
 /* All the tokens of one step, of any number of sequences: the ragged batch. A decode step has one
@@ -492,6 +493,7 @@ typedef struct llm_attention_shape {
     int n_heads, n_kv_heads, head_dim;
     float scale;           /* on q.k, 1/sqrt(head_dim) */
     bool naive;            /* the plain loop, for comparison */
+    int window;            /* the token at position p sees the positions p - window + 1 to p; 0: all up to p */
 } llm_attention_shape;
 
 typedef struct llm_limits { /* the largest of everything that a step may bring */
@@ -531,8 +533,10 @@ struct llm_backend {
     /* -- operations, all on device memory ---------------------------------------------- */
     /* out (T, table->cols) = the rows of the embedding table of the batch's tokens */
     void (*embed)(void *context, const llm_batch *batch, const llm_weight *table, float *out);
-    /* angles (T, rope_dim/2, 2) = cos and sin of position x frequency; frequencies (rope_dim/2) device */
-    void (*rope_angles)(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float *angles);
+    /* angles (T, rope_dim/2, 2) = magnitude x (cos, sin) of position x frequency; frequencies (rope_dim/2) device.
+     * magnitude is 1, or what YaRN stretches q and k by. */
+    void (*rope_angles)(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float magnitude,
+                        float *angles);
     /* out (n, dim) = x / sqrt(mean(x^2) + epsilon) * weight, row by row. out may be x. */
     void (*rmsnorm)(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     /* out (n, w->rows) = x (n, w->cols) times w transposed, + bias (w->rows) unless NULL, + out itself if `add` */
@@ -4460,13 +4464,13 @@ static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weig
 }
 
 static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
-                                 float *angles) {
+                                 float magnitude, float *angles) {
     (void)context;
     for (int64_t t = 0; t < batch->n_tokens; t++)
         for (int i = 0; i < rope_dim / 2; i++, angles += 2) {
             float angle = (float)batch->positions[t] * frequencies[i];
-            angles[0] = cosf(angle);
-            angles[1] = sinf(angle);
+            angles[0] = magnitude * cosf(angle);
+            angles[1] = magnitude * sinf(angle);
         }
 }
 
@@ -5514,7 +5518,7 @@ static void llm__attention_block(const llm__network *net, llm__arena *a, const l
     void *ctx = b->context;
     int n = batch->n_tokens;
     llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim),
-                                 naive};
+                                 naive, 0};
 
     b->rmsnorm(ctx, a->x, (const float *)w[LLM__ATTN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
     b->matmul(ctx, a->h, &w[LLM__Q], (const float *)w[LLM__Q_BIAS].data, n, false, a->q);
@@ -5546,7 +5550,7 @@ static void llm__forward(const llm__network *net, llm__arena *a, const llm_batch
     const llm_config *c = &net->model->config;
     llm_backend *b = net->backend;
     b->embed(b->context, batch, &net->embedding, a->x);
-    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, a->angles);
+    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, 1.0f, a->angles);
     for (int layer = 0; layer < c->n_layers; layer++) {
         llm__attention_block(net, a, batch, layer, naive);
         llm__feed_forward_block(net, a, batch->n_tokens, layer);

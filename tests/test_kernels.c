@@ -120,7 +120,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
     if (n > 1) memset(x + cols, 0, (size_t)cols * sizeof *x); /* a row of zeros */
     void *data = packed_weights(type, values, (int64_t)rows * cols);
-    llm_weight w = {type, rows, cols, NULL};
+    llm_weight w = {type, rows, cols, NULL, NULL};
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
     float *x_seen = blocks ? rounded_to_int8(x, (int64_t)n * cols) : x;
@@ -201,7 +201,7 @@ static void test_matmul_extremes(void **state) {
     uint8_t data[ROWS * COLS / 32 * 34];
     float x[COLS], expected[ROWS], out[ROWS];
     for (int kind = 0; kind < 2; kind++) {
-        llm_weight w = {kind ? LLM_Q8_0 : LLM_Q4_0, ROWS, COLS, data};
+        llm_weight w = {kind ? LLM_Q8_0 : LLM_Q4_0, ROWS, COLS, data, NULL};
         size_t block_bytes = kind ? 34 : 18;
         for (size_t block = 0; block < ROWS * COLS / 32; block++) {
             uint8_t *p = data + block * block_bytes;
@@ -297,7 +297,7 @@ typedef struct world { /* some sequences, whole, as any batch may see parts of t
 
 static world make_world(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type cache_type) {
     world w = {.n_sequences = n_sequences, .cache_type = cache_type};
-    w.shape = (llm_attention_shape){n_kv_heads * group, n_kv_heads, head_dim, 1.0f / sqrtf((float)head_dim), false};
+    w.shape = (llm_attention_shape){n_kv_heads * group, n_kv_heads, head_dim, 1.0f / sqrtf((float)head_dim), false, 0};
     for (int s = 0; s < n_sequences; s++) {
         w.length[s] = s == 0 ? max_length : random_int(1, max_length);
         w.q[s] = random_floats((int64_t)w.length[s] * w.shape.n_heads * head_dim);
@@ -459,7 +459,7 @@ static void test_attention_extremes(void **state) {
 
 static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type) {
     enum { TOKENS = 37, HEADS = 6, KV = 2, BLOCK = 5, BLOCKS = 9 };
-    llm_attention_shape shape = {HEADS, KV, head_dim, 1.0f, false};
+    llm_attention_shape shape = {HEADS, KV, head_dim, 1.0f, false, 0};
     llm_cache cache = {cache_type, 2, KV, head_dim, BLOCK, BLOCKS, 0, NULL, NULL};
     size_t cache_values = (size_t)(BLOCKS * BLOCK * KV * head_dim), value_bytes = cache_type == LLM_F16 ? 2 : 4;
     cache.layer_bytes = cache_values * value_bytes;
@@ -484,7 +484,7 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
             int result = isa == LLM_ISA_REFERENCE ? 0 : threads;
             llm_backend *b = open_backend(isa, threads);
             if (!b) continue;
-            b->rope_angles(b->context, &batch, frequencies, rope_dim, angles);
+            b->rope_angles(b->context, &batch, frequencies, rope_dim, 1.0f, angles);
             for (int t = 0; t < TOKENS; t++)
                 for (int i = 0; i < rope_dim / 2; i++) {
                     double angle = (float)positions[t] * frequencies[i];
@@ -552,7 +552,7 @@ static void test_movements(void **state) {
     void *data = packed_weights(LLM_Q4_0, values, 10 * 64);
     int32_t tokens[] = {9, 0, 4, 4}, logit_rows[] = {0, 2, 3};
     llm_batch batch = {.n_tokens = 4, .tokens = tokens, .n_logits = 3, .logit_rows = logit_rows};
-    llm_weight table = {LLM_Q4_0, 10, 64, NULL};
+    llm_weight table = {LLM_Q4_0, 10, 64, NULL, NULL};
     assert_true(b->load_weight(b->context, &table, data, &err));
     assert_ptr_equal(table.data, data); /* nothing is copied */
     float out[4 * 64], row[64], rows[2 * 64];
@@ -565,7 +565,7 @@ static void test_movements(void **state) {
     assert_memory_equal(rows, out + 2 * 64, sizeof row);
     assert_memory_equal(rows + 64, out + 3 * 64, sizeof row);
 
-    llm_weight strange = {(llm_type)77, 10, 64, NULL}, ragged = {LLM_Q8_0, 10, 63, NULL};
+    llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL}, ragged = {LLM_Q8_0, 10, 63, NULL, NULL};
     assert_false(b->load_weight(b->context, &strange, data, &err));
     assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
     assert_false(b->load_weight(b->context, &ragged, data, &err));
@@ -606,7 +606,7 @@ static void test_failures(void **state) {
     float x[8] = {0}, out[8];
     for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_PLAIN; isa = (llm_isa)(isa + 1)) {
         llm_backend *b = llm_cpu_backend(1, isa, &err);
-        llm_weight w = {LLM_F32, 2, 4, x};
+        llm_weight w = {LLM_F32, 2, 4, x, NULL};
         assert_true(b->sync(b->context, &err));
         b->matmul(b->context, x, &w, NULL, 1, false, out);
         assert_false(b->sync(b->context, &err));
@@ -651,7 +651,7 @@ static void test_no_allocation_in_a_step(void **state) {
         world w = make_world(1, 100, 2, 2, 32, LLM_F16);
         float *out = malloc(100 * 4 * 32 * sizeof(float)), *x = random_floats(128 * 64);
         void *data = packed_weights(LLM_Q4_0, x, 128 * 64);
-        llm_weight weight = {LLM_Q4_0, 128, 64, data};
+        llm_weight weight = {LLM_Q4_0, 128, 64, data, NULL};
         float *product = malloc(100 * 128 * sizeof(float));
         long before = test_allocations;
         run_all(b, &w, 16, 40, false, false, &out);
