@@ -1329,6 +1329,412 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
     return true;
 }
 
+/* ---- JSON ------------------------------------------------------------------------------
+ * Hugging Face says in JSON what GGUF says in its header. The reader is strict (RFC 8259, no more): a text is read
+ * to its last byte, strings are valid UTF-8, and a key stands once in an object, since programs disagree about which
+ * of two counts.
+ *
+ * A text becomes one array of nodes, in the order in which the values begin. A container is followed by what
+ * it holds, an object by key, value, key, value ...; `span` says how many nodes a value takes in all, so the
+ * next one stands at node + span. A node comes from at least two bytes of text, so the memory grows with the text
+ * alone: no number in it can ask for more. */
+
+#ifdef __GNUC__ /* until all of it is used */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wunused-function"
+#endif
+typedef enum llm__json_kind {
+    LLM__JSON_NULL, LLM__JSON_FALSE, LLM__JSON_TRUE, LLM__JSON_NUMBER, LLM__JSON_STRING, LLM__JSON_ARRAY,
+    LLM__JSON_OBJECT
+} llm__json_kind;
+
+enum {
+    LLM__JSON_DEPTH = 64,         /* containers in containers */
+    LLM__JSON_BYTES = 1 << 27     /* of a text; a large tokenizer.json has 2^25 */
+};
+
+typedef struct llm__json_node {
+    const char *text;    /* a string (unescaped), or a number as it is written; not zero-terminated */
+    uint32_t length;     /* its bytes; of an array its elements, of an object its members */
+    unsigned kind : 3, span : 29;
+} llm__json_node;
+
+typedef struct llm__json {
+    char *text;            /* a copy, in which strings are unescaped where they stand */
+    llm__json_node *nodes; /* the first is the whole value */
+    int64_t n_nodes;
+} llm__json;
+
+typedef struct llm__json_parser {
+    llm__json *json;
+    size_t length, at;     /* bytes of json->text, bytes read */
+    int64_t capacity;      /* of json->nodes */
+    int depth;
+    const char *original;  /* the text as it came, for the place of an error */
+    const char *name;
+    llm_error *err;
+} llm__json_parser;
+
+static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code); /* chapter 2 */
+
+/* Always false. The place is given in lines and characters, as editors count them. */
+LLM__PRINTF(3, 4)
+static bool llm__json_error(llm__json_parser *p, size_t at, const char *format, ...) {
+    char text[300];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    unsigned long long line = 1, column = 1;
+    for (size_t i = 0; i < at; i++) {
+        if (p->original[i] == '\n') line++, column = 1;
+        else column += ((uint8_t)p->original[i] & 0xC0) != 0x80;
+    }
+    return llm__fail(p->err, LLM_ERROR_FORMAT, "%s, line %llu, column %llu: %s", p->name, line, column, text);
+}
+
+static bool llm__json_unexpected(llm__json_parser *p, const char *wanted) {
+    if (p->at == p->length) return llm__json_error(p, p->at, "the text ends where %s should be", wanted);
+    llm_string found = {p->original + p->at, 1};
+    return llm__json_error(p, p->at, "'%s' where %s should be", llm__show(found).text, wanted);
+}
+
+static int llm__json_peek(const llm__json_parser *p) { /* -1: the end */
+    return p->at < p->length ? (uint8_t)p->json->text[p->at] : -1;
+}
+
+static void llm__json_space(llm__json_parser *p) {
+    int c;
+    while ((c = llm__json_peek(p)) == ' ' || c == '\n' || c == '\r' || c == '\t') p->at++;
+}
+
+/* A new node; -1 if there is no memory. */
+static int64_t llm__json_add(llm__json_parser *p, llm__json_kind kind) {
+    llm__json *json = p->json;
+    void *grown = llm__grow(json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON", p->err);
+    if (!grown) return -1;
+    json->nodes = (llm__json_node *)grown;
+    json->nodes[json->n_nodes].kind = kind;
+    json->nodes[json->n_nodes].span = 1;
+    return json->n_nodes++;
+}
+
+/* Four hexadecimal digits. */
+static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
+    *code = 0;
+    for (int i = 0; i < 4; i++, p->at++) {
+        int c = llm__json_peek(p), letter = c | 0x20;
+        if (c >= '0' && c <= '9') *code = *code << 4 | (uint32_t)(c - '0');
+        else if (letter >= 'a' && letter <= 'f') *code = *code << 4 | (uint32_t)(letter - 'a' + 10);
+        else return llm__json_unexpected(p, "a hexadecimal digit of \\u");
+    }
+    return true;
+}
+
+/* The number behind "\u". Characters above U+FFFF are written as two escapes, a "surrogate pair". */
+static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
+    size_t start = p->at - 2;
+    uint32_t low = 0;
+    if (!llm__json_hex(p, code)) return false;
+    if (*code < 0xD800 || *code > 0xDFFF) return true;
+    bool pair = *code < 0xDC00 && p->length - p->at >= 2 && p->original[p->at] == '\\' && p->original[p->at + 1] == 'u';
+    if (pair) {
+        p->at += 2;
+        if (!llm__json_hex(p, &low)) return false;
+    }
+    if (!pair || low < 0xDC00 || low > 0xDFFF)
+        return llm__json_error(p, start, "half of a surrogate pair: \\u%04X without its other half", (unsigned)*code);
+    *code = 0x10000 + ((*code - 0xD800) << 10) + (low - 0xDC00);
+    return true;
+}
+
+static size_t llm__put_utf8(uint32_t code, char *out) {
+    if (code < 0x80) return out[0] = (char)code, 1;
+    size_t length = code < 0x800 ? 2 : code < 0x10000 ? 3 : 4;
+    for (size_t i = length - 1; i > 0; i--, code >>= 6) out[i] = (char)(0x80 | (code & 0x3F));
+    out[0] = (char)((0xF00u >> length & 0xFF) | code);
+    return length;
+}
+
+/* Behind a backslash: the character goes to *out, which stands behind what has been read, so there is room. */
+static bool llm__json_escape(llm__json_parser *p, char **out) {
+    static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
+    int c = llm__json_peek(p);
+    const char *name = c > 0 ? strchr(names, c) : NULL;
+    if (!name && c != 'u') return llm__json_unexpected(p, "an escape (\\\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)");
+    p->at++;
+    uint32_t code = name ? (uint8_t)meanings[name - names] : 0;
+    if (!name && !llm__json_escaped_code(p, &code)) return false;
+    *out += llm__put_utf8(code, *out);
+    return true;
+}
+
+static bool llm__json_parse_string(llm__json_parser *p) {
+    int64_t node = llm__json_add(p, LLM__JSON_STRING);
+    if (node < 0) return false;
+    size_t start = p->at++;
+    char *first = p->json->text + p->at, *out = first;
+    for (int c; (c = llm__json_peek(p)) != '"';) {
+        if (c < 0) return llm__json_error(p, start, "the string that begins here does not end");
+        if (c < ' ') return llm__json_error(p, p->at, "the control character %d in a string; it must be escaped", c);
+        if (c == '\\') {
+            p->at++;
+            if (!llm__json_escape(p, &out)) return false;
+        } else if (c < 0x80) {
+            *out++ = (char)c;
+            p->at++;
+        } else {
+            uint32_t code;
+            size_t n = llm__utf8((const uint8_t *)p->json->text + p->at, p->length - p->at, &code);
+            if (code > 0x10FFFF) return llm__json_error(p, p->at, "the byte 0x%02X is not valid UTF-8 here", (unsigned)c);
+            memmove(out, p->json->text + p->at, n);
+            out += n;
+            p->at += n;
+        }
+    }
+    p->at++;
+    p->json->nodes[node].text = first;
+    p->json->nodes[node].length = (uint32_t)(out - first);
+    return true;
+}
+
+static bool llm__json_digits(llm__json_parser *p) {
+    size_t start = p->at;
+    while (llm__json_peek(p) >= '0' && llm__json_peek(p) <= '9') p->at++;
+    return p->at > start || llm__json_unexpected(p, "a digit");
+}
+
+static bool llm__json_parse_number(llm__json_parser *p) {
+    int64_t node = llm__json_add(p, LLM__JSON_NUMBER);
+    if (node < 0) return false;
+    size_t start = p->at;
+    if (llm__json_peek(p) == '-') p->at++;
+    bool zero = llm__json_peek(p) == '0';
+    size_t whole = p->at;
+    if (!llm__json_digits(p)) return false;
+    if (zero && p->at > whole + 1) return llm__json_error(p, whole, "a number must not begin with a 0 before other digits");
+    if (llm__json_peek(p) == '.') {
+        p->at++;
+        if (!llm__json_digits(p)) return false;
+    }
+    if (llm__json_peek(p) == 'e' || llm__json_peek(p) == 'E') {
+        p->at++;
+        if (llm__json_peek(p) == '+' || llm__json_peek(p) == '-') p->at++;
+        if (!llm__json_digits(p)) return false;
+    }
+    p->json->nodes[node].text = p->json->text + start;
+    p->json->nodes[node].length = (uint32_t)(p->at - start);
+    return true;
+}
+
+static bool llm__json_parse_word(llm__json_parser *p) {
+    static const char *const words[] = {"null", "false", "true"}; /* in the order of llm__json_kind */
+    for (int i = 0; i < 3; i++) {
+        size_t n = strlen(words[i]);
+        if (p->length - p->at < n || memcmp(p->json->text + p->at, words[i], n)) continue;
+        p->at += n;
+        return llm__json_add(p, (llm__json_kind)i) >= 0;
+    }
+    return llm__json_unexpected(p, "a value");
+}
+
+/* In an object of many members the keys are compared through a hash table of node + 1 (0: free). The keys of all
+ * vocabularies ever made fit; but the seed keeps anybody from making keys that collide. */
+static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
+    const llm__json_node *nodes = p->json->nodes, *node = nodes + object + 1, *end = nodes + object + nodes[object].span;
+    uint64_t mask = 15, seed = llm__mix((uint64_t)(uintptr_t)nodes ^ (uint64_t)(llm_seconds() * 1e9));
+    while (mask < 2 * (uint64_t)nodes[object].length) mask = mask * 2 + 1;
+    uint32_t *table = (uint32_t *)llm__new((size_t)mask + 1, sizeof *table, "JSON", p->err);
+    if (!table) return false;
+    const llm__json_node *twice = NULL;
+    for (; node < end && !twice; node += 1 + node[1].span) {
+        uint64_t slot = seed;
+        for (uint32_t i = 0; i < node->length; i++) slot = (slot ^ (uint8_t)node->text[i]) * 0x100000001b3ULL;
+        for (slot = llm__mix(slot);; slot++) {
+            uint32_t other = table[slot & mask];
+            if (!other) break;
+            const llm__json_node *key = nodes + other - 1;
+            if (key->length == node->length && !memcmp(key->text, node->text, key->length)) twice = node;
+            if (twice) break;
+        }
+        table[slot & mask] = (uint32_t)(node - nodes) + 1;
+    }
+    LLM_FREE(table);
+    if (!twice) return true;
+    llm_string key = {twice->text, twice->length};
+    return llm__json_error(p, (size_t)(twice->text - p->json->text), "the key \"%s\" stands twice in its object",
+                           llm__show(key).text);
+}
+
+static bool llm__json_parse_value(llm__json_parser *p);
+
+/* One element of an array, or one member of an object. */
+static bool llm__json_parse_item(llm__json_parser *p, bool object) {
+    llm__json_space(p);
+    if (object) {
+        if (llm__json_peek(p) != '"') return llm__json_unexpected(p, "a key in quotation marks");
+        if (!llm__json_parse_string(p)) return false;
+        llm__json_space(p);
+        if (llm__json_peek(p) != ':') return llm__json_unexpected(p, "':'");
+        p->at++;
+    }
+    return llm__json_parse_value(p);
+}
+
+static bool llm__json_parse_container(llm__json_parser *p, bool object) {
+    char close = object ? '}' : ']';
+    int64_t node = llm__json_add(p, object ? LLM__JSON_OBJECT : LLM__JSON_ARRAY);
+    if (node < 0) return false;
+    if (++p->depth > LLM__JSON_DEPTH)
+        return llm__json_error(p, p->at, "more than %d arrays or objects in each other", LLM__JSON_DEPTH);
+    uint32_t count = 0;
+    p->at++;
+    llm__json_space(p);
+    if (llm__json_peek(p) != close)
+        for (;; p->at++) {
+            if (!llm__json_parse_item(p, object)) return false;
+            count++;
+            llm__json_space(p);
+            if (llm__json_peek(p) != ',') break;
+        }
+    if (llm__json_peek(p) != close) return llm__json_unexpected(p, object ? "',' or '}'" : "',' or ']'");
+    p->at++;
+    p->depth--;
+    p->json->nodes[node].length = count;
+    p->json->nodes[node].span = (unsigned)(p->json->n_nodes - node) & 0x1FFFFFFF;
+    return !object || count < 2 || llm__json_unique_keys(p, node);
+}
+
+static bool llm__json_parse_value(llm__json_parser *p) {
+    llm__json_space(p);
+    int c = llm__json_peek(p);
+    if (c == '"') return llm__json_parse_string(p);
+    if (c == '{' || c == '[') return llm__json_parse_container(p, c == '{');
+    if (c == '-' || (c >= '0' && c <= '9')) return llm__json_parse_number(p);
+    return llm__json_parse_word(p);
+}
+
+static void llm__json_free(llm__json *json) {
+    LLM_FREE(json->text);
+    LLM_FREE(json->nodes);
+    memset(json, 0, sizeof *json);
+}
+
+/* Read a text, of which nothing is needed afterwards. `name` is for errors. On failure there is nothing to free. */
+static bool llm__json_parse(llm__json *json, const char *text, size_t length, const char *name, llm_error *err) {
+    memset(json, 0, sizeof *json);
+    llm__json_parser p = {json, length, 0, 0, 0, text, name, err};
+    if (length > LLM__JSON_BYTES)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %zu bytes of JSON are more than the %d that are read", name, length,
+                         LLM__JSON_BYTES);
+    json->text = (char *)llm__new(length, 1, "JSON", err);
+    if (!json->text) return false;
+    if (length) memcpy(json->text, text, length);
+    bool ok = llm__json_parse_value(&p);
+    llm__json_space(&p);
+    if (ok && p.at < length) ok = llm__json_unexpected(&p, "the end");
+    if (!ok) llm__json_free(json);
+    return ok;
+}
+
+/* All of these take NULL, and the wrong kind of node, for "is not there", so that a path can be walked without a
+ * question at each step. */
+static bool llm__json_has_kind(const llm__json_node *node, llm__json_kind kind) { return node && node->kind == (unsigned)kind; }
+
+/* The first element of an array, or the value of the first member of an object; NULL: none. */
+static const llm__json_node *llm__json_first(const llm__json_node *container) {
+    if (llm__json_has_kind(container, LLM__JSON_ARRAY) && container->length) return container + 1;
+    return llm__json_has_kind(container, LLM__JSON_OBJECT) && container->length ? container + 2 : NULL;
+}
+
+/* The one after it; NULL: that was the last. */
+static const llm__json_node *llm__json_next(const llm__json_node *container, const llm__json_node *value) {
+    const llm__json_node *next = value + value->span + (container->kind == LLM__JSON_OBJECT);
+    return next < container + container->span ? next : NULL;
+}
+
+static bool llm__json_string(const llm__json_node *node, llm_string *out) {
+    if (!llm__json_has_kind(node, LLM__JSON_STRING)) return false;
+    out->data = node->text;
+    out->length = node->length;
+    return true;
+}
+
+static bool llm__json_is(const llm__json_node *node, const char *text) {
+    return llm__json_has_kind(node, LLM__JSON_STRING) && node->length == strlen(text) &&
+           !memcmp(node->text, text, node->length);
+}
+
+/* The key of a member, given its value. */
+static llm_string llm__json_key(const llm__json_node *value) {
+    llm_string key = {value[-1].text, value[-1].length};
+    return key;
+}
+
+/* The value of a member. Looks at each in turn: for settings, not for vocabularies. */
+static const llm__json_node *llm__json_member(const llm__json_node *object, const char *key) {
+    const llm__json_node *value = llm__json_has_kind(object, LLM__JSON_OBJECT) ? llm__json_first(object) : NULL;
+    while (value && !llm__json_is(value - 1, key)) value = llm__json_next(object, value);
+    return value;
+}
+
+static bool llm__json_bool(const llm__json_node *node, bool *out) {
+    if (!llm__json_has_kind(node, LLM__JSON_TRUE) && !llm__json_has_kind(node, LLM__JSON_FALSE)) return false;
+    *out = node->kind == LLM__JSON_TRUE;
+    return true;
+}
+
+/* To the nearest double or its neighbour, whatever the locale; false where it is too large for one. */
+static bool llm__json_f64(const llm__json_node *node, double *out) {
+    if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
+    const char *s = node->text, *end = s + node->length;
+    uint64_t digits = 0;
+    long exponent = 0, written = 0;
+    bool negative = *s == '-', point = false, down = false;
+    for (s += negative; s < end && (*s | 0x20) != 'e'; s++) {
+        if (*s == '.') point = true;
+        else if (digits < UINT64_MAX / 10 - 1) digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
+        else exponent += !point; /* more digits than a double can tell apart */
+    }
+    if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
+    for (; s < end; s++) written = written < 100000000 ? written * 10 + (*s - '0') : written;
+    exponent += down ? -written : written;
+    /* 10^22 is the largest power of ten that a double holds exactly */
+    double x = (double)digits;
+    if (digits >> 53 || exponent < -22 || exponent > 22) x = (double)((long double)digits * powl(10.0L, (long double)exponent));
+    else x = exponent < 0 ? x / pow(10, (double)-exponent) : x * pow(10, (double)exponent);
+    if (!digits) x = 0;
+    *out = negative ? -x : x;
+    return x <= DBL_MAX;
+}
+
+/* A whole number, written without point or exponent: 8, not 8.0. */
+static bool llm__json_i64(const llm__json_node *node, int64_t *out) {
+    if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
+    const char *s = node->text, *end = s + node->length;
+    bool negative = *s == '-';
+    uint64_t x = 0, limit = (uint64_t)INT64_MAX + negative;
+    for (s += negative; s < end; s++) {
+        if (*s < '0' || *s > '9') return false;
+        uint64_t digit = (uint64_t)(*s - '0');
+        if (x > (limit - digit) / 10) return false;
+        x = x * 10 + digit;
+    }
+    *out = negative ? (int64_t)(~x + 1) : (int64_t)x;
+    return true;
+}
+
+static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
+    int64_t x;
+    if (!llm__json_i64(node, &x) || x < 0) return false;
+    *out = (uint64_t)x;
+    return true;
+}
+
+#ifdef __GNUC__
+#pragma GCC diagnostic pop
+#endif
+
 /* ---- Writing ----------------------------------------------------------------------------
  * The header holds counts that are known only at its end, so values and declarations are collected in
  * memory (a few megabytes, nearly all of it vocabulary) and go out with the first byte of data. */
