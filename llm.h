@@ -577,6 +577,22 @@ int llm_cpu_threads(const llm_backend *backend);
 int llm_processor_count(void);
 void llm_backend_free(llm_backend *backend); /* NULL is fine */
 
+typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
+    int device;           /* which GPU, from 0 */
+    bool graphs;          /* the launches of a step are recorded once and replayed; default true */
+    bool fused;           /* several operations in one kernel where there is one; default true */
+    bool split_attention; /* the positions of a long sequence are spread over several blocks; default true */
+    bool plain;           /* the textbook kernels, slow and for comparison; default false */
+    bool deterministic;   /* the same logits, bit for bit, whatever else is in the batch, where that costs time; default false */
+} llm_gpu_options;
+
+llm_gpu_options llm_gpu_defaults(void);
+/* An NVIDIA GPU (in llm.cu: link it). Error LLM_ERROR_UNSUPPORTED: there is none here, or none that will do. options NULL: the
+ * defaults. */
+llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err);
+/* The same kernels run by the CPU, slowly: llm.cu compiled as C++ with LLM_EMULATED defined. */
+llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err);
+
 #ifdef __cplusplus
 }
 #endif
@@ -5087,6 +5103,13 @@ const char *llm_isa_name(llm_isa isa) {
 
 void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
+}
+
+llm_gpu_options llm_gpu_defaults(void) {
+    llm_gpu_options o;
+    memset(&o, 0, sizeof o);
+    o.graphs = o.fused = o.split_attention = true;
+    return o;
 }
 
 /* =====================================================================================
