@@ -35,7 +35,7 @@
  *     [SEAM] struct llm_backend: the operations a device implements
  *     [1]    Files        memory-mapped GGUF; every offset checked
  *     [2]    Tokenizer    text to token ids and back
- *     [3]    Numbers      f32, f16, bf16, q8_0, q4_0: the bits
+ *     [3]    Numbers      f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
  *     [4]    CPU kernels  each operation as a plain loop, then fast
  *     [5]    Paged cache  blocks, block tables, reference counts
  *     [6]    Transformer  one forward pass over a ragged batch
@@ -94,7 +94,13 @@ typedef enum llm_type {
     LLM_F32 = 0,
     LLM_F16 = 1,
     LLM_Q4_0 = 2, /* 32 values: one f16 scale, 32 4-bit integers   = 18 bytes */
+    LLM_Q4_1 = 3, /* the same and an f16 minimum                   = 20 bytes */
+    LLM_Q5_0 = 6, /* as q4_0, with 5 bits                          = 22 bytes */
+    LLM_Q5_1 = 7, /* as q4_1, with 5 bits                          = 24 bytes */
     LLM_Q8_0 = 8, /* 32 values: one f16 scale, 32 8-bit integers   = 34 bytes */
+    LLM_Q4_K = 12, /* 256 values in 8 groups with a 6-bit scale and minimum each  = 144 bytes */
+    LLM_Q5_K = 13, /* the same, with 5 bits                                       = 176 bytes */
+    LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
     LLM_BF16 = 30
 } llm_type;
 
@@ -103,6 +109,7 @@ typedef struct llm_type_info {
     const char *name;  /* "f32", "q4_0", ... as the command line spells it */
     int block_values;  /* values in a block */
     int block_bytes;   /* bytes of a block */
+    int file_type;     /* what GGUF's general.file_type calls a file that is mostly of this type */
     /* count values, a multiple of block_values */
     void (*unpack)(const void *blocks, float *values, int64_t count);
     void (*pack)(const float *values, void *blocks, int64_t count);
@@ -110,7 +117,7 @@ typedef struct llm_type_info {
 
 /* The table's row of a type; NULL if the engine does not know it. */
 const llm_type_info *llm_type_find(llm_type type);
-const llm_type_info *llm_type_by_name(const char *name);
+const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" too */
 /* All types, in order of the table; NULL past its end. */
 const llm_type_info *llm_type_at(int index);
 
@@ -193,10 +200,13 @@ bool llm_writer_data(llm_writer *w, const void *data, size_t bytes); /* in piece
 bool llm_writer_finish(llm_writer *w, llm_error *err);
 void llm_writer_abandon(llm_writer *w);
 
-/* Rewrite a GGUF file with its matrices as `type` (one-dimensional tensors stay as they
- * are; the token embedding, and the output matrix, are kept at q8_0 or better where `type`
- * is smaller than that, since they decide the words). progress may be NULL; it returns false to stop. */
-bool llm_quantize(const char *in_path, const char *out_path, llm_type type,
+/* Rewrite a model file with its matrices as `type` (one-dimensional tensors stay as they are). The token embedding and the
+ * output matrix are kept at q8_0 where `type` is q4_0, q4_1, q5_0 or q5_1, and at q6_K where it is q4_K or q5_K, since they
+ * decide the words. mixed: so is, in q4_K and q5_K, a half of those that are hurt most, attn_v and ffn_down (but an
+ * embedding beside an output matrix is not): what files called Q4_K_M and Q5_K_M have. Where the rows
+ * of a matrix are not whole blocks of 256, it gets q5_0 instead of q4_K, q5_1 of q5_K and q8_0 of q6_K; where they are not
+ * whole blocks of 32, f16. progress may be NULL; it returns false to stop. */
+bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
                   bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
                   llm_error *err);
 
@@ -3004,29 +3014,47 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
 }
 
 /* =====================================================================================
- * [3] Numbers: f32, f16, bf16, q8_0, q4_0: the bits
+ * [3] Numbers: f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
  *
  * To make one token a model reads every one of its weights once, so on most machines the speed of
  * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
- * therefore faster as well as smaller, for as long as the answer stays good enough. Five
- * ways to store a number, as GGUF files have them:
+ * therefore faster as well as smaller, for as long as the answer stays good enough. The ways
+ * to store a number, as GGUF files have them:
  *
  *              sign exponent fraction        bits per weight
  *     f32        1     8       23                32
- *     bf16       1     8        7                16     f32 with its last 16 bits cut off: f32's range
- *     f16        1     5       10                16     finer, but nothing above 65504
- *     q8_0     32 x int8 and one f16 scale        8.5   value = scale * q,       q in -127 .. 127
- *     q4_0     32 x int4 and one f16 scale        4.5   value = scale * (q - 8), q in 0 .. 15
+ *     bf16       1     8        7                16      f32 with its last 16 bits cut off: f32's range
+ *     f16        1     5       10                16      finer, but nothing above 65504
+ *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,           q in -127 .. 127
+ *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16),    q in 0 .. 31
+ *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),     q in 0 .. 15
+ *     q5_1     32 x int5, f16 scale and minimum   6      value = scale * q + minimum
+ *     q4_1     32 x int4, f16 scale and minimum   5      value = scale * q + minimum
+ *     q6_K     16 groups of 16 x int6             6.5625 value = scale * group's scale * (q - 32)
+ *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q - minimum * group's minimum
+ *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
  *
- * The last two are block formats: 32 neighbours share a scale, because weights that lie close
+ * All but the first three are block formats: 32 neighbours share a scale, because weights that lie close
  * to each other in a row have similar sizes, and one outlier spoils only its own 31 neighbours.
  *
  *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
  *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
  *                                                  bits hold value i, the high four value i + 16
+ *     q4_1, 20 bytes:  | scale | minimum | nibbles, as in q4_0 |
+ *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |        bit i of the 32 belongs to value i
+ *     q5_1, 24 bytes:  | scale | minimum | 32 fifth bits | nibbles |
  *
- * Everything below is plain integer C, so that the same file gives the same values on every
- * machine, whether or not it has instructions for these types. Chapter 4 has the fast forms.
+ * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less on it: the scales of the groups
+ * are themselves small integers, times one f16 scale for all of them, which pays for a minimum as well (q4_K
+ * takes no more bits than q4_0 does) or for groups of half the size (q6_K).
+ *
+ *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 bytes | nibbles: 128 bytes |
+ *     q5_K, 176 bytes: | scale | minimum | the same 12 bytes | fifth bits: 32 bytes | nibbles: 128 bytes |
+ *     q6_K, 210 bytes: | low four bits: 128 bytes | high two: 64 bytes | 16 x int8 scales | scale |
+ *
+ * Everything here is plain C on whole numbers, or floating point that comes out exact or is rounded once, so that
+ * the same file gives the same values on every machine, whether or not it has instructions for these
+ * types. Chapter 4 has the fast forms.
  * ================================================================================== */
 
 static float llm__float_from_bits(uint32_t bits) {
@@ -3113,7 +3141,12 @@ static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
     for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_bf16(values[i]));
 }
 
-enum { LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16 };
+enum {
+    LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16, LLM__Q4_1_BYTES = 4 + 16,
+    LLM__Q5_0_BYTES = 2 + 4 + 16, LLM__Q5_1_BYTES = 4 + 4 + 16,
+    LLM__SUPER = 256, LLM__Q4_K_BYTES = 4 + 12 + 128, LLM__Q5_K_BYTES = 4 + 12 + 32 + 128,
+    LLM__Q6_K_BYTES = 128 + 64 + 16 + 2
+};
 
 static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -3143,45 +3176,284 @@ static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
     }
 }
 
-static void llm__unpack_q4_0(const void *blocks, float *values, int64_t count) {
+/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero ---------------- */
+
+static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits, bool has_minimum) {
     const uint8_t *block = (const uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_0_BYTES) {
+    int zero = has_minimum ? 0 : 1 << (bits - 1);
+    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
         float scale = llm__f16_to_f32(llm__read_u16(block));
-        for (int i = 0; i < LLM__BLOCK / 2; i++) {
-            values[first + i] = scale * (float)((block[2 + i] & 15) - 8);
-            values[first + i + LLM__BLOCK / 2] = scale * (float)((block[2 + i] >> 4) - 8);
+        float minimum = has_minimum ? llm__f16_to_f32(llm__read_u16(block + 2)) : 0.0f;
+        const uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            int q = nibbles[i % 16] >> (i / 16 * 4) & 15;
+            if (bits == 5) q |= (fifth[i / 8] >> (i % 8) & 1) << 4;
+            float value = scale * (float)(q - zero);
+            values[first + i] = has_minimum ? value + minimum : value;
+        }
+        block = nibbles + 16;
+    }
+}
+
+/* Four bits around zero reach from -8 to +7, so the side with the largest magnitude gets the -8: the scale carries
+ * the sign. With a minimum, they reach from the smallest value to the largest. */
+static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, int bits, bool has_minimum) {
+    uint8_t *block = (uint8_t *)blocks;
+    int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
+    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
+        const float *x = values + first;
+        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest: in magnitude, but with its sign */
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
+            low = x[i] < low ? x[i] : low;
+            high = x[i] > high ? x[i] : high;
+        }
+        if (!has_minimum) low = 0.0f;
+        float scale = has_minimum ? (high - low) / (float)top : largest / (float)-zero;
+        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+        llm__write_u16(block, llm__f32_to_f16(scale));
+        if (has_minimum) llm__write_u16(block + 2, llm__f32_to_f16(low));
+        uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
+        memset(fifth, 0, bits == 5 ? 4 + 16 : 16);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            /* x / scale + zero, rounded. The cast is there so that no compiler fuses the product into the sum, which
+             * would change a bit here and there from one machine to the next. */
+            float shifted = (float)((double)(x[i] - low) * (double)inverse) + ((float)zero + 0.5f);
+            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* which is 0, for a NaN */
+            int q = shifted > (float)top ? top : (int)shifted;
+            nibbles[i % 16] = (uint8_t)(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
+            if (bits == 5) fifth[i / 8] = (uint8_t)(fifth[i / 8] | (q >> 4) << (i % 8));
+        }
+        block = nibbles + 16;
+    }
+}
+
+static void llm__unpack_q4_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, false); }
+static void llm__unpack_q4_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, true); }
+static void llm__unpack_q5_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, false); }
+static void llm__unpack_q5_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, true); }
+static void llm__pack_q4_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, false); }
+static void llm__pack_q4_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, true); }
+static void llm__pack_q5_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, false); }
+static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, true); }
+
+/* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each ------------- */
+
+/* The 12 bytes hold, in their low six bits, the scales (0 to 3) and the minimums (4 to 7) of the groups 0 to 3; in the
+ * last four bytes the low four bits of scale and minimum of the groups 4 to 7, whose high two bits stand on top of the
+ * first eight bytes. */
+static void llm__group_scales(const uint8_t *packed, int group, int *scale, int *minimum) {
+    const uint8_t *p = packed + group % 4;
+    *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
+    *minimum = group < 4 ? p[4] & 63 : p[8] >> 4 | p[4] >> 6 << 4;
+}
+
+static void llm__set_group_scales(uint8_t *packed, int group, int scale, int minimum) {
+    uint8_t *p = packed + group % 4;
+    if (group < 4) {
+        p[0] = (uint8_t)((p[0] & 0xc0) | scale);
+        p[4] = (uint8_t)((p[4] & 0xc0) | minimum);
+    } else {
+        p[8] = (uint8_t)((scale & 15) | (minimum & 15) << 4);
+        p[0] = (uint8_t)((p[0] & 63) | scale >> 4 << 6);
+        p[4] = (uint8_t)((p[4] & 63) | minimum >> 4 << 6);
+    }
+}
+
+/* The nibbles of two groups share 32 bytes, one in the low halves and one in the high; the fifth bit of value i of group g
+ * is bit g of byte i. scale x group's scale x q is exact in f32, whatever they are. */
+static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER) {
+        float scale = llm__f16_to_f32(llm__read_u16(block)), minimum = llm__f16_to_f32(llm__read_u16(block + 2));
+        const uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
+        for (int group = 0; group < 8; group++) {
+            int s, m;
+            llm__group_scales(block + 4, group, &s, &m);
+            float group_scale = scale * (float)s, group_minimum = minimum * (float)m;
+            for (int i = 0; i < 32; i++) {
+                int q = nibbles[group / 2 * 32 + i] >> (group % 2 * 4) & 15;
+                if (bits == 5) q |= (fifth[i] >> group & 1) << 4;
+                *values++ = group_scale * (float)q - group_minimum;
+            }
+        }
+        block = nibbles + 128;
+    }
+}
+
+/* v rounded to a whole number between 0 and top; 0 for a NaN */
+static float llm__whole_between(float v, float top) {
+    v = v > 0.0f ? v : 0.0f;
+    v = v < top ? v : top;
+    return (v + 12582912.0f) - 12582912.0f; /* at 1.5 x 2^23, the last bit of a float is worth 1 */
+}
+
+/* Find scale and offset, neither negative, so that the n values x are best approximated by scale * q - offset with whole
+ * q from 0 to top. To spread the levels from the smallest value to the largest is rarely best: it pays to
+ * leave the extremes a little outside, for then all others lie closer. So several spacings are tried; for the q that each
+ * gives, the best scale and offset are the straight line of least squares through the points (q, x); and
+ * the line of the smallest error wins. All is relative to the smallest value, to lose no digits. */
+static void llm__fit_levels(const float *x, int n, int top, float *scale, float *offset) {
+    enum { TRIALS = 20 };
+    float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
+    for (int i = 0; i < n; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    *scale = *offset = 0.0f;
+    if (!(high > low) || !(high - low <= FLT_MAX)) return; /* all zero, or not finite */
+    for (int i = 0; i < n; i++) sum += x[i] - low;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        float inverse = ((float)top - 1.0f + 0.1f * (float)trial) / (high - low);
+        float q_sum = 0.0f, qq_sum = 0.0f, qx_sum = 0.0f;
+#ifdef _OPENMP
+#pragma omp simd reduction(+ : q_sum, qq_sum, qx_sum)
+#endif
+        for (int i = 0; i < n; i++) {
+            float q = llm__whole_between((x[i] - low) * inverse, (float)top);
+            q_sum += q;
+            qq_sum += q * q;
+            qx_sum += q * (x[i] - low);
+        }
+        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0 where all q are the same */
+        float slope = spread > 0.0f ? ((float)n * qx_sum - q_sum * sum) / spread : 0.0f;
+        float start = (sum - slope * q_sum) / (float)n;
+        if (start > -low) { /* the offset would be negative: the best line through zero */
+            start = -low;
+            slope = (qx_sum - start * q_sum) / qq_sum;
+        }
+        /* the squared error less what it is for all lines, the sum of x^2 */
+        float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) + start * ((float)n * start - 2.0f * sum);
+        if (!(error < best) || slope < 0.0f) continue;
+        best = error;
+        *scale = slope;
+        *offset = -(start + low);
+    }
+}
+
+/* The group's scales, and offsets, as whole numbers from 0 to 63 times an f16. */
+static float llm__pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
+    float largest = 0.0f;
+    for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
+    llm__write_u16(f16, llm__f32_to_f16(largest / 63.0f < 65504.0f ? largest / 63.0f : 65504.0f));
+    float unit = llm__f16_to_f32(llm__read_u16(f16)), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+    for (int i = 0; i < n; i++) packed[i] = (int)llm__whole_between(scales[i] * inverse, 63.0f);
+    return unit;
+}
+
+static void llm__pack_groups(const float *values, void *blocks, int64_t count, int bits) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER) {
+        const float *x = values + first;
+        float top = (float)((1 << bits) - 1), scales[8], offsets[8];
+        int s[8], m[8];
+        for (int group = 0; group < 8; group++)
+            llm__fit_levels(x + 32 * group, 32, (int)top, &scales[group], &offsets[group]);
+        float scale = llm__pack_scales(scales, 8, block, s), minimum = llm__pack_scales(offsets, 8, block + 2, m);
+        uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
+        memset(block + 4, 0, (size_t)(nibbles + 128 - (block + 4)));
+        for (int group = 0; group < 8; group++, x += 32) {
+            llm__set_group_scales(block + 4, group, s[group], m[group]);
+            float group_scale = scale * (float)s[group], group_minimum = minimum * (float)m[group];
+            float inverse = group_scale > 0.0f ? 1.0f / group_scale : 0.0f;
+            for (int i = 0; i < 32; i++) {
+                int q = (int)llm__whole_between((x[i] + group_minimum) * inverse, top);
+                uint8_t *nibble = &nibbles[group / 2 * 32 + i];
+                *nibble = (uint8_t)(*nibble | (q & 15) << (group % 2 * 4));
+                if (bits == 5) fifth[i] = (uint8_t)(fifth[i] | (q >> 4) << group);
+            }
+        }
+        block = nibbles + 128;
+    }
+}
+
+static void llm__unpack_q4_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 4); }
+static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 5); }
+static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 4); }
+static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
+
+/* ---- q6_K: 16 groups of 16 with a scale of 8 bits each -------------------------------------
+ * Of each half of a block, 128 values: value i of its quarter k (0 to 3) has its low four bits in byte 32 (k % 2) + i of 64, in
+ * the low half where k < 2, and its high two in byte i of 32, at bit 2k. */
+
+static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
+        const uint8_t *scales = block + 192;
+        float scale = llm__f16_to_f32(llm__read_u16(block + 208));
+        for (int i = 0; i < LLM__SUPER; i++) {
+            int half = i / 128, quarter = i / 32 % 4;
+            int low = block[64 * half + 32 * (quarter % 2) + i % 32] >> (quarter / 2 * 4) & 15;
+            int high = block[128 + 32 * half + i % 32] >> (2 * quarter) & 3;
+            *values++ = scale * (float)(int8_t)scales[i / 16] * (float)((low | high << 4) - 32);
         }
     }
 }
 
-/* Four bits reach from -8 to +7, so the side with the largest magnitude gets the -8: the scale carries the sign. */
-static void llm__pack_q4_0(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_0_BYTES) {
-        const float *x = values + first;
-        float largest = 0.0f; /* in magnitude, but with its sign */
-        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
-        float scale = largest / -8.0f;
-        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-        llm__write_u16(block, llm__f32_to_f16(scale));
-        int q[LLM__BLOCK];
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            /* x / scale + 8, rounded. The cast is there so that no compiler fuses the product into the sum, which
-             * would change a bit here and there from one machine to the next. */
-            float shifted = (float)((double)x[i] * (double)inverse) + 8.5f;
-            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : 8.0f; /* 8, which is zero, for a NaN */
-            q[i] = shifted > 15.0f ? 15 : (int)shifted;
+/* As llm__fit_levels, around zero: the best scale for q from -32 to 31, of either sign. For the q of a spacing it
+ * is sum(qx) / sum(q^2), and takes sum(qx)^2 / sum(q^2) off the squared error. */
+static float llm__fit_scale(const float *x, int n) {
+    enum { TRIALS = 19 };
+    float largest = 0.0f, best = 0.0f, scale = 0.0f;
+    for (int i = 0; i < n; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
+    if (largest == 0.0f || !(fabsf(largest) <= FLT_MAX)) return 0.0f;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        float inverse = -(32.0f + 0.1f * (float)(trial - TRIALS / 2)) / largest, qx_sum = 0.0f, qq_sum = 0.0f;
+#ifdef _OPENMP
+#pragma omp simd reduction(+ : qx_sum, qq_sum)
+#endif
+        for (int i = 0; i < n; i++) {
+            float q = llm__whole_between(x[i] * inverse + 32.0f, 63.0f) - 32.0f;
+            qx_sum += q * x[i];
+            qq_sum += q * q;
         }
-        for (int i = 0; i < LLM__BLOCK / 2; i++) block[2 + i] = (uint8_t)(q[i] | q[i + LLM__BLOCK / 2] << 4);
+        float gain = qq_sum > 0.0f ? qx_sum * (qx_sum / qq_sum) : 0.0f;
+        if (!(gain > best)) continue;
+        best = gain;
+        scale = qx_sum / qq_sum;
+    }
+    return scale;
+}
+
+static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
+        const float *x = values + first;
+        float scales[16], largest = 0.0f;
+        for (int group = 0; group < 16; group++) {
+            scales[group] = llm__fit_scale(x + 16 * group, 16);
+            largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
+        }
+        memset(block, 0, LLM__Q6_K_BYTES);
+        float unit = largest / -128.0f; /* so that the largest gets the -128 */
+        unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
+        llm__write_u16(block + 208, llm__f32_to_f16(unit));
+        unit = llm__f16_to_f32(llm__read_u16(block + 208));
+        for (int i = 0; i < LLM__SUPER; i++) {
+            int group = i / 16, half = i / 128, quarter = i / 32 % 4;
+            float whole = unit != 0.0f ? llm__whole_between(scales[group] / unit + 128.0f, 255.0f) - 128.0f : 0.0f;
+            float group_scale = unit * whole, inverse = group_scale != 0.0f ? 1.0f / group_scale : 0.0f;
+            int q = (int)llm__whole_between(x[i] * inverse + 32.0f, 63.0f);
+            uint8_t *low = &block[64 * half + 32 * (quarter % 2) + i % 32], *high = &block[128 + 32 * half + i % 32];
+            *low = (uint8_t)(*low | (q & 15) << (quarter / 2 * 4));
+            *high = (uint8_t)(*high | (q >> 4) << (2 * quarter));
+            block[192 + group] = (uint8_t)(int8_t)whole;
+        }
     }
 }
 
 static const llm_type_info llm__types[] = {
-    {LLM_F32, "f32", 1, 4, llm__unpack_f32, llm__pack_f32},
-    {LLM_F16, "f16", 1, 2, llm__unpack_f16, llm__pack_f16},
-    {LLM_BF16, "bf16", 1, 2, llm__unpack_bf16, llm__pack_bf16},
-    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, llm__unpack_q8_0, llm__pack_q8_0},
-    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, llm__unpack_q4_0, llm__pack_q4_0},
+    {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
+    {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
+    {LLM_BF16, "bf16", 1, 2, 32, llm__unpack_bf16, llm__pack_bf16},
+    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, 7, llm__unpack_q8_0, llm__pack_q8_0},
+    {LLM_Q6_K, "q6_K", LLM__SUPER, LLM__Q6_K_BYTES, 18, llm__unpack_q6_K, llm__pack_q6_K},
+    {LLM_Q5_1, "q5_1", LLM__BLOCK, LLM__Q5_1_BYTES, 9, llm__unpack_q5_1, llm__pack_q5_1},
+    {LLM_Q5_0, "q5_0", LLM__BLOCK, LLM__Q5_0_BYTES, 8, llm__unpack_q5_0, llm__pack_q5_0},
+    {LLM_Q5_K, "q5_K", LLM__SUPER, LLM__Q5_K_BYTES, 16, llm__unpack_q5_K, llm__pack_q5_K},
+    {LLM_Q4_1, "q4_1", LLM__BLOCK, LLM__Q4_1_BYTES, 3, llm__unpack_q4_1, llm__pack_q4_1},
+    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, 2, llm__unpack_q4_0, llm__pack_q4_0},
+    {LLM_Q4_K, "q4_K", LLM__SUPER, LLM__Q4_K_BYTES, 14, llm__unpack_q4_K, llm__pack_q4_K},
 };
 
 const llm_type_info *llm_type_at(int index) {
@@ -3198,8 +3470,11 @@ const llm_type_info *llm_type_find(llm_type type) {
 
 const llm_type_info *llm_type_by_name(const char *name) {
     const llm_type_info *info;
-    for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++)
-        if (strcmp(info->name, name) == 0) return info;
+    for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++) {
+        size_t n = 0; /* the K of q4_K may be small: nothing else about the names is a matter of case */
+        while (name[n] && (name[n] == info->name[n] || (name[n] == 'k' && info->name[n] == 'K'))) n++;
+        if (!name[n] && !info->name[n]) return info;
+    }
     return NULL;
 }
 
@@ -3215,30 +3490,50 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  * embedding and the output matrix decide directly between words, and are the first whose rounding
  * shows; they stay at 8 bits or more. */
 
-/* The type in which llm_quantize stores a tensor. */
-static llm_type llm__quantized_type(const llm_tensor *tensor, llm_type wanted) {
-    const llm_type_info *info = llm_type_find(wanted);
-    if (tensor->n_dims < 2)
-        return tensor->type; /* norms and biases: few bytes, and every token passes through them */
-    static const char *const kept[] = {"token_embd.weight", "output.weight"};
-    for (int i = 0; i < 2; i++)
-        if (wanted == LLM_Q4_0 && tensor->name.length == strlen(kept[i]) &&
-            !memcmp(tensor->name.data, kept[i], tensor->name.length))
-            info = llm_type_find(LLM_Q8_0);
-    /* a row that is not a whole number of blocks cannot be cut into them */
-    return tensor->dims[0] % (uint64_t)info->block_values ? LLM_F16 : info->type;
+static bool llm__is_matrix_of_layer(llm_string name, const char *matrix, int64_t *layer) {
+    char text[64], wanted[64];
+    if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
+    memcpy(text, name.data, name.length);
+    text[name.length] = 0;
+    *layer = strtoll(text + 4, NULL, 10);
+    snprintf(wanted, sizeof wanted, "blk.%lld.%s.weight", (long long)*layer, matrix);
+    return *layer >= 0 && !strcmp(text, wanted);
 }
 
-/* GGUF's general.file_type: the type that most of the file is in */
-static uint32_t llm__file_type(llm_type type) {
-    switch (type) {
-    case LLM_F32: return 0;
-    case LLM_F16: return 1;
-    case LLM_Q4_0: return 2;
-    case LLM_Q8_0: return 7;
-    case LLM_BF16: return 32;
-    }
-    return 1;
+/* Is this one of the matrices that a mixed file keeps at q6_K? Those of the first and last layers, and of every
+ * third between, as llama.cpp has it. */
+static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
+    static const char *const delicate[] = {"attn_v", "ffn_down"};
+    int64_t layer = 0, other, n_layers = 0;
+    for (int i = 0; i < 2; i++)
+        if (llm__is_matrix_of_layer(name, delicate[i], &layer)) {
+            for (int64_t k = 0; k < llm_file_n_tensors(file); k++)
+                n_layers += llm__is_matrix_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
+            return layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2;
+        }
+    return false;
+}
+
+/* The type in which llm_quantize stores a tensor. */
+static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
+    if (tensor->n_dims < 2) return tensor->type; /* norms and biases: few bytes, and every token passes through them */
+    bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
+    bool few_bits = groups || wanted == LLM_Q4_0 || wanted == LLM_Q4_1 || wanted == LLM_Q5_0 || wanted == LLM_Q5_1;
+    bool output = llm__is_text(tensor->name, "output.weight");
+    if (llm__is_text(tensor->name, "token_embd.weight"))
+        output = !(mixed && groups && llm_file_find_tensor(file, "output.weight"));
+    llm_type type = wanted;
+    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
+    else if (mixed && groups && llm__keeps_more_bits(file, tensor->name)) type = LLM_Q6_K;
+    /* a row that is not a whole number of blocks cannot be cut into them */
+    if (tensor->dims[0] % LLM__SUPER)
+        type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
+    return tensor->dims[0] % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
+}
+
+/* GGUF's number for a file of this kind. */
+static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 17: Q5_K_M; one less without the mixture */
+    return (uint32_t)(llm_type_find(type)->file_type + (mixed && (type == LLM_Q4_K || type == LLM_Q5_K)));
 }
 
 typedef struct llm__quantizer {
@@ -3288,7 +3583,7 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_tensor *tensor, ll
 }
 
 /* Metadata, declarations, data. */
-static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type) {
+static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type, bool mixed) {
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
         const llm_value *value = llm_file_value(in, i);
         if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
@@ -3296,21 +3591,21 @@ static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type t
             continue;
         if (!llm_writer_value(q->writer, value)) return false;
     }
-    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type));
+    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type, mixed));
     llm_writer_u32(q->writer, "general.quantization_version", 2);
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(t, type), t->n_dims, t->dims))
+        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(in, t, type, mixed), t->n_dims, t->dims))
             return false;
     }
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm__quantize_tensor(q, t, llm__quantized_type(t, type))) return false;
+        if (!llm__quantize_tensor(q, t, llm__quantized_type(in, t, type, mixed))) return false;
     }
     return true;
 }
 
-bool llm_quantize(const char *in_path, const char *out_path, llm_type type,
+bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
                   bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
                   llm_error *err) {
     llm__clear(err);
@@ -3334,7 +3629,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type,
     q.writer = q.packed ? llm_writer_create(out_path, err) : NULL;
     bool ok = q.writer != NULL;
     if (ok) {
-        llm__quantize_file(&q, in, type);
+        llm__quantize_file(&q, in, type, mixed);
         if (q.stopped) {
             llm_writer_abandon(q.writer);
             ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
@@ -4009,26 +4304,36 @@ LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t 
     }
 }
 
-/* Few rows of x: convert the weights on the way to the multiply-add, as memory delivers them. Many: convert a tile
- * of weights to f32 once, and use it for all. The sums are the same, to the bit, either way. */
+/* A tile of weights as f32. */
+static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
+                                float *tile) {
+    if (type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, weights, row_bytes, cols, count, tile);
+    else if (type == LLM_BF16) LLM__K(unpack_rows)(LLM_BF16, weights, row_bytes, cols, count, tile);
+    else /* rows follow each other, and are whole blocks */
+        llm_type_find(type)->unpack(weights, tile, count * cols);
+}
+
+/* Few rows of x: convert the weights on the way to the multiply-add, as memory delivers them. Many, or weights
+ * that take more than an instruction to convert: convert a tile of weights to f32 once, and use it for all. The sums are
+ * the same, to the bit, either way. */
 static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
     const llm_weight *w = job->w;
-    size_t row_bytes = (size_t)w->cols * llm__value_bytes(w->type);
+    size_t row_bytes = llm__row_bytes(w->type, w->cols);
     const char *weights = (const char *)w->data;
     bool few = job->n <= LLM__FEW_ROWS;
+    bool direct = w->type == LLM_F32 || (few && (w->type == LLM_F16 || w->type == LLM_BF16));
     int64_t tile_rows = (int64_t)(job->tile_bytes / ((size_t)w->cols * sizeof(float)));
     tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
-    if (few) tile_rows = end - first;
+    if (few && direct) tile_rows = end - first;
     for (int64_t row = first; row < end; row += tile_rows) {
         int64_t count = llm__min(tile_rows, end - row);
         const char *part = weights + (size_t)row * row_bytes;
         if (w->type == LLM_F32) LLM__K(dot_rows_f32)(!few, job, part, row_bytes, row, count);
-        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, false, job, part, row_bytes, row, count);
-        else if (few) LLM__K(dot_rows)(LLM_BF16, false, job, part, row_bytes, row, count);
+        else if (direct && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, false, job, part, row_bytes, row, count);
+        else if (direct) LLM__K(dot_rows)(LLM_BF16, false, job, part, row_bytes, row, count);
         else {
-            if (w->type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, part, row_bytes, w->cols, count, (float *)scratch);
-            else LLM__K(unpack_rows)(LLM_BF16, part, row_bytes, w->cols, count, (float *)scratch);
-            LLM__K(dot_rows_f32)(true, job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
+            LLM__K(unpack_tile)(w->type, part, row_bytes, w->cols, count, (float *)scratch);
+            LLM__K(dot_rows_f32)(!few, job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
         }
     }
 }

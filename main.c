@@ -1830,6 +1830,8 @@ typedef struct type_sum {
     uint64_t tensors, values, bytes;
 } type_sum;
 
+static uint64_t tensor_values(const llm_tensor *t) { return t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3]; }
+
 /* Tensors, values and bytes of one type; of all types where type is NULL. */
 static type_sum sum_type(const llm_file *file, const llm_type_info *type) {
     type_sum sum = {0, 0, 0};
@@ -1838,9 +1840,16 @@ static type_sum sum_type(const llm_file *file, const llm_type_info *type) {
         if (type && t->type != type->type) continue;
         sum.tensors++;
         sum.bytes += t->bytes;
-        sum.values += t->dims[0] * t->dims[1] * t->dims[2] * t->dims[3];
+        sum.values += tensor_values(t);
     }
     return sum;
+}
+
+static double bits_per_value(uint64_t bytes, uint64_t values) { return values ? 8.0 * (double)bytes / (double)values : 0; }
+
+static void put_type_sum(const char *name, type_sum sum) {
+    put("  %-6s %5llu tensors %15llu values %12s, %7.4g bits each\n", name, (unsigned long long)sum.tensors,
+        (unsigned long long)sum.values, HUMAN(sum.bytes), bits_per_value(sum.bytes, sum.values));
 }
 
 /* What of a memory is left for the cache once the weights are in it, in tokens. */
@@ -1893,19 +1902,16 @@ static void info_print(const info *in) {
     for (int i = 0; llm_type_at(i); i++) {
         type_sum sum = sum_type(in->file, llm_type_at(i));
         if (sum.tensors)
-            put("  %-6s %5llu tensors %15llu values %12s\n", llm_type_at(i)->name, (unsigned long long)sum.tensors,
-                (unsigned long long)sum.values, HUMAN(sum.bytes));
+            put_type_sum(llm_type_at(i)->name, sum);
     }
-    type_sum all = sum_type(in->file, NULL);
-    put("  %-6s %5llu tensors %15llu values %12s\n", "all", (unsigned long long)all.tensors, (unsigned long long)all.values,
-        HUMAN(all.bytes));
+    put_type_sum("all", sum_type(in->file, NULL));
     for (int64_t i = 0; in->tensors && i < llm_file_n_tensors(in->file); i++) {
         const llm_tensor *t = llm_file_tensor(in->file, i);
         if (i == 0) put_text("\nTensors\n");
         put_name(t->name);
         put("%-5s", llm_type_find(t->type) ? llm_type_find(t->type)->name : "?");
         for (int d = 0; d < t->n_dims; d++) put(d ? " x %llu" : " %llu", (unsigned long long)t->dims[d]);
-        put(", %s\n", HUMAN(t->bytes));
+        put(", %s, %.4g bits each\n", HUMAN(t->bytes), bits_per_value(t->bytes, tensor_values(t)));
     }
     if (in->loaded) info_print_shape(in);
     else put("\nThis engine cannot run it: %s\n", in->why.message);
@@ -1967,7 +1973,7 @@ static void info_print_json(const info *in) {
         put_json(t->name.data, t->name.length);
         put(", \"type\": \"%s\", \"dims\": [", llm_type_find(t->type) ? llm_type_find(t->type)->name : "?");
         for (int d = 0; d < t->n_dims; d++) put(d ? ", %llu" : "%llu", (unsigned long long)t->dims[d]);
-        put("], \"bytes\": %llu}", (unsigned long long)t->bytes);
+        put("], \"bytes\": %llu, \"bits\": %.6g}", (unsigned long long)t->bytes, bits_per_value(t->bytes, tensor_values(t)));
     }
     if (in->tensors) put_text("]");
     put(",\n \"runs\": %s", in->loaded ? "true" : "false");
@@ -2341,35 +2347,73 @@ static bool quantize_progress(void *user, uint64_t done, uint64_t total) {
     return !stop_requested;
 }
 
-static double file_bytes(const char *path) {
-    struct stat s;
-    return stat(path, &s) == 0 ? (double)s.st_size : 0;
+/* "q4_K_M" is q4_K mixed with q6_K, the rest are names of the table. */
+static bool parse_quantized_type(const char *name, llm_type *type, bool *mixed) {
+    size_t length = strlen(name);
+    *mixed = !strcmp(name, "q4_K_M") || !strcmp(name, "q5_K_M");
+    const llm_type_info *found = *mixed ? llm_type_by_name((char[8]){name[0], name[1], '_', 'K'}) : llm_type_by_name(name);
+    if (found) *type = found->type;
+    return found && length;
+}
+
+/* What is in the new file, and which matrices could not be of the type asked for. */
+static void put_quantized(const llm_file *file, llm_type type) {
+    for (int i = 0; llm_type_at(i); i++)
+        if (sum_type(file, llm_type_at(i)).tensors) put_type_sum(llm_type_at(i)->name, sum_type(file, llm_type_at(i)));
+    const llm_tensor *first = NULL;
+    int block = llm_type_find(type)->block_values, others = 0;
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *t = llm_file_tensor(file, i);
+        if (t->n_dims < 2 || t->dims[0] % (uint64_t)block == 0) continue;
+        if (!others++) first = t;
+    }
+    if (!others) return;
+    put("note: %d of the matrices have rows that are not whole blocks of %d values, and are of another type:\n  ", others, block);
+    put_foreign(first->name.data, first->name.length);
+    put(", with rows of %llu, is %s%s\n", (unsigned long long)first->dims[0], llm_type_find(first->type)->name,
+        others > 1 ? ", and so on (see llm info --tensors)" : "");
 }
 
 static int command_quantize(const command *self, int argc, char **argv) {
-    llm_type type = LLM_Q4_0;
-    const option options[] = {{0, "type", "TYPE", TYPE, &type, 0, 0, "f32, f16, bf16, q8_0 or q4_0 (default)"}};
+    const char *name = "q4_0";
+    const option options[] = {{0, "type", "TYPE", TEXT, &name, 0, 0,
+                               "f32, f16, bf16, q8_0, q6_K, q5_K, q5_1, q5_0, q4_K, q4_1 or q4_0 (default); or q4_K_M, q5_K_M"}};
+    llm_type type;
+    bool mixed;
     llm_error err;
     char what[] = "quantize";
     int status = parse(self, options, COUNT(options), &argc, argv, 2);
     if (status != PARSED) return status;
+    const option wanted_type = {0, "type", "TYPE", TYPE, NULL, 0, 0, ""};
+    if (!parse_quantized_type(name, &type, &mixed))
+        return misuse(self, "--type needs %s, q4_K_M, q5_K_M, not '%s'", WANTED(&wanted_type), name);
     if (argc < 2) return misuse(self, argc ? "the file to write is missing" : "the file to read is missing");
     if (!may_write(argv[1], argv[0])) return FAILED;
-    bool good = llm_quantize(argv[0], argv[1], type, quantize_progress, what, &err);
+    bool good = llm_quantize(argv[0], argv[1], type, mixed, quantize_progress, what, &err);
     show_progress(what, -1, "");
     if (!good) return stop_requested ? fail("interrupted: %s was not written", argv[1]) : fail_with(&err);
-    double before = file_bytes(argv[0]), after = file_bytes(argv[1]);
-    put_text(argv[1]);
-    put(": %s, %s before (%.0f %%)\n", HUMAN(after), HUMAN(before), before > 0 ? 100 * after / before : 0.0);
-    return 0;
+    llm_file *before = llm_file_open(argv[0], &err), *after = before ? llm_file_open(argv[1], &err) : NULL;
+    if (after) {
+        double bytes = (double)llm_file_size(before);
+        put_text(argv[1]);
+        put(": %s, %s before (%.0f %%)\n", HUMAN(llm_file_size(after)), HUMAN(bytes), 100 * (double)llm_file_size(after) / bytes);
+        put_quantized(after, type);
+    }
+    good = after != NULL;
+    llm_file_close(after);
+    llm_file_close(before);
+    return good ? 0 : fail_with(&err);
 }
 
 static const char quantize_notes[] =
-    "Rewrites the matrices of a GGUF file in another type. Vectors stay as they are; for q4_0 the embedding and\n"
-    "the output matrix are kept as q8_0, since they decide the words. The file appears only when it is whole.\n"
+    "Rewrites the matrices of a model file in another type. Vectors stay as they are. The embedding and the output\n"
+    "matrix decide the words, and are kept as q8_0 for q4_0, q4_1, q5_0 and q5_1, as q6_K for q4_K and q5_K. q4_K_M and\n"
+    "q5_K_M keep half of attn_v and ffn_down as q6_K too. Rows that are not whole blocks of 256 values become q5_0\n"
+    "instead of q4_K, q5_1 instead of q5_K, q8_0 instead of q6_K. The file appears only when it is whole.\n"
     "\n"
     "Examples:\n"
     "  llm quantize model-f16.gguf model-q4_0.gguf --type q4_0\n"
+    "  llm quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M\n"
     "  llm quantize model-f16.gguf model-q8_0.gguf --type q8_0\n";
 
 /* ---- llm bench ----------------------------------------------------------------------------- */
@@ -3281,7 +3325,8 @@ static const char *check_shape(shape *s, llm_type type) {
     if (head_dim % 2) return "the heads' width must be even";
     if (s->vocab < FIRST_MERGE) return "vocab must be at least 258: two special tokens and all bytes";
     if (s->dim % block || s->hidden % block || (int64_t)s->heads * head_dim % block)
-        return "dim, hidden and heads x head-dim must be multiples of 32 for this type";
+        return block == 32 ? "dim, hidden and heads x head-dim must be multiples of 32 for this type"
+                           : "dim, hidden and heads x head-dim must be multiples of 256 for this type";
     return NULL;
 }
 
@@ -3345,7 +3390,7 @@ static bool synth_metadata(llm_writer *w, const shape *s, llm_type type) {
         {"llama.block_count", s->layers}, {"llama.feed_forward_length", s->hidden}, {"llama.attention.head_count", s->heads},
         {"llama.attention.head_count_kv", s->kv_heads}, {"llama.attention.key_length", s->head_dim},
         {"llama.attention.value_length", s->head_dim}, {"llama.rope.dimension_count", s->head_dim}};
-    uint32_t file_type = type == LLM_F32 ? 0 : type == LLM_F16 ? 1 : type == LLM_Q4_0 ? 2 : type == LLM_Q8_0 ? 7 : 32;
+    uint32_t file_type = (uint32_t)llm_type_find(type)->file_type;
     bool good = llm_writer_string(w, "general.architecture", "llama") && llm_writer_string(w, "general.name", s->name);
     good &= llm_writer_string(w, "general.description", "random weights, for benchmarks");
     good &= llm_writer_u32(w, "general.file_type", file_type) && llm_writer_u32(w, "general.quantization_version", 2);
@@ -3356,15 +3401,14 @@ static bool synth_metadata(llm_writer *w, const shape *s, llm_type type) {
 }
 
 /* Rows come out of a pool of packed random values, each from another place of it, since drawing and packing
- * billions of values one by one would take minutes. A place is a multiple of 32 values. */
+ * billions of values one by one would take minutes. A place is a multiple of 32 values, or of the type's block. */
 typedef struct pool {
     llm_type type;
     uint8_t *data;
+    uint64_t place;  /* values from one place to the next */
     uint64_t places; /* a power of two; behind the last one is room for the longest row */
     uint64_t rows;   /* taken so far */
 } pool;
-
-enum { PLACE = 32 };
 
 static size_t row_bytes(llm_type type, uint64_t values) {
     const llm_type_info *info = llm_type_find(type);
@@ -3374,21 +3418,22 @@ static size_t row_bytes(llm_type type, uint64_t values) {
 /* Weights of mean 0 and deviation 0.02: small enough that activations stay sane in any shape. A sum of three
  * uniform numbers is bell-shaped enough, and the same on every platform. */
 static pool make_pool(llm_type type, uint64_t seed, const shape *s) {
-    pool p = {.type = type, .places = 256};
+    pool p = {.type = type, .place = 32, .places = 256};
     uint64_t longest = (uint64_t)s->heads * (uint64_t)s->head_dim, count;
+    float values[256];
+    if (llm_type_find(type)->block_values > 32) p.place = (uint64_t)llm_type_find(type)->block_values;
     if ((uint64_t)s->hidden > longest) longest = (uint64_t)s->hidden;
     if ((uint64_t)s->dim > longest) longest = (uint64_t)s->dim;
     while (p.places < (uint64_t)s->vocab && p.places < 1 << 18) p.places *= 2;
-    count = (p.places + longest / PLACE + 1) * PLACE;
+    count = (p.places + longest / p.place + 1) * p.place;
     p.data = resize(NULL, row_bytes(type, count));
-    for (uint64_t i = 0; i < count; i += PLACE) {
-        float values[PLACE];
-        for (uint64_t k = 0; k < PLACE; k++) {
+    for (uint64_t i = 0; i < count; i += p.place) {
+        for (uint64_t k = 0; k < p.place; k++) {
             double sum = 0;
             for (uint64_t j = 0; j < 3; j++) sum += llm_random(seed, 0, 3 * (i + k) + j);
             values[k] = (float)(0.02 * 2 * (sum - 1.5));
         }
-        llm_type_find(type)->pack(values, p.data + row_bytes(type, i), PLACE);
+        llm_type_find(type)->pack(values, p.data + row_bytes(type, i), (int64_t)p.place);
     }
     return p;
 }
@@ -3420,7 +3465,7 @@ static bool synth_tensor(synth *s, pool *from, const char *prefix, int layer, co
     for (int64_t i = 0; !from && good && i < cols; i++) good = llm_writer_data(s->writer, &one, sizeof one);
     for (int64_t row = 0; from && good && row < rows && !stop_requested; row++) {
         uint64_t place = from->rows++ * 0x9E3779B97F4A7C15u & (from->places - 1); /* odd factor: all places in turn */
-        good = llm_writer_data(s->writer, from->data + row_bytes(from->type, place * PLACE), bytes);
+        good = llm_writer_data(s->writer, from->data + row_bytes(from->type, place * from->place), bytes);
         s->done += bytes;
         if (row % 1024 == 0) show_progress("synth", (double)s->done / (double)s->total, full);
     }
@@ -3446,13 +3491,22 @@ static bool synth_tensors(synth *s) {
     return good && (x->tied || synth_tensor(s, &s->large, "", 0, "output", x->dim, x->vocab));
 }
 
+/* The embedding and the output matrix get more bits, as llm_quantize has it. */
+static llm_type type_of_outputs(llm_type type) {
+    switch (type) {
+    case LLM_Q4_0: case LLM_Q4_1: case LLM_Q5_0: case LLM_Q5_1: return LLM_Q8_0;
+    case LLM_Q4_K: case LLM_Q5_K: return LLM_Q6_K;
+    default: return type;
+    }
+}
+
 static int synth_file(synth *s, const char *path) {
     llm_error err;
     if (!may_write(path, NULL)) return FAILED;
     s->writer = llm_writer_create(path, &err);
     if (!s->writer) return fail_with(&err);
     s->small = make_pool(s->type, s->seed.value, &s->shape);
-    s->large = make_pool(s->type == LLM_Q4_0 ? LLM_Q8_0 : s->type, s->seed.value + 1, &s->shape);
+    s->large = make_pool(type_of_outputs(s->type), s->seed.value + 1, &s->shape);
     s->declaring = true;
     bool good = synth_metadata(s->writer, &s->shape, s->type) && synth_tensors(s);
     s->declaring = false;
@@ -3474,7 +3528,7 @@ static int command_synth(const command *self, int argc, char **argv) {
     synth s = {.type = LLM_Q4_0, .seed = {false, 1}};
     const option options[] = {
         {0, "shape", "NAME|SIZES", TEXT, &s.shape_name, 0, 0, "a name from the list below, or sizes"},
-        {0, "type", "TYPE", TYPE, &s.type, 0, 0, "of the matrices: f32, f16, bf16, q8_0 or q4_0 (default)"},
+        {0, "type", "TYPE", TYPE, &s.type, 0, 0, "of the matrices: q4_0 (default), q4_K, f16 or any other that llm quantize knows"},
         {'s', "seed", "N", SEED, &s.seed, 0, 0, "of the random weights (default 1)"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
@@ -3494,7 +3548,7 @@ static int command_synth(const command *self, int argc, char **argv) {
 
 static const char synth_notes[] =
     "A model that says nothing sensible, but runs as fast as a real one of its shape, with a vocabulary that decodes. As\n"
-    "`llm quantize` does, q4_0 keeps the embedding and the output matrix as q8_0.\n"
+    "`llm quantize` does, q4_0 keeps the embedding and the output matrix as q8_0, q4_K as q6_K.\n"
     "\n"
     "Shapes: tales, qwen2.5-0.5b (the sizes of it, without its biases), tinyllama-1.1b, llama-3.2-1b, llama-2-7b,\n"
     "mistral-7b, llama-3.1-8b (both Llama 3 without the stretched frequencies), or sizes, such as\n"

@@ -201,7 +201,21 @@ json "bench --json"
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
 
-for type in f32 f16 bf16 q8_0 q4_0; do
+for type in q4_K q4_k q5_K q6_K q4_K_M q5_K_M; do # K formats want rows of whole blocks of 256, which this model has none of
+    ok "quantize to $type" "note: 1[5-9] of the matrices have rows that are not .* 256 values, .*" "$LLM" quantize "$M" q.gguf --type $type
+    ok "run $type" "" "$LLM" run -m q.gguf -n 4 -q "Hello"
+done
+for type in q4_K q5_K q6_K; do
+    ok "synth $type" "$type" "$LLM" synth --shape dim=256,layers=1,heads=4,kv-heads=2,hidden=512,vocab=600,context=128 --type $type y.gguf
+    ok "run synthetic $type" "" "$LLM" run -m y.gguf -n 4 -q "Hello"
+    ok "info of $type" "blk.0.ffn_down.weight +$type +512 x 256, .* bits each" "$LLM" info y.gguf --tensors
+    ok "quantize from $type" "f16" "$LLM" quantize y.gguf q.gguf --type f16
+    ok "run what was $type" "" "$LLM" run -m q.gguf -n 4 -q "Hello"
+    ok "quantize back to $type" "$type" "$LLM" quantize q.gguf z.gguf --type $type
+done
+bad "synth, width of no blocks of 256" 2 "multiples of 256" "$LLM" synth --shape $SHAPE --type q4_K x.gguf
+bad "quantize to an unknown type" 2 "type needs one of the types f32, .*q4_K_M, .*, not 'q5_9'" "$LLM" quantize "$M" q.gguf --type q5_9
+for type in f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0; do
     ok "quantize to $type" "q.gguf: .* before" "$LLM" quantize "$M" q.gguf --type $type
     ok "run $type" "" "$LLM" run -m q.gguf -n 4 -q "Hello"
     ok "synth $type" "$type" "$LLM" synth --shape $SHAPE --type $type --seed 9 y.gguf

@@ -2,8 +2,9 @@
 """Make tests/data/numbers.bin: values packed by the `gguf` package (pip install gguf numpy), whose
 quantisation is bit-exact with ggml's. llm.h must give the same bytes (tests/test_numbers.c).
 
-The file is: u32 count; count f32 values; then for each of f16, bf16, q8_0, q4_0: the packed bytes,
-and the values (f32) that they unpack to.
+The file is: u32 count; count f32 values; then for each of f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1: the packed bytes,
+and the values (f32) that they unpack to. Then, for q4_K, q5_K and q6_K, which that package only reads: 8 blocks
+of random bytes, and the values that they unpack to.
 
     python3 tests/make_numbers_golden.py tests/data/numbers.bin
 """
@@ -11,6 +12,7 @@ import struct
 import sys
 
 import numpy as np
+from gguf import GGML_QUANT_SIZES
 from gguf import GGMLQuantizationType as T
 from gguf import quants
 
@@ -34,13 +36,28 @@ def values():
     return np.concatenate(blocks)
 
 
+def random_blocks(t, scales):
+    """Any bits, but finite f16 numbers at the places `scales` of each block; one of them is denormal."""
+    rng = np.random.default_rng(int(t))
+    blocks = rng.integers(0, 256, (8, GGML_QUANT_SIZES[t][1]), dtype=np.uint8)
+    for place in scales:
+        f16 = rng.integers(0, 0x7C00, 8).astype("<u2") | (rng.integers(0, 2, 8).astype("<u2") << 15)
+        f16[3] &= 0x83FF
+        blocks[:, place : place + 2] = f16.view(np.uint8).reshape(-1, 2)
+    return blocks
+
+
 def main():
     x = values()
     with open(sys.argv[1], "wb") as f:
         f.write(struct.pack("<I", len(x)) + x.astype("<f4").tobytes())
-        for t in (T.F16, T.BF16, T.Q8_0, T.Q4_0):
+        for t in (T.F16, T.BF16, T.Q8_0, T.Q4_0, T.Q4_1, T.Q5_0, T.Q5_1):
             with np.errstate(over="ignore"):
                 packed = quants.quantize(x, t)
+            f.write(packed.tobytes())
+            f.write(quants.dequantize(packed, t).astype("<f4").tobytes())
+        for t, scales in ((T.Q4_K, (0, 2)), (T.Q5_K, (0, 2)), (T.Q6_K, (208,))):
+            packed = random_blocks(t, scales)
             f.write(packed.tobytes())
             f.write(quants.dequantize(packed, t).astype("<f4").tobytes())
 

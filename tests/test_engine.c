@@ -1044,7 +1044,7 @@ static void test_failing_quantize(void **state) {
         unlink(path);
         test_failed = false;
         test_fail_in = k;
-        ok = llm_quantize(SMALL, path, LLM_Q8_0, NULL, NULL, &err);
+        ok = llm_quantize(SMALL, path, LLM_Q8_0, false, NULL, NULL, &err);
         test_fail_in = -1;
         assert_int_equal(ok, !test_failed);
         assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);

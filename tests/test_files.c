@@ -499,7 +499,7 @@ static void test_hostile_tensors(void **state) {
     refuse_tensor(2, UINT64_MAX, UINT64_MAX, 0, 0, LLM_F16, 0, "impossible shape");
     refuse_tensor(2, 33, 1, 0, 0, LLM_Q8_0, 0, "the first a multiple of 32 for q8_0");
     refuse_tensor(2, 16, 2, 0, 0, LLM_Q4_0, 0, "the first a multiple of 32 for q4_0");
-    refuse_tensor(2, 256, 2, 0, 0, 12, 0, "the tensor 'weight' is of type 12 (q4_k), which is not supported; supported are f32, f16");
+    refuse_tensor(2, 256, 2, 0, 0, 10, 0, "the tensor 'weight' is of type 10 (q2_k), which is not supported; supported are f32, f16");
     refuse_tensor(1, 256, 0, 0, 0, 12345, 0, "type 12345 (unknown)");
     refuse_tensor(1, 256, 0, 0, 0, 4, 0, "type 4 (unknown)");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "offset 4, which is no multiple of the alignment 32");

@@ -163,13 +163,13 @@ static double packed_error(const golden *g, const char *path, llm_isa isa) {
 
 /* The bounds. f16 and bf16 weights are unpacked exactly and multiplied in f32: float rounding again, 1e-4.
  *
- * q8_0 and q4_0: the activations of every product are rounded to int8, 32 to a scale. The largest of 32
+ * The block formats: the activations of every product are rounded to int8, 32 to a scale. The largest of 32
  * normal values is about 2.1 of their deviation, so a step is 2.1/127 = 0.017 of it and the rounding error, spread evenly over a step,
  * step/sqrt(12) = 0.005. That is the relative error of one product, as its errors are independent. A layer
  * has four products in a row, the models here up to three layers and the output: 13, so sqrt(13) x 0.005 = 0.018, and
  * attention and the gate, whose inputs are wide here, sharpen it by two or three. Hence 0.06. An indexing or
  * scaling mistake gives an error near 1. */
-static double bound_of(llm_type type) { return type == LLM_Q8_0 || type == LLM_Q4_0 ? 0.06 : 1e-4; }
+static double bound_of(llm_type type) { return llm_type_find(type)->block_values > 1 ? 0.06 : 1e-4; }
 
 static void test_packed(void **state) {
     static const char *const names[] = {"gqa_4_2", "gqa_8_2", "mha_48", "mqa_4_1", "wide", "head64", "bias"};
@@ -181,7 +181,7 @@ static void test_packed(void **state) {
             char path[256];
             llm_error err;
             temporary_path(path);
-            if (!llm_quantize(g->f32_path, path, info->type, NULL, NULL, &err)) fail_msg("%s", err.message);
+            if (!llm_quantize(g->f32_path, path, info->type, false, NULL, NULL, &err)) fail_msg("%s", err.message);
             for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa++) {
                 double error = packed_error(g, path, (llm_isa)isa);
                 print_message("%-8s %-5s %-7s %.1e\n", g->name, info->name, llm_isa_name((llm_isa)isa), error);
