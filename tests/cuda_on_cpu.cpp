@@ -1,0 +1,1529 @@
+/* cuda_on_cpu.cpp - the emulated GPU behind cuda_on_cpu.h: coroutines, blocks and warps, shared memory, streams, graphs, errors.
+ * Read the top of that file first. */
+#include "cuda_on_cpu.h"
+#include "emulator.h"
+
+#include <signal.h>
+#include <stdarg.h>
+#include <stdio.h>
+#include <sys/mman.h>
+#include <time.h>
+#include <unistd.h>
+
+#include <algorithm>
+#include <deque>
+#include <map>
+#include <memory>
+#include <mutex>
+#include <string>
+#include <vector>
+
+#if defined(__SANITIZE_ADDRESS__)
+#define EMU_ASAN 1
+#elif defined(__has_feature)
+#if __has_feature(address_sanitizer)
+#define EMU_ASAN 1
+#endif
+#endif
+#ifdef EMU_ASAN
+#include <sanitizer/asan_interface.h>
+#include <sanitizer/common_interface_defs.h>
+#endif
+
+uint3 threadIdx, blockIdx;
+dim3 blockDim, gridDim;
+
+namespace {
+
+/* ---- Coroutines: each has a stack, and emu_switch saves the registers that a call must keep, changes the stack, and loads
+ *      those of the other. Elsewhere than on x86-64 and arm64 the C library's (slower) ucontext does it. ------------------- */
+
+#if defined(__x86_64__)
+extern "C" void emu_switch(void **save, void *load);
+__asm__(".text\n"
+        ".p2align 4\n"
+        ".type emu_switch,@function\n"
+        "emu_switch:\n"
+        "    pushq %rbp\n    pushq %rbx\n    pushq %r12\n    pushq %r13\n    pushq %r14\n    pushq %r15\n"
+        "    movq %rsp, (%rdi)\n"
+        "    movq %rsi, %rsp\n"
+        "    popq %r15\n    popq %r14\n    popq %r13\n    popq %r12\n    popq %rbx\n    popq %rbp\n"
+        "    ret\n"
+        ".size emu_switch,.-emu_switch\n");
+typedef void *context;
+void context_switch(context *save, context *load) { emu_switch(save, *load); }
+void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
+    void **top = (void **)((uintptr_t)((char *)stack + bytes) & ~(uintptr_t)15);
+    *--top = nullptr; /* where a call would have left its return address: the entry sees an aligned stack */
+    *--top = (void *)entry;
+    for (int i = 0; i < 6; i++) *--top = nullptr;
+    *c = top;
+}
+#elif defined(__aarch64__)
+extern "C" void emu_switch(void **save, void *load);
+__asm__(".text\n"
+        ".p2align 4\n"
+        ".type emu_switch,%function\n"
+        "emu_switch:\n"
+        "    sub sp, sp, #160\n"
+        "    stp x19, x20, [sp]\n    stp x21, x22, [sp, #16]\n    stp x23, x24, [sp, #32]\n    stp x25, x26, [sp, #48]\n"
+        "    stp x27, x28, [sp, #64]\n    stp x29, x30, [sp, #80]\n    stp d8, d9, [sp, #96]\n    stp d10, d11, [sp, #112]\n"
+        "    stp d12, d13, [sp, #128]\n    stp d14, d15, [sp, #144]\n"
+        "    mov x9, sp\n    str x9, [x0]\n    mov sp, x1\n"
+        "    ldp x19, x20, [sp]\n    ldp x21, x22, [sp, #16]\n    ldp x23, x24, [sp, #32]\n    ldp x25, x26, [sp, #48]\n"
+        "    ldp x27, x28, [sp, #64]\n    ldp x29, x30, [sp, #80]\n    ldp d8, d9, [sp, #96]\n    ldp d10, d11, [sp, #112]\n"
+        "    ldp d12, d13, [sp, #128]\n    ldp d14, d15, [sp, #144]\n"
+        "    add sp, sp, #160\n    ret\n"
+        ".size emu_switch,.-emu_switch\n");
+typedef void *context;
+void context_switch(context *save, context *load) { emu_switch(save, *load); }
+void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
+    void **top = (void **)((uintptr_t)((char *)stack + bytes) & ~(uintptr_t)15) - 20;
+    for (int i = 0; i < 20; i++) top[i] = nullptr;
+    top[11] = (void *)entry; /* x30 */
+    *c = top;
+}
+#else
+#include <ucontext.h>
+typedef ucontext_t context;
+void context_switch(context *save, context *load) { swapcontext(save, load); }
+void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
+    getcontext(c);
+    c->uc_stack.ss_sp = stack;
+    c->uc_stack.ss_size = bytes;
+    c->uc_link = nullptr;
+    makecontext(c, entry, 0);
+}
+#endif
+
+constexpr size_t STACK_BYTES = 256 * 1024; /* of a thread; only what it touches is real memory */
+constexpr unsigned char POISON = 0xff;     /* NaN in f32, f16 and bf16; -1 */
+
+/* ---- The block that runs ---------------------------------------------------------------------------- */
+
+enum thread_state { FRESH, READY, AT_BARRIER, AT_WARP, ENDED };
+
+struct async_copy {
+    void *to;
+    const void *from;
+    size_t bytes;
+    bool valid;
+};
+
+struct thread {
+    thread_state state;
+    context where;
+    char *stack;
+    void *fake_stack; /* of the address sanitizer */
+    uint3 index;
+    int lane, warp;
+    emu::warp_operation operation; /* while AT_WARP */
+    const char *file;              /* while AT_BARRIER */
+    int line;
+    emu::block_kind barrier;
+    int predicate;
+    std::vector<async_copy> copies; /* not yet delivered, oldest first */
+    std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
+};
+
+struct shared_array {
+    const void *site;
+    size_t offset, bytes;
+    const char *name, *file;
+    int line;
+};
+
+/* Random numbers for LLM_EMU_ORDER=random (xorshift64*). */
+struct order {
+    enum { FORWARD, REVERSE, RANDOM } kind = FORWARD;
+    uint64_t state = 1;
+    size_t below(size_t n) {
+        state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+        return (size_t)((state * 2685821657736338717ull >> 32) % n);
+    }
+    void arrange(std::vector<int> &list) { /* 0 .. n - 1 */
+        for (size_t i = 0; i < list.size(); i++) list[i] = (int)(kind == REVERSE ? list.size() - 1 - i : i);
+        if (kind == RANDOM)
+            for (size_t i = list.size(); i > 1; i--) std::swap(list[i - 1], list[below(i)]);
+    }
+};
+
+struct allocation {
+    size_t bytes;
+    char *memory; /* the C library's; the gaps on both sides are part of it */
+};
+
+struct operation { /* something queued on a stream, or a node of a graph */
+    enum { LAUNCH, COPY, SET, HOST, RECORD, WAIT, GRAPH } kind;
+    emu::launch launch;
+    std::shared_ptr<void> arguments; /* of the launch */
+    void *to;
+    const void *from;
+    size_t bytes, to_pitch, from_pitch, rows; /* rows of `bytes` bytes each */
+    int value;
+    std::shared_ptr<std::vector<char>> staged; /* a copy of pageable memory */
+    cudaHostFn_t host;
+    void *user;
+    std::shared_ptr<struct event_state> event;
+    uint64_t ticket; /* of a RECORD or WAIT: which record of the event */
+    std::shared_ptr<std::vector<operation>> graph;
+};
+
+struct event_state {
+    uint64_t recorded = 0, reached = 0; /* tickets: of the last record queued, and run */
+    double seconds = 0;
+    cudaStream_t stream = nullptr; /* where it was recorded last */
+    struct capture *in = nullptr;  /* recorded in a capture that is not over */
+};
+
+struct capture {
+    std::vector<operation> operations;
+    std::vector<cudaStream_t> streams; /* the first began it */
+    bool invalid = false;
+};
+
+} // namespace
+
+struct emu_stream {
+    std::deque<operation> queue;
+    bool blocking; /* waits for the default stream, and that for it */
+    capture *into = nullptr;
+    bool draining = false;
+};
+struct emu_event {
+    std::shared_ptr<event_state> state;
+    bool timing;
+};
+struct emu_graph {
+    std::shared_ptr<std::vector<operation>> operations;
+};
+struct emu_graph_exec {
+    std::shared_ptr<std::vector<operation>> operations;
+};
+
+namespace {
+
+struct device {
+    std::recursive_mutex lock;
+    /* settings */
+    order arrangement;
+    size_t memory = (size_t)8 << 30, shared_limit = 99 * 1024;
+    int processors = 4, count = 1, capability = 80, driver = 13000;
+    bool trap = false;
+    long fail_allocation = -1, fail_launch = -1, lose_device = -1;
+    /* memory */
+    std::map<uintptr_t, allocation> allocations;
+    std::map<uintptr_t, size_t> pinned, registered;
+    size_t used = 0;
+    bool kernels_may_touch = false; /* the address sanitizer lets nobody else touch device memory */
+    /* streams */
+    std::vector<cudaStream_t> streams;
+    emu_stream default_stream;
+    std::map<const void *, int> dynamic_limit; /* of kernels, by cudaFuncSetAttribute */
+    emulator_counts counts = {};
+    /* errors */
+    cudaError_t last = cudaSuccess, lost = cudaSuccess;
+    std::string fault;
+    /* the block that runs */
+    const emu::launch *launch = nullptr;
+    std::vector<thread> threads;
+    std::vector<char *> free_stacks;
+    thread *current = nullptr;
+    context scheduler;
+    void *scheduler_fake_stack = nullptr;
+    const void *scheduler_stack = nullptr;
+    size_t scheduler_stack_bytes = 0;
+    bool faulty = false;
+    int barrier_result = 0;
+    char *arena = nullptr; /* shared memory of the block: dynamic first, then the arrays, with gaps */
+    size_t arena_bytes = 0, arena_used = 0, static_bytes = 0;
+    std::vector<shared_array> arrays;
+
+    device() {
+        if (const char *text = getenv("LLM_EMU_ORDER")) emulator_order_text(text);
+        if (const char *text = getenv("LLM_EMU_MEMORY")) memory = (size_t)strtoull(text, nullptr, 10);
+        if (const char *text = getenv("LLM_EMU_SHARED")) shared_limit = (size_t)strtoull(text, nullptr, 10);
+        if (const char *text = getenv("LLM_EMU_PROCESSORS")) processors = std::max(1, atoi(text));
+        if (const char *text = getenv("LLM_EMU_TRAP")) trap = atoi(text) != 0;
+        default_stream.blocking = true;
+    }
+    bool emulator_order_text(const char *text) {
+        if (!strcmp(text, "forward")) arrangement.kind = order::FORWARD;
+        else if (!strcmp(text, "reverse")) arrangement.kind = order::REVERSE;
+        else if (!strncmp(text, "random:", 7)) {
+            arrangement.kind = order::RANDOM;
+            arrangement.state = strtoull(text + 7, nullptr, 10) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
+        } else return false;
+        return true;
+    }
+};
+
+/* The one device. Never destroyed: streams may outlive main. */
+device &gpu() {
+    static device *d = new device;
+    return *d;
+}
+
+typedef std::lock_guard<std::recursive_mutex> guard;
+
+double seconds_now() {
+    timespec t;
+    clock_gettime(CLOCK_MONOTONIC, &t);
+    return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
+}
+
+/* ---- Faults ----------------------------------------------------------------------------------------- */
+
+std::string text(const char *format, ...) __attribute__((format(printf, 1, 2)));
+std::string text(const char *format, ...) {
+    char buffer[1024];
+    va_list list;
+    va_start(list, format);
+    vsnprintf(buffer, sizeof buffer, format, list);
+    va_end(list);
+    return buffer;
+}
+
+const char *base_name(const char *path) {
+    const char *slash = strrchr(path, '/');
+    return slash ? slash + 1 : path;
+}
+
+std::string describe(const thread &t) {
+    return text("thread (%u, %u, %u), lane %d of warp %d", t.index.x, t.index.y, t.index.z, t.lane, t.warp);
+}
+
+/* The first one is kept. */
+void set_fault(const std::string &what) {
+    device &d = gpu();
+    if (!d.faulty) {
+        d.fault = what;
+        if (d.launch)
+            d.fault += text("; kernel %s, block (%u, %u, %u) of (%u, %u, %u), %u x %u x %u threads", d.launch->name, blockIdx.x, blockIdx.y,
+                            blockIdx.z, gridDim.x, gridDim.y, gridDim.z, blockDim.x, blockDim.y, blockDim.z);
+        if (d.trap) raise(SIGTRAP);
+    }
+    d.faulty = true;
+}
+
+void yield_to_scheduler(bool for_good) {
+    device &d = gpu();
+    thread *t = d.current;
+#ifdef EMU_ASAN
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &t->fake_stack, d.scheduler_stack, d.scheduler_stack_bytes);
+#else
+    (void)for_good;
+#endif
+    context_switch(&t->where, &d.scheduler);
+#ifdef EMU_ASAN
+    __sanitizer_finish_switch_fiber(t->fake_stack, &d.scheduler_stack, &d.scheduler_stack_bytes);
+#endif
+}
+
+/* Of the thread that runs: it does not come back. */
+[[noreturn]] void thread_fault(const char *file, int line, const std::string &what) {
+    device &d = gpu();
+    set_fault(text("%s:%d: ", base_name(file), line) + what + ", in " + describe(*d.current));
+    yield_to_scheduler(false);
+    abort(); /* nobody resumes it */
+}
+
+/* ---- Threads ------------------------------------------------------------------------------------------ */
+
+void thread_entry() {
+    device &d = gpu();
+#ifdef EMU_ASAN
+    __sanitizer_finish_switch_fiber(nullptr, &d.scheduler_stack, &d.scheduler_stack_bytes);
+#endif
+    d.launch->run(d.launch->arguments);
+    d.current->state = ENDED;
+    yield_to_scheduler(true);
+    abort();
+}
+
+char *take_stack() {
+    device &d = gpu();
+    if (d.free_stacks.empty()) {
+        size_t page = (size_t)sysconf(_SC_PAGESIZE);
+        char *memory = (char *)mmap(nullptr, STACK_BYTES + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        if (memory == MAP_FAILED) return nullptr;
+        mprotect(memory, page, PROT_NONE); /* a stack that overflows does not run into the next one */
+        return memory + page;
+    }
+    char *stack = d.free_stacks.back();
+    d.free_stacks.pop_back();
+    return stack;
+}
+
+void give_stack(thread &t) {
+    if (!t.stack) return;
+#ifdef EMU_ASAN
+    __asan_unpoison_memory_region(t.stack, STACK_BYTES);
+#endif
+    gpu().free_stacks.push_back(t.stack);
+    t.stack = nullptr;
+}
+
+/* Let a thread run until it ends or waits. */
+void resume(thread &t) {
+    device &d = gpu();
+    if (t.state == FRESH) {
+        t.stack = take_stack();
+        if (!t.stack) {
+            set_fault("the emulator has no memory for a thread's stack");
+            return;
+        }
+        context_make(&t.where, t.stack, STACK_BYTES, thread_entry);
+        t.state = READY;
+    }
+    d.current = &t;
+    threadIdx = t.index;
+#ifdef EMU_ASAN
+    __sanitizer_start_switch_fiber(&d.scheduler_fake_stack, t.stack, STACK_BYTES);
+#endif
+    context_switch(&d.scheduler, &t.where);
+#ifdef EMU_ASAN
+    __sanitizer_finish_switch_fiber(d.scheduler_fake_stack, nullptr, nullptr);
+#endif
+    d.current = nullptr;
+    if (t.state == ENDED) give_stack(t);
+}
+
+bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
+
+std::string where_waits(const thread &t) {
+    if (t.state == ENDED) return "has ended";
+    if (t.state == AT_BARRIER) return text("waits in __syncthreads at %s:%d", base_name(t.file), t.line);
+    return text("waits for its warp at %s:%d", base_name(t.operation.file), t.operation.line);
+}
+
+/* All wait for something that cannot come: say who waits where, and for whom. */
+void report_deadlock() {
+    device &d = gpu();
+    for (const thread &t : d.threads) {
+        if (t.state != AT_WARP) continue;
+        for (int lane = 0; lane < 32; lane++) {
+            if (!(t.operation.mask >> lane & 1)) continue;
+            size_t other = (size_t)(t.warp * 32 + lane);
+            std::string missing = text("%s:%d: a warp operation that lane %d (mask %08x) waits in is not reached by lane %d, which ",
+                                       base_name(t.operation.file), t.operation.line, t.lane, t.operation.mask, lane);
+            if (other >= d.threads.size()) return set_fault(missing + "the block does not have");
+            const thread &o = d.threads[other];
+            if (o.state == AT_WARP && o.operation.line == t.operation.line && o.operation.kind == t.operation.kind) continue;
+            return set_fault(missing + where_waits(o));
+        }
+    }
+    for (const thread &t : d.threads)
+        if (t.state == AT_BARRIER)
+            for (const thread &o : d.threads)
+                if (o.state != AT_BARRIER)
+                    return set_fault(text("%s:%d: __syncthreads is not reached by all threads: ", base_name(t.file), t.line) + describe(o) +
+                                     ", " + where_waits(o));
+    set_fault("the threads of a block wait for each other");
+}
+
+/* All threads stand at a barrier: the same one? Then they go on. */
+void release_barrier() {
+    device &d = gpu();
+    const thread &first = d.threads[0];
+    int count = 0;
+    for (const thread &t : d.threads) {
+        count += t.predicate != 0;
+        if (t.line != first.line || t.barrier != first.barrier || strcmp(t.file, first.file)) {
+            set_fault(text("%s:%d: __syncthreads is not reached by all threads: ", base_name(first.file), first.line) + describe(t) + ", " +
+                      where_waits(t));
+            return;
+        }
+    }
+    int n = (int)d.threads.size();
+    d.barrier_result = first.barrier == emu::BARRIER_COUNT ? count : first.barrier == emu::BARRIER_AND ? count == n : count > 0;
+    d.counts.barriers++;
+    for (thread &t : d.threads) t.state = READY;
+}
+
+/* ---- Shared memory --------------------------------------------------------------------------------------- */
+
+constexpr size_t GAP = 64; /* guarded bytes behind each array */
+
+void arena_begin(size_t dynamic_bytes) {
+    device &d = gpu();
+    if (!d.arena) {
+        d.arena_bytes = 1 << 20;
+        d.arena = (char *)mmap(nullptr, d.arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        if (d.arena == MAP_FAILED) abort();
+        d.arena_used = d.arena_bytes;
+    }
+#ifdef EMU_ASAN
+    __asan_unpoison_memory_region(d.arena, d.arena_used);
+#endif
+    d.arrays.clear();
+    d.static_bytes = 0;
+    size_t dynamic_end = (dynamic_bytes + 15) / 16 * 16;
+    memset(d.arena, POISON, dynamic_bytes);
+    memset(d.arena + dynamic_bytes, POISON ^ 0x55, dynamic_end + GAP - dynamic_bytes);
+    d.arena_used = dynamic_end + GAP;
+#ifdef EMU_ASAN
+    __asan_poison_memory_region(d.arena + dynamic_bytes, d.arena_bytes - dynamic_bytes);
+#endif
+}
+
+/* Where the sanitizer is not there to see a write into a gap, it is seen when the block ends. */
+void arena_check(size_t dynamic_bytes) {
+#ifndef EMU_ASAN
+    device &d = gpu();
+    auto intact = [&](size_t from, size_t to) {
+        for (size_t i = from; i < to; i++)
+            if ((unsigned char)d.arena[i] != (POISON ^ 0x55)) return false;
+        return true;
+    };
+    size_t next = d.arrays.empty() ? d.arena_used : d.arrays[0].offset;
+    if (!intact(dynamic_bytes, next)) set_fault("something was written past the end of the dynamic shared memory");
+    for (size_t i = 0; i < d.arrays.size(); i++) {
+        const shared_array &a = d.arrays[i];
+        next = i + 1 < d.arrays.size() ? d.arrays[i + 1].offset : d.arena_used;
+        if (!intact(a.offset + a.bytes, next))
+            set_fault(text("%s:%d: something was written past the end of the shared array %s", base_name(a.file), a.line, a.name));
+    }
+#else
+    (void)dynamic_bytes;
+#endif
+}
+
+bool in_arena(const void *p, size_t bytes) {
+    device &d = gpu();
+    return (const char *)p >= d.arena && (const char *)p + bytes <= d.arena + d.arena_used;
+}
+
+/* ---- A launch -------------------------------------------------------------------------------------------- */
+
+void run_block(const emu::launch &l) {
+    device &d = gpu();
+    size_t n = (size_t)l.block.x * l.block.y * l.block.z;
+    arena_begin(l.shared_bytes);
+    d.threads.resize(n);
+    for (size_t i = 0; i < n; i++) {
+        thread &t = d.threads[i];
+        t.state = FRESH;
+        t.stack = nullptr;
+        t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y), (unsigned)(i / l.block.x / l.block.y)};
+        t.lane = (int)(i % 32), t.warp = (int)(i / 32);
+        t.copies.clear(), t.groups.clear();
+    }
+    std::vector<int> warps((n + 31) / 32), lanes(32);
+    for (bool going = true; going && !d.faulty;) {
+        bool ran = false;
+        d.arrangement.arrange(warps);
+        for (int warp : warps) {
+            size_t base = (size_t)warp * 32;
+            /* in the fixed orders a warp goes as far as it can, in the random one only a stretch at a time */
+            for (bool again = true; again && !d.faulty;) {
+                again = false;
+                d.arrangement.arrange(lanes);
+                for (int lane : lanes) {
+                    size_t i = base + (size_t)lane;
+                    if (i >= n || !runnable(d.threads[i]) || d.faulty) continue;
+                    resume(d.threads[i]);
+                    again = ran = true;
+                }
+                if (d.arrangement.kind == order::RANDOM) break;
+            }
+        }
+        if (ran || d.faulty) continue;
+        size_t ended = 0, waiting = 0;
+        for (const thread &t : d.threads) ended += t.state == ENDED, waiting += t.state == AT_BARRIER;
+        if (ended == n) going = false;
+        else if (waiting == n) release_barrier();
+        else report_deadlock();
+    }
+    if (!d.faulty) arena_check(l.shared_bytes);
+    for (thread &t : d.threads) give_stack(t);
+    d.counts.blocks++;
+    d.counts.threads += n;
+}
+
+void check_gaps();
+
+void run_launch(const emu::launch &l) {
+    device &d = gpu();
+    d.counts.launches++;
+    d.launch = &l;
+    d.faulty = false;
+    gridDim = l.grid, blockDim = l.block;
+    size_t n = (size_t)l.grid.x * l.grid.y * l.grid.z;
+    std::vector<int> list;
+    if (d.arrangement.kind == order::RANDOM) {
+        list.resize(n);
+        d.arrangement.arrange(list);
+    }
+    for (size_t k = 0; k < n && !d.faulty; k++) {
+        size_t i = d.arrangement.kind == order::RANDOM ? (size_t)list[k] : d.arrangement.kind == order::REVERSE ? n - 1 - k : k;
+        blockIdx = {(unsigned)(i % l.grid.x), (unsigned)(i / l.grid.x % l.grid.y), (unsigned)(i / l.grid.x / l.grid.y)};
+        run_block(l);
+    }
+    if (!d.faulty) check_gaps();
+    d.launch = nullptr;
+    if (d.faulty) d.lost = cudaErrorLaunchFailure;
+    d.faulty = false;
+}
+
+} // namespace
+
+/* ---- What a kernel calls ---------------------------------------------------------------------------------- */
+
+int emu::block_barrier(block_kind kind, int predicate, const char *file, int line) {
+    device &d = gpu();
+    thread *t = d.current;
+    t->state = AT_BARRIER;
+    t->file = file, t->line = line, t->barrier = kind, t->predicate = predicate;
+    yield_to_scheduler(false);
+    return d.barrier_result;
+}
+
+void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file, int line) {
+    device &d = gpu();
+    for (const shared_array &a : d.arrays)
+        if (a.site == site) return d.arena + a.offset;
+    d.static_bytes += bytes;
+    if (d.static_bytes > 48 * 1024)
+        thread_fault(file, line, text("the static shared memory of a block is %zu bytes with %s; 49152 is the most", d.static_bytes, name));
+    size_t offset = (d.arena_used + alignment - 1) / alignment * alignment, end = offset + bytes + GAP;
+    if (end > d.arena_bytes) thread_fault(file, line, "the emulator's shared memory is full");
+#ifdef EMU_ASAN
+    __asan_unpoison_memory_region(d.arena + offset, bytes);
+    memset(d.arena + offset, POISON, bytes);
+#else
+    memset(d.arena + d.arena_used, POISON ^ 0x55, end - d.arena_used);
+    memset(d.arena + offset, POISON, bytes);
+#endif
+    d.arrays.push_back({site, offset, bytes, name, file, line});
+    d.arena_used = end;
+    return d.arena + offset;
+}
+
+void *emu::dynamic_shared(const char *file, int line) {
+    if (!gpu().launch) thread_fault(file, line, "no launch");
+    return gpu().arena;
+}
+
+size_t emu::dynamic_shared_bytes() { return gpu().launch ? gpu().launch->shared_bytes : 0; }
+
+size_t __cvta_generic_to_shared(const void *p) { return (size_t)((const char *)p - gpu().arena); }
+
+long long clock64() { return (long long)(seconds_now() * 1e9); }
+
+void __trap(const char *file, int line) { thread_fault(file, line, "__trap"); }
+
+namespace {
+
+uint16_t half_at(const void *p, int i) {
+    uint16_t v;
+    memcpy(&v, (const char *)p + 2 * i, 2);
+    return v;
+}
+
+/* The fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"): with
+ * group = lane / 4 and pair = lane % 4, value i of A lies in row group (+ 8 for i = 2, 3, 6, 7), column 2 pair + i % 2 (+ 8 for
+ * i >= 4); value i of B in row 2 pair + i % 2 (+ 8 for i >= 2), column group; value i of D in row group (+ 8 for i >= 2),
+ * column 2 pair + i % 2. */
+void mma_16(thread *const lanes[32], float (*decode)(uint16_t)) {
+    float a[16][16], b[16][8], d[16][8];
+    for (int lane = 0; lane < 32; lane++) {
+        int group = lane / 4, pair = lane % 4;
+        const emu::warp_operation &o = lanes[lane]->operation;
+        for (int i = 0; i < 8; i++) a[group + (i & 2 ? 8 : 0)][2 * pair + i % 2 + (i >= 4 ? 8 : 0)] = decode(half_at(o.in, i));
+        for (int i = 0; i < 4; i++) b[2 * pair + i % 2 + (i >= 2 ? 8 : 0)][group] = decode(half_at(o.in2, i));
+        for (int i = 0; i < 4; i++) d[group + (i >= 2 ? 8 : 0)][2 * pair + i % 2] = ((const float *)o.out)[i];
+    }
+    for (int row = 0; row < 16; row++)
+        for (int k = 0; k < 16; k++)
+            for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col]; /* the product is exact */
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++)
+            ((float *)lanes[lane]->operation.out)[i] = d[lane / 4 + (i >= 2 ? 8 : 0)][2 * (lane % 4) + i % 2];
+}
+
+/* mma.m16n8k32 of int8: value i of A in row group (+ 8 where i & 4), column 4 pair + i % 4 (+ 16 for i >= 8); value i of
+ * B in row 4 pair + i % 4 (+ 16 for i >= 4), column group; D as above. */
+void mma_s8(thread *const lanes[32]) {
+    int a[16][32], b[32][8];
+    for (int lane = 0; lane < 32; lane++) {
+        int group = lane / 4, pair = lane % 4;
+        const int8_t *in = (const int8_t *)lanes[lane]->operation.in, *in2 = (const int8_t *)lanes[lane]->operation.in2;
+        for (int i = 0; i < 16; i++) a[group + (i & 4 ? 8 : 0)][4 * pair + i % 4 + (i >= 8 ? 16 : 0)] = in[i];
+        for (int i = 0; i < 8; i++) b[4 * pair + i % 4 + (i >= 4 ? 16 : 0)][group] = in2[i];
+    }
+    for (int lane = 0; lane < 32; lane++)
+        for (int i = 0; i < 4; i++) {
+            int row = lane / 4 + (i >= 2 ? 8 : 0), col = 2 * (lane % 4) + i % 2;
+            uint32_t sum = (uint32_t)((int32_t *)lanes[lane]->operation.out)[i]; /* wraps, as the instruction does */
+            for (int k = 0; k < 32; k++) sum += (uint32_t)(a[row][k] * b[k][col]);
+            ((int32_t *)lanes[lane]->operation.out)[i] = (int32_t)sum;
+        }
+}
+
+/* Lane 8 m + i has the address of row i of matrix m. Each lane gets, of each matrix, two neighbours of a row (of a column, if
+ * transposed): row lane / 4, columns 2 (lane % 4) and the next. */
+bool ldmatrix(thread *const lanes[32], int matrices, bool trans) {
+    uint16_t rows[32][8];
+    for (int i = 0; i < 8 * matrices; i++) {
+        const void *row = lanes[i]->operation.in;
+        if (!in_arena(row, 16) || (uintptr_t)row % 16) {
+            const emu::warp_operation &o = lanes[i]->operation;
+            set_fault(text("%s:%d: ldmatrix reads a row that is not 16 bytes of shared memory at a multiple of 16, in ", base_name(o.file), o.line) +
+                      describe(*lanes[i]));
+            return false;
+        }
+        memcpy(rows[i], row, 16);
+    }
+    for (int lane = 0; lane < 32; lane++)
+        for (int m = 0; m < matrices; m++) {
+            int r = lane / 4, c = 2 * (lane % 4);
+            uint32_t low = trans ? rows[8 * m + c][r] : rows[8 * m + r][c], high = trans ? rows[8 * m + c + 1][r] : rows[8 * m + r][c + 1];
+            ((uint32_t *)lanes[lane]->operation.out)[m] = low | high << 16;
+        }
+    return true;
+}
+
+/* Which lane a lane reads in a shuffle; itself where the distance leads out of its segment of `width` lanes. */
+int shuffle_source(const emu::warp_operation &o, int lane) {
+    int first = lane / o.width * o.width, source = lane;
+    if (o.kind == emu::SHUFFLE) return first + (o.lane & (o.width - 1));
+    if (o.kind == emu::SHUFFLE_UP) source = lane - o.lane;
+    if (o.kind == emu::SHUFFLE_DOWN) source = lane + o.lane;
+    if (o.kind == emu::SHUFFLE_XOR) source = lane ^ o.lane;
+    if (o.kind == emu::SHUFFLE_XOR) return source < first + o.width ? source : lane; /* lower segments may be read */
+    return source >= first && source < first + o.width ? source : lane;
+}
+
+bool shuffle_all(thread *const lanes[32], unsigned mask) {
+    unsigned char values[32][16];
+    for (int i = 0; i < 32; i++)
+        if (mask >> i & 1) memcpy(values[i], lanes[i]->operation.in, lanes[i]->operation.bytes);
+    for (int i = 0; i < 32; i++) {
+        if (!(mask >> i & 1)) continue;
+        const emu::warp_operation &o = lanes[i]->operation;
+        int source = shuffle_source(o, i);
+        if (source < 0 || source > 31 || !(mask >> source & 1)) {
+            set_fault(text("%s:%d: a shuffle reads lane %d, which is not in its mask %08x, in ", base_name(o.file), o.line, source, mask) +
+                      describe(*lanes[i]));
+            return false;
+        }
+        memcpy(o.out, values[source], o.bytes);
+    }
+    return true;
+}
+
+unsigned reduce(emu::warp_kind kind, unsigned x, unsigned y) {
+    switch (kind) {
+    case emu::REDUCE_ADD: return x + y;
+    case emu::REDUCE_MIN: return x < y ? x : y;
+    case emu::REDUCE_MAX: return x > y ? x : y;
+    case emu::REDUCE_MIN_SIGNED: return (int)x < (int)y ? x : y;
+    case emu::REDUCE_MAX_SIGNED: return (int)x > (int)y ? x : y;
+    case emu::REDUCE_AND: return x & y;
+    case emu::REDUCE_OR: return x | y;
+    default: return x ^ y;
+    }
+}
+
+/* All lanes of the mask have come: do it for all of them. */
+bool perform(thread *const lanes[32], const emu::warp_operation &o) {
+    unsigned mask = o.mask, combined = 0;
+    bool first = true;
+    switch (o.kind) {
+    case emu::SYNC: return true;
+    case emu::SHUFFLE: case emu::SHUFFLE_UP: case emu::SHUFFLE_DOWN: case emu::SHUFFLE_XOR: return shuffle_all(lanes, mask);
+    case emu::MMA_F16: mma_16(lanes, emu::from_f16); break;
+    case emu::MMA_BF16: mma_16(lanes, emu::from_bf16); break;
+    case emu::MMA_S8: mma_s8(lanes); break;
+    case emu::LDMATRIX_1: case emu::LDMATRIX_1_TRANS: return ldmatrix(lanes, 1, o.kind == emu::LDMATRIX_1_TRANS);
+    case emu::LDMATRIX_2: case emu::LDMATRIX_2_TRANS: return ldmatrix(lanes, 2, o.kind == emu::LDMATRIX_2_TRANS);
+    case emu::LDMATRIX_4: case emu::LDMATRIX_4_TRANS: return ldmatrix(lanes, 4, o.kind == emu::LDMATRIX_4_TRANS);
+    case emu::MATCH_ANY: case emu::MATCH_ALL:
+        for (int i = 0; i < 32; i++) {
+            if (!(mask >> i & 1)) continue;
+            unsigned same = 0;
+            for (int j = 0; j < 32; j++)
+                if ((mask >> j & 1) && !memcmp(lanes[i]->operation.in, lanes[j]->operation.in, 8)) same |= 1u << j;
+            *(unsigned *)lanes[i]->operation.out = o.kind == emu::MATCH_ANY ? same : same == mask ? mask : 0;
+        }
+        return true;
+    default:
+        for (int i = 0; i < 32; i++) {
+            if (!(mask >> i & 1)) continue;
+            unsigned value = *(const unsigned *)lanes[i]->operation.in;
+            if (o.kind == emu::BALLOT) combined |= (value & 1) << i;
+            else combined = first ? value : reduce(o.kind, combined, value);
+            first = false;
+        }
+        for (int i = 0; i < 32; i++)
+            if (mask >> i & 1) *(unsigned *)lanes[i]->operation.out = combined;
+        return true;
+    }
+    gpu().counts.matrix_products++;
+    return true;
+}
+
+} // namespace
+
+void emu::warp_meet(const warp_operation &operation) {
+    device &d = gpu();
+    thread *t = d.current;
+    if (!(operation.mask >> t->lane & 1))
+        thread_fault(operation.file, operation.line, text("a lane calls a warp operation whose mask %08x leaves it out", operation.mask));
+    if (operation.width < 1 || operation.width > 32 || (operation.width & (operation.width - 1)))
+        thread_fault(operation.file, operation.line, text("a shuffle of width %d: it must be a power of two, at most 32", operation.width));
+    t->operation = operation;
+    t->state = AT_WARP;
+    thread *lanes[32] = {};
+    bool all = true;
+    for (int i = 0; i < 32 && all; i++) {
+        if (!(operation.mask >> i & 1)) continue;
+        size_t other = (size_t)(t->warp * 32 + i);
+        all = other < d.threads.size() && d.threads[other].state == AT_WARP;
+        if (!all) break;
+        lanes[i] = &d.threads[other];
+        const warp_operation &o = lanes[i]->operation;
+        all = o.kind == operation.kind && o.line == operation.line && o.mask == operation.mask && !strcmp(o.file, operation.file);
+    }
+    if (!all) return yield_to_scheduler(false);
+    d.counts.warp_operations++;
+    if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: nobody goes on */
+    for (thread *lane : lanes)
+        if (lane) lane->state = READY;
+}
+
+/* ---- Asynchronous copies -------------------------------------------------------------------------------------- */
+
+void emu::copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file, int line) {
+    if (!in_arena(shared, bytes)) thread_fault(file, line, "cp.async writes outside of shared memory");
+    if ((uintptr_t)shared % bytes || (valid && (uintptr_t)global % bytes))
+        thread_fault(file, line, text("cp.async of %zu bytes from or to an address that is no multiple of that", bytes));
+    memset(shared, POISON, bytes);
+    gpu().current->copies.push_back({shared, global, bytes, valid});
+}
+
+void emu::copy_commit() {
+    thread *t = gpu().current;
+    t->groups.push_back(t->copies.size());
+}
+
+void emu::copy_wait(int groups_left) {
+    thread *t = gpu().current;
+    if ((int)t->groups.size() <= groups_left) return;
+    size_t done = t->groups.size() - (size_t)groups_left, end = t->groups[done - 1];
+    for (size_t i = 0; i < end; i++) {
+        const async_copy &c = t->copies[i];
+        if (c.valid) memcpy(c.to, c.from, c.bytes);
+        else memset(c.to, 0, c.bytes);
+    }
+    t->copies.erase(t->copies.begin(), t->copies.begin() + (ptrdiff_t)end);
+    t->groups.erase(t->groups.begin(), t->groups.begin() + (ptrdiff_t)done);
+    for (size_t &g : t->groups) g -= end;
+}
+
+/* ---- Memory ------------------------------------------------------------------------------------------------------ */
+
+namespace {
+
+/* Device memory is hidden from the host, while no kernel and no copy runs. */
+void let_kernels_touch(bool may) {
+    device &d = gpu();
+    if (d.kernels_may_touch == may) return;
+    d.kernels_may_touch = may;
+#ifdef EMU_ASAN
+    for (auto &a : d.allocations) {
+        if (may) __asan_unpoison_memory_region((void *)a.first, a.second.bytes);
+        else __asan_poison_memory_region((void *)a.first, a.second.bytes);
+    }
+#endif
+}
+
+#ifndef EMU_ASAN
+constexpr size_t MARGIN = 256; /* guarded bytes on both sides of an allocation */
+#endif
+
+/* Where the sanitizer is not there: has something been written beside an allocation? */
+void check_gaps() {
+#ifndef EMU_ASAN
+    for (auto &a : gpu().allocations) {
+        const unsigned char *p = (const unsigned char *)a.first;
+        for (size_t i = 0; i < MARGIN; i++) {
+            if (p[a.second.bytes + i] == (POISON ^ 0x55) && p[-1 - (ptrdiff_t)i] == (POISON ^ 0x55)) continue;
+            set_fault(text("something was written %s an allocation of %zu bytes", p[a.second.bytes + i] != (POISON ^ 0x55) ? "past the end of" : "before",
+                           a.second.bytes));
+            return;
+        }
+    }
+#endif
+}
+
+cudaError_t failed(cudaError_t error) {
+    gpu().last = error;
+    return error;
+}
+
+/* Nothing works on a lost device, nor without one. */
+cudaError_t usable() {
+    device &d = gpu();
+    if (d.driver < 12000) return failed(cudaErrorInsufficientDriver);
+    if (d.count < 1) return failed(cudaErrorNoDevice);
+    return d.lost ? failed(d.lost) : cudaSuccess;
+}
+
+bool counts_down(long &n) { return n >= 0 && n-- == 0; }
+
+/* Is [p, p + bytes) inside of one allocation? */
+bool on_device(const void *p, size_t bytes) {
+    auto &map = gpu().allocations;
+    auto next = map.upper_bound((uintptr_t)p);
+    if (next == map.begin()) return false;
+    --next;
+    uintptr_t offset = (uintptr_t)p - next->first;
+    return offset <= next->second.bytes && bytes <= next->second.bytes - offset;
+}
+
+bool is_pinned(const void *p) {
+    for (auto *map : {&gpu().pinned, &gpu().registered}) {
+        auto next = map->upper_bound((uintptr_t)p);
+        if (next == map->begin()) continue;
+        --next;
+        if ((uintptr_t)p - next->first < next->second) return true;
+    }
+    return false;
+}
+
+cudaError_t drain_all();
+
+} // namespace
+
+cudaError_t cudaMalloc(void **out, size_t bytes) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    *out = nullptr;
+    if (cudaError_t error = usable()) return error;
+    for (cudaStream_t s : d.streams)
+        if (s->into) {
+            s->into->invalid = true;
+            return failed(cudaErrorStreamCaptureUnsupported);
+        }
+    if (counts_down(d.fail_allocation) || bytes > d.memory || d.used > d.memory - bytes) return failed(cudaErrorMemoryAllocation);
+    if (bytes == 0) return cudaSuccess;
+    allocation a = {bytes, nullptr};
+#ifdef EMU_ASAN
+    if (posix_memalign((void **)&a.memory, 256, bytes)) return failed(cudaErrorMemoryAllocation);
+    char *p = a.memory;
+#else
+    if (posix_memalign((void **)&a.memory, 256, bytes + 2 * MARGIN)) return failed(cudaErrorMemoryAllocation);
+    char *p = a.memory + MARGIN;
+    memset(a.memory, POISON ^ 0x55, MARGIN);
+    memset(p + bytes, POISON ^ 0x55, MARGIN);
+#endif
+    memset(p, POISON, bytes);
+#ifdef EMU_ASAN
+    if (!d.kernels_may_touch) __asan_poison_memory_region(p, bytes);
+#endif
+    d.allocations[(uintptr_t)p] = a;
+    d.used += bytes;
+    *out = p;
+    return cudaSuccess;
+}
+
+cudaError_t cudaFree(void *p) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    cudaError_t error = drain_all();
+    if (p) {
+        auto found = d.allocations.find((uintptr_t)p);
+        if (found == d.allocations.end()) return failed(cudaErrorInvalidValue);
+        let_kernels_touch(true);
+        free(found->second.memory);
+        d.used -= found->second.bytes;
+        d.allocations.erase(found);
+        let_kernels_touch(false);
+    }
+    return error;
+}
+
+cudaError_t cudaMallocAsync(void **p, size_t bytes, cudaStream_t) { return cudaMalloc(p, bytes); }
+cudaError_t cudaFreeAsync(void *p, cudaStream_t) { return cudaFree(p); }
+
+cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    *out = nullptr;
+    if (cudaError_t error = usable()) return error;
+    if (counts_down(d.fail_allocation) || posix_memalign(out, 4096, bytes ? bytes : 1)) return failed(cudaErrorMemoryAllocation);
+    memset(*out, POISON, bytes);
+    d.pinned[(uintptr_t)*out] = bytes;
+    return cudaSuccess;
+}
+
+cudaError_t cudaMallocHost(void **out, size_t bytes) { return cudaHostAlloc(out, bytes, 0); }
+
+cudaError_t cudaFreeHost(void *p) {
+    guard hold(gpu().lock);
+    cudaError_t error = drain_all();
+    if (p && !gpu().pinned.erase((uintptr_t)p)) return failed(cudaErrorInvalidValue);
+    free(p);
+    return error;
+}
+
+cudaError_t cudaHostRegister(void *host, size_t bytes, unsigned) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (counts_down(gpu().fail_allocation)) return failed(cudaErrorMemoryAllocation);
+    gpu().registered[(uintptr_t)host] = bytes;
+    return cudaSuccess;
+}
+
+cudaError_t cudaHostUnregister(void *host) {
+    guard hold(gpu().lock);
+    cudaError_t error = drain_all();
+    return gpu().registered.erase((uintptr_t)host) ? error : failed(cudaErrorInvalidValue);
+}
+
+cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    *total_bytes = gpu().memory;
+    *free_bytes = gpu().memory - std::min(gpu().memory, gpu().used);
+    return cudaSuccess;
+}
+
+/* ---- Streams ------------------------------------------------------------------------------------------------------ */
+
+namespace {
+
+void run(const operation &o);
+
+/* Run what is queued: all of it, or (until_ticket not 0) as far as a record of that event. */
+void drain(emu_stream *s, const event_state *until = nullptr, uint64_t until_ticket = 0) {
+    if (s->draining) return; /* a wait for itself */
+    s->draining = true;
+    while (!s->queue.empty() && !(until && until->reached >= until_ticket)) {
+        operation o = std::move(s->queue.front());
+        s->queue.pop_front();
+        run(o);
+    }
+    s->draining = false;
+}
+
+cudaError_t drain_all() {
+    device &d = gpu();
+    drain(&d.default_stream);
+    for (size_t i = 0; i < d.streams.size(); i++) drain(d.streams[i]);
+    return d.lost ? failed(d.lost) : cudaSuccess;
+}
+
+void run(const operation &o) {
+    device &d = gpu();
+    if (o.kind == operation::RECORD) {
+        o.event->reached = std::max(o.event->reached, o.ticket);
+        o.event->seconds = seconds_now();
+        return;
+    }
+    if (o.kind == operation::WAIT) {
+        for (size_t i = 0; i < d.streams.size(); i++)
+            if (d.streams[i] == o.event->stream) drain(d.streams[i], o.event.get(), o.ticket);
+        return;
+    }
+    if (counts_down(d.lose_device)) d.lost = cudaErrorUnknown;
+    if (d.lost) return;
+    if (o.kind == operation::GRAPH) {
+        d.counts.graph_launches++;
+        for (const operation &node : *o.graph) run(node);
+        return;
+    }
+    if (o.kind == operation::HOST) return o.host(o.user);
+    let_kernels_touch(true);
+    if (o.kind == operation::LAUNCH) run_launch(o.launch);
+    else d.counts.copies++;
+    if (o.kind == operation::COPY)
+        for (size_t row = 0; row < o.rows; row++)
+            memmove((char *)o.to + row * o.to_pitch, (o.staged ? o.staged->data() : (const char *)o.from) + row * o.from_pitch, o.bytes);
+    if (o.kind == operation::SET) memset(o.to, o.value, o.bytes);
+    let_kernels_touch(false);
+}
+
+emu_stream *resolve(cudaStream_t stream) { return stream ? stream : &gpu().default_stream; }
+
+cudaError_t queue(cudaStream_t stream, operation &&o) {
+    device &d = gpu();
+    emu_stream *s = resolve(stream);
+    if (s->into) {
+        if (s->into->invalid) return failed(cudaErrorStreamCaptureInvalidated);
+        s->into->operations.push_back(std::move(o));
+        return cudaSuccess;
+    }
+    /* The default stream waits for the others, and they for it; but not those that were made non-blocking. */
+    if (s == &d.default_stream)
+        for (size_t i = 0; i < d.streams.size(); i++)
+            if (d.streams[i]->blocking) drain(d.streams[i]);
+    if (s != &d.default_stream && s->blocking) drain(&d.default_stream);
+    s->queue.push_back(std::move(o));
+    return d.lost ? failed(d.lost) : cudaSuccess;
+}
+
+/* Waiting is not possible while the stream is being captured. */
+cudaError_t wait_for(emu_stream *s) {
+    if (s->into) {
+        s->into->invalid = true;
+        return failed(cudaErrorStreamCaptureUnsupported);
+    }
+    drain(s);
+    return gpu().lost ? failed(gpu().lost) : cudaSuccess;
+}
+
+cudaError_t check_copy(const void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
+    bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
+    if (kind == cudaMemcpyDefault) return cudaSuccess;
+    if (to_device != (bytes ? on_device(to, bytes) : to_device)) return failed(cudaErrorInvalidValue);
+    if (from_device != (bytes ? on_device(from, bytes) : from_device)) return failed(cudaErrorInvalidValue);
+    return cudaSuccess;
+}
+
+} // namespace
+
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
+                              cudaMemcpyKind kind, cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (!width || !height) return cudaSuccess;
+    if (cudaError_t error = check_copy(to, from, (height - 1) * from_pitch + width, kind)) return error;
+    operation o = {};
+    o.kind = operation::COPY;
+    o.to = to, o.from = from, o.bytes = width, o.rows = height, o.to_pitch = to_pitch, o.from_pitch = from_pitch;
+    if (kind == cudaMemcpyHostToDevice && !is_pinned(from) && !resolve(stream)->into) {
+        const char *bytes = (const char *)from; /* the driver copies pageable memory before it returns */
+        o.staged = std::make_shared<std::vector<char>>(bytes, bytes + (height - 1) * from_pitch + width);
+    }
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+    return cudaMemcpy2DAsync(to, bytes, from, bytes, bytes, bytes ? 1 : 0, kind, stream);
+}
+
+cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = cudaMemcpyAsync(to, from, bytes, kind, 0)) return error;
+    return wait_for(&gpu().default_stream);
+}
+
+cudaError_t cudaMemsetAsync(void *device, int value, size_t bytes, cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (bytes && !on_device(device, bytes)) return failed(cudaErrorInvalidValue);
+    operation o = {};
+    o.kind = operation::SET;
+    o.to = device, o.value = value, o.bytes = bytes;
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaMemset(void *device, int value, size_t bytes) { return cudaMemsetAsync(device, value, bytes, 0); }
+
+cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    *stream = new emu_stream;
+    (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    gpu().streams.push_back(*stream);
+    gpu().counts.live_handles++;
+    return cudaSuccess;
+}
+cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) { return cudaStreamCreateWithFlags(stream, flags); }
+
+cudaError_t cudaStreamDestroy(cudaStream_t stream) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    auto found = std::find(d.streams.begin(), d.streams.end(), stream);
+    if (found == d.streams.end()) return failed(cudaErrorInvalidResourceHandle);
+    if (stream->into) delete stream->into;
+    stream->into = nullptr;
+    drain(stream);
+    d.streams.erase(std::find(d.streams.begin(), d.streams.end(), stream));
+    delete stream;
+    d.counts.live_handles--;
+    return d.lost ? failed(d.lost) : cudaSuccess;
+}
+
+cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    return wait_for(resolve(stream));
+}
+
+cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+
+cudaError_t cudaDeviceSynchronize(void) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    for (cudaStream_t s : gpu().streams)
+        if (s->into) return wait_for(s);
+    return drain_all();
+}
+
+cudaError_t cudaDeviceReset(void) {
+    guard hold(gpu().lock);
+    drain_all();
+    gpu().lost = gpu().last = cudaSuccess;
+    return cudaSuccess;
+}
+
+cudaError_t cudaLaunchHostFunc(cudaStream_t stream, cudaHostFn_t function, void *user) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    operation o = {};
+    o.kind = operation::HOST;
+    o.host = function, o.user = user;
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaEventCreateWithFlags(cudaEvent_t *event, unsigned flags) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    *event = new emu_event{std::make_shared<event_state>(), !(flags & cudaEventDisableTiming)};
+    gpu().counts.live_handles++;
+    return cudaSuccess;
+}
+cudaError_t cudaEventCreate(cudaEvent_t *event) { return cudaEventCreateWithFlags(event, 0); }
+
+cudaError_t cudaEventDestroy(cudaEvent_t event) {
+    guard hold(gpu().lock);
+    if (!event) return failed(cudaErrorInvalidResourceHandle);
+    delete event;
+    gpu().counts.live_handles--;
+    return cudaSuccess;
+}
+
+cudaError_t cudaEventRecord(cudaEvent_t event, cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    emu_stream *s = resolve(stream);
+    event->state->in = s->into;
+    if (s->into) return cudaSuccess;
+    event->state->stream = stream;
+    operation o = {};
+    o.kind = operation::RECORD;
+    o.event = event->state;
+    o.ticket = ++event->state->recorded;
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaStreamWaitEvent(cudaStream_t stream, cudaEvent_t event, unsigned) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    emu_stream *s = resolve(stream);
+    if (event->state->in) { /* the stream joins the capture in which the event was recorded */
+        if (!s->into) event->state->in->streams.push_back(stream);
+        s->into = event->state->in;
+        return cudaSuccess;
+    }
+    operation o = {};
+    o.kind = operation::WAIT;
+    o.event = event->state;
+    o.ticket = event->state->recorded;
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaEventSynchronize(cudaEvent_t event) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    event_state *e = event->state.get();
+    if (e->reached < e->recorded) drain(resolve(e->stream), e, e->recorded);
+    return gpu().lost ? failed(gpu().lost) : cudaSuccess;
+}
+
+cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(event); }
+
+cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (!start->timing || !end->timing || !start->state->recorded || !end->state->recorded) return failed(cudaErrorInvalidResourceHandle);
+    if (start->state->reached < start->state->recorded || end->state->reached < end->state->recorded) return failed(cudaErrorNotReady);
+    *milliseconds = (float)(1e3 * (end->state->seconds - start->state->seconds));
+    return cudaSuccess;
+}
+
+/* ---- Graphs: a capture records what would have been queued ---------------------------------------------------------- */
+
+cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (!stream || stream->into) return failed(cudaErrorStreamCaptureUnsupported);
+    stream->into = new capture;
+    stream->into->streams.push_back(stream);
+    return cudaSuccess;
+}
+
+cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
+    guard hold(gpu().lock);
+    *graph = nullptr;
+    if (!stream || !stream->into || stream->into->streams[0] != stream) return failed(cudaErrorStreamCaptureUnmatched);
+    capture *c = stream->into;
+    for (cudaStream_t s : c->streams) resolve(s)->into = nullptr;
+    bool invalid = c->invalid;
+    if (!invalid) {
+        *graph = new emu_graph{std::make_shared<std::vector<operation>>(std::move(c->operations))};
+        gpu().counts.live_handles++;
+    }
+    delete c;
+    if (invalid) return failed(cudaErrorStreamCaptureInvalidated);
+    return usable();
+}
+
+cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
+    guard hold(gpu().lock);
+    capture *c = resolve(stream)->into;
+    *status = !c ? cudaStreamCaptureStatusNone : c->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (!graph) return failed(cudaErrorInvalidValue);
+    if (counts_down(gpu().fail_allocation)) return failed(cudaErrorMemoryAllocation);
+    *exec = new emu_graph_exec{graph->operations};
+    gpu().counts.live_handles++;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t) { return exec ? usable() : failed(cudaErrorInvalidValue); }
+
+cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (!exec) return failed(cudaErrorInvalidValue);
+    if (counts_down(gpu().fail_launch)) return failed(cudaErrorLaunchOutOfResources);
+    operation o = {};
+    o.kind = operation::GRAPH;
+    o.graph = exec->operations;
+    return queue(stream, std::move(o));
+}
+
+cudaError_t cudaGraphDestroy(cudaGraph_t graph) {
+    guard hold(gpu().lock);
+    if (!graph) return failed(cudaErrorInvalidValue);
+    delete graph;
+    gpu().counts.live_handles--;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
+    guard hold(gpu().lock);
+    if (!exec) return failed(cudaErrorInvalidValue);
+    delete exec;
+    gpu().counts.live_handles--;
+    return cudaSuccess;
+}
+
+/* ---- Launches --------------------------------------------------------------------------------------------------------- */
+
+void emu::queue_launch(const launch &l, cudaStream_t stream) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    std::shared_ptr<void> arguments(l.arguments, l.destroy);
+    if (usable()) return;
+    if (counts_down(d.fail_launch)) {
+        d.last = cudaErrorLaunchOutOfResources;
+        return;
+    }
+    auto limit = d.dynamic_limit.find(l.function);
+    size_t threads = (size_t)l.block.x * l.block.y * l.block.z, blocks = (size_t)l.grid.x * l.grid.y * l.grid.z;
+    if (!threads || threads > 1024 || l.block.z > 64 || !blocks || l.grid.x > 2147483647u || l.grid.y > 65535 || l.grid.z > 65535) {
+        d.last = cudaErrorInvalidConfiguration;
+        return;
+    }
+    if (l.shared_bytes > (limit == d.dynamic_limit.end() ? (size_t)48 * 1024 : (size_t)limit->second)) {
+        d.last = cudaErrorInvalidValue;
+        return;
+    }
+    operation o = {};
+    o.kind = operation::LAUNCH;
+    o.launch = l;
+    o.arguments = arguments;
+    queue(stream, std::move(o));
+}
+
+cudaError_t emu::set_attribute(const void *function, cudaFuncAttribute attribute, int value) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    if (attribute != cudaFuncAttributeMaxDynamicSharedMemorySize) return cudaSuccess;
+    if (value < 0 || (size_t)value > gpu().shared_limit) return failed(cudaErrorInvalidValue);
+    gpu().dynamic_limit[function] = value;
+    return cudaSuccess;
+}
+
+cudaError_t emu::get_attributes(cudaFuncAttributes *attributes, const void *function) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    *attributes = {};
+    attributes->maxThreadsPerBlock = 1024;
+    attributes->binaryVersion = attributes->ptxVersion = gpu().capability;
+    auto limit = gpu().dynamic_limit.find(function);
+    attributes->maxDynamicSharedSizeBytes = limit == gpu().dynamic_limit.end() ? 48 * 1024 : limit->second;
+    return cudaSuccess;
+}
+
+/* ---- The device ----------------------------------------------------------------------------------------------------------- */
+
+cudaError_t cudaGetDeviceCount(int *count) {
+    guard hold(gpu().lock);
+    *count = 0;
+    if (gpu().driver < 12000) return failed(cudaErrorInsufficientDriver);
+    if (gpu().count < 1) return failed(cudaErrorNoDevice);
+    *count = gpu().count;
+    return cudaSuccess;
+}
+
+cudaError_t cudaSetDevice(int device) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    return device < 0 || device >= gpu().count ? failed(cudaErrorInvalidDevice) : cudaSuccess;
+}
+
+cudaError_t cudaGetDevice(int *device) {
+    *device = 0;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int index) {
+    guard hold(gpu().lock);
+    if (index < 0 || index >= gpu().count) return failed(cudaErrorInvalidDevice);
+    device &d = gpu();
+    memset(p, 0, sizeof *p);
+    snprintf(p->name, sizeof p->name, "emulated GPU");
+    p->totalGlobalMem = d.memory;
+    p->sharedMemPerBlock = 48 * 1024, p->sharedMemPerBlockOptin = d.shared_limit, p->sharedMemPerMultiprocessor = d.shared_limit + 1024;
+    p->regsPerBlock = p->regsPerMultiprocessor = 65536;
+    p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048, p->maxBlocksPerMultiProcessor = 32;
+    p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
+    p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
+    p->major = d.capability / 10, p->minor = d.capability % 10;
+    p->multiProcessorCount = d.processors;
+    p->l2CacheSize = 4 << 20, p->memoryBusWidth = 64, p->concurrentKernels = 1, p->asyncEngineCount = 1;
+    return cudaSuccess;
+}
+
+cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int device) {
+    cudaDeviceProp p;
+    if (cudaError_t error = cudaGetDeviceProperties(&p, device)) return error;
+    switch (attribute) {
+    case cudaDevAttrMaxThreadsPerBlock: *value = p.maxThreadsPerBlock; break;
+    case cudaDevAttrMaxSharedMemoryPerBlock: *value = (int)p.sharedMemPerBlock; break;
+    case cudaDevAttrWarpSize: *value = 32; break;
+    case cudaDevAttrMultiProcessorCount: *value = p.multiProcessorCount; break;
+    case cudaDevAttrIntegrated: *value = 0; break;
+    case cudaDevAttrL2CacheSize: *value = p.l2CacheSize; break;
+    case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
+    case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
+    case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
+    default: return failed(cudaErrorInvalidValue);
+    }
+    return cudaSuccess;
+}
+
+cudaError_t cudaDriverGetVersion(int *version) {
+    *version = gpu().driver;
+    return cudaSuccess;
+}
+
+cudaError_t cudaRuntimeGetVersion(int *version) {
+    *version = 13000;
+    return cudaSuccess;
+}
+
+cudaError_t cudaGetLastError(void) {
+    guard hold(gpu().lock);
+    cudaError_t error = gpu().last;
+    gpu().last = gpu().lost;
+    return error;
+}
+
+cudaError_t cudaPeekAtLastError(void) { return gpu().last; }
+
+static const struct {
+    cudaError_t error;
+    const char *name, *text;
+} error_texts[] = {
+    {cudaSuccess, "cudaSuccess", "no error"},
+    {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
+    {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
+    {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidDevicePointer, "cudaErrorInvalidDevicePointer", "invalid device pointer"},
+    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"},
+    {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
+    {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
+    {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
+    {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
+    {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources", "too many resources requested for launch"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched", "the capture was not initiated in this stream"},
+    {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
+    {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
+};
+
+const char *cudaGetErrorString(cudaError_t error) {
+    if (error == cudaErrorLaunchFailure && !gpu().fault.empty()) return gpu().fault.c_str();
+    for (auto &e : error_texts)
+        if (e.error == error) return e.text;
+    return "unrecognized error code";
+}
+
+const char *cudaGetErrorName(cudaError_t error) {
+    for (auto &e : error_texts)
+        if (e.error == error) return e.name;
+    return "unrecognized error code";
+}
+
+/* ---- emulator.h ------------------------------------------------------------------------------------------------------------- */
+
+bool emulator_order(const char *order) {
+    guard hold(gpu().lock);
+    return gpu().emulator_order_text(order);
+}
+void emulator_memory(size_t bytes) {
+    guard hold(gpu().lock);
+    gpu().memory = bytes;
+}
+void emulator_devices(int count, int compute_capability, int driver_version) {
+    guard hold(gpu().lock);
+    gpu().count = count, gpu().capability = compute_capability, gpu().driver = driver_version;
+}
+void emulator_fail_allocation(long n) {
+    guard hold(gpu().lock);
+    gpu().fail_allocation = n;
+}
+void emulator_fail_launch(long n) {
+    guard hold(gpu().lock);
+    gpu().fail_launch = n;
+}
+void emulator_lose_device(long n) {
+    guard hold(gpu().lock);
+    gpu().lose_device = n;
+}
+const char *emulator_fault(void) { return gpu().fault.c_str(); }
+void emulator_recover(void) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    d.lost = d.last = cudaSuccess;
+    d.fault.clear();
+    d.fail_allocation = d.fail_launch = d.lose_device = -1;
+}
+emulator_counts emulator_counted(void) {
+    guard hold(gpu().lock);
+    device &d = gpu();
+    emulator_counts c = d.counts;
+    c.live_allocations = d.allocations.size();
+    c.live_bytes = d.used;
+    c.live_pinned = d.pinned.size() + d.registered.size();
+    return c;
+}

@@ -1,0 +1,51 @@
+/* emulator.h - what a test can ask of the emulated GPU (cuda_on_cpu.h) beyond CUDA's own functions: how much memory it has, when
+ * it is to fail, what was wrong with the last kernel. Plain C, for the tests of the engine. */
+#ifndef EMULATOR_H
+#define EMULATOR_H
+
+#include <stdbool.h>
+#include <stddef.h>
+#include <stdint.h>
+
+#ifdef __cplusplus
+extern "C" {
+#endif
+
+/* The order in which blocks, warps and lanes run: "forward", "reverse" or "random:SEED". LLM_EMU_ORDER sets it at the start.
+ * False: no such order. */
+bool emulator_order(const char *order);
+
+/* The device's memory in bytes; LLM_EMU_MEMORY sets it at the start (8 GiB). What is allocated stays. */
+void emulator_memory(size_t bytes);
+/* How many devices there are (1), their number as MAJOR * 10 + MINOR (80), and the driver's version (13000). */
+void emulator_devices(int count, int compute_capability, int driver_version);
+
+/* The nth of each kind from now on fails; -1: none does. */
+void emulator_fail_allocation(long n); /* of device or pinned memory: out of memory */
+void emulator_fail_launch(long n);     /* of a kernel: told by the next cudaGetLastError; the device lives on */
+void emulator_lose_device(long n);     /* the device is lost after n more operations of its streams */
+
+/* What the last faulty kernel did wrong, with file and line; "" if none did. The device is lost then, until
+ * emulator_recover: every call gives an error. */
+const char *emulator_fault(void);
+/* The device is as new, but what is allocated stays and can be freed. */
+void emulator_recover(void);
+
+/* What the device has done since the start. */
+typedef struct emulator_counts {
+    uint64_t launches;          /* kernels run, those of graphs too */
+    uint64_t graph_launches;
+    uint64_t blocks, threads;
+    uint64_t barriers;          /* __syncthreads of whole blocks */
+    uint64_t warp_operations;   /* shuffles, votes, fragment loads and products of whole warps */
+    uint64_t matrix_products;   /* of these: mma */
+    uint64_t copies;            /* memcpy and memset, those of graphs too */
+    uint64_t live_allocations, live_bytes;   /* device memory, now */
+    uint64_t live_pinned, live_handles;      /* pinned host memory; streams, events, graphs: now */
+} emulator_counts;
+emulator_counts emulator_counted(void);
+
+#ifdef __cplusplus
+}
+#endif
+#endif
