@@ -1,19 +1,29 @@
 #!/usr/bin/env python3
-"""Prints the Unicode tables of llm.h (chapter 2) from Python's unicodedata.
+"""Prints the Unicode tables of llm.h (chapter 2) from Unicode's own data, as Python packages it.
 
     python3 tests/unicode_tables.py            prints the tables
     python3 tests/unicode_tables.py --check    compares them with llm.h; exit 1 where they differ
     python3 tests/unicode_tables.py --write    puts them into llm.h (or the file named after it)
 
-The tables stand between the two marker lines below. They hold the letters (general category L*) and
-the numbers (N*) as runs: how many code points to skip from the end of the run before, then how many
-belong to the class. The tables in llm.h were made with Unicode 14.0.0 (Python 3.11); a newer Python
-knows a few more scripts and gives longer ones.
+The tables stand between the two marker lines below:
+
+    letters, numbers   general categories L* and N*, as runs: how many code points to skip from the end of the run
+                       before, then how many belong to the class
+    combining          canonical combining classes other than 0, as runs of three: skip, count, class
+    decompositions     triples: the step from the code point before (negative where NFC never composes the
+                       pair again), then the one or two code points it stands for (0: there is no second)
+
+The tables in llm.h are those of Unicode 16, which Hugging Face's tokenizers use today. Python's unicodedata is as old
+as the Python; the package unicodedata2 (pip install unicodedata2==16.0.0) has the version that its name says.
 """
 import os
 import sys
 import textwrap
-import unicodedata
+
+try:
+    import unicodedata2 as unicodedata
+except ImportError:
+    import unicodedata
 
 BEGIN = "/* BEGIN tables made by tests/unicode_tables.py"
 END = "/* END tables made by tests/unicode_tables.py */"
@@ -28,18 +38,46 @@ def runs(category):
         elif not inside and start is not None:
             out += [start - end, c - start]
             start, end = None, c
-    assert max(out) < 65536
     return out
 
 
+def combining():
+    out, end, start, now = [], 0, 0, 0
+    for c in range(0x110000 + 1):
+        value = unicodedata.combining(chr(c)) if c < 0x110000 else 0
+        if value != now:
+            if now:
+                out += [start - end, c - start, now]
+                end = c
+            now, start = value, c
+    return out
+
+
+def decompositions():
+    out, last = [], 0
+    for c in range(0x110000):
+        fields = unicodedata.decomposition(chr(c)).split()
+        if not fields or fields[0].startswith("<"):
+            continue
+        parts = [int(x, 16) for x in fields] + [0]
+        again = unicodedata.normalize("NFC", unicodedata.normalize("NFD", chr(c))) == chr(c)
+        out += [c - last if again or not parts[1] else last - c, parts[0], parts[1]]
+        last = c
+    return out
+
+
+def array(kind, name, values):
+    assert kind != "uint16_t" or max(values) < 65536
+    lines = textwrap.wrap(", ".join(map(str, values)), 112)
+    lines = [line.replace(", ", ",") for line in lines]
+    return "static const %s llm__%s[] = {\n    %s};\n" % (kind, name, "\n    ".join(lines))
+
+
 def table():
-    text = "%s, Unicode %s */\n" % (BEGIN, unicodedata.unidata_version)
-    for name, category in (("letters", "L"), ("numbers", "N")):
-        values = ",".join(map(str, runs(category)))
-        lines = textwrap.wrap(values.replace(",", ", "), 112)
-        lines = [line.replace(", ", ",") for line in lines]
-        text += "static const uint16_t llm__%s[] = {\n    %s};\n" % (name, "\n    ".join(lines))
-    return text + END + "\n"
+    return ("%s, Unicode %s */\n" % (BEGIN, unicodedata.unidata_version)
+            + array("uint16_t", "letters", runs("L")) + array("uint16_t", "numbers", runs("N"))
+            + array("uint16_t", "combining", combining()) + array("int32_t", "decompositions", decompositions())
+            + END + "\n")
 
 
 def main():
