@@ -2072,7 +2072,7 @@ void llm_writer_abandon(llm_writer *w) {
  *     "gpt2"   byte-level BPE. The text is first split into words (a row of llm__splits), and no token
  *              reaches over a word's end. The smallest pieces are bytes. Best is the pair that stands
  *              first in the file's list of merges. The file spells bytes as printable letters (a space
- *              is U+0120), see llm__spell_byte.
+ *              is U+0120), see llm__spell_byte. GPT-2, Llama 3 and Qwen differ in how they split.
  *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). The text is not
  *              split. The smallest pieces are characters; a space is U+2581, and one is put in front of
  *              the text. Best is the pair whose joined text is the token of the highest score. A
@@ -2475,7 +2475,9 @@ static const int32_t llm__decompositions[] = {
 /* END tables made by tests/unicode_tables.py */
 enum {
     LLM__N_LETTERS = sizeof llm__letters / sizeof *llm__letters,
-    LLM__N_NUMBERS = sizeof llm__numbers / sizeof *llm__numbers
+    LLM__N_NUMBERS = sizeof llm__numbers / sizeof *llm__numbers,
+    LLM__N_COMBINING = sizeof llm__combining / sizeof *llm__combining / 3,
+    LLM__N_DECOMPOSITIONS = sizeof llm__decompositions / sizeof *llm__decompositions / 3
 };
 
 /* Is c in the class whose borders (first inside, first outside, first inside, ...) these are? */
@@ -2496,13 +2498,201 @@ static bool llm__is_space(uint32_t c) {
            c == 0x3000;
 }
 
+/* ---- Normal form C --------------------------------------------------------------------------
+ * Unicode can write an e with an accent as one character, or as an e and an accent behind it; and two accents
+ * in either order. Some tokenizers (Qwen's) first bring a text into the form in which all that can be composed is,
+ * and accents stand in a fixed order: "NFC", Unicode Standard Annex 15. Most text is in it already. Characters
+ * that never change and never join with the one before are stable; only a stretch of others, with the stable one
+ * before it, has to be taken apart, sorted and put together again. */
+
+enum { /* Korean syllables are composed by arithmetic: leading consonant, vowel, trailing consonant */
+    LLM__HANGUL = 0xAC00, LLM__HANGUL_L = 0x1100, LLM__HANGUL_V = 0x1161, LLM__HANGUL_T = 0x11A7,
+    LLM__HANGUL_N_L = 19, LLM__HANGUL_N_V = 21, LLM__HANGUL_N_T = 28
+};
+
+typedef struct llm__decomposition {
+    uint32_t whole, first, second; /* second 0: a mere synonym of the first */
+} llm__decomposition;
+
+typedef struct llm__normalizer { /* the tables, unpacked */
+    llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* sorted by whole */
+    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* sorted by first, then second */
+    int n_together;
+    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of the runs of combining characters */
+    uint8_t mark_classes[LLM__N_COMBINING];
+    uint8_t unstable[0x110000 / 8];                     /* a bit for each code point */
+} llm__normalizer;
+
+static int llm__compare_together(const void *a, const void *b) {
+    const llm__decomposition *x = (const llm__decomposition *)a, *y = (const llm__decomposition *)b;
+    if (x->first != y->first) return x->first < y->first ? -1 : 1;
+    return (x->second > y->second) - (x->second < y->second);
+}
+
+static void llm__set_unstable(llm__normalizer *n, uint32_t begin, uint32_t end) {
+    for (uint32_t c = begin; c < end; c++) n->unstable[c / 8] |= (uint8_t)(1u << c % 8);
+}
+
+static llm__normalizer *llm__normalizer_create(llm_error *err) {
+    llm__normalizer *n = (llm__normalizer *)llm__new(1, sizeof *n, "the tables of Unicode's NFC", err);
+    if (!n) return NULL;
+    uint32_t c = 0;
+    for (int i = 0; i < LLM__N_COMBINING; i++) {
+        n->marks[2 * i] = c += llm__combining[3 * i];
+        n->marks[2 * i + 1] = c += llm__combining[3 * i + 1];
+        n->mark_classes[i] = (uint8_t)llm__combining[3 * i + 2];
+        llm__set_unstable(n, n->marks[2 * i], c);
+    }
+    c = 0;
+    for (int i = 0; i < LLM__N_DECOMPOSITIONS; i++) {
+        int32_t step = llm__decompositions[3 * i], first = llm__decompositions[3 * i + 1],
+                second = llm__decompositions[3 * i + 2];
+        c += (uint32_t)(step < 0 ? -step : step);
+        llm__decomposition d = {c, (uint32_t)first, (uint32_t)second};
+        n->apart[i] = d;
+        if (step > 0 && second) n->together[n->n_together++] = d;
+        uint32_t changes = step > 0 && second ? d.second : c; /* the second may join a first; or c itself never stays */
+        llm__set_unstable(n, changes, changes + 1);
+    }
+    llm__set_unstable(n, LLM__HANGUL_V, LLM__HANGUL_V + LLM__HANGUL_N_V);
+    llm__set_unstable(n, LLM__HANGUL_T + 1, LLM__HANGUL_T + LLM__HANGUL_N_T);
+    qsort(n->together, (size_t)n->n_together, sizeof *n->together, llm__compare_together);
+    return n;
+}
+
+static bool llm__is_stable(const llm__normalizer *n, uint32_t c) {
+    return c < 0x300 || c >= LLM__UTF8_INVALID || !(n->unstable[c / 8] >> c % 8 & 1);
+}
+
+/* A character and its combining class in one number */
+static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
+    int low = 0, high = 2 * LLM__N_COMBINING;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (n->marks[middle] <= c) low = middle + 1;
+        else high = middle;
+    }
+    return low & 1 ? c | (uint32_t)n->mark_classes[low / 2] << 24 : c;
+}
+
+typedef struct llm__codes { /* characters with their classes, and as much room again to sort them */
+    uint32_t *data;
+    int64_t n, capacity;
+} llm__codes;
+
+static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
+    void *grown = llm__grow(codes->data, 2 * codes->n + 1, &codes->capacity, sizeof *codes->data, "text in NFC", err);
+    if (!grown) return false;
+    codes->data = (uint32_t *)grown;
+    codes->data[codes->n++] = llm__with_class(n, c);
+    return true;
+}
+
+/* The parts of c, of which the first may have parts itself (in Unicode four levels at the most). */
+static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
+    uint32_t syllable = c - LLM__HANGUL, per_lead = LLM__HANGUL_N_V * LLM__HANGUL_N_T;
+    if (syllable < LLM__HANGUL_N_L * per_lead) {
+        uint32_t tail = syllable % LLM__HANGUL_N_T;
+        return llm__add_code(n, codes, LLM__HANGUL_L + syllable / per_lead, err) &&
+               llm__add_code(n, codes, LLM__HANGUL_V + syllable % per_lead / LLM__HANGUL_N_T, err) &&
+               (!tail || llm__add_code(n, codes, LLM__HANGUL_T + tail, err));
+    }
+    int low = 0, high = LLM__N_DECOMPOSITIONS;
+    while (low < high) {
+        int middle = (low + high) / 2;
+        if (n->apart[middle].whole < c) low = middle + 1;
+        else high = middle;
+    }
+    if (low == LLM__N_DECOMPOSITIONS || n->apart[low].whole != c) return llm__add_code(n, codes, c, err);
+    return llm__add_decomposed(n, codes, n->apart[low].first, err) &&
+           (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
+}
+
+/* Accents (characters of a class above 0) that stand together are sorted by class; equals keep their order. */
+static void llm__sort_marks(llm__codes *codes) {
+    uint32_t *data = codes->data, *room = data + codes->n;
+    for (int64_t begin = 0, end; begin < codes->n; begin = end + 1) {
+        int64_t counts[257] = {0};
+        for (end = begin; end < codes->n && data[end] >> 24; end++) room[end - begin] = data[end];
+        if (end - begin < 2) continue;
+        for (int64_t i = 0; i < end - begin; i++) counts[(room[i] >> 24) + 1]++;
+        for (int class_ = 0; class_ < 256; class_++) counts[class_ + 1] += counts[class_];
+        for (int64_t i = 0; i < end - begin; i++) data[begin + counts[room[i] >> 24]++] = room[i];
+    }
+}
+
+/* The character that two make; 0: none. */
+static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t second) {
+    uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V, tail = second - LLM__HANGUL_T;
+    if (lead < LLM__HANGUL_N_L && vowel < LLM__HANGUL_N_V)
+        return LLM__HANGUL + (lead * LLM__HANGUL_N_V + vowel) * LLM__HANGUL_N_T;
+    uint32_t syllable = first - LLM__HANGUL;
+    if (syllable < LLM__HANGUL_N_L * LLM__HANGUL_N_V * LLM__HANGUL_N_T && syllable % LLM__HANGUL_N_T == 0 &&
+        tail > 0 && tail < LLM__HANGUL_N_T)
+        return first + tail;
+    llm__decomposition wanted = {0, first, second};
+    const llm__decomposition *found = (const llm__decomposition *)bsearch(
+        &wanted, n->together, (size_t)n->n_together, sizeof wanted, llm__compare_together);
+    return found ? found->whole : 0;
+}
+
+/* Each character joins the last one of class 0 before it, unless one between them is of the same or a higher class. */
+static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
+    int64_t starter = -1, kept = 0;
+    uint32_t last = 0;
+    for (int64_t i = 0; i < codes->n; i++) {
+        uint32_t class_ = codes->data[i] >> 24, whole = 0;
+        if (starter >= 0 && (!last || last < class_))
+            whole = llm__composed(n, codes->data[starter], codes->data[i] & 0xFFFFFF);
+        if (whole) {
+            codes->data[starter] = whole;
+            continue;
+        }
+        if (!class_) starter = kept;
+        last = class_;
+        codes->data[kept++] = codes->data[i];
+    }
+    codes->n = kept;
+}
+
+/* Append the text in NFC to `out`. Bytes that are no UTF-8 stay as they are. */
+static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length, llm__codes *codes,
+                           llm__bytes *out, llm_error *err) {
+    size_t copied = 0, before = 0; /* text[before .. at): the stable character before, if any */
+    for (size_t at = 0, bytes; at < length;) {
+        uint32_t c = text[at];
+        bytes = c < 0x80 ? 1 : llm__utf8(text + at, length - at, &c);
+        if (llm__is_stable(n, c)) {
+            before = c < LLM__UTF8_INVALID ? at : at + bytes;
+            at += bytes;
+            continue;
+        }
+        codes->n = 0;
+        if (!llm__append(out, text + copied, before - copied, err)) return false;
+        while (before < length) {
+            bytes = llm__utf8(text + before, length - before, &c);
+            if (before >= at && llm__is_stable(n, c)) break;
+            if (!llm__add_decomposed(n, codes, c, err)) return false;
+            before += bytes;
+        }
+        copied = at = before;
+        llm__sort_marks(codes);
+        llm__compose(n, codes);
+        for (int64_t i = 0; i < codes->n; i++) {
+            char utf8[4];
+            if (!llm__append(out, utf8, llm__put_utf8(codes->data[i] & 0xFFFFFF, utf8), err)) return false;
+        }
+    }
+    return llm__append(out, text + copied, length - copied, err);
+}
+
 /* ---- The vocabulary ----------------------------------------------------------------------- */
 
 enum { /* kinds of token, in GGUF's numbers */
     LLM__TOKEN_NORMAL = 1, LLM__TOKEN_UNKNOWN, LLM__TOKEN_CONTROL, LLM__TOKEN_USER, LLM__TOKEN_UNUSED,
     LLM__TOKEN_BYTE
 };
-enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2 };
+enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2, LLM__MARK_STRIP_LEFT = 4, LLM__MARK_STRIP_RIGHT = 8 };
 
 typedef struct llm__merge_rule { /* an entry of the hash table of merges */
     uint64_t pair;   /* left id << 32 | right id */
@@ -2513,24 +2703,38 @@ typedef struct llm__merge_rule { /* an entry of the hash table of merges */
 /* Length of the first word of a text of n >= 1 bytes. */
 typedef size_t (*llm__splitter)(const llm_tokenizer *t, const uint8_t *text, size_t n);
 
+typedef enum llm__prefix { /* where a space is put in front of text that has no byte-level vocabulary */
+    LLM__PREFIX_NONE,
+    LLM__PREFIX_START,   /* at the beginning, and after a control token */
+    LLM__PREFIX_STRETCH, /* of every stretch between special tokens */
+    LLM__PREFIX_FIRST,   /* at the beginning, unless a space is there */
+    LLM__PREFIX_EACH     /* of every stretch that does not begin with one */
+} llm__prefix;
+
 struct llm_tokenizer {
-    const llm_file *file;
+    const char *name;          /* of the file, for errors */
+    const llm_file *file;      /* what the texts lie in: a GGUF file, ... */
+    llm__json json;            /* ... or a tokenizer.json, which also holds the name */
     int32_t size;
-    bool sentencepiece;        /* "llama"; else "gpt2" */
+    bool byte_level;           /* the vocabulary spells bytes as letters ("gpt2"); else a space is U+2581 ("llama") */
     llm_string *texts;         /* (size) as the file stores them */
     uint8_t *kinds, *marks;    /* (size) */
-    float *scores;             /* (size), "llama" only */
+    float *scores;             /* (size) NULL where there are merges */
     size_t longest;            /* bytes of the longest text */
     int32_t *ids;              /* (ids_mask + 1) hash table of texts: id + 1, 0 where free */
     uint64_t ids_mask;
-    llm__merge_rule *merges;   /* (merges_mask + 1) hash table of pairs, "gpt2" only */
+    llm__merge_rule *merges;   /* (merges_mask + 1) hash table of pairs, or NULL */
     uint64_t merges_mask;
     uint64_t seed;             /* of both tables, so that no file can be made to collide in them */
     int32_t bytes[256];        /* token of each byte; -1: none */
-    int16_t spelled[324];      /* "gpt2": the byte that a letter stands for; -1: none */
+    int16_t spelled[324];      /* byte_level: the byte that a letter stands for; -1: none */
     llm__splitter split;
+    llm__normalizer *normalizer; /* NULL: the text is taken as it is */
+    bool ignores_merges;       /* a word that is a token is that token, whatever its merges would make of it */
+    bool fuses_unknown;        /* neighbours without a token are one unknown token */
     int32_t bos, eos, unknown; /* -1: none */
-    bool adds_bos, adds_space;
+    bool adds_bos, drops_space; /* in front; when decoding */
+    llm__prefix prefix;
     /* the special tokens to look for, sorted by text: [0] user-defined ones alone, [1] all */
     const llm_string **specials[2];
     int64_t n_specials[2];
@@ -2540,7 +2744,7 @@ struct llm_tokenizer {
 
 static bool llm__tokenizer_error(const llm_tokenizer *t, llm_error *err, llm_status status,
                                  const char *what) {
-    return llm__fail(err, status, "%s: %s", llm_file_path(t->file), what);
+    return llm__fail(err, status, "%s: %s", t->name, what);
 }
 
 /* FNV-1a; may be continued over several pieces, and wants llm__mix at the end. */
@@ -2591,7 +2795,7 @@ static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
                                     "there is no vocabulary (tokenizer.ggml.tokens, an array of strings)");
     if (!tokens->count || tokens->count > INT32_MAX / 2)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: a vocabulary of %llu tokens is impossible",
-                         llm_file_path(t->file), (unsigned long long)tokens->count);
+                         t->name, (unsigned long long)tokens->count);
     uint64_t slots = llm__table_size(tokens->count);
     t->size = (int32_t)tokens->count;
     t->ids_mask = slots - 1;
@@ -2626,7 +2830,7 @@ static int llm__parse_byte(llm_string s) {
 
 static bool llm__wrong_length(const llm_tokenizer *t, const char *key, const llm_value *value,
                               llm_error *err) {
-    return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s has %llu elements for %d tokens", llm_file_path(t->file),
+    return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s has %llu elements for %d tokens", t->name,
                      key, (unsigned long long)value->count, (int)t->size);
 }
 
@@ -2639,7 +2843,7 @@ static bool llm__load_kinds(llm_tokenizer *t, llm_error *err) {
     if (!t->marks) return false;
     for (int32_t id = 0; id < t->size; id++) {
         int64_t kind = LLM__TOKEN_NORMAL;
-        int byte = t->sentencepiece ? llm__parse_byte(t->texts[id]) : -1;
+        int byte = t->byte_level ? -1 : llm__parse_byte(t->texts[id]);
         if (kinds && !llm_value_i64(kinds, (uint64_t)id, &kind))
             return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
                                         "tokenizer.ggml.token_type is not an array of whole numbers");
@@ -2664,7 +2868,7 @@ static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
         double score;
         if (!llm_value_f64(scores, (uint64_t)id, &score) || !(score == score))
             return llm__fail(err, LLM_ERROR_FORMAT, "%s: the score of token %d is not a number",
-                             llm_file_path(t->file), (int)id);
+                             t->name, (int)id);
         t->scores[id] = (float)score;
     }
     return true;
@@ -2741,7 +2945,7 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     if (!value) return true;
     if (!llm_value_u64(value, 0, &number) || number >= (uint64_t)t->size)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s is not the id of one of the %d tokens",
-                         llm_file_path(t->file), key, (int)t->size);
+                         t->name, key, (int)t->size);
     *id = (int32_t)number;
     return true;
 }
@@ -2757,7 +2961,7 @@ static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
 static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     static const char *const spellings[] = {"<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",    "<|eom_id|>",
                                             "<|im_end|>",    "<|end|>",         "<end_of_turn>", "</s>"};
-    bool sp = t->sentencepiece;
+    bool sp = !t->byte_level;
     int32_t eot, eom;
     if (!llm__load_named(t, "tokenizer.ggml.bos_token_id", sp ? 1 : -1, LLM__TOKEN_CONTROL, &t->bos, err) ||
         !llm__load_named(t, "tokenizer.ggml.eos_token_id", sp ? 2 : -1, LLM__TOKEN_CONTROL, &t->eos, err) ||
@@ -2827,57 +3031,182 @@ static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, siz
     return llm__is_space(c) ? LLM__CLASS_SPACE : LLM__CLASS_OTHER;
 }
 
+static size_t llm__space_run(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *last) {
+    size_t at = 0, length;
+    while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
+        *last = at; /* where the last white space begins */
+        at += length;
+    }
+    return at;
+}
+
+/* The length of a run of characters of one class. */
+static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const uint8_t *text, size_t n) {
+    size_t at = 0, length;
+    while (at < n && llm__classify(t, text + at, n - at, &length) == class_) at += length;
+    return at;
+}
+
 /* GPT-2's rule, as its authors wrote it:
  *     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
  * In words: an English ending; else letters, or numbers, or other characters, with a space in front if
- * there is one; else white space, of which the last is left to the next word. */
-static size_t llm__split_gpt2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+ * there is one; else white space, of which the last is left to the next word. Where digits stand alone, each is
+ * a word of its own, and the text between two of them is split as if it were all there is. */
+static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n, bool digits_alone) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     for (size_t i = 0; text[0] == '\'' && i < sizeof endings / sizeof *endings; i++) {
         size_t length = strlen(endings[i]);
         if (length <= n && !memcmp(text, endings[i], length)) return length;
     }
-    size_t at = text[0] == ' ' && n > 1, length; /* `at`: past that one space */
-    llm__class first = llm__classify(t, text + at, n - at, &length);
-    if (first != LLM__CLASS_SPACE) {
-        do at += length;
-        while (at < n && llm__classify(t, text + at, n - at, &length) == first);
+    size_t space = text[0] == ' ' && n > 1, length, last = 0;
+    llm__class first = llm__classify(t, text + space, n - space, &length);
+    if (digits_alone && first == LLM__CLASS_NUMBER) return space ? 1 : length;
+    if (first != LLM__CLASS_SPACE) return space + llm__class_run(t, first, text + space, n - space);
+    size_t run = llm__space_run(t, text, n, &last);
+    if (run == n || !last) return run;
+    return digits_alone && llm__classify(t, text + run, n - run, &length) == LLM__CLASS_NUMBER ? run : last;
+}
+
+static size_t llm__split_gpt2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    return llm__gpt2_word(t, text, n, false);
+}
+
+static size_t llm__split_digits_gpt2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    return llm__gpt2_word(t, text, n, true);
+}
+
+/* An English ending whatever its case; "\u017F" is an s too. Its length, or 0. */
+static size_t llm__english_ending(const uint8_t *text, size_t n) {
+    if (n < 2 || text[0] != '\'') return 0;
+    if (n > 2 && text[1] == 0xC5 && text[2] == 0xBF) return 3;
+    int a = text[1] | 0x20, b = n > 2 ? text[2] | 0x20 : 0;
+    if (text[1] >= 0x80) return 0;
+    if (a == 's' || a == 't' || a == 'm' || a == 'd') return 2;
+    return (b == 'e' && (a == 'r' || a == 'v')) || (a == 'l' && b == 'l') ? 3 : 0;
+}
+
+/* Llama 3's and Qwen's rule:
+ *     (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
+ * with {1,3} or without. In words: letters may have any one character in front that is no letter, number or end
+ * of line; numbers are cut into threes, or ones, from the left; other characters take the ends of line behind them; and white
+ * space ends at its last end of line. */
+static size_t llm__llama3_word(const llm_tokenizer *t, const uint8_t *text, size_t n, int digits) {
+    size_t length, next, last = 0, ending = llm__english_ending(text, n);
+    if (ending) return ending;
+    llm__class first = llm__classify(t, text, n, &length);
+    bool line_end = text[0] == '\r' || text[0] == '\n';
+    if (first == LLM__CLASS_LETTER) return llm__class_run(t, first, text, n);
+    if (first == LLM__CLASS_NUMBER) {
+        size_t at = length;
+        while (--digits && at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_NUMBER) at += length;
         return at;
     }
-    size_t last = 0; /* where the last white space begins */
-    at = 0;
-    while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
-        last = at;
-        at += length;
+    llm__class second = length < n ? llm__classify(t, text + length, n - length, &next) : LLM__CLASS_SPACE;
+    if (second == LLM__CLASS_LETTER && !line_end) return length + llm__class_run(t, second, text + length, n - length);
+    if (first == LLM__CLASS_OTHER || (text[0] == ' ' && second == LLM__CLASS_OTHER)) {
+        size_t at = text[0] == ' ';
+        at += llm__class_run(t, LLM__CLASS_OTHER, text + at, n - at);
+        while (at < n && (text[at] == '\r' || text[at] == '\n')) at++;
+        return at;
     }
-    return at == n || !last ? at : last;
+    size_t run = llm__space_run(t, text, n, &last);
+    for (size_t i = run; i > 0; i--)
+        if (text[i - 1] == '\r' || text[i - 1] == '\n') return i;
+    return run == n || !last ? run : last;
+}
+
+static size_t llm__split_llama3(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    return llm__llama3_word(t, text, n, 3);
+}
+
+static size_t llm__split_qwen2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    return llm__llama3_word(t, text, n, 1);
+}
+
+/* A control token, or one that stands for a byte, is never made out of text. */
+static bool llm__is_piece(const llm_tokenizer *t, int32_t id) {
+    return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN && t->kinds[id] != LLM__TOKEN_BYTE;
+}
+
+/* SentencePiece does not split. But where no token has a U+2581 behind another character, nothing can be merged
+ * over such a place; so the words between can be taken one by one, with the same result. */
+static const uint8_t *llm__next_space(const uint8_t *text, size_t n) {
+    for (const uint8_t *p = text, *end = text + n; (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
+        if (end - p >= 3 && p[1] == 0x96 && p[2] == 0x81) return p;
+    return text + n;
+}
+
+static size_t llm__split_spaces(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    size_t at = 0;
+    (void)t;
+    while (n - at >= 3 && !memcmp(text + at, "\xE2\x96\x81", 3)) at += 3;
+    return (size_t)(llm__next_space(text + at, n - at) - text);
+}
+
+static size_t llm__split_nothing(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    (void)t;
+    (void)text;
+    return n;
+}
+
+static bool llm__joins_spaces(const llm_tokenizer *t) {
+    for (int32_t id = 0; id < t->size; id++) {
+        const uint8_t *text = (const uint8_t *)t->texts[id].data;
+        size_t n = t->texts[id].length;
+        if (llm__is_piece(t, id) && n && llm__split_spaces(t, text, n) != n) return true;
+    }
+    return false;
 }
 
 static const struct llm__split {
-    const char *name; /* the value of tokenizer.ggml.pre */
+    const char *name;           /* the value of tokenizer.ggml.pre */
     llm__splitter split;
+    bool composes;              /* the text is brought into NFC */
+    bool ignores_merges, adds_bos;
 } llm__splits[] = {
-    {"default", llm__split_gpt2},
-    {"gpt-2", llm__split_gpt2},
-    {"gpt2", llm__split_gpt2},
+    {"gpt-2", llm__split_gpt2, false, false, false},
+    {"gpt2", llm__split_gpt2, false, false, false},
+    {"default", llm__split_gpt2, false, false, false},
+    {"phi-2", llm__split_gpt2, false, false, false},
+    {"olmo", llm__split_gpt2, false, false, false},
+    {"mpt", llm__split_gpt2, false, false, false},
+    {"smollm", llm__split_digits_gpt2, false, false, false},
+    {"starcoder", llm__split_digits_gpt2, false, false, false},
+    {"refact", llm__split_digits_gpt2, false, false, false},
+    {"command-r", llm__split_digits_gpt2, false, false, false},
+    {"codeshell", llm__split_digits_gpt2, false, false, false},
+    {"llama-bpe", llm__split_llama3, false, true, true},
+    {"llama3", llm__split_llama3, false, true, true},
+    {"llama-v3", llm__split_llama3, false, true, true},
+    {"falcon3", llm__split_llama3, false, true, true},
+    {"dbrx", llm__split_llama3, false, false, false},
+    {"smaug-bpe", llm__split_llama3, false, false, false},
+    {"qwen2", llm__split_qwen2, true, false, false},
+    {"deepseek-r1-qwen", llm__split_qwen2, true, false, false},
 };
 
 static bool llm__load_split(llm_tokenizer *t, llm_error *err) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
     llm_string name = llm__string("default");
-    char known[200] = "";
+    char known[300] = "";
     size_t cursor = 0;
     if (value && !llm_value_string(value, &cursor, &name))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
-        if (llm__is_text(name, llm__splits[i].name)) return t->split = llm__splits[i].split, true;
+        const struct llm__split *rule = &llm__splits[i];
+        if (llm__is_text(name, rule->name)) {
+            t->split = rule->split;
+            t->ignores_merges = rule->ignores_merges;
+            t->adds_bos = rule->adds_bos;
+            return !rule->composes || (t->normalizer = llm__normalizer_create(err)) != NULL;
+        }
         size_t used = strlen(known);
-        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", llm__splits[i].name);
+        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", rule->name);
     }
     return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                      "%s: the tokenizer splits words by the rule '%s', which is not supported; "
                      "supported are %s",
-                     llm_file_path(t->file), llm__show(name).text, known);
+                     t->name, llm__show(name).text, known);
 }
 
 static bool llm__load_model(llm_tokenizer *t, llm_error *err) {
@@ -2886,25 +3215,40 @@ static bool llm__load_model(llm_tokenizer *t, llm_error *err) {
     if (!llm_value_string(llm_file_find(t->file, "tokenizer.ggml.model"), &cursor, &model))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
                                     "there is no tokenizer (tokenizer.ggml.model) in this file");
-    t->sentencepiece = llm__is_text(model, "llama");
-    if (t->sentencepiece || llm__is_text(model, "gpt2")) return true;
+    t->byte_level = llm__is_text(model, "gpt2");
+    if (t->byte_level || llm__is_text(model, "llama")) return true;
     return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                      "%s: the tokenizer is of the kind '%s', which is not supported; supported are "
                      "gpt2 (byte-level BPE) and llama (SentencePiece BPE)",
-                     llm_file_path(t->file), llm__show(model).text);
+                     t->name, llm__show(model).text);
 }
 
 static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
     if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
-    if (t->sentencepiece) {
-        if (!llm__load_scores(t, err)) return false;
-    } else {
+    if (t->byte_level) {
         llm__load_bytes(t);
         if (!llm__load_split(t, err) || !llm__load_merges(t, err)) return false;
+    } else {
+        if (!llm__load_scores(t, err)) return false;
+        t->split = llm__joins_spaces(t) ? llm__split_nothing : llm__split_spaces;
+        t->adds_bos = true;
+        if (llm__flag(t, "tokenizer.ggml.add_space_prefix", true)) t->prefix = LLM__PREFIX_START;
+        t->drops_space = t->prefix != LLM__PREFIX_NONE;
     }
-    t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->sentencepiece);
-    t->adds_space = t->sentencepiece && llm__flag(t, "tokenizer.ggml.add_space_prefix", true);
+    t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->adds_bos);
     return llm__load_ends(t, err) && llm__load_specials(t, false, err) && llm__load_specials(t, true, err);
+}
+
+static llm_tokenizer *llm__tokenizer_new(const char *name, llm_error *err) {
+    llm_tokenizer *t = (llm_tokenizer *)llm__new(1, sizeof *t, "a tokenizer", err);
+    if (!t) return NULL;
+    t->name = name;
+    t->bos = t->eos = t->unknown = -1;
+    t->seed = llm__mix((uint64_t)(uintptr_t)t ^ (uint64_t)(llm_seconds() * 1e9));
+    for (int i = 0; i < 256; i++) t->bytes[i] = -1;
+    for (uint32_t i = 0, border = 0; i < LLM__N_LETTERS; i++) t->letters[i] = border += llm__letters[i];
+    for (uint32_t i = 0, border = 0; i < LLM__N_NUMBERS; i++) t->numbers[i] = border += llm__numbers[i];
+    return t;
 }
 
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
@@ -2912,13 +3256,9 @@ llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
     if (!file)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenizer_create: no file was given"),
                (llm_tokenizer *)NULL;
-    llm_tokenizer *t = (llm_tokenizer *)llm__new(1, sizeof *t, "a tokenizer", err);
+    llm_tokenizer *t = llm__tokenizer_new(llm_file_path(file), err);
     if (!t) return NULL;
     t->file = file;
-    t->seed = llm__mix((uint64_t)(uintptr_t)t ^ (uint64_t)(llm_seconds() * 1e9));
-    for (int i = 0; i < 256; i++) t->bytes[i] = -1;
-    for (uint32_t i = 0, border = 0; i < LLM__N_LETTERS; i++) t->letters[i] = border += llm__letters[i];
-    for (uint32_t i = 0, border = 0; i < LLM__N_NUMBERS; i++) t->numbers[i] = border += llm__numbers[i];
     if (llm__load_tokenizer(t, err)) return t;
     llm_tokenizer_free(t);
     return NULL;
@@ -2926,6 +3266,8 @@ llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
 
 void llm_tokenizer_free(llm_tokenizer *t) {
     if (!t) return;
+    llm__json_free(&t->json);
+    LLM_FREE(t->normalizer);
     LLM_FREE(t->texts);
     LLM_FREE(t->kinds);
     LLM_FREE(t->marks);
@@ -2968,6 +3310,12 @@ typedef struct llm__candidate { /* two neighbours that make a token */
     int32_t result;          /* the token they make */
 } llm__candidate;
 
+typedef struct llm__known_word { /* a word of this text, and its tokens */
+    uint8_t length, n_ids;   /* length 0: the entry is free */
+    char text[30];
+    int32_t ids[8];
+} llm__known_word;
+
 typedef struct llm__tokenizing { /* one call of llm_tokenize */
     const llm_tokenizer *t;
     const uint8_t *word;     /* what is being merged */
@@ -2975,7 +3323,11 @@ typedef struct llm__tokenizing { /* one call of llm_tokenize */
     int64_t n_symbols, symbol_capacity;
     llm__candidate *heap;    /* a binary heap: the children of entry i are 2i + 1 and 2i + 2 */
     int64_t n_heap, heap_capacity;
-    llm__bytes escaped;      /* "llama": text with U+2581 for spaces */
+    llm__bytes normal;       /* text in NFC */
+    llm__bytes escaped;      /* text with a space in front, and U+2581 for spaces */
+    llm__codes codes;
+    llm__known_word *known;  /* (known_mask + 1) words that came before: most of a text repeats itself */
+    uint64_t known_mask;
     int32_t *ids;            /* (capacity) of the caller */
     int64_t n_ids, capacity;
     llm_error *err;
@@ -3015,13 +3367,10 @@ static llm__candidate llm__heap_pop(llm__tokenizing *z) {
     return best;
 }
 
-/* SentencePiece never makes a control token, or one that stands for a byte, out of text. */
 static int32_t llm__find_piece(const llm_tokenizer *t, const uint8_t *text, int32_t length) {
     llm_string s = {(const char *)text, (size_t)length};
     int32_t id = s.length <= t->longest ? llm__find_token(t, s, llm__string("")) : -1;
-    bool usable = id >= 0 && t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN &&
-                  t->kinds[id] != LLM__TOKEN_BYTE;
-    return usable ? id : -1;
+    return id >= 0 && llm__is_piece(t, id) ? id : -1;
 }
 
 /* If this symbol and the next make a token, remember them. */
@@ -3030,7 +3379,7 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     if (left < 0 || z->symbols[left].next < 0) return true;
     const llm__symbol *a = &z->symbols[left], *b = &z->symbols[a->next];
     llm__candidate c = {0, left, a->length + b->length, -1};
-    if (t->sentencepiece) {
+    if (t->scores) {
         c.result = llm__find_piece(t, z->word + a->start, c.length);
         if (c.result >= 0) c.cost = -(double)t->scores[c.result];
     } else if (a->id >= 0 && b->id >= 0) {
@@ -3075,66 +3424,133 @@ static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int
     return true;
 }
 
-/* Text that no token covers, byte by byte; or one unknown token for all of it. */
-static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length) {
+/* Text that no token covers, byte by byte; or one unknown token for all of it. *unknown: was it so for the text
+ * before, and for this? */
+static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length, bool *unknown) {
     const llm_tokenizer *t = z->t;
-    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->sentencepiece) { /* a space */
+    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* a space */
         text = (const uint8_t *)" ";
         length = 1;
     }
     for (int32_t i = 0; i < length; i++) {
         if (t->bytes[text[i]] >= 0) continue;
-        if (t->unknown >= 0) return llm__emit(z, t->unknown), true;
+        if (t->unknown >= 0) {
+            if (!*unknown || !t->fuses_unknown) llm__emit(z, t->unknown);
+            return *unknown = true;
+        }
         return llm__fail(z->err, LLM_ERROR_UNSUPPORTED,
                          "%s: the vocabulary has no token for the byte 0x%02X, and none for the unknown",
-                         llm_file_path(t->file), text[i]);
+                         t->name, text[i]);
     }
     for (int32_t i = 0; i < length; i++) llm__emit(z, t->bytes[text[i]]);
+    *unknown = false;
     return true;
 }
 
 static bool llm__emit_symbols(llm__tokenizing *z) {
+    bool unknown = false;
     for (int32_t i = z->n_symbols ? 0 : -1; i >= 0; i = z->symbols[i].next) {
         const llm__symbol *symbol = &z->symbols[i];
-        if (symbol->id >= 0) llm__emit(z, symbol->id);
-        else if (!llm__emit_bytes(z, z->word + symbol->start, symbol->length)) return false;
+        if (symbol->id < 0) {
+            if (!llm__emit_bytes(z, z->word + symbol->start, symbol->length, &unknown)) return false;
+            continue;
+        }
+        llm__emit(z, symbol->id);
+        unknown = false;
     }
     return true;
+}
+
+/* The smallest pieces: bytes, or characters. */
+static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
+    const llm_tokenizer *t = z->t;
+    z->n_symbols = 0;
+    for (size_t at = 0, length; at < n; at += length) {
+        uint32_t code = 0;
+        length = t->byte_level ? 1 : llm__utf8(z->word + at, n - at, &code);
+        if (code >= LLM__UTF8_INVALID) length = 1;
+        int32_t id = t->byte_level            ? t->bytes[z->word[at]]
+                     : code < LLM__UTF8_INVALID ? llm__find_piece(t, z->word + at, (int32_t)length)
+                                                : -1;
+        if (!llm__add_symbol(z, at, length, id)) return false;
+    }
+    return true;
+}
+
+/* The token that is this word as a whole; -1: none. */
+static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_t n) {
+    char spelled[512];
+    if (n > t->longest || n > sizeof spelled / 2) return -1;
+    if (!t->byte_level) return llm__find_piece(t, word, (int32_t)n);
+    size_t length = 0;
+    for (size_t i = 0; i < n; i++) {
+        if (t->bytes[word[i]] < 0) return -1;
+        llm_string letter = t->texts[t->bytes[word[i]]];
+        for (size_t k = 0; k < letter.length; k++) spelled[length++] = letter.data[k];
+    }
+    return llm__find_piece(t, (const uint8_t *)spelled, (int32_t)length);
+}
+
+static bool llm__tokenize_word(llm__tokenizing *z, const uint8_t *word, size_t n) {
+    z->word = word;
+    int32_t whole = z->t->ignores_merges ? llm__find_word(z->t, word, n) : -1;
+    if (whole >= 0) return llm__emit(z, whole), true;
+    return llm__add_symbols(z, n) && llm__merge(z) && llm__emit_symbols(z);
 }
 
 static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t n) {
     for (size_t at = 0, length; at < n; at += length) {
         length = z->t->split(z->t, text + at, n - at);
-        z->word = text + at;
-        z->n_symbols = 0;
-        for (size_t i = 0; i < length; i++)
-            if (!llm__add_symbol(z, i, 1, z->t->bytes[z->word[i]])) return false;
-        if (!llm__merge(z) || !llm__emit_symbols(z)) return false;
+        llm__known_word *known = NULL;
+        if (length <= sizeof known->text)
+            known = &z->known[llm__mix(llm__hash_bytes(z->t->seed, (const char *)text + at, length)) & z->known_mask];
+        if (known && known->length == length && !memcmp(known->text, text + at, length)) {
+            for (int i = 0; i < known->n_ids; i++) llm__emit(z, known->ids[i]);
+            continue;
+        }
+        int64_t first = z->n_ids;
+        if (!llm__tokenize_word(z, text + at, length)) return false;
+        int64_t n_ids = z->n_ids - first;
+        if (!known || n_ids > (int64_t)(sizeof known->ids / sizeof *known->ids) || z->n_ids > z->capacity) continue;
+        known->length = (uint8_t)length;
+        known->n_ids = (uint8_t)n_ids;
+        memcpy(known->text, text + at, length);
+        memcpy(known->ids, z->ids + first, (size_t)n_ids * sizeof *z->ids);
     }
     return true;
 }
 
+/* The text with a space in front, and every space as the vocabulary writes it. */
 static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
+    const char *space = z->t->byte_level ? " " : "\xE2\x96\x81";
     z->escaped.length = 0;
-    bool ok = !space_in_front || llm__append(&z->escaped, "\xE2\x96\x81", 3, z->err);
-    for (size_t i = 0; ok && i < n; i++)
-        ok = text[i] == ' ' ? llm__append(&z->escaped, "\xE2\x96\x81", 3, z->err)
-                            : llm__append(&z->escaped, &text[i], 1, z->err);
-    return ok;
+    if (space_in_front && !llm__append(&z->escaped, space, strlen(space), z->err)) return false;
+    if (z->t->byte_level) return llm__append(&z->escaped, text, n, z->err);
+    for (size_t at = 0, length; at < n; at += length) {
+        const uint8_t *found = (const uint8_t *)memchr(text + at, ' ', n - at);
+        length = found ? (size_t)(found - text) - at : n - at;
+        if (!llm__append(&z->escaped, text + at, length, z->err)) return false;
+        if (found && !llm__append(&z->escaped, space, strlen(space), z->err)) return false;
+        length += found != NULL;
+    }
+    return true;
 }
 
-static bool llm__tokenize_pieces(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
-    if (!llm__escape(z, text, n, space_in_front)) return false;
-    z->word = z->escaped.data;
-    z->n_symbols = 0;
-    for (size_t at = 0, length; at < z->escaped.length; at += length) {
-        uint32_t code;
-        length = llm__utf8(z->word + at, z->escaped.length - at, &code);
-        if (code >= LLM__UTF8_INVALID) length = 1;
-        int32_t id = code < LLM__UTF8_INVALID ? llm__find_piece(z->t, z->word + at, (int32_t)length) : -1;
-        if (!llm__add_symbol(z, at, length, id)) return false;
+/* A stretch of text between special tokens. first: nothing was before it; after_control: nothing, or a control token. */
+static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first, bool after_control) {
+    const llm_tokenizer *t = z->t;
+    if (t->normalizer) {
+        z->normal.length = 0;
+        if (!llm__normalize(t->normalizer, text, n, &z->codes, &z->normal, z->err)) return false;
+        text = z->normal.data;
+        n = z->normal.length;
     }
-    return llm__merge(z) && llm__emit_symbols(z);
+    bool has_space = n && (text[0] == ' ' || (n >= 3 && !memcmp(text, "\xE2\x96\x81", 3)));
+    bool space_in_front = t->prefix == LLM__PREFIX_STRETCH || (t->prefix == LLM__PREFIX_START && after_control) ||
+                          (t->prefix == LLM__PREFIX_EACH && !has_space) ||
+                          (t->prefix == LLM__PREFIX_FIRST && first && !has_space);
+    if (t->byte_level && !space_in_front) return llm__tokenize_words(z, text, n);
+    return llm__escape(z, text, n, space_in_front) && llm__tokenize_words(z, z->escaped.data, z->escaped.length);
 }
 
 /* The longest special token that the text begins with: its length, 0 if there is none. Byte by byte, the
@@ -3166,36 +3582,46 @@ static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t
     return matched;
 }
 
+/* Parts of a text whose special tokens count, in order and apart from each other. */
+typedef struct llm__range {
+    size_t begin, end;
+} llm__range;
+
 /* The stretches between special tokens are tokenized each by itself. In "llama" vocabularies the space in
- * front belongs to the beginning of the text, and to what follows a control token. */
-static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, bool all) {
+ * front belongs to the beginning of the text, and to what follows a control token. Special tokens count where they
+ * lie in one of the ranges (n_trusted); user-defined ones anywhere. */
+static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, const llm__range *trusted,
+                               int64_t n_trusted) {
     const llm_tokenizer *t = z->t;
-    bool space_in_front = t->adds_space;
+    bool after_control = true;
     size_t begin = 0, at = 0;
     while (begin < n) {
         int32_t special = -1;
         size_t length = 0;
-        for (at = begin; at < n; at++)
-            if (t->special_begins[all][text[at]] &&
-                (length = llm__match_special(t, all, text + at, n - at, &special)) > 0)
-                break;
-        if (at > begin) {
-            bool ok = t->sentencepiece ? llm__tokenize_pieces(z, text + begin, at - begin, space_in_front)
-                                       : llm__tokenize_words(z, text + begin, at - begin);
-            if (!ok) return false;
+        for (at = begin; at < n; at++) {
+            while (n_trusted && trusted->end <= at) trusted++, n_trusted--;
+            bool all = n_trusted && trusted->begin <= at;
+            if (all && t->special_begins[1][text[at]])
+                length = llm__match_special(t, true, text + at, trusted->end - at, &special);
+            if (!length && t->special_begins[0][text[at]])
+                length = llm__match_special(t, false, text + at, n - at, &special);
+            if (length) break;
         }
+        size_t end = at, next = at + length;
+        if (length && (t->marks[special] & LLM__MARK_STRIP_LEFT))
+            while (end > begin && llm__is_space(text[end - 1])) end--;
+        if (length && (t->marks[special] & LLM__MARK_STRIP_RIGHT))
+            while (next < n && llm__is_space(text[next])) next++;
+        if (end > begin && !llm__tokenize_stretch(z, text + begin, end - begin, !begin, after_control)) return false;
         if (length) llm__emit(z, special);
-        space_in_front = t->adds_space && length && t->kinds[special] != LLM__TOKEN_USER;
-        begin = at + length;
+        after_control = length && t->kinds[special] != LLM__TOKEN_USER;
+        begin = next;
     }
     return true;
 }
 
-int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags, int32_t *ids,
-                     int64_t capacity, llm_error *err) {
-    llm__clear(err);
-    if (!t || (!text && length) || (!ids && capacity > 0))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenize: an argument is NULL"), -1;
+static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, size_t length, const llm__range *trusted,
+                                    int64_t n_trusted, bool bos, int32_t *ids, int64_t capacity, llm_error *err) {
     if (length > INT32_MAX / 4)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "a text of %zu bytes is too long to be tokenized at once (512 MB at most)", length),
@@ -3206,12 +3632,27 @@ int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, un
     z.ids = ids;
     z.capacity = capacity;
     z.err = err;
-    if ((flags & LLM_TOKENIZE_BOS) && t->adds_bos && t->bos >= 0) llm__emit(&z, t->bos);
-    bool ok = llm__tokenize_text(&z, (const uint8_t *)text, length, (flags & LLM_TOKENIZE_SPECIAL) != 0);
+    if (bos && t->bos >= 0) llm__emit(&z, t->bos);
+    z.known_mask = llm__table_size(length / 16 < 8192 ? length / 16 : 8192) - 1;
+    z.known = (llm__known_word *)llm__new((size_t)z.known_mask + 1, sizeof *z.known, "the words of a text", err);
+    bool ok = z.known && llm__tokenize_text(&z, (const uint8_t *)text, length, trusted, n_trusted);
+    LLM_FREE(z.known);
     LLM_FREE(z.symbols);
     LLM_FREE(z.heap);
+    LLM_FREE(z.codes.data);
+    LLM_FREE(z.normal.data);
     LLM_FREE(z.escaped.data);
     return ok ? z.n_ids : -1;
+}
+
+int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags, int32_t *ids,
+                     int64_t capacity, llm_error *err) {
+    llm__clear(err);
+    if (!t || (!text && length) || (!ids && capacity > 0))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenize: an argument is NULL"), -1;
+    llm__range whole = {0, length};
+    return llm__tokenize_ranges(t, text, length, &whole, (flags & LLM_TOKENIZE_SPECIAL) != 0,
+                                (flags & LLM_TOKENIZE_BOS) && t->adds_bos, ids, capacity, err);
 }
 
 /* ---- Back to text ---------------------------------------------------------------------------- */
@@ -3239,8 +3680,8 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
         uint32_t code;
         uint8_t byte = ' ';
         n = llm__utf8(text + at, s.length - at, &code);
-        bool spelled = !t->sentencepiece && code < 324 && t->spelled[code] >= 0;
-        bool space = t->sentencepiece && code == 0x2581;
+        bool spelled = t->byte_level && code < 324 && t->spelled[code] >= 0;
+        bool space = !t->byte_level && code == 0x2581;
         if (spelled) byte = (uint8_t)t->spelled[code];
         if (t->kinds[id] == LLM__TOKEN_BYTE) {
             byte = (uint8_t)llm__parse_byte(s);
@@ -3255,7 +3696,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
 
 /* Does this token, as the first of a text, begin with the space that llm_tokenize put in front? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
-    return t->adds_space && t->kinds[id] != LLM__TOKEN_USER;
+    return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
 
 int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text, size_t capacity,

@@ -722,7 +722,7 @@ static void test_refused(void **state) {
     memset(&g, 0, sizeof g);
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_string(&g, "tokenizer.ggml.pre", "jais-2");
-    refuse(&g, "splits words by the rule 'jais-2', which is not supported; supported are default, gpt-2");
+    refuse(&g, "splits words by the rule 'jais-2', which is not supported; supported are gpt-2, gpt2, default, ");
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_u32(&g, "tokenizer.ggml.pre", 2);
     refuse(&g, "tokenizer.ggml.pre is not a string");
