@@ -23,7 +23,7 @@ TESTS    = $(sort $(wildcard tests/test_*.c))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(TESTS:tests/%.c=$(B)/%)
 
-llm: main.c llm.h | $(B)/have-cc
+llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) | $(B)/have-cc
 	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
 
 demo: llm
@@ -38,7 +38,7 @@ $(B)/libllm.a: llm.h | $(B)/have-cc
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(B)/libllm.a -lcmocka -lm
 
-$(B)/llm: main.c llm.h | $(B)/have-cc
+$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) | $(B)/have-cc
 	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
 
 test: $(B)/have-cmocka

@@ -198,24 +198,27 @@ static bool may_write(const char *out, const char *in) {
     return false;
 }
 
-/* The model to use: the given path, or else the bundled one, here or beside the executable. */
-static char *model_path(const char *given) {
+/* A bundled file, here or beside the executable, as memory that the caller frees; NULL: it is in neither place, and that was said. */
+static char *bundled_path(const char *name) {
     text path = {0};
-    if (given || access(DEFAULT_MODEL, R_OK) == 0) {
-        given = given ? given : DEFAULT_MODEL;
-        append(&path, given, strlen(given) + 1);
-        return path.data;
-    }
     char self[4096];
     ssize_t n = readlink("/proc/self/exe", self, sizeof self - 1);
     self[n > 0 ? n : 0] = 0;
     const char *executable = n > 0 ? self : program_path, *slash = strrchr(executable, '/');
-    if (slash) append(&path, executable, (size_t)(slash - executable) + 1);
-    append(&path, DEFAULT_MODEL, sizeof DEFAULT_MODEL);
+    if (access(name, R_OK) != 0 && slash) append(&path, executable, (size_t)(slash - executable) + 1);
+    append(&path, name, strlen(name) + 1);
     if (access(path.data, R_OK) == 0) return path.data;
     free(path.data);
-    fail("no model given, and the bundled one, %s, is not here: give one with -m FILE", DEFAULT_MODEL);
+    fail("the bundled %s is not here: work where it is, or give a model with -m FILE", name);
     return NULL;
+}
+
+/* The model to use: the given path, or else the bundled one. */
+static char *model_path(const char *given) {
+    text path = {0};
+    if (!given) return bundled_path(DEFAULT_MODEL);
+    append(&path, given, strlen(given) + 1);
+    return path.data;
 }
 
 /* Ids of a text, in memory that the caller frees. -1: failed, and said so. */
@@ -3559,6 +3562,9 @@ static const char synth_notes[] =
     "  llm synth --shape tinyllama-1.1b --type q4_0 tinyllama.gguf\n"
     "  llm synth --shape dim=512,layers=4,heads=8,kv-heads=2,hidden=1024 --type f16 small.gguf\n";
 
+/* ---- llm lesson, llm ladder: each lesson is a small file beside its page in docs/ --------------- */
+#include "docs/lessons.h"
+
 /* ---- The command itself ------------------------------------------------------------------- */
 static const command commands[] = {
     {"run", "Continue a prompt.", "[-m FILE] [options] [PROMPT | -f FILE | -]", command_run, run_notes},
@@ -3573,6 +3579,7 @@ static const command commands[] = {
     {"bench", "Measure prefill and decode, against the memory's speed; or batches, serving, speculation.", "[batch|serve|speculate] [-m FILE] [options]", command_bench, bench_notes},
     {"synth", "Write a model of random weights, of a well-known shape, for benchmarks.", "--shape NAME|SIZES --type TYPE OUT",
      command_synth, synth_notes},
+    {"lesson", "Teach one idea, computed live; without a name: which there are.", "[NAME] [options]", command_lesson, lesson_notes},
 };
 
 static void show_commands(void) {

@@ -1,0 +1,104 @@
+/* 06-prefill.c - llm lesson prefill: time to the first token and time per token, by the length of the prompt. Beside
+ * 06-prefill.md. */
+
+/* Additions and multiplications of one token: two for every weight of a matrix; and in attention, for each position it sees,
+ * two products of head_dim per query head and layer (scores, and the weighted values). */
+static double token_operations(const llm_model *model, double positions, bool logits) {
+    const llm_config *c = llm_model_config(model);
+    double q = (double)c->n_heads * c->head_dim, kv = (double)c->n_kv_heads * c->head_dim;
+    double layer = (double)c->dim * (2 * q + 2 * kv + 3.0 * c->hidden_dim) + 2 * q * positions;
+    return 2 * (c->n_layers * layer + (logits ? (double)c->vocab_size * c->dim : 0));
+}
+
+typedef struct prefill_row {
+    double prompt, ttft, tpot;
+} prefill_row;
+
+static bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs, prefill_row *row) {
+    double ttft[32], tpot[32];
+    bool good = true;
+    for (int run = 0; run < runs && good; run++) {
+        int32_t *prompt = lesson_tokens(l, run * 97, n_prompt);
+        task t = new_task(prompt, n_prompt, n + 1);
+        good = prompt && run_tasks(engine, &t, 1) && t.n == n + 1;
+        if (good) {
+            ttft[run] = t.seconds[0];
+            tpot[run] = (t.seconds[n] - t.seconds[0]) / n;
+        }
+        free_task(&t);
+        free(prompt);
+    }
+    if (good) *row = (prefill_row){n_prompt, median(ttft, runs), median(tpot, runs)};
+    return good;
+}
+
+static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) {
+    static const column columns[] = {
+        {"prompt", "prompt", "%.0f"}, {"ttft_ms", "TTFT ms", "%.1f"}, {"prefill_tokens_per_second", "tok/s", "%.0f"},
+        {"prefill_gflops", "GFLOP/s", "%.1f"}, {"prefill_intensity", "FLOP/B", "%.1f"}, {"tpot_ms", "TPOT ms", "%.2f"},
+        {"decode_tokens_per_second", "tok/s", "%.0f"}, {"decode_gbytes", "GB/s", "%.2f"}, {"decode_intensity", "FLOP/B", "%.1f"}};
+    double weights = (double)llm_model_step_bytes(l->loaded);
+    double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
+    table t = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_LINES, "Time to the first token, and time for each one after it", "tokens of prompt", "milliseconds");
+    int first = plot_series_add(&p, "TTFT: the whole prompt"), each = plot_series_add(&p, "TPOT: one token");
+    p.log_x = p.log_y = true;
+    for (int i = 0; i < n_rows; i++) {
+        const prefill_row *r = &rows[i];
+        double steps = ceil(r->prompt / l->engine.max_batch_tokens), after = r->prompt + n / 2.0;
+        double prefill = r->prompt * token_operations(l->loaded, r->prompt / 2, false), decode = token_operations(l->loaded, after, true);
+        double read = steps * weights + r->prompt * token, decode_read = weights + after * token;
+        add_row(&t, r->prompt, 1e3 * r->ttft, r->prompt / r->ttft, 1e-9 * prefill / r->ttft, prefill / read, 1e3 * r->tpot,
+                1 / r->tpot, 1e-9 * decode_read / r->tpot, decode / decode_read);
+        plot_point(&p, first, r->prompt, 1e3 * r->ttft);
+        plot_point(&p, each, r->prompt, 1e3 * r->tpot);
+    }
+    show_table(l, &t, "prompts");
+    say(l, "\nA step reads the weights (%s) once, for however many tokens it brings. For a prompt that is "
+            "hundreds of operations for each byte: arithmetic is the limit. A decode step has one token: about "
+            "%.1f operations a byte, and the bytes are the limit. (lesson roofline measures both limits.)\n",
+        HUMAN(weights), token_operations(l->loaded, 0, true) / weights);
+    show_plot(l, &p);
+}
+
+static int lesson_prefill(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    int n = 16, runs = 3;
+    int_list prompts = {0};
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {'p', "prompt", "LIST", LIST, &prompts, 1, 1 << 20, "lengths of prompt (default 1,4,16,64,256,960, as far as the context goes)"},
+        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate after each (default 16)"},
+        {'r', "runs", "R", WHOLE, &runs, 1, 32, "times to do each; the median is told (default 3)"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
+    if (status != PARSED) return free(prompts.values), status;
+    l.engine.max_sequences = 1;
+    l.engine.prefix_cache = false;
+    if (!prompts.count) {
+        int limit = llm_model_config(l.loaded)->context_length - n - 1;
+        prompts.values = resize(NULL, 6 * sizeof(int));
+        for (int i = 0, length = 1; i < 6; i++, length *= 4) {
+            int wanted = i == 5 ? 960 : length;
+            if (wanted <= limit) prompts.values[prompts.count++] = wanted;
+        }
+    }
+    llm_engine *engine = lesson_engine(l.loaded, &l.engine);
+    prefill_row *rows = resize(NULL, (size_t)prompts.count * sizeof *rows), warm;
+    bool good = engine && prompts.count > 0 && prefill_measure(&l, engine, prompts.values[0], n, 1, &warm);
+    for (int i = 0; i < prompts.count && good; i++) good = prefill_measure(&l, engine, prompts.values[i], n, runs, &rows[i]);
+    if (good && !stop_requested) prefill_show(&l, rows, prompts.count, n);
+    llm_engine_free(engine);
+    free(rows);
+    free(prompts.values);
+    return lesson_end(&l, good);
+}
+
+static const char prefill_notes[] =
+    "A prompt is read in few steps with many tokens each, the answer is written in many steps of one token. FLOP counts two\n"
+    "operations for each weight, and the products of attention; bytes are the weights, once per step, and the cached keys and\n"
+    "values.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson prefill\n"
+    "  llm lesson prefill -t 1 --prompt 16,128,512 --png prefill.png\n";

@@ -1,0 +1,47 @@
+/* lessons.h - the lessons in the order of the course, and the command that finds them. Included by main.c. */
+#include "lesson.h"
+#include "01-memory.c"
+#include "03-kv.c"
+#include "06-prefill.c"
+#include "07-batching.c"
+#include "09-prefix.c"
+#include "10-speculation.c"
+
+static const command lessons[] = {
+    {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
+    {"lesson kv", "A text with and without the cache of keys and values.", "[options]", lesson_kv, kv_notes},
+    {"lesson prefill", "Time to the first token and per token, by length of prompt.", "[options]", lesson_prefill, prefill_notes},
+    {"lesson batching", "The same requests under static, dynamic and continuous batching.", "[options]", lesson_batching, batching_notes},
+    {"lesson prefix", "Many questions behind one long instruction.", "[options]", lesson_prefix, prefix_notes},
+    {"lesson speculation", "Guesses of a draft, accepted and rejected; when it pays.", "[options]", lesson_speculation, speculation_notes},
+};
+
+static void show_lessons(void) {
+    put_text("Lessons, in the order of the course (the pages are in docs/):\n\n");
+    for (int i = 0; i < COUNT(lessons); i++) put("  llm %-19s %s\n", lessons[i].name, lessons[i].summary);
+    put_text("\nEach computes what it shows while you wait. --png FILE also draws it, --json\n"
+             "gives the data, -m FILE takes another model, and --help tells the rest.\n");
+}
+
+static int command_lesson(const command *self, int argc, char **argv) {
+    if (argc == 0) return show_lessons(), 0;
+    if (argv[0][0] == '-') {
+        int status = parse(self, NULL, 0, &argc, argv, 0);
+        return status == PARSED ? misuse(self, "the name of a lesson is missing") : status;
+    }
+    suggestion s = {argv[0], NULL, 0};
+    for (int i = 0; i < COUNT(lessons); i++) {
+        const char *name = lessons[i].name + sizeof "lesson";
+        if (!strcmp(name, argv[0])) return lessons[i].run(&lessons[i], argc - 1, argv + 1);
+        consider(&s, name);
+    }
+    if (s.best) return misuse(self, "no lesson is named '%s'; did you mean '%s'?", argv[0], s.best);
+    return misuse(self, "no lesson is named '%s'", argv[0]);
+}
+
+static const char lesson_notes[] =
+    "llm lesson lists the lessons; llm lesson NAME --help tells the options of one. docs/README.md is the course.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson\n"
+    "  llm lesson kv --png kv.png\n";
