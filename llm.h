@@ -7062,11 +7062,26 @@ static void llm__forward_logits(const llm__network *net, llm__arena *a, const ll
  *
  * Randomness: number `index` of stream `stream` is a function of (seed, stream, index) alone, with no state. So
  * what a request draws cannot depend on what else runs, and can be drawn again after a preemption.
+ *
+ * All sums of likelihoods are sums of integers, because those come out the same in any order. A GPU adds up a hundred
+ * thousand of them by a thousand threads (llm.cu, chapter [7]), and from the same logits it still draws the same token.
  * ================================================================================== */
 
+/* The 53 random bits, at the top of 64: a number in [0, 1), times 2^64. */
+static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
+    return llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index) >> 11 << 11;
+}
+
 double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
-    uint64_t x = llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index);
-    return (double)(x >> 11) * 0x1p-53; /* 53 bits: every double in [0, 1) of that spacing is equally likely */
+    uint64_t bits = llm__random_bits(seed, stream, index) >> 11;
+    return (double)bits * 0x1p-53; /* every double in [0, 1) of that spacing is equally likely */
+}
+
+/* The upper half of the product of two 64-bit numbers: a/2^64 x b, rounded down. */
+static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
+    uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
+    uint64_t middle = ah * bl + (al * bl >> 32), low = (middle & 0xffffffffu) + al * bh;
+    return ah * bh + (middle >> 32) + (low >> 32);
 }
 
 /* The index of the largest; the first of equals. A NaN is never the largest. */
@@ -7134,6 +7149,7 @@ typedef struct llm__choice {
 
 typedef struct llm__sampler { /* scratch, one per engine */
     int vocab_size;
+    int bits;          /* the likeliest token counts 2^bits */
     llm__choice *heap; /* (vocab_size) */
     llm__choice *kept; /* (vocab_size) in order of probability */
     uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
@@ -7147,8 +7163,16 @@ static void llm__sampler_free(llm__sampler *s) {
     memset(s, 0, sizeof *s);
 }
 
+/* As fine as it can be (and needs to be) so that the sum of n such numbers stays below 2^63. */
+static int llm__likelihood_bits(int n) {
+    int bits = 44;
+    while ((int64_t)n >> (63 - bits)) bits--;
+    return bits;
+}
+
 static bool llm__sampler_init(llm__sampler *s, int vocab_size, llm_error *err) {
     s->vocab_size = vocab_size;
+    s->bits = llm__likelihood_bits(vocab_size);
     s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
     s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
     s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
@@ -7194,31 +7218,40 @@ static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t 
     }
 }
 
-/* e^(logit/T), relative to the likeliest's: 1 for that one, and 0 for what a float would not show beside it */
-static double llm__likelihood(const llm_sampling *p, float logit, float most) {
-    float x = (logit - most) / p->temperature;
-    return x > -87 ? (double)expf(x) : 0;
+/* e^(logit/T) relative to the likeliest's: 2^bits for that one, and 0 for what is less than 2^-bits of it. In whole numbers,
+ * so that every machine gets the same: e^-x = 2^-y, y is cut after 24 bits, its whole part is a shift, and for the rest there
+ * is the series of 2^-f = e^(-f ln 2) = 1 - f ln 2 + (f ln 2)^2/2! - ... (its numbers times 2^32). A larger logit never
+ * gets less: a step of 2^-24 in f is larger than all rounding here. */
+static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
+    static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
+                                     661577,     65510,      5676,       437,       30};
+    float x = (most - logit) / p->temperature;
+    if (!(x < 44)) return 0;
+    uint64_t y = (uint64_t)((double)x * (1.4426950408889634 * 16777216)); /* x / ln 2, times 2^24 */
+    uint64_t f = (y & 0xffffff) << 8, sum = terms[10];
+    for (int i = 9; i >= 0; i--) sum = terms[i] - (f * sum >> 32);
+    return sum << (bits - 32) >> (y >> 24);
 }
 
 /* Apply the filters to heap[0 .. vocab_size): fills `kept` with what is left, likeliest first, and returns how
  * many. */
-static int llm__filter(llm__sampler *s, const llm_sampling *p, double *mass) {
+static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     int n = s->vocab_size, n_kept = 0;
     int limit = p->top_k && p->top_k < n ? p->top_k : n;
     bool all = limit == n;
     for (int i = n / 2 - 1; i >= 0; i--) llm__sift_down(s->heap, n, i);
     float most = s->heap[0].logit;
+    uint64_t least = (uint64_t)((double)p->min_p * (double)((uint64_t)1 << s->bits));
 
     /* What top-p measures itself against: the mass of all, or, after top-k, of the k (which must be handed out
      * first). */
-    double total = 0;
-    if (all)
-        for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most);
-    double sum = 0;
+    uint64_t total = 0, sum = 0;
+    if (all && p->top_p < 1)
+        for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
+    uint64_t enough = all && p->top_p < 1 ? (uint64_t)((double)p->top_p * (double)total) : UINT64_MAX;
     for (; n_kept < limit; n_kept++) {
-        double weight = llm__likelihood(p, s->heap[0].logit, most);
-        bool enough = all && sum >= (double)p->top_p * total;
-        if (n_kept && (enough || weight < (double)p->min_p)) break;
+        uint64_t weight = llm__likelihood(p, s->heap[0].logit, most, s->bits);
+        if (n_kept && (sum >= enough || weight < least)) break;
         s->kept[n_kept] = s->heap[0];
         sum += weight;
         s->heap[0] = s->heap[--n];
@@ -7228,13 +7261,14 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, double *mass) {
         /* min-p may have stopped before the k-th; the rest of the k count towards the mass all the same */
         total = sum;
         for (int i = n_kept; i < limit; i++) {
-            total += llm__likelihood(p, s->heap[0].logit, most);
+            total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
             s->heap[0] = s->heap[--n];
             llm__sift_down(s->heap, n, 0);
         }
         int n_mass = 0;
-        for (sum = 0; n_mass < n_kept && (n_mass == 0 || sum < (double)p->top_p * total); n_mass++)
-            sum += llm__likelihood(p, s->kept[n_mass].logit, most);
+        enough = (uint64_t)((double)p->top_p * (double)total);
+        for (sum = 0; n_mass < n_kept && (n_mass == 0 || sum < enough); n_mass++)
+            sum += llm__likelihood(p, s->kept[n_mass].logit, most, s->bits);
         n_kept = n_mass;
     }
     *mass = sum;
@@ -7245,8 +7279,9 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, double *mass) {
 typedef struct llm__shaped {
     const llm__choice *kept; /* (n) */
     int n;
-    float most;  /* the largest logit */
-    double mass; /* of all likelihoods */
+    float most;    /* the largest logit */
+    int bits;      /* it counts 2^bits */
+    uint64_t mass; /* the sum of all likelihoods */
 } llm__shaped;
 
 /* logits (vocab_size) are left as they are. recent (n_recent): the sequence so far. The result lives in the
@@ -7262,7 +7297,7 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
     for (int i = 1; i < s->vocab_size; i++)
         if (llm__likelier(s->heap[i], s->heap[best])) best = i;
 
-    llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, 0};
+    llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
     if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or no logit is finite */
         shaped.kept = &s->heap[best];
         shaped.n = 1;
@@ -7271,13 +7306,14 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
         shaped.n = llm__filter(s, p, &shaped.mass);
         shaped.kept = s->kept;
     } else {
-        for (int i = 0; i < shaped.n; i++) shaped.mass += llm__likelihood(p, shaped.kept[i].logit, shaped.most);
+        for (int i = 0; i < shaped.n; i++)
+            shaped.mass += llm__likelihood(p, shaped.kept[i].logit, shaped.most, s->bits);
     }
     return shaped;
 }
 
-static double llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
-    return shaped->n == 1 ? 1 : llm__likelihood(p, shaped->kept[i].logit, shaped->most);
+static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
+    return shaped->n == 1 ? shaped->mass : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
 /* Choose a token: walk along the probabilities until a random point is passed. `index` counts the generated
@@ -7286,15 +7322,11 @@ static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *
                            int n_recent, uint64_t stream, uint64_t index) {
     if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
-    double point = llm_random(p->seed, stream, index) * shaped.mass;
-    int32_t last = shaped.kept[0].id;
-    for (int i = 0; i < shaped.n; i++) {
-        double weight = llm__shaped_weight(&shaped, p, i);
-        if (weight > 0) last = shaped.kept[i].id;
-        point -= weight;
-        if (point < 0) break;
-    }
-    return last; /* rounding may leave the point just past the end: then it is the last possible one */
+    uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
+    int i = 0;
+    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the point is below the mass: one of them has it */
+        if ((passed += llm__shaped_weight(&shaped, p, i)) > point) break;
+    return shaped.kept[i].id;
 }
 
 /* The distribution that llm__sample draws from, as probabilities (vocab_size). */
@@ -7303,7 +7335,8 @@ static void llm__distribution(llm__sampler *s, const llm_sampling *p, const floa
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
     memset(probabilities, 0, (size_t)s->vocab_size * sizeof *probabilities);
     for (int i = 0; i < shaped.n; i++)
-        probabilities[shaped.kept[i].id] = (float)(llm__shaped_weight(&shaped, p, i) / shaped.mass);
+        probabilities[shaped.kept[i].id] =
+            (float)((double)llm__shaped_weight(&shaped, p, i) / (double)shaped.mass);
 }
 
 /* =====================================================================================
