@@ -314,8 +314,11 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
     uint64_t cache_bytes;  /* budget of the pool; 0: max_sequences whole contexts,
-                              but at most 1 GiB (and never less than one context).
-                              A draft's cache, of as many blocks, comes on top. */
+                              but at most 1 GiB (and never less than one context); on a device with memory of its
+                              own: memory_share of what is left there.
+                              A draft's cache, of as many blocks, comes on top (but not of a memory_share). */
+    double memory_share;   /* the part of the device memory, free after weights and activations, that the pool
+                              takes where cache_bytes is 0; default 0.9 */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
     int max_speculation;   /* proposals for a sequence in a step, at the most; default 8 */
@@ -328,6 +331,7 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     bool chunked_prefill;  /* a long prompt is spread over steps; false: prompts go whole, before anything else, and
                               prompt and output together must fit into max_batch_tokens; default true */
     bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
+    bool host_sampling;    /* draw tokens on the CPU also where the device could: the same ones, but all logits travel */
 } llm_engine_options;
 
 llm_engine_options llm_engine_defaults(void);
@@ -425,6 +429,11 @@ typedef struct llm_statistics {
     double draft_seconds;         /* ... the draft's proposals, */
     double sampling_seconds;      /* ... choosing tokens, */
     double schedule_seconds;      /* ... deciding what to do */
+    double wait_seconds;          /* of step_seconds: waiting for a device that works by itself (a GPU). What is left is the
+                                     time that the CPU took for the steps. */
+    uint64_t device_launches;     /* kernels that were launched one by one, */
+    uint64_t device_replays;      /* and graphs that were replayed: see llm.cu, chapter [8] */
+    uint64_t device_bytes, device_free_bytes; /* the device's memory, and what nobody has of it; 0: it has none of its own */
     uint64_t preemptions, blocks_swapped;
     uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
                                             prefix cache */
@@ -515,6 +524,24 @@ typedef struct llm_limits { /* the largest of everything that a step may bring *
     int64_t max_cols;      /* of a matrix: the widest input of a matmul */
 } llm_limits;
 
+/* A device may work on more rows than it is asked for, so that steps of about the same size look the same to it: on up to
+ * llm_rounded_rows(n). All buffers of rows have room for that many; what stands in the extra ones means nothing. */
+int llm_rounded_rows(int n);
+
+typedef struct llm_device_state { /* what a device says of itself */
+    uint64_t total_bytes, free_bytes; /* of its own memory; 0: it has none */
+    double wait_seconds;   /* that the CPU has waited for it, in all */
+    uint64_t launches, replays;
+} llm_device_state;
+
+typedef struct llm_draw {  /* a token to be drawn */
+    int row;               /* from this row of the logits; ascending from draw to draw */
+    llm_sampling sampling;
+    uint64_t random;       /* the random number in [0, 1), times 2^64 */
+    const int32_t *recent; /* (n_recent) host: the tokens that the penalty falls on; some may be there twice */
+    int n_recent;
+} llm_draw;
+
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's own; first argument of every function */
@@ -567,6 +594,13 @@ struct llm_backend {
     /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order: a block may be
      * copied from and then, by a later pair, to. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
+
+    /* -- optional: NULL where the device has nothing to offer ----------------------------- */
+    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that the engine itself would draw (chapter
+     * [7]). ids, logprobs (n) are host memory; waits for them. */
+    bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
+                   float *logprobs, llm_error *err);
+    void (*state)(void *context, llm_device_state *state);
 
     void (*destroy)(llm_backend *backend);
 };
@@ -6148,6 +6182,16 @@ void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
 }
 
+/* Powers of two up to 8, then steps of 8, then of an eighth of the next lower power of two: never more than an eighth
+ * too many from there on, and only some dozens of sizes. */
+int llm_rounded_rows(int n) {
+    int step = 8, rounded = 1;
+    while (rounded < n && rounded < 8) rounded *= 2;
+    if (n <= 8) return n < 1 ? n : rounded;
+    while (step < INT_MAX / 16 && 16 * step <= n) step *= 2;
+    return n > INT_MAX - step ? n : (n + step - 1) / step * step;
+}
+
 llm_gpu_options llm_gpu_defaults(void) {
     llm_gpu_options o;
     memset(&o, 0, sizeof o);
@@ -6927,7 +6971,7 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
 /* Numbers of the pieces of the arena, each a multiple of 16 so that all start on a cache line. */
 static bool llm__arena_create(llm__arena *a, const llm_config *c, llm_backend *b, int max_tokens,
                               int max_logits, llm_error *err) {
-    uint64_t t = (uint64_t)max_tokens, logits = (uint64_t)max_logits;
+    uint64_t t = (uint64_t)llm_rounded_rows(max_tokens), logits = (uint64_t)llm_rounded_rows(max_logits);
     struct {
         float **piece;
         uint64_t rows, cols;
@@ -7147,6 +7191,13 @@ typedef struct llm__choice {
     int32_t id;
 } llm__choice;
 
+/* What a model has to say behind one token: its logits, or, where the device has drawn from them already, the token. */
+typedef struct llm__outcome {
+    float *logits;     /* (vocab_size); NULL: see id */
+    int32_t id;        /* the model's own choice */
+    float logprob;
+} llm__outcome;
+
 typedef struct llm__sampler { /* scratch, one per engine */
     int vocab_size;
     int bits;          /* the likeliest token counts 2^bits */
@@ -7154,12 +7205,20 @@ typedef struct llm__sampler { /* scratch, one per engine */
     llm__choice *kept; /* (vocab_size) in order of probability */
     uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
     uint32_t n_draws;
+    llm_draw *draws;         /* (max_draws) what a slice of logits is for, and ... */
+    llm__outcome *outcomes;  /* ... what came of it */
+    int32_t *ids;
+    float *logprobs;
 } llm__sampler;
 
 static void llm__sampler_free(llm__sampler *s) {
     LLM_FREE(s->heap);
     LLM_FREE(s->kept);
     LLM_FREE(s->seen);
+    LLM_FREE(s->draws);
+    LLM_FREE(s->outcomes);
+    LLM_FREE(s->ids);
+    LLM_FREE(s->logprobs);
     memset(s, 0, sizeof *s);
 }
 
@@ -7170,13 +7229,19 @@ static int llm__likelihood_bits(int n) {
     return bits;
 }
 
-static bool llm__sampler_init(llm__sampler *s, int vocab_size, llm_error *err) {
+/* max_draws: tokens that are drawn from one slice of logits, at the most */
+static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err) {
+    size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
     s->bits = llm__likelihood_bits(vocab_size);
     s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
     s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
     s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
-    if (s->heap && s->kept && s->seen) return true;
+    s->draws = (llm_draw *)llm__new(draws, sizeof *s->draws, "the sampler", err);
+    s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
+    s->ids = (int32_t *)llm__new(draws, sizeof *s->ids, "the sampler", err);
+    s->logprobs = (float *)llm__new(draws, sizeof *s->logprobs, "the sampler", err);
+    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->ids && s->logprobs) return true;
     llm__sampler_free(s);
     return false;
 }
@@ -7896,6 +7961,63 @@ static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t
     return last;
 }
 
+/* ---- Who draws: the device, or the sampler of chapter 7 ------------------------------------------- */
+
+/* Can the device draw what this sequence needs? Not where a hook wants the logits; nor where a proposal was drawn and is to
+ * be weighed: a greedy one is just right or wrong. */
+static bool llm__device_draws(const llm__sequence *sequence) {
+    const llm_request *r = &sequence->job->request;
+    return !r->logits_hook && (r->sampling.temperature == 0 || sequence->n_proposed == 0);
+}
+
+/* The draw behind `position`, for sample `sample`. */
+static llm_draw llm__draw_of(const llm__sequence *sequence, int sample, int row, int position) {
+    const llm_request *r = &sequence->job->request;
+    int n = position + 1, window = r->sampling.penalty_window;
+    llm_draw draw;
+    memset(&draw, 0, sizeof draw);
+    draw.row = row;
+    draw.sampling = r->sampling;
+    draw.random = llm__random_bits(r->sampling.seed, (uint64_t)sample, (uint64_t)(n - r->n_prompt));
+    draw.n_recent = r->sampling.repetition_penalty == 1 ? 0 : window && window < n ? window : n;
+    draw.recent = sequence->tokens + n - draw.n_recent;
+    return draw;
+}
+
+/* Note what the rows first .. first + n - 1 of the batch's logits are for: one draw each, but several where the samples of a
+ * request part. Returns how many; *by_device: the device can do them all. */
+static int llm__plan_draws(llm__sampler *sampler, const llm__scheduler *s, int first, int n, bool *by_device) {
+    int n_draws = 0;
+    for (int row = 0; row < n; row++) {
+        const llm__sequence *sequence = s->batch_sequences[s->row_sequence[first + row]];
+        const llm__job *job = sequence->job;
+        int position = s->positions[s->logit_rows[first + row]];
+        bool parting = !job->forked && position == sequence->n_tokens - 1;
+        *by_device = *by_device && llm__device_draws(sequence);
+        for (int i = 0; i < (parting ? job->request.n_samples : 1); i++)
+            sampler->draws[n_draws++] = llm__draw_of(sequence, parting ? i : sequence->sample, row, position);
+    }
+    return n_draws;
+}
+
+/* What comes of n rows of logits in device memory: all the logits in `host`, or just the tokens. Returns the number of
+ * outcomes; -1 on failure. */
+static int llm__fetch_outcomes(llm__sampler *sampler, const llm__scheduler *s, llm_backend *b, float *logits, float *host,
+                               int first, int n, llm_error *err) {
+    bool by_device = b->sample && !s->options->host_sampling;
+    int n_draws = llm__plan_draws(sampler, s, first, n, &by_device), vocab = sampler->vocab_size;
+    if (!(by_device ? b->sample(b->context, logits, vocab, sampler->draws, n_draws, sampler->ids, sampler->logprobs, err)
+                    : b->download(b->context, host, logits, (size_t)n * (size_t)vocab * sizeof *host, err)))
+        return -1;
+    for (int i = 0; i < n_draws; i++) {
+        llm__outcome *outcome = &sampler->outcomes[i];
+        outcome->logits = by_device ? NULL : host + (size_t)sampler->draws[i].row * (size_t)vocab;
+        outcome->id = by_device ? sampler->ids[i] : -1;
+        outcome->logprob = by_device ? sampler->logprobs[i] : 0;
+    }
+    return n_draws;
+}
+
 /* ---- Prompt lookup ------------------------------------------------------------------------------
  * Where the last few tokens have occurred before, what followed then is a good guess for what follows now:
  * names, quotations, code (Saxena 2023, "Prompt lookup decoding"). */
@@ -7954,9 +8076,9 @@ static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft
     return true;
 }
 
-/* Put the draft (NULL: none, for lookup only) on the target's device, beside a cache of as many blocks. */
+/* Put the draft (NULL: none, for lookup only) on the target's device. */
 static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
-                                 int64_t n_blocks, int max_logits, llm_error *err) {
+                                 int max_logits, llm_error *err) {
     const llm_model *draft = o->draft;
     sp->max_depth = o->max_speculation;
     sp->vocab_size = target->config.vocab_size;
@@ -7975,7 +8097,6 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, c
         (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
         "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
     return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
-           llm__load_cache(&sp->draft, o->cache_type, o->block_size, n_blocks, err) &&
            llm__arena_create(&sp->arena, &draft->config, o->backend, o->max_batch_tokens, max_logits, err) &&
            llm__reserve(o, &draft->config, err);
 }
@@ -7987,15 +8108,14 @@ static float *llm__guess_distribution(const llm__speculator *sp, const llm__sequ
 
 /* The draft's next guess for a sequence, drawn from its logits just as the target's tokens are. */
 static void llm__guess(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
-                       const float *logits) {
+                       const llm__outcome *outcome) {
     const llm_sampling *p = &sequence->job->request.sampling;
+    const float *logits = outcome->logits;
     int n = sequence->n_tokens + sequence->n_proposed;
     float *q = llm__guess_distribution(sp, sequence, sequence->n_proposed);
     int32_t guess;
-    if (p->temperature == 0) {
-        guess = llm__sample(sampler, p, logits, sequence->tokens, n, 0, 0);
-        memset(q, 0, (size_t)sp->vocab_size * sizeof *q);
-        q[guess] = 1;
+    if (p->temperature == 0) { /* a greedy guess is right or wrong: nobody asks for its distribution */
+        guess = logits ? llm__sample(sampler, p, logits, sequence->tokens, n, 0, 0) : outcome->id;
     } else {
         llm__distribution(sampler, p, logits, sequence->tokens, n, q);
         guess = llm__draw_residual(q, NULL, sp->vocab_size, -1,
@@ -8036,12 +8156,11 @@ static bool llm__draft_pass(llm__speculator *sp, llm__scheduler *s, llm__sampler
     for (int first = 0; first < batch->n_logits; first += sp->arena.max_logits) {
         int n = (int)llm__min(sp->arena.max_logits, batch->n_logits - first);
         llm__forward_logits(&sp->draft, &sp->arena, batch, first, n);
-        if (!b->download(b->context, sp->logits, sp->arena.logits,
-                         (size_t)n * (size_t)sp->vocab_size * sizeof(float), err))
-            return false;
+        n = llm__fetch_outcomes(sampler, s, b, sp->arena.logits, sp->logits, first, n, err);
+        if (n < 0) return false;
         for (int i = 0; i < n; i++)
-            llm__guess(sp, sampler, s->batch_sequences[s->row_sequence[first + i]],
-                       sp->logits + (size_t)i * (size_t)sp->vocab_size);
+            llm__guess(sp, sampler, s->batch_sequences[s->row_sequence[first + sampler->draws[i].row]],
+                       &sampler->outcomes[i]);
     }
     if (!b->end_step(b->context, err) || !b->sync(b->context, err)) return false;
     for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
@@ -8065,19 +8184,25 @@ static bool llm__propose(llm__speculator *sp, llm__scheduler *s, llm__sampler *s
  * there, if there is one and it passes; else the target's own choice, and then *rejected says that the
  * proposals behind it are void. */
 static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
-                           const float *logits, bool *rejected) {
+                           const llm__outcome *outcome, bool *rejected) {
     const llm_request *r = &sequence->job->request;
+    const float *logits = outcome->logits;
     int position = sequence->n_checked++, index = sequence->n_tokens - r->n_prompt;
+    bool proposed = position < sequence->n_proposed, greedy = r->sampling.temperature == 0;
+    int32_t own = outcome->id;
     *rejected = false;
-    if (position >= sequence->n_proposed)
-        return llm__sample(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens,
-                           (uint64_t)sequence->sample, (uint64_t)index);
+    if (logits && (greedy || !proposed))
+        own = llm__sample(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens,
+                          (uint64_t)sequence->sample, (uint64_t)index);
+    if (!proposed) return own;
 
     int32_t guess = sequence->tokens[sequence->n_tokens];
     const float *p = sp->target, *q = r->lookup ? NULL : llm__guess_distribution(sp, sequence, position);
-    llm__distribution(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens, sp->target);
-    bool accepted =
-        llm__accept((double)p[guess], q ? (double)q[guess] : 1, llm__lane_random(sequence, 2, index));
+    if (!greedy)
+        llm__distribution(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens, sp->target);
+    bool accepted = greedy ? own == guess
+                           : llm__accept((double)p[guess], q ? (double)q[guess] : 1,
+                                         llm__lane_random(sequence, 2, index));
     int column = position < 15 ? position : 15;
     sp->proposed++;
     sp->proposed_at[column]++;
@@ -8086,6 +8211,7 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
     sequence->acceptance += 0.1 * ((accepted ? 1 : 0) - sequence->acceptance);
     *rejected = !accepted;
     return accepted ? guess
+           : greedy ? own
                     : llm__draw_residual(p, q, sp->vocab_size, guess, llm__lane_random(sequence, 3, index));
 }
 
@@ -8126,6 +8252,7 @@ llm_engine_options llm_engine_defaults(void) {
     o.max_speculation = 8;
     o.batch_window = 0.05;
     o.swap_bytes = 256u << 20;
+    o.memory_share = 0.9;
     o.prefix_cache = true;
     o.chunked_prefill = true;
     return o;
@@ -8169,19 +8296,39 @@ static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_
     if (!(o->batch_window >= 0 && o->batch_window <= 86400))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "batch_window is %g: it must be from 0 to 86400 seconds",
                          o->batch_window);
+    if (!(o->memory_share > 0 && o->memory_share <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1", o->memory_share);
     if (o->n_threads < 0 || o->n_threads > 4096)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
     return true;
 }
 
-/* How many blocks the pool gets. */
+static llm_device_state llm__device_state(const llm_backend *b) {
+    llm_device_state state;
+    memset(&state, 0, sizeof state);
+    if (b && b->state) b->state(b->context, &state);
+    return state;
+}
+
+/* How many blocks the pool gets: as many as its budget allows, or as fit into its share of the device memory, beside those
+ * of the draft, or as all sequences together could use. */
 static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
                                llm_error *err) {
     uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) * (uint64_t)o->block_size;
     uint64_t context = (uint64_t)llm__divide_up(o->context_length, o->block_size);
     uint64_t n = o->cache_bytes / block;
-    if (!o->cache_bytes) {
+    llm_device_state device = llm__device_state(o->backend);
+    if (!o->cache_bytes && device.total_bytes) {
+        uint64_t both = block;
+        if (o->draft) both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
+        n = (uint64_t)((double)device.free_bytes * o->memory_share) / both;
+        if (n == 0)
+            return llm__fail(err, LLM_ERROR_MEMORY,
+                             "%s: %.1f MiB of device memory are free after weights and activations: too little for a cache (one "
+                             "block takes %llu bytes); weights of a smaller type or a smaller max_batch_tokens leave more",
+                             o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
+    } else if (!o->cache_bytes) {
         uint64_t budget = (1u << 30) / block;
         n = context * (uint64_t)o->max_sequences;
         if (n > budget) n = budget > context ? budget : context;
@@ -8205,18 +8352,20 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     const llm_config *c = llm_model_config(e->model);
     llm_engine_options *o = &e->options;
     int64_t n_blocks = 0;
-    if (!llm__engine_options(o, c, err) || !llm__engine_blocks(e->model, o, &n_blocks, err)) return false;
+    if (!llm__engine_options(o, c, err)) return false;
     if (!o->backend) o->backend = e->own_backend = llm_cpu_backend(o->n_threads, LLM_ISA_AVX512, err);
     if (!o->backend) return false;
     int max_logits = llm__engine_logits(c, o);
+    /* the caches come last: they get what all the rest leaves */
     if (!llm__network_load(&e->network, e->model, o->backend, err) ||
-        !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
         !llm__arena_create(&e->arena, c, o->backend, o->max_batch_tokens, max_logits, err) ||
-        !llm__reserve(o, c, err) ||
-        !llm__speculator_init(&e->speculator, e->model, o, n_blocks, max_logits, err) ||
+        !llm__reserve(o, c, err) || !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
+        !llm__engine_blocks(e->model, o, &n_blocks, err) ||
+        !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
+        (o->draft && !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
         !llm__scheduler_init(&e->scheduler, o, n_blocks, &e->network, o->draft ? &e->speculator.draft : NULL,
                              err) ||
-        !llm__sampler_init(&e->sampler, c->vocab_size, err))
+        !llm__sampler_init(&e->sampler, c->vocab_size, (int64_t)max_logits + o->max_sequences, err))
         return false;
     e->scheduler.proposal_cost = LLM__ROW_COST; /* a row more in the target's pass ... */
     if (o->draft)                     /* ... and a pass of the draft: both are bound by the bytes they read */
@@ -8607,13 +8756,15 @@ static void llm__fork_samples(llm__scheduler *s, llm__job *job) {
     }
 }
 
-/* Take the next token of a sequence, from the logits behind its last one, and tell. */
-static void llm__take_token(llm_engine *e, llm__sequence *sequence, const float *logits) {
+/* Take the next token of a sequence, from what came behind its last one, and tell. */
+static void llm__take_token(llm_engine *e, llm__sequence *sequence, const llm__outcome *outcome) {
+    llm__outcome seen = *outcome;
     llm__job *job = sequence->job;
     const llm_request *r = &job->request;
     int vocab = e->model->config.vocab_size;
     if (r->logits_hook) {
-        memcpy(e->hooked, logits, (size_t)vocab * sizeof(float));
+        memcpy(e->hooked, outcome->logits, (size_t)vocab * sizeof(float));
+        seen.logits = e->hooked;
         r->logits_hook(r->user, job->id, sequence->sample, sequence->n_tokens - 1, e->hooked);
         sequence->n_seen = sequence->n_tokens;
     }
@@ -8622,9 +8773,8 @@ static void llm__take_token(llm_engine *e, llm__sequence *sequence, const float 
         return;
     }
     bool proposed = sequence->n_checked < sequence->n_proposed;
-    int32_t id = llm__verify(&e->speculator, &e->sampler, sequence, r->logits_hook ? e->hooked : logits,
-                             &sequence->rejected);
-    float logprob = llm_logprob(logits, vocab, id);
+    int32_t id = llm__verify(&e->speculator, &e->sampler, sequence, &seen, &sequence->rejected);
+    float logprob = outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
     e->statistics.generated_tokens++;
     bool accepted = proposed && !sequence->rejected;
     if (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id)) {
@@ -8636,25 +8786,25 @@ static void llm__take_token(llm_engine *e, llm__sequence *sequence, const float 
               sequence->n_tokens == job->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
 }
 
-/* One row of logits has arrived: of a position inside a prompt, for the hook; or of the last known token, or of
+/* What came of one row of logits: of a position inside a prompt, for the hook; or of the last known token, or of
  * a proposal behind it, unless what came before has made it void. */
-static void llm__take_logits(llm_engine *e, int row, float *logits) {
+static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) {
     llm__scheduler *s = &e->scheduler;
     llm__sequence *sequence = s->batch_sequences[s->row_sequence[row]];
     llm__job *job = sequence->job;
     int position = s->positions[s->logit_rows[row]];
     if (position < sequence->n_tokens - 1) {
-        job->request.logits_hook(job->request.user, job->id, sequence->sample, position, logits);
+        job->request.logits_hook(job->request.user, job->id, sequence->sample, position, outcomes[0].logits);
         sequence->n_seen = position + 1;
         return;
     }
     if (sequence->finish || sequence->rejected) return;
     if (job->forked) {
-        llm__take_token(e, sequence, logits);
+        llm__take_token(e, sequence, outcomes);
         return;
     }
     llm__fork_samples(s, job); /* the end of the prompt: the first token of all samples comes from one row */
-    for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], logits);
+    for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], &outcomes[i]);
 }
 
 /* Copy the blocks that this step will write to and others hold too. */
@@ -8682,15 +8832,17 @@ static bool llm__run_target(llm_engine *e, llm_error *err) {
 static bool llm__run_logits(llm_engine *e, llm_error *err) {
     const llm_batch *batch = &e->scheduler.batch;
     llm_backend *b = e->options.backend;
-    size_t vocab = (size_t)e->model->config.vocab_size;
+    llm__sampler *sampler = &e->sampler;
     for (int first = 0; first < batch->n_logits; first += e->arena.max_logits) {
         int n = (int)llm__min(e->arena.max_logits, batch->n_logits - first);
         double start = llm_seconds();
         llm__forward_logits(&e->network, &e->arena, batch, first, n);
-        if (!b->download(b->context, e->logits, e->arena.logits, (size_t)n * vocab * sizeof(float), err))
-            return false;
+        n = llm__fetch_outcomes(sampler, &e->scheduler, b, e->arena.logits, e->logits, first, n, err);
+        if (n < 0) return false;
         double middle = llm_seconds();
-        for (int i = 0; i < n; i++) llm__take_logits(e, first + i, e->logits + (size_t)i * vocab);
+        for (int i = 0; i < n; i++)
+            if (i == 0 || sampler->draws[i].row != sampler->draws[i - 1].row)
+                llm__take_row(e, first + sampler->draws[i].row, &sampler->outcomes[i]);
         e->statistics.forward_seconds += middle - start;
         e->statistics.sampling_seconds += llm_seconds() - middle;
     }
@@ -8805,6 +8957,12 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
     for (int i = 0; i < 2; i++)
         s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
     s.arena_bytes = e->arena.bytes + sp->arena.bytes;
+    llm_device_state device = llm__device_state(e->options.backend);
+    s.wait_seconds = device.wait_seconds;
+    s.device_launches = device.launches;
+    s.device_replays = device.replays;
+    s.device_bytes = device.total_bytes;
+    s.device_free_bytes = device.free_bytes;
     return s;
 }
 

@@ -862,7 +862,7 @@ static void check_distribution(const llm_sampling *p, const float *logits, int n
     llm_error err;
     double *expected = (double *)malloc((size_t)n * sizeof *expected);
     int *drawn = (int *)calloc((size_t)n, sizeof *drawn);
-    assert_true(expected && drawn && llm__sampler_init(&sampler, n, &err));
+    assert_true(expected && drawn && llm__sampler_init(&sampler, n, 1, &err));
     expected_distribution(p, logits, n, expected);
     for (int i = 0; i < DRAWS; i++) {
         int32_t id = llm__sample(&sampler, p, logits, NULL, 0, 3, (uint64_t)i);
@@ -916,7 +916,7 @@ static void test_distributions(void **state) {
 static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent, int n_recent) {
     llm__sampler sampler;
     llm_error err;
-    assert_true(llm__sampler_init(&sampler, n, &err));
+    assert_true(llm__sampler_init(&sampler, n, 1, &err));
     int32_t id = llm__sample(&sampler, p, logits, recent, n_recent, 0, 0);
     llm__sampler_free(&sampler);
     return id;

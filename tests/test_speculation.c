@@ -299,7 +299,7 @@ static void distribution_after(llm_engine *engine, const llm_sampling *p, const 
     r.user = user;
     if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
     while (llm_step(engine, &err) > 0) {}
-    assert_true(llm__sampler_init(&sampler, vocab, &err));
+    assert_true(llm__sampler_init(&sampler, vocab, 1, &err));
     llm__distribution(&sampler, p, logits, ids, n, out);
     llm__sampler_free(&sampler);
     free(logits);
