@@ -154,14 +154,16 @@ typedef struct llm_tensor { /* one tensor of a file */
 typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3). Every count, offset, size and type in its header is
- * checked here, so that nothing read later can lie outside of it. */
+ * checked here, so that nothing read later can lie outside of it. Of a model in several files
+ * (NAME-00001-of-00003.gguf and so on) any one may be given: all are mapped, as if they were one. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_file_close(llm_file *file);
 
 const char *llm_file_path(const llm_file *file);
-uint64_t llm_file_size(const llm_file *file);
+uint64_t llm_file_size(const llm_file *file); /* of all parts */
+int64_t llm_file_n_parts(const llm_file *file); /* files that the model came in: 1, mostly */
 int llm_file_version(const llm_file *file);
 int64_t llm_file_n_values(const llm_file *file);
 const llm_value *llm_file_value(const llm_file *file, int64_t index);
@@ -792,6 +794,8 @@ struct llm_file {
     llm_tensor *tensors;      /* (n_tensors) */
     const llm_string **value_index;  /* (n_values) the keys of values, sorted, for binary search */
     const llm_string **tensor_index; /* (n_tensors) */
+    llm_file **parts;         /* (n_parts) the other files of a model in several; `tensors` has theirs too */
+    int64_t n_parts;
 };
 
 /* ---- Names -------------------------------------------------------------------------- */
@@ -1234,13 +1238,11 @@ static bool llm__map(const char *path, int descriptor, const void **data, uint64
     return true;
 }
 
-llm_file *llm_file_open(const char *path, llm_error *err) {
-    llm__clear(err);
+/* One file, whether or not there are others. */
+static llm_file *llm__file_map(const char *path, llm_error *err) {
     struct stat status;
     const void *data = NULL;
     uint64_t size = 0;
-    if (!path || !*path)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given"), (llm_file *)NULL;
     /* asked before opening, since opening a pipe would wait for its writer */
     if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
         llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
@@ -1255,15 +1257,150 @@ llm_file *llm_file_open(const char *path, llm_error *err) {
     return mapped ? llm__file_create(data, size, data != NULL, path, err) : NULL;
 }
 
+/* ---- A model in several files -----------------------------------------------------------------
+ * A model that is larger than what its host takes as one file comes in parts, NAME-00001-of-00003.gguf and so on, each of
+ * which is a GGUF file. The first has the metadata, the tensors are anywhere; and all say split.no (from 0), split.count and
+ * split.tensors.count (of all parts together). The caller gets the first, with everybody's tensors. */
+
+typedef struct llm__file_part {
+    uint64_t number, count, n_tensors;
+} llm__file_part;
+
+/* count is 1 for a file that stands for itself. */
+static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm_error *err) {
+    const llm_value *count = llm_file_find(file, "split.count");
+    split->number = 0;
+    split->count = 1;
+    if (!count) return true;
+    if (!llm_value_u64(count, 0, &split->count) || split->count > 99999)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: split.count is no number from 0 to 99999", file->path);
+    if (split->count < 2) return split->count = 1, true;
+    if (!llm_value_u64(llm_file_find(file, "split.no"), 0, &split->number) || split->number >= split->count)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: it is one of %llu parts, but split.no does not say which", file->path,
+                         (unsigned long long)split->count);
+    if (!llm_value_u64(llm_file_find(file, "split.tensors.count"), 0, &split->n_tensors))
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: it is one of %llu parts, but has no split.tensors.count", file->path,
+                         (unsigned long long)split->count);
+    return true;
+}
+
+/* The path of part `number`, from that of another. */
+static char *llm__file_part_path(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
+    char ending[64], wanted[64];
+    snprintf(ending, sizeof ending, "-%05u-of-%05u.gguf", (unsigned)split->number + 1, (unsigned)split->count);
+    snprintf(wanted, sizeof wanted, "-%05u-of-%05u.gguf", (unsigned)number + 1, (unsigned)split->count);
+    size_t length = strlen(path), n = strlen(ending);
+    if (length < n || strcmp(path + length - n, ending)) {
+        llm__fail(err, LLM_ERROR_FORMAT,
+                  "%s: it says that it is part %u of %u; its name must end in %s, so that the others can be found beside it",
+                  path, (unsigned)split->number + 1, (unsigned)split->count, ending);
+        return NULL;
+    }
+    char *other = llm__copy_text(path, "", err);
+    if (other) memcpy(other + length - n, wanted, n);
+    return other;
+}
+
+/* Part `number` of the model that the file at `path` is a part of, checked to be that. */
+static llm_file *llm__file_part_open(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
+    llm_error why = {LLM_OK, ""};
+    llm__file_part found;
+    char *part_path = llm__file_part_path(path, split, number, err);
+    if (!part_path) return NULL;
+    llm_file *part = llm__file_map(part_path, &why);
+    LLM_FREE(part_path);
+    if (!part) {
+        llm__fail(err, why.status, "part %u of %u of the model is not there, or is damaged: %.420s", (unsigned)number + 1,
+                  (unsigned)split->count, why.message);
+        return NULL;
+    }
+    bool good = llm__read_file_part(part, &found, err);
+    if (good && (found.count != split->count || found.number != number || found.n_tensors != split->n_tensors))
+        good = llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: by its name part %u of %u with %llu tensors in all, but inside it says part %u of %u with %llu: "
+                         "the parts are not of one model, or were renamed",
+                         part->path, (unsigned)number + 1, (unsigned)split->count, (unsigned long long)split->n_tensors,
+                         (unsigned)found.number + 1, (unsigned)found.count, (unsigned long long)found.n_tensors);
+    if (!good) llm_file_close(part);
+    return good ? part : NULL;
+}
+
+/* Take over a part, and list its tensors with the file's own. */
+static bool llm__file_part_adopt(llm_file *file, llm_file *part, llm_error *err) {
+    file->parts[file->n_parts++] = part;
+    if (!part->n_tensors) return true;
+    size_t own = (size_t)file->n_tensors, more = (size_t)part->n_tensors;
+    llm_tensor *tensors = (llm_tensor *)llm__new(own + more, sizeof *tensors, "the tensors", err);
+    if (!tensors) return false;
+    if (own) memcpy(tensors, file->tensors, own * sizeof *tensors);
+    memcpy(tensors + own, part->tensors, more * sizeof *tensors);
+    LLM_FREE(file->tensors);
+    file->tensors = tensors;
+    file->n_tensors += part->n_tensors;
+    return true;
+}
+
+static bool llm__file_parts_index(llm_file *file, const llm__file_part *split, llm_error *err) {
+    if ((uint64_t)file->n_tensors != split->n_tensors)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the %u parts hold %lld tensors, but should hold %llu: fetch them again",
+                         file->path, (unsigned)split->count, (long long)file->n_tensors, (unsigned long long)split->n_tensors);
+    LLM_FREE((void *)file->tensor_index);
+    file->tensor_index = llm__sorted_names(file->tensors, file->n_tensors, sizeof *file->tensors, err);
+    const llm_string *twice = file->tensor_index ? llm__duplicate(file->tensor_index, file->n_tensors) : NULL;
+    if (twice)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: two parts have a tensor called '%s'", file->path, llm__show(*twice).text);
+    return file->tensor_index != NULL;
+}
+
+/* The whole model that a file is a part of: the file itself, mostly. Takes the file over, also where it fails. */
+static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
+    llm__file_part split;
+    bool good = llm__read_file_part(file, &split, err);
+    if (good && split.count == 1) return file;
+    if (good && split.number > 0) { /* begin with the first */
+        llm_file *first = llm__file_part_open(file->path, &split, 0, err);
+        llm_file_close(file);
+        if (!first) return NULL;
+        file = first;
+        split.number = 0;
+    }
+    if (good) file->parts = (llm_file **)llm__new((size_t)split.count, sizeof *file->parts, "the parts of a model", err);
+    good = good && file->parts;
+    for (uint64_t number = 1; good && number < split.count; number++) {
+        llm_file *part = llm__file_part_open(file->path, &split, number, err);
+        good = part && llm__file_part_adopt(file, part, err);
+    }
+    if (good && llm__file_parts_index(file, &split, err)) return file;
+    llm_file_close(file);
+    return NULL;
+}
+
+llm_file *llm_file_open(const char *path, llm_error *err) {
+    llm__clear(err);
+    if (!path || !*path)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given"), (llm_file *)NULL;
+    llm_file *file = llm__file_map(path, err);
+    return file ? llm__file_with_parts(file, err) : NULL;
+}
+
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
     llm__clear(err);
     if (!data && size)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_file_from_memory: data is NULL"), (llm_file *)NULL;
-    return llm__file_create(data, size, false, name ? name : "memory", err);
+    llm_file *file = llm__file_create(data, size, false, name ? name : "memory", err);
+    llm__file_part split;
+    if (!file || (llm__read_file_part(file, &split, err) && split.count == 1)) return file;
+    if (!err || err->status == LLM_OK)
+        llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: one of %u parts of a model, which only llm_file_open can find", file->path,
+                  (unsigned)split.count);
+    llm_file_close(file);
+    return NULL;
 }
 
 void llm_file_close(llm_file *file) {
     if (!file) return;
+    for (int64_t i = 0; i < file->n_parts; i++) llm_file_close(file->parts[i]);
+    LLM_FREE(file->parts);
     if (file->mapped) munmap((void *)(uintptr_t)file->data, (size_t)file->size);
     LLM_FREE((void *)file->value_index);
     LLM_FREE((void *)file->tensor_index);
@@ -1274,7 +1411,12 @@ void llm_file_close(llm_file *file) {
 }
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
-uint64_t llm_file_size(const llm_file *file) { return file->size; }
+uint64_t llm_file_size(const llm_file *file) {
+    uint64_t size = file->size;
+    for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
+    return size;
+}
+int64_t llm_file_n_parts(const llm_file *file) { return file->n_parts + 1; }
 int llm_file_version(const llm_file *file) { return file->version; }
 int64_t llm_file_n_values(const llm_file *file) { return file->n_values; }
 int64_t llm_file_n_tensors(const llm_file *file) { return file->n_tensors; }
@@ -4359,7 +4501,8 @@ static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type t
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
         const llm_value *value = llm_file_value(in, i);
         if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
-            llm__is_text(value->key, "general.quantization_version"))
+            llm__is_text(value->key, "general.quantization_version") ||
+            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6))) /* what comes out is one file */
             continue;
         if (!llm_writer_value(q->writer, value)) return false;
     }

@@ -1891,8 +1891,10 @@ static void put_name(llm_string name) {
 
 static void info_print(const info *in) {
     put_text(llm_file_path(in->file));
-    put("\nGGUF version %d, %s, %lld tensors\n\nMetadata\n", llm_file_version(in->file), HUMAN(llm_file_size(in->file)),
+    put("\nGGUF version %d, %s, %lld tensors", llm_file_version(in->file), HUMAN(llm_file_size(in->file)),
         (long long)llm_file_n_tensors(in->file));
+    if (llm_file_n_parts(in->file) > 1) put(", in %lld files", (long long)llm_file_n_parts(in->file));
+    put_text("\n\nMetadata\n");
     for (int64_t i = 0; i < llm_file_n_values(in->file); i++) {
         const llm_value *v = llm_file_value(in->file, i);
         bool array = v->type == LLM_VALUE_ARRAY;
@@ -1944,8 +1946,8 @@ static void info_print_json_model(const info *in) {
 static void info_print_json(const info *in) {
     put_text("{\"path\": ");
     put_json_text(llm_file_path(in->file));
-    put(", \"version\": %d, \"bytes\": %llu,\n \"metadata\": {", llm_file_version(in->file),
-        (unsigned long long)llm_file_size(in->file));
+    put(", \"version\": %d, \"parts\": %lld, \"bytes\": %llu,\n \"metadata\": {", llm_file_version(in->file),
+        (long long)llm_file_n_parts(in->file), (unsigned long long)llm_file_size(in->file));
     for (int64_t i = 0; i < llm_file_n_values(in->file); i++) {
         const llm_value *v = llm_file_value(in->file, i);
         put_text(i ? ",\n  " : "\n  ");

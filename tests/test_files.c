@@ -857,6 +857,170 @@ static void test_no_memory(void **state) {
     clear_bytes(&b);
 }
 
+/* ---- Models in several files -------------------------------------------------------------------- */
+
+enum { SPLIT_NO = 1, SPLIT_COUNT = 2, SPLIT_TENSORS = 4, SPLIT_ALL = 7 };
+
+static char part_path_buffer[1100];
+static const char *part_path(int number, int count) {
+    snprintf(part_path_buffer, sizeof part_path_buffer, "%s-%05d-of-%05d.gguf", path, number + 1, count);
+    return part_path_buffer;
+}
+
+/* Part `number` of `count`, with two tensors "t.N" and "u.N" of four values (the first has metadata and only one tensor). */
+static bytes part(int number, int count, int said_number, int said_tensors, int keys) {
+    gguf g = {0};
+    uint16_t no = (uint16_t)said_number, n = (uint16_t)count;
+    int32_t tensors = said_tensors;
+    char name[16];
+    if (number == 0) gguf_string(&g, "general.name", "split in parts");
+    if (keys & SPLIT_NO) gguf_value(&g, "split.no", T_U16, &no, 2);
+    if (keys & SPLIT_COUNT) gguf_value(&g, "split.count", T_U16, &n, 2);
+    if (keys & SPLIT_TENSORS) gguf_value(&g, "split.tensors.count", T_I32, &tensors, 4);
+    for (int t = number == 0; t < 2; t++) {
+        float x[4] = {(float)number, (float)t, 2, 3};
+        snprintf(name, sizeof name, "%c.%d", t ? 'u' : 't', number);
+        gguf_tensor(&g, name, 0, 4, LLM_F32, x, sizeof x);
+    }
+    return gguf_finish(&g);
+}
+
+static void spit_part(int number, int count, bytes b) {
+    spit(part_path(number, count), b.data, b.length);
+    clear_bytes(&b);
+}
+
+static void spit_parts(int count) {
+    for (int i = 0; i < count; i++) spit_part(i, count, part(i, count, i, 2 * count - 1, SPLIT_ALL));
+}
+
+static void remove_parts(int count) {
+    for (int i = 0; i < count; i++) unlink(part_path(i, count));
+}
+
+static void refuse_parts(int opened, int count, llm_status status, const char *expected) {
+    llm_error err = {LLM_OK, ""};
+    llm_file *file = llm_file_open(part_path(opened, count), &err);
+    if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
+    assert_null(file);
+    assert_int_equal(err.status, status);
+    assert_non_null(strstr(err.message, expected));
+}
+
+static void test_parts(void **state) {
+    (void)state;
+    enum { COUNT_OF_PARTS = 4 };
+    llm_error err;
+    spit_parts(COUNT_OF_PARTS);
+    for (int opened = 0; opened < COUNT_OF_PARTS; opened++) { /* whichever is given */
+        llm_file *file = llm_file_open(part_path(opened, COUNT_OF_PARTS), &err);
+        if (!file) fail_msg("%s", err.message);
+        assert_int_equal(llm_file_n_parts(file), COUNT_OF_PARTS);
+        assert_int_equal(llm_file_n_tensors(file), 2 * COUNT_OF_PARTS - 1);
+        assert_non_null(llm_file_find(file, "general.name"));
+        assert_string_equal(llm_file_path(file), part_path(0, COUNT_OF_PARTS));
+        uint64_t size = 0;
+        for (int i = 0; i < COUNT_OF_PARTS; i++) {
+            struct stat s;
+            char name[16];
+            assert_int_equal(stat(part_path(i, COUNT_OF_PARTS), &s), 0);
+            size += (uint64_t)s.st_size;
+            for (int t = i == 0; t < 2; t++) {
+                snprintf(name, sizeof name, "%c.%d", t ? 'u' : 't', i);
+                const llm_tensor *tensor = llm_file_find_tensor(file, name);
+                assert_non_null(tensor);
+                assert_true(((const float *)tensor->data)[0] == (float)i && ((const float *)tensor->data)[1] == (float)t);
+            }
+        }
+        assert_true(llm_file_size(file) == size);
+        walk(file);
+        llm_file_close(file);
+    }
+    /* a count of one, or of none, is a file by itself, whatever it is called */
+    for (int count = 0; count < 2; count++) {
+        bytes b = part(1, count, 0, 2, SPLIT_COUNT);
+        spit(path, b.data, b.length);
+        clear_bytes(&b);
+        llm_file *file = llm_file_open(path, &err);
+        assert_non_null(file);
+        assert_int_equal(llm_file_n_parts(file), 1);
+        llm_file_close(file);
+    }
+    /* quantizing makes one file of it */
+    assert_true(llm_quantize(part_path(2, COUNT_OF_PARTS), path, LLM_F16, false, NULL, NULL, &err));
+    llm_file *whole = llm_file_open(path, &err);
+    assert_non_null(whole);
+    assert_int_equal(llm_file_n_parts(whole), 1);
+    assert_int_equal(llm_file_n_tensors(whole), 2 * COUNT_OF_PARTS - 1);
+    assert_null(llm_file_find(whole, "split.count"));
+    llm_file_close(whole);
+    unlink(path);
+    remove_parts(COUNT_OF_PARTS);
+}
+
+static void test_damaged_parts(void **state) {
+    (void)state;
+    spit_parts(3);
+    unlink(part_path(1, 3));
+    refuse_parts(0, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
+    refuse_parts(2, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
+    spit_parts(3);
+    unlink(part_path(0, 3));
+    refuse_parts(2, 3, LLM_ERROR_FILE, "part 1 of 3 of the model is not there");
+    spit_parts(3);
+    spit(part_path(2, 3), "GGUF", 4);
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "part 3 of 3 of the model is not there, or is damaged");
+    refuse_parts(2, 3, LLM_ERROR_FORMAT, "the version");
+    spit_part(2, 3, part(2, 3, 1, 5, SPLIT_ALL));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
+    refuse_parts(2, 3, LLM_ERROR_FORMAT, "its name must end in -00002-of-00003.gguf");
+    spit_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 3 of 5");
+    spit_part(2, 3, part(2, 3, 2, 6, SPLIT_ALL));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are not of one model");
+    spit_part(2, 3, part(1, 3, 2, 5, SPLIT_ALL)); /* the tensors of another part */
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "two parts have a tensor called '");
+    spit_part(2, 3, part(0, 3, 2, 5, SPLIT_ALL)); /* one tensor less */
+    refuse_parts(1, 3, LLM_ERROR_FORMAT, "the 3 parts hold 4 tensors, but should hold 5");
+    spit_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_TENSORS));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.no does not say which");
+    spit_part(2, 3, part(2, 3, 3, 5, SPLIT_ALL));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.no does not say which");
+    spit_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_NO));
+    refuse_parts(2, 3, LLM_ERROR_FORMAT, "has no split.tensors.count");
+    spit_part(2, 3, part(2, 3, 2, -5, SPLIT_ALL));
+    refuse_parts(2, 3, LLM_ERROR_FORMAT, "has no split.tensors.count");
+    /* the first is refused by itself, too */
+    gguf g = {0};
+    gguf_string(&g, "split.count", "three");
+    spit_part(0, 3, gguf_finish(&g));
+    refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.count is no number from 0 to 99999");
+    /* memory holds one file, and can not find the others */
+    llm_error err;
+    bytes b = part(0, 3, 0, 5, SPLIT_ALL);
+    assert_null(llm_file_from_memory(b.data, b.length, "memory", &err));
+    assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+    assert_non_null(strstr(err.message, "one of 3 parts of a model"));
+    assert_null(llm_file_from_memory(b.data, b.length, "memory", NULL));
+    clear_bytes(&b);
+    /* and wherever memory ends, what was opened is closed */
+    spit_parts(3);
+    long failures = 0;
+    for (bool done = false; !done; failures++) {
+        test_fail_in = failures;
+        test_failed = false;
+        llm_file *file = llm_file_open(part_path(1, 3), &err);
+        done = !test_failed;
+        assert_true((file != NULL) == done);
+        if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        llm_file_close(file);
+        assert_int_equal(test_live, 0);
+    }
+    test_fail_in = -1;
+    assert_true(failures > 20);
+    remove_parts(3);
+}
+
 int main(void) {
     const char *folder = getenv("TMPDIR");
     snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp", (long)getpid());
@@ -882,6 +1046,8 @@ int main(void) {
         cmocka_unit_test(test_writer_misuse),
         cmocka_unit_test(test_full_disk),
         cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_damaged_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
