@@ -19,6 +19,10 @@ LLM      = llm
 OPENMP   = $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 COMPILE  = $(CC) -std=gnu11 $(CFLAGS) -ffp-contract=fast $(OPENMP) $(SANITIZE) -I. $(CPPFLAGS)
 
+# llm.cu compiled as C++ over tests/cuda_on_cpu.h: the device "emulated"
+COMPILE_CXX = $(CXX) -std=c++17 $(CFLAGS) $(SANITIZE) -I. -Itests $(CPPFLAGS)
+EMULATED = $(B)/emulated.o $(B)/cuda_on_cpu.o
+
 TESTS    = $(sort $(wildcard tests/test_*.c))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(TESTS:tests/%.c=$(B)/%)
@@ -36,7 +40,15 @@ $(B)/libllm.a: llm.h | $(B)/have-cc
 	$(AR) rcs $@ $(B)/llm.o
 
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
-	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(B)/libllm.a -lcmocka -lm
+	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),-lstdc++)
+
+$(B)/test_device: $(EMULATED)
+
+$(B)/emulated.o: llm.cu llm.h tests/cuda_on_cpu.h | $(B)/have-c++
+	$(COMPILE_CXX) -DLLM_EMULATED -x c++ -c llm.cu -o $@
+
+$(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h | $(B)/have-c++
+	$(COMPILE_CXX) -c $< -o $@
 
 $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) | $(B)/have-cc
 	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm

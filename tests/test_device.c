@@ -1,0 +1,720 @@
+/* Every operation of the seam on a device, against the textbook loops of chapter 4 (LLM_ISA_REFERENCE), over random shapes and
+ * ragged batches. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. A GPU's operations run in each form
+ * that its options switch, and on the emulated device in every order of its threads: the bits must not change.
+ *
+ * make build/test_device && build/test_device */
+#include <math.h>
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+#include "device_util.h"
+
+/* ---- Random things ---------------------------------------------------------------------- */
+
+static test_random rng = {20261121};
+
+static int random_int(int low, int high) { return low + random_below(&rng, high - low + 1); }
+
+static float *random_floats(int64_t n, float scale) { /* roughly normal */
+    float *x = malloc((size_t)n * sizeof *x + 1);
+    assert_non_null(x);
+    for (int64_t i = 0; i < n; i++) {
+        float sum = 0.0f;
+        for (int k = 0; k < 6; k++) sum += (float)(random_u64(&rng) >> 40) / 16777216.0f - 0.5f;
+        x[i] = sum * 1.41421356f * scale;
+    }
+    return x;
+}
+
+enum { MAX_SEQUENCES = 6 };
+
+/* A ragged batch over a pool of blocks in random order. Sequence s has `first[s]` positions from before and `count[s]` in this
+ * step. */
+typedef struct ragged {
+    llm_batch batch;
+    int first[MAX_SEQUENCES], count[MAX_SEQUENCES];
+    int n_blocks;
+} ragged;
+
+static ragged make_batch(int n_sequences, const int *first, const int *count, int block_size, int vocab) {
+    ragged r;
+    memset(&r, 0, sizeof r);
+    llm_batch *b = &r.batch;
+    b->block_size = block_size, b->n_sequences = n_sequences;
+    for (int s = 0; s < n_sequences; s++) {
+        r.first[s] = first[s], r.count[s] = count[s];
+        b->n_tokens += count[s];
+        int blocks = (first[s] + count[s] + block_size - 1) / block_size;
+        b->table_stride = blocks > b->table_stride ? blocks : b->table_stride;
+        r.n_blocks += blocks;
+    }
+    r.n_blocks += 2;
+    size_t tokens = (size_t)b->n_tokens * sizeof(int32_t), sequences = (size_t)n_sequences * sizeof(int32_t);
+    int32_t *ids = malloc(tokens), *positions = malloc(tokens), *slots = malloc(tokens), *rows = malloc(tokens);
+    int32_t *seq_first = malloc(sequences), *seq_count = malloc(sequences);
+    int32_t *tables = calloc((size_t)n_sequences * (size_t)b->table_stride, sizeof *tables);
+    int *blocks = malloc((size_t)r.n_blocks * sizeof *blocks);
+    for (int i = 0; i < r.n_blocks; i++) blocks[i] = i;
+    for (int i = r.n_blocks; i > 1; i--) {
+        int j = random_below(&rng, i), other = blocks[i - 1];
+        blocks[i - 1] = blocks[j], blocks[j] = other;
+    }
+    int token = 0, taken = 0;
+    for (int s = 0; s < n_sequences; s++) {
+        int32_t *table = tables + s * b->table_stride;
+        for (int i = 0; i < (first[s] + count[s] + block_size - 1) / block_size; i++) table[i] = blocks[taken++];
+        seq_first[s] = token, seq_count[s] = count[s];
+        for (int p = first[s]; p < first[s] + count[s]; p++, token++) {
+            ids[token] = random_below(&rng, vocab);
+            positions[token] = p;
+            slots[token] = table[p / block_size] * block_size + p % block_size;
+            if (p + 1 == first[s] + count[s] || random_below(&rng, 3) == 0) rows[b->n_logits++] = token;
+        }
+    }
+    b->tokens = ids, b->positions = positions, b->slots = slots, b->seq_first = seq_first, b->seq_count = seq_count;
+    b->block_tables = tables, b->logit_rows = rows;
+    free(blocks);
+    return r;
+}
+
+static void free_batch(ragged *r) {
+    free((void *)r->batch.tokens), free((void *)r->batch.positions), free((void *)r->batch.slots);
+    free((void *)r->batch.seq_first), free((void *)r->batch.seq_count), free((void *)r->batch.block_tables);
+    free((void *)r->batch.logit_rows);
+}
+
+/* n tokens, each of a sequence of its own or of a few. */
+static ragged batch_of(int n_tokens, int vocab) {
+    int first[MAX_SEQUENCES], count[MAX_SEQUENCES], n = 0;
+    while (n_tokens > 0 && n < MAX_SEQUENCES) {
+        first[n] = random_below(&rng, 200);
+        count[n] = n + 1 == MAX_SEQUENCES ? n_tokens : random_int(1, n_tokens);
+        n_tokens -= count[n++];
+    }
+    return make_batch(n, first, count, random_int(1, 20), vocab);
+}
+
+/* ---- Devices ------------------------------------------------------------------------------ */
+
+static const llm_limits limits = {.max_tokens = 160, .max_sequences = 8, .max_context = 2100,
+                                  .n_heads = 32, .head_dim = 256, .max_cols = 4096};
+
+typedef struct form { /* of the device: its options, and how near it comes to the textbook */
+    const char *name;
+    llm_backend *backend;
+    bool exact;         /* f32 arithmetic: the bound is that of the CPU's kernels */
+    bool deterministic; /* a row's result does not depend on its batch */
+} form;
+
+static form forms[8];
+static int n_forms;
+static llm_backend *reference;
+static const char *device;
+
+static void add_form(const char *name, const llm_gpu_options *options, bool exact, bool deterministic) {
+    llm_error err;
+    form f = {name, device_open(device, options), exact, deterministic};
+    if (!f.backend->reserve(f.backend->context, &limits, &err)) fail_msg("%s: %s", name, err.message);
+    forms[n_forms++] = f;
+}
+
+static int open_devices(void **state) {
+    (void)state;
+    llm_error err;
+    device = device_name("emulated");
+    reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err);
+    assert_non_null(reference);
+    assert_true(reference->reserve(reference->context, &limits, &err));
+    if (!device_is_gpu(device)) {
+        add_form("cpu", NULL, false, true);
+        return 0;
+    }
+    /* Without graphs: an operation alone is no step to be recorded. The engine's tests run with them. */
+    llm_gpu_options plain = llm_gpu_defaults();
+    plain.graphs = false;
+    llm_gpu_options usual = plain, separate = plain, whole = plain, fixed = plain;
+    plain.plain = true;
+    add_form("plain", &plain, true, true);
+    add_form("usual", &usual, false, false);
+    separate.fused = false;
+    add_form("not fused", &separate, false, false);
+    whole.split_attention = false;
+    add_form("not split", &whole, false, false);
+    fixed.deterministic = true;
+    add_form("deterministic", &fixed, false, true);
+    return 0;
+}
+
+static int close_devices(void **state) {
+    (void)state;
+    for (int i = 0; i < n_forms; i++) llm_backend_free(forms[i].backend);
+    llm_backend_free(reference);
+    return 0;
+}
+
+/* Device memory that holds these bytes. */
+static void *place(llm_backend *b, const void *data, size_t bytes) {
+    llm_error err;
+    void *p = b->allocate(b->context, bytes, "a test", &err);
+    if (!p) fail_msg("%s", err.message);
+    if (data && !b->upload(b->context, p, data, bytes, &err)) fail_msg("%s", err.message);
+    return p;
+}
+
+static float *place_floats(llm_backend *b, const float *x, int64_t n) { return x ? (float *)place(b, x, (size_t)n * sizeof *x) : NULL; }
+
+static void take(llm_backend *b, void *device_memory, void *out, size_t bytes) {
+    llm_error err;
+    if (!b->download(b->context, out, device_memory, bytes, &err)) fail_msg("%s", err.message);
+    b->release(b->context, device_memory);
+}
+
+static void begin(llm_backend *b, const llm_batch *batch) {
+    llm_error err;
+    if (!b->begin_step(b->context, batch, &err)) fail_msg("%s", err.message);
+}
+
+static void end(llm_backend *b) {
+    llm_error err;
+    if (!b->end_step(b->context, &err)) fail_msg("%s", err.message);
+    if (!b->sync(b->context, &err)) fail_msg("%s", err.message);
+}
+
+static double distance(const float *a, const float *b, int64_t n) { /* |a - b| / |b| */
+    double difference = 0.0, norm = 0.0;
+    for (int64_t i = 0; i < n; i++) {
+        difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
+        norm += (double)b[i] * b[i];
+    }
+    return sqrt(difference / (norm > 0.0 ? norm : 1.0));
+}
+
+/* One operation with its arguments, on some device: writes `n` results. */
+typedef void (*operation)(llm_backend *b, const void *arguments, float *out);
+
+/* On every form of the device, in every order: near the reference, and the same bits in each order. bound 0: its bits; exact_bound
+ * is for the forms that compute in f32. */
+static void check(const char *what, operation run, const void *arguments, int64_t n, double bound, double exact_bound) {
+    size_t bytes = (size_t)n * sizeof(float);
+    float *expected = malloc(bytes), *out = malloc(bytes), *first = malloc(bytes);
+    run(reference, arguments, expected);
+    for (int f = 0; f < n_forms; f++)
+        for (int order = 0; order < device_orders(device); order++) {
+            device_set_order(device, order);
+            memset(out, 0xff, bytes);
+            run(forms[f].backend, arguments, order ? out : first);
+            if (order && memcmp(out, first, bytes)) fail_msg("%s, %s: the order of the threads changes the bits", what, forms[f].name);
+            if (order) continue;
+            double d = distance(first, expected, n), most = forms[f].exact ? exact_bound : bound;
+            if (most == 0.0 ? memcmp(first, expected, bytes) != 0 : !(d <= most))
+                fail_msg("%s, %s on %s: relative distance %g, bound %g", what, forms[f].name, device, d, most);
+        }
+    device_set_order(device, 0);
+    free(expected), free(out), free(first);
+}
+
+/* ---- Rows ------------------------------------------------------------------------------------ */
+
+typedef struct rows_case {
+    ragged batch;
+    const float *x, *y; /* (n, dim); weight (dim) or up (n, dim) */
+    int n, dim, first;
+    float epsilon;
+    bool in_place;
+} rows_case;
+
+static void run_rmsnorm(llm_backend *b, const void *arguments, float *out) {
+    const rows_case *c = (const rows_case *)arguments;
+    int64_t n = (int64_t)c->n * c->dim;
+    float *x = place_floats(b, c->x, n), *weight = place_floats(b, c->y, c->dim), *result = c->in_place ? x : place(b, NULL, (size_t)n * 4);
+    begin(b, &c->batch.batch);
+    b->rmsnorm(b->context, x, weight, c->n, c->dim, c->epsilon, result);
+    end(b);
+    take(b, result, out, (size_t)n * sizeof *out);
+    if (!c->in_place) b->release(b->context, x);
+    b->release(b->context, weight);
+}
+
+static void test_rmsnorm(void **state) {
+    (void)state;
+    static const int dims[] = {1, 3, 16, 64, 100, 257, 1024, 4099};
+    for (int i = 0; i < 16; i++) {
+        rows_case c = {.dim = dims[i / 2], .n = i % 4 == 0 ? 1 : random_int(1, 40), .epsilon = 1e-5f, .in_place = i % 2};
+        c.batch = batch_of(c.n, 10);
+        c.x = random_floats((int64_t)c.n * c.dim, i == 6 ? 1e4f : 1.0f), c.y = random_floats(c.dim, 1.0f);
+        if (c.n > 1) memset((void *)(c.x + c.dim), 0, (size_t)c.dim * sizeof(float)); /* a row of zeros */
+        check("rmsnorm", run_rmsnorm, &c, (int64_t)c.n * c.dim, 2e-6, 2e-6);
+        free((void *)c.x), free((void *)c.y), free_batch(&c.batch);
+    }
+}
+
+static void run_swiglu(llm_backend *b, const void *arguments, float *out) {
+    const rows_case *c = (const rows_case *)arguments;
+    float *gate = place_floats(b, c->x, c->n), *up = place_floats(b, c->y, c->n), *result = c->in_place ? gate : place(b, NULL, (size_t)c->n * 4);
+    begin(b, &c->batch.batch);
+    b->swiglu(b->context, gate, up, c->n, result);
+    end(b);
+    take(b, result, out, (size_t)c->n * sizeof *out);
+    if (!c->in_place) b->release(b->context, gate);
+    b->release(b->context, up);
+}
+
+static void test_swiglu(void **state) {
+    (void)state;
+    static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f};
+    for (int i = 0; i < 8; i++) {
+        rows_case c = {.n = i == 0 ? 1 : i == 1 ? 70001 : random_int(1, 3000), .in_place = i % 2};
+        c.batch = batch_of(1, 10);
+        c.x = random_floats(c.n, 8.0f), c.y = random_floats(c.n, 1.0f);
+        for (int k = 0; k < 9 && k * 7 < c.n; k++) ((float *)c.x)[k * 7] = corners[k], ((float *)c.y)[k * 7] = 1.0f;
+        check("swiglu", run_swiglu, &c, c.n, 1e-6, 1e-6);
+        free((void *)c.x), free((void *)c.y), free_batch(&c.batch);
+    }
+}
+
+static void run_gather(llm_backend *b, const void *arguments, float *out) {
+    const rows_case *c = (const rows_case *)arguments;
+    float *x = place_floats(b, c->x, (int64_t)c->batch.batch.n_tokens * c->dim), *result = place(b, NULL, (size_t)(c->n * c->dim) * 4);
+    begin(b, &c->batch.batch);
+    b->gather_rows(b->context, &c->batch.batch, x, c->dim, c->first, c->n, result);
+    end(b);
+    take(b, result, out, (size_t)(c->n * c->dim) * sizeof *out);
+    b->release(b->context, x);
+}
+
+static void test_gather(void **state) {
+    (void)state;
+    for (int i = 0; i < 12; i++) {
+        rows_case c = {.dim = i % 3 == 0 ? 64 * random_int(1, 8) : random_int(1, 300)};
+        c.batch = batch_of(random_int(1, 60), 10);
+        c.first = random_below(&rng, c.batch.batch.n_logits);
+        c.n = random_int(1, c.batch.batch.n_logits - c.first);
+        c.x = random_floats((int64_t)c.batch.batch.n_tokens * c.dim, 1.0f);
+        check("gather_rows", run_gather, &c, (int64_t)c.n * c.dim, 0, 0);
+        free((void *)c.x), free_batch(&c.batch);
+    }
+}
+
+/* ---- Weights --------------------------------------------------------------------------------- */
+
+static const llm_type required_types[] = {LLM_F32, LLM_F16, LLM_BF16, LLM_Q8_0, LLM_Q4_0};
+
+typedef struct weight_case {
+    ragged batch;
+    llm_type type;
+    int rows, cols, n, group; /* group: so many rows of x at a time; 0: all */
+    const void *data;         /* packed */
+    const float *x, *bias, *start;
+    bool add;
+} weight_case;
+
+static void *packed(llm_type type, const float *values, int64_t count) {
+    const llm_type_info *info = llm_type_find(type);
+    void *data = malloc((size_t)(count / info->block_values) * (size_t)info->block_bytes);
+    assert_non_null(data);
+    info->pack(values, data, count);
+    return data;
+}
+
+static llm_weight load(llm_backend *b, const weight_case *c) {
+    llm_error err;
+    llm_weight w;
+    memset(&w, 0, sizeof w);
+    w.type = c->type, w.rows = c->rows, w.cols = c->cols;
+    if (!b->load_weight(b->context, &w, c->data, &err)) fail_msg("%s", err.message);
+    return w;
+}
+
+/* Can the form load a weight of this type? The required ones it must. */
+static bool can_load(llm_backend *b, const weight_case *c) {
+    llm_error err;
+    llm_weight w;
+    memset(&w, 0, sizeof w);
+    w.type = c->type, w.rows = c->rows, w.cols = c->cols;
+    if (b->load_weight(b->context, &w, c->data, &err)) {
+        b->free_weight(b->context, &w);
+        return true;
+    }
+    assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+    for (size_t i = 0; i < sizeof required_types / sizeof *required_types; i++)
+        if (required_types[i] == c->type) fail_msg("%s", err.message);
+    return false;
+}
+
+static void run_embed(llm_backend *b, const void *arguments, float *out) {
+    const weight_case *c = (const weight_case *)arguments;
+    llm_weight table = load(b, c);
+    size_t bytes = (size_t)(c->batch.batch.n_tokens * c->cols) * sizeof(float);
+    float *result = place(b, NULL, bytes);
+    begin(b, &c->batch.batch);
+    b->embed(b->context, &c->batch.batch, &table, result);
+    end(b);
+    take(b, result, out, bytes);
+    b->free_weight(b->context, &table);
+}
+
+static void test_embed(void **state) {
+    (void)state;
+    for (int type = 0; type < 64; type++) {
+        const llm_type_info *info = llm_type_find((llm_type)type);
+        if (!info || !info->pack || !info->unpack) continue;
+        for (int i = 0; i < 3; i++) {
+            weight_case c = {.type = (llm_type)type, .rows = random_int(1, 50), .cols = info->block_values * random_int(1, 512 / info->block_values)};
+            float *values = random_floats((int64_t)c.rows * c.cols, 1.0f);
+            c.data = packed(c.type, values, (int64_t)c.rows * c.cols);
+            c.batch = batch_of(random_int(1, 40), c.rows);
+            if (can_load(forms[0].backend, &c)) check(info->name, run_embed, &c, (int64_t)c.batch.batch.n_tokens * c.cols, 1e-7, 1e-7);
+            else if (i == 0) print_message("    %s: the device says that it has no %s\n", device, info->name);
+            free(values), free((void *)c.data), free_batch(&c.batch);
+        }
+    }
+}
+
+static void run_matmul(llm_backend *b, const void *arguments, float *out) {
+    const weight_case *c = (const weight_case *)arguments;
+    llm_weight w = load(b, c);
+    float *x = place_floats(b, c->x, (int64_t)c->n * c->cols), *bias = place_floats(b, c->bias, c->rows);
+    float *result = place_floats(b, c->start, (int64_t)c->n * c->rows);
+    begin(b, &c->batch.batch);
+    int group = c->group ? c->group : c->n;
+    for (int i = 0; i < c->n; i += group)
+        b->matmul(b->context, x + (int64_t)i * c->cols, &w, bias, i + group < c->n ? group : c->n - i, c->add, result + (int64_t)i * c->rows);
+    end(b);
+    take(b, result, out, (size_t)c->n * (size_t)c->rows * sizeof *out);
+    b->release(b->context, x);
+    b->release(b->context, bias);
+    b->free_weight(b->context, &w);
+}
+
+/* The largest error that is fine. The CPU's kernels round x to int8 for the block types; those of a GPU round it to f16 (bf16
+ * for weights of bf16), and the plain ones not at all. */
+static double matmul_bound(llm_type type) {
+    if (!device_is_gpu(device)) return llm_type_find(type)->block_values > 1 ? 1.5e-2 : 2e-6;
+    return type == LLM_F32 ? 1e-3 : type == LLM_BF16 ? 4e-3 : 1e-3;
+}
+
+static void check_matmul(llm_type type, int rows, int cols, int n) {
+    char what[128];
+    snprintf(what, sizeof what, "matmul, %s (%d, %d), %d rows of x", llm_type_find(type)->name, rows, cols, n);
+    weight_case c = {.type = type, .rows = rows, .cols = cols, .n = n, .add = random_below(&rng, 2)};
+    float *values = random_floats((int64_t)rows * cols, 1.0f);
+    c.data = packed(type, values, (int64_t)rows * cols);
+    c.x = random_floats((int64_t)n * cols, 1.0f);
+    c.start = random_floats((int64_t)n * rows, 1.0f);
+    c.bias = random_below(&rng, 2) ? random_floats(rows, 1.0f) : NULL;
+    c.batch = batch_of(n, 10);
+    if (can_load(forms[0].backend, &c)) {
+        /* a single product may happen to be near zero: then its error is large beside it */
+        double slack = (int64_t)n * rows < 32 ? 30 : 1;
+        check(what, run_matmul, &c, (int64_t)n * rows, slack * matmul_bound(type), slack * 3e-6);
+        size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
+        float *all = malloc(bytes), *parts = malloc(bytes);
+        for (int f = 0; f < n_forms && n > 1; f++) {
+            if (!forms[f].deterministic) continue;
+            run_matmul(forms[f].backend, &c, all);
+            c.group = random_int(1, n - 1);
+            run_matmul(forms[f].backend, &c, parts);
+            if (memcmp(all, parts, bytes)) fail_msg("%s, %s: the result depends on how many rows there are (%d at a time)", what, forms[f].name, c.group);
+            c.group = 0;
+        }
+        free(all), free(parts);
+    }
+    free(values), free((void *)c.data), free((void *)c.x), free((void *)c.start), free((void *)c.bias), free_batch(&c.batch);
+}
+
+static void test_matmul(void **state) {
+    (void)state;
+    for (int type = 0; type < 64; type++) {
+        const llm_type_info *info = llm_type_find((llm_type)type);
+        if (!info || !info->pack || !info->unpack) continue;
+        int block = info->block_values;
+        check_matmul((llm_type)type, 1, block, 1);
+        check_matmul((llm_type)type, 96, block > 128 ? block : 128, 1);
+        check_matmul((llm_type)type, 130, block > 256 ? block : 256, random_int(2, 16));
+        check_matmul((llm_type)type, 65, block > 32 ? block : 96, random_int(17, 70));
+        if (block == 1) check_matmul((llm_type)type, 37, random_int(1, 300), 9);
+        check_matmul((llm_type)type, random_int(1, 200), block * random_int(1, 512 / block), random_int(1, 24));
+    }
+    check_matmul(LLM_F16, 128, 128, 150);
+    check_matmul(LLM_Q4_0, 136, 256, 140);
+}
+
+/* ---- The cache ---------------------------------------------------------------------------------- */
+
+typedef struct cache_case {
+    ragged batch;
+    llm_attention_shape shape;
+    llm_type cache_type;
+    llm_rope_pairing pairing;
+    int rope_dim, chunk; /* chunk: attention in pieces of so many positions; 0: all at once */
+    float magnitude;
+    const float *q, *k, *v, *q_norm, *k_norm, *frequencies, *angles;
+} cache_case;
+
+enum { LAYERS = 2, LAYER = 1 };
+
+static llm_cache cache_of(const cache_case *c) {
+    llm_cache cache = {c->cache_type, LAYERS, c->shape.n_kv_heads, c->shape.head_dim, c->batch.batch.block_size, c->batch.n_blocks, 0, NULL, NULL};
+    cache.layer_bytes = (size_t)c->batch.n_blocks * (size_t)(cache.n_kv_heads * cache.block_size * cache.head_dim) * (c->cache_type == LLM_F16 ? 2 : 4);
+    return cache;
+}
+
+static void run_angles(llm_backend *b, const void *arguments, float *out) {
+    const cache_case *c = (const cache_case *)arguments;
+    size_t bytes = (size_t)(c->batch.batch.n_tokens * c->rope_dim) * sizeof(float);
+    float *frequencies = place_floats(b, c->frequencies, c->rope_dim / 2), *angles = place(b, NULL, bytes);
+    begin(b, &c->batch.batch);
+    b->rope_angles(b->context, &c->batch.batch, frequencies, c->rope_dim, c->magnitude, angles);
+    end(b);
+    take(b, angles, out, bytes);
+    b->release(b->context, frequencies);
+}
+
+/* out: the turned q, then all of the layer's keys and values as f32 (what was not written is 0) */
+static void run_rope_and_store(llm_backend *b, const void *arguments, float *out) {
+    const cache_case *c = (const cache_case *)arguments;
+    int tokens = c->batch.batch.n_tokens, head_dim = c->shape.head_dim;
+    int64_t q_values = (int64_t)tokens * c->shape.n_heads * head_dim, kv_values = (int64_t)tokens * c->shape.n_kv_heads * head_dim;
+    llm_cache cache = cache_of(c);
+    void *zeros = calloc(LAYERS, cache.layer_bytes);
+    cache.keys = place(b, zeros, LAYERS * cache.layer_bytes), cache.values = place(b, zeros, LAYERS * cache.layer_bytes);
+    float *q = place_floats(b, c->q, q_values), *k = place_floats(b, c->k, kv_values), *v = place_floats(b, c->v, kv_values);
+    float *q_norm = place_floats(b, c->q_norm, head_dim), *k_norm = place_floats(b, c->k_norm, head_dim);
+    float *angles = place(b, c->angles, (size_t)(tokens * c->rope_dim) * sizeof(float));
+    begin(b, &c->batch.batch);
+    b->rope_and_store(b->context, &c->batch.batch, &c->shape, c->pairing, c->rope_dim, angles, q_norm, k_norm, 1e-6f, q, k, v, &cache, LAYER);
+    end(b);
+    take(b, q, out, (size_t)q_values * sizeof *out);
+    int64_t layer_values = (int64_t)(cache.layer_bytes / (c->cache_type == LLM_F16 ? 2 : 4));
+    for (int side = 0; side < 2; side++) {
+        char *bytes = malloc(LAYERS * cache.layer_bytes);
+        take(b, side ? cache.values : cache.keys, bytes, LAYERS * cache.layer_bytes);
+        assert_memory_equal(bytes, zeros, cache.layer_bytes); /* the other layer */
+        llm_type_find(c->cache_type)->unpack(bytes + LAYER * cache.layer_bytes, out + q_values + side * layer_values, layer_values);
+        free(bytes);
+    }
+    b->release(b->context, k), b->release(b->context, v), b->release(b->context, q_norm), b->release(b->context, k_norm);
+    b->release(b->context, angles);
+    free(zeros);
+}
+
+static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type, int n_kv, int group) {
+    cache_case c = {.cache_type = cache_type, .pairing = pairing, .rope_dim = rope_dim, .magnitude = 1.0f};
+    c.shape = (llm_attention_shape){n_kv * group, n_kv, head_dim, 1.0f, false, 0};
+    c.batch = batch_of(random_int(1, 30), 10);
+    int tokens = c.batch.batch.n_tokens;
+    c.q = random_floats((int64_t)tokens * n_kv * group * head_dim, 1.0f);
+    c.k = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f), c.v = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f);
+    if (norms) c.q_norm = random_floats(head_dim, 1.0f), c.k_norm = random_floats(head_dim, 1.0f);
+    float *frequencies = malloc((size_t)rope_dim * sizeof(float) + 4), *angles = malloc((size_t)(tokens * rope_dim) * sizeof(float) + 4);
+    for (int i = 0; i < rope_dim / 2; i++) frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
+    c.frequencies = frequencies, c.angles = angles;
+    if (rope_dim) {
+        run_angles(reference, &c, angles);
+        check("rope_angles", run_angles, &c, (int64_t)tokens * rope_dim, 3e-7, 3e-7);
+        c.magnitude = 1.25f;
+        check("rope_angles, magnified", run_angles, &c, (int64_t)tokens * rope_dim, 3e-7, 3e-7);
+    }
+    int64_t layer_values = (int64_t)c.batch.n_blocks * n_kv * c.batch.batch.block_size * head_dim;
+    check("rope_and_store", run_rope_and_store, &c, (int64_t)tokens * n_kv * group * head_dim + 2 * layer_values,
+          cache_type == LLM_F16 ? 1e-4 : 1e-6, cache_type == LLM_F16 ? 1e-4 : 1e-6);
+    free((void *)c.q), free((void *)c.k), free((void *)c.v), free((void *)c.q_norm), free((void *)c.k_norm), free(frequencies), free(angles);
+    free_batch(&c.batch);
+}
+
+static void test_rope(void **state) {
+    (void)state;
+    for (int pairing = 0; pairing < 2; pairing++) {
+        check_rope((llm_rope_pairing)pairing, 64, 64, false, LLM_F16, 2, 3);
+        check_rope((llm_rope_pairing)pairing, 128, 32, true, LLM_F32, 1, 4);
+        check_rope((llm_rope_pairing)pairing, 19, 10, true, LLM_F16, 2, 1);
+        check_rope((llm_rope_pairing)pairing, 3, 0, false, LLM_F32, 1, 1);
+        check_rope((llm_rope_pairing)pairing, 256, 256, true, LLM_F16, 1, 2);
+    }
+}
+
+/* The whole of `k` and `v` (all positions of all sequences) lies in the cache, every other slot holds NaN, and the batch's queries
+ * attend to it. k, v: (all positions, n_kv_heads, head_dim), sequence by sequence. */
+static void run_attention(llm_backend *b, const void *arguments, float *out) {
+    const cache_case *c = (const cache_case *)arguments;
+    const llm_batch *batch = &c->batch.batch;
+    int head_dim = c->shape.head_dim, n_kv = c->shape.n_kv_heads, block_size = batch->block_size;
+    llm_cache cache = cache_of(c);
+    char *keys = malloc(LAYERS * cache.layer_bytes), *values = malloc(LAYERS * cache.layer_bytes);
+    memset(keys, 0xff, LAYERS * cache.layer_bytes), memset(values, 0xff, LAYERS * cache.layer_bytes);
+    const llm_type_info *info = llm_type_find(c->cache_type);
+    size_t head_bytes = (size_t)head_dim * (size_t)info->block_bytes;
+    int64_t row = 0;
+    for (int s = 0; s < batch->n_sequences; s++)
+        for (int p = 0; p < c->batch.first[s] + c->batch.count[s]; p++, row++)
+            for (int h = 0; h < n_kv; h++) {
+                int64_t block = batch->block_tables[s * batch->table_stride + p / block_size];
+                size_t at = LAYER * cache.layer_bytes + (size_t)((block * n_kv + h) * block_size + p % block_size) * head_bytes;
+                info->pack(c->k + (row * n_kv + h) * head_dim, keys + at, head_dim);
+                info->pack(c->v + (row * n_kv + h) * head_dim, values + at, head_dim);
+            }
+    cache.keys = place(b, keys, LAYERS * cache.layer_bytes), cache.values = place(b, values, LAYERS * cache.layer_bytes);
+    int64_t width = (int64_t)c->shape.n_heads * head_dim;
+    if (!c->chunk) {
+        float *q = place_floats(b, c->q, batch->n_tokens * width), *result = place(b, NULL, (size_t)(batch->n_tokens * width) * 4);
+        begin(b, batch);
+        b->attention(b->context, batch, &c->shape, q, &cache, LAYER, result);
+        end(b);
+        take(b, result, out, (size_t)(batch->n_tokens * width) * sizeof *out);
+        b->release(b->context, q);
+    }
+    for (int s = 0; c->chunk && s < batch->n_sequences; s++) /* sequence by sequence, some positions at a time */
+        for (int done = 0, n; done < batch->seq_count[s]; done += n) {
+            n = (int)llm__min(c->chunk, batch->seq_count[s] - done);
+            int32_t first = 0, count = n, token = batch->seq_first[s] + done;
+            llm_batch one = {.n_tokens = n, .n_sequences = 1, .tokens = batch->tokens + token, .positions = batch->positions + token,
+                             .slots = batch->slots + token, .seq_first = &first, .seq_count = &count,
+                             .block_tables = batch->block_tables + s * batch->table_stride, .table_stride = batch->table_stride,
+                             .block_size = block_size, .n_logits = 1, .logit_rows = &first};
+            float *q = place_floats(b, c->q + token * width, n * width), *result = place(b, NULL, (size_t)(n * width) * 4);
+            begin(b, &one);
+            b->attention(b->context, &one, &c->shape, q, &cache, LAYER, result);
+            end(b);
+            take(b, result, out + token * width, (size_t)(n * width) * sizeof *out);
+            b->release(b->context, q);
+        }
+    b->release(b->context, cache.keys), b->release(b->context, cache.values);
+    free(keys), free(values);
+}
+
+static void check_attention(int n_sequences, const int *first, const int *count, int n_kv, int group, int head_dim, int block_size,
+                            llm_type type, int window) {
+    char what[160];
+    cache_case c = {.cache_type = type};
+    c.shape = (llm_attention_shape){n_kv * group, n_kv, head_dim, 1.0f / sqrtf((float)head_dim), false, window};
+    c.batch = make_batch(n_sequences, first, count, block_size, 10);
+    int64_t positions = 0, tokens = c.batch.batch.n_tokens, n = tokens * n_kv * group * head_dim;
+    for (int s = 0; s < n_sequences; s++) positions += first[s] + count[s];
+    snprintf(what, sizeof what, "attention, %d sequences, %d tokens of %d, %d x %d heads of %d, blocks of %d, window %d", n_sequences,
+             (int)tokens, (int)positions, n_kv, group, head_dim, block_size, window);
+    c.q = random_floats(n, 3.0f);
+    c.k = random_floats(positions * n_kv * head_dim, 1.0f), c.v = random_floats(positions * n_kv * head_dim, 1.0f);
+    /* queries, and the shares of the softmax, are rounded to f16 for the matrix instructions */
+    check(what, run_attention, &c, n, device_is_gpu(device) ? 2e-3 : 2e-6, 3e-6);
+    float *all = malloc((size_t)n * sizeof *all), *parts = malloc((size_t)n * sizeof *parts);
+    for (int f = 0; f < n_forms; f++) {
+        if (!forms[f].deterministic) continue;
+        run_attention(forms[f].backend, &c, all);
+        for (int k = 0; k < 2; k++) {
+            c.chunk = k ? random_int(2, 20) : 1;
+            run_attention(forms[f].backend, &c, parts);
+            if (memcmp(all, parts, (size_t)n * sizeof *all)) fail_msg("%s, %s: the result depends on the batch (chunks of %d)", what, forms[f].name, c.chunk);
+        }
+        c.chunk = 0;
+    }
+    free(all), free(parts), free((void *)c.q), free((void *)c.k), free((void *)c.v), free_batch(&c.batch);
+}
+
+static void test_attention(void **state) {
+    (void)state;
+    static const int zero[MAX_SEQUENCES] = {0}, one[MAX_SEQUENCES] = {1, 1, 1, 1, 1, 1};
+    static const int far[] = {0, 63, 64, 130, 299, 17}, few[] = {5, 2, 1, 3, 1, 4};
+    check_attention(1, zero, one, 1, 1, 8, 16, LLM_F32, 0);
+    check_attention(6, far, one, 2, 4, 64, 16, LLM_F16, 0);    /* a decode step */
+    check_attention(5, far, few, 2, 2, 128, 16, LLM_F16, 0);   /* a verification, and a short prompt */
+    check_attention(3, far, one, 1, 8, 256, 16, LLM_F16, 0);
+    check_attention(4, far, few, 1, 3, 19, 7, LLM_F32, 0);
+    check_attention(4, far, few, 2, 1, 96, 32, LLM_F16, 0);
+    check_attention(6, far, few, 1, 2, 64, 16, LLM_F16, 0);
+    check_attention(2, (const int[]){0, 40}, (const int[]){70, 33}, 1, 4, 64, 16, LLM_F16, 0); /* prefill */
+    check_attention(2, (const int[]){0, 5}, (const int[]){33, 18}, 2, 2, 128, 16, LLM_F16, 0);
+    check_attention(1, (const int[]){20}, (const int[]){50}, 1, 2, 80, 8, LLM_F32, 0);
+    check_attention(1, (const int[]){1100}, one, 1, 4, 64, 16, LLM_F16, 0); /* long */
+}
+
+typedef struct copy_case {
+    cache_case cache;
+    const uint16_t *keys, *values;
+    const int32_t *from, *to;
+    int n;
+} copy_case;
+
+static void run_copy_blocks(llm_backend *b, const void *arguments, float *out) {
+    const copy_case *c = (const copy_case *)arguments;
+    llm_cache cache = cache_of(&c->cache);
+    cache.keys = place(b, c->keys, LAYERS * cache.layer_bytes), cache.values = place(b, c->values, LAYERS * cache.layer_bytes);
+    b->copy_blocks(b->context, &cache, c->from, c->to, c->n);
+    take(b, cache.keys, out, LAYERS * cache.layer_bytes);
+    take(b, cache.values, (char *)out + LAYERS * cache.layer_bytes, LAYERS * cache.layer_bytes);
+}
+
+static void test_copy_blocks(void **state) {
+    (void)state;
+    for (int i = 0; i < 6; i++) {
+        static const int32_t from[] = {0, 4, 2, 3}, to[] = {2, 1, 4, 0}; /* 2 is written, then read; 0 is read, then written */
+        copy_case c = {.from = from, .to = to, .n = i % 4 + 1};
+        c.cache.batch.batch.block_size = random_int(1, 16), c.cache.batch.n_blocks = 5;
+        c.cache.shape = (llm_attention_shape){2, 2, i % 2 ? 2 * random_int(1, 20) : 64, 1.0f, false, 0};
+        c.cache.cache_type = LLM_F16;
+        llm_cache cache = cache_of(&c.cache);
+        size_t bytes = LAYERS * cache.layer_bytes;
+        uint8_t *keys = malloc(bytes), *values = malloc(bytes);
+        for (size_t k = 0; k < bytes; k++) keys[k] = (uint8_t)random_u64(&rng), values[k] = (uint8_t)random_u64(&rng);
+        c.keys = (const uint16_t *)(const void *)keys, c.values = (const uint16_t *)(const void *)values;
+        check("copy_blocks", run_copy_blocks, &c, (int64_t)(2 * bytes / sizeof(float)), 0, 0);
+        free(keys), free(values);
+    }
+}
+
+/* ---- Memory, errors ------------------------------------------------------------------------------- */
+
+static void test_memory(void **state) {
+    (void)state;
+    llm_error err;
+    for (int f = 0; f < n_forms; f++) {
+        llm_backend *b = forms[f].backend;
+        for (int i = 0; i < 6; i++) {
+            size_t bytes = i == 0 ? 1 : i == 5 ? 5000001 : (size_t)random_int(1, 100000);
+            uint8_t *data = malloc(bytes), *back = malloc(bytes);
+            for (size_t k = 0; k < bytes; k++) data[k] = (uint8_t)random_u64(&rng);
+            uint8_t *p = place(b, data, bytes);
+            take(b, p, back, bytes);
+            assert_memory_equal(data, back, bytes);
+            p = place(b, NULL, bytes); /* in pieces */
+            for (size_t at = 0, n; at < bytes; at += n) {
+                n = bytes - at < 30001 ? bytes - at : 30001;
+                assert_true(b->upload(b->context, p + at, data + at, n, &err));
+            }
+            take(b, p, back, bytes);
+            assert_memory_equal(data, back, bytes);
+            free(data), free(back);
+        }
+        b->release(b->context, NULL);
+        assert_null(b->allocate(b->context, (size_t)1 << 60, "far too much", &err));
+        assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        assert_non_null(strstr(err.message, "far too much"));
+        assert_true(b->sync(b->context, &err));
+
+        llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL}, cut = {LLM_Q8_0, 10, 63, NULL, NULL};
+        float data[640] = {0};
+        assert_false(b->load_weight(b->context, &strange, data, &err));
+        assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+        assert_false(b->load_weight(b->context, &cut, data, &err));
+        assert_int_equal(err.status, LLM_ERROR_FORMAT);
+        llm_limits nothing;
+        memset(&nothing, 0, sizeof nothing);
+        assert_false(b->reserve(b->context, &nothing, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    }
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_copy_blocks), cmocka_unit_test(test_matmul), cmocka_unit_test(test_attention),
+    };
+    return cmocka_run_group_tests(tests, open_devices, close_devices);
+}
