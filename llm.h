@@ -215,8 +215,8 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
 /* ---- Tokenizer ---------------------------------------------------------------------- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* From the vocabulary in a GGUF file ("gpt2": byte-level BPE; "llama": SentencePiece BPE
- * with byte fallback). Borrows the file: close it after the tokenizer is freed. */
+/* From the vocabulary in a file ("gpt2": byte-level BPE; "llama": SentencePiece BPE with byte fallback), which may be a
+ * GGUF file, a tokenizer.json, or a folder with one. Borrows the file: close it after the tokenizer is freed. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
@@ -788,6 +788,7 @@ struct llm_file {
     const uint8_t *data;
     uint64_t size;
     bool mapped;              /* by us, so unmapped by us */
+    void *owned;              /* data that was made, not read; NULL: none */
     int version;
     int64_t n_values, n_tensors;
     llm_value *values;        /* (n_values), in the order of the file */
@@ -1239,22 +1240,29 @@ static bool llm__map(const char *path, int descriptor, const void **data, uint64
 }
 
 /* One file, whether or not there are others. */
+/* (chapter 2) A folder as Hugging Face has it, and a tokenizer.json alone, which is given. */
+static llm_file *llm__folder_open(const char *path, llm_error *err);
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
+
 static llm_file *llm__file_map(const char *path, llm_error *err) {
     struct stat status;
     const void *data = NULL;
     uint64_t size = 0;
     /* asked before opening, since opening a pipe would wait for its writer */
-    if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
-        llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
-                  S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
-        return NULL;
-    }
+    bool there = !stat(path, &status);
+    if (there && S_ISDIR(status.st_mode)) return llm__folder_open(path, err);
+    if (there && !S_ISREG(status.st_mode))
+        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a pipe or a device, not a file", path), (llm_file *)NULL;
     int descriptor = open(path, O_RDONLY);
     if (descriptor < 0)
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno)), (llm_file *)NULL;
     bool mapped = llm__map(path, descriptor, &data, &size, err);
     close(descriptor); /* the mapping stays */
-    return mapped ? llm__file_create(data, size, data != NULL, path, err) : NULL;
+    if (!mapped || !size || *(const char *)data != '{')
+        return mapped ? llm__file_create(data, size, data != NULL, path, err) : NULL;
+    llm_file *file = llm__vocabulary_open(data, size, path, err);
+    munmap((void *)(uintptr_t)data, (size_t)size);
+    return file;
 }
 
 /* ---- A model in several files -----------------------------------------------------------------
@@ -1401,6 +1409,7 @@ void llm_file_close(llm_file *file) {
     if (!file) return;
     for (int64_t i = 0; i < file->n_parts; i++) llm_file_close(file->parts[i]);
     LLM_FREE(file->parts);
+    LLM_FREE(file->owned);
     if (file->mapped) munmap((void *)(uintptr_t)file->data, (size_t)file->size);
     LLM_FREE((void *)file->value_index);
     LLM_FREE((void *)file->tensor_index);
@@ -2889,8 +2898,7 @@ typedef enum llm__prefix { /* where a space is put in front of text that has no 
 
 struct llm_tokenizer {
     const char *name;          /* of the file, for errors */
-    const llm_file *file;      /* what the texts lie in: a GGUF file, ... */
-    llm__json json;            /* ... or a tokenizer.json, which also holds the name */
+    const llm_file *file;      /* what the texts lie in */
     int32_t size;
     bool byte_level;           /* the vocabulary spells bytes as letters ("gpt2"); else a space is U+2581 ("llama") */
     llm_string *texts;         /* (size) as the file stores them */
@@ -3080,8 +3088,8 @@ static void llm__load_bytes(llm_tokenizer *t) {
 
 /* A merge is written "left right". Those whose parts, or whose result, are no tokens can never
  * be used; such files exist, so they are passed over. */
-static bool llm__load_merges(llm_tokenizer *t, llm_error *err) {
-    const llm_value *merges = llm_file_find(t->file, "tokenizer.ggml.merges");
+static bool llm__load_merges(llm_tokenizer *t, const char *key, llm_error *err) {
+    const llm_value *merges = llm_file_find(t->file, key);
     if (!merges || merges->type != LLM_VALUE_ARRAY || merges->element_type != LLM_VALUE_STRING)
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
                                     "the vocabulary has no tokenizer.ggml.merges (an array of strings)");
@@ -3319,6 +3327,11 @@ static size_t llm__split_spaces(const llm_tokenizer *t, const uint8_t *text, siz
     return (size_t)(llm__next_space(text + at, n - at) - text);
 }
 
+static size_t llm__split_each_space(const llm_tokenizer *t, const uint8_t *text, size_t n) {
+    (void)t;
+    return n < 3 ? n : (size_t)(llm__next_space(text + 3, n - 3) - text);
+}
+
 static size_t llm__split_nothing(const llm_tokenizer *t, const uint8_t *text, size_t n) {
     (void)t;
     (void)text;
@@ -3361,7 +3374,7 @@ static const struct llm__split {
     {"deepseek-r1-qwen", llm__split_qwen2, true, false, false},
 };
 
-static bool llm__load_split(llm_tokenizer *t, llm_error *err) {
+static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
     llm_string name = llm__string("default");
     char known[300] = "";
@@ -3374,7 +3387,8 @@ static bool llm__load_split(llm_tokenizer *t, llm_error *err) {
             t->split = rule->split;
             t->ignores_merges = rule->ignores_merges;
             t->adds_bos = rule->adds_bos;
-            return !rule->composes || (t->normalizer = llm__normalizer_create(err)) != NULL;
+            *composes = rule->composes;
+            return true;
         }
         size_t used = strlen(known);
         snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", rule->name);
@@ -3399,20 +3413,56 @@ static bool llm__load_model(llm_tokenizer *t, llm_error *err) {
                      t->name, llm__show(model).text);
 }
 
-static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
-    if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
-    if (t->byte_level) {
-        llm__load_bytes(t);
-        if (!llm__load_split(t, err) || !llm__load_merges(t, err)) return false;
-    } else {
-        if (!llm__load_scores(t, err)) return false;
-        t->split = llm__joins_spaces(t) ? llm__split_nothing : llm__split_spaces;
-        t->adds_bos = true;
-        if (llm__flag(t, "tokenizer.ggml.add_space_prefix", true)) t->prefix = LLM__PREFIX_START;
-        t->drops_space = t->prefix != LLM__PREFIX_NONE;
+/* Ids in an array of the file get a mark. */
+static bool llm__load_marks(llm_tokenizer *t, const char *key, uint8_t mark, llm_error *err) {
+    const llm_value *ids = llm_file_find(t->file, key);
+    for (uint64_t i = 0; ids && i < ids->count; i++) {
+        uint64_t id;
+        if (!llm_value_u64(ids, i, &id) || id >= (uint64_t)t->size)
+            return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s has an element that is no id of a token", t->name, key);
+        t->marks[id] |= mark;
     }
+    return true;
+}
+
+static bool llm__load_prefix(llm_tokenizer *t, llm_error *err) {
+    const llm_value *value = llm_file_find(t->file, "tokenizer.llm.prefix");
+    uint64_t prefix = LLM__PREFIX_NONE;
+    if (!t->byte_level && llm__flag(t, "tokenizer.ggml.add_space_prefix", true)) prefix = LLM__PREFIX_START;
+    if (value && (!llm_value_u64(value, 0, &prefix) || prefix > LLM__PREFIX_EACH))
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.llm.prefix is out of range");
+    t->prefix = (llm__prefix)prefix;
+    t->drops_space = !t->byte_level && llm__flag(t, "tokenizer.llm.drops_space", prefix != LLM__PREFIX_NONE);
+    return true;
+}
+
+/* SentencePiece: by the scores of tokens, or, as tokenizer.json has it, by the ranks of merges. */
+static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
+    static const char merges[] = "tokenizer.llm.merges";
+    if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err) : !llm__load_scores(t, err)) return false;
+    t->adds_bos = true;
+    t->fuses_unknown = llm__flag(t, "tokenizer.llm.fuse_unknown", false);
+    t->split = llm__flag(t, "tokenizer.llm.split_spaces", false) ? llm__split_each_space
+               : llm__joins_spaces(t)                            ? llm__split_nothing
+                                                                 : llm__split_spaces;
+    return true;
+}
+
+static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
+    bool composes = false;
+    if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
+    if (t->byte_level) llm__load_bytes(t);
+    if (t->byte_level ? !llm__load_split(t, &composes, err) || !llm__load_merges(t, "tokenizer.ggml.merges", err)
+                      : !llm__load_pieces(t, err))
+        return false;
+    if (llm__flag(t, "tokenizer.llm.nfc", composes) && !(t->normalizer = llm__normalizer_create(err))) return false;
+    t->ignores_merges = llm__flag(t, "tokenizer.llm.ignore_merges", t->ignores_merges);
     t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->adds_bos);
-    return llm__load_ends(t, err) && llm__load_specials(t, false, err) && llm__load_specials(t, true, err);
+    return llm__load_prefix(t, err) && llm__load_ends(t, err) &&
+           llm__load_marks(t, "tokenizer.llm.end_token_ids", LLM__MARK_END, err) &&
+           llm__load_marks(t, "tokenizer.llm.strip_left", LLM__MARK_STRIP_LEFT, err) &&
+           llm__load_marks(t, "tokenizer.llm.strip_right", LLM__MARK_STRIP_RIGHT, err) &&
+           llm__load_specials(t, false, err) && llm__load_specials(t, true, err);
 }
 
 static llm_tokenizer *llm__tokenizer_new(const char *name, llm_error *err) {
@@ -3442,7 +3492,6 @@ llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
 
 void llm_tokenizer_free(llm_tokenizer *t) {
     if (!t) return;
-    llm__json_free(&t->json);
     LLM_FREE(t->normalizer);
     LLM_FREE(t->texts);
     LLM_FREE(t->kinds);
@@ -3469,6 +3518,570 @@ bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id) {
 }
 llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
     return llm__is_id(t, id) ? t->texts[id] : llm__string("");
+}
+
+/* ---- tokenizer.json -----------------------------------------------------------------------
+ * Hugging Face's form of the same: the vocabulary and the merges, and around them a chain of steps (normalizer,
+ * pre_tokenizer, model, post_processor, decoder), each one of many. The chains of byte-level BPE and of
+ * SentencePiece BPE are known here; anything else is refused by its name. What is found becomes the values
+ * that a GGUF file would have, and is read from there like any other vocabulary; what GGUF has no key for goes under keys of
+ * our own, tokenizer.llm.*:
+ *
+ *     tokenizer.llm.nfc, .ignore_merges    bool, where they differ from what tokenizer.ggml.pre implies
+ *     tokenizer.llm.merges                 of a SentencePiece vocabulary: used instead of its scores
+ *     tokenizer.llm.prefix                 where a space comes in front of text, a number of llm__prefix
+ *     tokenizer.llm.drops_space            a text that was decoded begins without its first space
+ *     tokenizer.llm.split_spaces           no token reaches over a space
+ *     tokenizer.llm.fuse_unknown           neighbours without a token are one unknown token
+ *     tokenizer.llm.strip_left, .strip_right   ids of special tokens that swallow the white space beside them
+ *     tokenizer.llm.end_token_ids          more ids that end an answer
+ */
+
+typedef struct llm__vocabulary {
+    const char *name;        /* of the tokenizer.json, for errors */
+    llm_writer *w;
+    llm_error *err;
+    llm__json json, config;  /* tokenizer.json, tokenizer_config.json */
+    llm_string *texts;       /* (size) */
+    int32_t *kinds;          /* (size) 0: no such token */
+    uint64_t size;
+    llm__splitter split;
+    bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos, adds_eos;
+    llm__prefix prefix;
+    int32_t bos, eos, unknown;
+    llm__bytes ids;          /* a list of i32 on its way to a value */
+} llm__vocabulary;
+
+static const llm__json_node *llm__setting(const llm__vocabulary *v, const char *key) {
+    return llm__json_member(v->json.nodes, key);
+}
+
+static bool llm__is_null(const llm__json_node *node) { return !node || node->kind == LLM__JSON_NULL; }
+
+static bool llm__is_on(const llm__json_node *object, const char *key, bool otherwise) {
+    bool flag = otherwise;
+    return llm__json_bool(llm__json_member(object, key), &flag) ? flag : otherwise;
+}
+
+static bool llm__vocabulary_error(const llm__vocabulary *v, llm_status status, const char *what) {
+    return llm__fail(v->err, status, "%s: %s", v->name, what);
+}
+
+static bool llm__refuse_step(const llm__vocabulary *v, const char *step, const llm__json_node *node, const char *known) {
+    llm_string type = {"(none)", 6};
+    llm__json_string(llm__json_member(node, "type"), &type);
+    return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the %s '%s' is not supported; supported: %s", v->name, step,
+                     llm__show(type).text, known);
+}
+
+static bool llm__is_step(const llm__json_node *node, const char *type) {
+    return llm__json_is(llm__json_member(node, "type"), type);
+}
+
+/* {"pattern": {"String": pattern}, "content": content} */
+static bool llm__replaces(const llm__json_node *node, const char *pattern, const char *content) {
+    return llm__json_is(llm__json_member(llm__json_member(node, "pattern"), "String"), pattern) &&
+           llm__json_is(llm__json_member(node, "content"), content);
+}
+
+static bool llm__read_normalizer(llm__vocabulary *v, const llm__json_node *node) {
+    const llm__json_node *steps = llm__json_member(node, "normalizers");
+    if (llm__is_null(node)) return true;
+    if (llm__is_step(node, "Sequence")) {
+        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+            if (!llm__read_normalizer(v, step)) return false;
+        return true;
+    }
+    if (llm__is_step(node, "NFC")) return v->nfc = true;
+    if (llm__is_step(node, "Prepend") && llm__json_is(llm__json_member(node, "prepend"), "\xE2\x96\x81"))
+        return v->prefix = LLM__PREFIX_STRETCH, true;
+    if (llm__is_step(node, "Replace") && llm__replaces(node, " ", "\xE2\x96\x81")) return v->escapes = true;
+    return llm__refuse_step(v, "normalizer", node, "NFC, Prepend (of U+2581), Replace (of a space by U+2581), Sequence");
+}
+
+static bool llm__read_metaspace(llm__vocabulary *v, const llm__json_node *node, const char *step) {
+    const llm__json_node *scheme = llm__json_member(node, "prepend_scheme");
+    if (!llm__json_is(llm__json_member(node, "replacement"), "\xE2\x96\x81"))
+        return llm__refuse_step(v, step, node, "one whose replacement is U+2581");
+    if (llm__json_is(scheme, "never") || (!scheme && !llm__is_on(node, "add_prefix_space", true)))
+        v->prefix = LLM__PREFIX_NONE;
+    else if (llm__json_is(scheme, "first")) v->prefix = LLM__PREFIX_FIRST;
+    else if (!scheme || llm__json_is(scheme, "always")) v->prefix = LLM__PREFIX_EACH;
+    else return llm__refuse_step(v, step, node, "a prepend_scheme of always, first or never");
+    return true;
+}
+
+static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
+    static const struct {
+        const char *regex;
+        llm__splitter split; /* NULL: digits, one by one */
+    } rules[] = {
+        {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", llm__split_gpt2},
+        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", llm__split_llama3},
+        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", llm__split_qwen2},
+        {"\\p{N}", NULL},
+    };
+    const llm__json_node *regex = llm__json_member(llm__json_member(node, "pattern"), "Regex"),
+                         *behavior = llm__json_member(node, "behavior");
+    bool isolated = llm__json_is(behavior, "Isolated") && !llm__is_on(node, "invert", false),
+         kept = llm__json_is(behavior, "Removed") && llm__is_on(node, "invert", false); /* all but the matches removed */
+    for (size_t i = 0; i < sizeof rules / sizeof *rules && !v->split; i++) {
+        if (!llm__json_is(regex, rules[i].regex)) continue;
+        if (!isolated && !(kept && rules[i].split)) break;
+        v->split = rules[i].split;
+        return !v->split ? (v->digits = true) : true;
+    }
+    llm_string text = {"", 0};
+    llm__json_string(regex, &text);
+    return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
+                     "%s: the pre_tokenizer 'Split' by '%s' is not supported; supported: the regular expressions of GPT-2, "
+                     "Llama 3 and Qwen2, and \\p{N}, isolated",
+                     v->name, llm__show(text).text);
+}
+
+static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm__json_node *node) {
+    static const char known[] = "ByteLevel, Split, Digits (individual), Metaspace, Sequence, in the orders of GPT-2, Llama, "
+                                "Qwen2 and SmolLM";
+    const llm__json_node *steps = llm__json_member(node, "pretokenizers");
+    if (llm__is_null(node)) return true;
+    if (llm__is_step(node, "Sequence")) {
+        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+            if (!llm__read_pre_tokenizer(v, step)) return false;
+        return true;
+    }
+    if (v->byte_level) return llm__refuse_step(v, "pre_tokenizer (behind ByteLevel)", node, "none there");
+    if (llm__is_step(node, "ByteLevel")) {
+        bool splits = llm__is_on(node, "use_regex", true);
+        if ((splits && v->split) || (!splits && (!v->split || v->digits)))
+            return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED,
+                                         "the pre_tokenizer ByteLevel is supported with use_regex, or behind one Split");
+        if (splits) v->split = v->digits ? llm__split_digits_gpt2 : llm__split_gpt2;
+        if (llm__is_on(node, "add_prefix_space", true)) v->prefix = LLM__PREFIX_EACH;
+        return v->byte_level = true;
+    }
+    if (llm__is_step(node, "Split") && !v->digits) return llm__read_split(v, node);
+    if (llm__is_step(node, "Digits") && llm__is_on(node, "individual_digits", false) && !v->split) return v->digits = true;
+    if (llm__is_step(node, "Metaspace") && !v->split && !v->digits && !v->escapes) {
+        v->escapes = true;
+        v->split_spaces = llm__is_on(node, "split", true);
+        return llm__read_metaspace(v, node, "pre_tokenizer");
+    }
+    return llm__refuse_step(v, "pre_tokenizer", node, known);
+}
+
+static bool llm__read_decoder(llm__vocabulary *v, const llm__json_node *node) {
+    const llm__json_node *steps = llm__json_member(node, "decoders");
+    uint64_t start = 0, stop = 0;
+    if (v->byte_level && llm__is_step(node, "ByteLevel")) return true;
+    if (!v->byte_level && llm__is_step(node, "Sequence")) {
+        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+            if (!llm__read_decoder(v, step)) return false;
+        return true;
+    }
+    if (!v->byte_level && llm__is_step(node, "Metaspace")) {
+        llm__prefix prefix = v->prefix;
+        bool ok = llm__read_metaspace(v, node, "decoder");
+        v->drops_space = v->prefix != LLM__PREFIX_NONE;
+        v->prefix = prefix;
+        return ok;
+    }
+    if (!v->byte_level && (llm__is_step(node, "ByteFallback") || llm__is_step(node, "Fuse"))) return true;
+    if (!v->byte_level && llm__is_step(node, "Replace") && llm__replaces(node, "\xE2\x96\x81", " ")) return true;
+    if (!v->byte_level && llm__is_step(node, "Strip") && llm__json_is(llm__json_member(node, "content"), " ") &&
+        llm__json_u64(llm__json_member(node, "start"), &start) && start <= 1 &&
+        llm__json_u64(llm__json_member(node, "stop"), &stop) && !stop)
+        return v->drops_space = start == 1, true;
+    return llm__refuse_step(v, "decoder", node,
+                            v->byte_level ? "ByteLevel" : "Metaspace, Replace (of U+2581 by a space), ByteFallback, Fuse, "
+                                                          "Strip (of one space in front), Sequence");
+}
+
+/* The id of a token, given its text; -1: there is none. */
+static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm__json_node *text) {
+    llm_string wanted;
+    if (llm__json_has_kind(text, LLM__JSON_OBJECT)) text = llm__json_member(text, "content"); /* {"content": "</s>", ...} */
+    if (!llm__json_string(text, &wanted)) return -1;
+    for (uint64_t id = 0; id < v->size; id++)
+        if (v->kinds[id] && !llm__compare_strings(&v->texts[id], &wanted)) return (int32_t)id;
+    return -1;
+}
+
+/* "single": the text, with at most one token in front (BOS) and one behind (EOS) */
+static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
+    const llm__json_node *items = llm__json_member(node, "single");
+    bool text = false, ok = true;
+    for (const llm__json_node *item = llm__json_first(items); item && ok; item = llm__json_next(items, item)) {
+        const llm__json_node *token = llm__json_member(item, "SpecialToken");
+        int32_t id = llm__vocabulary_find(v, llm__json_member(token, "id"));
+        if (!token) ok = !text && llm__json_member(item, "Sequence") && (text = true);
+        else if (!text) ok = id >= 0 && !v->adds_bos && (v->adds_bos = true) && (v->bos = id) >= 0;
+        else ok = id >= 0 && !v->adds_eos && (v->adds_eos = true) && (v->eos = id) >= 0;
+    }
+    return (ok && text) || llm__refuse_step(v, "post_processor", node, "one that puts at most a token in front and one behind");
+}
+
+static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *node) {
+    const llm__json_node *steps = llm__json_member(node, "processors");
+    if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true; /* ByteLevel's only moves offsets */
+    if (llm__is_step(node, "TemplateProcessing")) return llm__read_template(v, node);
+    if (!llm__is_step(node, "Sequence"))
+        return llm__refuse_step(v, "post_processor", node, "TemplateProcessing, ByteLevel, Sequence");
+    for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+        if (!llm__read_post_processor(v, step)) return false;
+    return true;
+}
+
+static bool llm__add_entry(llm__vocabulary *v, const llm__json_node *id_node, llm_string text, int32_t kind) {
+    uint64_t id = UINT64_MAX;
+    if (!llm__json_u64(id_node, &id) || id >= v->size)
+        return llm__fail(v->err, LLM_ERROR_FORMAT,
+                         "%s: the token '%s' has no id, or one that leaves most ids below it without a token", v->name,
+                         llm__show(text).text);
+    if (v->kinds[id] && (kind == LLM__TOKEN_NORMAL || llm__compare_strings(&v->texts[id], &text)))
+        return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: the tokens '%s' and '%s' have the same id, %llu", v->name,
+                         llm__show(v->texts[id]).text, llm__show(text).text, (unsigned long long)id);
+    v->texts[id] = text;
+    v->kinds[id] = kind == LLM__TOKEN_NORMAL && v->byte_fallback && llm__parse_byte(text) >= 0 ? LLM__TOKEN_BYTE : kind;
+    return true;
+}
+
+/* The texts of all tokens, by id. */
+static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, const llm__json_node *added) {
+    v->size = ((uint64_t)vocab->length + (added ? added->length : 0)) * 2 + 256; /* room for a few ids without a token */
+    v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
+    v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
+    if (!v->kinds) return false;
+    for (const llm__json_node *id = llm__json_first(vocab); id; id = llm__json_next(vocab, id))
+        if (!llm__add_entry(v, id, llm__json_key(id), LLM__TOKEN_NORMAL)) return false;
+    for (const llm__json_node *token = llm__json_first(added); token; token = llm__json_next(added, token)) {
+        llm_string text;
+        int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
+        if (!llm__json_string(llm__json_member(token, "content"), &text) || !text.length)
+            return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
+        if (llm__is_on(token, "single_word", false))
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
+                             v->name, llm__show(text).text);
+        if (!llm__add_entry(v, llm__json_member(token, "id"), text, kind)) return false;
+    }
+    while (v->size && !v->kinds[v->size - 1]) v->size--;
+    if (!v->size) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "the vocabulary is empty");
+    for (uint64_t id = 0; id < v->size; id++)
+        if (!v->kinds[id]) v->texts[id] = llm__string("");
+    return true;
+}
+
+static bool llm__read_model(llm__vocabulary *v, const llm__json_node *model) {
+    static const char *const parts[] = {"continuing_subword_prefix", "end_of_word_suffix"};
+    const llm__json_node *type = llm__json_member(model, "type"), *vocab = llm__json_member(model, "vocab"),
+                         *added = llm__setting(v, "added_tokens"), *unknown = llm__json_member(model, "unk_token");
+    double dropout = 0;
+    if (!llm__json_has_kind(model, LLM__JSON_OBJECT))
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "there is no tokenizer in this file (the object \"model\")");
+    if (type && !llm__json_is(type, "BPE")) return llm__refuse_step(v, "model", model, "BPE");
+    for (int i = 0; i < 2; i++) {
+        const llm__json_node *part = llm__json_member(model, parts[i]);
+        if (!llm__is_null(part) && !llm__json_is(part, ""))
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: BPE with a %s is not supported", v->name, parts[i]);
+    }
+    if (llm__json_f64(llm__json_member(model, "dropout"), &dropout) && dropout != 0)
+        return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED, "BPE with dropout is not supported");
+    if (!llm__json_has_kind(vocab, LLM__JSON_OBJECT) ||
+        !llm__json_has_kind(llm__json_member(model, "merges"), LLM__JSON_ARRAY))
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "the model has no vocab (an object) or no merges (an array)");
+    if (!llm__is_null(added) && !llm__json_has_kind(added, LLM__JSON_ARRAY))
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "added_tokens is not an array");
+    v->byte_fallback = llm__is_on(model, "byte_fallback", false);
+    if (!llm__read_entries(v, vocab, added)) return false;
+    v->unknown = llm__vocabulary_find(v, unknown);
+    if (v->unknown < 0 && !llm__is_null(unknown))
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "unk_token is not one of the tokens");
+    if (v->unknown >= 0 && !v->byte_level) v->kinds[v->unknown] = LLM__TOKEN_UNKNOWN;
+    return true;
+}
+
+/* Merges stand there as "a b" or as ["a", "b"]. */
+static bool llm__put_merges(llm__vocabulary *v, const llm__json_node *merges) {
+    llm_string *rules = (llm_string *)llm__new(merges->length, sizeof *rules, "the merges", v->err);
+    llm__bytes joined = {NULL, 0, 0}; /* all the pairs; a rule's text is set when this moves no more */
+    bool ok = rules != NULL;
+    uint64_t n = 0;
+    for (const llm__json_node *rule = llm__json_first(merges); rule && ok; rule = llm__json_next(merges, rule), n++) {
+        llm_string left, right;
+        if (llm__json_string(rule, &rules[n])) {
+            ok = rules[n].length > 2 && memchr(rules[n].data + 1, ' ', rules[n].length - 2);
+        } else {
+            ok = llm__json_has_kind(rule, LLM__JSON_ARRAY) && rule->length == 2 && llm__json_string(rule + 1, &left) &&
+                 llm__json_string(rule + 2, &right) && left.length && right.length &&
+                 !memchr(left.data, ' ', left.length) && !memchr(right.data, ' ', right.length);
+            if (ok && (!llm__append(&joined, left.data, left.length, v->err) || !llm__append(&joined, " ", 1, v->err) ||
+                       !llm__append(&joined, right.data, right.length, v->err)))
+                break;
+            rules[n].length = ok ? left.length + right.length + 1 : 0;
+        }
+        if (!ok)
+            llm__fail(v->err, LLM_ERROR_FORMAT, "%s: merge %llu is not a pair of tokens", v->name, (unsigned long long)n + 1);
+    }
+    ok = ok && n == merges->length;
+    const char *next = (const char *)joined.data;
+    for (uint64_t i = 0; ok && i < n; i++)
+        if (!rules[i].data) {
+            rules[i].data = next;
+            next += rules[i].length;
+        }
+    if (ok) llm_writer_string_array(v->w, v->byte_level ? "tokenizer.ggml.merges" : "tokenizer.llm.merges", rules, n);
+    LLM_FREE(rules);
+    LLM_FREE(joined.data);
+    return ok;
+}
+
+/* The rule for words that GGUF's name stands for, and what of ours it does not say. */
+static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
+    const struct llm__split *best = NULL;
+    for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
+        const struct llm__split *rule = &llm__splits[i];
+        bool same = rule->composes == v->nfc && rule->ignores_merges == ignores_merges;
+        if (rule->split == v->split && (!best || (same && (best->composes != v->nfc || best->ignores_merges != ignores_merges))))
+            best = rule;
+    }
+    if (v->byte_level && best) llm_writer_string(v->w, "tokenizer.ggml.pre", best->name);
+    if (!best || best->composes != v->nfc) llm_writer_bool(v->w, "tokenizer.llm.nfc", v->nfc);
+    if (!best || best->ignores_merges != ignores_merges)
+        llm_writer_bool(v->w, "tokenizer.llm.ignore_merges", ignores_merges);
+}
+
+/* A list of ids, in v->ids, as a value. */
+static void llm__put_ids(llm__vocabulary *v, const char *key) {
+    if (v->ids.length) llm_writer_i32_array(v->w, key, (const int32_t *)(const void *)v->ids.data, v->ids.length / 4);
+    v->ids.length = 0;
+}
+
+static bool llm__put_strips(llm__vocabulary *v, const char *flag, const char *key) {
+    const llm__json_node *added = llm__setting(v, "added_tokens");
+    for (const llm__json_node *token = llm__json_first(added); token; token = llm__json_next(added, token)) {
+        uint64_t id;
+        if (!llm__is_on(token, flag, false) || !llm__json_u64(llm__json_member(token, "id"), &id)) continue;
+        int32_t number = (int32_t)id;
+        if (!llm__append(&v->ids, &number, sizeof number, v->err)) return false;
+    }
+    llm__put_ids(v, key);
+    return true;
+}
+
+/* Other programs read a SentencePiece vocabulary by its scores: the earlier a token is made, the higher. Of the usual
+ * vocabularies, whose ids are in that order, this is what SentencePiece itself would say. */
+static bool llm__put_scores(llm__vocabulary *v) {
+    float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens", v->err);
+    if (!scores) return false;
+    for (uint64_t id = 0; id < v->size; id++) scores[id] = v->kinds[id] == LLM__TOKEN_NORMAL ? -(float)id : 0;
+    llm_writer_f32_array(v->w, "tokenizer.ggml.scores", scores, v->size);
+    LLM_FREE(scores);
+    return true;
+}
+
+/* tokenizer_config.json names tokens by their text, and may switch BOS on and off. */
+static void llm__read_config(llm__vocabulary *v) {
+    const llm__json_node *config = v->config.nodes;
+    int32_t bos = llm__vocabulary_find(v, llm__json_member(config, "bos_token")),
+            eos = llm__vocabulary_find(v, llm__json_member(config, "eos_token"));
+    if (bos >= 0) v->bos = bos;
+    if (eos >= 0) v->eos = eos;
+    v->adds_bos = llm__is_on(config, "add_bos_token", v->adds_bos) && v->bos >= 0;
+    v->adds_eos = llm__is_on(config, "add_eos_token", v->adds_eos) && v->eos >= 0;
+}
+
+/* The template for conversations: a string, or several, of which the one called "default" counts. */
+static bool llm__config_template(const llm__json_node *node, llm_string *text) {
+    for (const llm__json_node *item = llm__json_has_kind(node, LLM__JSON_ARRAY) ? llm__json_first(node) : NULL; item;
+         item = llm__json_next(node, item))
+        if (llm__json_is(llm__json_member(item, "name"), "default"))
+            return llm__json_string(llm__json_member(item, "template"), text);
+    return llm__json_string(node, text);
+}
+
+static bool llm__put_named(llm__vocabulary *v) {
+    if (v->bos >= 0) llm_writer_u32(v->w, "tokenizer.ggml.bos_token_id", (uint32_t)v->bos);
+    if (v->eos >= 0) llm_writer_u32(v->w, "tokenizer.ggml.eos_token_id", (uint32_t)v->eos);
+    if (v->unknown >= 0) llm_writer_u32(v->w, "tokenizer.ggml.unknown_token_id", (uint32_t)v->unknown);
+    llm_writer_bool(v->w, "tokenizer.ggml.add_bos_token", v->adds_bos);
+    llm_writer_bool(v->w, "tokenizer.ggml.add_eos_token", v->adds_eos);
+    if (!v->byte_level) {
+        llm_writer_bool(v->w, "tokenizer.ggml.add_space_prefix", v->prefix != LLM__PREFIX_NONE);
+        llm_writer_bool(v->w, "tokenizer.llm.drops_space", v->drops_space);
+        llm_writer_bool(v->w, "tokenizer.llm.split_spaces", v->split_spaces);
+        llm_writer_bool(v->w, "tokenizer.llm.fuse_unknown", llm__is_on(llm__setting(v, "model"), "fuse_unk", false));
+    }
+    llm_writer_u32(v->w, "tokenizer.llm.prefix", (uint32_t)v->prefix);
+    return llm__put_strips(v, "lstrip", "tokenizer.llm.strip_left") &&
+           llm__put_strips(v, "rstrip", "tokenizer.llm.strip_right");
+}
+
+static bool llm__put_vocabulary(llm__vocabulary *v) {
+    static const char *const known[] = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
+                                        "post_processor", "decoder", "model"};
+    const llm__json_node *root = v->json.nodes, *model = llm__setting(v, "model");
+    for (const llm__json_node *item = llm__json_has_kind(root, LLM__JSON_OBJECT) ? llm__json_first(root) : NULL; item;
+         item = llm__json_next(root, item)) {
+        size_t i = 0;
+        while (i < sizeof known / sizeof *known && !llm__json_is(item - 1, known[i])) i++;
+        if (i == sizeof known / sizeof *known)
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: '%s' is not a known part of a tokenizer.json", v->name,
+                             llm__show(llm__json_key(item)).text);
+    }
+    if (!llm__read_normalizer(v, llm__setting(v, "normalizer")) ||
+        !llm__read_pre_tokenizer(v, llm__setting(v, "pre_tokenizer")) || !llm__read_model(v, model))
+        return false;
+    if (v->byte_level ? v->escapes || v->byte_fallback : !v->escapes || v->split || v->digits)
+        return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED,
+                                     "this combination of normalizer and pre_tokenizer is not supported; supported: "
+                                     "byte-level BPE (ByteLevel), and SentencePiece BPE (U+2581 for spaces)");
+    if (!llm__read_decoder(v, llm__setting(v, "decoder")) ||
+        !llm__read_post_processor(v, llm__setting(v, "post_processor")))
+        return false;
+    llm__read_config(v);
+    llm_writer_string(v->w, "tokenizer.ggml.model", v->byte_level ? "gpt2" : "llama");
+    llm__put_rule(v, llm__is_on(model, "ignore_merges", false));
+    llm_writer_string_array(v->w, "tokenizer.ggml.tokens", v->texts, v->size);
+    for (uint64_t id = 0; id < v->size; id++)
+        if (!v->kinds[id]) v->kinds[id] = LLM__TOKEN_UNUSED;
+    llm_writer_i32_array(v->w, "tokenizer.ggml.token_type", v->kinds, v->size);
+    return (v->byte_level || llm__put_scores(v)) && llm__put_merges(v, llm__json_member(model, "merges")) && llm__put_named(v);
+}
+
+/* ---- The files around it ------------------------------------------------------------------- */
+
+/* The whole of a file, which must be small enough to be JSON; *found: is there such a file at all? */
+static bool llm__read_text(const char *folder, const char *name, llm__bytes *text, bool *found, llm_error *err) {
+    char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
+    struct stat status;
+    LLM_FREE(start);
+    *found = path && !stat(path, &status) && S_ISREG(status.st_mode);
+    text->length = 0;
+    bool ok = path != NULL;
+    int descriptor = *found ? open(path, O_RDONLY) : -1;
+    if (*found && descriptor < 0) ok = llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno));
+    for (ssize_t n = 1; ok && descriptor >= 0 && n > 0;) {
+        char part[1 << 16];
+        n = read(descriptor, part, sizeof part);
+        if (n < 0) ok = llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
+        else ok = llm__append(text, part, (size_t)n, err);
+        if (ok && text->length > LLM__JSON_BYTES)
+            ok = llm__fail(err, LLM_ERROR_FORMAT, "%s is larger than the %d bytes that are read", path, LLM__JSON_BYTES);
+    }
+    if (descriptor >= 0) close(descriptor);
+    LLM_FREE(path);
+    return ok;
+}
+
+static bool llm__read_json(llm__json *json, const char *folder, const char *name, bool *found, llm_error *err) {
+    llm__bytes text = {NULL, 0, 0};
+    char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
+    memset(json, 0, sizeof *json);
+    bool ok = path && llm__read_text(folder, name, &text, found, err) &&
+              (!*found || llm__json_parse(json, (const char *)text.data, text.length, path, err));
+    LLM_FREE(start);
+    LLM_FREE(path);
+    LLM_FREE(text.data);
+    return ok;
+}
+
+/* The ids under eos_token_id, one or several, in another file of the folder. */
+static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
+    llm__json json;
+    bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
+    const llm__json_node *ends = ok ? llm__json_member(json.nodes, "eos_token_id") : NULL;
+    const llm__json_node *end = llm__json_has_kind(ends, LLM__JSON_ARRAY) ? llm__json_first(ends) : ends;
+    while (ok && end) {
+        uint64_t id;
+        if (llm__json_u64(end, &id) && id < v->size) {
+            int32_t number = (int32_t)id;
+            ok = llm__append(&v->ids, &number, sizeof number, v->err);
+        }
+        end = end == ends ? NULL : llm__json_next(ends, end);
+    }
+    llm__json_free(&json);
+    return ok;
+}
+
+/* What the other files of the folder say of the vocabulary: more end tokens, and the template for conversations. */
+static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
+    llm__bytes jinja = {NULL, 0, 0};
+    llm_string text = {NULL, 0};
+    bool found = false;
+    if (!llm__add_ends(v, folder, "generation_config.json") || !llm__add_ends(v, folder, "config.json")) return false;
+    llm__put_ids(v, "tokenizer.llm.end_token_ids");
+    if (!llm__read_text(folder, "chat_template.jinja", &jinja, &found, v->err)) return LLM_FREE(jinja.data), false;
+    if (found) {
+        text.data = (const char *)jinja.data;
+        text.length = jinja.length;
+    } else found = llm__config_template(llm__json_member(v->config.nodes, "chat_template"), &text);
+    if (found) llm__writer_strings(v->w, "tokenizer.chat_template", LLM_VALUE_STRING, &text, 1);
+    LLM_FREE(jinja.data);
+    return true;
+}
+
+/* Append the values of a tokenizer.json to those of a writer (in memory: nothing else of it is used). folder: where its
+ * siblings are (tokenizer_config.json, generation_config.json, ...); NULL: nowhere. */
+static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t length, const char *name, const char *folder,
+                                      llm_error *err) {
+    llm__vocabulary v;
+    bool found, ok = true;
+    memset(&v, 0, sizeof v);
+    v.name = name;
+    v.w = w;
+    v.err = err;
+    v.bos = v.eos = v.unknown = -1;
+    if (folder) ok = llm__read_json(&v.config, folder, "tokenizer_config.json", &found, err);
+    ok = ok && llm__json_parse(&v.json, (const char *)text, length, name, err) && llm__put_vocabulary(&v) &&
+         (!folder || llm__put_siblings(&v, folder));
+    if (ok && w->err.status != LLM_OK) ok = llm__fail(err, w->err.status, "%s: %s", name, w->err.message);
+    llm__json_free(&v.json);
+    llm__json_free(&v.config);
+    LLM_FREE(v.texts);
+    LLM_FREE(v.kinds);
+    LLM_FREE(v.ids.data);
+    return ok;
+}
+
+/* The same from FOLDER/tokenizer.json. */
+static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error *err) {
+    llm__bytes text = {NULL, 0, 0};
+    char *path = llm__copy_text(folder, "/tokenizer.json", err);
+    bool found = false, ok = path && llm__read_text(folder, "tokenizer.json", &text, &found, err);
+    if (ok && !found) ok = llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a directory without a tokenizer.json", folder);
+    ok = ok && llm__translate_vocabulary(w, text.data, text.length, path, folder, err);
+    LLM_FREE(path);
+    LLM_FREE(text.data);
+    return ok;
+}
+
+/* A file that holds nothing but the vocabulary: of a folder, or (folder NULL) of the text of a tokenizer.json, with its
+ * siblings where the path has any. */
+static llm_file *llm__vocabulary_file(const char *folder, const void *text, size_t length, const char *path, llm_error *err) {
+    llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a vocabulary", err);
+    llm__bytes header = {NULL, 0, 0};
+    char *parent = folder ? NULL : llm__copy_text(path, "", err), *slash = parent ? strrchr(parent, '/') : NULL;
+    if (slash) *slash = 0;
+    bool ok = w && (folder || parent);
+    if (ok && folder) ok = llm__folder_vocabulary(w, folder, err);
+    else if (ok) ok = llm__translate_vocabulary(w, text, length, path, slash ? (*parent ? parent : "/") : ".", err);
+    ok = ok && llm__append(&header, "GGUF", 4, err) && llm__append_u32(&header, 3, err) && llm__append_u64(&header, 0, err) &&
+         llm__append_u64(&header, w->n_values, err) && llm__append(&header, w->values.data, w->values.length, err);
+    if (w) llm__writer_free(w);
+    LLM_FREE(parent);
+    llm_file *file = ok ? llm__file_create(header.data, header.length, false, path, err) : NULL;
+    if (file) file->owned = header.data;
+    else LLM_FREE(header.data);
+    return file;
+}
+
+static llm_file *llm__folder_open(const char *path, llm_error *err) {
+    return llm__vocabulary_file(path, NULL, 0, path, err);
+}
+
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
+    return llm__vocabulary_file(NULL, text, (size_t)length, path, err);
 }
 
 /* ---- Merging ------------------------------------------------------------------------------- */

@@ -916,11 +916,11 @@ static bytes slurp(const char *path) {
 
 /* tests/data/tokenizers holds texts, separated by a line, and the ids that the makers' own tokenizers give them, one line a
  * text. The vocabularies themselves are not ours to pass on: LLM_SHARED says where they are. */
-static void check_cases(const char *name) {
+static void check_cases(const char *name, const char *vocabulary) {
     static const char separator[] = "\n__ggml_vocab_test__\n";
     const char *shared = getenv("LLM_SHARED");
     char path[1000];
-    snprintf(path, sizeof path, "%s/tokenizers/%s/vocab.gguf", shared ? shared : "../shared", name);
+    snprintf(path, sizeof path, "%s/tokenizers/%s/%s", shared ? shared : "../shared", name, vocabulary);
     if (access(path, R_OK)) {
         print_message("SKIPPED: %s is not there (LLM_SHARED names the folder above tokenizers/)\n", path);
         skip();
@@ -964,8 +964,10 @@ static void check_cases(const char *name) {
     llm_file_close(file);
 }
 
-static void test_gpt2_cases(void **state) { (void)state; check_cases("gpt2"); }
-static void test_llama2_cases(void **state) { (void)state; check_cases("llama2-spm"); }
+static void test_gpt2_cases(void **state) { (void)state; check_cases("gpt2", "vocab.gguf"); }
+static void test_llama2_cases(void **state) { (void)state; check_cases("llama2-spm", "vocab.gguf"); }
+static void test_llama3_cases(void **state) { (void)state; check_cases("llama3", "tokenizer.json"); }
+static void test_qwen2_cases(void **state) { (void)state; check_cases("qwen2_5", ""); }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
@@ -992,6 +994,8 @@ int main(void) {
         cmocka_unit_test(test_no_memory),
         cmocka_unit_test(test_gpt2_cases),
         cmocka_unit_test(test_llama2_cases),
+        cmocka_unit_test(test_llama3_cases),
+        cmocka_unit_test(test_qwen2_cases),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
