@@ -5,6 +5,9 @@
 # make fuzz SECONDS=60
 # make clean
 #
+# llm.cu is compiled for NVIDIA GPUs where nvcc is found (NVCC= turns that off), and for the emulated device (tests/cuda_on_cpu.h)
+# where a C++ compiler is (EMULATED= turns that off). `llm` is built without either, too.
+#
 # `make demo` and `make test` install what they miss (a C compiler; libcmocka for the tests) with apt
 # where they may, and otherwise say what to install.
 
@@ -19,16 +22,40 @@ LLM      = llm
 OPENMP   = $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 COMPILE  = $(CC) -std=gnu11 $(CFLAGS) -ffp-contract=fast $(OPENMP) $(SANITIZE) -I. $(CPPFLAGS)
 
+# ---- Devices ----------------------------------------------------------------------------
+NVCC     := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
+GPUS     = 80 86 89 90
+CUDA     = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 # llm.cu compiled as C++ over tests/cuda_on_cpu.h: the device "emulated"
 COMPILE_CXX = $(CXX) -std=c++17 $(CFLAGS) $(SANITIZE) -I. -Itests $(CPPFLAGS)
-EMULATED = $(B)/emulated.o $(B)/cuda_on_cpu.o
+EMULATOR = $(B)/emulated.o $(B)/cuda_on_cpu.o
+EMULATED := $(shell command -v $(CXX) 2>/dev/null)
+DEVICES  = $(if $(NVCC),$(B)/llm_cuda.o) $(if $(EMULATED),$(EMULATOR))
+DEVICE_FLAGS = $(if $(NVCC),-DLLM_WITH_CUDA) $(if $(EMULATED),-DLLM_WITH_EMULATED)
+DEVICE_LIBS  = $(if $(NVCC),-L$(CUDA)/lib64 -lcudart_static -lpthread -ldl -lrt) $(if $(strip $(DEVICES)),-lstdc++)
 
 TESTS    = $(sort $(wildcard tests/test_*.c))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(TESTS:tests/%.c=$(B)/%)
 
-llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) | $(B)/have-cc
-	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
+llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
+	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)
+
+# llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
+$(B)/declarations: llm.h
+	@mkdir -p $(B)
+	@sed '/^#endif .* LLM_H /q' llm.h >$@.new
+	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+
+$(B)/llm_cuda.o: llm.cu $(B)/declarations
+	$(NVCC) -O3 -lineinfo $(foreach n,$(GPUS),-gencode arch=compute_$n,code=sm_$n) -gencode arch=compute_90,code=compute_90 \
+		-Xcompiler -Wall -I. -c $< -o $@
+
+$(B)/emulated.o: llm.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
+	$(COMPILE_CXX) -DLLM_EMULATED -x c++ -c $< -o $@
+
+$(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h | $(B)/have-c++
+	$(COMPILE_CXX) -c $< -o $@
 
 demo: llm
 	@./llm demo
@@ -42,18 +69,12 @@ $(B)/libllm.a: llm.h | $(B)/have-cc
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),-lstdc++)
 
-$(B)/test_device: $(EMULATED)
+$(B)/test_device: $(EMULATOR)
 
-$(B)/emulated.o: llm.cu llm.h tests/cuda_on_cpu.h | $(B)/have-c++
-	$(COMPILE_CXX) -DLLM_EMULATED -x c++ -c llm.cu -o $@
+$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
+	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)
 
-$(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h | $(B)/have-c++
-	$(COMPILE_CXX) -c $< -o $@
-
-$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) | $(B)/have-cc
-	$(COMPILE) main.c -o $@ $(LDFLAGS) -lm
-
-test: $(B)/have-cmocka
+test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
 	@CC='$(CC)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/embed.sh)
 
@@ -61,7 +82,7 @@ build-tests: $(LLM) $(PROGRAMS)
 
 sanitize:
 	@UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
-		OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+		NVCC= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # ---- Fuzzing: libFuzzer, so clang. SECONDS are shared out among the fuzzers. -----------------
 $(B)/fuzz_%: tests/fuzz_%.c llm.h | $(B)/have-fuzzer
