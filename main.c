@@ -3582,6 +3582,7 @@ static const command commands[] = {
     {"synth", "Write a model of random weights, of a well-known shape, for benchmarks.", "--shape NAME|SIZES --type TYPE OUT",
      command_synth, synth_notes},
     {"lesson", "Teach one idea, computed live; without a name: which there are.", "[NAME] [options]", command_lesson, lesson_notes},
+    {"ladder", "The whole course in one table: from the naive engine to the full one.", "[options]", command_ladder, ladder_notes},
 };
 
 static void show_commands(void) {

@@ -2,16 +2,25 @@
 #include "lesson.h"
 #include "01-memory.c"
 #include "03-kv.c"
+#include "04-attention.c"
+#include "05-int4.c"
 #include "06-prefill.c"
+#include "02-roofline.c" /* measures with a function of 06 */
 #include "07-batching.c"
+#include "08-paged.c"
 #include "09-prefix.c"
 #include "10-speculation.c"
+#include "11-ladder.c"
 
 static const command lessons[] = {
     {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
+    {"lesson roofline", "Two limits of this machine; prefill and decode under them.", "[options]", lesson_roofline, roofline_notes},
     {"lesson kv", "A text with and without the cache of keys and values.", "[options]", lesson_kv, kv_notes},
+    {"lesson attention", "One real head, tile by tile: the online softmax.", "[options]", lesson_attention, attention_notes},
+    {"lesson int4", "Weights of four bits: one group, then the whole trade-off.", "[options]", lesson_int4, int4_notes},
     {"lesson prefill", "Time to the first token and per token, by length of prompt.", "[options]", lesson_prefill, prefill_notes},
-    {"lesson batching", "The same requests under static, dynamic and continuous batching.", "[options]", lesson_batching, batching_notes},
+    {"lesson batching", "The same requests: static, dynamic, continuous batching.", "[options]", lesson_batching, batching_notes},
+    {"lesson paged", "Who owns which block of the cache, step by step.", "[options]", lesson_paged, paged_notes},
     {"lesson prefix", "Many questions behind one long instruction.", "[options]", lesson_prefix, prefix_notes},
     {"lesson speculation", "Guesses of a draft, accepted and rejected; when it pays.", "[options]", lesson_speculation, speculation_notes},
 };
@@ -19,6 +28,7 @@ static const command lessons[] = {
 static void show_lessons(void) {
     put_text("Lessons, in the order of the course (the pages are in docs/):\n\n");
     for (int i = 0; i < COUNT(lessons); i++) put("  llm %-19s %s\n", lessons[i].name, lessons[i].summary);
+    put_text("  llm ladder              All of it, one switch at a time, in one table.\n");
     put_text("\nEach computes what it shows while you wait. --png FILE also draws it, --json\n"
              "gives the data, -m FILE takes another model, and --help tells the rest.\n");
 }

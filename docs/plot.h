@@ -56,6 +56,7 @@ typedef struct plot {
     plot_kind kind;
     char title[96], x_label[64], y_label[64];
     bool log_x, log_y;
+    bool named_dots;     /* lines: in the picture each series' name stands at its last point, and there is no legend */
     bool stacked;        /* bars: the series follow each other in one bar */
     plot_series *series;
     int n_series;
@@ -101,12 +102,12 @@ static bool plot_grow(plot *p, void *items, size_t n, size_t size) {
 
 /* The number of the new series; -1 if memory ran out. */
 static int plot_series_add(plot *p, const char *name) {
-    static const char marks[] = "ox+*#@%&";
+    static const char marks[] = "ox+*#@%&abcdefghijklmn";
     if (!plot_grow(p, &p->series, (size_t)p->n_series + 1, sizeof *p->series)) return -1;
     plot_series *s = &p->series[p->n_series];
     memset(s, 0, sizeof *s);
     snprintf(s->name, sizeof s->name, "%s", name);
-    s->mark = marks[p->n_series % 8];
+    s->mark = marks[p->n_series % 22];
     return p->n_series++;
 }
 
@@ -160,8 +161,15 @@ typedef struct plot_axis {
     double low, high;
     bool logarithmic;
     double ticks[24];
-    int n_ticks;
+    int n_ticks, decimals; /* of the labels */
 } plot_axis;
+
+static const char *plot_label(const plot_axis *a, double x, char *out, size_t size) {
+    if (a->logarithmic || fabs(x) >= 1e4 || a->decimals == 0) return plot_number(x, out, size);
+    snprintf(out, size, "%.*f", a->decimals, x);
+    return out;
+}
+#define PLOT_LABEL(axis, x) plot_label(axis, x, (char[32]){0}, 32)
 
 /* 0 to 1 along the axis */
 static double plot_place(const plot_axis *a, double x) {
@@ -177,7 +185,7 @@ static void plot_tick(plot_axis *a, double x) {
 
 /* Round ends, and ticks between them: steps of 1, 2 or 5 times a power of ten. */
 static plot_axis plot_axis_of(double low, double high, bool logarithmic) {
-    plot_axis a = {low, high, logarithmic, {0}, 0};
+    plot_axis a = {low, high, logarithmic, {0}, 0, 0};
     if (logarithmic) {
         if (!(a.low > 0)) a.low = a.high > 0 ? a.high / 1e3 : 1;
         if (!(a.high > a.low)) a.high = a.low * 10;
@@ -205,6 +213,7 @@ static plot_axis plot_axis_of(double low, double high, bool logarithmic) {
     if (raw > 5 * power) step = 10 * power;
     else if (raw > 2 * power) step = 5 * power;
     else if (raw > power) step = 2 * power;
+    if (step < 1) a.decimals = (int)ceil(-log10(step) - 1e-9);
     a.low = floor(a.low / step + 1e-9) * step;
     a.high = ceil(a.high / step - 1e-9) * step;
     for (double x = a.low; x <= a.high + step / 2; x += step) plot_tick(&a, fabs(x) < step / 1e6 ? 0 : x);
@@ -307,7 +316,7 @@ static void plot_text_x_axis(const plot *p, const plot_out *o, const plot_axis *
     memset(line, ' ', sizeof line);
     int end = 0;
     for (int i = 0; i < x->n_ticks; i++) {
-        const char *label = PLOT_NUMBER(x->ticks[i]);
+        const char *label = PLOT_LABEL(x, x->ticks[i]);
         int n = (int)strlen(label), at = left + (int)(plot_place(x, x->ticks[i]) * (width - 1) + 0.5) - n / 2;
         if (at + n > left + width) at = left + width - n;
         if (at <= end || at + n > (int)sizeof line) continue;
@@ -345,7 +354,7 @@ static void plot_text_lines(const plot *p, const plot_out *o, int width) {
     for (int row = 0; row < PLOT_ROWS; row++) {
         const char *label = "";
         for (int i = 0; i < y.n_ticks; i++)
-            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row) label = PLOT_NUMBER(y.ticks[i]);
+            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row) label = PLOT_LABEL(&y, y.ticks[i]);
         plot_pad(o, label, LEFT - 1, true);
         plot_say(o, *label ? "┤" : "│");
         int end = columns;
@@ -539,7 +548,7 @@ static void plot_letters(plot_canvas *c, double x, double y, const char *text, d
 
 static double plot_legend_height(const plot *p) { /* lines of it */
     double at = 0, lines = 1;
-    if ((p->n_series < 2 && p->kind != PLOT_MAP) || !p->n_series || !p->series[0].name[0]) return 0;
+    if ((p->n_series < 2 && p->kind != PLOT_MAP) || !p->n_series || !p->series[0].name[0] || p->named_dots) return 0;
     for (int s = 0; s < p->n_series; s++) {
         double n = plot_width_of(p->series[s].name, PLOT_LETTER) + 50;
         if (at + n > PLOT_WIDTH - 40 && at > 0) at = 0, lines++;
@@ -584,7 +593,7 @@ typedef struct plot_box { double left, top, right, bottom; } plot_box;
 static void plot_draw_x_axis(plot_canvas *c, const plot *p, const plot_axis *x, plot_box b) {
     double end = -1e9;
     for (int i = 0; i < x->n_ticks; i++) {
-        const char *label = PLOT_NUMBER(x->ticks[i]);
+        const char *label = PLOT_LABEL(x, x->ticks[i]);
         double at = b.left + plot_place(x, x->ticks[i]) * (b.right - b.left), half = plot_width_of(label, PLOT_LETTER) / 2;
         plot_line(c, at, b.top, at, b.bottom, 0.5, plot_faint);
         plot_line(c, at, b.bottom, at, b.bottom + 5, 1, plot_ink);
@@ -606,7 +615,7 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
         plot_line(c, b.left, at, b.right, at, 0.5, plot_faint);
         plot_line(c, b.left - 5, at, b.left, at, 1, plot_ink);
         if (at > end - 18) continue;
-        plot_letters(c, b.left - 10, at - 7, PLOT_NUMBER(y.ticks[i]), PLOT_LETTER, 1, false, plot_ink);
+        plot_letters(c, b.left - 10, at - 7, PLOT_LABEL(&y, y.ticks[i]), PLOT_LETTER, 1, false, plot_ink);
         end = at;
     }
     plot_line(c, b.left, b.top, b.left, b.bottom, 1.5, plot_ink);
@@ -622,6 +631,8 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
             double py = b.bottom - plot_clamp(plot_place(&y, one->y[i])) * (b.bottom - b.top);
             if (there && before && !one->dots) plot_line(c, before_x, before_y, px, py, 2.5, colour);
             if (there && (one->dots || one->n <= 40)) plot_dot(c, px, py, 5, s % 5, colour);
+            if (p->named_dots && i == one->n - 1)
+                plot_letters(c, px + (px > b.right - 80 ? -9 : 9), py - 7, one->name, PLOT_LETTER, px > b.right - 80, false, plot_ink);
             before = there;
             before_x = px;
             before_y = py;
@@ -679,7 +690,7 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
             plot_letters(c, x + wide / 2, y + 3, mark, 1.5, 0.5, false, dark ? plot_white : plot_ink);
         }
     }
-    plot_axis x = {0, columns, false, {0}, 0};
+    plot_axis x = {0, columns, false, {0}, 0, 0};
     double step = columns > 200 ? 50 : columns > 80 ? 20 : columns > 30 ? 10 : 5;
     for (double t = 0; t <= columns; t += step) plot_tick(&x, t);
     b.bottom = b.top + p->n_categories * PLOT_CELL + 2;

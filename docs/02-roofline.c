@@ -1,0 +1,167 @@
+/* 02-roofline.c - llm lesson roofline: two limits of a machine, and where prefill and decode lie under them. Beside
+ * 02-roofline.md. */
+
+/* Bytes a second that the threads read together from `bytes` of memory, again and again: where these fit a cache, the cache's
+ * speed. */
+static double read_speed(size_t bytes, int threads) {
+    size_t part = bytes / sizeof(uint64_t) / (size_t)threads / 8 * 8, n = part * (size_t)threads;
+    uint64_t *buffer = resize(NULL, n * sizeof *buffer), used = 0;
+    memset(buffer, 1, n * sizeof *buffer);
+    double best = 0, end = llm_seconds() + 0.25;
+    int passes = (int)(((size_t)64 << 20) / (n * sizeof *buffer + 1)) + 1;
+    while (llm_seconds() < end) {
+        double start = llm_seconds();
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(threads) reduction(+ : used)
+#endif
+        for (int thread = 0; thread < threads; thread++)
+            for (int pass = 0; pass < passes; pass++) {
+                const uint64_t *p = buffer + (size_t)thread * part;
+                uint64_t sums[8] = {0};
+                for (size_t i = 0; i < part; i += 8)
+                    for (int k = 0; k < 8; k++) sums[k] += p[i + (size_t)k] ^ (uint64_t)pass;
+                for (int k = 0; k < 8; k++) used += sums[k];
+            }
+        double rate = (double)passes * (double)n * sizeof *buffer / (llm_seconds() - start);
+        if (rate > best) best = rate;
+    }
+    volatile uint64_t sink = used; /* so that the reads are not optimised away */
+    (void)sink;
+    free(buffer);
+    return best;
+}
+
+/* Operations a second of the engine's own matrix product, on a matrix of the model's type that stays in the cache and on
+ * enough rows that nothing but arithmetic is left. */
+static double arithmetic_peak(const lesson *l, llm_backend *b) {
+    enum { SIZE_ = 512, ROWS = 256 };
+    llm_error err;
+    llm_limits limits = {.max_tokens = ROWS, .max_sequences = 1, .max_context = 64, .n_heads = 1, .head_dim = 64, .max_cols = SIZE_};
+    const llm_tensor *like = llm_file_find_tensor(llm_model_file(l->loaded), "blk.0.ffn_up.weight");
+    const llm_type_info *type = llm_type_find(like ? like->type : LLM_F16);
+    if (!type->pack) type = llm_type_find(LLM_F16);
+    size_t bytes = row_bytes(type->type, SIZE_) * SIZE_;
+    float *values = resize(NULL, SIZE_ * SIZE_ * sizeof *values);
+    for (int i = 0; i < SIZE_ * SIZE_; i++) values[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
+    void *weights = resize(NULL, bytes);
+    type->pack(values, weights, SIZE_ * SIZE_);
+    llm_weight w = {.type = type->type, .rows = SIZE_, .cols = SIZE_};
+    float *x = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err), *out = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err);
+    bool good = x && out && b->reserve(b->context, &limits, &err) && b->load_weight(b->context, &w, weights, &err) &&
+                b->upload(b->context, x, values, ROWS * SIZE_ * sizeof *x, &err);
+    double best = 0, end = llm_seconds() + 0.4;
+    while (good && llm_seconds() < end) {
+        double start = llm_seconds();
+        for (int i = 0; i < 4; i++) b->matmul(b->context, x, &w, NULL, ROWS, false, out);
+        good = b->sync(b->context, &err);
+        double rate = 4 * 2.0 * ROWS * SIZE_ * SIZE_ / (llm_seconds() - start);
+        if (rate > best) best = rate;
+    }
+    if (!good) fail_with(&err);
+    if (w.data) b->free_weight(b->context, &w);
+    b->release(b->context, x);
+    b->release(b->context, out);
+    free(values);
+    free(weights);
+    return good ? best : 0;
+}
+
+typedef struct roofline {
+    double memory, cached, peak; /* bytes, bytes, operations a second */
+    bool fits;                   /* the weights stay in the processor's cache */
+} roofline;
+
+typedef struct roofline_row {
+    bool prefill;
+    double tokens; /* in a step */
+    double operations, bytes, measured; /* of a step; tokens a second */
+} roofline_row;
+
+static bool roofline_decode(lesson *l, llm_engine *engine, int sequences, roofline_row *row) {
+    enum { PROMPT = 32, GENERATE = 32 };
+    double seconds, rates[3], context = PROMPT + GENERATE / 2.0;
+    for (int run = 0; run < 3; run++)
+        if (!bench_group(engine, sequences, PROMPT, GENERATE, (uint64_t)(sequences * 10 + run), &seconds, &rates[run])) return false;
+    double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
+    *row = (roofline_row){false, sequences, sequences * token_operations(l->loaded, context, true),
+                          (double)llm_model_step_bytes(l->loaded) + sequences * context * token, median(rates, 3)};
+    return true;
+}
+
+static bool roofline_prefill(lesson *l, llm_engine *engine, int n, roofline_row *row) {
+    prefill_row r;
+    if (!prefill_measure(l, engine, n, 1, 3, &r)) return false;
+    double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
+    *row = (roofline_row){true, n, n * token_operations(l->loaded, n / 2.0, false), (double)llm_model_step_bytes(l->loaded) + n * token, n / r.ttft};
+    return true;
+}
+
+static void roofline_show(lesson *l, const roofline *roof, const roofline_row *rows, int n) {
+    static const column columns[] = {
+        {"what", "what", "%s"}, {"tokens", "tokens a step", "%.0f"}, {"intensity", "FLOP/byte", "%.1f"}, {"bound", "bound by", "%s"},
+        {"predicted", "predicted tok/s", "%.0f"}, {"measured", "measured", "%.0f"}, {"share_percent", "share %", "%.0f"}};
+    double bandwidth = roof->fits ? roof->cached : roof->memory;
+    table t = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_LINES, "The roof, and what was measured under it", "operations for each byte read", "operations a second");
+    p.log_x = p.log_y = true;
+    int roof_line = plot_series_add(&p, roof->fits ? "roof, from the cache" : "roof"), memory_line = roof->fits ? plot_series_add(&p, "roof, from memory") : -1;
+    int decode = plot_series_add(&p, "decode"), prefill = plot_series_add(&p, "prefill");
+    if (decode >= 0) p.series[decode].dots = true;
+    if (prefill >= 0) p.series[prefill].dots = true;
+    for (double x = 1; x < 2100; x *= pow(2, 0.125)) {
+        plot_point(&p, roof_line, x, fmin(roof->peak, x * bandwidth));
+        plot_point(&p, memory_line, x, fmin(roof->peak, x * roof->memory));
+    }
+    for (int i = 0; i < n; i++) {
+        const roofline_row *r = &rows[i];
+        double intensity = r->operations / r->bytes, steps = fmin(bandwidth / r->bytes, roof->peak / r->operations);
+        add_row(&t, r->prefill ? "prefill" : "decode", r->tokens, intensity, intensity * bandwidth < roof->peak ? "bytes" : "arithmetic", steps * r->tokens,
+                r->measured, 100 * r->measured / (steps * r->tokens));
+        plot_point(&p, r->prefill ? prefill : decode, intensity, r->measured * r->operations / r->tokens);
+    }
+    say(l, "%.1f GB/s from memory, %.1f GB/s from %s (%s), %.1f GFLOP/s of matrix products from the cache. The two limits meet at %.0f "
+           "operations a byte.\n\n", 1e-9 * roof->memory, 1e-9 * roof->cached, HUMAN(llm_model_step_bytes(l->loaded)),
+        roof->fits ? "as many as the weights, which fit the processor's cache" : "as many as the weights", 1e-9 * roof->peak, roof->peak / bandwidth);
+    fact(l, "memory_bytes_per_second", roof->memory);
+    fact(l, "cached_bytes_per_second", roof->cached);
+    fact(l, "peak_operations_per_second", roof->peak);
+    fact(l, "weights_fit_the_cache", roof->fits);
+    show_table(l, &t, "rows");
+    say(l, "\nPredicted: the lower of bytes a second / bytes of a step and operations a second / operations of a step. What is missing to it: "
+           "small products, attention, and waking threads.\n");
+    show_plot(l, &p);
+}
+
+static int lesson_roofline(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    const option options[] = {LESSON_OPTIONS(l)};
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
+    if (status != PARSED) return status;
+    static const int sequences[] = {1, 2, 4, 8, 16, 32}, prompts[] = {16, 64, 256};
+    roofline_row rows[COUNT(sequences) + COUNT(prompts)];
+    int n = 0, threads = l.engine.n_threads ? l.engine.n_threads : llm_processor_count();
+    llm_error err;
+    llm_backend *cpu = llm_cpu_backend(threads, LLM_ISA_AVX512, &err);
+    l.engine.max_sequences = 32;
+    l.engine.prefix_cache = false;
+    roofline roof = {.memory = measure_bandwidth(threads), .cached = read_speed((size_t)llm_model_step_bytes(l.loaded), threads)};
+    roof.fits = (double)llm_model_step_bytes(l.loaded) < processor_cache();
+    roof.peak = cpu ? arithmetic_peak(&l, cpu) : 0;
+    if (!cpu) fail_with(&err);
+    llm_engine *engine = roof.peak > 0 ? lesson_engine(l.loaded, &l.engine) : NULL;
+    bool good = engine && roofline_decode(&l, engine, 1, &rows[0]); /* to warm up */
+    for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++) good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
+    for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++) good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);
+    if (good && !stop_requested) roofline_show(&l, &roof, rows, n);
+    llm_engine_free(engine);
+    llm_backend_free(cpu);
+    return lesson_end(&l, good);
+}
+
+static const char roofline_notes[] =
+    "Measures how fast memory, and the cache that holds the weights, are read, and how fast the engine's matrix product computes\n"
+    "from the cache; predicts decoding at 1 to 32 sequences and prefill from these alone; and measures both.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson roofline\n"
+    "  llm lesson roofline -t 1 --png roofline.png\n";

@@ -1,0 +1,222 @@
+/* 04-attention.c - llm lesson attention: one real head, tile by tile. Beside 04-attention.md.
+ *
+ * The lesson stands at the seam: a copy of the backend's table of functions, with one of our own for attention, sees the
+ * queries and the cache of every layer as the engine computes a prompt. For one head and the last token it then walks over the
+ * tiles with the engine's own step, llm__base_softmax_row (the one that is compiled for every processor), and compares. */
+
+typedef struct attention_look { /* what to look at, and what was seen */
+    int layer, head;
+    bool seen;
+    int n, head_dim;         /* positions that the last token sees */
+    float scale;
+    float *q, *keys, *values; /* (head_dim), (n, head_dim), (n, head_dim) */
+    float *tiled, *naive;     /* (head_dim) by the engine's two forms */
+    double tiled_seconds, naive_seconds; /* of the whole layer */
+} attention_look;
+
+static struct { /* what stands at the seam has no argument of its own to remember things by */
+    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q, const llm_cache *cache,
+                      int layer, float *out);
+    attention_look *look;
+} attention_spy;
+
+static float *copy_floats(const float *from, int n) {
+    float *to = resize(NULL, (size_t)n * sizeof *to);
+    memcpy(to, from, (size_t)n * sizeof *to);
+    return to;
+}
+
+/* The rows of one kv head from their blocks, as floats. */
+static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side, int layer, int kv_head, int n) {
+    float *rows = resize(NULL, (size_t)n * (size_t)cache->head_dim * sizeof *rows);
+    const llm_type_info *type = llm_type_find(cache->type);
+    size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
+    for (int p = 0; p < n; p++) {
+        const char *row = llm__cache_layer(cache, side, layer) + (size_t)llm__cache_row(batch, cache, 0, kv_head, p) * row_bytes;
+        type->unpack(row, rows + (size_t)p * (size_t)cache->head_dim, cache->head_dim);
+    }
+    return rows;
+}
+
+static void attention_at_the_seam(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+                                  const llm_cache *cache, int layer, float *out) {
+    attention_look *look = attention_spy.look;
+    double start = llm_seconds();
+    attention_spy.attention(context, batch, shape, q, cache, layer, out);
+    if (layer != look->layer || look->seen || batch->n_tokens < 2) return;
+    look->tiled_seconds = llm_seconds() - start;
+    int last = batch->n_tokens - 1, d = shape->head_dim, width = shape->n_heads * d;
+    int kv_head = look->head / (shape->n_heads / shape->n_kv_heads);
+    size_t at = (size_t)last * (size_t)width + (size_t)look->head * (size_t)d;
+    float *other = resize(NULL, (size_t)batch->n_tokens * (size_t)width * sizeof *other);
+    llm_attention_shape naive = *shape;
+    naive.naive = true;
+    start = llm_seconds();
+    attention_spy.attention(context, batch, &naive, q, cache, layer, other);
+    look->naive_seconds = llm_seconds() - start;
+    look->seen = true;
+    look->n = batch->positions[last] + 1;
+    look->head_dim = d;
+    look->scale = shape->scale;
+    look->q = copy_floats(q + at, d);
+    look->tiled = copy_floats(out + at, d);
+    look->naive = copy_floats(other + at, d);
+    look->keys = attention_rows(batch, cache, cache->keys, layer, kv_head, look->n);
+    look->values = attention_rows(batch, cache, cache->values, layer, kv_head, look->n);
+    free(other);
+}
+
+static double furthest(const float *a, const double *b, int n) {
+    double worst = 0;
+    for (int i = 0; i < n; i++) worst = fmax(worst, fabs(a[i] - b[i]));
+    return worst;
+}
+
+/* The blackboard form in double precision: weights (n) and out (head_dim). */
+static void attention_exact(const attention_look *a, double *weights, double *out) {
+    double largest = -INFINITY, total = 0;
+    for (int p = 0; p < a->n; p++) {
+        weights[p] = 0;
+        for (int d = 0; d < a->head_dim; d++) weights[p] += (double)a->q[d] * a->keys[p * a->head_dim + d];
+        weights[p] *= a->scale;
+        largest = fmax(largest, weights[p]);
+    }
+    for (int p = 0; p < a->n; p++) total += weights[p] = exp(weights[p] - largest);
+    for (int d = 0; d < a->head_dim; d++) out[d] = 0;
+    for (int p = 0; p < a->n; p++) {
+        weights[p] /= total;
+        for (int d = 0; d < a->head_dim; d++) out[d] += weights[p] * a->values[p * a->head_dim + d];
+    }
+}
+
+/* Tile by tile: the largest score m, the sum l, and the weighted values so far, which shrink when m grows. */
+static double attention_walk(lesson *l, const attention_look *a, const double *exact) {
+    static const column columns[] = {
+        {"tile", "tile", "%.0f"}, {"first", "first", "%.0f"}, {"last", "last", "%.0f"}, {"largest", "m, largest score so far", "%.4f"},
+        {"shrink", "shrink", "%.4f"}, {"sum", "l, sum so far", "%.4f"}, {"distance", "from the result", "%.2g"}};
+    table t = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_LINES, "How far the running result is from the final one", "tiles", "largest difference");
+    int line = plot_series_add(&p, "distance");
+    int d = a->head_dim, padded = (int)llm__divide_up(d, LLM__PADDING) * LLM__PADDING;
+    float m = -INFINITY, total = 0, scores[LLM__TILE];
+    float *sums = resize(NULL, (size_t)padded * sizeof *sums), *out = resize(NULL, (size_t)d * sizeof *out);
+    memset(sums, 0, (size_t)padded * sizeof *sums);
+    double distance = 0;
+    for (int first = 0, tile = 1; first < a->n; first += LLM__TILE, tile++) {
+        int seen = a->n - first < LLM__TILE ? a->n - first : LLM__TILE;
+        for (int k = 0; k < LLM__TILE; k++) {
+            scores[k] = 0;
+            for (int i = 0; k < seen && i < d; i++) scores[k] += a->q[i] * a->keys[(first + k) * d + i];
+        }
+        float before = m;
+        llm__base_softmax_row(scores, seen, a->scale, &m, &total, sums, padded); /* scores become exp(score - m) */
+        for (int k = 0; k < seen; k++)
+            for (int i = 0; i < d; i++) sums[i] += scores[k] * a->values[(first + k) * d + i];
+        for (int i = 0; i < d; i++) out[i] = sums[i] / total;
+        distance = furthest(out, exact, d);
+        add_row(&t, (double)tile, (double)first, (double)(first + seen - 1), (double)m, first ? exp((double)before - m) : NAN, (double)total, distance);
+        plot_point(&p, line, tile, distance);
+    }
+    show_table(l, &t, "tiles");
+    free(sums);
+    free(out);
+    plot_free(&p);
+    return distance;
+}
+
+/* Bytes of keys and values that one layer reads for a prompt of n tokens, and the scores it has in memory at a time. */
+static void attention_bytes(lesson *l, const attention_look *a) {
+    static const column columns[] = {{"form", "form", "%s"}, {"kv_bytes", "keys and values read", "%.0f"},
+                                     {"score_bytes", "scores in memory", "%.0f"}, {"milliseconds", "ms", "%.2f"}, {"error", "error of this head", "%.2g"}};
+    const llm_config *c = llm_model_config(l->loaded);
+    double n = a->n, row = 2.0 * c->head_dim * (double)llm__value_bytes(l->engine.cache_type), tiled = 0;
+    int group = c->n_heads / c->n_kv_heads;
+    for (int first = 0; first < a->n * group; first += LLM__QUERY_ROWS) { /* a work item sees what its last row sees */
+        int end = first + LLM__QUERY_ROWS < a->n * group ? first + LLM__QUERY_ROWS : a->n * group;
+        tiled += row * c->n_kv_heads * ((end - 1) / group + 1);
+    }
+    double *weights = resize(NULL, (size_t)a->n * sizeof *weights), *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
+    attention_exact(a, weights, exact);
+    table t = new_table(columns, COUNT(columns));
+    add_row(&t, "the blackboard: n x n scores", row * c->n_heads * n * (n + 1) / 2, 4 * n * n * c->n_heads, NAN, NAN);
+    add_row(&t, "the plain loop: a row at a time", row * c->n_heads * n * (n + 1) / 2, 4 * n, 1e3 * a->naive_seconds, furthest(a->naive, exact, a->head_dim));
+    add_row(&t, "in tiles of 64", tiled, 4.0 * LLM__TILE * LLM__QUERY_ROWS, 1e3 * a->tiled_seconds, furthest(a->tiled, exact, a->head_dim));
+    say(l, "\nOne layer of this prompt, all heads; the error is against double precision:\n\n");
+    show_table(l, &t, "forms");
+    free(weights);
+    free(exact);
+}
+
+static void attention_show(lesson *l, const attention_look *a) {
+    double *weights = resize(NULL, (size_t)a->n * sizeof *weights), *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
+    attention_exact(a, weights, exact);
+    plot p = plot_new(PLOT_LINES, "What the last token looks at: the weight of each position", "position", "weight");
+    int line = plot_series_add(&p, "weight");
+    double sum = 0;
+    for (int i = 0; i < a->n; i++) {
+        sum += weights[i];
+        plot_point(&p, line, i, weights[i]);
+    }
+    say(l, "Layer %d, head %d, the last of %d tokens: %d scores, in tiles of %d.\n\n", a->layer, a->head, a->n, a->n, LLM__TILE);
+    double distance = attention_walk(l, a, exact);
+    say(l, "\nWhen a tile brings a larger score, what was added before is multiplied by exp(old m - new m): shrink. After the last tile "
+           "the sums over l are the result; the difference from the blackboard form is rounding (%.1g).\n", distance);
+    fact(l, "positions", a->n);
+    fact(l, "weights_sum", sum);
+    fact(l, "walk_error", distance);
+    attention_bytes(l, a);
+    show_plot(l, &p);
+    free(weights);
+    free(exact);
+}
+
+static int lesson_attention(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    int n = 400;
+    attention_look look = {.layer = 2, .head = 1};
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {'p', "prompt", "N", WHOLE, &n, 2, 1 << 20, "tokens of the prompt (default 400)"},
+        {0, "layer", "N", WHOLE, &look.layer, 0, 1 << 20, "the layer to look at, from 0 (default 2)"},
+        {0, "head", "N", WHOLE, &look.head, 0, 1 << 20, "the query head, from 0 (default 1)"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
+    if (status != PARSED) return status;
+    const llm_config *c = llm_model_config(l.loaded);
+    llm_error err;
+    bool good = true;
+    if (look.layer >= c->n_layers || look.head >= c->n_heads)
+        good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer, look.head, c->n_layers - 1, c->n_heads - 1);
+    llm_backend *cpu = good ? llm_cpu_backend(l.engine.n_threads, LLM_ISA_AVX512, &err) : NULL;
+    if (good && !cpu) good = !fail_with(&err);
+    llm_backend spy = {0};
+    if (good) {
+        spy = *cpu;
+        attention_spy.attention = cpu->attention;
+        attention_spy.look = &look;
+        spy.attention = attention_at_the_seam;
+    }
+    l.engine.backend = &spy;
+    l.engine.max_sequences = 1;
+    l.engine.max_batch_tokens = n < 512 ? 512 : n; /* the prompt in one step */
+    llm_engine *engine = good ? lesson_engine(l.loaded, &l.engine) : NULL;
+    int32_t *prompt = engine ? lesson_tokens(&l, 0, n) : NULL;
+    task t = new_task(prompt, n, 1);
+    good = prompt && run_tasks(engine, &t, 1);
+    if (good && look.seen) attention_show(&l, &look);
+    else if (good && !stop_requested) good = !fail("the prompt did not come as one batch");
+    free_task(&t);
+    free(prompt);
+    free(look.q), free(look.keys), free(look.values), free(look.tiled), free(look.naive);
+    llm_engine_free(engine);
+    llm_backend_free(cpu);
+    return lesson_end(&l, good);
+}
+
+static const char attention_notes[] =
+    "The last token of a prompt, one head: the scores come in tiles of 64 positions, and only the largest score, the sum and the\n"
+    "weighted values are carried from one to the next. Then what the whole layer reads and keeps, in both forms.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson attention\n"
+    "  llm lesson attention --prompt 900 --layer 7 --head 0 --png attention.png\n";

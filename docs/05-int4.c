@@ -1,0 +1,216 @@
+/* 05-int4.c - llm lesson int4: weights of four bits, one group close up, then the whole trade-off. Beside 05-int4.md. */
+
+enum { INT4_GROUP = 32 };
+
+typedef struct int4 {
+    const char *tensor_name;
+    int group, bytes_of_text;
+    const llm_tensor *tensor;
+    float *values;   /* (n) of the tensor */
+    int64_t n;
+} int4;
+
+static bool int4_find(const lesson *l, int4 *x) {
+    x->tensor = llm_file_find_tensor(llm_model_file(l->loaded), x->tensor_name);
+    if (!x->tensor) return !fail("%s has no tensor %s (llm info --tensors lists them)", l->path, x->tensor_name);
+    const llm_type_info *type = llm_type_find(x->tensor->type);
+    if (type->block_values > 1)
+        return !fail("%s: the weights are %s already: give a model in f16, bf16 or f32 to start from", l->path, type->name);
+    x->n = 1;
+    for (int i = 0; i < 4; i++) x->n *= (int64_t)x->tensor->dims[i];
+    if (x->n % INT4_GROUP || (int64_t)x->group >= x->n / INT4_GROUP)
+        return !fail("%s holds %.0f groups of 32, from 0 on", x->tensor_name, floor((double)x->n / INT4_GROUP));
+    x->values = resize(NULL, (size_t)x->n * sizeof *x->values);
+    type->unpack(x->tensor->data, x->values, x->n);
+    return true;
+}
+
+/* One group of q4_0: a scale and 32 numbers of four bits; value i in the low half of byte i, value i + 16 in the high half. */
+static void int4_group(lesson *l, const int4 *x) {
+    static const column columns[] = {
+        {"byte", "byte", "%.0f"}, {"low", "value i", "%.5f"}, {"low_q", "q", "%.0f"}, {"low_back", "scale x (q - 8)", "%.5f"},
+        {"high", "value i + 16", "%.5f"}, {"high_q", "q", "%.0f"}, {"high_back", "scale x (q - 8)", "%.5f"}};
+    const llm_type_info *type = llm_type_find(LLM_Q4_0);
+    const float *w = x->values + (int64_t)x->group * INT4_GROUP;
+    uint8_t block[LLM__Q4_0_BYTES];
+    float back[INT4_GROUP];
+    type->pack(w, block, INT4_GROUP);
+    type->unpack(block, back, INT4_GROUP);
+    double scale = llm__f16_to_f32(llm__read_u16(block)), worst = 0;
+    table t = new_table(columns, COUNT(columns));
+    for (int i = 0; i < INT4_GROUP / 2; i++)
+        add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16], (double)(block[2 + i] >> 4), (double)back[i + 16]);
+    for (int i = 0; i < INT4_GROUP; i++) worst = fmax(worst, fabs((double)w[i] - back[i]));
+    say(l, "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes of two numbers each.\n\n", x->group, x->tensor_name, scale);
+    show_table(l, &t, "group");
+    say(l, "\nThe furthest is %.5f away: %.2f of the scale.\n", worst, worst / fabs(scale));
+    fact(l, "scale", scale);
+    fact(l, "worst", worst);
+}
+
+/* How often each of the 16 numbers is used in the whole tensor. */
+static void int4_histogram(lesson *l, const int4 *x) {
+    const llm_type_info *type = llm_type_find(LLM_Q4_0);
+    double counts[16] = {0};
+    for (int64_t i = 0; i < x->n; i += INT4_GROUP) {
+        uint8_t block[LLM__Q4_0_BYTES];
+        type->pack(x->values + i, block, INT4_GROUP);
+        for (int k = 0; k < INT4_GROUP / 2; k++) counts[block[2 + k] & 15]++, counts[block[2 + k] >> 4]++;
+    }
+    static const column columns[] = {{"q", "", "%.0f"}, {"count", "", "%.0f"}};
+    table t = new_table(columns, COUNT(columns));
+    char title[96];
+    snprintf(title, sizeof title, "How often each q occurs in %s", x->tensor_name);
+    plot p = plot_new(PLOT_BARS, title, "% of the weights", "");
+    int line = plot_series_add(&p, "share");
+    for (int q = 0; q < 16; q++) {
+        char name[16];
+        snprintf(name, sizeof name, "q = %d", q);
+        plot_category(&p, name);
+        plot_bar(&p, line, 100 * counts[q] / (double)x->n);
+        add_row(&t, (double)q, counts[q]);
+    }
+    if (l->json) show_table(l, &t, "histogram");
+    else free(t.cells), free(t.numbers);
+    show_plot(l, &p);
+}
+
+/* Root mean square of what a type loses, over that of the weights; NAN if this tensor's rows are no whole blocks of it. */
+static double int4_error(const int4 *x, const llm_type_info *type) {
+    int64_t row = (int64_t)x->tensor->dims[0];
+    if (row % type->block_values) return NAN;
+    void *blocks = resize(NULL, row_bytes(type->type, (uint64_t)row));
+    float *back = resize(NULL, (size_t)row * sizeof *back);
+    double lost = 0, all = 0;
+    for (int64_t i = 0; i < x->n; i += row) {
+        type->pack(x->values + i, blocks, row);
+        type->unpack(blocks, back, row);
+        for (int64_t k = 0; k < row; k++) {
+            double w = x->values[i + k];
+            lost += (w - back[k]) * (w - back[k]);
+            all += w * w;
+        }
+    }
+    free(blocks);
+    free(back);
+    return sqrt(lost / all);
+}
+
+/* Bits per byte and perplexity of a model on the beginning of the bundled text, in whole documents of it. */
+static bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits, double *perplexity_) {
+    char *path = bundled_path("models/eval.txt");
+    text words = {0};
+    perplexity p = {.loaded = (llm_model *)model};
+    llm_engine_options options = l->engine;
+    int longest = llm_model_config(model)->context_length;
+    p.context = options.context_length = longest < 1024 ? longest : 1024;
+    options.max_sequences = 1;
+    options.draft = NULL;
+    options.cache_bytes = 0;
+    bool good = path && read_all(path, &words) && (p.engine = lesson_engine(model, &options)) != NULL;
+    size_t end = good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
+    while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80) end++; /* no half of a character */
+    const char *at = words.data, *document;
+    size_t length;
+    while (good && !stop_requested && next_document(&at, words.data + end, &document, &length))
+        if (length > 0) good = perplexity_document(&p, document, length, end);
+    show_progress("", -1, "");
+    *bits = p.bytes ? p.nats / log(2) / (double)p.bytes : NAN;
+    *perplexity_ = p.predicted ? exp(p.nats / (double)p.predicted) : NAN;
+    llm_engine_free(p.engine);
+    free(words.data);
+    free(path);
+    return good && !stop_requested;
+}
+
+/* The model with its weights as another type, from a file that has gone again when the model is freed. */
+static llm_model *quantized_model(const char *path, llm_type type) {
+    const char *folder = getenv("TMPDIR");
+    char name[4096];
+    llm_error err;
+    snprintf(name, sizeof name, "%s/llm-lesson-XXXXXX", folder && *folder ? folder : "/tmp");
+    int descriptor = mkstemp(name);
+    if (descriptor < 0) return fail("cannot make a file in %s: %s (TMPDIR names another folder)", folder ? folder : "/tmp", strerror(errno)), NULL;
+    close(descriptor);
+    llm_model *model = llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
+    if (!model) fail_with(&err);
+    unlink(name); /* the mapping stays */
+    return model;
+}
+
+static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
+    llm_engine_options options = l->engine;
+    options.max_sequences = 1;
+    options.prefix_cache = false;
+    llm_engine *engine = lesson_engine(model, &options);
+    double rates[3];
+    bool good = engine != NULL;
+    for (int run = 0; run < 3 && good; run++) {
+        double prefill, decode;
+        good = bench_once(engine, 16, 48, &prefill, &decode);
+        rates[run] = 48 / decode;
+    }
+    if (good) *rate = median(rates, 3);
+    llm_engine_free(engine);
+    return good;
+}
+
+static bool int4_types(lesson *l, const int4 *x) {
+    static const column columns[] = {
+        {"type", "type", "%s"}, {"bits_per_weight", "bits a weight", "%.2f"}, {"step_mib", "MiB a step", "%.2f"}, {"error_percent", "error %", "%.2f"},
+        {"bits_per_byte", "bits per byte", "%.4f"}, {"perplexity", "perplexity", "%.3f"}, {"tokens_per_second", "tok/s", "%.0f"}};
+    table t = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_LINES, "What a type costs in quality, against what a step reads", "MiB a step", "bits per byte (lower is better)");
+    p.named_dots = true;
+    bool good = true;
+    for (int i = 0; llm_type_at(i) && good && !stop_requested; i++) {
+        const llm_type_info *type = llm_type_at(i);
+        if (type->type == LLM_F32 || !type->pack) continue;
+        llm_model *model = type->type == x->tensor->type ? l->loaded : quantized_model(l->path, type->type);
+        double bits = NAN, per_token = NAN, rate = NAN;
+        good = model && lesson_perplexity(l, model, x->bytes_of_text, &bits, &per_token) && int4_decode_rate(l, model, &rate);
+        if (good) {
+            double mib = (double)llm_model_step_bytes(model) / 1048576;
+            add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib, 100 * int4_error(x, type), bits, per_token, rate);
+            int one = plot_series_add(&p, type->name);
+            if (one >= 0) p.series[one].dots = true;
+            plot_point(&p, one, mib, bits);
+        }
+        if (model != l->loaded) llm_model_free(model);
+    }
+    say(l, "\nAll of the model in each type (the token table keeps 8 bits, as llm quantize does); error: lost of %s, as a share; bits "
+           "per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n", x->tensor_name, x->bytes_of_text);
+    show_table(l, &t, "types");
+    if (good) show_plot(l, &p);
+    else plot_free(&p);
+    return good;
+}
+
+static int lesson_int4(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    int4 x = {.tensor_name = "blk.3.ffn_up.weight", .group = 100, .bytes_of_text = 12000};
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {0, "tensor", "NAME", TEXT, &x.tensor_name, 0, 0, "whose weights to look at (default blk.3.ffn_up.weight)"},
+        {0, "group", "N", WHOLE, &x.group, 0, INT_MAX, "which 32 of them, from 0 (default 100)"},
+        {0, "text", "BYTES", WHOLE, &x.bytes_of_text, 100, INT_MAX, "of models/eval.txt to measure on (default 12000; it has 82706)"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
+    if (status != PARSED) return status;
+    bool good = int4_find(&l, &x);
+    if (good) {
+        int4_group(&l, &x);
+        int4_histogram(&l, &x);
+        good = int4_types(&l, &x);
+    }
+    free(x.values);
+    return lesson_end(&l, good);
+}
+
+static const char int4_notes[] =
+    "Starts from a model in f16, bf16 or f32 (by default the bundled models/tales.gguf). Every type that the engine can write is\n"
+    "put into a file of its own in TMPDIR for a moment.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson int4\n"
+    "  llm lesson int4 --text 1000000 --tensor blk.0.attn_q.weight --png int4.png\n";

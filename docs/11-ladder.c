@@ -1,0 +1,234 @@
+/* 11-ladder.c - llm ladder: the whole course in one table, from the naive engine to the full one, one switch at a time. Beside
+ * 11-ladder.md.
+ *
+ * Two workloads on every rung: one request alone, and many at once that begin with the same instruction and have answers of
+ * different lengths. Greedy, so the tokens of a rung must be those of the rung before (int4 is another model: there the
+ * perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds few whole contexts; paged,
+ * as many sequences as have room. */
+
+enum { LADDER_REQUESTS = 12, LADDER_SHARED = 48, LADDER_OWN = 8, LADDER_CONTEXTS = 4 };
+
+typedef struct rung {
+    const char *name;
+    bool no_cache, naive, int4, prefix, draft, paged;
+    llm_isa isa;
+    int threads;     /* 0: all */
+    int sequences;   /* at the same time; 0: as many as the cache has room for */
+    llm_policy policy;
+    int many;        /* requests of the many; slow rungs do fewer */
+} rung;
+
+typedef struct ladder {
+    int n, context;           /* tokens of the one request; longest sequence */
+    llm_model *half, *quarter, *draft; /* f16, int4 */
+    task one, many[LADDER_REQUESTS]; /* the workloads */
+    double cache_bytes;
+} ladder;
+
+typedef struct rung_result {
+    double one, many, memory, bits; /* bits per byte; 0: not measured */
+    int32_t *one_tokens, *many_tokens; /* (n), (LADDER_REQUESTS, longest) */
+    int n_many;
+} rung_result;
+
+/* Tokens a second of these tasks together, prompts included in the time. Without a cache every token is a request of its own: see lesson kv. */
+static bool ladder_work(llm_engine *engine, task *tasks, int n, bool no_cache, double *rate) {
+    double start = llm_seconds(), tokens = 0;
+    bool good = true;
+    if (!no_cache) good = run_tasks(engine, tasks, n);
+    for (int i = 0; i < n && no_cache && good; i++) {
+        kv_run r = new_kv_run(tasks[i].request.max_tokens);
+        good = kv_without(engine, tasks[i].request.prompt, tasks[i].request.n_prompt, tasks[i].request.max_tokens, &r) && !stop_requested;
+        tasks[i].n = tasks[i].request.max_tokens;
+        tasks[i].tokens = r.tokens;
+        free(r.seconds);
+        free(r.computed);
+    }
+    for (int i = 0; i < n; i++) tokens += tasks[i].n;
+    *rate = tokens / (llm_seconds() - start);
+    return good && !stop_requested;
+}
+
+static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_backend *backend) {
+    llm_engine_options o = llm_engine_defaults();
+    o.backend = backend;
+    o.context_length = x->context;
+    o.block_size = r->paged ? 16 : x->context; /* contiguous: one block, as long as the context, for each sequence */
+    o.cache_bytes = (uint64_t)x->cache_bytes;
+    o.max_sequences = r->sequences ? r->sequences : LADDER_REQUESTS;
+    o.prefix_cache = r->prefix;
+    o.naive_attention = r->naive;
+    o.policy = r->policy;
+    o.draft = r->draft ? x->draft : NULL;
+    o.max_speculation = 2;
+    return o;
+}
+
+static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
+    llm_error err;
+    llm_model *model = r->int4 ? x->quarter : x->half;
+    llm_backend *cpu = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa, &err);
+    if (!cpu) return !fail_with(&err);
+    llm_engine_options options = ladder_options(x, r, cpu);
+    llm_engine *engine = lesson_engine(model, &options);
+    task warm = new_task(x->one.request.prompt, 4, 4);
+    for (int i = 0; i < LADDER_REQUESTS; i++) x->many[i].request.speculate = r->draft ? 2 : 0;
+    x->one.request.speculate = r->draft ? 2 : 0;
+    double one = 0, many = 0;
+    bool good = engine && run_tasks(engine, &warm, 1) && ladder_work(engine, &x->one, 1, r->no_cache, &one) &&
+                ladder_work(engine, x->many, r->many, r->no_cache, &many);
+    free_task(&warm);
+    out->one = fmax(out->one, one);
+    out->many = fmax(out->many, many);
+    if (good && !out->one_tokens) {
+        llm_statistics s = llm_engine_statistics(engine);
+        out->memory = (double)(s.weight_bytes + s.cache_bytes + s.arena_bytes);
+        out->one_tokens = resize(NULL, (size_t)x->one.n * sizeof(int32_t));
+        memcpy(out->one_tokens, x->one.tokens, (size_t)x->one.n * sizeof(int32_t));
+        int total = 0;
+        for (int i = 0; i < r->many; i++) {
+            out->many_tokens = resize(out->many_tokens, (size_t)(total + x->many[i].n) * sizeof(int32_t));
+            memcpy(out->many_tokens + total, x->many[i].tokens, (size_t)x->many[i].n * sizeof(int32_t));
+            total += x->many[i].n;
+        }
+        out->n_many = total;
+    }
+    free_task(&x->one);
+    for (int i = 0; i < LADDER_REQUESTS; i++) {
+        free_task(&x->many[i]);
+        x->many[i].ended = false;
+    }
+    llm_engine_free(engine);
+    llm_backend_free(cpu);
+    return good;
+}
+
+/* In words: are the tokens those of the rung before, as far as both went? */
+static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b, char *out, size_t size) {
+    if (!b) return "";
+    if (a->bits > 0 && b->bits > 0) {
+        snprintf(out, size, "bits/byte %.4f, was %.4f", a->bits, b->bits);
+        return out;
+    }
+    int common = a->n_many < b->n_many ? a->n_many : b->n_many, different = 0;
+    for (int i = 0; i < x->n; i++) different += a->one_tokens[i] != b->one_tokens[i];
+    for (int i = 0; i < common; i++) different += a->many_tokens[i] != b->many_tokens[i];
+    if (!different) return "same";
+    snprintf(out, size, "%d differ", different);
+    return out;
+}
+
+static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const rung_result *results, int n) {
+    static const column columns[] = {
+        {"rung", "rung", "%s"}, {"one_tokens_per_second", "one: tok/s", "%.0f"}, {"one_times", "x", "%.2f"},
+        {"many_tokens_per_second", "many: tok/s", "%.0f"}, {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"}, {"tokens", "tokens", "%s"}};
+    table t = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_BARS, "Tokens a second, rung by rung", "tokens a second", "");
+    p.log_x = true;
+    int one = plot_series_add(&p, "one request"), many = plot_series_add(&p, "many requests");
+    for (int i = 0; i < n; i++) {
+        const rung_result *r = &results[i], *before = i ? &results[i - 1] : NULL;
+        char check[48];
+        add_row(&t, rungs[i].name, r->one, before ? r->one / before->one : NAN, r->many, before ? r->many / before->many : NAN, r->memory / 1048576,
+                ladder_check(x, r, before, check, sizeof check));
+        plot_category(&p, rungs[i].name);
+        plot_bar(&p, one, r->one);
+        plot_bar(&p, many, r->many);
+    }
+    say(l, "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is %d whole contexts of %d. "
+           "x: against the rung before.\n\n", x->n, LADDER_REQUESTS, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
+    show_table(l, &t, "rungs");
+    fact(l, "total_one", results[n - 1].one / results[0].one);
+    fact(l, "total_many", results[n - 1].many / results[0].many);
+    double best_one = 0, best_many = 0;
+    for (int i = 0; i < n; i++) best_one = fmax(best_one, results[i].one), best_many = fmax(best_many, results[i].many);
+    say(l, "\nIn total: one request %.0f times as fast, many %.0f times (at the best rung %.0f and %.0f).\n", results[n - 1].one / results[0].one,
+        results[n - 1].many / results[0].many, best_one / results[0].one, best_many / results[0].many);
+    show_plot(l, &p);
+}
+
+/* The f16 model, or what the user gave; its int4 form; a draft where the bundled one belongs to it. */
+static bool ladder_models(lesson *l, ladder *x) {
+    llm_error err;
+    x->half = l->loaded;
+    x->quarter = quantized_model(l->path, LLM_Q4_0);
+    char *draft = x->quarter && !l->model ? bundled_path("models/tales-draft.gguf") : NULL;
+    if (draft && !(x->draft = llm_model_load(draft, &err))) fail_with(&err);
+    free(draft);
+    return x->quarter && (l->model || x->draft);
+}
+
+static bool ladder_tasks(const lesson *l, ladder *x) {
+    int32_t *prompt = lesson_tokens(l, 4000, 16);
+    bool good = prompt != NULL;
+    x->one = new_task(prompt, 16, x->n);
+    for (int i = 0; i < LADDER_REQUESTS; i++) {
+        int32_t *ids = lesson_tokens(l, 0, LADDER_SHARED + LADDER_OWN), *own = lesson_tokens(l, 3000 + 60 * i, LADDER_OWN + 1);
+        good = good && ids && own;
+        if (ids && own) memcpy(ids + LADDER_SHARED, own + 1, LADDER_OWN * sizeof *ids);
+        free(own);
+        x->many[i] = new_task(ids, LADDER_SHARED + LADDER_OWN, i % 3 == 0 ? x->n : x->n / 4);
+    }
+    return good;
+}
+
+static int command_ladder(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    ladder x = {.n = 48};
+    int text = 6000;
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16, "tokens of the one request, and of a third of the many (default 48)"},
+        {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX, "of models/eval.txt, for the perplexity of int4 (default 6000)"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
+    if (status != PARSED) return status;
+    const llm_isa best = LLM_ISA_AVX512;
+    const llm_policy whole = LLM_POLICY_STATIC, flowing = LLM_POLICY_CONTINUOUS;
+    /* name, no cache, naive, int4, prefix, draft, paged, isa, threads, sequences, policy, many */
+    const rung rungs[] = {
+        {"naive: no cache", true, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 2},
+        {"+ KV cache", false, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 3},
+        {"+ attention in tiles", false, false, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, LADDER_REQUESTS},
+        {"+ wide vectors", false, false, false, false, false, false, best, 1, 1, flowing, LADDER_REQUESTS},
+        {"+ threads", false, false, false, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},
+        {"+ int4 weights", false, false, true, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},
+        {"+ static batches", false, false, true, false, false, false, best, 0, LADDER_CONTEXTS, whole, LADDER_REQUESTS},
+        {"+ continuous", false, false, true, false, false, false, best, 0, LADDER_CONTEXTS, flowing, LADDER_REQUESTS},
+        {"+ paged cache", false, false, true, false, false, true, best, 0, 0, flowing, LADDER_REQUESTS},
+        {"+ prefix cache", false, false, true, true, false, true, best, 0, 0, flowing, LADDER_REQUESTS},
+        {"+ speculation", false, false, true, true, true, true, best, 0, 0, flowing, LADDER_REQUESTS},
+    };
+    rung_result results[COUNT(rungs)];
+    memset(results, 0, sizeof results);
+    bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
+    int n = COUNT(rungs) - (x.draft ? 0 : 1), longest = llm_model_config(l.loaded)->context_length;
+    x.context = longest < 512 ? longest : 512;
+    if (good && LADDER_SHARED + LADDER_OWN + x.n > x.context) good = !fail("--max-tokens: at most %d", x.context - LADDER_SHARED - LADDER_OWN);
+    x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
+    for (int i = 0; i < n && good && !stop_requested; i++) {
+        show_progress("ladder", (double)i / n, rungs[i].name);
+        for (int run = 0; run < (rungs[i].no_cache ? 1 : 3) && good && !stop_requested; run++) /* the best of three: the machine has other work too */
+            good = ladder_rung(&l, &x, &rungs[i], &results[i]);
+        if (good && rungs[i].int4 && !rungs[i - 1].int4) {
+            double unused;
+            good = lesson_perplexity(&l, x.half, text, &results[i - 1].bits, &unused) && lesson_perplexity(&l, x.quarter, text, &results[i].bits, &unused);
+        }
+    }
+    show_progress("", -1, "");
+    if (good && !stop_requested) ladder_show(&l, &x, rungs, results, n);
+    for (int i = 0; i < COUNT(rungs); i++) free(results[i].one_tokens), free(results[i].many_tokens);
+    free((void *)x.one.request.prompt);
+    for (int i = 0; i < LADDER_REQUESTS; i++) free((void *)x.many[i].request.prompt);
+    llm_model_free(x.quarter);
+    llm_model_free(x.draft);
+    return lesson_end(&l, good);
+}
+
+static const char ladder_notes[] =
+    "Every optimisation of the course, switched on one after another, on one request and on many, with a check that each rung\n"
+    "gives the tokens of the rung before (int4 is another model: its bits per byte are told). Starts from an f16 model.\n"
+    "\n"
+    "Examples:\n"
+    "  llm ladder\n"
+    "  llm ladder --png ladder.png\n";
