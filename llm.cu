@@ -109,6 +109,12 @@ typedef struct llm__device_batch {
 
 enum { LLM__STAGES = 3 }; /* pieces of pinned memory: one is filled while others are on their way */
 
+typedef struct llm__stage { /* what is uploaded goes through here */
+    char *host;           /* pinned (stage_bytes) */
+    cudaEvent_t done;     /* the last copy out of it has been done */
+    bool busy;            /* ... or may not have been yet */
+} llm__stage;
+
 typedef struct llm__cuda { /* the context of the backend */
     llm_backend backend;
     llm_gpu_options options;
@@ -124,11 +130,12 @@ typedef struct llm__cuda { /* the context of the backend */
     size_t batch_bytes;          /* of each */
     llm__device_batch batch;     /* of this step */
 
-    char *stages;                /* pinned (LLM__STAGES, stage_bytes): what is uploaded goes through here */
-    size_t stage_bytes;
-    cudaEvent_t stage_done[LLM__STAGES]; /* the copy out of that piece has been done */
+    llm__stage stages[LLM__STAGES];
+    size_t stage_bytes;          /* 0: they are not there yet */
     int next_stage;
 
+    double wait_seconds;         /* that the CPU has waited for the device */
+    uint64_t launches, replays;  /* of kernels one by one, and of graphs */
     llm_error failure;           /* the first since the last sync */
 } llm__cuda;
 
@@ -232,7 +239,18 @@ static void llm__cuda_note(llm__cuda *cuda, cudaError_t code, const char *doing)
 }
 
 /* After each launch: was it one that the device could start? (What goes wrong while it runs, the next sync tells.) */
-static void llm__cuda_launched(llm__cuda *cuda, const char *kernel) { llm__cuda_note(cuda, cudaGetLastError(), kernel); }
+static void llm__cuda_launched(llm__cuda *cuda, const char *kernel) {
+    cuda->launches++;
+    llm__cuda_note(cuda, cudaGetLastError(), kernel);
+}
+
+/* Wait until the device has done all that is on the stream. */
+static bool llm__cuda_wait(llm__cuda *cuda, const char *doing, llm_error *err) {
+    double start = llm_seconds();
+    cudaError_t code = cudaStreamSynchronize(cuda->stream);
+    cuda->wait_seconds += llm_seconds() - start;
+    return llm__cuda_check(cuda, code, doing, err);
+}
 
 static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     bool fine = cuda->failure.status == LLM_OK;
@@ -266,12 +284,90 @@ static void llm__cuda_release(void *context, void *device) {
     cudaGetLastError();
 }
 
+/* ---- Upload -----------------------------------------------------------------------------
+ * The device can fetch from the CPU's memory by itself, at the full speed of the bus, but only from memory that stays where it
+ * is: pinned memory. So a file of weights goes through a few pinned pieces: threads copy the next part of the mapped file into
+ * one of them (which reads it from the disk, or from the system's cache of it) while the device fetches another. One
+ * thread copies some 10 GB/s, the bus carries 25 (PCIe 4) to 60 (PCIe 5): hence several threads. */
+
+typedef struct llm__copy_part {
+    char *to;
+    const char *from;
+    size_t bytes;
+} llm__copy_part;
+
+static void *llm__copy_thread(void *part_) {
+    const llm__copy_part *part = (const llm__copy_part *)part_;
+    memcpy(part->to, part->from, part->bytes);
+    return NULL;
+}
+
+enum { LLM__COPY_THREADS = 8 };
+
+/* memcpy by several threads. One that cannot be started is done without. */
+static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
+    pthread_t threads[LLM__COPY_THREADS];
+    llm__copy_part parts[LLM__COPY_THREADS];
+    bool started[LLM__COPY_THREADS];
+    int n = (int)(bytes >> 20); /* a megabyte for each, at least */
+    n = n < 1 ? 1 : n > LLM__COPY_THREADS ? LLM__COPY_THREADS : n;
+    int processors = llm_processor_count();
+    if (n > processors) n = processors;
+    size_t share = (size_t)llm__ceil_div((int64_t)bytes, (int64_t)n * 4096) * 4096;
+    for (int i = n - 1; i >= 0; i--) { /* the first part is the calling thread's own */
+        size_t first = (size_t)i * share < bytes ? (size_t)i * share : bytes;
+        parts[i] = {to + first, from + first, bytes - first < share ? bytes - first : share};
+        started[i] = i > 0 && pthread_create(&threads[i], NULL, llm__copy_thread, &parts[i]) == 0;
+        if (!started[i]) llm__copy_thread(&parts[i]);
+    }
+    for (int i = 1; i < n; i++)
+        if (started[i]) pthread_join(threads[i], NULL);
+}
+
+/* The pinned pieces. Without them uploads still work, as fast as the driver does it. */
+static void llm__stages_create(llm__cuda *cuda) {
+    cuda->stage_bytes = 16 << 20;
+    for (int i = 0; i < LLM__STAGES; i++) {
+        llm__stage *stage = &cuda->stages[i];
+        if (cudaHostAlloc((void **)&stage->host, cuda->stage_bytes, cudaHostAllocDefault) != cudaSuccess) stage->host = NULL;
+        else if (cudaEventCreateWithFlags(&stage->done, cudaEventDisableTiming) != cudaSuccess) stage->done = NULL;
+    }
+    cudaGetLastError();
+}
+
+static void llm__stages_free(llm__cuda *cuda) {
+    for (int i = 0; i < LLM__STAGES; i++) {
+        cudaFreeHost(cuda->stages[i].host);
+        if (cuda->stages[i].done) cudaEventDestroy(cuda->stages[i].done);
+    }
+    memset(cuda->stages, 0, sizeof cuda->stages);
+    cuda->stage_bytes = 0;
+}
+
+/* Returns when `host` has been read; the last pieces may still be on their way, in order with all else on the stream. */
 static bool llm__cuda_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
-    return llm__cuda_check(cuda, cudaMemcpyAsync(device, host, bytes, cudaMemcpyHostToDevice, cuda->stream),
-                           "copying to the device", err) &&
-           llm__cuda_check(cuda, cudaStreamSynchronize(cuda->stream), "copying to the device", err);
+    if (!cuda->stage_bytes) llm__stages_create(cuda);
+    for (size_t first = 0, part; first < bytes; first += part) {
+        llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
+        char *to = (char *)device + first;
+        const char *from = (const char *)host + first;
+        bool staged = stage->host && stage->done;
+        part = staged && bytes - first > cuda->stage_bytes ? cuda->stage_bytes : bytes - first;
+        if (staged && stage->busy &&
+            !llm__cuda_check(cuda, cudaEventSynchronize(stage->done), "copying to the device", err))
+            return false;
+        if (staged) llm__copy_by_threads(stage->host, from, part);
+        if (!llm__cuda_check(cuda, cudaMemcpyAsync(to, staged ? stage->host : from, part, cudaMemcpyHostToDevice, cuda->stream),
+                             "copying to the device", err))
+            return false;
+        stage->busy = staged;
+        if (!llm__cuda_check(cuda, staged ? cudaEventRecord(stage->done, cuda->stream) : cudaStreamSynchronize(cuda->stream),
+                             "copying to the device", err))
+            return false;
+    }
+    return true;
 }
 
 static bool llm__cuda_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
@@ -280,7 +376,20 @@ static bool llm__cuda_download(void *context, void *host, const void *device, si
     if (!llm__cuda_tell(cuda, err)) return false;
     return llm__cuda_check(cuda, cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda->stream),
                            "copying from the device", err) &&
-           llm__cuda_check(cuda, cudaStreamSynchronize(cuda->stream), "a step", err);
+           llm__cuda_wait(cuda, "what the device was doing", err);
+}
+
+static void llm__cuda_state(void *context, llm_device_state *state) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    size_t free_bytes = 0, total_bytes = 0;
+    if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) cudaGetLastError();
+    memset(state, 0, sizeof *state);
+    state->name = cuda->device_name;
+    state->free_bytes = free_bytes;
+    state->total_bytes = total_bytes;
+    state->wait_seconds = cuda->wait_seconds;
+    state->launches = cuda->launches;
+    state->replays = cuda->replays;
 }
 
 /* ---- Limits and the batch of a step ------------------------------------------------------- */
@@ -397,8 +506,9 @@ static bool llm__cuda_end_step(void *context, llm_error *err) {
 
 static bool llm__cuda_sync(void *context, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
+    llm_error failure;
     llm__cuda_clear(err);
-    llm__cuda_note(cuda, cudaStreamSynchronize(cuda->stream), "a step");
+    if (!llm__cuda_wait(cuda, "what the device was doing", &failure) && cuda->failure.status == LLM_OK) cuda->failure = failure;
     return llm__cuda_tell(cuda, err);
 }
 
@@ -831,6 +941,7 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
 static void llm__cuda_destroy(llm_backend *backend) {
     llm__cuda *cuda = (llm__cuda *)backend->context;
     if (cuda->stream) cudaStreamSynchronize(cuda->stream);
+    llm__stages_free(cuda);
     cudaFreeHost(cuda->batch_host);
     cudaFree(cuda->batch_device);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
@@ -910,6 +1021,7 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
     b->swiglu = llm__cuda_swiglu;
     b->gather_rows = llm__cuda_gather_rows;
     b->copy_blocks = llm__cuda_copy_blocks;
+    b->state = llm__cuda_state;
     b->destroy = llm__cuda_destroy;
     cuda->options = options ? *options : llm_gpu_defaults();
     snprintf(cuda->device_name, sizeof cuda->device_name, "GPU %d", cuda->options.device);

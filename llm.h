@@ -331,7 +331,7 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
                               but at most 1 GiB (and never less than one context); on a device with memory of its
                               own: memory_share of what is left there.
                               A draft's cache, of as many blocks, comes on top (but not of a memory_share). */
-    double memory_share;   /* the part of the device memory, free after weights and activations, that the pool
+    float memory_share;    /* the part of the device memory, free after weights and activations, that the pool
                               takes where cache_bytes is 0; default 0.9 */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
@@ -543,6 +543,7 @@ typedef struct llm_limits { /* the largest of everything that a step may bring *
 int llm_rounded_rows(int n);
 
 typedef struct llm_device_state { /* what a device says of itself */
+    const char *name;
     uint64_t total_bytes, free_bytes; /* of its own memory; 0: it has none */
     double wait_seconds;   /* that the CPU has waited for it, in all */
     uint64_t launches, replays;
@@ -9966,7 +9967,7 @@ llm_engine_options llm_engine_defaults(void) {
     o.max_speculation = 8;
     o.batch_window = 0.05;
     o.swap_bytes = 256u << 20;
-    o.memory_share = 0.9;
+    o.memory_share = 0.9f;
     o.prefix_cache = true;
     o.chunked_prefill = true;
     return o;
@@ -10011,7 +10012,8 @@ static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_
         return llm__fail(err, LLM_ERROR_ARGUMENT, "batch_window is %g: it must be from 0 to 86400 seconds",
                          o->batch_window);
     if (!(o->memory_share > 0 && o->memory_share <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1", o->memory_share);
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1",
+                         (double)o->memory_share);
     if (o->n_threads < 0 || o->n_threads > 4096)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
@@ -10036,7 +10038,7 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
     if (!o->cache_bytes && device.total_bytes) {
         uint64_t both = block;
         if (o->draft) both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
-        n = (uint64_t)((double)device.free_bytes * o->memory_share) / both;
+        n = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both;
         if (n == 0)
             return llm__fail(err, LLM_ERROR_MEMORY,
                              "%s: %.1f MiB of device memory are free after weights and activations: too little for a cache (one "

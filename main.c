@@ -41,6 +41,15 @@ enum { FAILED = 1, MISUSED = 2 };
 static const char *program_path = "llm";          /* argv[0] */
 static volatile sig_atomic_t stop_requested = 0;  /* set by Ctrl-C */
 
+/* Where to compute: what --device and its like said. */
+enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
+static struct {
+    int device;
+    llm_gpu_options gpu;
+    float memory_share;
+    bool host_sampling, quiet;
+} chosen;
+
 /* ---- Output ---------------------------------------------------------------------------
  * Standard output goes through a buffer of our own, so that the first error (disk full,
  * reader gone) is known exactly and a long run can stop at it. */
@@ -719,7 +728,20 @@ static int parse(const command *self, const option *options, int n_options, int 
 }
 
 #define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file (default: " DEFAULT_MODEL ")"}
-#define THREADS_OPTION(value) {'t', "threads", "N", WHOLE, &(value), 0, 4096, "threads to compute with (0: one per processor)"}
+#define DEVICES "auto|cpu|cuda|emulated"
+#define DEVICE_OPTIONS \
+    {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
+    {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "which GPU (default 0)"}, \
+    {0, "gpu-memory", "SHARE", REAL, &chosen.memory_share, 0.01, 1, "of the GPU's free memory for keys and values (default 0.9)"}, \
+    {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
+    {0, "no-fused", NULL, OFF, &chosen.gpu.fused, 0, 0, "... one kernel for each operation"}, \
+    {0, "no-split-attention", NULL, OFF, &chosen.gpu.split_attention, 0, 0, "... one block for each sequence, however long"}, \
+    {0, "plain-kernels", NULL, FLAG, &chosen.gpu.plain, 0, 0, "... the textbook kernels, for comparison"}, \
+    {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, "... the same bits whatever else is in the batch"}, \
+    {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "... draw tokens on the CPU"}
+/* What to compute with: for every command that makes an engine. */
+#define THREADS_OPTION(value) \
+    {'t', "threads", "N", WHOLE, &(value), 0, 4096, "threads to compute with, on the CPU (0: one per processor)"}, DEVICE_OPTIONS
 #define JSON_OPTION(value) {0, "json", NULL, FLAG, &(value), 0, 0, "the result as JSON, for programs"}
 /* As options (_ is "-") and as the keys of a line of llm batch (_ is "_"). */
 #define SAMPLING_OPTIONS(s, _) \
@@ -782,6 +804,67 @@ static bool load_models(const char *path, const char *draft_path, llm_model **mo
     if (!(*model = llm_model_load(path, &err))) return !fail_with(&err);
     if (draft_path && !(*draft = llm_model_load(draft_path, &err))) return !fail_with(&err);
     return true;
+}
+
+/* ---- The device ------------------------------------------------------------------------------------- */
+
+/* A backend for what --device says; *backend NULL: the CPU, which the engine makes itself. */
+static bool open_device(llm_backend **backend, llm_error *err) {
+    const char *missing = NULL;
+    *backend = NULL;
+    if (chosen.device == DEVICE_AUTO || chosen.device == DEVICE_CUDA) {
+#ifdef LLM_WITH_CUDA
+        *backend = llm_cuda_backend(&chosen.gpu, err);
+        if (!*backend && chosen.device == DEVICE_CUDA) return false;
+        if (!*backend && err->status != LLM_ERROR_UNSUPPORTED && !chosen.quiet) fprintf(stderr, "%s; using the CPU\n", err->message);
+#else
+        if (chosen.device == DEVICE_CUDA) missing = "CUDA: install the CUDA Toolkit (nvcc)";
+#endif
+    }
+    if (chosen.device == DEVICE_EMULATED) {
+#ifdef LLM_WITH_EMULATED
+        if (!(*backend = llm_emulated_backend(&chosen.gpu, err))) return false;
+#else
+        missing = "the emulated device: install a C++ compiler (g++)";
+#endif
+    }
+    err->status = missing ? LLM_ERROR_UNSUPPORTED : LLM_OK;
+    if (missing) snprintf(err->message, sizeof err->message, "this program was built without %s, then make again", missing);
+    return !missing;
+}
+
+/* What took which part of a device's memory. */
+static void print_memory(const llm_engine *engine, const llm_backend *backend) {
+    llm_statistics s = llm_engine_statistics(engine);
+    llm_device_state state;
+    if (!backend->state) return;
+    backend->state(backend->context, &state);
+    uint64_t known = s.weight_bytes + s.cache_bytes + s.arena_bytes, used = state.total_bytes - state.free_bytes;
+    fprintf(stderr, "[%s: %s of memory: ", state.name, HUMAN(state.total_bytes));
+    fprintf(stderr, "%s of weights, ", HUMAN(s.weight_bytes));
+    fprintf(stderr, "%s of cache (%lld blocks of %d tokens), ", HUMAN(s.cache_bytes), (long long)s.blocks_total, s.block_size);
+    fprintf(stderr, "%s of activations, ", HUMAN(s.arena_bytes));
+    fprintf(stderr, "%s of other things, ", HUMAN(used > known ? used - known : 0));
+    fprintf(stderr, "%s free]\n", HUMAN(state.free_bytes));
+}
+
+/* An engine on the device that was chosen. */
+static llm_engine *create_engine(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+    llm_engine_options o = *options;
+    o.memory_share = chosen.memory_share;
+    o.host_sampling = chosen.host_sampling;
+    if (!open_device(&o.backend, err)) return NULL;
+    llm_engine *engine = llm_engine_create(model, &o, err);
+    if (engine && o.backend && !chosen.quiet) print_memory(engine, o.backend);
+    if (!engine) llm_backend_free(o.backend);
+    return engine;
+}
+
+static void free_engine(llm_engine *engine) {
+    llm_backend *backend = engine ? llm_engine_settings(engine)->backend : NULL;
+    bool ours = backend && llm_cpu_threads(backend) == 0; /* a CPU backend is the engine's own */
+    llm_engine_free(engine);
+    if (ours) llm_backend_free(backend);
 }
 
 /* What speculation came to; 0: unknown. */
@@ -892,6 +975,12 @@ static double measure_bandwidth(int threads) {
     (void)used, (void)threads;
     free(buffer);
     return best;
+}
+
+/* Bytes a second that memory delivers to the threads of an engine; 0: unknown, as that of a GPU is. */
+static double engine_bandwidth(const llm_engine *engine) {
+    int threads = llm_cpu_threads(llm_engine_settings(engine)->backend);
+    return threads ? measure_bandwidth(threads) : 0;
 }
 
 /* Bytes of the largest cache of the processor; 0: unknown. */
@@ -1034,7 +1123,7 @@ static speeds run_speeds(const run *r, llm_engine *engine) {
     s.tokens_per_second = (double)f->decode_tokens / seconds;
     if (r->draft) return s; /* it reads its own weights too, in passes that nobody counts */
     s.bytes_per_second = ((double)llm_model_step_bytes(r->loaded) * steps + f->cache_bytes) / seconds;
-    if (!r->quiet) s.memory_bytes_per_second = measure_bandwidth(llm_cpu_threads(llm_engine_settings(engine)->backend));
+    if (!r->quiet) s.memory_bytes_per_second = engine_bandwidth(engine);
     return s;
 }
 
@@ -1051,7 +1140,7 @@ static void run_print_figures(const run *r, const speeds *s) {
         if (s->memory_bytes_per_second > 0)
             fprintf(stderr, ", %.0f %% of the memory's %.1f GB/s", 100 * s->bytes_per_second / s->memory_bytes_per_second,
                     1e-9 * s->memory_bytes_per_second);
-        if (step_bytes < processor_cache())
+        if (s->memory_bytes_per_second > 0 && step_bytes < processor_cache())
             fprintf(stderr, " (though %s fit the processor's cache)", HUMAN(step_bytes));
     }
     if (r->request.speculate) print_speculation(&s->statistics);
@@ -1110,8 +1199,9 @@ static int run_model(run *r, int argc, char **argv) {
     free(path);
     if (!good || !run_make_ids(r)) return FAILED;
     r->engine.draft = r->draft;
+    chosen.quiet = r->quiet;
     if (r->engine.context_length == 0) r->engine.context_length = run_context(r);
-    llm_engine *engine = llm_engine_create(r->loaded, &r->engine, &err);
+    llm_engine *engine = create_engine(r->loaded, &r->engine, &err);
     if (!engine) return fail_with(&err);
     r->samples = make_samples(r->request.n_samples);
     good = run_generate(r, engine);
@@ -1120,7 +1210,7 @@ static int run_model(run *r, int argc, char **argv) {
         if (r->json) run_print_json(r, &s);
         else if (!r->quiet && !output.error) run_print_figures(r, &s);
     }
-    llm_engine_free(engine);
+    free_engine(engine);
     return good && !stop_requested ? 0 : FAILED;
 }
 
@@ -1693,7 +1783,7 @@ static int batch_model(batch *b) {
     free(path);
     if (!good || !open_files(b)) return FAILED;
     b->engine_options.draft = b->draft;
-    b->engine = llm_engine_create(b->loaded, &b->engine_options, &err);
+    b->engine = create_engine(b->loaded, &b->engine_options, &err);
     if (!b->engine) return fail_with(&err);
     good = batch_run(b);
     show_progress("batch", -1, "");
@@ -1754,7 +1844,7 @@ static int command_batch(const command *self, int argc, char **argv) {
     }
     if (b.input.file > STDERR_FILENO) close(b.input.file);
     if (b.out > STDERR_FILENO) close(b.out);
-    llm_engine_free(b.engine);
+    free_engine(b.engine);
     llm_model_free(b.loaded);
     llm_model_free(b.draft);
     free(b.input.buffer.data);
@@ -2293,7 +2383,7 @@ static int perplexity_file(perplexity *p, const char *path, const text *words) {
     options.context_length = p->context;
     options.max_sequences = 1;
     options.n_threads = p->threads;
-    p->engine = llm_engine_create(p->loaded, &options, &err);
+    p->engine = create_engine(p->loaded, &options, &err);
     if (!p->engine) return fail_with(&err);
 
     const char *at = words->data, *document;
@@ -2307,7 +2397,7 @@ static int perplexity_file(perplexity *p, const char *path, const text *words) {
     if (good && p->predicted > 0) perplexity_print(p, path);
     else if (good && stop_requested) fail("interrupted before the first figures");
     else if (good) good = !fail("%s holds no text to predict", path);
-    llm_engine_free(p->engine);
+    free_engine(p->engine);
     return good && !stop_requested ? 0 : FAILED;
 }
 
@@ -2487,11 +2577,13 @@ static void bench_print(bench *b, int threads, int n_prompt, double prefill, dou
         put(", \"memory_bytes_per_second\": ");
         put_number(b->bandwidth);
         put(", \"share\": ");
-        put_number(used / b->bandwidth);
+        put_number(b->bandwidth > 0 ? used / b->bandwidth : 0);
         put_text("}");
-    } else {
+    } else if (b->bandwidth > 0) {
         put("%7d %7d %13.1f %13.1f %9.2f %9.2f %6.0f %%\n", threads, n_prompt, n_prompt / prefill, rate, 1e-9 * used,
             1e-9 * b->bandwidth, 100 * used / b->bandwidth);
+    } else {
+        put("%7s %7d %13.1f %13.1f %9.2f %9s %6s\n", "-", n_prompt, n_prompt / prefill, rate, 1e-9 * used, "-", "-");
     }
     b->n_rows++;
     flush_output();
@@ -2501,10 +2593,11 @@ static void bench_print(bench *b, int threads, int n_prompt, double prefill, dou
 static bool bench_threads(bench *b, int threads) {
     llm_error err;
     char note[64];
-    b->bandwidth = measure_bandwidth(threads);
     b->engine.n_threads = threads;
-    llm_engine *engine = llm_engine_create(b->loaded, &b->engine, &err);
+    llm_engine *engine = create_engine(b->loaded, &b->engine, &err);
     if (!engine) return !fail_with(&err);
+    b->bandwidth = engine_bandwidth(engine);
+    if (b->bandwidth == 0) b->threads.count = 1; /* a GPU has its own: one row for each prompt */
     double *prefill = resize(NULL, 2 * (size_t)b->runs * sizeof *prefill), *decode = prefill + b->runs;
     bool good = bench_once(engine, 1, b->generate < 8 ? b->generate : 8, prefill, decode); /* to warm up */
     for (int i = 0; good && i < b->prompts.count && !stop_requested && !output.error; i++) {
@@ -2518,7 +2611,7 @@ static bool bench_threads(bench *b, int threads) {
             bench_print(b, threads, b->prompts.values[i], median(prefill, b->runs), median(decode, b->runs));
     }
     free(prefill);
-    llm_engine_free(engine);
+    free_engine(engine);
     return good;
 }
 
@@ -2680,7 +2773,7 @@ static int bench_batch_model(bench_batch *b, const char *path) {
     if (b->engine.context_length > context)
         return fail("a prompt of %d and %d more tokens are longer than the model's context of %d: "
                     "give a shorter --prompt or --gen", b->prompt, b->generate + 2, context);
-    llm_engine *engine = llm_engine_create(b->loaded, &b->engine, &err);
+    llm_engine *engine = create_engine(b->loaded, &b->engine, &err);
     if (!engine) return fail_with(&err);
     if (b->json) {
         put_text("{\"model\": ");
@@ -2696,7 +2789,7 @@ static int bench_batch_model(bench_batch *b, const char *path) {
     flush_output();
     bool good = bench_batch_rows(b, engine) && !stop_requested;
     if (b->json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
-    llm_engine_free(engine);
+    free_engine(engine);
     return good ? 0 : FAILED;
 }
 
@@ -2892,10 +2985,10 @@ static bool serve_once(serve *v, int policy, double *figures) {
     for (int i = 0; i < N_FIGURES; i++) figures[i] = 0;
     serve_plan(v);
     v->engine_options.policy = (llm_policy)policy;
-    llm_engine *engine = llm_engine_create(v->loaded, &v->engine_options, &err);
+    llm_engine *engine = create_engine(v->loaded, &v->engine_options, &err);
     if (!engine) return !fail_with(&err);
     bool good = serve_requests(v, engine, policy_names[policy], figures);
-    llm_engine_free(engine);
+    free_engine(engine);
     return good;
 }
 
@@ -3145,7 +3238,7 @@ static int speculate_model(bench_speculate *b, const char *path) {
     if (e->context_length > context)
         return fail("a prompt of %d and %d more tokens are longer than the model's context of %d: "
                     "give a shorter --prompt or --gen", b->prompt, b->generate + 1, context);
-    llm_engine *engine = llm_engine_create(b->loaded, e, &err);
+    llm_engine *engine = create_engine(b->loaded, e, &err);
     if (!engine) return fail_with(&err);
     if (b->json) {
         put_text("{\"model\": ");
@@ -3168,7 +3261,7 @@ static int speculate_model(bench_speculate *b, const char *path) {
     flush_output();
     bool good = speculate_rows(b, engine) && !stop_requested;
     if (b->json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
-    llm_engine_free(engine);
+    free_engine(engine);
     return good ? 0 : FAILED;
 }
 
@@ -3239,6 +3332,7 @@ static int command_bench(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {'t', "threads", "LIST", LIST, &b.threads, 1, 4096, "numbers of threads to try (default: 1 and one per processor)"},
+        DEVICE_OPTIONS,
         {'p', "prompt", "LIST", LIST, &b.prompts, 1, 1 << 20, "lengths of prompt to try (default 16,128,512)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20, "tokens to generate after each prompt (default 32)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000, "times to do each; the median is told (default 3)"},
@@ -3642,6 +3736,8 @@ int main(int argc, char **argv) {
     if (descriptor > STDERR_FILENO) close(descriptor);
     if (argc > 0) program_path = argv[0];
     set_signals();
+    chosen.gpu = llm_gpu_defaults();
+    chosen.memory_share = llm_engine_defaults().memory_share;
     int status = dispatch(argc, argv);
     if (!flush_output()) {
         if (output.error != EPIPE) fprintf(stderr, "llm: cannot write to standard output: %s\n", strerror(output.error));

@@ -79,7 +79,7 @@ static bool memory_activations(lesson *l) {
     say(l, "\nActivations of a step of up to %d tokens: %s, used again by every layer and every step.\n",
         llm_engine_settings(engine)->max_batch_tokens, HUMAN(s.arena_bytes));
     fact(l, "activation_bytes", (double)s.arena_bytes);
-    llm_engine_free(engine);
+    free_engine(engine);
     return true;
 }
 

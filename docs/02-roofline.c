@@ -153,7 +153,7 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++) good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
     for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++) good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);
     if (good && !stop_requested) roofline_show(&l, &roof, rows, n);
-    llm_engine_free(engine);
+    free_engine(engine);
     llm_backend_free(cpu);
     return lesson_end(&l, good);
 }

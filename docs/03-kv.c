@@ -57,7 +57,7 @@ static bool kv_measure(lesson *l, int n_prompt, int n, kv_run *without, kv_run *
     kv_run warm = new_kv_run(n);
     bool good = engine && kv_with(engine, prompt, n_prompt, n, &warm) && kv_with(engine, prompt, n_prompt, n, with) &&
                 kv_without(engine, prompt, n_prompt, n, without);
-    llm_engine_free(engine);
+    free_engine(engine);
     free_kv_run(&warm);
     free(prompt);
     return good;

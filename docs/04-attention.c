@@ -208,7 +208,7 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     free_task(&t);
     free(prompt);
     free(look.q), free(look.keys), free(look.values), free(look.tiled), free(look.naive);
-    llm_engine_free(engine);
+    free_engine(engine);
     llm_backend_free(cpu);
     return lesson_end(&l, good);
 }

@@ -117,7 +117,7 @@ static bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_te
     show_progress("", -1, "");
     *bits = p.bytes ? p.nats / log(2) / (double)p.bytes : NAN;
     *perplexity_ = p.predicted ? exp(p.nats / (double)p.predicted) : NAN;
-    llm_engine_free(p.engine);
+    free_engine(p.engine);
     free(words.data);
     free(path);
     return good && !stop_requested;
@@ -151,7 +151,7 @@ static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
         rates[run] = 48 / decode;
     }
     if (good) *rate = median(rates, 3);
-    llm_engine_free(engine);
+    free_engine(engine);
     return good;
 }
 

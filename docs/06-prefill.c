@@ -88,7 +88,7 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
     bool good = engine && prompts.count > 0 && prefill_measure(&l, engine, prompts.values[0], n, 1, &warm);
     for (int i = 0; i < prompts.count && good; i++) good = prefill_measure(&l, engine, prompts.values[i], n, runs, &rows[i]);
     if (good && !stop_requested) prefill_show(&l, rows, prompts.count, n);
-    llm_engine_free(engine);
+    free_engine(engine);
     free(rows);
     free(prompts.values);
     return lesson_end(&l, good);

@@ -106,7 +106,7 @@ static bool batching_run(lesson *l, const batching *b, llm_policy policy, batchi
     for (int i = 0; i < b->n; i++) free_task(&tasks[i].task);
     free(tasks);
     free(prompts);
-    llm_engine_free(engine);
+    free_engine(engine);
     return good && !stop_requested;
 }
 

@@ -157,7 +157,7 @@ static int lesson_paged(const command *self, int argc, char **argv) {
         step++;
     }
     int hits = engine ? (int)llm_engine_statistics(engine).prefix_hits : 0;
-    llm_engine_free(engine);
+    free_engine(engine);
     llm_backend_free(cpu);
     if (good && !stop_requested && counted > 0) {
         paged_show(&l, &steps, waste_paged / counted, waste_contiguous / counted, &map, &slots, paged_spy.copies, hits);

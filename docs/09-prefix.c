@@ -42,7 +42,7 @@ static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool 
         out->separate = n * ceil((tasks[0].request.n_prompt + tasks[0].n - 1.0) / s.block_size);
     }
     for (int i = 0; i < n; i++) free_task(&tasks[i]);
-    llm_engine_free(engine);
+    free_engine(engine);
     return good && status == 0;
 }
 

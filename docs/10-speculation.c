@@ -95,7 +95,7 @@ static bool speculation_stream(lesson *l, const speculating *s) {
     else plot_free(&p);
     free_task(&t);
     free(prompt);
-    llm_engine_free(engine);
+    free_engine(engine);
     llm_backend_free(cpu);
     return good;
 }
@@ -138,7 +138,7 @@ static bool speculation_measure(lesson *l, const speculating *s, int depth, spec
         free_task(&t);
         free(prompt);
     }
-    llm_engine_free(engine);
+    free_engine(engine);
     return good;
 }
 

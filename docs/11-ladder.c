@@ -98,7 +98,7 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
         free_task(&x->many[i]);
         x->many[i].ended = false;
     }
-    llm_engine_free(engine);
+    free_engine(engine);
     llm_backend_free(cpu);
     return good;
 }

@@ -263,7 +263,7 @@ static bool run_tasks(llm_engine *engine, task *tasks, int n) {
 
 static llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {
     llm_error err;
-    llm_engine *engine = llm_engine_create(model, options, &err);
+    llm_engine *engine = create_engine(model, options, &err);
     if (!engine) fail_with(&err);
     return engine;
 }
