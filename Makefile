@@ -27,16 +27,16 @@ NVCC     := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/loc
 GPUS     = 80 86 89 90
 CUDA     = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 # llm.cu compiled as C++ over tests/cuda_on_cpu.h: the device "emulated"
-COMPILE_CXX = $(CXX) -std=c++17 $(CFLAGS) $(SANITIZE) -I. -Itests $(CPPFLAGS)
+COMPILE_CXX = $(CXX) -std=c++17 $(CFLAGS) $(SANITIZE) $(if $(SANITIZE),-fno-sanitize=enum) -I. -Itests $(CPPFLAGS)
 EMULATOR = $(B)/emulated.o $(B)/cuda_on_cpu.o
 EMULATED := $(shell command -v $(CXX) 2>/dev/null)
 DEVICES  = $(if $(NVCC),$(B)/llm_cuda.o) $(if $(EMULATED),$(EMULATOR))
 DEVICE_FLAGS = $(if $(NVCC),-DLLM_WITH_CUDA) $(if $(EMULATED),-DLLM_WITH_EMULATED)
 DEVICE_LIBS  = $(if $(NVCC),-L$(CUDA)/lib64 -lcudart_static -lpthread -ldl -lrt) $(if $(strip $(DEVICES)),-lstdc++)
 
-TESTS    = $(sort $(wildcard tests/test_*.c))
+TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
-PROGRAMS = $(TESTS:tests/%.c=$(B)/%)
+PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
 
 llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
 	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)
@@ -70,6 +70,9 @@ $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/hav
 	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),-lstdc++)
 
 $(B)/test_device: $(EMULATOR)
+
+$(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu.o $(B)/libllm.a | $(B)/have-cmocka
+	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm
 
 $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
 	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)

@@ -242,7 +242,7 @@ struct device {
     device() {
         if (const char *text = getenv("LLM_EMU_ORDER")) emulator_order_text(text);
         if (const char *text = getenv("LLM_EMU_MEMORY")) memory = (size_t)strtoull(text, nullptr, 10);
-        if (const char *text = getenv("LLM_EMU_SHARED")) shared_limit = (size_t)strtoull(text, nullptr, 10);
+        if (const char *text = getenv("LLM_EMU_SHARED")) shared_limit = std::min((size_t)strtoull(text, nullptr, 10), (size_t)512 * 1024);
         if (const char *text = getenv("LLM_EMU_PROCESSORS")) processors = std::max(1, atoi(text));
         if (const char *text = getenv("LLM_EMU_TRAP")) trap = atoi(text) != 0;
         default_stream.blocking = true;
@@ -320,10 +320,17 @@ void yield_to_scheduler(bool for_good) {
 #endif
 }
 
-/* Of the thread that runs: it does not come back. */
-[[noreturn]] void thread_fault(const char *file, int line, const std::string &what) {
-    device &d = gpu();
-    set_fault(text("%s:%d: ", base_name(file), line) + what + ", in " + describe(*d.current));
+/* Of the thread that runs: it does not come back (and so must not hold any memory then). */
+[[noreturn]] void thread_fault(const char *file, int line, const char *format, ...) __attribute__((format(printf, 3, 4)));
+void thread_fault(const char *file, int line, const char *format, ...) {
+    {
+        char what[512];
+        va_list list;
+        va_start(list, format);
+        vsnprintf(what, sizeof what, format, list);
+        va_end(list);
+        set_fault(text("%s:%d: %s, in ", base_name(file), line, what) + describe(*gpu().current));
+    }
     yield_to_scheduler(false);
     abort(); /* nobody resumes it */
 }
@@ -453,12 +460,12 @@ void arena_begin(size_t dynamic_bytes) {
         if (d.arena == MAP_FAILED) abort();
         d.arena_used = d.arena_bytes;
     }
-#ifdef EMU_ASAN
-    __asan_unpoison_memory_region(d.arena, d.arena_used);
-#endif
     d.arrays.clear();
     d.static_bytes = 0;
     size_t dynamic_end = (dynamic_bytes + 15) / 16 * 16;
+#ifdef EMU_ASAN
+    __asan_unpoison_memory_region(d.arena, dynamic_end + GAP);
+#endif
     memset(d.arena, POISON, dynamic_bytes);
     memset(d.arena + dynamic_bytes, POISON ^ 0x55, dynamic_end + GAP - dynamic_bytes);
     d.arena_used = dynamic_end + GAP;
@@ -585,7 +592,7 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
         if (a.site == site) return d.arena + a.offset;
     d.static_bytes += bytes;
     if (d.static_bytes > 48 * 1024)
-        thread_fault(file, line, text("the static shared memory of a block is %zu bytes with %s; 49152 is the most", d.static_bytes, name));
+        thread_fault(file, line, "the static shared memory of a block is %zu bytes with %s; 49152 is the most", d.static_bytes, name);
     size_t offset = (d.arena_used + alignment - 1) / alignment * alignment, end = offset + bytes + GAP;
     if (end > d.arena_bytes) thread_fault(file, line, "the emulator's shared memory is full");
 #ifdef EMU_ASAN
@@ -600,10 +607,7 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
     return d.arena + offset;
 }
 
-void *emu::dynamic_shared(const char *file, int line) {
-    if (!gpu().launch) thread_fault(file, line, "no launch");
-    return gpu().arena;
-}
+void *emu::dynamic_shared() { return gpu().arena; }
 
 size_t emu::dynamic_shared_bytes() { return gpu().launch ? gpu().launch->shared_bytes : 0; }
 
@@ -770,9 +774,9 @@ void emu::warp_meet(const warp_operation &operation) {
     device &d = gpu();
     thread *t = d.current;
     if (!(operation.mask >> t->lane & 1))
-        thread_fault(operation.file, operation.line, text("a lane calls a warp operation whose mask %08x leaves it out", operation.mask));
+        thread_fault(operation.file, operation.line, "a lane calls a warp operation whose mask %08x leaves it out", operation.mask);
     if (operation.width < 1 || operation.width > 32 || (operation.width & (operation.width - 1)))
-        thread_fault(operation.file, operation.line, text("a shuffle of width %d: it must be a power of two, at most 32", operation.width));
+        thread_fault(operation.file, operation.line, "a shuffle of width %d: it must be a power of two, at most 32", operation.width);
     t->operation = operation;
     t->state = AT_WARP;
     thread *lanes[32] = {};
@@ -798,7 +802,7 @@ void emu::warp_meet(const warp_operation &operation) {
 void emu::copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file, int line) {
     if (!in_arena(shared, bytes)) thread_fault(file, line, "cp.async writes outside of shared memory");
     if ((uintptr_t)shared % bytes || (valid && (uintptr_t)global % bytes))
-        thread_fault(file, line, text("cp.async of %zu bytes from or to an address that is no multiple of that", bytes));
+        thread_fault(file, line, "cp.async of %zu bytes from or to an address that is no multiple of that", bytes);
     memset(shared, POISON, bytes);
     gpu().current->copies.push_back({shared, global, bytes, valid});
 }

@@ -277,7 +277,7 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F,
 namespace emu {
 /* The array of the block that runs now that belongs to this declaration; `site` is an address of its own for each. */
 void *shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file, int line);
-void *dynamic_shared(const char *file, int line);
+void *dynamic_shared();
 size_t dynamic_shared_bytes();
 } // namespace emu
 
@@ -287,7 +287,7 @@ size_t dynamic_shared_bytes();
     type(&name)[count] = *(type(*)[count])emu::shared(&name##_site, sizeof(type) * (count), alignof(type) > 16 ? alignof(type) : 16, \
                                                       #name, __FILE__, __LINE__)
 /* type *name: the memory that the launch asked for. */
-#define LLM_DYNAMIC_SHARED(type, name) type *name = (type *)emu::dynamic_shared(__FILE__, __LINE__)
+#define LLM_DYNAMIC_SHARED(type, name) type *name = (type *)emu::dynamic_shared()
 
 /* ---- Barriers, warps -------------------------------------------------------------------------- */
 
