@@ -256,6 +256,41 @@ typedef struct llm_stream {
 size_t llm_stream_capacity(const llm_tokenizer *t);
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text);
 
+/* ---- Conversations ------------------------------------------------------------------- */
+typedef enum llm_role { LLM_ROLE_SYSTEM, LLM_ROLE_USER, LLM_ROLE_ASSISTANT } llm_role;
+
+typedef struct llm_message {
+    llm_role role;
+    const char *text; /* not zero-terminated */
+    size_t length;
+} llm_message;
+
+typedef struct llm_chat_options { /* start from llm_chat_defaults() */
+    const char *template_name; /* one of llm_chat_template_at; NULL: the one that the model's file brings along */
+    const char *date;  /* for templates that tell it, "26 Jul 2024"; NULL: the template's own, or today's */
+    bool no_thinking;  /* "qwen3": begin the answer with an empty thought */
+} llm_chat_options;
+
+llm_chat_options llm_chat_defaults(void);
+/* The names of all templates that are known, in order; NULL past the end. */
+const char *llm_chat_template_at(int index);
+/* The name of the template in the vocabulary's file; NULL if it has none, or one that is not known. */
+const char *llm_chat_template(const llm_tokenizer *t);
+/* The template itself, as the file has it (Jinja); empty if it has none. */
+llm_string llm_chat_template_source(const llm_tokenizer *t);
+
+/* A conversation, whose last message is the user's, as the tokens of a prompt: the template around the messages, BOS where the
+ * model wants it, and the beginning of the answer. Special tokens come from the template alone: the messages' text
+ * cannot forge them. Returns the number of tokens, also where it is more than `capacity`; -1 on error: no template is
+ * known, or the messages are none that it has a form for (most want user and assistant in turn). */
+int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
+                          int32_t *ids, int64_t capacity, llm_error *err);
+/* The same as text, to look at: what the model's own template program makes of the conversation. Returns its bytes. */
+int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
+                        size_t capacity, llm_error *err);
+/* A text to stop at (llm_request.stop) where the template's end of an answer is no end token of this vocabulary; NULL: none. */
+const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options);
+
 /* ---- Model -------------------------------------------------------------------------- */
 typedef enum llm_rope_pairing {
     LLM_ROPE_ADJACENT, /* dimension 2i turns with 2i+1 ("llama" in GGUF) */
@@ -3112,6 +3147,11 @@ struct llm_tokenizer {
     int32_t bos, eos, unknown; /* -1: none */
     bool adds_bos, drops_space; /* in front; when decoding */
     llm__prefix prefix;
+    bool has_chat;             /* the file has a template for conversations, ... */
+    llm_string chat_source;    /* ... this one; */
+    const struct llm__chat_format *chat; /* NULL: it is not known */
+    char *chat_usual;          /* the system message that it has for where there is none; NULL: none */
+    bool chat_begins_bos;      /* does it begin with BOS, where its format does not say? */
     /* the special tokens to look for, sorted by text: [0] user-defined ones alone, [1] all */
     const llm_string **specials[2];
     int64_t n_specials[2];
@@ -3158,10 +3198,10 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot & t->merges_mask];
 }
 
-/* At least twice as many slots as entries, so that a search soon meets a free one. */
+/* At least a third of the slots stays free, so that a search soon meets one that is. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
-    while (size < entries * 2) size *= 2;
+    while (size < entries + entries / 2) size *= 2;
     return size;
 }
 
@@ -3641,6 +3681,8 @@ static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
+static bool llm__load_chat(llm_tokenizer *t, llm_error *err); /* below, "Conversations" */
+
 static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
     bool composes = false;
     if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
@@ -3655,7 +3697,7 @@ static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
            llm__load_marks(t, "tokenizer.llm.end_token_ids", LLM__MARK_END, err) &&
            llm__load_marks(t, "tokenizer.llm.strip_left", LLM__MARK_STRIP_LEFT, err) &&
            llm__load_marks(t, "tokenizer.llm.strip_right", LLM__MARK_STRIP_RIGHT, err) &&
-           llm__load_specials(t, false, err) && llm__load_specials(t, true, err);
+           llm__load_specials(t, false, err) && llm__load_specials(t, true, err) && llm__load_chat(t, err);
 }
 
 static llm_tokenizer *llm__tokenizer_new(const char *name, llm_error *err) {
@@ -3686,6 +3728,7 @@ llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err) {
 void llm_tokenizer_free(llm_tokenizer *t) {
     if (!t) return;
     LLM_FREE(t->normalizer);
+    LLM_FREE(t->chat_usual);
     LLM_FREE(t->texts);
     LLM_FREE(t->kinds);
     LLM_FREE(t->marks);
@@ -4720,6 +4763,470 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
         }
     }
     return written;
+}
+
+/* ---- Conversations ---------------------------------------------------------------------------
+ * A chat model is a language model that was trained on conversations written down in one fixed way. Its file says in
+ * which: by a small program in a language of its own (Jinja). Running such programs would take an interpreter; but there are
+ * few ways of writing down a conversation, so here each is a row of a table, and the file's program is looked through for
+ * the expressions that make it one of them. What is not found there is not guessed.
+ *
+ * In the patterns of the table %s stands for the message, %b and %e for the tokens BOS and EOS, %d for today's date. Only the
+ * patterns' own text may become special tokens; that of the messages never does, so that no message can end itself and go
+ * on in another's name. (Where a template's marks are no tokens, as in Zephyr's "<|user|>", it is but text, and can be imitated.) */
+
+enum { /* what becomes of the messages */
+    LLM__CHAT_TRIMS = 1,         /* white space around them is cut off */
+    LLM__CHAT_TRIMS_ANSWERS = 2, /* around the assistant's alone */
+    LLM__CHAT_ALTERNATES = 4,    /* a system message, if any, then user and assistant in turn */
+    LLM__CHAT_JOINS_LAST = 8,    /* the system message goes into the last message of the user, not the first */
+    LLM__CHAT_FORGETS = 16,      /* what the assistant thought in earlier answers is left out */
+    LLM__CHAT_KEEPS_USUAL = 32   /* the file's template may bring a system message for where there is none */
+};
+
+typedef struct llm__chat_format {
+    const char *name;
+    unsigned flags;
+    const char *begin;      /* comes first */
+    const char *first;      /* a system message in front; NULL: like any other */
+    const char *system;     /* NULL: it has no message of its own, ... */
+    const char *joined;     /* ... but goes in front of the user's; NULL too: there can be none */
+    const char *user, *assistant;
+    const char *open;       /* the beginning of the answer */
+    const char *usual;      /* the system message where there is none; NULL: then none */
+    const char *end;        /* what the model ends its answer with */
+    const char *marks[5];   /* all these are in the template, as llm__skeleton writes it; "!x": but not x */
+} llm__chat_format;
+
+#define LLM__CHATML(role) "<|im_start|>" role "\n%s<|im_end|>\n"
+#define LLM__LLAMA3(role) "<|start_header_id|>" role "<|end_header_id|>\n\n%s<|eot_id|>"
+#define LLM__LLAMA3_DATED "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n" \
+                          "Today Date: %d\n\n%s<|eot_id|>"
+#define LLM__LLAMA3_MARK "'<|start_header_id|>'+message.role+'<|end_header_id|>\n\n'+message.content|trim+'<|eot_id|>'"
+static const llm__chat_format llm__chat_formats[] = {
+    {"chatml", LLM__CHAT_KEEPS_USUAL, "", NULL, LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant"),
+     "<|im_start|>assistant\n", NULL, "<|im_end|>",
+     {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!}}\n"}},
+    {"qwen3", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant"),
+     "<|im_start|>assistant\n", NULL, "<|im_end|>",
+     {"'<|im_start|>'+message.role+'\n'+content+'<|im_end|>\n'", "'<think>\n\n</think>\n\n'", "last_query_index"}},
+    {"llama3", LLM__CHAT_TRIMS, "%b", NULL, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"), LLM__LLAMA3("assistant"),
+     "<|start_header_id|>assistant<|end_header_id|>\n\n", NULL, "<|eot_id|>", {LLM__LLAMA3_MARK, "!Cutting Knowledge Date"}},
+    {"llama3.1", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"),
+     LLM__LLAMA3("assistant"), "<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>",
+     {LLM__LLAMA3_MARK, "'Cutting Knowledge Date: December 2023\n'", "'Today Date: '+date_string+'\n\n'", "'26 Jul 2024'",
+      "!strftime_now"}},
+    {"llama3.2", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"),
+     LLM__LLAMA3("assistant"), "<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>",
+     {LLM__LLAMA3_MARK, "'Cutting Knowledge Date: December 2023\n'", "'Today Date: '+date_string+'\n\n'",
+      "strftime_now('%d %b %Y')"}},
+    {"llama2", LLM__CHAT_TRIMS | LLM__CHAT_ALTERNATES, "", NULL, NULL, "<<SYS>>\n%s\n<</SYS>>\n\n", "%b[INST] %s [/INST]",
+     " %s %e", "", NULL, "%e",
+     {"'<<SYS>>\n'+system_message+'\n<</SYS>>\n\n'+message.content", "bos_token+'[INST] '+content.strip()+' [/INST]'",
+      "' '+content.strip()+' '+eos_token", "!setsystem_message='"}},
+    {"mistral-v0.1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e ", "", NULL, "%e",
+     {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token+' '}"}},
+    {"mistral-v0.2", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e", "", NULL, "%e",
+     {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token}"}},
+    {"mistral-v1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, "%s\n\n", " [INST] %s [/INST]", " %s%e", "", NULL, "%e",
+     {"' [INST] '+message.content+' [/INST]'", "' [INST] '+system_message+'\n\n'+message.content+' [/INST]'",
+      "' '+message.content+eos_token", "loop.firstandsystem_messageisdefined"}},
+    {"mistral-v3", LLM__CHAT_ALTERNATES | LLM__CHAT_TRIMS_ANSWERS | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n",
+     "[INST] %s[/INST]", " %s%e", "", NULL, "%e",
+     {"'[INST] '+message.content+'[/INST]'", "'[INST] '+system_message+'\n\n'+message.content+'[/INST]'",
+      "' '+message.content|trim+eos_token", "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v3-tekken", LLM__CHAT_ALTERNATES | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n", "[INST]%s[/INST]", "%s%e",
+     "", NULL, "%e",
+     {"'[INST]'+message.content+'[/INST]'", "'[INST]'+system_message+'\n\n'+message.content+'[/INST]'",
+      "message.content+eos_token", "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v7", 0, "%b", NULL, "[SYSTEM_PROMPT] %s[/SYSTEM_PROMPT]", NULL, "[INST] %s[/INST]", " %s%e", "", NULL, "%e",
+     {"'[SYSTEM_PROMPT] '+message.content+'[/SYSTEM_PROMPT]'", "'[INST] '+message.content+'[/INST]'",
+      "' '+message.content+eos_token"}},
+    {"zephyr", 0, "", NULL, "<|system|>\n%s%e\n", NULL, "<|user|>\n%s%e\n", "<|assistant|>\n%s%e\n", "<|assistant|>\n", NULL,
+     "%e",
+     {"{{'<|user|>\n'+message.content+eos_token}}\n{%", "{{'<|system|>\n'+message.content+eos_token}}\n{%",
+      "{{'<|assistant|>\n'+message.content+eos_token}}\n{%", "{{'<|assistant|>'}}\n{%"}},
+};
+#undef LLM__CHATML
+#undef LLM__LLAMA3
+#undef LLM__LLAMA3_DATED
+#undef LLM__LLAMA3_MARK
+enum { LLM__N_CHAT_FORMATS = sizeof llm__chat_formats / sizeof *llm__chat_formats };
+
+const char *llm_chat_template_at(int index) {
+    return index >= 0 && index < LLM__N_CHAT_FORMATS ? llm__chat_formats[index].name : NULL;
+}
+
+/* White space between two tags of a template: Hugging Face has blocks swallow it (Jinja's trim_blocks and lstrip_blocks), and
+ * a '-' in a tag swallows all. before, after: '%' a block, '{' an expression, '-' with a minus, 0 the end of the template. */
+static llm_string llm__template_text(llm_string s, char before, char after) {
+    size_t end = s.length;
+    while (end && strchr(" \t\r\n", s.data[end - 1])) end--;
+    const char *line = s.data + s.length;
+    while (line > s.data && (line[-1] == ' ' || line[-1] == '\t')) line--;
+    if (after == '-') s.length = end;
+    else if (after == '%' && (line == s.data ? before != '{' : line[-1] == '\n')) s.length = (size_t)(line - s.data);
+    else if (!after && s.length && s.data[s.length - 1] == '\n') s.length--;
+    if (before == '%' && s.length && *s.data == '\n') s.data++, s.length--;
+    while (before == '-' && s.length && strchr(" \t\r\n", *s.data)) s.data++, s.length--;
+    return s;
+}
+
+/* ['y'] at the end of what was written becomes .y, and 'a'+'b' with the second about to begin becomes 'ab. */
+static void llm__fold_member(llm__bytes *out) {
+    size_t open = out->length - 2;
+    while (open > 0 && out->data[open - 1] != '\'') open--;
+    if (open < 2 || out->data[open - 2] != '[') return;
+    size_t length = out->length - 2 - open;
+    out->data[open - 2] = '.';
+    memmove(out->data + open - 1, out->data + open, length);
+    out->length = open - 1 + length;
+}
+
+/* A tag up to its end, without white space outside of strings; strings in single quotes, their escapes resolved. Returns
+ * how many bytes it took; *dash: did it end in a minus? */
+static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_error *err) {
+    char quote = 0, close = s.data[1] == '{' ? '}' : '%';
+    size_t i = 0;
+    for (; i < s.length; i++) {
+        char c = s.data[i], next = i + 1 < s.length ? s.data[i + 1] : 0;
+        bool end = !quote && i > 1 && c == close && next == '}';
+        if (!quote && (c == ' ' || c == '\n' || c == '\t' || c == '\r')) continue;
+        if (!quote && c == '-' && (i == 2 || (next == close && i + 2 < s.length && s.data[i + 2] == '}'))) {
+            *dash = i > 2;
+            continue;
+        }
+        if (quote ? c == quote : c == '\'' || c == '"') {
+            quote = quote ? 0 : c;
+            c = '\'';
+            if (quote && out->length > 1 && out->data[out->length - 1] == '+' && out->data[out->length - 2] == '\'') {
+                out->length -= 2;
+                continue;
+            }
+        } else if (quote && c == '\\' && next) {
+            i++;
+            c = next == 'n' ? '\n' : next == 't' ? '\t' : next;
+        }
+        if (!llm__append(out, &c, 1, err)) return 0;
+        if (!quote && c == ']' && out->length > 4 && out->data[out->length - 2] == '\'') llm__fold_member(out);
+        if (end) return llm__append(out, "}", 1, err) ? i + 2 : 0;
+    }
+    return i;
+}
+
+/* A template in a form in which what does the same looks the same: text that it prints as it is, and tags without comments
+ * and white space, in which x['y'] is x.y, and neighbouring strings are one. Zero-terminated. */
+static bool llm__skeleton(llm_string source, llm__bytes *out, llm_error *err) {
+    char before = '%';
+    for (size_t at = 0, next; at < source.length || !at; at = next) {
+        const char *begin = source.data + at, *end = source.data + source.length, *tag = begin;
+        while (tag < end && !(*tag == '{' && tag + 1 < end && strchr("{%#", tag[1]) && tag[1])) tag++;
+        bool minus = end - tag > 2 && tag[2] == '-', dash = false;
+        llm_string text = {begin, (size_t)(tag - begin)}, code = {tag, (size_t)(end - tag)};
+        text = llm__template_text(text, before, tag == end ? 0 : minus ? '-' : tag[1] == '#' ? '%' : tag[1]);
+        next = (size_t)(tag - source.data);
+        if (!llm__append(out, text.data, text.length, err)) return false;
+        if (tag == end) break;
+        before = tag[1] == '{' ? '{' : '%';
+        if (tag[1] == '#') {
+            while (tag < end && !(tag[0] == '#' && tag + 1 < end && tag[1] == '}' && tag > begin)) tag++;
+            dash = tag > begin && tag[-1] == '-';
+            next = (size_t)(tag - source.data) + 2;
+        } else {
+            size_t took = llm__template_code(code, out, &dash, err);
+            if (!took) return false;
+            next += took;
+        }
+        if (dash) before = '-';
+    }
+    return llm__append(out, "", 1, err);
+}
+
+static const llm__chat_format *llm__find_format(const char *skeleton) {
+    for (int i = 0; i < LLM__N_CHAT_FORMATS; i++) {
+        const llm__chat_format *format = &llm__chat_formats[i];
+        bool fits = true;
+        for (int k = 0; k < 5 && format->marks[k] && fits; k++) {
+            const char *mark = format->marks[k];
+            fits = *mark == '!' ? !strstr(skeleton, mark + 1) : strstr(skeleton, mark) != NULL;
+        }
+        if (fits) return format;
+    }
+    return NULL;
+}
+
+/* The chatml templates of many models bring a system message for where there is none: a string by itself. *usual is NULL
+ * where there is none, else zero-terminated and the caller's. False: such a string is there, but what it says is not clear. */
+static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err) {
+    static const char begin[] = "'<|im_start|>system\n", end[] = "<|im_end|>\n'";
+    *usual = NULL;
+    for (const char *p = skeleton; (p = strstr(p, begin)) != NULL; p++) {
+        const char *text = p + strlen(begin), *stop = strstr(text, end);
+        if (*text == '\'') continue; /* the message of the conversation follows */
+        if (!stop || strchr(text, '\'') < stop || *usual) return false;
+        size_t length = (size_t)(stop - text);
+        *usual = (char *)llm__new(length + 1, 1, "a system message", err);
+        if (!*usual) return false;
+        memcpy(*usual, text, length);
+    }
+    return true;
+}
+
+/* Recognise the file's template. One that is not known is no error here. */
+static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
+    llm__bytes skeleton = {NULL, 0, 0};
+    llm_error none;
+    size_t cursor = 0;
+    t->has_chat = llm_value_string(llm_file_find(t->file, "tokenizer.chat_template"), &cursor, &t->chat_source);
+    if (!t->has_chat || t->chat_source.length > 1 << 20) return true;
+    bool ok = llm__skeleton(t->chat_source, &skeleton, err);
+    const char *text = (const char *)skeleton.data;
+    if (ok) t->chat = llm__find_format(text);
+    if (t->chat && (t->chat->flags & LLM__CHAT_KEEPS_USUAL)) {
+        static const char bos[] = "{{bos_token}}";
+        const char *found = strstr(text, "bos_token");
+        t->chat_begins_bos = found && !strncmp(text, bos, strlen(bos));
+        llm__clear(&none);
+        bool clear = llm__usual_system(text, &t->chat_usual, &none) && (!found || t->chat_begins_bos) &&
+                     !(found && strstr(found + 1, "bos_token"));
+        if (!clear) t->chat = NULL;
+        if (none.status != LLM_OK && err) *err = none, ok = false;
+        else if (none.status != LLM_OK) ok = false;
+    }
+    LLM_FREE(skeleton.data);
+    return ok;
+}
+
+const char *llm_chat_template(const llm_tokenizer *t) { return t && t->chat ? t->chat->name : NULL; }
+llm_string llm_chat_template_source(const llm_tokenizer *t) { return t->chat_source; }
+
+llm_chat_options llm_chat_defaults(void) {
+    llm_chat_options options = {NULL, NULL, false};
+    return options;
+}
+
+typedef struct llm__rendering { /* a conversation becoming text */
+    const llm_tokenizer *t;
+    const llm__chat_format *format;
+    const char *date;
+    llm__bytes text;
+    llm__range *trusted;     /* what of it the template wrote */
+    int64_t n_trusted, capacity;
+    llm_error *err;
+} llm__rendering;
+
+static const llm__chat_format *llm__chat_of(const llm_tokenizer *t, const llm_chat_options *options, llm_error *err) {
+    const char *name = options ? options->template_name : NULL;
+    char known[300] = "";
+    if (!name && t->chat) return t->chat;
+    for (int i = 0; i < LLM__N_CHAT_FORMATS; i++) {
+        if (name && !strcmp(name, llm__chat_formats[i].name)) return &llm__chat_formats[i];
+        size_t used = strlen(known);
+        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", llm__chat_formats[i].name);
+    }
+    if (name)
+        llm__fail(err, LLM_ERROR_ARGUMENT, "there is no chat template called '%s'; there are %s",
+                  llm__show(llm__string(name)).text, known);
+    else
+        llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s; choose one by name: %s", t->name,
+                  t->has_chat ? "the file's chat template is none of those that are known"
+                              : "the file has no chat template, so this model may not be made for conversations",
+                  known);
+    return NULL;
+}
+
+static bool llm__write_text(llm__rendering *r, llm_string s, bool trusted) {
+    llm__range range = {r->text.length, r->text.length + s.length};
+    if (!s.length) return true;
+    if (!llm__append(&r->text, s.data, s.length, r->err)) return false;
+    if (!trusted) return true;
+    if (r->n_trusted && r->trusted[r->n_trusted - 1].end == range.begin) {
+        r->trusted[r->n_trusted - 1].end = range.end;
+        return true;
+    }
+    void *grown = llm__grow(r->trusted, r->n_trusted, &r->capacity, sizeof *r->trusted, "a conversation", r->err);
+    if (!grown) return false;
+    r->trusted = (llm__range *)grown;
+    r->trusted[r->n_trusted++] = range;
+    return true;
+}
+
+/* The length of the white space that a text ends with, and the text without the one that it begins with (as Python's strip). */
+static size_t llm__trailing_space(const char *text, size_t n) {
+    for (size_t end = n;;) {
+        size_t begin = end;
+        uint32_t c;
+        if (!end) return n;
+        while (begin > 0 && end - begin < 4 && ((uint8_t)text[--begin] & 0xC0) == 0x80) {}
+        if (llm__utf8((const uint8_t *)text + begin, end - begin, &c) != end - begin) return n - end;
+        if (!llm__is_space(c) && !(c >= 0x1C && c <= 0x1F)) return n - end;
+        end = begin;
+    }
+}
+
+static llm_string llm__trim(llm_string s) {
+    uint32_t c;
+    while (s.length) {
+        size_t n = llm__utf8((const uint8_t *)s.data, s.length, &c);
+        if (!llm__is_space(c) && !(c >= 0x1C && c <= 0x1F)) break;
+        s.data += n;
+        s.length -= n;
+    }
+    s.length -= llm__trailing_space(s.data, s.length);
+    return s;
+}
+
+/* A pattern up to its %s (0), or behind it (1). */
+static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part) {
+    const char *cut = strstr(pattern, "%s");
+    const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern, *end = part || !cut ? p + strlen(p) : cut;
+    while (p < end) {
+        const char *percent = (const char *)memchr(p, '%', (size_t)(end - p));
+        llm_string literal = {p, (size_t)((percent ? percent : end) - p)};
+        if (!llm__write_text(r, literal, true)) return false;
+        if (!percent) break;
+        llm_string insert = percent[1] == 'b'   ? llm_tokenizer_text(r->t, r->t->bos)
+                            : percent[1] == 'e' ? llm_tokenizer_text(r->t, r->t->eos)
+                                                : llm__string(r->date);
+        if (!llm__write_text(r, insert, percent[1] != 'd')) return false;
+        p = percent + 2;
+    }
+    return true;
+}
+
+static bool llm__write_message(llm__rendering *r, const char *pattern, llm_string text) {
+    return llm__write_pattern(r, pattern, 0) && llm__write_text(r, text, false) && llm__write_pattern(r, pattern, 1);
+}
+
+/* The user's message, with the system's in it where the format has it so. Trimmed is what both make together. */
+static bool llm__write_user(llm__rendering *r, llm_string text, const llm_string *system) {
+    const llm__chat_format *f = r->format;
+    bool trims = f->flags & LLM__CHAT_TRIMS;
+    if (!system) return llm__write_message(r, f->user, trims ? llm__trim(text) : text);
+    if (!llm__write_pattern(r, f->user, 0)) return false;
+    size_t start = r->text.length;
+    if (!llm__write_message(r, f->joined, *system) || !llm__write_text(r, text, false)) return false;
+    if (trims) r->text.length -= llm__trailing_space((const char *)r->text.data + start, r->text.length - start);
+    if (r->n_trusted && r->trusted[r->n_trusted - 1].end > r->text.length) r->trusted[r->n_trusted - 1].end = r->text.length;
+    return llm__write_pattern(r, f->user, 1);
+}
+
+static llm_string llm__after_thinking(llm_string s) {
+    static const char mark[] = "</think>";
+    const size_t length = sizeof mark - 1;
+    for (size_t at = s.length; at >= length; at--) {
+        if (memcmp(s.data + at - length, mark, length)) continue;
+        for (s.data += at, s.length -= at; s.length && *s.data == '\n'; s.length--) s.data++;
+        break;
+    }
+    return s;
+}
+
+/* The rules of the template on who speaks when. *system: of a format that joins it to the user's, the message of the system. */
+static bool llm__check_conversation(const llm__chat_format *f, const llm_message *messages, int n, llm_error *err) {
+    for (int i = 0; i < n; i++) {
+        const llm_message *m = &messages[i];
+        if (m->role != LLM_ROLE_SYSTEM && m->role != LLM_ROLE_USER && m->role != LLM_ROLE_ASSISTANT)
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "message %d has the role %d, which does not exist", i + 1, (int)m->role);
+        if (!m->text && m->length) return llm__fail(err, LLM_ERROR_ARGUMENT, "message %d is NULL", i + 1);
+        if (m->role == LLM_ROLE_SYSTEM && !f->system && !f->joined)
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the chat template %s has no place for a system message", f->name);
+        int turn = i - (messages[0].role == LLM_ROLE_SYSTEM);
+        llm_role due = turn < 0 ? LLM_ROLE_SYSTEM : turn % 2 ? LLM_ROLE_ASSISTANT : LLM_ROLE_USER;
+        if ((f->flags & LLM__CHAT_ALTERNATES) && m->role != due)
+            return llm__fail(err, LLM_ERROR_ARGUMENT,
+                             "message %d: the chat template %s wants user and assistant in turn, after at most one message of "
+                             "the system", i + 1, f->name);
+    }
+    if (n < 1 || messages[n - 1].role != LLM_ROLE_USER)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "the last message of a conversation must be the user's, to be answered");
+    return true;
+}
+
+static bool llm__write_conversation(llm__rendering *r, const llm_message *messages, int n) {
+    const llm__chat_format *f = r->format;
+    bool own = f == r->t->chat, has_system = messages[0].role == LLM_ROLE_SYSTEM;
+    const char *usual = own && r->t->chat_usual ? r->t->chat_usual : f->usual;
+    int joined_at = !has_system || f->system ? -1 : f->flags & LLM__CHAT_JOINS_LAST ? n - 1 : 1;
+    llm_string first = {messages[0].text, messages[0].length};
+    bool ok = llm__write_pattern(r, own && r->t->chat_begins_bos ? "%b" : f->begin, 0);
+    if (ok && !has_system && usual) ok = llm__write_message(r, f->first ? f->first : f->system, llm__string(usual));
+    for (int i = 0; ok && i < n; i++) {
+        llm_string text = {messages[i].text, messages[i].length};
+        if (messages[i].role == LLM_ROLE_USER) {
+            ok = llm__write_user(r, text, i == joined_at ? &first : NULL);
+            continue;
+        }
+        bool answer = messages[i].role == LLM_ROLE_ASSISTANT;
+        if (answer && (f->flags & LLM__CHAT_FORGETS)) text = llm__after_thinking(text);
+        if ((f->flags & LLM__CHAT_TRIMS) || (answer && (f->flags & LLM__CHAT_TRIMS_ANSWERS))) text = llm__trim(text);
+        if (answer) ok = llm__write_message(r, f->assistant, text);
+        else if (f->system) ok = llm__write_message(r, !i && f->first ? f->first : f->system, text);
+    }
+    return ok && llm__write_pattern(r, f->open, 0);
+}
+
+/* Today, as "21 Nov 2026". */
+static void llm__today(char *text, size_t size) {
+    static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
+    time_t now = time(NULL);
+    struct tm day;
+    memset(&day, 0, sizeof day);
+    localtime_r(&now, &day);
+    snprintf(text, size, "%02d %.3s %d", day.tm_mday, months + 3 * (day.tm_mon % 12), 1900 + day.tm_year);
+}
+
+/* Renders into r->text and r->trusted, which the caller frees in any case. */
+static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages,
+                        int n, llm_error *err) {
+    char today[40] = "26 Jul 2024"; /* what the template of Llama 3.1 says every day */
+    memset(r, 0, sizeof *r);
+    if (!t || (!messages && n > 0)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_chat: an argument is NULL");
+    r->t = t;
+    r->err = err;
+    r->format = llm__chat_of(t, options, err);
+    if (!r->format || !llm__check_conversation(r->format, messages, n, err)) return false;
+    if (!strcmp(r->format->name, "llama3.2")) llm__today(today, sizeof today);
+    r->date = options && options->date ? options->date : today;
+    bool ok = llm__write_conversation(r, messages, n);
+    if (ok && options && options->no_thinking && (r->format->flags & LLM__CHAT_FORGETS))
+        ok = llm__write_text(r, llm__string("<think>\n\n</think>\n\n"), true);
+    r->date = NULL;
+    return ok;
+}
+
+int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
+                        size_t capacity, llm_error *err) {
+    llm__rendering r;
+    llm__clear(err);
+    bool ok = llm__render(&r, t, options, messages, n, err);
+    if (ok && r.text.length) memcpy(text, r.text.data, r.text.length < capacity ? r.text.length : capacity);
+    LLM_FREE(r.text.data);
+    LLM_FREE(r.trusted);
+    return ok ? (int64_t)r.text.length : -1;
+}
+
+int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
+                          int32_t *ids, int64_t capacity, llm_error *err) {
+    llm__rendering r;
+    int64_t count = -1;
+    llm__clear(err);
+    if (llm__render(&r, t, options, messages, n, err)) {
+        llm_string bos = llm_tokenizer_text(t, t->bos);
+        bool has_bos = bos.length && r.n_trusted && !r.trusted->begin && r.trusted->end >= bos.length &&
+                       !memcmp(r.text.data, bos.data, bos.length);
+        count = llm__tokenize_ranges(t, (const char *)r.text.data, r.text.length, r.trusted, r.n_trusted,
+                                     t->adds_bos && !has_bos, ids, capacity, err);
+    }
+    LLM_FREE(r.text.data);
+    LLM_FREE(r.trusted);
+    return count;
+}
+
+const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options) {
+    const llm__chat_format *format = t ? llm__chat_of(t, options, NULL) : NULL;
+    if (!format || !strcmp(format->end, "%e")) return NULL;
+    return llm_tokenizer_is_end(t, llm__find_text(t, format->end)) ? NULL : format->end;
 }
 
 /* =====================================================================================
