@@ -84,11 +84,17 @@
 /* Run kernel(...) on every thread of `grid` blocks of `block` threads, each block with shared_bytes of dynamic shared memory,
  * after all that is on the stream already. */
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+/* Before a loop over an array that is to be kept in registers, which have no address: the loop is written out. */
+#define LLM_UNROLL _Pragma("unroll")
+#define LLM_LOOP _Pragma("unroll 1") /* not written out: registers are short */
 /* An array in shared memory, of a size known to the compiler, or as large as the launch says. */
 #define LLM_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define LLM_DYNAMIC_SHARED(type, name)                                  \
     extern __shared__ __align__(16) unsigned char llm__dynamic_shared[]; \
     type *name = (type *)(void *)llm__dynamic_shared
+#else
+#define LLM_UNROLL
+#define LLM_LOOP
 #endif
 
 /* The batch of a step as kernels see it. The arrays are device memory, filled by begin_step. Where a step is replayed from
@@ -136,6 +142,8 @@ typedef struct llm__cuda { /* the context of the backend */
 
     double wait_seconds;         /* that the CPU has waited for the device */
     uint64_t launches, replays;  /* of kernels one by one, and of graphs */
+    char *raw, *rounded;         /* device, scratch: weights on their way in; activations rounded for a matmul */
+    size_t raw_bytes, rounded_bytes;
     llm_error failure;           /* the first since the last sync */
 } llm__cuda;
 
@@ -392,9 +400,22 @@ static void llm__cuda_state(void *context, llm_device_state *state) {
     state->replays = cuda->replays;
 }
 
+/* Scratch memory of at least so many bytes, which does not keep what it holds when it grows. */
+static bool llm__cuda_room(llm__cuda *cuda, char **room, size_t *room_bytes, size_t bytes, const char *what, llm_error *err) {
+    if (bytes <= *room_bytes) return true;
+    cudaStreamSynchronize(cuda->stream); /* nothing on its way may still use the old one */
+    llm__cuda_release(cuda, *room);
+    *room_bytes = 0;
+    *room = (char *)llm__cuda_allocate(cuda, bytes, what, err);
+    if (*room) *room_bytes = bytes;
+    return *room != NULL;
+}
+
 /* ---- Limits and the batch of a step ------------------------------------------------------- */
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
+
+static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [3] */
 
 static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
@@ -408,7 +429,7 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     l->n_heads = llm__larger(l->n_heads, wanted->n_heads);
     l->head_dim = llm__larger(l->head_dim, wanted->head_dim);
     if (wanted->max_cols > l->max_cols) l->max_cols = wanted->max_cols;
-    return true;
+    return llm__matmul_reserve(cuda, err);
 }
 
 /* Room for the arrays of a step, in pinned memory and on the device. */
@@ -523,22 +544,6 @@ enum { LLM__BLOCK = 256 }; /* threads of a block, where nothing speaks for anoth
 
 /* Grids count in 32 bits in x and in 16 bits in y and z. */
 static unsigned llm__grid(int64_t n, int64_t most) { return (unsigned)(n < 1 ? 1 : n < most ? n : most); }
-
-/* One block per token: the row of the table that its id says, as f32. Bytes: a row of the table read, a row written. */
-__global__ static void llm__embed_kernel(const int32_t *tokens, llm_type type, const char *table, size_t row_bytes, int cols,
-                                         float *out) {
-    const char *row = table + (size_t)tokens[blockIdx.x] * row_bytes;
-    for (int i = threadIdx.x; i < cols; i += blockDim.x)
-        out[(int64_t)blockIdx.x * cols + i] = llm__weight_value(type, row, i);
-}
-
-static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    (void)batch;
-    LLM_LAUNCH(llm__embed_kernel, dim3(cuda->batch.n_tokens), dim3(LLM__BLOCK), 0, cuda->stream, cuda->batch.tokens,
-               table->type, (const char *)table->data, llm__row_bytes(table->type, table->cols), (int)table->cols, out);
-    llm__cuda_launched(cuda, "embed");
-}
 
 /* One block per token, a thread per pair of dimensions. Done once a step, and used by every layer. */
 __global__ static void llm__rope_angles_kernel(const int32_t *positions, const float *frequencies, int n_pairs,
@@ -747,74 +752,969 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
 /* =====================================================================================
  * [3] Matmul, few rows
  *
- * The plain form: one warp per number of the result, over the weights as they are in the file. Every row of x reads all
- * weights again. It is what the fast ones are tested against.
+ * Nearly all the time of a decode step goes into out (n, rows) = x (n, cols) times the transposed weights (rows, cols), with
+ * n, the number of tokens, small. Every weight is used n times, so what counts is how fast the weights come from memory: for
+ * n = 1 that is 2 operations for 0.56 bytes (q4_0), where the GPU could do a hundred times as many. The least that has to be
+ * moved is the weights themselves, once. So: as few bytes as possible (4-bit weights stay 4-bit until they are in a register),
+ * all of a warp's reads in one piece of 512 bytes, several such reads on their way at any time, and so little arithmetic per
+ * weight that it hides behind them. The arithmetic is done by the matrix instructions, which do not care whether there is
+ * one token or eight.
+ *
+ * THE INSTRUCTION. mma.m16n8k16 multiplies a 16 x 16 matrix A (here 16 rows of weights, 16 columns of them) with a 16 x 8 matrix
+ * B (here those 16 values of 8 tokens) and adds to a 16 x 8 matrix D. No thread holds a whole matrix: they are spread over the
+ * registers of the warp. With g = lane / 4 and t = lane % 4, a lane holds
+ *
+ *           A: weights (f16)                 B: x (f16)             D: sums (f32)
+ *               k = 2t,2t+1   2t+8,2t+9          token g               token 2t,2t+1
+ *     row g        a[0]          a[2]       k=2t,2t+1    b[0]    row g     d[0],d[1]
+ *     row g + 8    a[1]          a[3]       k=2t+8,2t+9  b[1]    row g+8   d[2],d[3]
+ *
+ * THE ORDER OF COLUMNS. The instruction adds over k, so it does not matter which column is called which k, if A and B agree. Of each
+ * 32 columns (two instructions, j = 0 and 1) lane t takes the eight neighbours 8t .. 8t + 7: the first four in j = 0, the
+ * others in j = 1. So what a lane needs of x lies in 16 neighbouring bytes, and one read brings it. The weights are put into
+ * the same order when they are loaded ("packed"), such that what a lane needs of them are 16 bytes too:
+ *
+ *     a matrix     tiles of 16 rows; in a tile, chunks of 64 columns. Rows and columns are filled up with zeros.
+ *     a chunk      f16    | 512 B | 512 B | 512 B | 512 B |     16 bytes for each of the 32 lanes: eight columns of row g,
+ *                           rows g    g+8     g      g+8        (columns 0-31 of the chunk, then 32-63)
+ *                  q8_0   | 512 B | 512 B | 64 B scales |       8 columns of row g, 8 of row g + 8
+ *                  q4_0   | 512 B | 64 B scales |               ... and that for both halves of the chunk
+ *
+ * THE SUM over the columns is always taken in the same order, so that the result does not depend, to the last bit, on how many
+ * other tokens there are, nor on which of the kernels of this chapter and the next did it. The columns are cut into 8
+ * segments (at places that depend on the matrix alone). In a segment the chunks are added up in order, in f32; then the
+ * segments are added up in order. Here each segment has a warp of its own:
+ *
+ *     block:  16 or 32 rows of weights       columns  | warp 0 | warp 1 | ...             | warp 7 |
+ *                                                          |        |                          |
+ *                                        shared memory:  part 0 + part 1 + ...            + part 7   -> out
+ *
+ * WHAT IS ROUNDED. Weights: f16, q8_0 and q4_0 not at all (integers of that size are exact in f16; the scale of 32 weights is
+ * multiplied into the f32 sum of their 32 products, not into them). bf16 is moved into f16 times a power of two for each row:
+ * exact, but for weights 2^32 times smaller than the largest of their row. f32 becomes the sum of two f16 in the same way:
+ * 22 bits. All other types become f16. x: is f32, and is rounded to f16: 11 bits. f16 ends at 65504, and there are models with
+ * larger activations; so each token's x is first brought, in each segment, to a largest value between 2^14 and 2^15, by a power of
+ * two, which comes off the sum again. (For f32 weights, x is the sum of two f16 too.)
  * ================================================================================== */
 
-/* blockIdx.x: 4 rows of w, one for each warp; blockIdx.y: the row of x */
-__global__ static void llm__plain_matmul_kernel(const float *x, llm_type type, const char *w, size_t row_bytes, int64_t rows,
-                                                int64_t cols, const float *bias, int n, bool add, float *out) {
-    int64_t row = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
-    int lane = threadIdx.x % 32;
-    if (row >= rows) return;
-    for (int64_t i = blockIdx.y; i < n; i += gridDim.y) {
-        float sum = 0.0f;
-        for (int64_t j = lane; j < cols; j += 32)
-            sum += llm__weight_value(type, w + (size_t)row * row_bytes, j) * x[i * cols + j];
-        sum = llm__warp_sum(sum);
-        if (lane) continue;
-        if (bias) sum += bias[row];
-        out[i * rows + row] = add ? out[i * rows + row] + sum : sum;
+enum {
+    LLM__TILE_ROWS = 16, /* weights: the height of a matrix instruction */
+    LLM__CHUNK = 64,     /* columns */
+    LLM__SEGMENTS = 8,   /* of a sum */
+    LLM__FEW_TOKENS = 64 /* the most that the kernels of this chapter take */
+};
+
+/* How a matrix lies in the device's memory. A type of the file that has no row of its own in llm__formats is unpacked by
+ * llm.h and becomes f16. */
+typedef enum llm__layout { LLM__LAYOUT_F16, LLM__LAYOUT_Q8_0, LLM__LAYOUT_Q4_0 } llm__layout;
+
+typedef struct llm__packed { /* a matrix as kernels see it */
+    llm__layout layout;
+    const char *chunks;      /* (n_tiles, n_chunks) */
+    const float *row_scales; /* (n_tiles * 16) powers of two to multiply the rows with; NULL: 1 */
+    int64_t rows, cols;
+    int n_tiles, n_chunks;
+    int plane_chunks;        /* of one pass over the columns. f32 makes three: see llm__plane */
+    int segment_chunks;
+} llm__packed;
+
+/* ---- Instructions ---------------------------------------------------------------------- */
+
+#ifndef LLM_EMULATED /* their twins are in tests/cuda_on_cpu.h */
+/* d (16, 8) += a (16, 16) times b (16, 8); f16 in, f32 out. */
+__device__ __forceinline__ void llm__mma_m16n8k16_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
+    asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
+                 : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3])
+                 : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
+}
+
+/* Four 8 x 8 matrices of 16-bit values from shared memory, each transposed. Lane 8 m + i gives the address of row i of matrix m;
+ * register m of lane (g, t) gets the rows 2t and 2t + 1 of column g of matrix m. */
+__device__ __forceinline__ void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row) {
+    asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
+                 : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
+                 : "r"((uint32_t)__cvta_generic_to_shared(row))
+                 : "memory");
+}
+
+/* Start to copy 16 bytes from global to shared memory, past the registers; zeros where not valid. They have arrived after
+ * a wait that covers their group, and a barrier if others are to read them. */
+__device__ __forceinline__ void llm__cp_async_16(void *shared, const void *global, bool valid) {
+    asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
+                 "l"(global), "r"(valid ? 16 : 0)
+                 : "memory");
+}
+__device__ __forceinline__ void llm__cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+
+/* Wait until no more than N of the groups committed last are still on their way. */
+template <int N> __device__ __forceinline__ void llm__cp_async_wait() {
+    asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
+}
+
+/* Any function of three bits, on 32 at once: bit 4a + 2b + c of the table. */
+template <int table> __device__ __forceinline__ uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
+    uint32_t r;
+    asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(table));
+    return r;
+}
+
+/* Four of the eight bytes of b:a, chosen by the selector's hexadecimal digits. */
+__device__ __forceinline__ uint32_t llm__prmt(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
+#endif
+
+/* Two f16 in a register, the first in the low half. */
+__device__ static inline uint32_t llm__pair(float low, float high) {
+    __half2 pair = __floats2half2_rn(low, high);
+    uint32_t bits;
+    memcpy(&bits, &pair, sizeof bits);
+    return bits;
+}
+
+__device__ static inline uint32_t llm__pair_fma(uint32_t a, uint32_t b, uint32_t c) {
+    __half2 x, y, z;
+    memcpy(&x, &a, sizeof x);
+    memcpy(&y, &b, sizeof y);
+    memcpy(&z, &c, sizeof z);
+    x = __hfma2(x, y, z);
+    memcpy(&a, &x, sizeof a);
+    return a;
+}
+
+/* Integers to f16 without a conversion instruction, two at a time: in the f16 with the bits 0x6400, which is 1024, the last ten
+ * bits count ones. So writing an integer there makes 1024 + i, and a subtraction leaves i, exactly. */
+enum {
+    LLM__F16_1 = 0x3c003c00,         /* 1, 1 */
+    LLM__F16_SIXTEENTH = 0x2c002c00, /* 1/16, twice */
+    LLM__F16_1024 = 0x64006400
+};
+
+/* Eight 4-bit weights of a word, each minus 8: out[i] has the columns 2i and 2i + 1. They lie in the word as 7 5 3 1 6 4 2 0, from
+ * high to low, so that a mask takes two neighbours at once: */
+__device__ static inline void llm__unpack_q4(uint32_t word, uint32_t out[4]) {
+    const int and_or = 0xea; /* (a & b) | c */
+    for (int half = 0; half < 2; half++, word >>= 8) {
+        uint32_t ones = llm__lop3<and_or>(word, 0x000f000f, LLM__F16_1024);     /* 1024 + q */
+        uint32_t sixteens = llm__lop3<and_or>(word, 0x00f000f0, LLM__F16_1024); /* 1024 + 16 q */
+        out[2 * half] = llm__pair_fma(ones, LLM__F16_1, 0xe408e408u);              /* - 1032 */
+        out[2 * half + 1] = llm__pair_fma(sixteens, LLM__F16_SIXTEENTH, 0xd480d480u); /* / 16 - 72 */
     }
 }
 
-static void llm__cuda_plain_matmul(llm__cuda *cuda, const float *x, const llm_weight *w, const float *bias, int n, bool add,
-                                   float *out) {
-    dim3 grid(llm__grid(llm__ceil_div(w->rows, 4), INT32_MAX), llm__grid(n, 65535));
-    LLM_LAUNCH(llm__plain_matmul_kernel, grid, dim3(128), 0, cuda->stream, x, w->type, (const char *)w->data,
-               llm__row_bytes(w->type, w->cols), w->rows, w->cols, bias, n, add, out);
-    llm__cuda_launched(cuda, "matmul");
+/* Four int8 to f16. The sign bit is flipped, which adds 128. */
+__device__ static inline void llm__unpack_q8(uint32_t word, uint32_t out[2]) {
+    word ^= 0x80808080u;
+    out[0] = llm__pair_fma(llm__prmt(word, LLM__F16_1024, 0x5150), LLM__F16_1, 0xe480e480u); /* 1024 + 128 + q - 1152 */
+    out[1] = llm__pair_fma(llm__prmt(word, LLM__F16_1024, 0x5352), LLM__F16_1, 0xe480e480u);
 }
 
-static void llm__cuda_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
-                             float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    if (n < 1 || w->rows < 1) return;
-    llm__cuda_plain_matmul(cuda, x, w, bias, n, add, out);
+/* ---- The layouts ------------------------------------------------------------------------
+ * Each knows how a chunk is written (pack, when a matrix is loaded), read (stream, from global memory, a chunk at a time; load, from
+ * shared memory, half of it), and made into matrix fragments (unpack): a[j] is that of instruction j of the 32 columns of
+ * a half. A lane of a warp does its own part. */
+
+typedef struct llm__source { /* some rows of a matrix, from a tile's first one on, as they came from the file */
+    llm_type type;
+    const char *data;
+    size_t row_bytes;
+    int64_t first_row, end_row; /* their numbers in the matrix */
+    int64_t cols;
+} llm__source;
+
+__device__ static inline const char *llm__source_row(const llm__source *s, int64_t row) {
+    return s->data + (size_t)(row - s->first_row) * s->row_bytes;
 }
 
-/* Weights on the device, in the layout that the kernels read. */
-static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    const llm_type_info *type = llm_type_find(w->type);
-    llm__cuda_clear(err);
-    bool known = w->type == LLM_F32 || w->type == LLM_F16 || w->type == LLM_BF16 || w->type == LLM_Q8_0 || w->type == LLM_Q4_0;
-    if (!known || !type)
-        return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for weights of type %s", cuda->backend.name,
-                              type ? type->name : "(unknown)");
-    if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values)
-        return llm__cuda_fail(err, LLM_ERROR_FORMAT, "%s: a %s matrix of %lld x %lld: rows must be whole blocks of %d",
-                              cuda->backend.name, type->name, (long long)w->rows, (long long)w->cols, type->block_values);
-    size_t bytes = (size_t)w->rows * llm__row_bytes(w->type, w->cols);
-    void *device = llm__cuda_allocate(cuda, bytes, "weights (a smaller type, as q8_0 or q4_0, needs less)", err);
-    if (!device) return false;
-    if (!llm__cuda_upload(cuda, device, host, bytes, err)) {
-        llm__cuda_release(cuda, device);
-        return false;
+/* An f32 is kept as high + low, both f16: so w x = high_w high_x + high_w low_x + low_w high_x, and a bit that is lost. That is three
+ * matrices with f16 weights beside each other: high, high, low; and three times x: high, low, high. The kernels need not know.
+ * The k-th column of the wide matrix is which column, and which of the three? */
+__device__ static inline int llm__plane(const llm__packed *w, int64_t *k) {
+    int plane = 0;
+    for (; *k >= (int64_t)w->plane_chunks * LLM__CHUNK; plane++) *k -= (int64_t)w->plane_chunks * LLM__CHUNK;
+    return plane;
+}
+
+/* x rounded to f16; or, if low, what that leaves */
+__device__ static inline float llm__half_of(float x, bool low) {
+    return low ? x - __half2float(__float2half_rn(x)) : x;
+}
+
+/* 16 bytes that are read once, and so need not push anything out of a cache */
+__device__ static inline uint4 llm__stream_16(const char *p) { return __ldcs((const uint4 *)(const void *)p); }
+__device__ static inline uint4 llm__load_16(const char *p) { return *(const uint4 *)(const void *)p; }
+
+/* Scales of rows g and g + 8, for the columns 0-31 and 32-63 of a chunk: 8 bytes */
+__device__ static inline void llm__pack_scales(char *to, const llm__source *s, int64_t row, int64_t block, int block_bytes) {
+    uint16_t scales[4];
+    for (int i = 0; i < 4; i++) {
+        int64_t r = row + i % 2 * 8, b = block + i / 2;
+        bool there = r < s->end_row && b < s->cols / 32;
+        scales[i] = there ? *(const uint16_t *)(const void *)(llm__source_row(s, r) + b * block_bytes) : 0;
     }
-    w->data = device;
-    return true;
+    memcpy(to, scales, sizeof scales);
+}
+
+__device__ static inline void llm__unpack_scales(uint32_t pair, float scales[2]) {
+    scales[0] = llm__f16_bits_to_f32((uint16_t)pair);
+    scales[1] = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
+}
+
+/* Eight columns of rows g and g + 8, in pairs, as the fragments of two instructions */
+__device__ __forceinline__ void llm__fragments(const uint32_t top[4], const uint32_t bottom[4], uint32_t a[2][4]) {
+LLM_UNROLL
+    for (int j = 0; j < 2; j++)
+        a[j][0] = top[2 * j], a[j][1] = bottom[2 * j], a[j][2] = top[2 * j + 1], a[j][3] = bottom[2 * j + 1];
+}
+
+struct llm__f16_layout {
+    enum { chunk_bytes = 2048, scaled = 0, depth = 2 };
+    struct half_chunk {
+        uint4 top, bottom; /* rows g, g + 8 */
+
+        __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
+            top = llm__load_16(chunk + half * 1024 + lane * 16);
+            bottom = llm__load_16(chunk + half * 1024 + 512 + lane * 16);
+        }
+        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+            a[0][0] = top.x, a[0][1] = bottom.x, a[0][2] = top.y, a[0][3] = bottom.y;
+            a[1][0] = top.z, a[1][1] = bottom.z, a[1][2] = top.w, a[1][3] = bottom.w;
+            scales[0] = scales[1] = 1.0f;
+        }
+    };
+    half_chunk halves[2];
+
+    __device__ static void pack(char *chunk, const llm__packed *w, const llm__source *s, int64_t row, int64_t k, int lane) {
+        int plane = llm__plane(w, &k);
+        for (int piece = 0; piece < 4; piece++) {
+            uint16_t values[8];
+            int64_t r = row + piece % 2 * 8 + lane / 4, first = k + piece / 2 * 32 + lane % 4 * 8;
+            float inverse = w->row_scales && r < s->end_row ? 1.0f / w->row_scales[r] : 1.0f;
+            for (int i = 0; i < 8; i++) {
+                bool there = r < s->end_row && first + i < s->cols;
+                float x = there ? llm__weight_value(s->type, llm__source_row(s, r), first + i) * inverse : 0.0f;
+                values[i] = llm__f32_to_f16_bits(llm__half_of(x, plane == 2));
+            }
+            memcpy(chunk + piece * 512 + lane * 16, values, 16);
+        }
+    }
+    __device__ __forceinline__ void stream(const char *chunk, int lane) {
+LLM_UNROLL
+        for (int i = 0; i < 2; i++) {
+            halves[i].top = llm__stream_16(chunk + i * 1024 + lane * 16);
+            halves[i].bottom = llm__stream_16(chunk + i * 1024 + 512 + lane * 16);
+        }
+    }
+    __device__ static float value(const char *chunk, int row, int k) {
+        int piece = k / 32 * 2 + row / 8, lane = row % 8 * 4 + k % 32 / 8;
+        return llm__f16_bits_to_f32(((const uint16_t *)(const void *)chunk)[piece * 256 + lane * 8 + k % 8]);
+    }
+};
+
+struct llm__q8_0_layout {
+    enum { chunk_bytes = 1088, scaled = 1, depth = 3 };
+    struct half_chunk {
+        uint4 words; /* eight columns of row g, of row g + 8 */
+        uint32_t scale_bits;
+
+        __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
+            words = llm__load_16(chunk + half * 512 + lane * 16);
+            scale_bits = *(const uint32_t *)(const void *)(chunk + 1024 + lane / 4 * 8 + half * 4);
+        }
+        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+            uint32_t top[4], bottom[4]; /* columns 2i, 2i + 1 of rows g, g + 8 */
+            llm__unpack_q8(words.x, top), llm__unpack_q8(words.y, top + 2);
+            llm__unpack_q8(words.z, bottom), llm__unpack_q8(words.w, bottom + 2);
+            llm__fragments(top, bottom, a);
+            llm__unpack_scales(scale_bits, scales);
+        }
+    };
+    half_chunk halves[2];
+
+    __device__ static void pack(char *chunk, const llm__packed *, const llm__source *s, int64_t row, int64_t k, int lane) {
+        for (int half = 0; half < 2; half++) {
+            int8_t values[16] = {0};
+            for (int i = 0; i < 16; i++) {
+                int64_t r = row + i / 8 * 8 + lane / 4, block = k / 32 + half;
+                if (r < s->end_row && block < s->cols / 32)
+                    values[i] = (int8_t)llm__source_row(s, r)[block * 34 + 2 + lane % 4 * 8 + i % 8];
+            }
+            memcpy(chunk + half * 512 + lane * 16, values, 16);
+        }
+        if (lane % 4 == 0) llm__pack_scales(chunk + 1024 + lane / 4 * 8, s, row + lane / 4, k / 32, 34);
+    }
+    __device__ __forceinline__ void stream(const char *chunk, int lane) {
+        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(chunk + 1024 + lane / 4 * 8));
+        halves[0].words = llm__stream_16(chunk + lane * 16);
+        halves[1].words = llm__stream_16(chunk + 512 + lane * 16);
+        halves[0].scale_bits = scale_bits.x, halves[1].scale_bits = scale_bits.y;
+    }
+    __device__ static float value(const char *chunk, int row, int k) {
+        int at = k / 32 * 512 + (row % 8 * 4 + k % 32 / 8) * 16 + row / 8 * 8 + k % 8;
+        const uint16_t *scales = (const uint16_t *)(const void *)(chunk + 1024 + row % 8 * 8);
+        return llm__f16_bits_to_f32(scales[k / 32 * 2 + row / 8]) * (float)((const int8_t *)chunk)[at];
+    }
+};
+
+struct llm__q4_0_layout {
+    enum { chunk_bytes = 576, scaled = 1, depth = 4 };
+    struct half_chunk {
+        uint2 words; /* eight columns of row g, of row g + 8 */
+        uint32_t scale_bits;
+
+        __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
+            words = *(const uint2 *)(const void *)(chunk + lane * 16 + half * 8);
+            scale_bits = *(const uint32_t *)(const void *)(chunk + 512 + lane / 4 * 8 + half * 4);
+        }
+        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+            uint32_t top[4], bottom[4];
+            llm__unpack_q4(words.x, top);
+            llm__unpack_q4(words.y, bottom);
+            llm__fragments(top, bottom, a);
+            llm__unpack_scales(scale_bits, scales);
+        }
+    };
+    half_chunk halves[2];
+
+    __device__ static int place(int i) { return i % 2 * 16 + i / 2 * 4; } /* of column i of 8, in a word: see llm__unpack_q4 */
+    __device__ static void pack(char *chunk, const llm__packed *, const llm__source *s, int64_t row, int64_t k, int lane) {
+        uint32_t packed[4];
+        for (int part = 0; part < 4; part++) {
+            int64_t r = row + part % 2 * 8 + lane / 4, block = k / 32 + part / 2;
+            packed[part] = 0;
+            for (int i = 0; i < 8; i++) {
+                int column = lane % 4 * 8 + i; /* of 32; byte c of a block of the file has the columns c and c + 16 */
+                uint32_t q = 8;
+                if (r < s->end_row && block < s->cols / 32)
+                    q = (uint8_t)llm__source_row(s, r)[block * 18 + 2 + column % 16] >> column / 16 * 4 & 15;
+                packed[part] |= q << place(i);
+            }
+        }
+        memcpy(chunk + lane * 16, packed, 16);
+        if (lane % 4 == 0) llm__pack_scales(chunk + 512 + lane / 4 * 8, s, row + lane / 4, k / 32, 18);
+    }
+    __device__ __forceinline__ void stream(const char *chunk, int lane) {
+        uint4 words = llm__stream_16(chunk + lane * 16);
+        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(chunk + 512 + lane / 4 * 8));
+        halves[0].words = make_uint2(words.x, words.y), halves[1].words = make_uint2(words.z, words.w);
+        halves[0].scale_bits = scale_bits.x, halves[1].scale_bits = scale_bits.y;
+    }
+    __device__ static float value(const char *chunk, int row, int k) {
+        const uint32_t *word = (const uint32_t *)(const void *)(chunk + (row % 8 * 4 + k % 32 / 8) * 16);
+        const uint16_t *scales = (const uint16_t *)(const void *)(chunk + 512 + row % 8 * 8);
+        int which = k / 32 * 2 + row / 8, q = (int)(word[which] >> place(k % 8) & 15) - 8;
+        return llm__f16_bits_to_f32(scales[which]) * (float)q;
+    }
+};
+
+/* One weight, for kernels that need no speed. */
+__device__ static inline float llm__packed_value(const llm__packed *w, int64_t row, int64_t col) {
+    int64_t chunk = row / LLM__TILE_ROWS * w->n_chunks + col / LLM__CHUNK;
+    int r = (int)(row % LLM__TILE_ROWS), k = (int)(col % LLM__CHUNK);
+    if (w->layout == LLM__LAYOUT_Q4_0) return llm__q4_0_layout::value(w->chunks + chunk * llm__q4_0_layout::chunk_bytes, r, k);
+    if (w->layout == LLM__LAYOUT_Q8_0) return llm__q8_0_layout::value(w->chunks + chunk * llm__q8_0_layout::chunk_bytes, r, k);
+    float x = llm__f16_layout::value(w->chunks + chunk * llm__f16_layout::chunk_bytes, r, k);
+    if (w->n_chunks > w->plane_chunks) /* f32: and its low part */
+        x += llm__f16_layout::value(w->chunks + (chunk + 2 * w->plane_chunks) * llm__f16_layout::chunk_bytes, r, k);
+    return w->row_scales ? x * w->row_scales[row] : x;
+}
+
+/* ---- Loading a matrix -------------------------------------------------------------------- */
+
+/* The power of two that brings numbers of which `largest` is the largest to below 2^15; 1 where there is none. */
+__device__ static inline float llm__power_for(float largest) {
+    if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f;
+    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14; /* of the result: largest / 2^exponent is in 2^14 .. 2^15 */
+    if (exponent < -126) exponent = -126;                            /* a smaller power is not a normal number */
+    return __uint_as_float((uint32_t)(exponent + 127) << 23);
+}
+
+/* row_scales of rows that f16 could not hold: one warp per row */
+__global__ static void llm__row_scales_kernel(llm__source s, float *row_scales) {
+    int64_t row = s.first_row + (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= s.end_row) return;
+    float largest = 0.0f;
+    for (int64_t i = threadIdx.x % 32; i < s.cols; i += 32)
+        largest = fmaxf(largest, fabsf(llm__weight_value(s.type, llm__source_row(&s, row), i)));
+    largest = llm__warp_max(largest);
+    if (threadIdx.x % 32 == 0) row_scales[row] = llm__power_for(largest);
+}
+
+/* One warp per chunk. */
+template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, llm__source s) {
+    int64_t n = llm__ceil_div(s.end_row - s.first_row, LLM__TILE_ROWS) * w.n_chunks;
+    for (int64_t i = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < n;
+         i += (int64_t)gridDim.x * (blockDim.x / 32)) {
+        int64_t tile = s.first_row / LLM__TILE_ROWS + i / w.n_chunks, chunk = i % w.n_chunks;
+        Layout::pack((char *)w.chunks + (tile * w.n_chunks + chunk) * Layout::chunk_bytes, &w, &s, tile * LLM__TILE_ROWS,
+                     chunk * LLM__CHUNK, threadIdx.x % 32);
+    }
+}
+
+/* What becomes of each type. A type of which nothing is said here is unpacked to f32 and becomes f16. */
+typedef struct llm__format {
+    llm_type type;
+    llm__layout layout;
+    int planes;      /* 3: high, high, low */
+    bool row_scales; /* its numbers may be too large or too small for f16 */
+} llm__format;
+
+static llm__format llm__format_of(llm_type type) {
+    static const llm__format formats[] = {
+        {LLM_F16, LLM__LAYOUT_F16, 1, false},    {LLM_BF16, LLM__LAYOUT_F16, 1, true}, {LLM_F32, LLM__LAYOUT_F16, 3, true},
+        {LLM_Q8_0, LLM__LAYOUT_Q8_0, 1, false}, {LLM_Q4_0, LLM__LAYOUT_Q4_0, 1, false},
+    };
+    for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++)
+        if (formats[i].type == type) return formats[i];
+    llm__format other = {LLM_F32, LLM__LAYOUT_F16, 1, true};
+    return other;
+}
+
+static size_t llm__chunk_bytes(llm__layout layout) {
+    if (layout == LLM__LAYOUT_Q4_0) return llm__q4_0_layout::chunk_bytes;
+    if (layout == LLM__LAYOUT_Q8_0) return llm__q8_0_layout::chunk_bytes;
+    return llm__f16_layout::chunk_bytes;
+}
+
+static size_t llm__packed_bytes(const llm__packed *w) { return (size_t)w->n_tiles * w->n_chunks * llm__chunk_bytes(w->layout); }
+
+static llm__packed llm__packed_of(const llm_weight *weight) {
+    llm__format format = llm__format_of(weight->type);
+    llm__packed w;
+    w.layout = format.layout;
+    w.chunks = (const char *)weight->data;
+    w.rows = weight->rows;
+    w.cols = weight->cols;
+    w.n_tiles = (int)llm__ceil_div(w.rows, LLM__TILE_ROWS);
+    w.plane_chunks = (int)llm__ceil_div(w.cols, LLM__CHUNK);
+    w.n_chunks = w.plane_chunks * format.planes;
+    w.segment_chunks = (int)llm__ceil_div(w.n_chunks, LLM__SEGMENTS);
+    w.row_scales = format.row_scales ? (const float *)(const void *)(w.chunks + llm__packed_bytes(&w)) : NULL;
+    return w;
 }
 
 static void llm__cuda_free_weight(void *context, llm_weight *w) {
     llm__cuda_release(context, (void *)w->data);
-    llm__cuda_release(context, w->packed);
-    w->data = w->packed = NULL;
+    w->data = NULL;
+}
+
+/* Rows of the file, as many as `raw` holds, from there into the layout. */
+static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__source *source, llm_error *err) {
+    int64_t rows = source->end_row - source->first_row;
+    if (w->row_scales)
+        LLM_LAUNCH(llm__row_scales_kernel, dim3(llm__grid(llm__ceil_div(rows, 8), INT32_MAX)), dim3(256), 0, cuda->stream,
+                   *source, (float *)w->row_scales);
+    auto kernel = w->layout == LLM__LAYOUT_Q4_0   ? llm__pack_kernel<llm__q4_0_layout>
+                  : w->layout == LLM__LAYOUT_Q8_0 ? llm__pack_kernel<llm__q8_0_layout>
+                                                  : llm__pack_kernel<llm__f16_layout>;
+    int64_t chunks = llm__ceil_div(rows, LLM__TILE_ROWS) * w->n_chunks;
+    LLM_LAUNCH(kernel, dim3(llm__grid(llm__ceil_div(chunks, 8), INT32_MAX)), dim3(256), 0, cuda->stream, *w, *source);
+    return llm__cuda_check(cuda, cudaGetLastError(), "packing weights", err);
+}
+
+/* The next rows of a matrix to the device as they are, or, if its type is one that only llm.h can read, as f32. */
+static bool llm__cuda_upload_rows(llm__cuda *cuda, const llm_type_info *type, bool unpacked, const void *host, int64_t values,
+                                  char *device, llm_error *err) {
+    size_t bytes = (size_t)(values / type->block_values) * (size_t)type->block_bytes;
+    if (!unpacked) return llm__cuda_upload(cuda, device, host, bytes, err);
+    float *floats = (float *)malloc((size_t)values * sizeof *floats);
+    if (!floats) return llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s: out of memory for unpacking weights", cuda->backend.name);
+    type->unpack(host, floats, values);
+    bool fine = llm__cuda_upload(cuda, device, floats, (size_t)values * sizeof *floats, err);
+    free(floats);
+    return fine;
+}
+
+enum { LLM__RAW_BYTES = 64 << 20 }; /* of a matrix on the device at a time, in the layout of its file */
+
+static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    const llm_type_info *type = llm_type_find(w->type);
+    llm__cuda_clear(err);
+    if (!type)
+        return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for weights of type %d", cuda->backend.name,
+                              (int)w->type);
+    if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values || w->rows > INT32_MAX || w->cols > INT32_MAX / 4)
+        return llm__cuda_fail(err, LLM_ERROR_FORMAT, "%s: a %s matrix of %lld x %lld: rows must be whole blocks of %d, "
+                              "and neither count may reach 2^29", cuda->backend.name, type->name, (long long)w->rows,
+                              (long long)w->cols, type->block_values);
+    llm__packed packed = llm__packed_of(w);
+    size_t bytes = llm__packed_bytes(&packed) + (size_t)packed.n_tiles * LLM__TILE_ROWS * sizeof(float);
+    void *device = llm__cuda_allocate(cuda, bytes, "weights (a smaller type, as q8_0 or q4_0, needs less)", err);
+    if (!device) return false;
+    w->data = device;
+    packed = llm__packed_of(w);
+
+    llm__format format = llm__format_of(w->type);
+    bool unpacked = format.type != w->type;
+    llm__source source = {format.type, NULL, llm__row_bytes(format.type, w->cols), 0, 0, w->cols};
+    int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS; /* whole tiles */
+    if (step < LLM__TILE_ROWS) step = LLM__TILE_ROWS;
+    if (step > w->rows) step = w->rows;
+    bool fine = llm__cuda_room(cuda, &cuda->raw, &cuda->raw_bytes, (size_t)step * source.row_bytes, "weights on their way", err);
+    source.data = cuda->raw;
+    for (; fine && source.end_row < w->rows; source.first_row = source.end_row) {
+        source.end_row = source.first_row + step < w->rows ? source.first_row + step : w->rows;
+        const char *from = (const char *)host + (size_t)source.first_row * llm__row_bytes(w->type, w->cols);
+        fine = llm__cuda_upload_rows(cuda, type, unpacked, from, (source.end_row - source.first_row) * w->cols, cuda->raw, err) &&
+               llm__cuda_pack(cuda, &packed, &source, err);
+    }
+    if (!fine) llm__cuda_free_weight(cuda, w);
+    return fine;
+}
+
+/* ---- x, rounded ---------------------------------------------------------------------------- */
+
+typedef struct llm__input { /* x (n, cols) */
+    const float *x;
+    const char *rounded; /* f16 (2 n_chunks, stride, 32): each 32 columns of all tokens, so that reads of fragments are coalesced */
+    const float *scales; /* (segments, n) what the sums of a segment are to be multiplied with */
+    int n, stride;       /* stride: n rounded up to 8, with zeros */
+} llm__input;
+
+/* The first or the last chunk of a segment, plus one. */
+__device__ static inline int llm__segment_chunk(const llm__packed *w, int segment) {
+    int chunk = segment * w->segment_chunks;
+    return chunk < w->n_chunks ? chunk : w->n_chunks;
+}
+
+/* The scale of one segment of a row of x, found by `threads` threads, each with its number; the caller has to put them together. */
+__device__ static inline float llm__largest_input(const llm__packed *w, const float *row, int segment, int thread, int threads) {
+    int64_t end = (int64_t)llm__segment_chunk(w, segment + 1) * LLM__CHUNK;
+    float largest = 0.0f;
+    for (int64_t k = (int64_t)llm__segment_chunk(w, segment) * LLM__CHUNK + thread; k < end; k += threads) {
+        int64_t col = k;
+        llm__plane(w, &col);
+        if (col < w->cols) largest = fmaxf(largest, fabsf(row[col]));
+    }
+    return largest;
+}
+
+/* Two neighbours of a row of x in one register, divided by the scale. (The scale is a power of two: multiplying by 1/scale is exact.) */
+__device__ static inline uint32_t llm__round_pair(const llm__packed *w, const float *row, int64_t k, float inverse) {
+    int64_t col = k;
+    int plane = llm__plane(w, &col);
+    float low = col < w->cols ? row[col] * inverse : 0.0f, high = col + 1 < w->cols ? row[col + 1] * inverse : 0.0f;
+    return llm__pair(llm__half_of(low, plane == 1), llm__half_of(high, plane == 1));
+}
+
+/* blockIdx.x: the segment, y: the token. Bytes: x read (the second time it comes from a cache), half of that written. */
+__global__ static void llm__round_kernel(llm__packed w, llm__input x, uint32_t *rounded, float *scales) {
+    LLM_SHARED(float, scratch, 32);
+    int segment = blockIdx.x, token = blockIdx.y;
+    const float *row = x.x + (int64_t)token * w.cols;
+    float scale = 1.0f;
+    if (token < x.n) {
+        scale = llm__power_for(llm__block_max(llm__largest_input(&w, row, segment, threadIdx.x, blockDim.x), scratch));
+        if (threadIdx.x == 0) scales[segment * x.n + token] = scale;
+    }
+    int64_t end = (int64_t)llm__segment_chunk(&w, segment + 1) * LLM__CHUNK;
+    for (int64_t k = (int64_t)llm__segment_chunk(&w, segment) * LLM__CHUNK + 2 * threadIdx.x; k < end; k += 2 * blockDim.x)
+        rounded[((k / 32 * x.stride + token) * 32 + k % 32) / 2] = token < x.n ? llm__round_pair(&w, row, k, 1.0f / scale) : 0;
+}
+
+/* ---- The kernel ----------------------------------------------------------------------------- */
+
+typedef struct llm__output { /* out (n, rows) */
+    float *out;
+    const float *bias; /* (rows) or NULL */
+    bool add;
+} llm__output;
+
+/* The last steps of an element, the same in all kernels. */
+__device__ static inline void llm__finish(const llm__packed *w, const llm__output *o, int64_t token, int64_t row, float sum) {
+    if (w->row_scales) sum = __fmul_rn(sum, w->row_scales[row]);
+    if (o->bias) sum = __fadd_rn(sum, o->bias[row]);
+    float *out = o->out + token * w->rows + row;
+    *out = o->add ? __fadd_rn(*out, sum) : sum;
+}
+
+/* The products of half a chunk: sums (16 rows, 8 tokens) += weights (16, 32) times x (32, 8). The scaled layouts first add up
+ * the 32 products of integers alone. */
+template <class Layout>
+__device__ __forceinline__ void llm__multiply(float sums[4], const uint32_t a[2][4], const float scales[2], const uint4 &x) {
+    const uint32_t b[2][2] = {{x.x, x.y}, {x.z, x.w}};
+    if (Layout::scaled) {
+        float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
+        llm__mma_m16n8k16_f16(part, a[0], b[0]);
+        llm__mma_m16n8k16_f16(part, a[1], b[1]);
+LLM_UNROLL
+        for (int i = 0; i < 4; i++) sums[i] = fmaf(part[i], scales[i / 2], sums[i]);
+    } else {
+        llm__mma_m16n8k16_f16(sums, a[0], b[0]);
+        llm__mma_m16n8k16_f16(sums, a[1], b[1]);
+    }
+}
+
+/* A warp's segment of a few rows of x, rounded into shared memory, where `to` is as llm__input.rounded. Saves a launch. */
+__device__ static inline void llm__round_segment(const llm__packed *w, const llm__input *x, int segment, int lane, uint32_t *to,
+                                                 float *scales) {
+    int64_t first = (int64_t)llm__segment_chunk(w, segment) * LLM__CHUNK, end = (int64_t)llm__segment_chunk(w, segment + 1) * LLM__CHUNK;
+    for (int token = 0; token < x->n; token++) {
+        const float *row = x->x + (int64_t)token * w->cols;
+        float scale = llm__power_for(llm__warp_max(llm__largest_input(w, row, segment, lane, 32)));
+        if (lane == 0) scales[segment * x->n + token] = scale;
+        for (int64_t k = first + 2 * lane; k < end; k += 64)
+            to[((k / 32 * x->n + token) * 32 + k % 32) / 2] = llm__round_pair(w, row, k, 1.0f / scale);
+    }
+    __syncwarp();
+}
+
+/* x of N x 8 tokens, from `first` x 8 on, in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. */
+template <int N>
+__device__ __forceinline__ void llm__load_input(uint4 x[N], const char *rounded, int stride, int64_t halves, int first, int lane) {
+LLM_UNROLL
+    for (int i = 0; i < N; i++) x[i] = llm__load_16(rounded + ((halves * stride + first * 8) * 4 + lane) * 16 + i * 512);
+}
+
+/* How many chunks a warp has on their way, of its weights and of x (0: x is read when it is wanted). Registers are short
+ * where there are many sums. */
+template <class Layout, int N, bool Rounds> struct llm__few_shape {
+    enum { depth = N == 1 ? (int)Layout::depth : N == 2 && Layout::chunk_bytes < 1024 ? 3 : 2, x_depth = Rounds || N > 2 ? 0 : N == 1 ? (int)depth : 1 };
+};
+
+/* One block: R tiles of 16 rows of weights, all columns, up to N x 8 tokens. One warp for each segment. Each warp has `depth` chunks of its
+ * weights on their way while it multiplies another: with 16 or more warps on an SM 40 to 100 KB, which is about what it takes to have
+ * memory busy all the time (4 TB/s for the microsecond that a read takes are 4 MB, or 30 KB for each of 132 SMs). If Rounds, the
+ * block rounds x itself.
+ * Bytes: the weights once; x from the second-level cache, once for each block (which is why blocks grow with N). Speed: not
+ * measured yet (no GPU was available). */
+template <class Layout, int R, int N, bool Rounds>
+__global__ static void __launch_bounds__(256, N > 2 ? 1 : 2) llm__matmul_few_kernel(llm__packed w, llm__input x, llm__output o) {
+    typedef llm__few_shape<Layout, N, Rounds> shape;
+    constexpr int depth = shape::depth, x_depth = shape::x_depth, ahead = N < 4 ? N : N == 4 ? 4 : 2;
+    constexpr int rows = R * LLM__TILE_ROWS, pitch = rows + 4; /* of `parts`: a warp's writes go to 32 different banks */
+    LLM_SHARED(float, parts, LLM__SEGMENTS * 8 * pitch); /* (segment, token, row) */
+    LLM_SHARED(float, x_scales, Rounds ? LLM__SEGMENTS * 8 : 1);
+    LLM_DYNAMIC_SHARED(uint32_t, x_rounded);
+    int segment = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int first = llm__segment_chunk(&w, segment), end = llm__segment_chunk(&w, segment + 1);
+
+    const char *chunks[R];
+LLM_UNROLL
+    for (int r = 0; r < R; r++) { /* beyond the last tile: that one again, for nothing */
+        int64_t tile = (int64_t)blockIdx.x * R + r;
+        chunks[r] = w.chunks + (tile < w.n_tiles ? tile : w.n_tiles - 1) * w.n_chunks * Layout::chunk_bytes;
+    }
+    Layout weights[depth][R];
+    uint4 inputs[x_depth ? 2 * x_depth : 1][ahead];
+LLM_UNROLL
+    for (int d = 0; d < depth; d++)
+        if (first + d < end) {
+LLM_UNROLL
+            for (int r = 0; r < R; r++) weights[d][r].stream(chunks[r] + (int64_t)(first + d) * Layout::chunk_bytes, lane);
+        }
+LLM_UNROLL
+    for (int h = 0; h < 2 * x_depth; h++)
+        if (2 * first + h < 2 * end) llm__load_input<ahead>(inputs[h], x.rounded, x.stride, 2 * first + h, 0, lane);
+    if (Rounds) llm__round_segment(&w, &x, segment, lane, x_rounded, x_scales);
+    const char *rounded = Rounds ? (const char *)x_rounded : x.rounded;
+    const float *scales = Rounds ? x_scales : x.scales;
+
+    float sums[R][N][4] = {};
+    for (int c = first; c < end; c += depth) {
+LLM_UNROLL
+        for (int d = 0; d < depth; d++)
+            if (c + d < end) {
+LLM_UNROLL
+                for (int half = 0; half < 2; half++) {
+                    const int slot = x_depth ? (2 * d + half) % (x_depth ? 2 * x_depth : 1) : 0;
+                    uint32_t a[R][2][4];
+                    float weight_scales[R][2];
+LLM_UNROLL
+                    for (int r = 0; r < R; r++) weights[d][r].halves[half].unpack(a[r], weight_scales[r]);
+LLM_UNROLL
+                    for (int i = 0; i < N; i++) {
+                        if (!Rounds && !x_depth && i % ahead == 0)
+                            llm__load_input<ahead>(inputs[slot], rounded, x.stride, 2 * (c + d) + half, i, lane);
+                        if (Rounds) /* there are no rows of zeros */
+                            inputs[slot][0] = lane / 4 < x.n ? llm__load_16(rounded + ((2 * (c + d) + half) * x.n * 4 + lane) * 16)
+                                                             : make_uint4(0, 0, 0, 0);
+LLM_UNROLL
+                        for (int r = 0; r < R; r++)
+                            llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i % ahead]);
+                    }
+                    if (x_depth && c + d + x_depth < end) /* those registers are free again */
+                        llm__load_input<ahead>(inputs[slot], rounded, x.stride, 2 * (c + d + x_depth) + half, 0, lane);
+                }
+                if (c + d + depth < end) {
+LLM_UNROLL
+                    for (int r = 0; r < R; r++)
+                        weights[d][r].stream(chunks[r] + (int64_t)(c + d + depth) * Layout::chunk_bytes, lane);
+                }
+            }
+    }
+
+    /* The segments' sums, 8 tokens at a time, through shared memory. */
+LLM_UNROLL
+    for (int i = 0; i < N; i++) {
+        __syncthreads(); /* the last 8 have been read */
+LLM_UNROLL
+        for (int r = 0; r < R; r++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++)
+                parts[(segment * 8 + lane % 4 * 2 + j % 2) * pitch + r * LLM__TILE_ROWS + lane / 4 + j / 2 * 8] = sums[r][i][j];
+        __syncthreads();
+        int row = (int)threadIdx.x % rows, token = (int)threadIdx.x / rows;
+        int64_t w_row = (int64_t)blockIdx.x * rows + row;
+        if (token >= 8 || i * 8 + token >= x.n || w_row >= w.rows) continue;
+        float sum = 0.0f;
+        for (int s = 0; s < LLM__SEGMENTS; s++)
+            sum = fmaf(parts[(s * 8 + token) * pitch + row], scales[s * x.n + i * 8 + token], sum);
+        llm__finish(&w, &o, i * 8 + token, w_row, sum);
+    }
+}
+
+/* As the textbook has it: one warp per element of the result, over the columns one by one. */
+__global__ static void llm__plain_matmul_kernel(llm__packed w, const float *x, int n, llm__output o) {
+    int64_t row = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (row >= w.rows) return;
+    for (int64_t token = blockIdx.y; token < n; token += gridDim.y) {
+        float sum = 0.0f;
+        for (int64_t j = threadIdx.x % 32; j < w.cols; j += 32) sum += llm__packed_value(&w, row, j) * x[token * w.cols + j];
+        sum = llm__warp_sum(sum);
+        if (threadIdx.x % 32) continue;
+        if (o.bias) sum += o.bias[row];
+        float *out = o.out + token * w.rows + row;
+        *out = o.add ? *out + sum : sum;
+    }
+}
+
+/* ---- Embedding: here, since it reads packed weights -------------------------------------------- */
+
+/* One block per token: the row of the table that its id says, as f32. Bytes: a row of the table read, a row written. */
+__global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed table, float *out) {
+    for (int64_t i = threadIdx.x; i < table.cols; i += blockDim.x)
+        out[blockIdx.x * table.cols + i] = llm__packed_value(&table, tokens[blockIdx.x], i);
+}
+
+static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    (void)batch;
+    LLM_LAUNCH(llm__embed_kernel, dim3(cuda->batch.n_tokens), dim3(LLM__BLOCK), 0, cuda->stream, cuda->batch.tokens,
+               llm__packed_of(table), out);
+    llm__cuda_launched(cuda, "embed");
 }
 
 /* =====================================================================================
  * [4] Matmul, many rows
+ *
+ * With hundreds of tokens each weight is used hundreds of times, and the arithmetic decides: the matrix instructions should
+ * never wait. Now each block computes a tile of the result, 128 rows of weights by 128 tokens, and keeps what it needs of
+ * both in shared memory, 64 columns at a time. There, every weight is used by 128 tokens and every x by 128 rows, so that
+ * for each byte from global memory there are 64 operations or more.
+ *
+ *                          64 columns at a time ->
+ *     tokens 0-127       | x  x  x  x  x ... |           8 warps, each with 32 rows of weights (two fragments) and
+ *                                                        64 tokens (eight):
+ *     rows 0-127         | w  w  w  w  w ... |                       tokens 0-63 | tokens 64-127
+ *                                                        rows  0- 31    warp 0   |   warp 1
+ *     copied by cp.async into a ring of stages:          rows 32- 63    warp 2   |   warp 3
+ *       [ c, in use ][ c+1, arrived ][ c+2, on its way ] ...
+ *
+ * The weights are copied as they lie in memory, so 4-bit weights are 4-bit in shared memory too, and each warp unpacks what it
+ * multiplies. The layouts of chapter [3] have all pieces of a fragment side by side, and x likewise: every read of
+ * shared memory is 16 bytes for each lane, in order, with no bank hit twice.
+ *
+ * The order of a sum is that of chapter [3]: `sums` holds the segment that is being added up, `totals` the ones before.
+ * Bytes, at least: the weights and x once; but each tile of x is read again for every 128 rows of weights, and each tile of weights for
+ * every 128 tokens, mostly from the second-level cache. Hopper's own matrix instructions (wgmma), which would be faster by about half,
+ * are not used yet. Speed: not measured yet (no GPU was available).
  * ================================================================================== */
+
+/* Copy chunk c of the weights' tiles and of x into a stage. */
+template <class Layout, int Rows, int Tokens>
+__device__ __forceinline__ void llm__load_stage(char *stage, const llm__packed &w, const llm__input &x, int64_t first_tile,
+                                                int64_t first_token, int c) {
+    constexpr int pieces = Layout::chunk_bytes / 16, weight_pieces = Rows / LLM__TILE_ROWS * pieces;
+    for (int i = threadIdx.x; i < weight_pieces; i += blockDim.x) {
+        int64_t tile = first_tile + i / pieces;
+        bool valid = tile < w.n_tiles;
+        const char *from = w.chunks + ((valid ? tile : 0) * w.n_chunks + c) * Layout::chunk_bytes + i % pieces * 16;
+        llm__cp_async_16(stage + i * 16, from, valid);
+    }
+    char *x_stage = stage + weight_pieces * 16; /* (2, Tokens, 32) f16 */
+    for (int i = threadIdx.x; i < 2 * Tokens * 4; i += blockDim.x) {
+        int64_t token = first_token + i / 4 % Tokens;
+        bool valid = token < x.stride;
+        const char *from = x.rounded + (((2 * (int64_t)c + i / 4 / Tokens) * x.stride + (valid ? token : 0)) * 4 + i % 4) * 16;
+        llm__cp_async_16(x_stage + i * 16, from, valid);
+    }
+}
+
+template <class Layout, int Rows, int Tokens> struct llm__many_shape {
+    enum {
+        warps_down = Rows / 32, warps_across = 2, threads = warps_down * warps_across * 32,
+        N = Tokens / warps_across / 8, /* fragments of 8 tokens of a warp */
+        stage_bytes = Rows / LLM__TILE_ROWS * Layout::chunk_bytes + Tokens * LLM__CHUNK * 2,
+        stages = stage_bytes > 24 << 10 ? 3 : 4
+    };
+};
+
+template <class Layout, int Rows, int Tokens>
+__global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads))
+    llm__matmul_many_kernel(llm__packed w, llm__input x, llm__output o, int token_tiles) {
+    typedef llm__many_shape<Layout, Rows, Tokens> shape;
+    constexpr int N = shape::N, stages = shape::stages;
+    LLM_DYNAMIC_SHARED(char, shared); /* (stages, stage_bytes) */
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int down = warp / shape::warps_across, across = warp % shape::warps_across;
+    int64_t first_tile = (int64_t)(blockIdx.x / token_tiles) * (Rows / LLM__TILE_ROWS);
+    int64_t first_token = (int64_t)(blockIdx.x % token_tiles) * Tokens;
+
+    for (int c = 0; c < stages - 1; c++) {
+        if (c < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + c * shape::stage_bytes, w, x, first_tile, first_token, c);
+        llm__cp_async_commit(); /* an empty group too, so that the number of groups tells how far the copies are */
+    }
+    float sums[2][N][4] = {}, totals[2][N][4] = {};
+    int segment = 0, segment_end = llm__segment_chunk(&w, 1);
+    for (int c = 0; c < w.n_chunks; c++) {
+        llm__cp_async_wait<stages - 2>();
+        __syncthreads(); /* chunk c is there for all, and nobody reads the stage before it any more: fill that */
+        int next = c + stages - 1;
+        if (next < w.n_chunks)
+            llm__load_stage<Layout, Rows, Tokens>(shared + next % stages * shape::stage_bytes, w, x, first_tile, first_token, next);
+        llm__cp_async_commit();
+
+        const char *stage = shared + c % stages * shape::stage_bytes;
+        const char *x_stage = stage + Rows / LLM__TILE_ROWS * Layout::chunk_bytes;
+LLM_LOOP
+        for (int half = 0; half < 2; half++) {
+            uint32_t a[2][2][4];
+            float scales[2][2];
+LLM_UNROLL
+            for (int r = 0; r < 2; r++) {
+                typename Layout::half_chunk weights;
+                weights.load(stage + (down * 2 + r) * Layout::chunk_bytes, half, lane);
+                weights.unpack(a[r], scales[r]);
+            }
+LLM_UNROLL
+            for (int i = 0; i < N; i++) {
+                int token = (across * N + i) * 8 + lane / 4;
+                uint4 input = llm__load_16(x_stage + ((half * Tokens + token) * 4 + lane % 4) * 16);
+LLM_UNROLL
+                for (int r = 0; r < 2; r++) llm__multiply<Layout>(sums[r][i], a[r], scales[r], input);
+            }
+        }
+        if (c + 1 < segment_end) continue;
+LLM_UNROLL
+        for (int i = 0; i < N; i++)
+LLM_UNROLL
+            for (int j = 0; j < 2; j++) { /* the two tokens of a lane */
+                int64_t token = first_token + (across * N + i) * 8 + lane % 4 * 2 + j;
+                float scale = token < x.n ? x.scales[(int64_t)segment * x.n + token] : 0.0f;
+LLM_UNROLL
+                for (int r = 0; r < 2; r++) {
+                    totals[r][i][j] = fmaf(sums[r][i][j], scale, totals[r][i][j]);
+                    totals[r][i][j + 2] = fmaf(sums[r][i][j + 2], scale, totals[r][i][j + 2]);
+                    sums[r][i][j] = sums[r][i][j + 2] = 0.0f;
+                }
+            }
+        segment_end = llm__segment_chunk(&w, ++segment + 1);
+    }
+LLM_UNROLL
+    for (int r = 0; r < 2; r++)
+LLM_UNROLL
+        for (int i = 0; i < N; i++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) {
+                int64_t token = first_token + (across * N + i) * 8 + lane % 4 * 2 + j % 2;
+                int64_t row = (first_tile + down * 2 + r) * LLM__TILE_ROWS + lane / 4 + j / 2 * 8;
+                if (token < x.n && row < w.rows) llm__finish(&w, &o, token, row, totals[r][i][j]);
+            }
+}
+
+/* ---- Which kernel -------------------------------------------------------------------------- */
+
+/* A kernel may use more than 48 KB of shared memory only if that is said beforehand. */
+template <class Kernel> static void llm__allow_shared(llm__cuda *cuda, Kernel kernel, size_t bytes) {
+    if (bytes > 48 << 10)
+        llm__cuda_note(cuda, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes),
+                       "asking for shared memory");
+}
+
+template <class Layout, int R, int N, bool Rounds>
+static void llm__launch_few(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
+    size_t shared = Rounds ? (size_t)w.n_chunks * LLM__CHUNK * 2 * (size_t)x.n : 0;
+    LLM_LAUNCH((llm__matmul_few_kernel<Layout, R, N, Rounds>), dim3((unsigned)llm__ceil_div(w.n_tiles, R)), dim3(256), shared,
+               cuda->stream, w, x, o);
+}
+
+template <class Layout, int Rows, int Tokens>
+static void llm__launch_many(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
+    typedef llm__many_shape<Layout, Rows, Tokens> shape;
+    auto kernel = llm__matmul_many_kernel<Layout, Rows, Tokens>;
+    size_t shared = (size_t)shape::stages * shape::stage_bytes;
+    int token_tiles = (int)llm__ceil_div(x.n, Tokens);
+    llm__allow_shared(cuda, kernel, shared);
+    LLM_LAUNCH(kernel, dim3((unsigned)(llm__ceil_div(w.rows, Rows) * token_tiles)), dim3((unsigned)shape::threads), shared,
+               cuda->stream, w, x, o, token_tiles);
+}
+
+/* All give the same sums; which one is fastest is a matter of n. */
+template <class Layout>
+static void llm__launch_matmul(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
+    int64_t large_tiles = llm__ceil_div(w.rows, 128) * llm__ceil_div(x.n, 128);
+    if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, w, x, o);
+    else if (x.n <= 8) llm__launch_few<Layout, 1, 1, false>(cuda, w, x, o);
+    else if (x.n <= 16) llm__launch_few<Layout, 2, 2, false>(cuda, w, x, o);
+    else if (x.n <= 32) llm__launch_few<Layout, 2, 4, false>(cuda, w, x, o);
+    else if (x.n <= LLM__FEW_TOKENS) llm__launch_few<Layout, Layout::scaled ? 1 : 2, 8, false>(cuda, w, x, o);
+    else if (large_tiles >= cuda->n_processors) llm__launch_many<Layout, 128, 128>(cuda, w, x, o);
+    else llm__launch_many<Layout, 64, 64>(cuda, w, x, o);
+    llm__cuda_launched(cuda, "matmul");
+}
+
+/* Room for the rounded rows of x. A matmul with more rows than fit is done in parts. */
+static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
+    size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
+    size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
+    size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
+    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide, "rounded activations", err);
+}
+
+enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself */
+
+static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__packed *w, const llm__output &o, int n,
+                                  size_t row_bytes) {
+    llm__input input = {x, NULL, NULL, n, (int)llm__ceil_div(n, 8) * 8};
+    if (n > 8 || (size_t)n * row_bytes > LLM__ROUND_SHARED) {
+        input.rounded = cuda->rounded;
+        input.scales = (const float *)(const void *)(cuda->rounded + (size_t)input.stride * row_bytes);
+        LLM_LAUNCH(llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, cuda->stream, *w, input,
+                   (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
+        llm__cuda_launched(cuda, "rounding");
+    }
+    if (w->layout == LLM__LAYOUT_Q4_0) llm__launch_matmul<llm__q4_0_layout>(cuda, *w, input, o);
+    else if (w->layout == LLM__LAYOUT_Q8_0) llm__launch_matmul<llm__q8_0_layout>(cuda, *w, input, o);
+    else llm__launch_matmul<llm__f16_layout>(cuda, *w, input, o);
+}
+
+static void llm__cuda_matmul(void *context, const float *x, const llm_weight *weight, const float *bias, int n, bool add,
+                             float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__packed w = llm__packed_of(weight);
+    if (n < 1 || w.rows < 1) return;
+    llm__output o = {out, bias, add};
+    if (cuda->options.plain) {
+        dim3 grid(llm__grid(llm__ceil_div(w.rows, 4), INT32_MAX), llm__grid(n, 65535));
+        LLM_LAUNCH(llm__plain_matmul_kernel, grid, dim3(128), 0, cuda->stream, w, x, n, o);
+        llm__cuda_launched(cuda, "matmul");
+        return;
+    }
+    size_t row_bytes = (size_t)w.n_chunks * LLM__CHUNK * 2;
+    int64_t most = (int64_t)(cuda->rounded_bytes / (row_bytes + LLM__SEGMENTS * sizeof(float))) / 8 * 8;
+    if (most > 32768) most = 32768; /* a grid's y ends at 65535 */
+    if (most < 1) {
+        if (cuda->failure.status == LLM_OK)
+            llm__cuda_fail(&cuda->failure, LLM_ERROR_DEVICE, "%s: a matrix is wider than what was reserved", cuda->backend.name);
+        return;
+    }
+    for (int64_t first = 0; first < n; first += most) {
+        o.out = out + first * w.rows;
+        llm__cuda_matmul_part(cuda, x + first * w.cols, &w, o, (int)(n - first < most ? n - first : most), row_bytes);
+    }
+}
 
 /* =====================================================================================
  * [5] Attention, many queries of a sequence (prefill)
@@ -944,6 +1844,8 @@ static void llm__cuda_destroy(llm_backend *backend) {
     llm__stages_free(cuda);
     cudaFreeHost(cuda->batch_host);
     cudaFree(cuda->batch_device);
+    cudaFree(cuda->raw);
+    cudaFree(cuda->rounded);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
     cudaGetLastError();
     free(cuda);
