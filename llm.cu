@@ -113,6 +113,11 @@ typedef struct llm__device_batch {
     const int32_t *block_tables; /* device (n_sequences, counts[3]) */
 } llm__device_batch;
 
+enum {
+    LLM__GRAPH_TOKENS = 512, /* a step of more tokens takes so long that its launches cost nothing beside it */
+    LLM__GRAPHS = 128        /* that are kept */
+};
+
 enum { LLM__STAGES = 3 }; /* pieces of pinned memory: one is filled while others are on their way */
 
 typedef struct llm__stage { /* what is uploaded goes through here */
@@ -120,6 +125,9 @@ typedef struct llm__stage { /* what is uploaded goes through here */
     cudaEvent_t done;     /* the last copy out of it has been done */
     bool busy;            /* ... or may not have been yet */
 } llm__stage;
+
+typedef struct llm__command llm__command; /* an operation with its arguments: see chapter [8] */
+typedef struct llm__graph llm__graph;
 
 typedef struct llm__cuda { /* the context of the backend */
     llm_backend backend;
@@ -131,6 +139,13 @@ typedef struct llm__cuda { /* the context of the backend */
     size_t shared_bytes;         /* the most dynamic shared memory of a block */
     llm_limits limits;           /* as reserved */
     bool stepping;               /* between begin_step and end_step */
+    bool recording;              /* ... and what is to be done is noted down first, for a graph */
+    int n_tokens;                /* of this step, not rounded */
+    llm__command *commands;      /* (n_commands of max_commands) noted down and not done yet */
+    int n_commands, max_commands;
+    llm__graph *graphs;          /* (n_graphs of LLM__GRAPHS) */
+    int n_graphs;
+    uint64_t n_flushes;          /* a clock: which graph was used last */
 
     char *batch_host, *batch_device; /* the arrays of a step: pinned memory, and its copy on the device */
     size_t batch_bytes;          /* of each */
@@ -267,6 +282,9 @@ static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     return fine;
 }
 
+static void llm__cuda_flush(llm__cuda *cuda); /* chapter [8]: do what has been noted down */
+static void llm__graphs_forget(llm__cuda *cuda);
+
 static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     void *device = NULL;
@@ -356,6 +374,7 @@ static void llm__stages_free(llm__cuda *cuda) {
 static bool llm__cuda_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
+    llm__cuda_flush(cuda);
     if (!cuda->stage_bytes) llm__stages_create(cuda);
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
@@ -381,6 +400,7 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
 static bool llm__cuda_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
+    llm__cuda_flush(cuda);
     if (!llm__cuda_tell(cuda, err)) return false;
     return llm__cuda_check(cuda, cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda->stream),
                            "copying from the device", err) &&
@@ -422,6 +442,7 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     llm__cuda_clear(err);
     if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1)
         return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: reserve: every limit must be at least 1", cuda->backend.name);
+    llm__graphs_forget(cuda); /* they may use scratch memory that moves now */
     llm_limits *l = &cuda->limits;
     l->max_tokens = llm__larger(l->max_tokens, wanted->max_tokens);
     l->max_sequences = llm__larger(l->max_sequences, wanted->max_sequences);
@@ -470,7 +491,7 @@ static void llm__batch_copy(llm__batch_writer *writer, const int32_t *from, int 
     for (int i = n; i < rounded; i++) to[i] = padding;
 }
 
-/* Round the sizes of a step up, for a graph. (Chapter [8] says why.) */
+/* The sizes of a step; rounded up where it becomes a graph, so that it looks like other steps. (Chapter [8] says why.) */
 static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
     llm__device_batch *b = &cuda->batch;
     memset(b, 0, sizeof *b);
@@ -483,6 +504,14 @@ static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
         b->max_count = llm__larger(b->max_count, batch->seq_count[s]);
         b->max_context = llm__larger(b->max_context, batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1] + 1);
     }
+    if (!cuda->recording) return;
+    b->n_tokens = llm_rounded_rows(b->n_tokens);
+    b->n_sequences = llm_rounded_rows(b->n_sequences);
+    b->n_logits = llm_rounded_rows(b->n_logits);
+    b->max_count = llm_rounded_rows(b->max_count);
+    int context = 128;
+    while (context < b->max_context && context < 1 << 30) context *= 2;
+    b->max_context = context;
 }
 
 /* All arrays of the batch in one buffer, and that in one copy: many small copies would cost some microseconds each. */
@@ -490,9 +519,13 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     llm__cuda *cuda = (llm__cuda *)context;
     llm__device_batch *b = &cuda->batch;
     llm__cuda_clear(err);
+    cuda->n_commands = 0; /* those of a step that failed and never ended */
+    cuda->recording = cuda->options.graphs && batch->n_tokens <= LLM__GRAPH_TOKENS;
+    cuda->n_tokens = batch->n_tokens;
     llm__batch_sizes(cuda, batch);
+    int n_rows = b->n_logits + b->n_logits / 8 + 8; /* a slice of the logits may be rounded up from anywhere */
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
-    size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + b->n_logits + table) + 8 * 4;
+    size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
     if (!llm__cuda_batch_room(cuda, numbers * sizeof(int32_t), err)) return false;
 
     /* the last step's copy must have been done before its buffer is filled anew: it has, unless that step failed */
@@ -509,7 +542,7 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
         for (int t = 0; t < batch->seq_count[s]; t++) sequence_of[batch->seq_first[s] + t] = s;
     llm__batch_copy(&writer, batch->seq_first, batch->n_sequences, b->n_sequences, 0, &b->seq_first);
     llm__batch_copy(&writer, batch->seq_count, batch->n_sequences, b->n_sequences, 0, &b->seq_count);
-    llm__batch_copy(&writer, batch->logit_rows, batch->n_logits, b->n_logits, 0, &b->logit_rows);
+    llm__batch_copy(&writer, batch->logit_rows, batch->n_logits, n_rows, 0, &b->logit_rows);
     int32_t *tables = llm__batch_array(&writer, table, &b->block_tables);
     memcpy(tables, batch->block_tables, (size_t)table * sizeof *tables);
     cuda->stepping = true;
@@ -521,7 +554,8 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
 static bool llm__cuda_end_step(void *context, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
-    cuda->stepping = false;
+    llm__cuda_flush(cuda);
+    cuda->stepping = cuda->recording = false;
     return true;
 }
 
@@ -529,6 +563,7 @@ static bool llm__cuda_sync(void *context, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm_error failure;
     llm__cuda_clear(err);
+    llm__cuda_flush(cuda);
     if (!llm__cuda_wait(cuda, "what the device was doing", &failure) && cuda->failure.status == LLM_OK) cuda->failure = failure;
     return llm__cuda_tell(cuda, err);
 }
@@ -655,6 +690,41 @@ __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
     }
 }
 
+/* The same in parts, as the textbook has it, for comparison: RMSNorm of all heads as rows, then these two. One warp per head. */
+__global__ static void llm__rope_kernel(float *x, const float2 *angles, int n_tokens, int n_heads, int head_dim, int rope_dim,
+                                        llm_rope_pairing pairing) {
+    int64_t item = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (item >= (int64_t)n_tokens * n_heads) return;
+    llm__rope(x + item * head_dim, angles + item / n_heads * (rope_dim / 2), rope_dim, pairing, threadIdx.x % 32);
+}
+
+__global__ static void llm__store_kernel(llm__rope_arguments a, const float *x, char *side) {
+    int64_t item = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
+    if (item >= (int64_t)a.n_tokens * a.n_kv_heads) return;
+    int64_t row = llm__slot_row(&a, a.slots[item / a.n_kv_heads], (int)(item % a.n_kv_heads));
+    for (int i = threadIdx.x % 32; row >= 0 && i < a.head_dim; i += 32)
+        if (a.cache_type == LLM_F16)
+            ((uint16_t *)(void *)side)[row * a.head_dim + i] = llm__f32_to_f16_bits(x[item * a.head_dim + i]);
+        else ((float *)(void *)side)[row * a.head_dim + i] = x[item * a.head_dim + i];
+}
+
+static void llm__cuda_rope_then_store(llm__cuda *cuda, const llm__rope_arguments *a, float *k) {
+    dim3 block(128), q_grid(llm__grid(llm__ceil_div((int64_t)a->n_tokens * a->n_heads, 4), INT32_MAX));
+    dim3 kv_grid(llm__grid(llm__ceil_div((int64_t)a->n_tokens * a->n_kv_heads, 4), INT32_MAX));
+    if (a->q_norm) llm__cuda_rmsnorm(cuda, a->q, a->q_norm, a->n_tokens * a->n_heads, a->head_dim, a->epsilon, a->q);
+    if (a->k_norm) llm__cuda_rmsnorm(cuda, k, a->k_norm, a->n_tokens * a->n_kv_heads, a->head_dim, a->epsilon, k);
+    LLM_LAUNCH(llm__rope_kernel, q_grid, block, 0, cuda->stream, a->q, a->angles, a->n_tokens, a->n_heads, a->head_dim,
+               a->rope_dim, a->pairing);
+    llm__cuda_launched(cuda, "rope");
+    LLM_LAUNCH(llm__rope_kernel, kv_grid, block, 0, cuda->stream, k, a->angles, a->n_tokens, a->n_kv_heads, a->head_dim,
+               a->rope_dim, a->pairing);
+    llm__cuda_launched(cuda, "rope");
+    LLM_LAUNCH(llm__store_kernel, kv_grid, block, 0, cuda->stream, *a, k, a->keys);
+    llm__cuda_launched(cuda, "store");
+    LLM_LAUNCH(llm__store_kernel, kv_grid, block, 0, cuda->stream, *a, a->v, a->values);
+    llm__cuda_launched(cuda, "store");
+}
+
 static void llm__cuda_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
                                      llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
                                      const float *k_norm, float epsilon, float *q, float *k, const float *v,
@@ -680,6 +750,10 @@ static void llm__cuda_rope_and_store(void *context, const llm_batch *batch, cons
     a.cache_type = cache->type;
     a.keys = (char *)cache->keys + (size_t)layer * cache->layer_bytes;
     a.values = (char *)cache->values + (size_t)layer * cache->layer_bytes;
+    if (!cuda->options.fused) {
+        llm__cuda_rope_then_store(cuda, &a, k);
+        return;
+    }
     int warps = 4;
     int64_t items = (int64_t)a.n_tokens * (a.n_heads + 2 * a.n_kv_heads);
     LLM_LAUNCH(llm__rope_and_store_kernel, dim3(llm__grid(llm__ceil_div(items, warps), INT32_MAX)), dim3(32 * warps),
@@ -1831,8 +1905,324 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
  * ================================================================================== */
 
 /* =====================================================================================
- * [8] Graphs
+ * [8] Graphs: the launches of a step, recorded once and replayed
+ *
+ * A decode step of a model of 32 layers is some 400 launches, and each costs the CPU 2 to 5 microseconds: a millisecond or two
+ * in all, about as long as a GPU takes to do the step for a small model. So the GPU would wait for the CPU. A
+ * graph is a list of launches that the driver has prepared, with all their arguments. To launch it whole takes some 10
+ * microseconds, and the GPU goes from one kernel to the next without asking.
+ *
+ * But a graph is frozen: the same kernels, grids and pointers each time. What differs from step to step has to be in device
+ * memory, at the same place: that is why the batch's arrays are copied to one buffer, and kernels look there for tokens,
+ * positions and block tables, and for how many there are. The sizes of grids are rounded up (llm_rounded_rows), so
+ * that a step of 27 tokens and one of 31 are the same graph; what runs beyond the end finds a slot of -1, or a sequence of no
+ * tokens, and does no harm.
+ *
+ * How does one know which graph a step is? By what the engine asks for. Between begin_step and the first call that
+ * wants a result, the operations are not launched but noted down: function and arguments. Then the list
+ * is compared, byte for byte, with those of earlier steps. If it was there before, its graph is replayed; so it can never be the
+ * wrong one, whatever the engine does. If the list comes for the second time, it is captured: its launches go to a stream that
+ * only writes them down. The first time it is just done, since many a list comes but once. The draft model's steps are lists
+ * like all others.
  * ================================================================================== */
+
+struct llm__command { /* which of these a function uses is its own affair; the rest is zero, padding too */
+    void (*run)(llm__cuda *cuda, const llm__command *c);
+    const float *x, *y, *z;
+    float *out, *k;
+    llm_weight weight;
+    llm_cache cache;
+    llm_attention_shape shape;
+    int64_t n;
+    int dim, layer, pairing;
+    float scale, epsilon;
+    bool add;
+};
+
+struct llm__graph {
+    llm__device_batch batch;  /* the sizes and places of the batch's arrays */
+    llm__command *commands;   /* (n_commands) */
+    int n_commands;
+    cudaGraphExec_t exec;     /* NULL: not captured yet */
+    uint64_t last_use;
+};
+
+static void llm__graph_free(llm__graph *graph) {
+    if (graph->exec) cudaGraphExecDestroy(graph->exec);
+    free(graph->commands);
+    memset(graph, 0, sizeof *graph);
+}
+
+static void llm__graphs_forget(llm__cuda *cuda) {
+    for (int i = 0; i < cuda->n_graphs; i++) llm__graph_free(&cuda->graphs[i]);
+    cuda->n_graphs = 0;
+}
+
+static llm__graph *llm__graph_find(llm__cuda *cuda) {
+    size_t bytes = (size_t)cuda->n_commands * sizeof *cuda->commands;
+    for (int i = 0; i < cuda->n_graphs; i++) {
+        llm__graph *graph = &cuda->graphs[i];
+        if (graph->n_commands == cuda->n_commands && !memcmp(&graph->batch, &cuda->batch, sizeof graph->batch) &&
+            !memcmp(graph->commands, cuda->commands, bytes))
+            return graph;
+    }
+    return NULL;
+}
+
+/* Remember this list, instead of the one that was used longest ago where there are many. Without memory it is just not
+ * remembered. */
+static void llm__graph_remember(llm__cuda *cuda) {
+    size_t bytes = (size_t)cuda->n_commands * sizeof *cuda->commands;
+    if (!cuda->graphs && !(cuda->graphs = (llm__graph *)calloc(LLM__GRAPHS, sizeof *cuda->graphs))) return;
+    llm__command *commands = (llm__command *)malloc(bytes);
+    if (!commands) return;
+    llm__graph *graph = &cuda->graphs[cuda->n_graphs];
+    if (cuda->n_graphs < LLM__GRAPHS) {
+        cuda->n_graphs++;
+    } else {
+        graph = cuda->graphs;
+        for (int i = 1; i < LLM__GRAPHS; i++)
+            if (cuda->graphs[i].last_use < graph->last_use) graph = &cuda->graphs[i];
+        llm__graph_free(graph);
+    }
+    memcpy(commands, cuda->commands, bytes);
+    graph->batch = cuda->batch;
+    graph->commands = commands;
+    graph->n_commands = cuda->n_commands;
+    graph->last_use = cuda->n_flushes;
+}
+
+static void llm__run_commands(llm__cuda *cuda) {
+    for (int i = 0; i < cuda->n_commands; i++) cuda->commands[i].run(cuda, &cuda->commands[i]);
+}
+
+/* Record the launches of the list without doing them. */
+static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
+    uint64_t launches = cuda->launches;
+    cudaGraph_t captured = NULL;
+    if (cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return cudaGetLastError(), false;
+    llm__run_commands(cuda);
+    cuda->launches = launches;
+    bool good = cudaStreamEndCapture(cuda->stream, &captured) == cudaSuccess &&
+                cudaGraphInstantiate(&graph->exec, captured, 0) == cudaSuccess;
+    if (captured) cudaGraphDestroy(captured);
+    if (!good) {
+        cudaGetLastError();
+        graph->exec = NULL;
+    }
+    return good;
+}
+
+static void llm__cuda_flush(llm__cuda *cuda) {
+    if (cuda->n_commands == 0) return;
+    llm__graph *graph = llm__graph_find(cuda);
+    if (graph) graph->last_use = cuda->n_flushes;
+    if (graph && (graph->exec || llm__graph_capture(cuda, graph))) {
+        cuda->replays++;
+        llm__cuda_note(cuda, cudaGraphLaunch(graph->exec, cuda->stream), "replaying a step");
+    } else { /* for the first time; or it cannot be captured, and then this is how to do it all the same */
+        llm__run_commands(cuda);
+        if (!graph) llm__graph_remember(cuda);
+    }
+    cuda->n_flushes++;
+    cuda->n_commands = 0;
+}
+
+/* Note an operation down; or do it now, outside of a step, or where there is no memory to note it. */
+static void llm__queue(llm__cuda *cuda, const llm__command *command) {
+    if (cuda->recording && cuda->n_commands == cuda->max_commands) {
+        int n = cuda->max_commands ? 2 * cuda->max_commands : 512;
+        llm__command *more = (llm__command *)realloc(cuda->commands, (size_t)n * sizeof *more);
+        if (more) {
+            cuda->commands = more;
+            cuda->max_commands = n;
+        }
+    }
+    if (cuda->recording && cuda->n_commands < cuda->max_commands) {
+        memcpy(&cuda->commands[cuda->n_commands++], command, sizeof *command);
+        return;
+    }
+    llm__cuda_flush(cuda);
+    command->run(cuda, command);
+}
+
+/* How many rows to work on where n are wanted. */
+static int llm__rows(const llm__cuda *cuda, int n) { return cuda->recording ? llm_rounded_rows(n) : n; }
+
+/* Copies without the padding between members, which holds anything. */
+static void llm__keep_weight(llm__command *c, const llm_weight *w) {
+    c->weight.type = w->type;
+    c->weight.rows = w->rows;
+    c->weight.cols = w->cols;
+    c->weight.data = w->data;
+    c->weight.packed = w->packed;
+}
+
+static void llm__keep_shape(llm__command *c, const llm_attention_shape *shape, const llm_cache *cache, int layer) {
+    c->shape.n_heads = shape->n_heads;
+    c->shape.n_kv_heads = shape->n_kv_heads;
+    c->shape.head_dim = shape->head_dim;
+    c->shape.scale = shape->scale;
+    c->shape.naive = shape->naive;
+    c->shape.window = shape->window;
+    c->cache.type = cache->type;
+    c->cache.n_layers = cache->n_layers;
+    c->cache.n_kv_heads = cache->n_kv_heads;
+    c->cache.head_dim = cache->head_dim;
+    c->cache.block_size = cache->block_size;
+    c->cache.n_blocks = cache->n_blocks;
+    c->cache.layer_bytes = cache->layer_bytes;
+    c->cache.keys = cache->keys;
+    c->cache.values = cache->values;
+    c->layer = layer;
+}
+
+static void llm__begin(llm__command *c, void (*run)(llm__cuda *, const llm__command *)) {
+    memset(c, 0, sizeof *c);
+    c->run = run;
+}
+
+/* ---- Each operation: how it is done, and how it is noted down ------------------------------------ */
+
+static void llm__run_embed(llm__cuda *cuda, const llm__command *c) { llm__cuda_embed(cuda, NULL, &c->weight, c->out); }
+
+static void llm__queue_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
+    llm__command c;
+    (void)batch;
+    llm__begin(&c, llm__run_embed);
+    llm__keep_weight(&c, table);
+    c.out = out;
+    llm__queue((llm__cuda *)context, &c);
+}
+
+static void llm__run_rope_angles(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_rope_angles(cuda, NULL, c->x, c->dim, c->scale, c->out);
+}
+
+static void llm__queue_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
+                                   float magnitude, float *angles) {
+    llm__command c;
+    (void)batch;
+    llm__begin(&c, llm__run_rope_angles);
+    c.x = frequencies;
+    c.dim = rope_dim;
+    c.scale = magnitude;
+    c.out = angles;
+    llm__queue((llm__cuda *)context, &c);
+}
+
+static void llm__run_rmsnorm(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_rmsnorm(cuda, c->x, c->y, (int)c->n, c->dim, c->epsilon, c->out);
+}
+
+static void llm__queue_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__command c;
+    llm__begin(&c, llm__run_rmsnorm);
+    c.x = x;
+    c.y = weight;
+    c.n = llm__rows(cuda, n);
+    c.dim = dim;
+    c.epsilon = epsilon;
+    c.out = out;
+    llm__queue(cuda, &c);
+}
+
+static void llm__run_matmul(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_matmul(cuda, c->x, &c->weight, c->y, (int)c->n, c->add, c->out);
+}
+
+static void llm__queue_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
+                              float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__command c;
+    llm__begin(&c, llm__run_matmul);
+    llm__keep_weight(&c, w);
+    c.x = x;
+    c.y = bias;
+    c.n = llm__rows(cuda, n);
+    c.add = add;
+    c.out = out;
+    llm__queue(cuda, &c);
+}
+
+static void llm__run_rope_and_store(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_rope_and_store(cuda, NULL, &c->shape, (llm_rope_pairing)c->pairing, c->dim, c->x, c->y, c->z, c->epsilon, c->out,
+                             c->k, (const float *)c->weight.data, &c->cache, c->layer);
+}
+
+static void llm__queue_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
+                                      llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
+                                      const float *k_norm, float epsilon, float *q, float *k, const float *v,
+                                      const llm_cache *cache, int layer) {
+    llm__command c;
+    (void)batch;
+    llm__begin(&c, llm__run_rope_and_store);
+    llm__keep_shape(&c, shape, cache, layer);
+    c.pairing = pairing;
+    c.dim = rope_dim;
+    c.x = angles;
+    c.y = q_norm;
+    c.z = k_norm;
+    c.epsilon = epsilon;
+    c.out = q;
+    c.k = k;
+    c.weight.data = v; /* there is no weight here, and no sixth pointer */
+    llm__queue((llm__cuda *)context, &c);
+}
+
+static void llm__run_attention(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_attention(cuda, NULL, &c->shape, c->x, &c->cache, c->layer, c->out);
+}
+
+static void llm__queue_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+                                 const llm_cache *cache, int layer, float *out) {
+    llm__command c;
+    (void)batch;
+    llm__begin(&c, llm__run_attention);
+    llm__keep_shape(&c, shape, cache, layer);
+    c.x = q;
+    c.out = out;
+    llm__queue((llm__cuda *)context, &c);
+}
+
+static void llm__run_swiglu(llm__cuda *cuda, const llm__command *c) { llm__cuda_swiglu(cuda, c->x, c->y, c->n, c->out); }
+
+static void llm__queue_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__command c;
+    llm__begin(&c, llm__run_swiglu);
+    c.x = gate;
+    c.y = up;
+    c.n = n;
+    if (cuda->recording && cuda->n_tokens > 0 && n % cuda->n_tokens == 0) c.n = n / cuda->n_tokens * cuda->batch.n_tokens;
+    c.out = out;
+    llm__queue(cuda, &c);
+}
+
+static void llm__run_gather_rows(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_gather_rows(cuda, NULL, c->x, c->dim, c->layer, (int)c->n, c->out);
+}
+
+static void llm__queue_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
+                                   float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__command c;
+    (void)batch;
+    llm__begin(&c, llm__run_gather_rows);
+    c.x = x;
+    c.dim = dim;
+    c.layer = first; /* not a layer here: the first of the rows */
+    c.n = llm__rows(cuda, n);
+    c.out = out;
+    llm__queue(cuda, &c);
+}
+
+/* Rare, and with arrays of the host's: never part of a graph. */
+static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
+    llm__cuda_flush((llm__cuda *)context);
+    llm__cuda_copy_blocks(context, cache, from, to, n);
+}
 
 /* =====================================================================================
  * [9] The backend
@@ -1841,6 +2231,9 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
 static void llm__cuda_destroy(llm_backend *backend) {
     llm__cuda *cuda = (llm__cuda *)backend->context;
     if (cuda->stream) cudaStreamSynchronize(cuda->stream);
+    llm__graphs_forget(cuda);
+    free(cuda->graphs);
+    free(cuda->commands);
     llm__stages_free(cuda);
     cudaFreeHost(cuda->batch_host);
     cudaFree(cuda->batch_device);
@@ -1914,15 +2307,15 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
     b->begin_step = llm__cuda_begin_step;
     b->end_step = llm__cuda_end_step;
     b->sync = llm__cuda_sync;
-    b->embed = llm__cuda_embed;
-    b->rope_angles = llm__cuda_rope_angles;
-    b->rmsnorm = llm__cuda_rmsnorm;
-    b->matmul = llm__cuda_matmul;
-    b->rope_and_store = llm__cuda_rope_and_store;
-    b->attention = llm__cuda_attention;
-    b->swiglu = llm__cuda_swiglu;
-    b->gather_rows = llm__cuda_gather_rows;
-    b->copy_blocks = llm__cuda_copy_blocks;
+    b->embed = llm__queue_embed;
+    b->rope_angles = llm__queue_rope_angles;
+    b->rmsnorm = llm__queue_rmsnorm;
+    b->matmul = llm__queue_matmul;
+    b->rope_and_store = llm__queue_rope_and_store;
+    b->attention = llm__queue_attention;
+    b->swiglu = llm__queue_swiglu;
+    b->gather_rows = llm__queue_gather_rows;
+    b->copy_blocks = llm__queue_copy_blocks;
     b->state = llm__cuda_state;
     b->destroy = llm__cuda_destroy;
     cuda->options = options ? *options : llm_gpu_defaults();

@@ -823,6 +823,7 @@ static bool open_device(llm_backend **backend, llm_error *err) {
     }
     if (chosen.device == DEVICE_EMULATED) {
 #ifdef LLM_WITH_EMULATED
+        setenv("LLM_EMU_MEMORY", "1073741824", 0); /* it is filled, so that nobody reads what was never written */
         if (!(*backend = llm_emulated_backend(&chosen.gpu, err))) return false;
 #else
         missing = "the emulated device: install a C++ compiler (g++)";
@@ -831,6 +832,14 @@ static bool open_device(llm_backend **backend, llm_error *err) {
     err->status = missing ? LLM_ERROR_UNSUPPORTED : LLM_OK;
     if (missing) snprintf(err->message, sizeof err->message, "this program was built without %s, then make again", missing);
     return !missing;
+}
+
+/* How long the CPU was busy with a step that a GPU did. */
+static void print_host_time(const llm_statistics *s) {
+    if (s->device_launches + s->device_replays == 0 || s->steps == 0) return;
+    fprintf(stderr, "; a step took %.0f us of the CPU, %.1f launches and %.2f graphs",
+            1e6 * (s->step_seconds - s->wait_seconds) / (double)s->steps, (double)s->device_launches / (double)s->steps,
+            (double)s->device_replays / (double)s->steps);
 }
 
 /* What took which part of a device's memory. */
@@ -1144,6 +1153,7 @@ static void run_print_figures(const run *r, const speeds *s) {
             fprintf(stderr, " (though %s fit the processor's cache)", HUMAN(step_bytes));
     }
     if (r->request.speculate) print_speculation(&s->statistics);
+    print_host_time(&s->statistics);
     if (r->request.sampling.temperature > 0) fprintf(stderr, "; seed %llu", (unsigned long long)r->request.sampling.seed);
     fprintf(stderr, "]%s\n", colour ? "\033[0m" : "");
 }
