@@ -297,6 +297,12 @@ typedef enum llm_rope_pairing {
     LLM_ROPE_HALVES    /* dimension i turns with i + rope_dim/2 (NeoX, Hugging Face) */
 } llm_rope_pairing;
 
+typedef enum llm_rope_scaling { /* how a model was stretched to more positions than it was first trained for */
+    LLM_ROPE_UNSCALED,
+    LLM_ROPE_LINEAR,   /* all positions divided by the factor */
+    LLM_ROPE_YARN      /* only for the dimensions that turn slowly (Peng et al. 2023, arxiv.org/abs/2309.00071) */
+} llm_rope_scaling;    /* (Llama 3's own way is a divisor for each frequency, the tensor rope_freqs.weight) */
+
 typedef struct llm_config { /* what a model's file says of its shape */
     char architecture[32];
     int vocab_size;
@@ -310,7 +316,13 @@ typedef struct llm_config { /* what a model's file says of its shape */
     int rope_dim;       /* dimensions of a head that turn (the rest stay) */
     float rope_base;
     llm_rope_pairing rope_pairing;
+    llm_rope_scaling rope_scaling;
+    float rope_factor;          /* 1 where unscaled */
+    int rope_original_context;  /* YaRN: the positions it was trained for at first, ... */
+    float rope_beta_fast, rope_beta_slow; /* ... the turns over these between which it blends, ... */
+    float rope_magnitude;       /* ... and what it multiplies rotated queries and keys by; else 1 */
     float norm_epsilon;
+    int window;         /* positions that a token sees, itself included, in the layers that have a window; 0: all */
     bool tied_output;   /* the output matrix is the token embedding */
 } llm_config;
 
@@ -819,12 +831,21 @@ double llm_seconds(void) {
  * while it is mapped. Replace model files by renaming, as the writer below does.)
  * ================================================================================== */
 
+typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
+
+/* Memory that tensors lie in besides the file's own: the other files of a model of several, and what was made while it
+ * was read. */
+typedef struct llm__region {
+    const void *data;
+    uint64_t size;
+    llm__memory memory;
+} llm__region;
+
 struct llm_file {
     char *path;
-    const uint8_t *data;
+    const uint8_t *data;      /* the GGUF file; of a Hugging Face folder its settings, translated into a header */
     uint64_t size;
-    bool mapped;              /* by us, so unmapped by us */
-    void *owned;              /* data that was made, not read; NULL: none */
+    llm__memory memory;       /* whose data is */
     int version;
     int64_t n_values, n_tensors;
     llm_value *values;        /* (n_values), in the order of the file */
@@ -833,6 +854,9 @@ struct llm_file {
     const llm_string **tensor_index; /* (n_tensors) */
     llm_file **parts;         /* (n_parts) the other files of a model in several; `tensors` has theirs too */
     int64_t n_parts;
+    llm__region *regions;
+    int64_t n_regions, regions_capacity;
+    bool folder;              /* of Hugging Face */
 };
 
 /* ---- Names -------------------------------------------------------------------------- */
@@ -879,8 +903,7 @@ static const llm_string **llm__sorted_names(const void *items, int64_t count, si
     return index;
 }
 
-static const llm_string *llm__find_name(const llm_string *const *index, int64_t count, const char *name) {
-    llm_string wanted = llm__string(name);
+static const llm_string *llm__find_string(const llm_string *const *index, int64_t count, llm_string wanted) {
     int64_t low = 0, high = count;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
@@ -890,6 +913,10 @@ static const llm_string *llm__find_name(const llm_string *const *index, int64_t 
         else high = middle;
     }
     return NULL;
+}
+
+static const llm_string *llm__find_name(const llm_string *const *index, int64_t count, const char *name) {
+    return llm__find_string(index, count, llm__string(name));
 }
 
 static const llm_string *llm__duplicate(const llm_string *const *index, int64_t count) {
@@ -1237,17 +1264,32 @@ static char *llm__copy_text(const char *text, const char *after, llm_error *err)
     return copy;
 }
 
-/* Takes over the mapping, if it is one, also where it fails. */
-static llm_file *llm__file_create(const void *data, uint64_t size, bool mapped, const char *name,
+static void llm__release(const void *data, uint64_t size, llm__memory memory) {
+    if (memory == LLM__MAPPED && data) munmap((void *)(uintptr_t)data, (size_t)size);
+    if (memory == LLM__OWNED) LLM_FREE((void *)(uintptr_t)data);
+}
+
+/* Give the file another region to release when it is closed; on failure it is released here. */
+static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm__memory memory, llm_error *err) {
+    void *grown = llm__grow(file->regions, file->n_regions, &file->regions_capacity, sizeof *file->regions, "a file", err);
+    if (!grown) return llm__release(data, size, memory), false;
+    file->regions = (llm__region *)grown;
+    llm__region region = {data, size, memory};
+    file->regions[file->n_regions++] = region;
+    return true;
+}
+
+/* Takes over the memory, also where it fails. */
+static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory, const char *name,
                                   llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
     if (!file) {
-        if (mapped) munmap((void *)(uintptr_t)data, (size_t)size);
+        llm__release(data, size, memory);
         return NULL;
     }
     file->data = (const uint8_t *)data;
     file->size = size;
-    file->mapped = mapped;
+    file->memory = memory;
     file->path = llm__copy_text(name, "", err);
     llm__reader reader = {file, 0, err};
     if (!file->path || !llm__read_header(&reader)) {
@@ -1257,7 +1299,7 @@ static llm_file *llm__file_create(const void *data, uint64_t size, bool mapped, 
     return file;
 }
 
-static bool llm__map(const char *path, int descriptor, const void **data, uint64_t *size, llm_error *err) {
+static bool llm__map_descriptor(const char *path, int descriptor, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
     if (fstat(descriptor, &status))
         return llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
@@ -1275,30 +1317,30 @@ static bool llm__map(const char *path, int descriptor, const void **data, uint64
     return true;
 }
 
-/* One file, whether or not there are others. */
-/* (chapter 2) A folder as Hugging Face has it, and a tokenizer.json alone, which is given. */
-static llm_file *llm__folder_open(const char *path, llm_error *err);
-static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
-
-static llm_file *llm__file_map(const char *path, llm_error *err) {
+static bool llm__is_directory(const char *path) {
     struct stat status;
+    return !stat(path, &status) && S_ISDIR(status.st_mode);
+}
+
+/* Map a whole file. *data is NULL where it is empty. */
+static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
+    struct stat status;
+    /* asked before opening, since opening a pipe would wait for its writer */
+    if (!stat(path, &status) && !S_ISREG(status.st_mode))
+        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
+                         S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
+    int descriptor = open(path, O_RDONLY);
+    if (descriptor < 0) return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno));
+    bool mapped = llm__map_descriptor(path, descriptor, data, size, err);
+    close(descriptor); /* the mapping stays */
+    return mapped;
+}
+
+/* One GGUF file, whether or not there are others. */
+static llm_file *llm__file_map(const char *path, llm_error *err) {
     const void *data = NULL;
     uint64_t size = 0;
-    /* asked before opening, since opening a pipe would wait for its writer */
-    bool there = !stat(path, &status);
-    if (there && S_ISDIR(status.st_mode)) return llm__folder_open(path, err);
-    if (there && !S_ISREG(status.st_mode))
-        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a pipe or a device, not a file", path), (llm_file *)NULL;
-    int descriptor = open(path, O_RDONLY);
-    if (descriptor < 0)
-        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno)), (llm_file *)NULL;
-    bool mapped = llm__map(path, descriptor, &data, &size, err);
-    close(descriptor); /* the mapping stays */
-    if (!mapped || !size || *(const char *)data != '{')
-        return mapped ? llm__file_create(data, size, data != NULL, path, err) : NULL;
-    llm_file *file = llm__vocabulary_open(data, size, path, err);
-    munmap((void *)(uintptr_t)data, (size_t)size);
-    return file;
+    return llm__map(path, &data, &size, err) ? llm__file_create(data, size, LLM__MAPPED, path, err) : NULL;
 }
 
 /* ---- A model in several files -----------------------------------------------------------------
@@ -1419,19 +1461,32 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     return NULL;
 }
 
+/* A folder as Hugging Face has it (chapter 6), and a tokenizer.json alone, whose text is given (chapter 2). */
+static llm_file *llm__folder_open(const char *path, llm_error *err);
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
+
 llm_file *llm_file_open(const char *path, llm_error *err) {
     llm__clear(err);
+    const void *data = NULL;
+    uint64_t size = 0;
     if (!path || !*path)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given"), (llm_file *)NULL;
-    llm_file *file = llm__file_map(path, err);
-    return file ? llm__file_with_parts(file, err) : NULL;
+    if (llm__is_directory(path)) return llm__folder_open(path, err);
+    if (!llm__map(path, &data, &size, err)) return NULL;
+    bool json = size && *(const char *)data == '{';
+    llm_file *file = json ? llm__vocabulary_open(data, size, path, err)
+                          : llm__file_create(data, size, LLM__MAPPED, path, err);
+    if (json) llm__release(data, size, LLM__MAPPED);
+    return file && !json ? llm__file_with_parts(file, err) : file;
 }
 
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
     llm__clear(err);
     if (!data && size)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_file_from_memory: data is NULL"), (llm_file *)NULL;
-    llm_file *file = llm__file_create(data, size, false, name ? name : "memory", err);
+    if (!name) name = "memory";
+    if (size && *(const char *)data == '{') return llm__vocabulary_open(data, size, name, err);
+    llm_file *file = llm__file_create(data, size, LLM__BORROWED, name, err);
     llm__file_part split;
     if (!file || (llm__read_file_part(file, &split, err) && split.count == 1)) return file;
     if (!err || err->status == LLM_OK)
@@ -1445,8 +1500,10 @@ void llm_file_close(llm_file *file) {
     if (!file) return;
     for (int64_t i = 0; i < file->n_parts; i++) llm_file_close(file->parts[i]);
     LLM_FREE(file->parts);
-    LLM_FREE(file->owned);
-    if (file->mapped) munmap((void *)(uintptr_t)file->data, (size_t)file->size);
+    llm__release(file->data, file->size, file->memory);
+    for (int64_t i = 0; i < file->n_regions; i++)
+        llm__release(file->regions[i].data, file->regions[i].size, file->regions[i].memory);
+    LLM_FREE(file->regions);
     LLM_FREE((void *)file->value_index);
     LLM_FREE((void *)file->tensor_index);
     LLM_FREE(file->values);
@@ -1457,8 +1514,10 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->size;
+    uint64_t size = file->folder ? 0 : file->size; /* a folder's header was made, not read */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
+    for (int64_t i = 0; i < file->n_regions; i++)
+        if (file->regions[i].memory == LLM__MAPPED) size += file->regions[i].size;
     return size;
 }
 int64_t llm_file_n_parts(const llm_file *file) { return file->n_parts + 1; }
@@ -1586,10 +1645,6 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
  * next one stands at node + span. A node comes from at least two bytes of text, so the memory grows with the text
  * alone: no number in it can ask for more. */
 
-#ifdef __GNUC__ /* until all of it is used */
-#pragma GCC diagnostic push
-#pragma GCC diagnostic ignored "-Wunused-function"
-#endif
 typedef enum llm__json_kind {
     LLM__JSON_NULL, LLM__JSON_FALSE, LLM__JSON_TRUE, LLM__JSON_NUMBER, LLM__JSON_STRING, LLM__JSON_ARRAY,
     LLM__JSON_OBJECT
@@ -1978,9 +2033,146 @@ static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
     return true;
 }
 
-#ifdef __GNUC__
-#pragma GCC diagnostic pop
-#endif
+/* ---- Safetensors ------------------------------------------------------------------------
+ * The other common file of weights: the length of a header (u64), the header, which is JSON, and the data.
+ *
+ *     {"__metadata__": {...},
+ *      "model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}, ...}
+ *
+ * The offsets count from the end of the header. The last dimension of a shape is the contiguous one. */
+
+typedef struct llm__source { /* one tensor of a safetensors file */
+    llm_string name;      /* in the JSON of the header */
+    const char *dtype;    /* of the table below */
+    int type;             /* an llm_type, or -1: whole numbers, or what the engine does not know */
+    int value_bytes;
+    int n_dims;           /* 0: a single number */
+    uint64_t dims[4];     /* as written */
+    const uint8_t *data;  /* inside the mapping, checked */
+    uint64_t bytes;
+    const char *path;     /* of its file */
+    bool used;
+} llm__source;
+
+typedef struct llm__sources { /* of one file, or of all the files of a model */
+    llm__source *items;
+    int64_t count, capacity;
+    const llm_string **index;  /* (count) the names, sorted */
+} llm__sources;
+
+enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* bytes, by the format's definition */
+
+static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
+    static const struct {
+        const char *name;
+        int bytes, type;
+    } types[] = {{"F32", 4, LLM_F32}, {"F16", 2, LLM_F16}, {"BF16", 2, LLM_BF16}, {"F64", 8, -1}, {"I64", 8, -1},
+                 {"U64", 8, -1},      {"I32", 4, -1},      {"U32", 4, -1},        {"I16", 2, -1}, {"U16", 2, -1},
+                 {"I8", 1, -1},       {"U8", 1, -1},       {"BOOL", 1, -1},       {"F8_E4M3", 1, -1}, {"F8_E5M2", 1, -1}};
+    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
+        if (llm__json_is(node, types[i].name)) {
+            source->dtype = types[i].name;
+            source->value_bytes = types[i].bytes;
+            source->type = types[i].type;
+            return true;
+        }
+    return false;
+}
+
+/* A member of the header: shape, type and place, of which the place must be as long as the other two say. data (size) is
+ * what follows the header. */
+static bool llm__read_source(llm__source *source, const llm__json_node *node, const uint8_t *data, uint64_t size,
+                             llm_error *err) {
+    const llm__json_node *shape = llm__json_member(node, "shape"), *place = llm__json_member(node, "data_offsets");
+    char name[72];
+    uint64_t begin, end, values = 1;
+    source->name = llm__json_key(node);
+    snprintf(name, sizeof name, "%s", llm__show(source->name).text);
+    if (!llm__source_dtype(source, llm__json_member(node, "dtype"))) {
+        llm_string dtype = {"", 0};
+        llm__json_string(llm__json_member(node, "dtype"), &dtype);
+        return llm__fail(err, dtype.length ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT,
+                         "%s: the tensor '%s' is of the type '%s', which is unknown", source->path, name,
+                         llm__show(dtype).text);
+    }
+    if (!llm__json_has_kind(shape, LLM__JSON_ARRAY) || shape->length > 4)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no shape of up to 4 dimensions", source->path, name);
+    for (int i = 0; i < 4; i++) source->dims[i] = 1;
+    for (const llm__json_node *n = llm__json_first(shape); n; n = llm__json_next(shape, n)) {
+        uint64_t *dim = &source->dims[source->n_dims++];
+        if (!llm__json_u64(n, dim) || !*dim || !llm__multiply(values, *dim, &values))
+            return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has an impossible shape", source->path, name);
+    }
+    const llm__json_node *first = llm__json_has_kind(place, LLM__JSON_ARRAY) && place->length == 2 ? place + 1 : NULL;
+    if (!llm__json_u64(first, &begin) || !llm__json_u64(llm__json_next(place, first), &end))
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no data_offsets of two numbers", source->path, name);
+    if (begin > end || end > size)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: the tensor '%s' has the place %llu to %llu, but there are %llu bytes of data: the file is "
+                         "damaged, or did not arrive whole; fetch it again",
+                         source->path, name, (unsigned long long)begin, (unsigned long long)end, (unsigned long long)size);
+    if (!llm__multiply(values, (uint64_t)source->value_bytes, &source->bytes) || source->bytes != end - begin)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: the tensor '%s' of %llu values of type %s has %llu bytes, which is not their number",
+                         source->path, name, (unsigned long long)values, source->dtype, (unsigned long long)(end - begin));
+    source->data = data + begin;
+    return true;
+}
+
+static int llm__compare_sources(const void *a, const void *b) {
+    const llm__source *x = *(const llm__source *const *)a, *y = *(const llm__source *const *)b;
+    return (x->data > y->data) - (x->data < y->data);
+}
+
+/* No two tensors of a file, which are the last `count` sources, may share bytes. */
+static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm_error *err) {
+    const llm__source **order = (const llm__source **)llm__new((size_t)count, sizeof *order, "the tensors' order", err);
+    if (!order) return false;
+    for (int64_t i = 0; i < count; i++) order[i] = &sources->items[sources->count - count + i];
+    qsort(order, (size_t)count, sizeof *order, llm__compare_sources);
+    bool apart = true;
+    for (int64_t i = 1; apart && i < count; i++)
+        if (order[i - 1]->data + order[i - 1]->bytes > order[i]->data)
+            apart = llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensors '%s' and '%s' overlap", order[i]->path,
+                              llm__show(order[i - 1]->name).text, llm__show(order[i]->name).text);
+    LLM_FREE((void *)order);
+    return apart;
+}
+
+/* Add the tensors of a file in memory (data, size) to the sources. Their names lie in `header`, which the caller
+ * frees, also on failure; path must live as long. */
+static bool llm__read_safetensors(llm__sources *sources, llm__json *header, const uint8_t *data, uint64_t size,
+                                  const char *path, llm_error *err) {
+    uint64_t length = 0;
+    if (size >= 8) memcpy(&length, data, sizeof length);
+    if (size < 8 || length > size - 8)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: a header of %llu bytes does not fit into a file of %llu: this is no safetensors file, or it did not "
+                         "arrive whole; fetch it again (a few lines of text instead of a model come from git without LFS)",
+                         path, (unsigned long long)length, (unsigned long long)size);
+    if (length > LLM__SAFETENSORS_HEADER)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: a header of %llu bytes; the format allows %d", path,
+                         (unsigned long long)length, LLM__SAFETENSORS_HEADER);
+    if (!llm__json_parse(header, (const char *)data + 8, (size_t)length, path, err)) return false;
+    if (header->nodes->kind != LLM__JSON_OBJECT)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the header is not an object", path);
+    int64_t before = sources->count;
+    for (const llm__json_node *n = llm__json_first(header->nodes); n; n = llm__json_next(header->nodes, n)) {
+        if (llm__json_is(n - 1, "__metadata__")) continue;
+        void *grown = llm__grow(sources->items, sources->count, &sources->capacity, sizeof *sources->items, "the tensors", err);
+        if (!grown) return false;
+        sources->items = (llm__source *)grown;
+        llm__source *source = &sources->items[sources->count];
+        source->path = path;
+        if (!llm__read_source(source, n, data + 8 + length, size - 8 - length, err)) return false;
+        sources->count++;
+    }
+    return llm__sources_overlap(sources, sources->count - before, err);
+}
+
+static llm__source *llm__find_source(const llm__sources *sources, const char *name) {
+    return (llm__source *)(uintptr_t)llm__find_name(sources->index, sources->count, name);
+}
 
 /* ---- Writing ----------------------------------------------------------------------------
  * The header holds counts that are known only at its end, so values and declarations are collected in
@@ -4100,32 +4292,21 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
     return ok;
 }
 
-/* A file that holds nothing but the vocabulary: of a folder, or (folder NULL) of the text of a tokenizer.json, with its
- * siblings where the path has any. */
-static llm_file *llm__vocabulary_file(const char *folder, const void *text, size_t length, const char *path, llm_error *err) {
+/* A file that holds nothing but the vocabulary, from the text of a tokenizer.json, with its siblings where the path has any. */
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
     llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a vocabulary", err);
     llm__bytes header = {NULL, 0, 0};
-    char *parent = folder ? NULL : llm__copy_text(path, "", err), *slash = parent ? strrchr(parent, '/') : NULL;
+    char *parent = llm__copy_text(path, "", err), *slash = parent ? strrchr(parent, '/') : NULL;
     if (slash) *slash = 0;
-    bool ok = w && (folder || parent);
-    if (ok && folder) ok = llm__folder_vocabulary(w, folder, err);
-    else if (ok) ok = llm__translate_vocabulary(w, text, length, path, slash ? (*parent ? parent : "/") : ".", err);
-    ok = ok && llm__append(&header, "GGUF", 4, err) && llm__append_u32(&header, 3, err) && llm__append_u64(&header, 0, err) &&
-         llm__append_u64(&header, w->n_values, err) && llm__append(&header, w->values.data, w->values.length, err);
+    bool ok = w && parent &&
+              llm__translate_vocabulary(w, text, (size_t)length, path, slash ? (*parent ? parent : "/") : ".", err) &&
+              llm__append(&header, "GGUF", 4, err) && llm__append_u32(&header, 3, err) && llm__append_u64(&header, 0, err) &&
+              llm__append_u64(&header, w->n_values, err) && llm__append(&header, w->values.data, w->values.length, err);
     if (w) llm__writer_free(w);
     LLM_FREE(parent);
-    llm_file *file = ok ? llm__file_create(header.data, header.length, false, path, err) : NULL;
-    if (file) file->owned = header.data;
-    else LLM_FREE(header.data);
-    return file;
-}
-
-static llm_file *llm__folder_open(const char *path, llm_error *err) {
-    return llm__vocabulary_file(path, NULL, 0, path, err);
-}
-
-static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
-    return llm__vocabulary_file(NULL, text, (size_t)length, path, err);
+    if (ok) return llm__file_create(header.data, header.length, LLM__OWNED, path, err);
+    LLM_FREE(header.data);
+    return NULL;
 }
 
 /* ---- Merging ------------------------------------------------------------------------------- */
@@ -5912,6 +6093,12 @@ static float llm__cache_value(const llm_cache *cache, const char *row, int i) {
     return x;
 }
 
+/* The first position that a token sees: all of the sequence, or the last `window` tokens (Child et al. 2019; Mistral). What
+ * lies before it stays in the cache, since a later prompt may begin alike, but is not read. */
+static int llm__first_seen(const llm_attention_shape *shape, int position) {
+    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
+}
+
 /* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
  * weighted mean of the values. scores (position + 1) is scratch. */
 static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
@@ -5926,7 +6113,8 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     const char *values = llm__cache_layer(cache, cache->values, job->layer);
 
     float largest = -INFINITY;
-    for (int p = 0; p <= position; p++) {
+    int first = llm__first_seen(shape, position);
+    for (int p = first; p <= position; p++) {
         const char *key = keys + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
         double dot = 0.0;
         for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, key, i);
@@ -5934,9 +6122,9 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
         if (scores[p] > largest) largest = scores[p];
     }
     double total = 0.0; /* the largest score is taken off, which changes no quotient and keeps exp from overflowing */
-    for (int p = 0; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
+    for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
-    for (int p = 0; p <= position; p++) {
+    for (int p = first; p <= position; p++) {
         const char *value = values + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
         float share = (float)(scores[p] / total);
         for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, value, i);
@@ -6756,7 +6944,8 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
  * sequential sum over the dimensions, in a lane of its own.
  *
  * Tiles begin at absolute positions of the sequence, so the order of all this does not depend on chunks, blocks or
- * neighbours. Positions after a row's own are never multiplied in: not as zeros either. */
+ * neighbours. Positions after a row's own, or before its window, are never multiplied in: not as zeros either. Tiles that
+ * lie before the windows of all rows are not touched: with a window, a token costs the same however long the text. */
 
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
@@ -6850,12 +7039,13 @@ LLM__INLINE void LLM__K(score_rows)(int R, const float *const *q, const float *k
 }
 
 /* (Not inlined, so that there is one compiled form of it, and all rows are rounded alike.)
- * One row's scores of a tile to weights exp(score - largest); `seen` of its keys are at or before the row's position. */
-LLM__NOINLINE static void LLM__K(softmax_row)(float *scores, int seen, float scale, float *largest, float *total, float *sums,
-                                     int padded_dim) {
+ * One row's scores of a tile to weights exp(score - largest); it sees the keys from .. seen - 1 of the tile. */
+LLM__NOINLINE static void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
+                                     float *sums, int padded_dim) {
     int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
     for (int k = 0; k < padded; k += LLM__W) LLM__K(store)(scores + k, LLM__K(load)(scores + k) * scale);
     for (int k = seen; k < padded; k++) scores[k] = -INFINITY;
+    for (int k = 0; k < from; k++) scores[k] = -INFINITY;
     llm__vf top = LLM__K(all)(*largest);
     for (int k = 0; k < padded; k += LLM__W) top = LLM__K(max)(LLM__K(load)(scores + k), top);
     float new_largest = LLM__K(largest)(top);
@@ -6902,17 +7092,22 @@ LLM__INLINE void LLM__K(value_rows)(int R, const float *weights, const float *va
         LLM__K(value_block)(R, 1, weights, values + d, first, end, padded_dim, sums + d);
 }
 
-/* Rows `row` .. row + R - 1 of the work item, which see `seen[r]` keys of the tile, seen[0] the fewest. */
-LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *seen,
-                                int row, int head_dim, float scale) {
+/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
+LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
+                                const int *seen, int row, int head_dim, float scale) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
     LLM__K(score_rows)(R, q, a->keys, head_dim, seen[R - 1], scores);
     for (int r = 0; r < R; r++)
-        LLM__K(softmax_row)(scores + r * LLM__TILE, seen[r], scale, &a->largest[row + r], &a->total[row + r],
+        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * a->padded_dim, a->padded_dim);
-    LLM__K(value_rows)(R, scores, a->values, 0, seen[0], a->padded_dim, sums);
-    for (int r = 1; r < R; r++) /* on the diagonal, later rows see a few keys more */
-        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, seen[0], seen[r], a->padded_dim,
+    /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
+    int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
+    for (int r = 0; r < R - 1; r++)
+        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, from[r], common < seen[r] ? common : seen[r], a->padded_dim,
+                           sums + (int64_t)r * a->padded_dim);
+    LLM__K(value_rows)(R, scores, a->values, common, seen[0], a->padded_dim, sums);
+    for (int r = 1; r < R; r++)
+        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, end, seen[r], a->padded_dim,
                            sums + (int64_t)r * a->padded_dim);
 }
 
@@ -6927,21 +7122,26 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 
     const float *q[LLM__QUERY_ROWS];
-    int position[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
+    int position[LLM__QUERY_ROWS], from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
     for (int r = 0; r < n_rows; r++) {
         int64_t token = first_token + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
         q[r] = job->q + (token * job->shape->n_heads + head) * head_dim;
         position[r] = batch->positions[token];
     }
     int last = batch->positions[first_token + (end_row - 1) / group];
-    for (int first = 0; first <= last; first += LLM__TILE) {
-        int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0;
+    for (int first = llm__first_seen(job->shape, position[0]) / LLM__TILE * LLM__TILE; first <= last; first += LLM__TILE) {
+        int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0, end = n_rows;
         LLM__K(gather_tile)(job, sequence, kv_head, first, n_keys, &a);
         while (row < n_rows && position[row] < first) row++;
-        for (int r = row; r < n_rows; r++) seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
-        for (; row + LLM__ROWS <= n_rows; row += LLM__ROWS)
-            LLM__K(attend)(LLM__ROWS, &a, q + row, seen + row, row, head_dim, job->shape->scale);
-        for (; row < n_rows; row++) LLM__K(attend)(1, &a, q + row, seen + row, row, head_dim, job->shape->scale);
+        while (end > row && llm__first_seen(job->shape, position[end - 1]) >= first + LLM__TILE) end--;
+        for (int r = row; r < end; r++) {
+            from[r] = (int)llm__max(llm__first_seen(job->shape, position[r]) - first, 0);
+            seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
+        }
+        for (; row + LLM__ROWS <= end; row += LLM__ROWS)
+            LLM__K(attend)(LLM__ROWS, &a, q + row, from + row, seen + row, row, head_dim, job->shape->scale);
+        for (; row < end; row++)
+            LLM__K(attend)(1, &a, q + row, from + row, seen + row, row, head_dim, job->shape->scale);
     }
     for (int r = 0; r < n_rows; r++) {
         float *out = job->out + (q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
@@ -7209,7 +7409,8 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
             return;
         }
         items += llm__attention_chunks(&job, s) * shape->n_kv_heads;
-        work += (double)(batch->seq_count[s] + 4) * (last + 1) * shape->n_heads * shape->head_dim;
+        int seen = last + 1 - llm__first_seen(shape, last);
+        work += (double)(batch->seq_count[s] + 4) * seen * shape->n_heads * shape->head_dim;
     }
     if (shape->naive) llm__parallel(cpu, batch->n_tokens, work >= 1e5, llm__naive_attention_item, &job);
     else llm__parallel(cpu, items, work >= 1e6, llm__attention_item, &job);
@@ -7762,46 +7963,107 @@ typedef enum llm__part { /* the tensors of a layer */
                          LLM__K_BIAS,
                          LLM__V_BIAS,
                          LLM__O_BIAS,
+                         LLM__Q_NORM,
+                         LLM__K_NORM,
                          LLM__FFN_NORM,
                          LLM__GATE,
                          LLM__UP,
                          LLM__DOWN,
+                         LLM__GATE_BIAS,
+                         LLM__UP_BIAS,
+                         LLM__DOWN_BIAS,
                          LLM__N_PARTS
 } llm__part;
 
 /* widths that tensors are made of */
-typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN } llm__width;
+typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN, LLM__HEAD } llm__width;
 
 typedef struct llm__part_row {
-    const char *name;      /* blk.N.<name> in the file */
+    const char *name;      /* blk.N.<name> in a GGUF file */
+    const char *source;    /* model.layers.N.<source> in a Hugging Face folder */
     llm__width rows, cols; /* (rows, cols); rows = LLM__ONE: a vector */
-    bool optional;
 } llm__part_row;
 
 static const llm__part_row *llm__parts(void) {
     static const llm__part_row table[LLM__N_PARTS] = {
-        {"attn_norm.weight", LLM__ONE, LLM__DIM, false},
-        {"attn_q.weight", LLM__Q_WIDTH, LLM__DIM, false},
-        {"attn_k.weight", LLM__KV_WIDTH, LLM__DIM, false},
-        {"attn_v.weight", LLM__KV_WIDTH, LLM__DIM, false},
-        {"attn_output.weight", LLM__DIM, LLM__Q_WIDTH, false},
-        {"attn_q.bias", LLM__ONE, LLM__Q_WIDTH, true},
-        {"attn_k.bias", LLM__ONE, LLM__KV_WIDTH, true},
-        {"attn_v.bias", LLM__ONE, LLM__KV_WIDTH, true},
-        {"attn_output.bias", LLM__ONE, LLM__DIM, true},
-        {"ffn_norm.weight", LLM__ONE, LLM__DIM, false},
-        {"ffn_gate.weight", LLM__HIDDEN, LLM__DIM, false},
-        {"ffn_up.weight", LLM__HIDDEN, LLM__DIM, false},
-        {"ffn_down.weight", LLM__DIM, LLM__HIDDEN, false},
+        {"attn_norm.weight", "input_layernorm.weight", LLM__ONE, LLM__DIM},
+        {"attn_q.weight", "self_attn.q_proj.weight", LLM__Q_WIDTH, LLM__DIM},
+        {"attn_k.weight", "self_attn.k_proj.weight", LLM__KV_WIDTH, LLM__DIM},
+        {"attn_v.weight", "self_attn.v_proj.weight", LLM__KV_WIDTH, LLM__DIM},
+        {"attn_output.weight", "self_attn.o_proj.weight", LLM__DIM, LLM__Q_WIDTH},
+        {"attn_q.bias", "self_attn.q_proj.bias", LLM__ONE, LLM__Q_WIDTH},
+        {"attn_k.bias", "self_attn.k_proj.bias", LLM__ONE, LLM__KV_WIDTH},
+        {"attn_v.bias", "self_attn.v_proj.bias", LLM__ONE, LLM__KV_WIDTH},
+        {"attn_output.bias", "self_attn.o_proj.bias", LLM__ONE, LLM__DIM},
+        {"attn_q_norm.weight", "self_attn.q_norm.weight", LLM__ONE, LLM__HEAD},
+        {"attn_k_norm.weight", "self_attn.k_norm.weight", LLM__ONE, LLM__HEAD},
+        {"ffn_norm.weight", "post_attention_layernorm.weight", LLM__ONE, LLM__DIM},
+        {"ffn_gate.weight", "mlp.gate_proj.weight", LLM__HIDDEN, LLM__DIM},
+        {"ffn_up.weight", "mlp.up_proj.weight", LLM__HIDDEN, LLM__DIM},
+        {"ffn_down.weight", "mlp.down_proj.weight", LLM__DIM, LLM__HIDDEN},
+        {"ffn_gate.bias", "mlp.gate_proj.bias", LLM__ONE, LLM__HIDDEN},
+        {"ffn_up.bias", "mlp.up_proj.bias", LLM__ONE, LLM__HIDDEN},
+        {"ffn_down.bias", "mlp.down_proj.bias", LLM__ONE, LLM__DIM},
     };
     return table;
+}
+
+/* Sets of parts, a bit for each. */
+enum {
+    LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__FFN_NORM |
+                  1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
+    LLM__QKV_BIASES = 1 << LLM__Q_BIAS | 1 << LLM__K_BIAS | 1 << LLM__V_BIAS,
+    LLM__BIASES = LLM__QKV_BIASES | 1 << LLM__O_BIAS,
+    LLM__FFN_BIASES = 1 << LLM__GATE_BIAS | 1 << LLM__UP_BIAS | 1 << LLM__DOWN_BIAS,
+    LLM__HEAD_NORMS = 1 << LLM__Q_NORM | 1 << LLM__K_NORM
+};
+
+/* The architectures that run. Others differ in ways that would give wrong words, not an error, so nothing is guessed. */
+typedef struct llm__architecture {
+    const char *name;           /* general.architecture of a GGUF file */
+    const char *model_type;     /* in config.json of a folder */
+    llm_rope_pairing pairing;   /* in GGUF files; in folders it is always LLM_ROPE_HALVES */
+    unsigned required, optional; /* parts of a layer */
+    /* what it means where config.json does not say (0: nothing, it must say, or the usual) */
+    int head_dim, window;
+    bool kv_heads;              /* as many key/value heads as query heads */
+} llm__architecture;
+
+static const llm__architecture *llm__architecture_at(int index) {
+    static const llm__architecture table[] = {
+        {"llama", "llama", LLM_ROPE_ADJACENT, LLM__ALWAYS, LLM__BIASES | LLM__FFN_BIASES, 0, 0, true},
+        {"llama", "mistral", LLM_ROPE_ADJACENT, LLM__ALWAYS, 0, 0, 4096, false},
+        {"qwen2", "qwen2", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__QKV_BIASES, 0, 0, 0, false},
+        {"qwen3", "qwen3", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__HEAD_NORMS, LLM__BIASES, 128, 0, false},
+    };
+    return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
+}
+
+/* By general.architecture, or (source) by model_type; NULL: unknown. */
+static const llm__architecture *llm__find_architecture(llm_string name, bool source) {
+    const llm__architecture *a;
+    for (int i = 0; (a = llm__architecture_at(i)) != NULL; i++)
+        if (llm__is_text(name, source ? a->model_type : a->name)) return a;
+    return NULL;
+}
+
+/* "llama, qwen2, ..." */
+static void llm__list_architectures(char *text, size_t size, bool source) {
+    const llm__architecture *a, *last = NULL;
+    size_t used = 0;
+    for (int i = 0; (a = llm__architecture_at(i)) != NULL && used < size; last = a, i++)
+        if (source || !last || strcmp(a->name, last->name))
+            used += (size_t)snprintf(text + used, size - used, "%s%s", last ? ", " : "", source ? a->model_type : a->name);
 }
 
 struct llm_model {
     llm_file *file;
     llm_tokenizer *tokenizer;
     llm_config config;
+    const llm__architecture *architecture;
     const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
+    const llm_tensor *rope_divisors; /* (rope_dim/2) of the frequencies; NULL: none */
+    int *windows;             /* (n_layers) 0: the layer sees everything */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
 };
@@ -7845,51 +8107,126 @@ static bool llm__model_float(const llm_model *model, const char *name, double fa
     return true;
 }
 
-/* Which architectures there are. Others differ in ways that would give wrong words, not an error, so
- * nothing is guessed. */
 static bool llm__model_architecture(llm_model *model, llm_error *err) {
     llm_string name = {"", 0};
     size_t cursor = 0;
+    char known[128];
     const llm_value *value = llm_file_find(model->file, "general.architecture");
     if (!llm_value_string(value, &cursor, &name))
         return llm__fail(err, LLM_ERROR_FORMAT,
                          "%s: the metadata has no general.architecture; is this a model file?",
                          llm_file_path(model->file));
-    if (!llm__is_text(name, "llama"))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: llama",
-                         llm_file_path(model->file), llm__show(name).text);
+    model->architecture = llm__find_architecture(name, false);
+    llm__list_architectures(known, sizeof known, false);
+    if (!model->architecture)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: %s",
+                         llm_file_path(model->file), llm__show(name).text, known);
     memcpy(model->config.architecture, name.data, name.length);
-    model->config.rope_pairing = LLM_ROPE_ADJACENT;
+    model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES : model->architecture->pairing;
     return true;
 }
 
-/* Features that change the result and that this engine does not have. */
-static bool llm__model_refuse(const llm_model *model, llm_error *err) {
-    const llm_value *scaling = llm__model_value(model, "rope.scaling.type");
-    llm_string type;
+/* Does the value say no: false, 0, an empty text? */
+static bool llm__is_off(const llm_value *value) {
+    double x;
+    llm_string s;
     size_t cursor = 0;
-    if (llm_value_string(scaling, &cursor, &type) && !llm__is_text(type, "none"))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported",
-                         llm_file_path(model->file), llm__show(type).text);
-    double factor = 1; /* the older way of saying "linear" */
-    if (llm_value_f64(llm__model_value(model, "rope.scale_linear"), 0, &factor) && factor != 1)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: linear RoPE scaling is not supported",
-                         llm_file_path(model->file));
-    uint64_t n = 0;
-    if (llm_value_u64(llm__model_value(model, "expert_count"), 0, &n) && n)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: a mixture of %llu experts is not supported",
-                         llm_file_path(model->file), (unsigned long long)n);
-    if (llm_value_u64(llm__model_value(model, "attention.sliding_window"), 0, &n) && n)
+    if (value->type == LLM_VALUE_ARRAY) return false;
+    if (value->type == LLM_VALUE_STRING) return llm_value_string(value, &cursor, &s) && !s.length;
+    return llm_value_f64(value, 0, &x) && x == 0;
+}
+
+/* An option of the architecture that is not known here would change the result, so it is refused by its name, unless it
+ * is off. */
+static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
+    static const char *const known[] = {
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window", "attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base",
+        "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "tensor_data_layout" /* of q and k before they were permuted; says nothing of the file as it is */};
+    size_t prefix = strlen(model->config.architecture);
+    for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
+        const llm_value *value = llm_file_value(model->file, i);
+        llm_string key = value->key;
+        if (key.length <= prefix || memcmp(key.data, model->config.architecture, prefix) || key.data[prefix] != '.')
+            continue;
+        key.data += prefix + 1;
+        key.length -= prefix + 1;
+        bool found = llm__is_off(value);
+        for (size_t k = 0; !found && k < sizeof known / sizeof *known; k++) found = llm__is_text(key, known[k]);
+        if (!found)
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s is an option of %s that is not supported",
+                             llm_file_path(model->file), llm__show(value->key).text, model->config.architecture);
+    }
+    return true;
+}
+
+/* How the model was stretched to more positions. */
+static bool llm__model_scaling(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const llm_value *type = llm__model_value(model, "rope.scaling.type");
+    llm_string name = {"linear", 6}; /* files that only give a factor mean this */
+    size_t cursor = 0;
+    float factor = 1, magnitude = 1;
+    if (type && !llm_value_string(type, &cursor, &name))
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
+    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older way */
+        !llm__model_float(model, "rope.scaling.factor", factor, &factor, err) ||
+        !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
+        !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
+        !llm__model_float(model, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow, err) ||
+        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err))
+        return false;
+    if (llm__is_text(name, "none")) factor = 1;
+    else if (llm__is_text(name, "yarn")) c->rope_scaling = LLM_ROPE_YARN;
+    else if (!llm__is_text(name, "linear"))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported; supported: linear, yarn",
+                         llm_file_path(model->file), llm__show(name).text);
+    else if (factor != 1) c->rope_scaling = LLM_ROPE_LINEAR;
+    c->rope_factor = factor;
+    c->rope_magnitude = magnitude;
+    if (c->rope_scaling == LLM_ROPE_YARN && factor > 1) c->rope_magnitude *= 1.0f + 0.1f * logf(factor);
+    return true;
+}
+
+/* Which layers see only the last tokens. */
+static bool llm__model_windows(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const llm_value *window = llm__model_value(model, "attention.sliding_window");
+    const llm_value *pattern = llm__model_value(model, "attention.sliding_window_pattern");
+    const char *path = llm_file_path(model->file);
+    uint64_t w = 0;
+    if (window && (window->type == LLM_VALUE_ARRAY || !llm_value_u64(window, 0, &w)))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: attention.sliding_window is not one whole number", path);
+    if (pattern && (pattern->element_type != LLM_VALUE_BOOL || pattern->count != (uint64_t)c->n_layers))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: a sliding attention window (of %llu) is not supported",
-                         llm_file_path(model->file), (unsigned long long)n);
+                         "%s: attention.sliding_window_pattern is not a list of yes or no for each of the %d layers", path,
+                         c->n_layers);
+    /* each layer has tensors; asked before allocating what an absurd count wants */
+    if (c->n_layers > llm_file_n_tensors(model->file) || c->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors%s", path, c->n_layers,
+                         (long long)llm_file_n_tensors(model->file),
+                         llm_file_n_tensors(model->file) ? "" : " (a vocabulary only?)");
+    model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *model->windows, "the windows of the layers", err);
+    if (!model->windows) return false;
+    if (w > INT32_MAX) w = 0; /* it sees everything */
+    for (int i = 0; i < c->n_layers; i++) {
+        bool windowed = true;
+        if (pattern && !llm_value_bool(pattern, (uint64_t)i, &windowed))
+            return llm__fail(err, LLM_ERROR_FORMAT, "%s: attention.sliding_window_pattern is neither yes nor no", path);
+        model->windows[i] = windowed ? (int)w : 0;
+        if (model->windows[i]) c->window = (int)w;
+    }
     return true;
 }
 
 static bool llm__model_config(llm_model *model, llm_error *err) {
     llm_config *c = &model->config;
     int value_length = 0;
-    if (!llm__model_architecture(model, err) || !llm__model_refuse(model, err) ||
+    if (!llm__model_architecture(model, err) || !llm__model_known_keys(model, err) ||
         !llm__model_int(model, "block_count", 0, &c->n_layers, err) ||
         !llm__model_int(model, "context_length", 0, &c->context_length, err) ||
         !llm__model_int(model, "embedding_length", 0, &c->dim, err) ||
@@ -7914,7 +8251,7 @@ static bool llm__model_config(llm_model *model, llm_error *err) {
         return llm__fail(err, LLM_ERROR_FORMAT,
                          "%s: RoPE over %d dimensions of a head of %d: it must be even and not more", path,
                          c->rope_dim, c->head_dim);
-    return true;
+    return llm__model_scaling(model, err) && llm__model_windows(model, err);
 }
 
 /* ---- Loading: the tensors ------------------------------------------------------------ */
@@ -7925,6 +8262,7 @@ static uint64_t llm__width_of(const llm_config *c, llm__width width) {
     case LLM__Q_WIDTH: return (uint64_t)c->n_heads * (uint64_t)c->head_dim;
     case LLM__KV_WIDTH: return (uint64_t)c->n_kv_heads * (uint64_t)c->head_dim;
     case LLM__HIDDEN: return (uint64_t)c->hidden_dim;
+    case LLM__HEAD: return (uint64_t)c->head_dim;
     case LLM__ONE: break;
     }
     return 1;
@@ -7983,10 +8321,11 @@ static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **u
 
 static bool llm__model_tensors(llm_model *model, llm_error *err) {
     llm_config *c = &model->config;
-    const char *path = llm_file_path(model->file);
-    int64_t n_tensors = llm_file_n_tensors(model->file);
-    c->vocab_size = llm_tokenizer_size(model->tokenizer);
-    uint64_t vocab = (uint64_t)c->vocab_size, dim = (uint64_t)c->dim;
+    const llm_tensor *embedding = llm_file_find_tensor(model->file, "token_embd.weight");
+    /* some models have rows that no token of the vocabulary uses */
+    uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
+    if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
+    c->vocab_size = (int)vocab;
 
     model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
     if (!model->embedding) return false;
@@ -7996,11 +8335,11 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
     model->output =
         c->tied_output ? model->embedding : llm__model_tensor(model, "output.weight", vocab, dim, err);
     if (!model->output) return false;
+    if (llm_file_find_tensor(model->file, "rope_freqs.weight")) {
+        model->rope_divisors = llm__model_tensor(model, "rope_freqs.weight", 1, (uint64_t)c->rope_dim / 2, err);
+        if (!model->rope_divisors) return false;
+    }
 
-    if (c->n_layers > n_tensors ||
-        c->n_layers > INT32_MAX / LLM__N_PARTS) /* before allocating what an absurd count asks for */
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors", path, c->n_layers,
-                         (long long)n_tensors);
     model->parts = (const llm_tensor **)llm__new((size_t)c->n_layers * LLM__N_PARTS, sizeof *model->parts,
                                                  "the table of tensors", err);
     if (!model->parts) return false;
@@ -8008,17 +8347,21 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
         const llm__part_row *row = &llm__parts()[i % LLM__N_PARTS];
         char name[64];
         llm__part_name(name, i / LLM__N_PARTS, i % LLM__N_PARTS);
-        if (row->optional && !llm_file_find_tensor(model->file, name)) continue;
+        unsigned part = 1u << (i % LLM__N_PARTS);
+        if (!(model->architecture->required & part) &&
+            !(model->architecture->optional & part && llm_file_find_tensor(model->file, name)))
+            continue;
         model->parts[i] =
             llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
         if (!model->parts[i]) return false;
     }
 
-    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 3;
+    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 4;
     const llm_tensor **used =
         (const llm_tensor **)llm__new((size_t)n_used, sizeof *used, "the table of tensors", err);
     if (!used) return false;
-    memcpy(used, model->parts, (size_t)(n_used - 3) * sizeof *used);
+    memcpy(used, model->parts, (size_t)(n_used - 4) * sizeof *used);
+    used[n_used - 4] = model->rope_divisors;
     used[n_used - 3] = model->embedding;
     used[n_used - 2] = model->output;
     used[n_used - 1] = model->output_norm;
@@ -8058,6 +8401,7 @@ llm_model *llm_model_from_memory(const void *data, size_t size, const char *name
 void llm_model_free(llm_model *model) {
     if (!model) return;
     LLM_FREE(model->parts);
+    LLM_FREE(model->windows);
     llm_tokenizer_free(model->tokenizer);
     llm_file_close(model->file);
     LLM_FREE(model);
@@ -8078,6 +8422,593 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
     const llm_type_info *info = llm_type_find(cache_type);
     uint64_t numbers = 2 * (uint64_t)c->n_layers * llm__width_of(c, LLM__KV_WIDTH);
     return info ? numbers * (uint64_t)info->block_bytes / (uint64_t)info->block_values : 0;
+}
+
+/* ---- Hugging Face folders ---------------------------------------------------------------
+ * The same model, told in another way: config.json has the shape, safetensors files the weights, tokenizer.json the
+ * vocabulary. All of it is translated here into what a GGUF file would say, and becomes an llm_file; the
+ * tensors stay where they are mapped and only get their GGUF names. So whatever works with a file works with a folder.
+ *
+ * One thing differs in the weights themselves. RoPE turns pairs of dimensions, and for "llama" the makers of GGUF files
+ * reorder the rows of q and k so that a pair stands together. Nothing is reordered here: the
+ * model is marked to pair halves. */
+
+typedef struct llm__folder {
+    const char *path;
+    const llm__architecture *architecture;
+    llm__json config;
+    char **paths;             /* (n_files) of the safetensors files */
+    llm__json *headers;       /* (n_files) */
+    int64_t n_files, paths_capacity, headers_capacity;
+    llm__sources sources;     /* of all files */
+    llm_file *file;           /* in the making */
+    char *names;              /* of its tensors, LLM__TENSOR_NAME bytes each; a region of it */
+    int64_t capacity;         /* of its tensors */
+    int n_layers, dim, n_heads, head_dim;
+    llm_error *err;
+} llm__folder;
+
+enum { LLM__TENSOR_NAME = 64 };
+
+LLM__PRINTF(3, 4)
+static bool llm__folder_error(const llm__folder *f, llm_status status, const char *format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return llm__fail(f->err, status, "%s: %s", f->path, text);
+}
+
+/* "folder/name"; the caller frees it. */
+static char *llm__folder_path(const llm__folder *f, const char *name, llm_error *err) {
+    size_t length = strlen(f->path);
+    char *path = (char *)llm__new(length + strlen(name) + 2, 1, "a path", err);
+    if (path) sprintf(path, "%s%s%s", f->path, length && f->path[length - 1] == '/' ? "" : "/", name);
+    return path;
+}
+
+static bool llm__folder_has(const llm__folder *f, const char *name) {
+    char *path = llm__folder_path(f, name, NULL);
+    bool there = path && !access(path, F_OK);
+    LLM_FREE(path);
+    return there;
+}
+
+/* A JSON file of the folder, which must hold an object. On failure there is nothing to free. */
+static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *json) {
+    const void *data = NULL;
+    uint64_t size = 0;
+    char *path = llm__folder_path(f, name, f->err);
+    bool ok = path && llm__map(path, &data, &size, f->err);
+    memset(json, 0, sizeof *json);
+    if (ok) ok = llm__json_parse(json, (const char *)data, (size_t)size, path, f->err);
+    llm__release(data, size, LLM__MAPPED);
+    if (ok && json->nodes->kind != LLM__JSON_OBJECT) {
+        ok = llm__fail(f->err, LLM_ERROR_FORMAT, "%s: it holds no object, but something else", path);
+        llm__json_free(json);
+    }
+    LLM_FREE(path);
+    return ok;
+}
+
+/* ---- config.json ------------------------------------------------------------------------- */
+
+/* An entry; NULL where it is absent or null. */
+static const llm__json_node *llm__folder_entry(const llm__json_node *object, const char *key) {
+    const llm__json_node *node = llm__json_member(object, key);
+    return llm__json_has_kind(node, LLM__JSON_NULL) ? NULL : node;
+}
+
+/* A positive whole number; `fallback` (unless 0) where there is none. */
+static bool llm__folder_int(const llm__folder *f, const llm__json_node *object, const char *key, int64_t fallback, int *out) {
+    const llm__json_node *node = llm__folder_entry(object, key);
+    int64_t x = fallback;
+    if (!node && !fallback) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if ((node && !llm__json_i64(node, &x)) || x < 1 || x > INT32_MAX)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a whole number from 1 to %d", key, INT32_MAX);
+    *out = (int)x;
+    return true;
+}
+
+static bool llm__folder_number(const llm__folder *f, const llm__json_node *object, const char *key, double fallback, double *out) {
+    const llm__json_node *node = llm__folder_entry(object, key);
+    *out = fallback;
+    if (!node && !(fallback > 0)) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if ((node && !llm__json_f64(node, out)) || !(*out > 0) || *out > 1e30)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a positive number", key);
+    return true;
+}
+
+/* What stands there, in a form that can be printed. */
+static llm__printable llm__show_node(const llm__json_node *node) {
+    static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
+    llm_string s = {node->text, node->length};
+    return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
+}
+
+/* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
+ * with a NULL. */
+static bool llm__folder_known(const llm__folder *f, const llm__json_node *object, const char *where, const char *const *known) {
+    for (const llm__json_node *n = llm__json_first(object); n; n = llm__json_next(object, n)) {
+        llm_string key = llm__json_key(n);
+        bool found = n->kind == LLM__JSON_NULL || n->kind == LLM__JSON_FALSE || (key.length && key.data[0] == '_');
+        for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
+        if (!found)
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"%s\": %s in %s is an option that is not supported",
+                                     llm__show(key).text, llm__show_node(n).text, where);
+    }
+    return true;
+}
+
+/* The names in which config.json speaks of the shape, and those that say nothing of the result. */
+static bool llm__folder_known_config(const llm__folder *f) {
+    static const char *const known[] = {
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+        "rope_parameters", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window",
+        "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "quantization_config",
+        "bos_token_id", "eos_token_id",
+        /* how it was trained, where it came from, how others run it */
+        "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "hidden_dropout", "id2label",
+        "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_sequence_length", "model_max_length",
+        "name_or_path", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "rope_interleaved", "seq_length",
+        "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side", "torch_dtype", "transformers.js_config",
+        "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache", NULL};
+    return llm__folder_known(f, f->config.nodes, "config.json", known);
+}
+
+/* "llama.name" */
+static const char *llm__folder_key(const llm__folder *f, const char *name, char key[128]) {
+    snprintf(key, 128, "%s.%s", f->architecture->name, name);
+    return key;
+}
+
+static void llm__folder_write_int(const llm__folder *f, llm_writer *w, const char *name, int x) {
+    char key[128];
+    llm_writer_u32(w, llm__folder_key(f, name, key), (uint32_t)x);
+}
+
+static void llm__folder_write_float(const llm__folder *f, llm_writer *w, const char *name, double x) {
+    char key[128];
+    llm_writer_f32(w, llm__folder_key(f, name, key), (float)x);
+}
+
+/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that make fewer than
+ * low_freq_factor turns over the original context are divided by the factor, those that make more than high_freq_factor stay,
+ * and between the two it is blended. */
+static bool llm__folder_llama3(llm__folder *f, const llm__json_node *rope, double base, int context) {
+    double factor, low, high;
+    int original, n = f->head_dim / 2;
+    if (!llm__folder_number(f, rope, "factor", 0, &factor) || !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
+        !llm__folder_number(f, rope, "high_freq_factor", 0, &high) ||
+        !llm__folder_int(f, rope, "original_max_position_embeddings", context, &original))
+        return false;
+    if (!(high > low))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "high_freq_factor in config.json is not above low_freq_factor");
+    float *divisors = (float *)llm__new((size_t)n, sizeof *divisors, "the RoPE frequencies", f->err);
+    if (!divisors) return false;
+    for (int i = 0; i < n; i++) {
+        double turns = original * pow(base, -2.0 * i / f->head_dim) / (2 * 3.14159265358979323846);
+        double blend = (turns - low) / (high - low);
+        blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
+        divisors[i] = (float)(1 / ((1 - blend) / factor + blend));
+    }
+    if (!llm__add_region(f->file, divisors, (uint64_t)n * sizeof *divisors, LLM__OWNED, f->err)) return false;
+    llm_tensor *t = &f->file->tensors[f->file->n_tensors++];
+    t->name = llm__string("rope_freqs.weight");
+    t->type = LLM_F32;
+    t->n_dims = 1;
+    t->dims[0] = (uint64_t)n;
+    t->dims[1] = t->dims[2] = t->dims[3] = 1;
+    t->data = divisors;
+    t->bytes = (uint64_t)n * sizeof *divisors;
+    return true;
+}
+
+static bool llm__folder_yarn(const llm__folder *f, llm_writer *w, const llm__json_node *rope, double factor, int *context) {
+    double fast, slow, magnitude, usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, m = 0, all = 0;
+    int original;
+    bool truncate = true;
+    llm__json_bool(llm__json_member(rope, "truncate"), &truncate);
+    if (!truncate) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "YaRN with \"truncate\": false is not supported");
+    if (llm__json_f64(llm__folder_entry(rope, "mscale"), &m) && llm__json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
+        m != 0 && all != 0 && factor > 1)
+        usual = (0.1 * m * log(factor) + 1) / (0.1 * all * log(factor) + 1);
+    if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) || !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
+        !llm__folder_number(f, rope, "attention_factor", usual, &magnitude) ||
+        !llm__folder_int(f, rope, "original_max_position_embeddings", *context, &original))
+        return false;
+    llm__folder_write_int(f, w, "rope.scaling.original_context_length", original);
+    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_fast", fast);
+    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_slow", slow);
+    /* GGUF's readers multiply it by the usual magnitude */
+    llm__folder_write_float(f, w, "rope.scaling.attn_factor", magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
+    *context = original;
+    return true;
+}
+
+/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and "rope_scaling". */
+static bool llm__folder_rope(llm__folder *f, llm_writer *w, int context) {
+    static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+                                        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
+                                        "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned", NULL};
+    const llm__json_node *config = f->config.nodes, *rope = llm__folder_entry(config, "rope_parameters");
+    double base, factor = 1, part;
+    char key[128];
+    if (!rope) rope = llm__folder_entry(config, "rope_scaling");
+    if (rope && !llm__json_has_kind(rope, LLM__JSON_OBJECT))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json is no object");
+    if (!llm__folder_known(f, rope, "the RoPE scaling of config.json", known) ||
+        !llm__folder_number(f, config, "rope_theta", 10000, &base) || !llm__folder_number(f, rope, "rope_theta", base, &base) ||
+        !llm__folder_number(f, config, "partial_rotary_factor", 1, &part) ||
+        !llm__folder_number(f, rope, "partial_rotary_factor", part, &part))
+        return false;
+    if (part != 1) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "partial_rotary_factor %g is not supported", part);
+    llm__folder_write_float(f, w, "rope.freq_base", base);
+    base = (float)base;
+
+    const llm__json_node *type = llm__folder_entry(rope, "rope_type");
+    if (!type) type = llm__folder_entry(rope, "type");
+    if (rope && llm__folder_entry(rope, "factor") && !type)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json does not say its rope_type");
+    if (type && !llm__json_is(type, "default")) {
+        bool yarn = llm__json_is(type, "yarn");
+        if (llm__json_is(type, "llama3")) {
+            if (!llm__folder_llama3(f, rope, base, context)) return false;
+        } else if (!yarn && !llm__json_is(type, "linear")) {
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
+                                     "RoPE scaling \"%s\" is not supported; supported: default, linear, yarn, llama3",
+                                     llm__show_node(type).text);
+        } else {
+            if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
+                (yarn && !llm__folder_yarn(f, w, rope, factor, &context)))
+                return false;
+            llm_writer_string(w, llm__folder_key(f, "rope.scaling.type", key), yarn ? "yarn" : "linear");
+            llm__folder_write_float(f, w, "rope.scaling.factor", factor);
+        }
+    }
+    /* what is stretched was made for so many positions, and now takes that many times more */
+    llm__folder_write_int(f, w, "context_length", (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
+    return true;
+}
+
+/* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
+static bool llm__folder_window(const llm__folder *f, llm_writer *w) {
+    const llm__json_node *config = f->config.nodes, *types = llm__folder_entry(config, "layer_types");
+    const llm__json_node *node = llm__json_member(config, "sliding_window");
+    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have a window? */
+    bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
+    int window = 0;
+    int64_t first = 0;
+    char key[128];
+    if (!llm__json_bool(llm__json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
+    if (!uses || llm__json_has_kind(node, LLM__JSON_NULL) || (!node && !f->architecture->window && !types)) return true;
+    if (!strcmp(f->architecture->model_type, "llama"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"sliding_window\" in config.json is not supported for llama");
+    if (!llm__folder_int(f, config, "sliding_window", f->architecture->window, &window)) return false;
+    if (qwen && !types && (!llm__json_i64(llm__json_member(config, "max_window_layers"), &first) || first < 0))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say from which layer on the window is used (max_window_layers)");
+    if (types && (!llm__json_has_kind(types, LLM__JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "layer_types in config.json is not a list of %d types", f->n_layers);
+    uint8_t *pattern = (uint8_t *)llm__new((size_t)f->n_layers, 1, "the windows of the layers", f->err);
+    if (!pattern) return false;
+    bool ok = true;
+    const llm__json_node *type = llm__json_first(types);
+    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm__json_next(types, type) : NULL) {
+        pattern[i] = types ? llm__json_is(type, "sliding_attention") : i >= first;
+        windowed[pattern[i]] = true;
+        if (types && !pattern[i] && !llm__json_is(type, "full_attention"))
+            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the layer type \"%s\" in config.json is not supported",
+                                   llm__show_node(type).text);
+    }
+    if (windowed[1]) llm__folder_write_int(f, w, "attention.sliding_window", window);
+    if (windowed[1] && windowed[0]) {
+        llm_value value = {llm__string(llm__folder_key(f, "attention.sliding_window_pattern", key)), LLM_VALUE_ARRAY, LLM_VALUE_BOOL,
+                           (uint64_t)f->n_layers, pattern, (size_t)f->n_layers};
+        llm_writer_value(w, &value);
+    }
+    LLM_FREE(pattern);
+    return ok;
+}
+
+/* config.json into metadata. */
+static bool llm__folder_config(llm__folder *f, llm_writer *w) {
+    const llm__json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
+    int hidden, kv_heads, context;
+    double epsilon;
+    if (act && !llm__json_is(act, "silu") && !llm__json_is(act, "swish"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the activation \"%s\" is not supported; supported: silu",
+                                 llm__show_node(act).text);
+    if (!llm__folder_known_config(f) || !llm__folder_int(f, config, "hidden_size", 0, &f->dim) ||
+        !llm__folder_int(f, config, "intermediate_size", 0, &hidden) ||
+        !llm__folder_int(f, config, "num_hidden_layers", 0, &f->n_layers) ||
+        !llm__folder_int(f, config, "num_attention_heads", 0, &f->n_heads) ||
+        !llm__folder_int(f, config, "num_key_value_heads", f->architecture->kv_heads ? f->n_heads : 0, &kv_heads) ||
+        !llm__folder_int(f, config, "max_position_embeddings", 0, &context) ||
+        !llm__folder_number(f, config, "rms_norm_eps", 1e-6, &epsilon))
+        return false;
+    int usual = f->architecture->head_dim ? f->architecture->head_dim : (int)llm__max(f->dim / f->n_heads, 1);
+    if (!llm__folder_int(f, config, "head_dim", usual, &f->head_dim)) return false;
+    /* each layer has tensors; asked before allocating what an absurd count wants */
+    if (f->n_layers > f->sources.count || f->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says %d layers, but there are only %lld tensors", f->n_layers,
+                                 (long long)f->sources.count);
+    if (f->head_dim > 1 << 20)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says heads of %d numbers, which is absurd", f->head_dim);
+    llm_writer_string(w, "general.architecture", f->architecture->name);
+    llm__folder_write_int(f, w, "block_count", f->n_layers);
+    llm__folder_write_int(f, w, "embedding_length", f->dim);
+    llm__folder_write_int(f, w, "feed_forward_length", hidden);
+    llm__folder_write_int(f, w, "attention.head_count", f->n_heads);
+    llm__folder_write_int(f, w, "attention.head_count_kv", kv_heads);
+    llm__folder_write_int(f, w, "attention.key_length", f->head_dim);
+    llm__folder_write_int(f, w, "attention.value_length", f->head_dim);
+    llm__folder_write_int(f, w, "rope.dimension_count", f->head_dim);
+    llm__folder_write_float(f, w, "attention.layer_norm_rms_epsilon", epsilon);
+    f->file->tensors = (llm_tensor *)llm__new((size_t)(f->n_layers * LLM__N_PARTS + 4), sizeof(llm_tensor), "the tensors", f->err);
+    return f->file->tensors && llm__folder_rope(f, w, context) && llm__folder_window(f, w);
+}
+
+/* ---- The tensors ---------------------------------------------------------------------------- */
+
+/* Map a safetensors file of the folder and read its header. */
+static bool llm__folder_shard(llm__folder *f, llm_string name) {
+    char copy[256];
+    const void *data = NULL;
+    uint64_t size = 0;
+    if (!name.length || name.length >= sizeof copy || memchr(name.data, '/', name.length) || memchr(name.data, 0, name.length))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the index names the file '%s', which is no name of a file in this folder",
+                                 llm__show(name).text);
+    memcpy(copy, name.data, name.length);
+    copy[name.length] = 0;
+    void *grown = llm__grow(f->paths, f->n_files, &f->paths_capacity, sizeof *f->paths, "the files", f->err);
+    if (!grown) return false;
+    f->paths = (char **)grown;
+    grown = llm__grow(f->headers, f->n_files, &f->headers_capacity, sizeof *f->headers, "the files", f->err);
+    if (!grown) return false;
+    f->headers = (llm__json *)grown;
+    char *path = llm__folder_path(f, copy, f->err);
+    if (!path) return false;
+    int64_t i = f->n_files++;
+    f->paths[i] = path;
+    return llm__map(path, &data, &size, f->err) && llm__add_region(f->file, data, size, LLM__MAPPED, f->err) &&
+           llm__read_safetensors(&f->sources, &f->headers[i], (const uint8_t *)data, size, path, f->err);
+}
+
+/* Is this the file's path? */
+static bool llm__folder_is_file(const char *path, llm_string name) {
+    size_t length = strlen(path);
+    return length > name.length && path[length - name.length - 1] == '/' &&
+           !memcmp(path + length - name.length, name.data, name.length);
+}
+
+/* All files that the index names. */
+static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
+    if (!llm__json_first(map) || map->kind != LLM__JSON_OBJECT)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
+    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
+        llm_string name = {"", 0};
+        if (!llm__json_string(n, &name))
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "the weight_map of model.safetensors.index.json names no file for '%s'",
+                                     llm__show(llm__json_key(n)).text);
+        int64_t i = 0;
+        while (i < f->n_files && !llm__folder_is_file(f->paths[i], name)) i++;
+        if (i == f->n_files && !llm__folder_shard(f, name)) return false;
+    }
+    return true;
+}
+
+/* What the index says must be so. */
+static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *map) {
+    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
+        llm_string name = llm__json_key(n), file = {n->text, n->length};
+        const llm__source *source = (const llm__source *)(const void *)llm__find_string(f->sources.index, f->sources.count, name);
+        if (!source || !llm__folder_is_file(source->path, file))
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' is not in the file that the index names for it",
+                                     llm__show(name).text);
+    }
+    return true;
+}
+
+static bool llm__folder_weights(llm__folder *f) {
+    llm__json index;
+    memset(&index, 0, sizeof index);
+    bool single = llm__folder_has(f, "model.safetensors");
+    if (!single && !llm__folder_has(f, "model.safetensors.index.json"))
+        return llm__folder_error(f, LLM_ERROR_FILE, "there is neither model.safetensors nor model.safetensors.index.json%s",
+                                 llm__folder_has(f, "pytorch_model.bin") || llm__folder_has(f, "pytorch_model.bin.index.json")
+                                     ? "; its pytorch_model.bin is not read: such files may run programs" : "");
+    if (!single && !llm__folder_json(f, "model.safetensors.index.json", &index)) return false;
+    const llm__json_node *map = llm__json_member(index.nodes, "weight_map");
+    bool ok = single ? llm__folder_shard(f, llm__string("model.safetensors")) : llm__folder_shards(f, map);
+    if (ok) f->sources.index = llm__sorted_names(f->sources.items, f->sources.count, sizeof *f->sources.items, f->err);
+    ok = ok && f->sources.index;
+    const llm_string *twice = ok ? llm__duplicate(f->sources.index, f->sources.count) : NULL;
+    if (twice) ok = llm__folder_error(f, LLM_ERROR_FORMAT, "two of the files have a tensor called '%s'", llm__show(*twice).text);
+    if (ok && !single) ok = llm__folder_check_index(f, map);
+    llm__json_free(&index);
+    return ok;
+}
+
+/* The next tensor of the file, under its GGUF name. */
+static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
+    llm_tensor *t = &f->file->tensors[f->file->n_tensors];
+    char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
+    f->file->n_tensors++;
+    snprintf(copy, LLM__TENSOR_NAME, "%s", name);
+    t->name = llm__string(copy);
+    for (int i = 0; i < 4; i++) t->dims[i] = 1;
+    return t;
+}
+
+/* Kernels read numbers in place, so they must be aligned, which the format does not promise. */
+static const void *llm__folder_aligned(const llm__folder *f, const llm__source *source) {
+    if ((uintptr_t)source->data % (uintptr_t)source->value_bytes == 0) return source->data;
+    void *copy = llm__new((size_t)source->bytes, 1, "a tensor that lies at an odd place", f->err);
+    if (!copy) return NULL;
+    memcpy(copy, source->data, (size_t)source->bytes);
+    return llm__add_region(f->file, copy, source->bytes, LLM__OWNED, f->err) ? copy : NULL;
+}
+
+static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name) {
+    if (source->type < 0)
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
+                                 llm__show(source->name).text, source->dtype);
+    if (source->n_dims < 1)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
+    llm_tensor *t = llm__folder_new_tensor(f, name);
+    t->type = (llm_type)source->type;
+    t->n_dims = source->n_dims;
+    for (int i = 0; i < source->n_dims; i++) t->dims[i] = source->dims[source->n_dims - 1 - i];
+    t->bytes = source->bytes;
+    t->data = llm__folder_aligned(f, source);
+    source->used = true;
+    return t->data != NULL;
+}
+
+/* A bias that config.json does not speak of: some tools write one of zeros into every layer. */
+static bool llm__all_zero(const llm__source *source) {
+    for (uint64_t i = 0; i < source->bytes; i++)
+        if (source->data[i]) return false;
+    return true;
+}
+
+/* Does config.json ask for this optional part? Head norms and the like need no asking. */
+static bool llm__folder_wants(const llm__folder *f, int part) {
+    bool attention = false, mlp = false;
+    llm__json_bool(llm__json_member(f->config.nodes, "attention_bias"), &attention);
+    llm__json_bool(llm__json_member(f->config.nodes, "mlp_bias"), &mlp);
+    return (f->architecture->required >> part & 1) || (attention && (f->architecture->optional & LLM__BIASES) >> part & 1) ||
+           (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
+}
+
+static bool llm__folder_part(llm__folder *f, int layer, int part) {
+    char name[LLM__TENSOR_NAME], source_name[128];
+    llm__part_name(name, layer, part);
+    snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
+    llm__source *source = llm__find_source(&f->sources, source_name);
+    if (llm__folder_wants(f, part)) {
+        if (source) return llm__folder_tensor(f, source, name);
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", source_name);
+    }
+    if (source && llm__all_zero(source)) source->used = true;
+    return true;
+}
+
+/* The tensors outside of the layers. */
+static bool llm__folder_ends_of_stack(llm__folder *f) {
+    static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
+                                           {"model.norm.weight", "output_norm.weight"},
+                                           {"lm_head.weight", "output.weight"}};
+    bool tied = false;
+    llm__json_bool(llm__json_member(f->config.nodes, "tie_word_embeddings"), &tied);
+    for (int i = 0; i < 3; i++) {
+        llm__source *source = llm__find_source(&f->sources, names[i][0]);
+        if (i == 2 && tied) { /* some files hold it all the same */
+            if (source) source->used = true;
+        } else if (!source) {
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", names[i][0]);
+        } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
+    }
+    return true;
+}
+
+static bool llm__ends_with(llm_string s, const char *end) {
+    size_t n = strlen(end);
+    return s.length >= n && !memcmp(s.data + s.length - n, end, n);
+}
+
+static bool llm__folder_tensors(llm__folder *f) {
+    uint64_t names = (uint64_t)(f->n_layers * LLM__N_PARTS + 4) * LLM__TENSOR_NAME;
+    f->names = (char *)llm__new((size_t)names, 1, "the names of the tensors", f->err);
+    if (!f->names || !llm__add_region(f->file, f->names, names, LLM__OWNED, f->err)) return false;
+    if (!llm__folder_ends_of_stack(f)) return false;
+    for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
+        if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
+    for (int64_t i = 0; i < f->sources.count; i++) {
+        const llm__source *source = &f->sources.items[i];
+        /* old files store what can be computed from config.json */
+        if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
+                                     llm__show(source->name).text, f->architecture->model_type);
+    }
+    f->file->tensor_index = llm__sorted_names(f->file->tensors, f->file->n_tensors, sizeof(llm_tensor), f->err);
+    return f->file->tensor_index != NULL;
+}
+
+/* ---- Opening a folder ------------------------------------------------------------------------- */
+
+/* A writer that writes nowhere: what it collects becomes the header of `file`. */
+static llm_writer *llm__header_begin(llm_error *err) {
+    llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a header", err);
+    if (w) w->descriptor = -1, w->alignment = 32;
+    return w;
+}
+
+/* Frees the writer. */
+static bool llm__header_finish(llm_writer *w, llm_file *file, llm_error *err) {
+    llm__bytes header = {NULL, 0, 0};
+    bool ok = w->err.status == LLM_OK;
+    if (!ok && err) *err = w->err;
+    ok = ok && llm__append(&header, "GGUF", 4, err) && llm__append_u32(&header, 3, err) && llm__append_u64(&header, 0, err) &&
+         llm__append_u64(&header, w->n_values, err) && llm__append(&header, w->values.data, w->values.length, err);
+    uint64_t n_values = w->n_values;
+    llm__writer_free(w);
+    file->data = header.data;
+    file->size = header.length;
+    file->memory = LLM__OWNED;
+    llm__reader r = {file, 24, err};
+    file->version = 3;
+    return ok && llm__read_values(&r, n_values);
+}
+
+static bool llm__folder_architecture(llm__folder *f) {
+    llm_string type = {"", 0};
+    char known[128];
+    if (!llm__json_string(llm__json_member(f->config.nodes, "model_type"), &type))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
+    f->architecture = llm__find_architecture(type, true);
+    llm__list_architectures(known, sizeof known, true);
+    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type is \"%s\"; supported: %s",
+                                                llm__show(type).text, known);
+}
+
+/* A folder without config.json may still hold a vocabulary. */
+static bool llm__folder_read(llm__folder *f, llm_writer *w) {
+    if (!llm__folder_has(f, "config.json")) {
+        if (llm__folder_has(f, "tokenizer.json") && !llm__folder_has(f, "model.safetensors")) return llm__folder_vocabulary(w, f->path, f->err);
+        return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
+                                 "; to run a GGUF file, give its own path");
+    }
+    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_weights(f) &&
+           llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
+}
+
+static llm_file *llm__folder_open(const char *path, llm_error *err) {
+    llm__folder f;
+    memset(&f, 0, sizeof f);
+    f.path = path;
+    f.err = err;
+    f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
+    llm_writer *w = f.file ? llm__header_begin(err) : NULL;
+    bool ok = w && (f.file->path = llm__copy_text(path, "", err)) != NULL;
+    if (ok) f.file->folder = true;
+    ok = ok && llm__folder_read(&f, w);
+    if (ok) ok = llm__header_finish(w, f.file, err);
+    else if (w) llm__writer_free(w);
+    for (int64_t i = 0; i < f.n_files; i++) {
+        llm__json_free(&f.headers[i]);
+        LLM_FREE(f.paths[i]);
+    }
+    LLM_FREE(f.headers);
+    LLM_FREE(f.paths);
+    LLM_FREE(f.sources.items);
+    LLM_FREE((void *)f.sources.index);
+    llm__json_free(&f.config);
+    if (ok) return f.file;
+    llm_file_close(f.file);
+    return NULL;
 }
 
 /* ---- A model on a device -------------------------------------------------------------- */
@@ -8132,13 +9063,39 @@ static bool llm__load_matrix(llm_backend *backend, const llm_tensor *tensor, llm
 }
 
 /* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
- * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer"). */
+ * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer").
+ *
+ * A model that is to read longer texts than it was trained on would meet angles it has never seen. So the
+ * frequencies are divided: all alike ("linear"), or those only that do not complete a turn within the
+ * trained length, while the quick ones, which have seen all angles, stay. Llama 3 brings a divisor
+ * for each; YaRN computes one, blending between beta_fast and beta_slow turns over that length. */
+static double llm__frequency(const llm_config *c, int i, double divisor) {
+    double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
+    if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
+    /* the dimension that makes so many turns over the length that the model was trained for at first */
+    double per_turn = c->rope_original_context / (2 * 3.14159265358979323846), scale = c->rope_dim / (2 * log(c->rope_base));
+    double fast = floor(scale * log(per_turn / c->rope_beta_fast)), slow = ceil(scale * log(per_turn / c->rope_beta_slow));
+    fast = fast > 0 ? fast : 0;
+    slow = slow < c->rope_dim - 1 ? slow : c->rope_dim - 1;
+    double blend = (i - fast) / (slow - fast > 0.001 ? slow - fast : 0.001);
+    blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
+    return frequency * (1 - blend) + frequency / c->rope_factor * blend;
+}
+
 static bool llm__load_frequencies(llm__network *net, llm_error *err) {
     const llm_config *c = &net->model->config;
+    const llm_tensor *divisors = net->model->rope_divisors;
     int n = c->rope_dim / 2;
     float *host = (float *)llm__new((size_t)n, sizeof(float), "the RoPE frequencies", err);
     if (!host) return false;
-    for (int i = 0; i < n; i++) host[i] = (float)pow((double)c->rope_base, -2.0 * i / c->rope_dim);
+    for (int i = 0; i < n; i++) host[i] = 1;
+    if (divisors) llm_type_find(divisors->type)->unpack(divisors->data, host, n);
+    for (int i = 0; i < n; i++) {
+        if (!(host[i] > 0))
+            return LLM_FREE(host), llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g",
+                                             llm_file_path(net->model->file), (double)host[i]);
+        host[i] = (float)llm__frequency(c, i, host[i]);
+    }
     llm_backend *b = net->backend;
     net->frequencies = (float *)b->allocate(b->context, (size_t)n * sizeof(float), "the RoPE frequencies", err);
     bool ok = net->frequencies && b->upload(b->context, net->frequencies, host, (size_t)n * sizeof(float), err);
@@ -8298,14 +9255,15 @@ static void llm__attention_block(const llm__network *net, llm__arena *a, const l
     void *ctx = b->context;
     int n = batch->n_tokens;
     llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim),
-                                 naive, 0};
+                                 naive, net->model->windows[layer]};
 
     b->rmsnorm(ctx, a->x, (const float *)w[LLM__ATTN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
     b->matmul(ctx, a->h, &w[LLM__Q], (const float *)w[LLM__Q_BIAS].data, n, false, a->q);
     b->matmul(ctx, a->h, &w[LLM__K], (const float *)w[LLM__K_BIAS].data, n, false, a->k);
     b->matmul(ctx, a->h, &w[LLM__V], (const float *)w[LLM__V_BIAS].data, n, false, a->v);
-    b->rope_and_store(ctx, batch, &shape, c->rope_pairing, c->rope_dim, a->angles, NULL, NULL, c->norm_epsilon,
-                      a->q, a->k, a->v, &net->cache, layer);
+    b->rope_and_store(ctx, batch, &shape, c->rope_pairing, c->rope_dim, a->angles,
+                      (const float *)w[LLM__Q_NORM].data, (const float *)w[LLM__K_NORM].data, c->norm_epsilon, a->q,
+                      a->k, a->v, &net->cache, layer);
     b->attention(ctx, batch, &shape, a->q, &net->cache, layer, a->attended);
     b->matmul(ctx, a->attended, &w[LLM__O], (const float *)w[LLM__O_BIAS].data, n, true, a->x);
 }
@@ -8319,10 +9277,10 @@ static void llm__feed_forward_block(const llm__network *net, llm__arena *a, int 
     void *ctx = b->context;
 
     b->rmsnorm(ctx, a->x, (const float *)w[LLM__FFN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
-    b->matmul(ctx, a->h, &w[LLM__GATE], NULL, n, false, a->gate);
-    b->matmul(ctx, a->h, &w[LLM__UP], NULL, n, false, a->up);
+    b->matmul(ctx, a->h, &w[LLM__GATE], (const float *)w[LLM__GATE_BIAS].data, n, false, a->gate);
+    b->matmul(ctx, a->h, &w[LLM__UP], (const float *)w[LLM__UP_BIAS].data, n, false, a->up);
     b->swiglu(ctx, a->gate, a->up, (int64_t)n * c->hidden_dim, a->gate);
-    b->matmul(ctx, a->gate, &w[LLM__DOWN], NULL, n, true, a->x);
+    b->matmul(ctx, a->gate, &w[LLM__DOWN], (const float *)w[LLM__DOWN_BIAS].data, n, true, a->x);
 }
 
 /* Put the batch through all layers: fills the cache and leaves the residual stream in the arena. */
@@ -8330,7 +9288,7 @@ static void llm__forward(const llm__network *net, llm__arena *a, const llm_batch
     const llm_config *c = &net->model->config;
     llm_backend *b = net->backend;
     b->embed(b->context, batch, &net->embedding, a->x);
-    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, 1.0f, a->angles);
+    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, c->rope_magnitude, a->angles);
     for (int layer = 0; layer < c->n_layers; layer++) {
         llm__attention_block(net, a, batch, layer, naive);
         llm__feed_forward_block(net, a, batch->n_tokens, layer);

@@ -109,7 +109,7 @@ static double attention_walk(lesson *l, const attention_look *a, const double *e
             for (int i = 0; k < seen && i < d; i++) scores[k] += a->q[i] * a->keys[(first + k) * d + i];
         }
         float before = m;
-        llm__base_softmax_row(scores, seen, a->scale, &m, &total, sums, padded); /* scores become exp(score - m) */
+        llm__base_softmax_row(scores, 0, seen, a->scale, &m, &total, sums, padded); /* scores become exp(score - m) */
         for (int k = 0; k < seen; k++)
             for (int i = 0; i < d; i++) sums[i] += scores[k] * a->values[(first + k) * d + i];
         for (int i = 0; i < d; i++) out[i] = sums[i] / total;

@@ -582,7 +582,7 @@ static void refuse_path(const char *name, llm_status status, const char *expecte
 static void test_open(void **state) {
     (void)state;
     refuse_path("/nonexistent/model.gguf", LLM_ERROR_FILE, "cannot open /nonexistent/model.gguf: No such file");
-    refuse_path("/tmp", LLM_ERROR_FILE, "it is a directory without a tokenizer.json");
+    refuse_path("/tmp", LLM_ERROR_FILE, "there is no config.json in this folder");
     refuse_path("/dev/null", LLM_ERROR_FILE, "it is a pipe or a device, not a file");
     refuse_path("", LLM_ERROR_ARGUMENT, "no path");
     refuse_path(NULL, LLM_ERROR_ARGUMENT, "no path");

@@ -395,8 +395,9 @@ static void run_all(llm_backend *b, const world *w, int block_size, int max_chun
     }
 }
 
-static void check_attention(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type type) {
+static void check_attention(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type type, int window) {
     world w = make_world(n_sequences, max_length, n_kv_heads, group, head_dim, type);
+    w.shape.window = window;
     float *expected[6], *out[6], *other[6];
     size_t bytes[6];
     for (int s = 0; s < n_sequences; s++) {
@@ -426,13 +427,55 @@ static void check_attention(int n_sequences, int max_length, int n_kv_heads, int
 
 static void test_attention(void **state) {
     (void)state;
-    check_attention(1, 1, 1, 1, 1, LLM_F32);
-    check_attention(2, 200, 2, 4, 64, LLM_F16);
-    check_attention(3, 330, 1, 1, 128, LLM_F16);
-    check_attention(3, 150, 1, 16, 80, LLM_F32);
-    check_attention(4, 130, 2, 3, 19, LLM_F16);
-    check_attention(6, 70, 3, 2, 5, LLM_F32);
-    check_attention(2, 140, 1, 7, 160, LLM_F16);
+    check_attention(1, 1, 1, 1, 1, LLM_F32, 0);
+    check_attention(2, 200, 2, 4, 64, LLM_F16, 0);
+    check_attention(3, 330, 1, 1, 128, LLM_F16, 0);
+    check_attention(3, 150, 1, 16, 80, LLM_F32, 0);
+    check_attention(4, 130, 2, 3, 19, LLM_F16, 0);
+    check_attention(6, 70, 3, 2, 5, LLM_F32, 0);
+    check_attention(2, 140, 1, 7, 160, LLM_F16, 0);
+}
+
+static void test_attention_window(void **state) {
+    (void)state;
+    check_attention(2, 200, 2, 4, 64, LLM_F16, 1);
+    check_attention(2, 200, 2, 4, 64, LLM_F16, 64);
+    check_attention(3, 330, 1, 1, 128, LLM_F16, 65);
+    check_attention(3, 150, 1, 16, 80, LLM_F32, 3);
+    check_attention(4, 230, 2, 3, 19, LLM_F16, 100);
+    check_attention(6, 70, 3, 2, 5, LLM_F32, 17);
+    check_attention(2, 140, 1, 7, 160, LLM_F16, 1000);
+}
+
+/* What a window means: the last token of a sequence sees what it would see if the sequence began with the window. And what lies
+ * before it may be anything, here NaN. */
+static void test_attention_window_is_a_shorter_sequence(void **state) {
+    (void)state;
+    enum { LENGTH = 180, HEADS = 2, DIM = 24 };
+    static const int windows[] = {1, 2, 15, 16, 63, 64, 65, 130, 179, 180, 181};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
+        for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa++)
+            for (int naive = 0; naive < 2; naive++) {
+                world w = make_world(1, LENGTH, 1, HEADS, DIM, LLM_F32);
+                float *out = malloc(LENGTH * HEADS * DIM * sizeof *out), *right = malloc(LENGTH * HEADS * DIM * sizeof *right);
+                int window = windows[i], before = window < LENGTH ? LENGTH - window : 0, n = LENGTH - before;
+                int first = LENGTH - 1, one = 1, first_short = n - 1;
+                llm_backend *b = open_backend((llm_isa)isa, 1);
+                if (b) {
+                    for (int k = 0; k < before * DIM; k++) w.k[0][k] = w.v[0][k] = NAN;
+                    w.shape.window = window;
+                    run_attention(b, &w, &first, &one, 16, naive, &out);
+                    world cut = w; /* the same without what lies before */
+                    cut.length[0] = n;
+                    cut.shape.window = 0;
+                    cut.q[0] += before * HEADS * DIM, cut.k[0] += before * DIM, cut.v[0] += before * DIM;
+                    run_attention(b, &cut, &first_short, &one, 16, naive, &right);
+                    check_close("window", isa, out + first * HEADS * DIM, right + first_short * HEADS * DIM, HEADS * DIM, 1e-6);
+                    close_backend(b);
+                }
+                free(out), free(right);
+                free_world(&w);
+            }
 }
 
 /* A sharp softmax, equal scores, and scores too large for exp alone. */
@@ -686,6 +729,7 @@ int main(void) {
         cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_extremes),  cmocka_unit_test(test_rmsnorm),
         cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
         cmocka_unit_test(test_no_allocation_in_a_step),
