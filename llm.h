@@ -101,7 +101,9 @@ typedef enum llm_type {
     LLM_Q4_K = 12, /* 256 values in 8 groups with a 6-bit scale and minimum each  = 144 bytes */
     LLM_Q5_K = 13, /* the same, with 5 bits                                       = 176 bytes */
     LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
-    LLM_BF16 = 30
+    LLM_BF16 = 30,
+    /* The engine's own, for the 4-bit integers of AWQ and GPTQ; in no GGUF file, and not in llm_type_at: */
+    LLM_Q4_Z = 0x1000 /* 32 values: one f16 scale, a 16-bit zero point, 32 4-bit integers = 20 bytes */
 } llm_type;
 
 typedef struct llm_type_info {
@@ -149,6 +151,7 @@ typedef struct llm_tensor { /* one tensor of a file */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
     const void *data;  /* inside the mapping, checked */
     uint64_t bytes;
+    const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to input j */
 } llm_tensor;
 
 typedef struct llm_file llm_file;
@@ -526,6 +529,7 @@ typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
     int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
     const void *data;       /* device; on the CPU this is the mapped file itself */
     void *packed;           /* the same in the order in which a kernel reads it; NULL: none. The backend's own */
+    const int32_t *columns; /* device, (cols): its input is taken in this order, by gather_columns; NULL: as it is */
 } llm_weight;
 
 /* All the tokens of one step, of any number of sequences: the ragged batch. A decode step has one
@@ -641,6 +645,9 @@ struct llm_backend {
     void (*swiglu)(void *context, const float *gate, const float *up, int64_t n, float *out);
     /* out (n, dim) = the rows x[rows[i]] for i in first .. first + n - 1 of the batch's logit_rows */
     void (*gather_rows)(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out);
+    /* out (n, cols) = the columns of x (n, cols) in another order: out[i][j] = x[i][columns[j]], columns (cols) device. NULL
+     * where the device cannot: models that need it are refused. */
+    void (*gather_columns)(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out);
     /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order: a block may be
      * copied from and then, by a later pair, to. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
@@ -1123,7 +1130,7 @@ static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offse
     for (uint32_t i = 0; i < n_dims; i++)
         if (!llm__read_u64(r, what, &tensor->dims[i])) return false;
     if (!llm__read_u32(r, what, &type) || !llm__read_u64(r, what, offset)) return false;
-    const llm_type_info *info = llm_type_find((llm_type)type);
+    const llm_type_info *info = type < LLM_Q4_Z ? llm_type_find((llm_type)type) : NULL;
     if (!info) return llm__unsupported_type(r, tensor, type);
     tensor->type = info->type;
     const uint64_t *d = tensor->dims;
@@ -2375,7 +2382,7 @@ bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims
     if (!llm__writer_ok(w)) return false;
     if (w->data_begun)
         return llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: a tensor declared after the first data", w->path);
-    const llm_type_info *info = llm_type_find(type);
+    const llm_type_info *info = type < LLM_Q4_Z ? llm_type_find(type) : NULL;
     uint64_t bytes = 0, end = 0;
     if (!name.length || !info || !llm__tensor_bytes(info, n_dims, dims, &bytes) ||
         !llm__add(w->declared, bytes + w->alignment - 1, &end))
@@ -5359,6 +5366,7 @@ static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
 
 enum {
     LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16, LLM__Q4_1_BYTES = 4 + 16,
+    LLM__Q4_Z_BYTES = 4 + 16,
     LLM__Q5_0_BYTES = 2 + 4 + 16, LLM__Q5_1_BYTES = 4 + 4 + 16,
     LLM__SUPER = 256, LLM__Q4_K_BYTES = 4 + 12 + 128, LLM__Q5_K_BYTES = 4 + 12 + 32 + 128,
     LLM__Q6_K_BYTES = 128 + 64 + 16 + 2
@@ -5658,6 +5666,42 @@ static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
     }
 }
 
+/* ---- q4_Z: the integers of AWQ and GPTQ, exactly ------------------------------------------
+ * Laid out as q4_1, but with a whole number for zero in place of the minimum: value = scale x (q - zero). In f16
+ * a minimum of -scale x zero would have to be rounded. */
+
+static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        int zero = llm__read_u16(block + 2);
+        for (int i = 0; i < LLM__BLOCK; i++)
+            values[first + i] = scale * (float)((block[4 + i % 16] >> (i / 16 * 4) & 15) - zero);
+    }
+}
+
+static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
+        float low = 0.0f, high = 0.0f;
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            low = values[first + i] < low ? values[first + i] : low;
+            high = values[first + i] > high ? values[first + i] : high;
+        }
+        llm__write_u16(block, llm__f32_to_f16((high - low) / 15.0f));
+        float scale = llm__f16_to_f32(llm__read_u16(block)), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        int zero = (int)llm__whole_between(-low * inverse, 15.0f);
+        llm__write_u16(block + 2, (uint16_t)zero);
+        memset(block + 4, 0, 16);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            int q = (int)llm__whole_between(values[first + i] * inverse + (float)zero, 15.0f);
+            block[4 + i % 16] = (uint8_t)(block[4 + i % 16] | q << (i / 16 * 4));
+        }
+    }
+}
+
+static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
+
 static const llm_type_info llm__types[] = {
     {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
     {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
@@ -5681,7 +5725,7 @@ const llm_type_info *llm_type_find(llm_type type) {
     const llm_type_info *info;
     for (int i = 0; (info = llm_type_at(i)) != NULL; i++)
         if (info->type == type) return info;
-    return NULL;
+    return type == LLM_Q4_Z ? &llm__own_type : NULL;
 }
 
 const llm_type_info *llm_type_by_name(const char *name) {
@@ -5706,25 +5750,25 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  * embedding and the output matrix decide directly between words, and are the first whose rounding
  * shows; they stay at 8 bits or more. */
 
-static bool llm__is_matrix_of_layer(llm_string name, const char *matrix, int64_t *layer) {
+static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
     char text[64], wanted[64];
     if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
     memcpy(text, name.data, name.length);
     text[name.length] = 0;
     *layer = strtoll(text + 4, NULL, 10);
-    snprintf(wanted, sizeof wanted, "blk.%lld.%s.weight", (long long)*layer, matrix);
+    snprintf(wanted, sizeof wanted, "blk.%lld.%s", (long long)*layer, part);
     return *layer >= 0 && !strcmp(text, wanted);
 }
 
 /* Is this one of the matrices that a mixed file keeps at q6_K? Those of the first and last layers, and of every
  * third between, as llama.cpp has it. */
 static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
-    static const char *const delicate[] = {"attn_v", "ffn_down"};
+    static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
     int64_t layer = 0, other, n_layers = 0;
     for (int i = 0; i < 2; i++)
-        if (llm__is_matrix_of_layer(name, delicate[i], &layer)) {
+        if (llm__is_tensor_of_layer(name, delicate[i], &layer)) {
             for (int64_t k = 0; k < llm_file_n_tensors(file); k++)
-                n_layers += llm__is_matrix_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
+                n_layers += llm__is_tensor_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
             return layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2;
         }
     return false;
@@ -5732,7 +5776,8 @@ static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
 
 /* The type in which llm_quantize stores a tensor. */
 static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
-    if (tensor->n_dims < 2) return tensor->type; /* norms and biases: few bytes, and every token passes through them */
+    if (tensor->n_dims < 2) /* norms and biases: few bytes, and every token passes through them */
+        return file->folder ? LLM_F32 : tensor->type; /* (GGUF's readers want them as f32) */
     bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
     bool few_bits = groups || wanted == LLM_Q4_0 || wanted == LLM_Q4_1 || wanted == LLM_Q5_0 || wanted == LLM_Q5_1;
     bool output = llm__is_text(tensor->name, "output.weight");
@@ -5770,9 +5815,42 @@ static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
     return !q->stopped;
 }
 
+/* In a "llama" GGUF file the two dimensions that RoPE turns together are neighbours; in a folder they are half a head
+ * apart. Returns the head's size where rows of this tensor have to change places, else 0. */
+static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tensor) {
+    llm_string architecture = {"", 0};
+    size_t cursor = 0;
+    uint64_t head_dim = 0;
+    int64_t layer;
+    llm_value_string(llm_file_find(file, "general.architecture"), &cursor, &architecture);
+    bool q_or_k = llm__is_tensor_of_layer(tensor->name, "attn_q.weight", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_k.weight", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_q.bias", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_k.bias", &layer);
+    if (!file->folder || !q_or_k || !llm__is_text(architecture, "llama")) return 0;
+    llm_value_u64(llm_file_find(file, "llama.rope.dimension_count"), 0, &head_dim);
+    uint64_t rows = tensor->dims[tensor->n_dims - 1];
+    return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
+}
+
+/* Where what stands at `row` comes from. */
+static int64_t llm__reordered_row(int64_t row, int64_t head_dim) {
+    int64_t i = row % head_dim;
+    return row - i + i % 2 * (head_dim / 2) + i / 2;
+}
+
+/* values[to(j)] = values[j] for a row */
+static void llm__reorder_values(float *values, float *copy, int64_t n, const int32_t *columns, int64_t head_dim) {
+    memcpy(copy, values, (size_t)n * sizeof *values);
+    for (int64_t j = 0; j < n; j++)
+        if (columns) values[columns[j]] = copy[j];
+        else values[j] = copy[llm__reordered_row(j, head_dim)];
+}
+
 /* Rewrite one tensor, some rows at a time. */
-static bool llm__quantize_tensor(llm__quantizer *q, const llm_tensor *tensor, llm_type type) {
-    if (type == tensor->type)
+static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
+    int64_t head_dim = llm__reordered_head(file, tensor);
+    if (type == tensor->type && !head_dim && !tensor->columns)
         return llm_writer_data(q->writer, tensor->data, (size_t)tensor->bytes) &&
                llm__quantize_progress(q, tensor->bytes);
     const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
@@ -5783,14 +5861,20 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_tensor *tensor, ll
     int64_t step = llm__max(LLM__QUANTIZE_VALUES / cols, 1);
     for (int64_t first = 0; first < rows; first += step) {
         int64_t n = llm__min(step, rows - first);
-        const uint8_t *source = (const uint8_t *)tensor->data + first * in_bytes;
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
         for (int64_t r = 0; r < n; r++) {
-            in->unpack(source + r * in_bytes, q->values + r * cols, cols);
-            out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
+            int64_t source = head_dim && rows > 1 ? llm__reordered_row(first + r, head_dim) : first + r;
+            in->unpack((const uint8_t *)tensor->data + source * in_bytes, q->values + r * cols, cols);
         }
+        if (tensor->columns || (head_dim && rows == 1))
+            for (int64_t r = 0; r < n; r++)
+                llm__reorder_values(q->values + r * cols, (float *)(void *)q->packed, cols, tensor->columns, head_dim);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+        for (int64_t r = 0; r < n; r++) out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
         if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
             !llm__quantize_progress(q, (uint64_t)(n * in_bytes)))
             return false;
@@ -5817,7 +5901,7 @@ static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type t
     }
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm__quantize_tensor(q, t, llm__quantized_type(in, t, type, mixed))) return false;
+        if (!llm__quantize_tensor(q, in, t, llm__quantized_type(in, t, type, mixed))) return false;
     }
     return true;
 }
@@ -5827,7 +5911,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
                   llm_error *err) {
     llm__clear(err);
     if (!in_path || !out_path) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
-    if (!llm_type_find(type))
+    if (type >= LLM_Q4_Z || !llm_type_find(type))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: unknown type %d", (int)type);
     llm_file *in = llm_file_open(in_path, err);
     if (!in) return false;
@@ -7445,6 +7529,12 @@ static void llm__cpu_gather_rows(void *context, const llm_batch *batch, const fl
         memcpy(out + i * dim, x + (int64_t)batch->logit_rows[first + i] * dim, (size_t)dim * sizeof *x);
 }
 
+static void llm__cpu_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
+    (void)context;
+    for (int64_t i = 0; i < n; i++)
+        for (int64_t j = 0; j < cols; j++) out[i * cols + j] = x[i * cols + columns[j]];
+}
+
 static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
     size_t bytes = (size_t)cache->n_kv_heads * (size_t)cache->block_size * (size_t)cache->head_dim *
                    llm__value_bytes(cache->type);
@@ -7618,6 +7708,7 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     b->attention = cpu->kernels ? llm__cpu_attention : llm__plain_attention;
     b->swiglu = cpu->kernels ? llm__cpu_swiglu : llm__plain_swiglu;
     b->gather_rows = llm__cpu_gather_rows;
+    b->gather_columns = llm__cpu_gather_columns;
     b->copy_blocks = llm__cpu_copy_blocks;
     b->destroy = llm__cpu_destroy;
     return b;
@@ -8064,6 +8155,7 @@ struct llm_model {
     const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
     const llm_tensor *rope_divisors; /* (rope_dim/2) of the frequencies; NULL: none */
     int *windows;             /* (n_layers) 0: the layer sees everything */
+    uint64_t ordered_cols;    /* of the widest matrix that takes its input in an order of its own; 0: none does */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
 };
@@ -8354,6 +8446,8 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
         model->parts[i] =
             llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
         if (!model->parts[i]) return false;
+        if (model->parts[i]->columns && model->parts[i]->dims[0] > model->ordered_cols)
+            model->ordered_cols = model->parts[i]->dims[0];
     }
 
     int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 4;
@@ -8445,6 +8539,7 @@ typedef struct llm__folder {
     char *names;              /* of its tensors, LLM__TENSOR_NAME bytes each; a region of it */
     int64_t capacity;         /* of its tensors */
     int n_layers, dim, n_heads, head_dim;
+    bool int4, gptq;          /* are its matrices 4-bit integers, by GPTQ, or else AWQ? */
     llm_error *err;
 } llm__folder;
 
@@ -8867,6 +8962,208 @@ static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *
     return t->data != NULL;
 }
 
+/* ---- 4-bit integers: GPTQ and AWQ ------------------------------------------------------------
+ * Both replace a matrix "X.weight" (rows, cols) by X.qweight, X.qzeros and X.scales: for each row and each group of g
+ * columns (Frantar et al. 2022, arxiv.org/abs/2210.17323; Lin et al. 2023, arxiv.org/abs/2306.00978)
+ *
+ *     value = scale x (q - zero)        q and zero in 4 bits, eight to an int32, scale f16
+ *
+ * All three are stored transposed: scales (groups, rows), zeros (groups, rows/8).
+ *
+ *     GPTQ  qweight (cols/8, rows): eight neighbours of a row of the matrix to an int32, the first in the lowest bits. Zeros
+ *           are stored less one, but not where the checkpoint_format is "gptq_v2". X.g_idx (cols) is the group of
+ *           each column, where they are not in order ("desc_act", "act-order": the columns were quantized
+ *           in order of their importance). Here the columns are sorted by group, and the input of the matrix with them.
+ *     AWQ   qweight (cols, rows/8), eight rows to an int32, in the order 0 2 4 6 1 3 5 7.
+ *
+ * They become q4_0 where zero is 8 everywhere ("sym"), else q4_Z, in which the values are exactly the same. */
+
+typedef struct llm__int4 {
+    bool awq, zeros_less_one;
+    int64_t rows, cols, n_groups;
+    const uint32_t *weights, *zeros;
+    const uint16_t *scales;    /* (n_groups, rows) f16 */
+    const int32_t *columns;    /* (cols) in order of their groups; NULL: they are */
+    const int32_t *groups;     /* (cols) of the columns; NULL: of equal size, in order */
+} llm__int4;
+
+/* The bits in which AWQ keeps row i of eight. */
+static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 & 3))); }
+
+static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
+    uint32_t word = m->zeros[group * (m->rows / 8) + row / 8];
+    return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
+}
+
+/* Rows first .. first + 7 of the matrix, as blocks of q4_0, or of q4_Z. */
+static void llm__int4_rows(const llm__int4 *m, int64_t first, llm_type type, uint8_t *out) {
+    int head = type == LLM_Q4_0 ? 2 : 4;
+    size_t row_bytes = llm__row_bytes(type, m->cols);
+    for (int64_t block = 0; block < m->cols / LLM__BLOCK; block++) {
+        uint8_t *to[8];
+        int64_t column = block * LLM__BLOCK, group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
+        for (int i = 0; i < 8; i++) {
+            to[i] = out + (size_t)i * row_bytes + (size_t)block * (size_t)(head + 16);
+            llm__write_u16(to[i], m->scales[group * m->rows + first + i]);
+            if (head == 4) llm__write_u16(to[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
+            memset(to[i] += head, 0, 16);
+        }
+        for (int k = 0; k < LLM__BLOCK; k++) {
+            int64_t c = m->columns ? m->columns[column + k] : column + k;
+            const uint32_t *words = m->awq ? m->weights + c * (m->rows / 8) + first / 8 : m->weights + c / 8 * m->rows + first;
+            for (int i = 0; i < 8; i++) {
+                uint32_t q = m->awq ? words[0] >> llm__awq_shift(i) & 15 : words[i] >> (4 * (c % 8)) & 15;
+                to[i][k % 16] = (uint8_t)(to[i][k % 16] | q << (k / 16 * 4));
+            }
+        }
+    }
+}
+
+static bool llm__int4_symmetric(const llm__int4 *m) {
+    for (int64_t group = 0; group < m->n_groups; group++)
+        for (int64_t row = 0; row < m->rows; row++)
+            if (llm__int4_zero(m, group, row) != 8) return false;
+    return true;
+}
+
+/* The source "<module>.<part>" of this dtype with n_dims dimensions; NULL, with the error set. */
+static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, const char *part, const char *dtype, int n_dims) {
+    char name[160];
+    snprintf(name, sizeof name, "%s.%s", module, part);
+    llm__source *source = llm__find_source(&f->sources, name);
+    if (!source) return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", name), (llm__source *)NULL;
+    if (strcmp(source->dtype, dtype) || source->n_dims != n_dims) {
+        llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is of type %s with %d dimensions, but should be %s with %d", name,
+                          source->dtype, source->n_dims, dtype, n_dims);
+        return NULL;
+    }
+    source->used = true;
+    return source;
+}
+
+/* Sort the columns by group; without change where they are in order already. The array becomes the file's. */
+static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
+    int64_t size = m->cols / m->n_groups;
+    bool ordered = true;
+    for (int64_t c = 0; c < m->cols; c++) {
+        if (m->groups[c] < 0 || m->groups[c] >= m->n_groups)
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx names the group %d of %lld", module, m->groups[c], (long long)m->n_groups);
+        ordered = ordered && m->groups[c] == c / size;
+    }
+    if (ordered) return true;
+    int64_t *next = (int64_t *)llm__new((size_t)m->n_groups + 1, sizeof *next, "the groups", f->err);
+    int32_t *columns = next ? (int32_t *)llm__new((size_t)m->cols, sizeof *columns, "the order of columns", f->err) : NULL;
+    bool ok = columns != NULL;
+    for (int64_t c = 0; ok && c < m->cols; c++) next[m->groups[c] + 1]++;
+    for (int64_t g = 0; ok && g < m->n_groups; g++) {
+        if (next[g + 1] % LLM__BLOCK)
+            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "a group of %s has %lld columns, no multiple of %d", module,
+                                   (long long)next[g + 1], LLM__BLOCK);
+        next[g + 1] += next[g];
+    }
+    for (int64_t c = 0; ok && c < m->cols; c++) columns[next[m->groups[c]]++] = (int32_t)c;
+    LLM_FREE(next);
+    if (!ok) return LLM_FREE(columns), false;
+    m->columns = columns;
+    return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
+}
+
+/* The three or four tensors of a matrix, checked to fit each other. */
+static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
+    const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
+    int64_t group = 0;
+    bool descending = false;
+    char name[160];
+    llm__source *weights = llm__folder_int4_source(f, module, "qweight", "I32", 2);
+    llm__source *zeros = weights ? llm__folder_int4_source(f, module, "qzeros", "I32", 2) : NULL;
+    llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
+    if (!scales) return false;
+    m->awq = llm__json_is(llm__json_member(q, "quant_method"), "awq");
+    m->zeros_less_one = !m->awq && !llm__json_is(llm__json_member(q, "checkpoint_format"), "gptq_v2");
+    m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
+    m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
+    m->n_groups = (int64_t)scales->dims[0];
+    llm__json_i64(llm__json_member(q, "group_size"), &group);
+    if (group == -1) group = m->cols;
+    if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 || group % LLM__BLOCK || m->cols % group ||
+        m->n_groups != m->cols / group || (int64_t)scales->dims[1] != m->rows || (int64_t)zeros->dims[0] != m->n_groups ||
+        (int64_t)zeros->dims[1] != m->rows / 8)
+        return llm__folder_error(f, LLM_ERROR_FORMAT,
+                                 "%s: qweight (%llu, %llu), qzeros (%llu, %llu) and scales (%llu, %llu) do not fit together in groups "
+                                 "of %lld, which must be a multiple of %d", module, (unsigned long long)weights->dims[0],
+                                 (unsigned long long)weights->dims[1], (unsigned long long)zeros->dims[0], (unsigned long long)zeros->dims[1],
+                                 (unsigned long long)scales->dims[0], (unsigned long long)scales->dims[1], (long long)group, LLM__BLOCK);
+    m->weights = (const uint32_t *)llm__folder_aligned(f, weights);
+    m->zeros = m->weights ? (const uint32_t *)llm__folder_aligned(f, zeros) : NULL;
+    m->scales = m->zeros ? (const uint16_t *)llm__folder_aligned(f, scales) : NULL;
+    if (!m->scales) return false;
+    snprintf(name, sizeof name, "%s.g_idx", module);
+    llm__json_bool(llm__json_member(q, "desc_act"), &descending);
+    if (m->awq || (!descending && !llm__find_source(&f->sources, name))) return true;
+    llm__source *groups = llm__folder_int4_source(f, module, "g_idx", "I32", 1);
+    if (!groups) return false;
+    if ((int64_t)groups->dims[0] != m->cols)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx has %llu entries for %lld columns", module,
+                                 (unsigned long long)groups->dims[0], (long long)m->cols);
+    m->groups = (const int32_t *)llm__folder_aligned(f, groups);
+    return m->groups && llm__folder_columns(f, m, module);
+}
+
+static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
+    llm__int4 m;
+    memset(&m, 0, sizeof m);
+    if (!llm__folder_int4_sources(f, &m, module)) return false;
+    llm_type type = llm__int4_symmetric(&m) ? LLM_Q4_0 : LLM_Q4_Z;
+    size_t row_bytes = llm__row_bytes(type, m.cols); /* less than the sources take, twice: no overflow */
+    uint8_t *data = (uint8_t *)llm__new((size_t)m.rows, row_bytes, "4-bit weights", f->err);
+    if (!data || !llm__add_region(f->file, data, (uint64_t)m.rows * row_bytes, LLM__OWNED, f->err)) return false;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (int64_t row = 0; row < m.rows; row += 8) llm__int4_rows(&m, row, type, data + (size_t)row * row_bytes);
+    llm_tensor *t = llm__folder_new_tensor(f, name);
+    t->type = type;
+    t->n_dims = 2;
+    t->dims[0] = (uint64_t)m.cols;
+    t->dims[1] = (uint64_t)m.rows;
+    t->data = data;
+    t->bytes = (uint64_t)m.rows * row_bytes;
+    t->columns = m.columns;
+    return true;
+}
+
+/* What config.json says of the quantization; only what is implemented passes. */
+static bool llm__folder_quantization(llm__folder *f) {
+    static const char *const known[] = {
+        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version",
+        /* how it was made, and how others run it */
+        "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent", "dataset", "do_fuse", "exllama_config",
+        "format", "fuse_max_seq_len", "is_marlin_format", "lm_head", "max_input_length", "meta", "model_file_base_name",
+        "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
+        "pack_dtype", "pad_token_id", "provider", "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
+        "use_exllama", NULL};
+    const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
+    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__folder_entry(q, "checkpoint_format");
+    const llm__json_node *version = llm__folder_entry(q, "version");
+    int64_t bits = 0;
+    if (!q) return true;
+    f->gptq = llm__json_is(method, "gptq");
+    f->int4 = f->gptq || llm__json_is(method, "awq");
+    if (!f->int4)
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
+                                 method ? llm__show_node(method).text : "?");
+    if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
+                                 (long long)bits);
+    if (f->gptq && format && !llm__json_is(format, "gptq") && !llm__json_is(format, "gptq_v2"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the checkpoint_format \"%s\" is not supported; supported: gptq, gptq_v2",
+                                 llm__show_node(format).text);
+    if (!f->gptq && version && !llm__json_is(version, "gemm") && !llm__json_is(version, "GEMM"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the version \"%s\" of awq is not supported; supported: gemm",
+                                 llm__show_node(version).text);
+    return llm__folder_known(f, q, "the quantization_config", known);
+}
+
 /* A bias that config.json does not speak of: some tools write one of zeros into every layer. */
 static bool llm__all_zero(const llm__source *source) {
     for (uint64_t i = 0; i < source->bytes; i++)
@@ -8886,9 +9183,13 @@ static bool llm__folder_wants(const llm__folder *f, int part) {
 static bool llm__folder_part(llm__folder *f, int layer, int part) {
     char name[LLM__TENSOR_NAME], source_name[128];
     llm__part_name(name, layer, part);
-    snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
+    int length = snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
     llm__source *source = llm__find_source(&f->sources, source_name);
     if (llm__folder_wants(f, part)) {
+        if (!source && f->int4 && llm__parts()[part].rows != LLM__ONE) {
+            source_name[length - (int)strlen(".weight")] = 0;
+            return llm__folder_int4(f, name, source_name);
+        }
         if (source) return llm__folder_tensor(f, source, name);
         return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", source_name);
     }
@@ -8981,8 +9282,8 @@ static bool llm__folder_read(llm__folder *f, llm_writer *w) {
         return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
                                  "; to run a GGUF file, give its own path");
     }
-    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_weights(f) &&
-           llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
+    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_quantization(f) &&
+           llm__folder_weights(f) && llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
 }
 
 static llm_file *llm__folder_open(const char *path, llm_error *err) {
@@ -9032,6 +9333,7 @@ typedef struct llm__arena {
     float *q, *attended; /* (T, n_heads, head_dim) */
     float *k, *v;        /* (T, n_kv_heads, head_dim) */
     float *gate, *up;    /* (T, hidden_dim) */
+    float *ordered;      /* (T, the widest input) of a matrix that takes its columns in another order; else nothing */
     float *angles;       /* (T, rope_dim/2, 2) */
     float *rows;         /* (max_logits, dim) the residual stream of the rows whose logits are wanted */
     float *logits;       /* (max_logits, vocab_size) */
@@ -9055,11 +9357,22 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm
     return ok;
 }
 
+/* The order in which a matrix takes its input. */
+static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    size_t bytes = (size_t)w->cols * sizeof *w->columns;
+    if (!backend->gather_columns)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the columns of %s are in an order of their own (GPTQ with desc_act), which the "
+                         "device \"%s\" does not do; run it on the CPU", llm__show(tensor->name).text, backend->name);
+    w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
+    return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
+}
+
 static bool llm__load_matrix(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     w->type = tensor->type;
     w->rows = (int64_t)tensor->dims[1];
     w->cols = (int64_t)tensor->dims[0];
-    return backend->load_weight(backend->context, w, tensor->data, err);
+    return backend->load_weight(backend->context, w, tensor->data, err) &&
+           (!tensor->columns || llm__load_columns(backend, tensor, w, err));
 }
 
 /* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
@@ -9159,7 +9472,10 @@ static void llm__network_free(llm__network *net) {
     for (int i = 0; net->parts && i < net->model->config.n_layers * LLM__N_PARTS; i++) {
         llm_weight *w = &net->parts[i];
         if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
-        else if (w->data) b->free_weight(b->context, w);
+        else {
+            b->release(b->context, (void *)(uintptr_t)w->columns);
+            if (w->data) b->free_weight(b->context, w);
+        }
     }
     LLM_FREE(net->parts);
     b->release(b->context, net->frequencies);
@@ -9190,8 +9506,9 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
 }
 
 /* Numbers of the pieces of the arena, each a multiple of 16 so that all start on a cache line. */
-static bool llm__arena_create(llm__arena *a, const llm_config *c, llm_backend *b, int max_tokens,
+static bool llm__arena_create(llm__arena *a, const llm_model *model, llm_backend *b, int max_tokens,
                               int max_logits, llm_error *err) {
+    const llm_config *c = &model->config;
     uint64_t t = (uint64_t)llm_rounded_rows(max_tokens), logits = (uint64_t)llm_rounded_rows(max_logits);
     struct {
         float **piece;
@@ -9205,6 +9522,7 @@ static bool llm__arena_create(llm__arena *a, const llm_config *c, llm_backend *b
         {&a->v, t, llm__width_of(c, LLM__KV_WIDTH)},
         {&a->gate, t, (uint64_t)c->hidden_dim},
         {&a->up, t, (uint64_t)c->hidden_dim},
+        {&a->ordered, t, model->ordered_cols},
         {&a->angles, t, (uint64_t)c->rope_dim},
         {&a->rows, logits, (uint64_t)c->dim},
         {&a->logits, logits, (uint64_t)c->vocab_size},
@@ -9246,6 +9564,17 @@ static bool llm__reserve(const llm_engine_options *o, const llm_config *c, llm_e
 
 /* ---- The pass -------------------------------------------------------------------------- */
 
+/* out (n, w->rows) (+)= w . x, the columns of x in the order that the matrix wants; bias: data NULL, none */
+static void llm__product(const llm__network *net, const llm__arena *a, const float *x, const llm_weight *w, const llm_weight *bias,
+                         int n, bool add, float *out) {
+    llm_backend *b = net->backend;
+    if (w->columns) {
+        b->gather_columns(b->context, x, w->columns, n, w->cols, a->ordered);
+        x = a->ordered;
+    }
+    b->matmul(b->context, x, w, (const float *)bias->data, n, add, out);
+}
+
 /* x += attention of the normalised x */
 static void llm__attention_block(const llm__network *net, llm__arena *a, const llm_batch *batch, int layer,
                                  bool naive) {
@@ -9258,14 +9587,14 @@ static void llm__attention_block(const llm__network *net, llm__arena *a, const l
                                  naive, net->model->windows[layer]};
 
     b->rmsnorm(ctx, a->x, (const float *)w[LLM__ATTN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
-    b->matmul(ctx, a->h, &w[LLM__Q], (const float *)w[LLM__Q_BIAS].data, n, false, a->q);
-    b->matmul(ctx, a->h, &w[LLM__K], (const float *)w[LLM__K_BIAS].data, n, false, a->k);
-    b->matmul(ctx, a->h, &w[LLM__V], (const float *)w[LLM__V_BIAS].data, n, false, a->v);
+    llm__product(net, a, a->h, &w[LLM__Q], &w[LLM__Q_BIAS], n, false, a->q);
+    llm__product(net, a, a->h, &w[LLM__K], &w[LLM__K_BIAS], n, false, a->k);
+    llm__product(net, a, a->h, &w[LLM__V], &w[LLM__V_BIAS], n, false, a->v);
     b->rope_and_store(ctx, batch, &shape, c->rope_pairing, c->rope_dim, a->angles,
                       (const float *)w[LLM__Q_NORM].data, (const float *)w[LLM__K_NORM].data, c->norm_epsilon, a->q,
                       a->k, a->v, &net->cache, layer);
     b->attention(ctx, batch, &shape, a->q, &net->cache, layer, a->attended);
-    b->matmul(ctx, a->attended, &w[LLM__O], (const float *)w[LLM__O_BIAS].data, n, true, a->x);
+    llm__product(net, a, a->attended, &w[LLM__O], &w[LLM__O_BIAS], n, true, a->x);
 }
 
 /* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
@@ -9277,10 +9606,10 @@ static void llm__feed_forward_block(const llm__network *net, llm__arena *a, int 
     void *ctx = b->context;
 
     b->rmsnorm(ctx, a->x, (const float *)w[LLM__FFN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
-    b->matmul(ctx, a->h, &w[LLM__GATE], (const float *)w[LLM__GATE_BIAS].data, n, false, a->gate);
-    b->matmul(ctx, a->h, &w[LLM__UP], (const float *)w[LLM__UP_BIAS].data, n, false, a->up);
+    llm__product(net, a, a->h, &w[LLM__GATE], &w[LLM__GATE_BIAS], n, false, a->gate);
+    llm__product(net, a, a->h, &w[LLM__UP], &w[LLM__UP_BIAS], n, false, a->up);
     b->swiglu(ctx, a->gate, a->up, (int64_t)n * c->hidden_dim, a->gate);
-    b->matmul(ctx, a->gate, &w[LLM__DOWN], (const float *)w[LLM__DOWN_BIAS].data, n, true, a->x);
+    llm__product(net, a, a->gate, &w[LLM__DOWN], &w[LLM__DOWN_BIAS], n, true, a->x);
 }
 
 /* Put the batch through all layers: fills the cache and leaves the residual stream in the arena. */
@@ -10319,7 +10648,7 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, c
         (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
         "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
     return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
-           llm__arena_create(&sp->arena, &draft->config, o->backend, o->max_batch_tokens, max_logits, err) &&
+           llm__arena_create(&sp->arena, draft, o->backend, o->max_batch_tokens, max_logits, err) &&
            llm__reserve(o, &draft->config, err);
 }
 
@@ -10581,7 +10910,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     int max_logits = llm__engine_logits(c, o);
     /* the caches come last: they get what all the rest leaves */
     if (!llm__network_load(&e->network, e->model, o->backend, err) ||
-        !llm__arena_create(&e->arena, c, o->backend, o->max_batch_tokens, max_logits, err) ||
+        !llm__arena_create(&e->arena, e->model, o->backend, o->max_batch_tokens, max_logits, err) ||
         !llm__reserve(o, c, err) || !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
         !llm__engine_blocks(e->model, o, &n_blocks, err) ||
         !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||

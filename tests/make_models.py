@@ -308,6 +308,8 @@ def make(out, seed, name, kind, dtype, style, extra):
     golden.add_array("golden.ids", ids.tolist())
     golden.add_uint32("golden.n_prompt", N_PROMPT)
     golden.add_tensor("golden.logits", logits.numpy().astype(np.float32))
+    if quantized:  # what the packed integers of one matrix stand for
+        golden.add_tensor("golden.k_proj", model.model.layers[0].self_attn.k_proj.weight.detach().numpy().astype(np.float32))
     golden.write_header_to_file()
     golden.write_kv_data_to_file()
     golden.write_tensors_to_file()

@@ -179,7 +179,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
 static void test_matmul(void **state) {
     (void)state;
     const llm_type_info *type;
-    for (int i = 0; (type = llm_type_at(i)) != NULL; i++) {
+    for (int i = -1; (type = i < 0 ? llm_type_find(LLM_Q4_Z) : llm_type_at(i)) != NULL; i++) {
         int block = type->block_values, blocks_at_most = block > 100 ? 4 : 300 / block;
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
@@ -194,6 +194,24 @@ static void test_matmul(void **state) {
         for (int k = 0; k < 12; k++)
             check_matmul(type->type, random_int(1, 70), block * random_int(1, blocks_at_most), random_int(1, 24));
     }
+}
+
+/* Columns in another order. */
+static void test_gather_columns(void **state) {
+    (void)state;
+    enum { N = 5, COLS = 40 };
+    float *x = random_floats(N * COLS), out[N * COLS];
+    int32_t columns[COLS];
+    for (int j = 0; j < COLS; j++) columns[j] = (j * 7 + 3) % COLS;
+    FOR_EACH_ISA(isa) {
+        llm_backend *b = open_backend(isa, 2);
+        if (!b) continue;
+        b->gather_columns(b->context, x, columns, N, COLS, out);
+        for (int i = 0; i < N; i++)
+            for (int j = 0; j < COLS; j++) assert_true(out[i * COLS + j] == x[i * COLS + columns[j]]);
+        close_backend(b);
+    }
+    free(x);
 }
 
 /* The int8 dot products must not saturate or wrap, whatever the integers. */
@@ -728,7 +746,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_extremes),  cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),

@@ -1,0 +1,236 @@
+/* The tiny models of tests/make_models.py, one or more for every architecture, RoPE scaling, window, bias and 4-bit format: as a Hugging
+ * Face folder and as a GGUF file, against the logits of Hugging Face transformers. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
+
+#include "llm.h"
+
+static const char *const plain[] = {"llama", "llama_mha", "llama31", "llama_linear", "llama_bias", "mistral", "mistral_window",
+                                    "qwen2", "qwen2_yarn", "qwen2_window", "qwen3", "qwen3_yarn"};
+static const char *const int4[] = {"gptq_g32", "gptq_g128_act", "gptq_g32_act_sym", "gptq_v2", "awq_g32", "awq_g128"};
+enum { N_PLAIN = sizeof plain / sizeof *plain, N_INT4 = sizeof int4 / sizeof *int4 };
+
+typedef struct run { /* what the hook sees */
+    const int32_t *ids;
+    int n_ids, vocab;
+    float *logits; /* (n_ids, vocab) */
+    int n_seen;
+} run;
+
+/* Notes the logits, and makes the next token of the golden sequence the only choice. */
+static void hook(void *user, uint64_t request, int sample, int position, float *logits) {
+    run *r = (run *)user;
+    (void)request, (void)sample;
+    assert_true(position < r->n_ids);
+    memcpy(r->logits + (size_t)position * (size_t)r->vocab, logits, (size_t)r->vocab * sizeof *logits);
+    r->n_seen++;
+    for (int i = 0; i < r->vocab; i++) logits[i] = 0;
+    if (position + 1 < r->n_ids) logits[r->ids[position + 1]] = 100;
+}
+
+/* The worst error at one position, prefilling n_prompt tokens and then decoding. A relative error: of the difference to the logits. */
+static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, int n_prompt, const int32_t *ids, int n_ids, const float *right) {
+    llm_error err;
+    llm_model *model = llm_model_load(path, &err);
+    if (!model) fail_msg("%s", err.message);
+    llm_engine_options o = llm_engine_defaults();
+    o.backend = llm_cpu_backend(1, isa, &err);
+    o.cache_type = LLM_F32;
+    o.naive_attention = naive;
+    o.max_batch_tokens = chunk;
+    llm_engine *engine = llm_engine_create(model, &o, &err);
+    if (!engine) fail_msg("%s", err.message);
+    run r = {ids, n_ids, llm_model_config(model)->vocab_size, NULL, 0};
+    r.logits = (float *)malloc((size_t)n_ids * (size_t)r.vocab * sizeof(float));
+    llm_request request = llm_request_defaults();
+    request.prompt = ids;
+    request.n_prompt = n_prompt;
+    request.max_tokens = n_ids - n_prompt;
+    request.ignore_end = true;
+    request.logits_hook = hook;
+    request.user = &r;
+    assert_true(llm_submit(engine, &request, NULL, &err));
+    int step;
+    while ((step = llm_step(engine, &err)) > 0) {}
+    if (step < 0) fail_msg("%s", err.message);
+    assert_true(r.n_seen >= n_ids - 1); /* nobody asks for the logits after the last token that was generated */
+    double worst = 0;
+    for (int i = 0; i < n_ids - (n_prompt < n_ids); i++) {
+        double off = 0, size = 0;
+        for (int k = 0; k < r.vocab; k++) {
+            double a = r.logits[i * r.vocab + k], b = right[i * r.vocab + k];
+            off += (a - b) * (a - b);
+            size += b * b;
+        }
+        if (!(sqrt(off / size) <= worst)) worst = sqrt(off / size);
+    }
+    free(r.logits);
+    llm_engine_free(engine);
+    llm_backend_free(o.backend);
+    llm_model_free(model);
+    return worst;
+}
+
+typedef struct golden {
+    llm_file *file;
+    int32_t ids[64];
+    int n_ids, n_prompt;
+    const float *logits;
+} golden;
+
+static golden golden_open(const char *name) {
+    golden g;
+    char path[200];
+    llm_error err;
+    uint64_t n_prompt;
+    snprintf(path, sizeof path, "tests/data/models/%s.golden", name);
+    g.file = llm_file_open(path, &err);
+    if (!g.file) fail_msg("%s", err.message);
+    const llm_value *ids = llm_file_find(g.file, "golden.ids");
+    assert_true(ids && ids->count <= 64 && llm_value_u64(llm_file_find(g.file, "golden.n_prompt"), 0, &n_prompt));
+    g.n_ids = (int)ids->count;
+    g.n_prompt = (int)n_prompt;
+    for (int i = 0; i < g.n_ids; i++) {
+        int64_t id;
+        assert_true(llm_value_i64(ids, (uint64_t)i, &id));
+        g.ids[i] = (int32_t)id;
+    }
+    g.logits = (const float *)llm_file_find_tensor(g.file, "golden.logits")->data;
+    return g;
+}
+
+/* All ways of running it. With weights that are not quantized nothing is rounded but f32 itself. Quantized ones are multiplied
+ * with activations rounded to 8 bits by the fast kernels (see test_golden.c for this bound), but not by the textbook's. */
+static void check(const char *name, const char *path, bool quantized) {
+    golden g = golden_open(name);
+    double worst = 0;
+    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa++)
+        for (int naive = 0; naive < 2; naive++) {
+            double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.08 : 1e-4;
+            double whole = worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
+            double decoded = worst_error(path, (llm_isa)isa, naive, 16, g.n_prompt, g.ids, g.n_ids, g.logits);
+            if (!(whole <= bound && decoded <= bound))
+                fail_msg("%s, %s: prefill %.1e, decode %.1e, bound %.1e", path, llm_isa_name((llm_isa)isa), whole, decoded, bound);
+            if (whole > worst) worst = whole;
+            if (decoded > worst) worst = decoded;
+        }
+    print_message("%-48s %.1e\n", path, worst);
+    llm_file_close(g.file);
+}
+
+static void test_folders(void **state) {
+    char path[200];
+    (void)state;
+    for (int i = 0; i < N_PLAIN; i++) {
+        snprintf(path, sizeof path, "tests/data/models/%s", plain[i]);
+        check(plain[i], path, false);
+    }
+}
+
+static void test_gguf(void **state) {
+    char path[200];
+    (void)state;
+    for (int i = 0; i < N_PLAIN; i++) {
+        snprintf(path, sizeof path, "tests/data/models/%s.gguf", plain[i]);
+        check(plain[i], path, false);
+    }
+}
+
+static void test_int4(void **state) {
+    char path[200];
+    (void)state;
+    for (int i = 0; i < N_INT4; i++) {
+        snprintf(path, sizeof path, "tests/data/models/%s", int4[i]);
+        check(int4[i], path, true);
+    }
+}
+
+/* The values of a matrix of 4-bit integers, to the last bit. */
+static void test_int4_values(void **state) {
+    (void)state;
+    for (int i = 0; i < N_INT4; i++) {
+        golden g = golden_open(int4[i]);
+        const llm_tensor *right = llm_file_find_tensor(g.file, "golden.k_proj");
+        char path[200];
+        llm_error err;
+        snprintf(path, sizeof path, "tests/data/models/%s", int4[i]);
+        llm_file *file = llm_file_open(path, &err);
+        if (!file) fail_msg("%s", err.message);
+        const llm_tensor *t = llm_file_find_tensor(file, "blk.0.attn_k.weight");
+        assert_true(t && t->dims[0] == right->dims[0] && t->dims[1] == right->dims[1]);
+        bool act = !strcmp(int4[i], "gptq_g32_act_sym"), symmetric = !strcmp(int4[i], "gptq_g32") || strstr(int4[i], "sym");
+        assert_int_equal(t->type, symmetric ? LLM_Q4_0 : LLM_Q4_Z);
+        assert_int_equal(t->columns != NULL, act); /* gptq_g128_act has one group in this matrix, two in ffn_down */
+        if (!strcmp(int4[i], "gptq_g128_act")) assert_non_null(llm_file_find_tensor(file, "blk.0.ffn_down.weight")->columns);
+        float *row = (float *)malloc(t->dims[0] * sizeof *row);
+        const llm_type_info *type = llm_type_find(t->type);
+        for (uint64_t r = 0; r < t->dims[1]; r++) {
+            const char *blocks = (const char *)t->data + r * t->dims[0] / (uint64_t)type->block_values * (uint64_t)type->block_bytes;
+            type->unpack(blocks, row, (int64_t)t->dims[0]);
+            for (uint64_t c = 0; c < t->dims[0]; c++) {
+                float wanted = ((const float *)right->data)[r * t->dims[0] + (t->columns ? (uint64_t)t->columns[c] : c)];
+                if (row[c] != wanted) fail_msg("%s: (%d, %d) is %g, not %g", int4[i], (int)r, (int)c, (double)row[c], (double)wanted);
+            }
+        }
+        free(row);
+        llm_file_close(file);
+        llm_file_close(g.file);
+    }
+}
+
+/* A folder rewritten as a GGUF file of f32 is the same model, though for llama the rows of q and k change places. */
+static void test_folder_to_gguf(void **state) {
+    (void)state;
+    char path[200], out[200];
+    const char *tmp = getenv("TMPDIR");
+    snprintf(out, sizeof out, "%s/llm-test-models-%ld.gguf", tmp ? tmp : "/tmp", (long)getpid());
+    for (int i = 0; i < N_PLAIN + N_INT4; i++) {
+        const char *name = i < N_PLAIN ? plain[i] : int4[i - N_PLAIN];
+        llm_error err;
+        snprintf(path, sizeof path, "tests/data/models/%s", name);
+        if (!llm_quantize(path, out, LLM_F32, false, NULL, NULL, &err)) fail_msg("%s", err.message);
+        golden g = golden_open(name);
+        double error = worst_error(out, LLM_ISA_AVX512, false, 64, g.n_ids, g.ids, g.n_ids, g.logits);
+        if (!(error <= 1e-4)) fail_msg("%s as f32: %.1e", name, error);
+        llm_file *file = llm_file_open(out, &err);
+        for (int64_t k = 0; k < llm_file_n_tensors(file); k++) {
+            const llm_tensor *t = llm_file_tensor(file, k);
+            assert_int_equal(t->type, LLM_F32); /* also the vectors, which llama.cpp wants so */
+            /* the same rows in the same places as the converter of llama.cpp put them */
+            char other[200];
+            snprintf(other, sizeof other, "tests/data/models/%s.gguf", name);
+            llm_file *peer = i < N_PLAIN ? llm_file_open(other, &err) : NULL;
+            if (peer && strncmp(t->name.data, "rope_freqs", 10)) {
+                char key[64];
+                snprintf(key, sizeof key, "%.*s", (int)t->name.length, t->name.data);
+                const llm_tensor *u = llm_file_find_tensor(peer, key);
+                assert_non_null(u);
+                int64_t n = (int64_t)(t->bytes / 4);
+                float *values = (float *)malloc(t->bytes);
+                llm_type_find(u->type)->unpack(u->data, values, n);
+                assert_memory_equal(values, t->data, t->bytes);
+                free(values);
+            }
+            llm_file_close(peer);
+        }
+        llm_file_close(file);
+        llm_file_close(g.file);
+    }
+    unlink(out);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_folders), cmocka_unit_test(test_gguf), cmocka_unit_test(test_int4), cmocka_unit_test(test_int4_values),
+        cmocka_unit_test(test_folder_to_gguf),
+    };
+    return cmocka_run_group_tests_name("models", tests, NULL, NULL);
+}
