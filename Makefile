@@ -22,6 +22,11 @@ LLM      = llm
 OPENMP   = $(shell echo 'int main(void){return 0;}' | $(CC) -fopenmp -x c - -o /dev/null 2>/dev/null && echo -fopenmp)
 COMPILE  = $(CC) -std=gnu11 $(CFLAGS) -ffp-contract=fast $(OPENMP) $(SANITIZE) -I. $(CPPFLAGS)
 
+# Line editing and history in `llm chat`, where libedit is there (EDITLINE= turns it off).
+EDITLINE = $(shell printf '\043include <stdio.h>\n\043include <editline/readline.h>\nint main(void){return !readline;}\n' | $(CC) -x c - -ledit -o /dev/null 2>/dev/null && echo yes)
+EDIT_FLAGS = $(if $(EDITLINE),-DLLM_WITH_EDITLINE)
+EDIT_LIBS = $(if $(EDITLINE),-ledit)
+
 # ---- Devices ----------------------------------------------------------------------------
 NVCC     := $(firstword $(shell command -v nvcc 2>/dev/null) $(wildcard /usr/local/cuda/bin/nvcc))
 GPUS     = 80 86 89 90
@@ -39,7 +44,7 @@ FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
 
 llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
-	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)
+	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
 # llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
 $(B)/declarations: llm.h
@@ -75,7 +80,7 @@ $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu
 	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm
 
 $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
-	$(COMPILE) $(DEVICE_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS)
+	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests

@@ -26,6 +26,9 @@
 #include <sys/types.h>
 #include <time.h>
 #include <unistd.h>
+#ifdef LLM_WITH_EDITLINE
+#include <editline/readline.h>
+#endif
 
 #define VERSION "0.1.0"
 #define DEFAULT_MODEL "models/tales-q4_0.gguf"
@@ -39,7 +42,8 @@
 enum { FAILED = 1, MISUSED = 2 };
 
 static const char *program_path = "llm";          /* argv[0] */
-static volatile sig_atomic_t stop_requested = 0;  /* set by Ctrl-C */
+static volatile sig_atomic_t stop_requested = 0;  /* set by Ctrl-C and SIGTERM, to the signal's number */
+static void set_signals(void);
 
 /* Where to compute: what --device and its like said. */
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
@@ -1287,6 +1291,312 @@ static const char run_notes[] =
     "  git log -1 --format=%B | llm run -m some.gguf -\n";
 
 /* A tale, as a first sight. */
+/* ---- llm chat ------------------------------------------------------------------------------ */
+enum { CHAT_CONTEXT = 8192 };
+
+typedef struct chat {
+    const char *model, *system;
+    text_list stop;
+    llm_engine_options engine;
+    llm_request request;
+    llm_chat_options options;
+    seed_value seed;
+    speculation speculation;
+    bool quiet, edits;       /* edits: lines are read with an editor, and a prompt */
+    llm_model *loaded, *draft;
+    llm_engine *running;
+    llm_message *messages;   /* their texts are ours */
+    int n_messages;
+    text answer;
+    int turn;
+} chat;
+
+static void chat_add(chat *c, llm_role role, const char *data, size_t length) {
+    char *copy = resize(NULL, length);
+    if (length) memcpy(copy, data, length);
+    c->messages = resize(c->messages, (size_t)(c->n_messages + 1) * sizeof *c->messages);
+    c->messages[c->n_messages++] = (llm_message){role, copy, length};
+}
+
+static void chat_drop(chat *c, int index) {
+    free((char *)c->messages[index].text);
+    c->n_messages--;
+    memmove(c->messages + index, c->messages + index + 1, (size_t)(c->n_messages - index) * sizeof *c->messages);
+}
+
+/* A new conversation, with the same message of the system. */
+static void chat_reset(chat *c) {
+    while (c->n_messages) chat_drop(c, c->n_messages - 1);
+    if (c->system && *c->system) chat_add(c, LLM_ROLE_SYSTEM, c->system, strlen(c->system));
+}
+
+/* The conversation as tokens, with room for an answer; where it is too long for that, without its oldest messages. */
+static bool chat_prompt(chat *c, int32_t **ids) {
+    const llm_tokenizer *t = llm_model_tokenizer(c->loaded);
+    int64_t context = llm_engine_settings(c->running)->context_length, room = context / 4 < 512 ? context / 4 : 512;
+    llm_error err;
+    int forgotten = 0;
+    for (;;) {
+        int64_t n = llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err);
+        if (n < 0) return !fail_with(&err);
+        int oldest = c->n_messages && c->messages[0].role == LLM_ROLE_SYSTEM;
+        if (n + room <= context || c->n_messages - oldest < 3) {
+            if (forgotten) fprintf(stderr, "llm: the oldest %d messages were forgotten, since the context holds %lld tokens\n", forgotten, (long long)context);
+            *ids = resize(NULL, (size_t)n * sizeof **ids);
+            c->request.n_prompt = (int)llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, *ids, n, &err);
+            c->request.prompt = *ids;
+            return c->request.n_prompt == n || !fail_with(&err);
+        }
+        chat_drop(c, oldest); /* a question, */
+        chat_drop(c, oldest); /* and its answer */
+        forgotten += 2;
+    }
+}
+
+static void chat_take(chat *c, const llm_event *event) {
+    append(&c->answer, event->text, event->text_length);
+    put_foreign(event->text, event->text_length);
+    flush_output();
+    if (event->finish == LLM_FINISH_LENGTH && !c->quiet) put_text(" ...");
+}
+
+static void chat_figures(const chat *c, const llm_statistics *before, double start) {
+    llm_statistics s = llm_engine_statistics(c->running);
+    uint64_t tokens = s.generated_tokens - before->generated_tokens;
+    double seconds = llm_seconds() - start;
+    bool colour = in_colour(STDERR_FILENO);
+    fprintf(stderr, "%s%d prompt tokens (%llu from the cache), %llu tokens in %.1f s%s\n", colour ? dim : "", c->request.n_prompt,
+            (unsigned long long)(s.prefix_hits - before->prefix_hits), (unsigned long long)tokens, seconds, colour ? "\033[0m" : "");
+}
+
+/* Ctrl-C stops the answer, not the program; what there is of it stays. */
+static bool chat_answer(chat *c) {
+    llm_error err;
+    llm_event event;
+    uint64_t id;
+    int32_t *ids = NULL;
+    llm_statistics before = llm_engine_statistics(c->running);
+    double start = llm_seconds();
+    bool stopped = false, good = chat_prompt(c, &ids);
+    c->answer.length = 0;
+    c->request.sampling.seed = c->seed.value + (uint64_t)c->turn++;
+    if (good && !llm_submit(c->running, &c->request, &id, &err)) good = !fail_with(&err);
+    free(ids);
+    if (!good) return chat_drop(c, c->n_messages - 1), false;
+    for (;;) {
+        if (!stopped && (stop_requested || output.error)) stopped = llm_cancel(c->running, id, &err);
+        else if (llm_step(c->running, &err) <= 0) break;
+        while (llm_next_event(c->running, &event)) chat_take(c, &event);
+    }
+    put_text("\n");
+    if (err.status != LLM_OK) fail_with(&err);
+    chat_add(c, LLM_ROLE_ASSISTANT, c->answer.data, c->answer.length);
+    if (stop_requested == SIGINT) {
+        stop_requested = 0;
+        set_signals();
+    }
+    flush_output();
+    if (!c->quiet) chat_figures(c, &before, start);
+    return err.status == LLM_OK;
+}
+
+/* As a list of objects {"role": ..., "content": ...}, the form in which chat programs exchange conversations. */
+static void chat_save(const chat *c, const char *path) {
+    static const char *const roles[] = {"system", "user", "assistant"};
+    text t = {0};
+    captured = &t;
+    put_text("[\n");
+    for (int i = 0; i < c->n_messages; i++) {
+        put("  {\"role\": \"%s\", \"content\": ", roles[c->messages[i].role]);
+        put_json(c->messages[i].text, c->messages[i].length);
+        put_text(i + 1 < c->n_messages ? "},\n" : "}\n");
+    }
+    put_text("]\n");
+    captured = NULL;
+    FILE *file = fopen(path, "wb");
+    bool good = file && fwrite(t.data, 1, t.length, file) == t.length;
+    if (file && fclose(file)) good = false;
+    if (!good) fail("cannot write %s: %s", path, strerror(errno));
+    else if (!c->quiet) fprintf(stderr, "%d messages are in %s\n", c->n_messages, path);
+    free(t.data);
+}
+
+static const char chat_commands[] =
+    "/reset         begin a new conversation\n"
+    "/system TEXT   begin a new one, with this message of the system (without TEXT: show the one there is)\n"
+    "/save FILE     write the conversation into a file, as JSON\n"
+    "/help          this text\n"
+    "/quit          leave (or Ctrl-D)\n"
+    "A line that ends in \\ goes on with the next. // at its beginning stands for a / that is no command.\n"
+    "Ctrl-C stops the answer.\n";
+
+/* A line that begins with a slash. False: leave. */
+static bool chat_command(chat *c, const char *line) {
+    size_t length = strcspn(line, " \t");
+    const char *rest = line + length + strspn(line + length, " \t");
+    bool bare = !*rest;
+    if (!strcmp(line, "/quit") || !strcmp(line, "/exit")) return false;
+    if (!strcmp(line, "/help")) {
+        fputs(chat_commands, stderr);
+    } else if (!strcmp(line, "/reset")) {
+        chat_reset(c);
+    } else if (length == 7 && !strncmp(line, "/system", 7) && bare) {
+        if (c->system) fprintf(stderr, "%s\n", c->system);
+        else fputs("no message of the system\n", stderr);
+    } else if (length == 7 && !strncmp(line, "/system", 7)) {
+        free((char *)c->system);
+        c->system = strcpy(resize(NULL, strlen(rest) + 1), rest);
+        chat_reset(c);
+    } else if (length == 5 && !strncmp(line, "/save", 5) && !bare) {
+        chat_save(c, rest);
+    } else {
+        fprintf(stderr, "llm: there is no command %.*s of that form; /help tells which there are\n", (int)length, line);
+    }
+    return true;
+}
+
+/* A line of what is typed, without its end; false where there is no more. */
+static bool chat_line(chat *c, const char *prompt, text *line) {
+    char *data = NULL;
+    size_t capacity = 0;
+    ssize_t n;
+    (void)c;
+    (void)prompt;
+#ifdef LLM_WITH_EDITLINE
+    if (c->edits) {
+        data = readline(prompt);
+        if (data && *data) add_history(data);
+        n = data ? (ssize_t)strlen(data) : -1;
+    } else
+#endif
+    {
+        if (c->edits) {
+            put_text(prompt);
+            flush_output();
+        }
+        n = getline(&data, &capacity, stdin);
+    }
+    if (n > 0 && data[n - 1] == '\n') n--;
+    if (n > 0 && data[n - 1] == '\r') n--;
+    if (n > 0) append(line, data, (size_t)n);
+    free(data);
+    if (n < 0 && c->edits) put_text("\n");
+    return n >= 0;
+}
+
+/* A message of one line or, where they end in a backslash, more; zero-terminated. */
+static bool chat_read(chat *c, text *line) {
+    line->length = 0;
+    bool more = chat_line(c, "> ", line);
+    if (!more) return false;
+    while (line->length && line->data[line->length - 1] == '\\') {
+        line->data[line->length - 1] = '\n';
+        if (!chat_line(c, ". ", line)) break;
+    }
+    append(line, "", 1);
+    line->length--;
+    return true;
+}
+
+static bool chat_talk(chat *c) {
+    text line = {0};
+    bool good = true;
+    while (!stop_requested && !output.error && chat_read(c, &line)) {
+        const char *message = line.data;
+        if (message[0] == '/' && message[1] != '/') {
+            if (!chat_command(c, message)) break;
+            continue;
+        }
+        message += message[0] == '/';
+        if (!message[strspn(message, " \t\n")]) continue;
+        chat_add(c, LLM_ROLE_USER, message, line.length - (size_t)(message - line.data));
+        good = chat_answer(c) && good;
+    }
+    free(line.data);
+    return good;
+}
+
+static int chat_model(chat *c) {
+    const llm_tokenizer *t = llm_model_tokenizer(c->loaded);
+    const char *name = c->options.template_name ? c->options.template_name : llm_chat_template(t), *stop;
+    int longest = llm_model_config(c->loaded)->context_length;
+    llm_error err;
+    chat_reset(c);
+    chat_add(c, LLM_ROLE_USER, "?", 1); /* does the template take such a conversation? */
+    if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
+        return fail("%s%s", err.message, name ? "" : " (--template NAME)");
+    chat_reset(c);
+    if ((stop = llm_chat_stop(t, &c->options)) != NULL) {
+        c->stop.items = resize(c->stop.items, (size_t)(c->stop.count + 1) * sizeof *c->stop.items);
+        c->stop.items[c->stop.count++] = stop;
+    }
+    c->request.stop = c->stop.items;
+    c->request.n_stop = c->stop.count;
+    c->engine.draft = c->draft;
+    c->engine.max_sequences = 1;
+    if (!c->engine.context_length) c->engine.context_length = longest < CHAT_CONTEXT ? longest : CHAT_CONTEXT;
+    chosen.quiet = c->quiet;
+    c->running = create_engine(c->loaded, &c->engine, &err);
+    if (!c->running) return fail_with(&err);
+    if (!c->quiet) fprintf(stderr, "chat template: %s; /help tells the commands\n", name);
+    bool good = chat_talk(c);
+    free_engine(c->running);
+    return good && stop_requested != SIGTERM ? 0 : FAILED;
+}
+
+static int command_chat(const command *self, int argc, char **argv) {
+    chat c = {.engine = llm_engine_defaults(), .request = llm_request_defaults(), .options = llm_chat_defaults(), .speculation.depth = NO_DEPTH};
+    llm_sampling *s = &c.request.sampling;
+    s->temperature = 0.8f;
+    s->top_p = 0.95f;
+    c.request.max_tokens = -1;
+    const option options[] = {
+        MODEL_OPTION(c.model),
+        {0, "template", "NAME", TEXT, &c.options.template_name, 0, 0, "how the model writes down a conversation (default: the file's own; 'help' lists them)"},
+        {0, "system", "TEXT", TEXT, &c.system, 0, 0, "a message of the system, to begin with"},
+        {0, "no-thinking", NULL, FLAG, &c.options.no_thinking, 0, 0, "of models that think before they answer (qwen3): do not"},
+        {'n', "tokens", "N", WHOLE, &c.request.max_tokens, -1, INT_MAX, "at most N tokens in an answer (-1, the default: to the end of the context)"},
+        SAMPLING_OPTIONS(*s, "-"),
+        {'s', "seed", "N", SEED, &c.seed, 0, 0, "of the random draws (default: another one each time)"},
+        STOP_OPTION(c.stop),
+        THREADS_OPTION(c.engine.n_threads),
+        {'c', "context", "N", WHOLE, &c.engine.context_length, 1, INT_MAX, "longest conversation (default: 8192, or the model's where that is less)"},
+        SPECULATION_OPTIONS(c.speculation),
+        CACHE_TYPE_OPTION(c.engine),
+        {'q', "quiet", NULL, FLAG, &c.quiet, 0, 0, "the answers alone: no figures"},
+    };
+    int status = parse(self, options, COUNT(options), &argc, argv, 0);
+    if (status == PARSED) status = check_speculation(self, &c.speculation);
+    if (status != PARSED) return free(c.stop.items), status;
+    apply_speculation(&c.speculation, &c.engine, &c.request);
+    if (!c.seed.given) c.seed.value = chance_seed();
+    if (c.system) c.system = strcpy(resize(NULL, strlen(c.system) + 1), c.system);
+    c.edits = is_terminal(STDIN_FILENO) && is_terminal(STDOUT_FILENO);
+    char *path = model_path(c.model);
+    status = path && load_models(path, c.speculation.path, &c.loaded, &c.draft) ? chat_model(&c) : FAILED;
+    free(path);
+    while (c.n_messages) chat_drop(&c, c.n_messages - 1);
+    free(c.messages);
+    free((char *)c.system);
+    free(c.answer.data);
+    free(c.stop.items);
+    llm_model_free(c.loaded);
+    llm_model_free(c.draft);
+    return status;
+}
+
+static const char chat_notes[] =
+    "Each line is a message; the answer goes to standard output as it is made, and a line of figures to standard\n"
+    "error. Lines that begin with / are commands: /reset, /system TEXT, /save FILE, /help, /quit. In a pipe\n"
+    "there is no prompt. The special tokens around the messages come from the model's chat template, which must be\n"
+    "one of those that are known, or be named; nothing in a message can stand for them. What was said before is\n"
+    "still in the cache, and is not computed again.\n"
+    "\n"
+    "Examples:\n"
+    "  llm chat -m some-instruct.gguf\n"
+    "  llm chat -m some.gguf --template chatml --system \"You are a pirate.\"\n"
+    "  echo \"Tell me a joke.\" | llm chat -m some-instruct.gguf --quiet\n";
+
 static int command_demo(const command *self, int argc, char **argv) {
     char *words[] = {"Once upon a time"};
     int status = parse(self, NULL, 0, &argc, argv, 0);
@@ -3674,6 +3984,7 @@ static const char synth_notes[] =
 /* ---- The command itself ------------------------------------------------------------------- */
 static const command commands[] = {
     {"run", "Continue a prompt.", "[-m FILE] [options] [PROMPT | -f FILE | -]", command_run, run_notes},
+    {"chat", "Talk with a model.", "[-m FILE] [options]", command_chat, chat_notes},
     {"batch", "Continue many prompts at once, from a file into a file.", "-f PROMPTS.jsonl [-o RESULTS.jsonl] [-m FILE] [options]",
      command_batch, batch_notes},
     {"demo", "Tell a tale with the bundled model.", "", command_demo, demo_notes},
@@ -3722,10 +4033,7 @@ static int dispatch(int argc, char **argv) {
     return misuse(NULL, "unknown %s '%s'", what, name);
 }
 
-static void request_stop(int signal_number) {
-    (void)signal_number;
-    stop_requested = 1;
-}
+static void request_stop(int signal_number) { stop_requested = signal_number; }
 
 /* Ctrl-C asks once for an orderly end; a second one ends us at once. A reader that went away, or a file that
  * may not grow, is an error of the write, not the end of the process. */

@@ -8,6 +8,10 @@
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "tiny_model.h"
+
+#include <signal.h>
+#include <sys/wait.h>
 
 static bytes slurp(const char *path) {
     bytes b = {0};
@@ -298,12 +302,274 @@ static void test_no_memory(void **state) {
     assert_int_equal(test_live, 0);
 }
 
+/* ---- llm chat, over a tiny model with Zephyr's template ------------------------------------------- */
+
+/* The model's file again, with a template. */
+static void write_chat_model(const char *path, const char *chat_template, int context) {
+    tiny shape = tiny_defaults();
+    llm_error err;
+    shape.context = context;
+    shape.seed = 3;
+    tiny_model m = tiny_model_new(shape);
+    const llm_file *file = llm_model_file(m.model);
+    llm_writer *w = llm_writer_create(path, &err);
+    for (int64_t i = 0; i < llm_file_n_values(file); i++) llm_writer_value(w, llm_file_value(file, i));
+    if (chat_template) llm_writer_string(w, "tokenizer.chat_template", chat_template);
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *t = llm_file_tensor(file, i);
+        llm_writer_tensor(w, t->name, t->type, t->n_dims, t->dims);
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *t = llm_file_tensor(file, i);
+        llm_writer_data(w, t->data, (size_t)t->bytes);
+    }
+    assert_true(llm_writer_finish(w, &err));
+    tiny_model_free(&m);
+}
+
+static char zephyr[2000];
+
+static const char *zephyr_template(void) {
+    bytes data = slurp("tests/data/chat.json");
+    llm__json json;
+    assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "chat.json", NULL));
+    const llm__json_node *templates = llm__json_member(json.nodes, "templates");
+    for (const llm__json_node *item = llm__json_first(templates); item; item = llm__json_next(templates, item)) {
+        llm_string text;
+        if (llm__json_is(llm__json_member(item, "name"), "zephyr") && llm__json_string(llm__json_member(item, "template"), &text))
+            snprintf(zephyr, sizeof zephyr, "%.*s", (int)text.length, text.data);
+    }
+    llm__json_free(&json);
+    clear_bytes(&data);
+    return zephyr;
+}
+
+typedef struct child {
+    pid_t pid;
+    int in, out; /* our ends */
+} child;
+
+/* llm chat with these arguments; its standard error goes to a file. */
+static child start_chat(const char *const *arguments, const char *errors) {
+    int in[2], out[2];
+    const char *llm = getenv("LLM");
+    const char *all[32] = {llm ? llm : "./llm", "chat"};
+    int n = 2;
+    for (; *arguments; arguments++) all[n++] = *arguments;
+    assert_true(!pipe(in) && !pipe(out));
+    child c = {fork(), in[1], out[0]};
+    if (!c.pid) {
+        dup2(in[0], 0);
+        dup2(out[1], 1);
+        dup2(open(errors, O_WRONLY | O_CREAT | O_TRUNC, 0600), 2);
+        close(in[1]);
+        close(out[0]);
+        execv(all[0], (char *const *)all);
+        _exit(127);
+    }
+    close(in[0]);
+    close(out[1]);
+    return c;
+}
+
+static void say(const child *c, const char *text) {
+    assert_int_equal(write(c->in, text, strlen(text)), (ssize_t)strlen(text));
+}
+
+/* All it prints until it ends; *status: its exit status. */
+static bytes finish_chat(child *c, int *status) {
+    bytes b = {0};
+    char part[4096];
+    ssize_t n;
+    close(c->in);
+    while ((n = read(c->out, part, sizeof part)) > 0) put(&b, part, (size_t)n);
+    put_u8(&b, 0);
+    b.length--;
+    close(c->out);
+    assert_int_equal(waitpid(c->pid, status, 0), c->pid);
+    *status = WIFEXITED(*status) ? WEXITSTATUS(*status) : -1;
+    return b;
+}
+
+static bool has_llm(void) {
+    const char *llm = getenv("LLM");
+    if (!access(llm ? llm : "./llm", X_OK)) return true;
+    print_message("SKIPPED: there is no ./llm (LLM names it)\n");
+    return false;
+}
+
+/* What the engine itself answers to these messages, greedily. */
+static void expected_answer(const char *path, const llm_message *messages, int n, int tokens, char *out, size_t size) {
+    llm_error err;
+    int32_t ids[1000];
+    llm_event event;
+    llm_model *model = llm_model_load(path, &err);
+    llm_engine_options options = llm_engine_defaults();
+    llm_engine *engine = llm_engine_create(model, &options, &err);
+    llm_request request = llm_request_defaults();
+    request.prompt = ids;
+    request.n_prompt = (int)llm_chat_tokenize(llm_model_tokenizer(model), NULL, messages, n, ids, 1000, &err);
+    request.max_tokens = tokens;
+    assert_true(request.n_prompt > 0 && llm_submit(engine, &request, NULL, &err));
+    size_t length = 0;
+    while (llm_step(engine, &err) > 0)
+        while (llm_next_event(engine, &event)) {
+            assert_true(length + event.text_length < size);
+            memcpy(out + length, event.text, event.text_length);
+            length += event.text_length;
+        }
+    out[length] = 0;
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+static llm_message message_of(llm_role role, const char *text) {
+    llm_message m = {role, text, strlen(text)};
+    return m;
+}
+
+static void test_command(void **state) {
+    (void)state;
+    if (!has_llm()) skip();
+    const char *folder = getenv("TMPDIR");
+    char path[600], errors[620], saved[620], first[2000], second[2000], wanted[9000], commands[1000];
+    snprintf(path, sizeof path, "%s/llm-test-chat-%d.gguf", folder ? folder : "/tmp", (int)getpid());
+    snprintf(errors, sizeof errors, "%s.err", path);
+    snprintf(saved, sizeof saved, "%s.json", path);
+    write_chat_model(path, zephyr_template(), 512);
+    llm_message m[4] = {message_of(LLM_ROLE_SYSTEM, "be good"), message_of(LLM_ROLE_USER, "hello you"), message_of(LLM_ROLE_ASSISTANT, first),
+                        message_of(LLM_ROLE_USER, "and\nnow")};
+    expected_answer(path, m, 2, 20, first, sizeof first);
+    m[2].length = strlen(first);
+    expected_answer(path, m, 4, 20, second, sizeof second);
+    assert_true(*first && *second && strcmp(first, second));
+
+    const char *const arguments[] = {"-m", path, "--temperature", "0", "-n", "20", "--system", "be good", "--quiet", NULL};
+    child c = start_chat(arguments, errors);
+    snprintf(commands, sizeof commands, "hello you\n\n  \nand\\\nnow\n/save %s\n/reset\nhello you\n/what\n/quit\nnever\n", saved);
+    say(&c, commands);
+    int status;
+    bytes out = finish_chat(&c, &status);
+    snprintf(wanted, sizeof wanted, "%s\n%s\n%s\n", first, second, first);
+    if (strcmp((char *)out.data, wanted)) print_error("wanted \"%s\", got \"%s\"\n", wanted, (char *)out.data);
+    assert_string_equal((char *)out.data, wanted);
+    assert_int_equal(status, 0);
+    clear_bytes(&out);
+    out = slurp(errors);
+    put_u8(&out, 0);
+    assert_non_null(strstr((char *)out.data, "there is no command /what"));
+    clear_bytes(&out);
+    out = slurp(saved);
+    llm__json json;
+    llm_message read[MAX_MESSAGES];
+    assert_true(llm__json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
+    assert_int_equal(read_messages(json.nodes, read), 5);
+    for (int i = 0; i < 4; i++)
+        assert_true(read[i].role == m[i].role && read[i].length == m[i].length && !memcmp(read[i].text, m[i].text, m[i].length));
+    assert_true(read[4].length == strlen(second) && !memcmp(read[4].text, second, read[4].length));
+    llm__json_free(&json);
+    clear_bytes(&out);
+
+    /* what was said before is in the cache */
+    const char *const loud[] = {"-m", path, "--temperature", "0", "-n", "40", NULL};
+    c = start_chat(loud, errors);
+    say(&c, "a message that is long enough to fill some blocks\nb\n");
+    out = finish_chat(&c, &status);
+    clear_bytes(&out);
+    out = slurp(errors);
+    put_u8(&out, 0);
+    const char *turn = strstr((char *)out.data, "(0 from the cache)");
+    assert_non_null(turn);
+    turn = strstr(turn + strlen("(0 from the cache)"), " from the cache)");
+    assert_non_null(turn);
+    while (turn[-1] != '(') turn--;
+    assert_true(atoi(turn) >= 16);
+    clear_bytes(&out);
+
+    /* a conversation that has become too long goes on without its beginning */
+    c = start_chat((const char *const[]){"-m", path, "--temperature", "0", "-n", "60", "--quiet", "-c", "256", NULL}, errors);
+    for (int i = 0; i < 8; i++) say(&c, "some words and then some more of them\n");
+    out = finish_chat(&c, &status);
+    assert_int_equal(status, 0);
+    clear_bytes(&out);
+    out = slurp(errors);
+    put_u8(&out, 0);
+    assert_non_null(strstr((char *)out.data, "were forgotten, since the context holds 256 tokens"));
+    clear_bytes(&out);
+    unlink(path);
+    unlink(errors);
+    unlink(saved);
+}
+
+/* Ctrl-C stops the answer, and not the program. */
+static void test_interrupt(void **state) {
+    (void)state;
+    if (!has_llm()) skip();
+    const char *folder = getenv("TMPDIR");
+    char path[600], errors[620], byte;
+    snprintf(path, sizeof path, "%s/llm-test-chat-%d.gguf", folder ? folder : "/tmp", (int)getpid());
+    snprintf(errors, sizeof errors, "%s.err", path);
+    write_chat_model(path, zephyr_template(), 200000);
+    child c = start_chat((const char *const[]){"-m", path, "--temperature", "0", "-c", "100000", "--quiet", NULL}, errors);
+    say(&c, "hello\n");
+    assert_int_equal(read(c.out, &byte, 1), 1); /* it is talking */
+    assert_int_equal(kill(c.pid, SIGINT), 0);
+    while (byte != '\n') assert_int_equal(read(c.out, &byte, 1), 1);
+    say(&c, "again\n");
+    assert_int_equal(read(c.out, &byte, 1), 1);
+    assert_int_equal(kill(c.pid, SIGINT), 0);
+    while (byte != '\n') assert_int_equal(read(c.out, &byte, 1), 1);
+    int status;
+    bytes out = finish_chat(&c, &status);
+    assert_int_equal(out.length, 0);
+    assert_int_equal(status, 0);
+    clear_bytes(&out);
+    unlink(path);
+    unlink(errors);
+}
+
+static void test_command_refuses(void **state) {
+    (void)state;
+    if (!has_llm()) skip();
+    const char *folder = getenv("TMPDIR");
+    char path[600], errors[620];
+    snprintf(path, sizeof path, "%s/llm-test-chat-%d.gguf", folder ? folder : "/tmp", (int)getpid());
+    snprintf(errors, sizeof errors, "%s.err", path);
+    static const struct {
+        const char *arguments[4], *expected;
+    } cases[] = {{{NULL}, "the file has no chat template"},
+                 {{"--template", "nonsense", NULL}, "there is no chat template called 'nonsense'; there are chatml, "},
+                 {{"--template", "mistral-v0.2", "--system=x", NULL}, "the chat template mistral-v0.2 has no place for a system message"}};
+    write_chat_model(path, NULL, 512);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *arguments[8] = {"-m", path};
+        for (int k = 0; k < 4 && cases[i].arguments[k]; k++) arguments[2 + k] = cases[i].arguments[k];
+        child c = start_chat(arguments, errors);
+        int status;
+        bytes out = finish_chat(&c, &status);
+        assert_int_equal(status, 1);
+        assert_int_equal(out.length, 0);
+        clear_bytes(&out);
+        out = slurp(errors);
+        put_u8(&out, 0);
+        if (!strstr((char *)out.data, cases[i].expected)) print_error("%s", (char *)out.data);
+        assert_non_null(strstr((char *)out.data, cases[i].expected));
+        clear_bytes(&out);
+    }
+    unlink(path);
+    unlink(errors);
+}
+
 int main(void) {
+    signal(SIGPIPE, SIG_IGN);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_hugging_face),
         cmocka_unit_test(test_no_forging),
         cmocka_unit_test(test_refused),
         cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_command),
+        cmocka_unit_test(test_interrupt),
+        cmocka_unit_test(test_command_refuses),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
