@@ -74,7 +74,7 @@ $(B)/libllm.a: llm.h | $(B)/have-cc
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),-lstdc++)
 
-$(B)/test_device $(B)/test_cuda_kernels: $(EMULATOR)
+$(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels: $(EMULATOR)
 
 $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu.o $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm

@@ -126,6 +126,11 @@ typedef struct llm__stage { /* what is uploaded goes through here */
     bool busy;            /* ... or may not have been yet */
 } llm__stage;
 
+typedef struct llm__room { /* pinned memory, and as much on the device, between which small things are copied at once */
+    char *host, *device;
+    size_t bytes;         /* of each */
+} llm__room;
+
 typedef struct llm__command llm__command; /* an operation with its arguments: see chapter [8] */
 typedef struct llm__graph llm__graph;
 
@@ -147,8 +152,8 @@ typedef struct llm__cuda { /* the context of the backend */
     int n_graphs;
     uint64_t n_flushes;          /* a clock: which graph was used last */
 
-    char *batch_host, *batch_device; /* the arrays of a step: pinned memory, and its copy on the device */
-    size_t batch_bytes;          /* of each */
+    llm__room batch_room;        /* the arrays of a step */
+    llm__room draw_room;         /* what to draw, and what was drawn */
     llm__device_batch batch;     /* of this step */
 
     llm__stage stages[LLM__STAGES];
@@ -453,21 +458,22 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     return llm__matmul_reserve(cuda, err);
 }
 
-/* Room for the arrays of a step, in pinned memory and on the device. */
-static bool llm__cuda_batch_room(llm__cuda *cuda, size_t bytes, llm_error *err) {
-    if (bytes <= cuda->batch_bytes) return true;
+/* See that a room has so many bytes. It grows by half as much again, so that it soon grows no more. */
+static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err) {
+    if (bytes <= room->bytes) return true;
     bytes += bytes / 2;
-    cudaStreamSynchronize(cuda->stream); /* nothing on its way may still use the old ones */
-    cudaFreeHost(cuda->batch_host);
-    cudaFree(cuda->batch_device);
-    cuda->batch_host = cuda->batch_device = NULL;
-    cuda->batch_bytes = 0;
-    cuda->batch_device = (char *)llm__cuda_allocate(cuda, bytes, "the tables of a step", err);
-    if (!cuda->batch_device ||
-        !llm__cuda_check(cuda, cudaHostAlloc((void **)&cuda->batch_host, bytes, cudaHostAllocDefault),
-                         "allocating pinned memory for the tables of a step", err))
-        return false;
-    cuda->batch_bytes = bytes;
+    cudaStreamSynchronize(cuda->stream); /* nothing on its way may still use the old memory */
+    cudaFreeHost(room->host);
+    llm__cuda_release(cuda, room->device);
+    memset(room, 0, sizeof *room);
+    room->device = (char *)llm__cuda_allocate(cuda, bytes, what, err);
+    if (!room->device) return false;
+    cudaError_t code = cudaHostAlloc((void **)&room->host, bytes, cudaHostAllocDefault);
+    if (code == cudaErrorMemoryAllocation)
+        return cudaGetLastError(), llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of pinned host memory: %zu bytes wanted for %s",
+                                                  cuda->backend.name, cuda->device_name, bytes, what);
+    if (!llm__cuda_check(cuda, code, "allocating pinned memory", err)) return false;
+    room->bytes = bytes;
     return true;
 }
 
@@ -526,11 +532,11 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     int n_rows = b->n_logits + b->n_logits / 8 + 8; /* a slice of the logits may be rounded up from anywhere */
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
     size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
-    if (!llm__cuda_batch_room(cuda, numbers * sizeof(int32_t), err)) return false;
+    if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), "the tables of a step", err)) return false;
 
     /* the last step's copy must have been done before its buffer is filled anew: it has, unless that step failed */
     if (cuda->stepping) cudaStreamSynchronize(cuda->stream);
-    llm__batch_writer writer = {cuda->batch_host, cuda->batch_device, 0};
+    llm__batch_writer writer = {cuda->batch_room.host, cuda->batch_room.device, 0};
     int32_t counts[4] = {batch->n_tokens, batch->n_sequences, batch->n_logits, batch->table_stride};
     llm__batch_copy(&writer, counts, 4, 4, 0, &b->counts);
     llm__batch_copy(&writer, batch->tokens, batch->n_tokens, b->n_tokens, 0, &b->tokens);
@@ -546,7 +552,7 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     int32_t *tables = llm__batch_array(&writer, table, &b->block_tables);
     memcpy(tables, batch->block_tables, (size_t)table * sizeof *tables);
     cuda->stepping = true;
-    return llm__cuda_check(cuda, cudaMemcpyAsync(cuda->batch_device, cuda->batch_host, writer.used,
+    return llm__cuda_check(cuda, cudaMemcpyAsync(cuda->batch_room.device, cuda->batch_room.host, writer.used,
                                                  cudaMemcpyHostToDevice, cuda->stream),
                            "copying the tables of a step", err);
 }
@@ -1901,8 +1907,392 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
 }
 
 /* =====================================================================================
- * [7] Sampling
+ * [7] Sampling: from logits to a token, on the device
+ *
+ * A row of logits is 600 KB for a vocabulary of 150000, and 256 sequences have 150 MB of them: 3 to 6 milliseconds on the bus, and
+ * more on one CPU core, as long as the whole step. So the token is drawn here, and 8 bytes of each row travel.
+ *
+ * It is to be the same token that chapter [7] of llm.h draws from these logits. That one sorts (with a heap) and walks along
+ * the sorted list; a thousand threads cannot walk. But all that its filters and its draw ask is one question, of a list sorted by
+ * likelihood: WHERE DOES THE RUNNING SUM PASS T? For top-k the sum counts tokens, for top-p and for the draw it adds up their
+ * likelihoods. And that can be answered without sorting, by histograms ("radix select"): bits of a float, read as an integer
+ * with the sign turned round, are in the order of the numbers; so add up all tokens by the first 11 bits of that key, find the
+ * bin where the running sum passes T, and go on inside it with the next 11 bits, and the last 10. The sums are whole numbers,
+ * as in llm.h, so that it makes no difference in which order threads add.
+ *
+ * All filters keep a beginning of the sorted list, so what is left is the shortest of three, that is the one of the least mass.
+ *
+ * One block works on one row. Bound by bytes: the row is read some five times without filters and up to a dozen
+ * times with all of them; the first time from global memory, then from the second-level cache. Not measured yet.
  * ================================================================================== */
+
+enum { LLM__DRAW_THREADS = 512, LLM__BINS = 2048 };
+
+typedef struct llm__device_draw {
+    llm_sampling sampling;
+    uint64_t random;
+    int first_recent, n_recent; /* in the array of all */
+} llm__device_draw;
+
+typedef struct llm__tally { /* a sum over tokens */
+    unsigned long long mass, count;
+} llm__tally;
+
+typedef struct llm__histogram {
+    unsigned long long mass[LLM__BINS];
+    unsigned count[LLM__BINS];
+} llm__histogram;
+
+typedef struct llm__draw_shared {
+    llm__histogram first, finer; /* by the first 11 bits; by later ones, inside one bin of the first */
+    llm__tally warps[32];
+    llm__tally found;            /* what lies before the bin that was found */
+    float values[32];
+    int ids[32];
+    int bin, id;
+} llm__draw_shared;
+
+/* How the likelihood of a logit is told: see llm__likelihood in llm.h, which this repeats to the bit. */
+typedef struct llm__odds {
+    float most, temperature;
+    int bits;
+} llm__odds;
+
+__device__ static inline unsigned long long llm__device_likelihood(const llm__odds *odds, float logit) {
+    const unsigned long long terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
+                                        661577,     65510,      5676,       437,       30};
+    float x = (odds->most - logit) / odds->temperature;
+    if (!(x < 44)) return 0;
+    unsigned long long y = (unsigned long long)((double)x * (1.4426950408889634 * 16777216));
+    unsigned long long f = (y & 0xffffff) << 8, sum = terms[10];
+    for (int i = 9; i >= 0; i--) sum = terms[i] - (f * sum >> 32);
+    return sum << (odds->bits - 32) >> (y >> 24);
+}
+
+/* A number that is smaller, the larger the logit is; equal logits (0 and -0 too) have equal ones. */
+__device__ static inline uint32_t llm__sort_key(float logit) {
+    uint32_t bits = __float_as_uint(logit == 0 ? 0.0f : logit);
+    return bits & 0x80000000u ? bits : ~(bits | 0x80000000u);
+}
+
+__device__ static inline float llm__logit_of_key(uint32_t key) {
+    return __uint_as_float(key & 0x80000000u ? key : ~key & 0x7fffffffu);
+}
+
+/* A NaN is never drawn. */
+__device__ static inline float llm__clean(float logit) { return logit == logit ? logit : -INFINITY; }
+
+__device__ static inline unsigned long long llm__warp_sum_whole(unsigned long long x) {
+    for (int other = 16; other; other /= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
+    return x;
+}
+
+__device__ static inline unsigned long long llm__block_sum_whole(unsigned long long x, llm__tally *shared) {
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;
+    x = llm__warp_sum_whole(x);
+    __syncthreads();
+    if (lane == 0) shared[warp].mass = x;
+    __syncthreads();
+    return llm__warp_sum_whole(lane < n_warps ? shared[lane].mass : 0);
+}
+
+/* The largest of a row, and the first place where it stands; all threads get both. */
+__device__ static inline float llm__block_best(const float *row, int n, llm__draw_shared *s, int *id) {
+    float best = -INFINITY;
+    int at = n;
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        float x = llm__clean(row[i]);
+        if (at == n || x > best) {
+            best = x;
+            at = i;
+        }
+    }
+    __syncthreads();
+    for (int round = 0; round < 2; round++) { /* in each warp; then over what the warps found */
+        for (int other = 16; other; other /= 2) {
+            float x = __shfl_xor_sync(0xffffffffu, best, other);
+            int i = __shfl_xor_sync(0xffffffffu, at, other);
+            if (x > best || (x == best && i < at)) {
+                best = x;
+                at = i;
+            }
+        }
+        if (round) break;
+        if (threadIdx.x % 32 == 0) {
+            s->values[threadIdx.x / 32] = best;
+            s->ids[threadIdx.x / 32] = at;
+        }
+        __syncthreads();
+        bool there = threadIdx.x % 32 < blockDim.x / 32;
+        best = there ? s->values[threadIdx.x % 32] : -INFINITY;
+        at = there ? s->ids[threadIdx.x % 32] : n;
+    }
+    *id = at;
+    return best;
+}
+
+__device__ static inline void llm__histogram_clear(llm__histogram *h) {
+    __syncthreads();
+    for (int i = threadIdx.x; i < LLM__BINS; i += blockDim.x) {
+        h->mass[i] = 0;
+        h->count[i] = 0;
+    }
+    __syncthreads();
+}
+
+/* The bin of a histogram where the running sum (of counts, or of masses) passes t; s->found is what lies before it. LLM__BINS if
+ * all together do not pass t. Each thread owns a few bins in a row, and learns what lies before them from a scan: a running
+ * sum over the lanes of a warp, and then over the warps. */
+__device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histogram *h, unsigned long long t, bool by_count) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = LLM__BINS / (int)blockDim.x, first = (int)threadIdx.x * own;
+    llm__tally sum = {0, 0};
+    for (int i = first; i < first + own; i++) {
+        sum.mass += h->mass[i];
+        sum.count += h->count[i];
+    }
+    llm__tally before = sum; /* up to this lane's end, to begin with */
+    for (int step = 1; step < 32; step *= 2) {
+        unsigned long long mass = __shfl_up_sync(0xffffffffu, before.mass, step);
+        unsigned long long count = __shfl_up_sync(0xffffffffu, before.count, step);
+        if (lane >= step) {
+            before.mass += mass;
+            before.count += count;
+        }
+    }
+    __syncthreads();
+    if (lane == 31) s->warps[warp] = before;
+    if (threadIdx.x == 0) s->bin = LLM__BINS;
+    __syncthreads();
+    before.mass -= sum.mass;
+    before.count -= sum.count;
+    for (int i = 0; i < warp; i++) {
+        before.mass += s->warps[i].mass;
+        before.count += s->warps[i].count;
+    }
+    for (int i = first; i < first + own; i++) {
+        unsigned long long from = by_count ? before.count : before.mass, width = by_count ? h->count[i] : h->mass[i];
+        if (from <= t && t - from < width) { /* true for one bin of all */
+            s->found = before;
+            s->bin = i;
+        }
+        before.mass += h->mass[i];
+        before.count += h->count[i];
+    }
+    __syncthreads();
+    return s->bin;
+}
+
+/* Add up the tokens of the row whose key begins like `key` (all bits above shift + width), by the next `width` bits. Tokens of
+ * no likelihood at all are left out: they come last, and change no mass. */
+__device__ static inline void llm__histogram_fill(llm__histogram *h, const float *row, int n, const llm__odds *odds,
+                                                  uint32_t key, int shift, int width) {
+    llm__histogram_clear(h);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+        float logit = llm__clean(row[i]);
+        uint32_t k = llm__sort_key(logit);
+        if (shift + width < 32 && k >> (shift + width) != key >> (shift + width)) continue;
+        unsigned long long mass = llm__device_likelihood(odds, logit);
+        if (mass == 0) continue;
+        int bin = (int)(k >> shift & ((1u << width) - 1));
+        atomicAdd(&h->mass[bin], mass);
+        atomicAdd(&h->count[bin], 1u);
+    }
+    __syncthreads();
+}
+
+/* The question: which logit is it where the running sum over the sorted list passes t? True: *key is its key, *before what comes
+ * before all tokens of that logit. False: all together do not pass t. */
+__device__ static inline bool llm__find(llm__draw_shared *s, const float *row, int n, const llm__odds *odds, unsigned long long t,
+                                        bool by_count, uint32_t *key, llm__tally *before) {
+    int bin = llm__find_bin(s, &s->first, t, by_count);
+    if (bin == LLM__BINS) return false;
+    *before = s->found;
+    *key = (uint32_t)bin << 21;
+    for (int shift = 10; shift >= 0; shift -= 10) { /* 11 bits, then 10 */
+        llm__histogram_fill(&s->finer, row, n, odds, *key, shift, shift ? 11 : 10);
+        bin = llm__find_bin(s, &s->finer, t - (by_count ? before->count : before->mass), by_count);
+        before->mass += s->found.mass;
+        before->count += s->found.count;
+        *key |= (uint32_t)bin << shift;
+    }
+    __syncthreads(); /* all have read s->found */
+    return true;
+}
+
+/* What a token adds to a running sum in order of ids: its likelihood; or 1 if it has this key (is one of equals). */
+__device__ static inline unsigned long long llm__share(const llm__odds *odds, float logit, bool equals, uint32_t key) {
+    logit = llm__clean(logit);
+    return equals ? llm__sort_key(logit) == key : llm__device_likelihood(odds, logit);
+}
+
+/* The token where the running sum in order of ids passes t; *total (if not NULL) tells all of it instead. Each warp has a
+ * stretch of ids to itself. The one in whose stretch it happens goes through it again, 32 at a time. */
+__device__ static inline int llm__find_id(llm__draw_shared *s, const float *row, int n, const llm__odds *odds,
+                                          unsigned long long t, bool equals, uint32_t key) {
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
+    int stretch = (n + n_warps - 1) / n_warps, first = warp * stretch, end = first + stretch < n ? first + stretch : n;
+    unsigned long long sum = 0;
+    for (int i = first + lane; i < end; i += 32) sum += llm__share(odds, row[i], equals, key);
+    sum = llm__warp_sum_whole(sum);
+    __syncthreads();
+    if (lane == 0) s->warps[warp].mass = sum;
+    __syncthreads();
+    unsigned long long before = 0;
+    for (int i = 0; i < warp; i++) before += s->warps[i].mass;
+    if (before <= t && t - before < sum) { /* this warp, and no other */
+        for (int i = first; i < end; i += 32) {
+            unsigned long long own = i + lane < end ? llm__share(odds, row[i + lane], equals, key) : 0, upto = own;
+            for (int step = 1; step < 32; step *= 2) {
+                unsigned long long x = __shfl_up_sync(0xffffffffu, upto, step);
+                if (lane >= step) upto += x;
+            }
+            if (before + upto - own <= t && t < before + upto) s->id = i + lane;
+            before += __shfl_sync(0xffffffffu, upto, 31);
+            if (t < before) break;
+        }
+    }
+    __syncthreads();
+    return s->id;
+}
+
+/* The mass that the filters leave. The first histogram is filled. */
+__device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared *s, const float *row, int n, const llm__odds *odds,
+                                                               const llm_sampling *p) {
+    uint32_t key;
+    llm__tally before;
+    unsigned long long total = 0, mass, top = 1ull << odds->bits;
+    for (int i = threadIdx.x; i < LLM__BINS; i += blockDim.x) total += s->first.mass[i];
+    total = llm__block_sum_whole(total, s->warps);
+    if (p->top_k && p->top_k < n &&
+        llm__find(s, row, n, odds, (unsigned long long)p->top_k - 1, true, &key, &before))
+        total = before.mass + (p->top_k - before.count) * llm__device_likelihood(odds, llm__logit_of_key(key));
+    mass = total;
+    if (p->top_p < 1) {
+        unsigned long long enough = (unsigned long long)((double)p->top_p * (double)total), kept = top;
+        if (enough > 0 && llm__find(s, row, n, odds, enough - 1, false, &key, &before)) {
+            unsigned long long one = llm__device_likelihood(odds, llm__logit_of_key(key));
+            kept = before.mass + ((enough - 1 - before.mass) / one + 1) * one;
+        }
+        if (kept < mass) mass = kept;
+    }
+    if (p->min_p > 0) {
+        unsigned long long least = (unsigned long long)((double)p->min_p * (double)top), kept = 0;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) {
+            unsigned long long own = llm__device_likelihood(odds, llm__clean(row[i]));
+            if (own >= least) kept += own;
+        }
+        kept = llm__block_sum_whole(kept, s->warps);
+        if (kept < mass) mass = kept;
+    }
+    return mass;
+}
+
+/* One draw from a row, penalties done. */
+__device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row, int n, int bits, const llm__device_draw *draw) {
+    const llm_sampling *p = &draw->sampling;
+    int best;
+    llm__odds odds = {llm__block_best(row, n, s, &best), p->temperature, bits};
+    if (p->temperature == 0 || !(fabsf(odds.most) <= FLT_MAX)) return best;
+    if (!p->top_k && !(p->top_p < 1) && !(p->min_p > 0)) {
+        unsigned long long mass = 0;
+        for (int i = threadIdx.x; i < n; i += blockDim.x) mass += llm__device_likelihood(&odds, llm__clean(row[i]));
+        mass = llm__block_sum_whole(mass, s->warps);
+        return llm__find_id(s, row, n, &odds, __umul64hi(draw->random, mass), false, 0);
+    }
+    uint32_t key = 0;
+    llm__tally before = {0, 0};
+    llm__histogram_fill(&s->first, row, n, &odds, 0, 21, 11);
+    unsigned long long point = __umul64hi(draw->random, llm__filtered_mass(s, row, n, &odds, p));
+    llm__find(s, row, n, &odds, point, false, &key, &before);
+    unsigned long long one = llm__device_likelihood(&odds, llm__logit_of_key(key));
+    return llm__find_id(s, row, n, &odds, (point - before.mass) / one, true, key);
+}
+
+/* One block for each row; draws[starts[b]] .. draws[starts[b + 1] - 1] are from row rows[b]. A penalty is put into the row itself
+ * and taken out again: first all that read what stood there, then all that write, so that a token that
+ * comes up twice is changed once. saved (as many as recent) keeps what stood there. */
+__global__ static void __launch_bounds__(LLM__DRAW_THREADS)
+    llm__sample_kernel(float *logits, int n, int bits, const llm__device_draw *draws, const int32_t *starts, const int32_t *rows,
+                       const int32_t *recent, float *saved, int32_t *ids, float *logprobs) {
+    LLM_DYNAMIC_SHARED(llm__draw_shared, s);
+    float *row = logits + (int64_t)rows[blockIdx.x] * n;
+    int best;
+    float most = llm__block_best(row, n, s, &best), sum = 0.0f;
+    bool finite = fabsf(most) <= FLT_MAX;
+    for (int i = threadIdx.x; i < n; i += blockDim.x)
+        if (row[i] > most - 100) sum += expf(row[i] - most);
+    float total = finite ? most + logf(llm__block_sum(sum, s->values)) : most;
+    for (int d = starts[blockIdx.x]; d < starts[blockIdx.x + 1]; d++) {
+        const llm__device_draw *draw = &draws[d];
+        float penalty = draw->sampling.repetition_penalty;
+        const int32_t *last = recent + draw->first_recent;
+        float *kept = saved + draw->first_recent;
+        for (int i = threadIdx.x; i < draw->n_recent; i += blockDim.x) kept[i] = row[last[i]];
+        __syncthreads();
+        for (int i = threadIdx.x; i < draw->n_recent; i += blockDim.x)
+            row[last[i]] = kept[i] > 0 ? kept[i] / penalty : kept[i] * penalty;
+        __syncthreads();
+        int id = llm__draw_one(s, row, n, bits, draw);
+        __syncthreads();
+        for (int i = threadIdx.x; i < draw->n_recent; i += blockDim.x) row[last[i]] = kept[i];
+        __syncthreads();
+        if (threadIdx.x == 0) {
+            ids[d] = id;
+            logprobs[d] = total > -INFINITY ? row[id] - total : -INFINITY;
+        }
+    }
+}
+
+/* The likeliest counts 2^bits: see llm__likelihood_bits in llm.h. */
+static int llm__odds_bits(int n) {
+    int bits = 44;
+    while ((int64_t)n >> (63 - bits)) bits--;
+    return bits;
+}
+
+static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
+                             float *logprobs, llm_error *err) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    int64_t n_recent = 0;
+    int n_rows = 0;
+    llm__cuda_clear(err);
+    llm__cuda_flush(cuda);
+    for (int i = 0; i < n; i++) n_recent += draws[i].n_recent;
+    /* in this order: draws, starts, rows, ids, logprobs, recent tokens, and, on the device only, what the penalty hides */
+    size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
+    size_t bytes = count * sizeof(llm__device_draw) + numbers + (size_t)n_recent * sizeof(float);
+    if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, "the draws of a step", err)) return false;
+    char *host = cuda->draw_room.host, *device = cuda->draw_room.device;
+    llm__device_draw *to = (llm__device_draw *)(void *)host;
+    int32_t *starts = (int32_t *)(void *)(to + n), *rows = starts + n + 1, *out = rows + n, *recent = out + 2 * n, *next = recent;
+    for (int i = 0; i < n; i++) {
+        if (i == 0 || draws[i].row != draws[i - 1].row) {
+            starts[n_rows] = i;
+            rows[n_rows++] = draws[i].row;
+        }
+        to[i].sampling = draws[i].sampling;
+        to[i].random = draws[i].random;
+        to[i].first_recent = (int)(next - recent);
+        to[i].n_recent = draws[i].n_recent;
+        for (int k = 0; k < draws[i].n_recent; k++) *next++ = draws[i].recent[k];
+    }
+    starts[n_rows] = n;
+    size_t used = (size_t)((char *)next - host), out_at = (size_t)((char *)out - host);
+    int32_t *d_starts = (int32_t *)(void *)(device + ((char *)starts - host)), *d_out = (int32_t *)(void *)(device + out_at);
+    if (!llm__cuda_check(cuda, cudaMemcpyAsync(device, host, used, cudaMemcpyHostToDevice, cuda->stream), "copying draws", err))
+        return false;
+    LLM_LAUNCH(llm__sample_kernel, dim3(n_rows), dim3(LLM__DRAW_THREADS), sizeof(llm__draw_shared), cuda->stream, logits,
+               vocab_size, llm__odds_bits(vocab_size), (const llm__device_draw *)(const void *)device, d_starts, d_starts + n + 1,
+               d_out + 2 * n, (float *)(void *)(device + used), d_out, (float *)(void *)(d_out + n));
+    llm__cuda_launched(cuda, "sample");
+    if (!llm__cuda_tell(cuda, err) ||
+        !llm__cuda_check(cuda, cudaMemcpyAsync(out, d_out, 2 * count * 4, cudaMemcpyDeviceToHost, cuda->stream), "copying tokens", err) ||
+        !llm__cuda_wait(cuda, "what the device was doing", err))
+        return false;
+    memcpy(ids, out, count * sizeof *ids);
+    memcpy(logprobs, out + n, count * sizeof *logprobs);
+    return true;
+}
 
 /* =====================================================================================
  * [8] Graphs: the launches of a step, recorded once and replayed
@@ -2235,8 +2625,10 @@ static void llm__cuda_destroy(llm_backend *backend) {
     free(cuda->graphs);
     free(cuda->commands);
     llm__stages_free(cuda);
-    cudaFreeHost(cuda->batch_host);
-    cudaFree(cuda->batch_device);
+    cudaFreeHost(cuda->batch_room.host);
+    cudaFree(cuda->batch_room.device);
+    cudaFreeHost(cuda->draw_room.host);
+    cudaFree(cuda->draw_room.device);
     cudaFree(cuda->raw);
     cudaFree(cuda->rounded);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
@@ -2316,12 +2708,16 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
     b->swiglu = llm__queue_swiglu;
     b->gather_rows = llm__queue_gather_rows;
     b->copy_blocks = llm__queue_copy_blocks;
+    b->sample = llm__cuda_sample;
     b->state = llm__cuda_state;
     b->destroy = llm__cuda_destroy;
     cuda->options = options ? *options : llm_gpu_defaults();
     snprintf(cuda->device_name, sizeof cuda->device_name, "GPU %d", cuda->options.device);
     if (llm__cuda_find(cuda, err) && llm__cuda_check(cuda, cudaSetDevice(cuda->device), "choosing the GPU", err) &&
-        llm__cuda_check(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "creating a stream", err))
+        llm__cuda_check(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "creating a stream", err) &&
+        llm__cuda_check(cuda, cudaFuncSetAttribute(llm__sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                                   (int)sizeof(llm__draw_shared)),
+                        "preparing the kernels", err))
         return b;
     llm__cuda_destroy(b);
     return NULL;
