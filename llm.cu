@@ -162,8 +162,8 @@ typedef struct llm__cuda { /* the context of the backend */
 
     double wait_seconds;         /* that the CPU has waited for the device */
     uint64_t launches, replays;  /* of kernels one by one, and of graphs */
-    char *raw, *rounded;         /* device, scratch: weights on their way in; activations rounded for a matmul */
-    size_t raw_bytes, rounded_bytes;
+    char *raw, *rounded, *parts; /* device, scratch: weights on their way in, rounded activations, parts of attention */
+    size_t raw_bytes, rounded_bytes, parts_bytes;
     llm_error failure;           /* the first since the last sync */
 } llm__cuda;
 
@@ -440,7 +440,8 @@ static bool llm__cuda_room(llm__cuda *cuda, char **room, size_t *room_bytes, siz
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
 
-static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [3] */
+static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [4] */
+static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter [6] */
 
 static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
@@ -455,7 +456,7 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     l->n_heads = llm__larger(l->n_heads, wanted->n_heads);
     l->head_dim = llm__larger(l->head_dim, wanted->head_dim);
     if (wanted->max_cols > l->max_cols) l->max_cols = wanted->max_cols;
-    return llm__matmul_reserve(cuda, err);
+    return llm__matmul_reserve(cuda, err) && llm__attention_reserve(cuda, err);
 }
 
 /* See that a room has so many bytes. It grows by half as much again, so that it soon grows no more. */
@@ -1798,25 +1799,58 @@ static void llm__cuda_matmul(void *context, const float *x, const llm_weight *we
 
 /* =====================================================================================
  * [5] Attention, many queries of a sequence (prefill)
- * ================================================================================== */
-
-/* =====================================================================================
- * [6] Attention, one query of each sequence (decode)
  *
- * The plain form: one block per query (a head of a token), tiles of as many positions as it has threads. First each thread
- * scores one position, then each adds up some of the dimensions over the tile. The softmax is "online" (Milakov and
- * Gimelshein 2018): the largest score so far is taken off, and what was added up is made smaller whenever a larger one comes.
+ * Each query (a head of a token) is multiplied with the keys of all positions that it may see; the softmax of those scores says
+ * which share of each position's value goes into the result. The queries of all heads that share a kv head, and of
+ * neighbouring tokens, need the same keys and values: so a block takes 64 of these (token, head) rows at once, and each key and
+ * value that it reads serves all 64. For head_dim 128 that is 64 operations for each byte, more than what global memory needs,
+ * since all blocks of a sequence read the same keys from the second-level cache. The arithmetic decides, and is done by
+ * matrix instructions.
+ *
+ * ONLINE SOFTMAX (Milakov and Gimelshein 2018; Dao et al. 2022). Positions come in tiles of 64. A row keeps the largest score so far, m,
+ * the sum l of exp(score - m), and the values added up with these weights, `sums`. When a tile brings a larger m', what was
+ * added up before shrinks by exp(m - m'). So nothing is ever stored that is as large as the matrix of all scores. (The
+ * scores are taken times log2(e), and 2^x is used for e^x: the GPU has an instruction for it.)
+ *
+ *     a warp:  16 rows      K tile (64, head_dim)        scores in the registers          V tile (64, head_dim)
+ *              of q      x  [ cp.async, shared ]    ->   of the first product are,   x    [ shared, read by ldmatrix, ]  ->  sums
+ *              f16, in      transposed by the            rounded to f16, just the         [ which transposes it       ]      f32
+ *              registers    order of its reads           A of the second one
+ *
+ * A tile's positions lie in blocks all over the pool: `rows` says, for each position of a tile, where; the block tables are read for one
+ * tile while another is worked on. Tiles after the last position that any of the rows may see are skipped, and those before
+ * the window.
+ *
+ * THE ORDER, as always, must not depend on what else is in the batch: a token's result is the same to the last bit whether it is
+ * computed alone or in a chunk of a prompt. So tiles begin at multiples of 64 of the sequence's own positions, and 256 of them
+ * make a part. Each part starts afresh, with m, l and sums of its own, and the parts are put together in order ("merged").
+ * Here a block does this as it goes, keeping what came before in `out` itself. In chapter [6] each part has its own block.
+ *
+ * WHAT IS ROUNDED. q, after scaling each row by a power of two to at most 2^15, and the weights exp(score - m), which are at most
+ * 1, to f16; sums are f32. Where keys and values are f32, or head_dim is no multiple of 8 or above 256, the plain kernel does it.
  * ================================================================================== */
 
 typedef struct llm__attention_arguments {
-    const int32_t *positions, *sequence_of, *block_tables, *counts;
+    const int32_t *positions, *sequence_of, *block_tables, *counts, *seq_first, *seq_count;
+    int n_tokens, n_sequences;
     int n_heads, n_kv_heads, head_dim, block_size, window;
     float scale;
     llm_type cache_type;
     const char *keys, *values; /* of this layer */
     const float *q;            /* (T, n_heads, head_dim) */
     float *out;
+    /* chapter [6]: */
+    int few_rows;              /* a sequence with at most so many rows is done there */
+    int max_rows, n_parts;
+    float *part_sums;          /* (n_kv_heads, n_sequences, max_rows, n_parts, head_dim); NULL: not split */
+    float2 *part_stats;        /* (n_kv_heads, n_sequences, max_rows, n_parts) m and l */
 } llm__attention_arguments;
+
+enum {
+    LLM__PART = 256,         /* positions that are added up together */
+    LLM__FEW_ROWS = 32,      /* (token, head) rows of a sequence under one kv head for which chapter [6] is faster */
+    LLM__MMA_HEAD_DIM = 256  /* the largest that the kernels with matrix instructions take */
+};
 
 __device__ static inline float llm__cache_value(llm_type type, const char *side, int64_t i) {
     return type == LLM_F16 ? llm__f16_bits_to_f32(((const uint16_t *)(const void *)side)[i])
@@ -1829,7 +1863,8 @@ __device__ static inline int64_t llm__position_row(const llm__attention_argument
     return (block * a->n_kv_heads + kv_head) * a->block_size + p % a->block_size;
 }
 
-/* blockIdx.x: the head; y: the token */
+/* ---- The plain form: one block per query, a tile of as many positions as it has threads. First each thread scores one position,
+ * then each adds up some of the dimensions over the tile. blockIdx.x: the head; y: the token */
 __global__ static void llm__plain_attention_kernel(llm__attention_arguments a, int n_tokens) {
     LLM_SHARED(float, scratch, 32);
     LLM_SHARED(float, scores, 128);
@@ -1870,13 +1905,418 @@ __global__ static void llm__plain_attention_kernel(llm__attention_arguments a, i
     }
 }
 
+/* ---- With matrix instructions -------------------------------------------------------------- */
+
+#ifndef LLM_EMULATED
+__device__ __forceinline__ float llm__exp2(float x) { /* 2^x to 22 bits; 0 for -infinity */
+    float y;
+    asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
+    return y;
+}
+#else
+static inline float llm__exp2(float x) { return exp2f(x); }
+#endif
+
+/* Rows of queries of one sequence under one kv head: row r is head r % group of its r / group-th token of this step. */
+typedef struct llm__query_tile {
+    int sequence; /* -1: none */
+    int first_row, n_rows;
+} llm__query_tile;
+
+/* The tile-th tile of tile_rows rows, counting through all sequences with more than `above` and at most `most` rows. A warp looks at 32
+ * sequences at a time, and adds up how many tiles come before each. */
+__device__ static inline llm__query_tile llm__find_tile(const llm__attention_arguments *a, int tile, int tile_rows, int above,
+                                                        int most) {
+    int lane = threadIdx.x % 32, group = a->n_heads / a->n_kv_heads;
+    for (int first = 0; first < a->n_sequences; first += 32) {
+        int rows = first + lane < a->n_sequences ? a->seq_count[first + lane] * group : 0;
+        if (rows <= above || rows > most) rows = 0;
+        int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* those of the lanes up to this one ... */
+        for (int other = 1; other < 32; other *= 2) {
+            int sum = __shfl_up_sync(0xffffffffu, before, other);
+            if (lane >= other) before += sum;
+        }
+        int all = __shfl_sync(0xffffffffu, before, 31);
+        before -= tiles;                                                /* ... without its own */
+        unsigned found = __ballot_sync(0xffffffffu, tile >= before && tile < before + tiles);
+        if (found) {
+            int owner = __ffs(found) - 1;
+            llm__query_tile t = {first + owner, (tile - __shfl_sync(0xffffffffu, before, owner)) * tile_rows, 0};
+            t.n_rows = min(tile_rows, __shfl_sync(0xffffffffu, rows, owner) - t.first_row);
+            return t;
+        }
+        tile -= all;
+    }
+    llm__query_tile none = {-1, 0, 0};
+    return none;
+}
+
+/* The token of a row, and where its query (and result) begins. */
+__device__ static inline int llm__row_token(const llm__attention_arguments *a, int sequence, int row) {
+    return a->seq_first[sequence] + row / (a->n_heads / a->n_kv_heads);
+}
+__device__ static inline int64_t llm__row_offset(const llm__attention_arguments *a, int sequence, int kv_head, int row) {
+    int group = a->n_heads / a->n_kv_heads;
+    return ((int64_t)llm__row_token(a, sequence, row) * a->n_heads + kv_head * group + row % group) * a->head_dim;
+}
+__device__ static inline int llm__window_start(const llm__attention_arguments *a, int position) {
+    return a->window && position >= a->window ? position - a->window + 1 : 0;
+}
+
+/* What a row has added up. Merging puts the next part to what came before; a part with no position that the row sees has m =
+ * -infinity, and changes nothing. Scales a and b are for the sums before and for the part's. */
+typedef struct llm__softmax {
+    float m, l;
+} llm__softmax;
+
+__device__ static inline void llm__merge(llm__softmax *total, float m, float l, float *a, float *b) {
+    float larger = fmaxf(total->m, m), base = larger == -INFINITY ? 0.0f : larger;
+    *a = llm__exp2(total->m - base);
+    *b = llm__exp2(m - base);
+    total->m = larger;
+    total->l = fmaf(total->l, *a, __fmul_rn(l, *b));
+}
+__device__ static inline float llm__merged(float before, float part, float a, float b) {
+    return fmaf(before, a, __fmul_rn(part, b));
+}
+
+/* How the kernel is cut for a head size. HD: head_dim, filled up with zeros. A block has R groups of 16 rows and, for each, C warps which
+ * all compute the same scores, and then HD / C dimensions of the result each (C > 1 where one warp has not enough registers,
+ * or where there is nothing else for other warps to do). */
+template <int HD, int R, int C, int Stages> struct llm__attention_shape_of {
+    enum {
+        T = HD > 128 ? 32 : 64,   /* positions of a tile */
+        threads = R * C * 32, rows = R * 16, D = HD / C,
+        side_bytes = T * HD * 2,  /* a tile of keys, or of values */
+        shared_bytes = Stages * 2 * side_bytes
+    };
+};
+
+/* Where the 8 dimensions from 8 * d8 on of a tile's position lie in shared memory: [32 dimensions][position], and in these 64 bytes the
+ * four pieces of 16 change places from one pair of positions to the next. So neither reading 4 pieces of two neighbouring
+ * positions (keys) nor one piece of 8 (values, by ldmatrix) hits a bank of shared memory twice. */
+template <int T> __device__ __forceinline__ int llm__tile_offset(int position, int d8) {
+    return ((d8 / 4 * T + position) * 4 + ((d8 % 4) ^ (position / 2 % 4))) * 16;
+}
+
+/* Start copying a tile. rows[p]: where position p lies in the layer; -1: nowhere, zeros. */
+template <int HD, int T>
+__device__ __forceinline__ void llm__load_tile(const llm__attention_arguments &a, const int *rows, char *keys, char *values) {
+    for (int i = threadIdx.x; i < T * HD / 8; i += blockDim.x) {
+        int position = i / (HD / 8), d8 = i % (HD / 8), row = rows[position];
+        bool valid = row >= 0 && d8 * 8 < a.head_dim;
+        int64_t from = valid ? ((int64_t)row * a.head_dim + d8 * 8) * 2 : 0;
+        llm__cp_async_16(keys + llm__tile_offset<T>(position, d8), a.keys + from, valid);
+        llm__cp_async_16(values + llm__tile_offset<T>(position, d8), a.values + from, valid);
+    }
+}
+
+/* The 8 dimensions of a row of q from 8 d8 on, times `factor`, as f16. */
+__device__ __forceinline__ uint4 llm__load_query(const llm__attention_arguments &a, const float *q, int d8, float factor) {
+    float x[8];
+LLM_UNROLL
+    for (int i = 0; i < 8; i++) x[i] = q && d8 * 8 < a.head_dim ? q[d8 * 8 + i] * factor : 0.0f;
+    return make_uint4(llm__pair(x[0], x[1]), llm__pair(x[2], x[3]), llm__pair(x[4], x[5]), llm__pair(x[6], x[7]));
+}
+
+/* blockIdx.x: the tile of rows; y: the kv head; z: the part, if split. Bytes: q, and keys and values up to the last row's position, for every
+ * 64 rows (16 where Few); `out` written, and, once for every 256 positions, read and written again. Speed: not measured yet
+ * (no GPU was available). */
+template <int HD, int R, int C, int Stages, bool Few>
+__global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stages>::threads))
+    llm__attention_kernel(llm__attention_arguments a) {
+    typedef llm__attention_shape_of<HD, R, C, Stages> shape;
+    constexpr int T = shape::T, D = shape::D;
+    LLM_DYNAMIC_SHARED(char, tiles); /* (Stages, keys and values) */
+    LLM_SHARED(int, table, Stages * T);
+    int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
+    /* the last rows of a prompt see the most positions: they begin first */
+    llm__query_tile tile = llm__find_tile(&a, gridDim.x - 1 - blockIdx.x, shape::rows, Few ? 0 : a.few_rows, Few ? a.few_rows : INT32_MAX);
+    if (tile.sequence < 0) return;
+
+    /* Positions that any row of the block sees, and those that a sequence has. */
+    int first_position = a.positions[llm__row_token(&a, tile.sequence, tile.first_row)];
+    int last_position = a.positions[llm__row_token(&a, tile.sequence, tile.first_row + tile.n_rows - 1)];
+    int first_seen = llm__window_start(&a, first_position), start = first_seen / T * T, end = last_position + 1;
+    bool split = Few && a.part_sums;
+    int part = start / LLM__PART + (split ? (int)blockIdx.z : 0);
+    if (split) {
+        start = max(start, part * LLM__PART);
+        end = min(end, (part + 1) * LLM__PART);
+        if (start >= end) return; /* fewer parts than the longest sequence has */
+    }
+
+    /* q of this warp's rows: lane (g, t) has the dimensions 8t to 8t + 7 of every 32, of rows g and g + 8, as chapter [3] has x */
+    int row[2], position[2];
+    float factor[2]; /* of a score: the scale, log2(e), and what q was divided by */
+    uint4 query[2][HD / 32];
+LLM_UNROLL
+    for (int h = 0; h < 2; h++) {
+        int in_tile = warp / C * 16 + h * 8 + lane / 4;
+        bool valid = in_tile < tile.n_rows;
+        row[h] = tile.first_row + in_tile;
+        position[h] = valid ? a.positions[llm__row_token(&a, tile.sequence, row[h])] : -1;
+        const float *q = valid ? a.q + llm__row_offset(&a, tile.sequence, kv_head, row[h]) : NULL;
+        float largest = 0.0f;
+        for (int i = 0; q && i < a.head_dim; i += 32)
+            for (int j = i + lane % 4 * 8; j < min(i + lane % 4 * 8 + 8, a.head_dim); j++) largest = fmaxf(largest, fabsf(q[j]));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 1));
+        largest = fmaxf(largest, __shfl_xor_sync(0xffffffffu, largest, 2));
+        float power = llm__power_for(largest);
+        factor[h] = a.scale * 1.44269504f * power;
+LLM_UNROLL
+        for (int i = 0; i < HD / 32; i++) query[h][i] = llm__load_query(a, q, i * 4 + lane % 4, 1.0f / power);
+    }
+
+    /* Fill the ring. Iteration i works on the tile at start + i T. */
+    int n_tiles = (end - start + T - 1) / T;
+    for (int i = threadIdx.x; i < (Stages - 1) * T; i += blockDim.x) {
+        int p = start + i;
+        table[i] = p >= first_seen && p < end ? (int)llm__position_row(&a, tile.sequence, kv_head, p) : -1;
+    }
+    __syncthreads();
+    for (int i = 0; i < Stages - 1; i++) {
+        char *keys = tiles + i * 2 * shape::side_bytes;
+        if (i < n_tiles) llm__load_tile<HD, T>(a, table + i * T, keys, keys + shape::side_bytes);
+        llm__cp_async_commit();
+    }
+
+    float sums[D / 8][4] = {};
+    llm__softmax now[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}}, total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
+    int first_d = warp % C * D; /* of this warp's dimensions of the result */
+    for (int i = 0; i < n_tiles; i++) {
+        int next = i + Stages - 1, slot = next % Stages, tile_start = start + i * T;
+        if (threadIdx.x < T) {
+            int p = start + next * T + (int)threadIdx.x;
+            table[slot * T + threadIdx.x] = p >= first_seen && p < end ? (int)llm__position_row(&a, tile.sequence, kv_head, p) : -1;
+        }
+        llm__cp_async_wait<Stages - 2>();
+        __syncthreads(); /* tile i is there for all; the table too; nobody reads tile i - 1 any more, whose place is the next one's */
+        char *keys = tiles + slot * 2 * shape::side_bytes;
+        if (next < n_tiles) llm__load_tile<HD, T>(a, table + slot * T, keys, keys + shape::side_bytes);
+        llm__cp_async_commit();
+        keys = tiles + i % Stages * 2 * shape::side_bytes;
+        const char *values = keys + shape::side_bytes;
+
+        float scores[T / 8][4];
+LLM_UNROLL
+        for (int n = 0; n < T / 8; n++) { /* 8 positions */
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) scores[n][j] = 0.0f;
+LLM_UNROLL
+            for (int k = 0; k < HD / 32; k++) {
+                uint4 key = llm__load_16(keys + llm__tile_offset<T>(n * 8 + lane / 4, k * 4 + lane % 4));
+                const uint32_t q0[4] = {query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y}, k0[2] = {key.x, key.y};
+                const uint32_t q1[4] = {query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w}, k1[2] = {key.z, key.w};
+                llm__mma_m16n8k16_f16(scores[n], q0, k0);
+                llm__mma_m16n8k16_f16(scores[n], q1, k1);
+            }
+        }
+        /* Lane (g, t) has rows g (j = 0, 1) and g + 8 (j = 2, 3), positions 2t and 2t + 1 of each 8. */
+        float largest[2] = {-INFINITY, -INFINITY};
+LLM_UNROLL
+        for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) {
+                int p = tile_start + n * 8 + lane % 4 * 2 + j % 2, own = position[j / 2];
+                bool seen = p <= own && p >= llm__window_start(&a, own);
+                scores[n][j] = seen ? __fmul_rn(scores[n][j], factor[j / 2]) : -INFINITY;
+                largest[j / 2] = fmaxf(largest[j / 2], scores[n][j]);
+            }
+        float shrink[2], base[2];
+LLM_UNROLL
+        for (int h = 0; h < 2; h++) {
+            largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
+            largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
+            float m = fmaxf(now[h].m, largest[h]);
+            base[h] = m == -INFINITY ? 0.0f : m; /* nothing seen yet: every weight is 2^-infinity = 0 */
+            shrink[h] = llm__exp2(now[h].m - base[h]);
+            now[h].m = m;
+            now[h].l = __fmul_rn(now[h].l, shrink[h]);
+        }
+LLM_UNROLL
+        for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) {
+                scores[n][j] = llm__exp2(scores[n][j] - base[j / 2]);
+                now[j / 2].l = __fadd_rn(now[j / 2].l, scores[n][j]); /* a lane's own positions; those of the four lanes at the end */
+            }
+LLM_UNROLL
+        for (int n = 0; n < D / 8; n++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) sums[n][j] = __fmul_rn(sums[n][j], shrink[j / 2]);
+LLM_UNROLL
+        for (int k = 0; k < T / 16; k++) { /* 16 positions */
+            const uint32_t weights[4] = {llm__pair(scores[2 * k][0], scores[2 * k][1]), llm__pair(scores[2 * k][2], scores[2 * k][3]),
+                                         llm__pair(scores[2 * k + 1][0], scores[2 * k + 1][1]),
+                                         llm__pair(scores[2 * k + 1][2], scores[2 * k + 1][3])};
+LLM_UNROLL
+            for (int n = 0; n < D / 16; n++) { /* 16 dimensions: four matrices of 8 x 8 */
+                uint32_t v[4];
+                llm__ldmatrix_x4_trans(v, values + llm__tile_offset<T>(k * 16 + lane % 16, first_d / 8 + 2 * n + lane / 16));
+                llm__mma_m16n8k16_f16(sums[2 * n], weights, v);
+                llm__mma_m16n8k16_f16(sums[2 * n + 1], weights, v + 2);
+            }
+        }
+        bool last = i + 1 == n_tiles;
+        if (!last && (tile_start + T) % LLM__PART) continue;
+
+        /* The end of a part. */
+LLM_UNROLL
+        for (int h = 0; h < 2; h++) {
+            now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 1);
+            now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 2);
+            bool first = total[h].m == -INFINITY; /* there is nothing yet in `out` */
+            float before, share;
+            llm__merge(&total[h], now[h].m, now[h].l, &before, &share);
+            float divide = last && !split ? 1.0f / total[h].l : 1.0f;
+            if (position[h] >= 0) {
+                int64_t part_row = (((int64_t)kv_head * a.n_sequences + tile.sequence) * a.max_rows + row[h]) * a.n_parts + blockIdx.z;
+                float *out = split ? a.part_sums + part_row * a.head_dim
+                                   : a.out + llm__row_offset(&a, tile.sequence, kv_head, row[h]);
+                if (split && lane % 4 == 0 && warp % C == 0) a.part_stats[part_row] = make_float2(now[h].m, now[h].l);
+LLM_UNROLL
+                for (int n = 0; n < D / 8; n++)
+LLM_UNROLL
+                    for (int j = 0; j < 2; j++) {
+                        int d = first_d + n * 8 + lane % 4 * 2 + j;
+                        if (d >= a.head_dim) continue;
+                        float sum = sums[n][2 * h + j];
+                        if (!split) sum = llm__merged(first ? 0.0f : out[d], sum, before, share);
+                        out[d] = last && !split ? __fmul_rn(sum, divide) : sum;
+                    }
+            }
+            now[h].m = -INFINITY;
+            now[h].l = 0.0f;
+        }
+LLM_UNROLL
+        for (int n = 0; n < D / 8; n++)
+LLM_UNROLL
+            for (int j = 0; j < 4; j++) sums[n][j] = 0.0f;
+    }
+}
+
+template <int HD, int R, int C, int Stages, bool Few>
+static void llm__launch_attention(llm__cuda *cuda, const llm__attention_arguments *a, int64_t tiles, int parts) {
+    typedef llm__attention_shape_of<HD, R, C, Stages> shape;
+    auto kernel = llm__attention_kernel<HD, R, C, Stages, Few>;
+    llm__allow_shared(cuda, kernel, shape::shared_bytes);
+    LLM_LAUNCH(kernel, dim3((unsigned)tiles, (unsigned)a->n_kv_heads, (unsigned)parts), dim3((unsigned)shape::threads),
+               (size_t)shape::shared_bytes, cuda->stream, *a);
+    llm__cuda_launched(cuda, "attention");
+}
+
+/* The most tiles of rows that the batch can have: each sequence has at most one that is not full. */
+static int64_t llm__most_tiles(const llm__cuda *cuda, const llm__attention_arguments *a, int rows) {
+    int group = a->n_heads / a->n_kv_heads;
+    return (int64_t)cuda->batch.n_tokens * group / rows + cuda->batch.n_sequences;
+}
+
+static void llm__cuda_many_attention(llm__cuda *cuda, const llm__attention_arguments *a) {
+    int64_t tiles = llm__most_tiles(cuda, a, a->head_dim > 128 ? 32 : 64);
+    if (a->head_dim <= 32) llm__launch_attention<32, 4, 1, 2, false>(cuda, a, tiles, 1);
+    else if (a->head_dim <= 64) llm__launch_attention<64, 4, 1, 2, false>(cuda, a, tiles, 1);
+    else if (a->head_dim <= 96) llm__launch_attention<96, 4, 1, 2, false>(cuda, a, tiles, 1);
+    else if (a->head_dim <= 128) llm__launch_attention<128, 4, 1, 2, false>(cuda, a, tiles, 1);
+    else llm__launch_attention<256, 2, 2, 2, false>(cuda, a, tiles, 1);
+}
+
+/* =====================================================================================
+ * [6] Attention, few queries of each sequence (decode)
+ *
+ * A decode step has one token per sequence: for each kv head only as many rows as query heads share it (4 in Llama 3), so all that
+ * counts are the bytes: every key and value once. For head_dim 128 a position is 512 bytes of each kv head. The kernel is
+ * that of chapter [5] with a single group of 16 rows (of which mostly some are empty, which costs nothing), and four warps
+ * that share the dimensions of the result; three tiles on their way, 96 KB for each block.
+ *
+ * One block per sequence and kv head would leave most of the GPU idle: 8 blocks for a lone sequence, on 132 SMs. So the
+ * positions are split too: a block takes one part of 256 positions, and writes what it added up, undivided, with its m and l.
+ * A second kernel then merges the parts of a row, in order, with the same operations as chapter [5]:
+ *
+ *     positions  | 0 .. 255 | 256 .. 511 | 512 .. 767 | 768 .. |      a block for each
+ *                  m, l, sums  m, l, sums    m, l, sums   m, l, sums    to memory: 1/30 of the bytes of the keys and values
+ *                      \__________\_____________/____________/
+ *                                   merged -> out
+ *
+ * The parts lie at fixed positions, so splitting or not (a switch) makes no difference to a single bit.
+ * ================================================================================== */
+
+/* blockIdx.x: the row, y: the kv head; z: the sequence. Its parts, in order. */
+__global__ static void llm__merge_kernel(llm__attention_arguments a) {
+    int row = blockIdx.x, kv_head = blockIdx.y;
+    for (int sequence = blockIdx.z; sequence < a.n_sequences; sequence += gridDim.z) {
+        int rows = a.seq_count[sequence] * (a.n_heads / a.n_kv_heads);
+        if (row >= rows || rows > a.few_rows) continue;
+        int last = a.positions[llm__row_token(&a, sequence, row)];
+        /* the first part is that of the tile of 16 rows in which the row was computed */
+        int first = llm__window_start(&a, a.positions[llm__row_token(&a, sequence, row / 16 * 16)]) / LLM__PART;
+        int64_t part_row = (((int64_t)kv_head * a.n_sequences + sequence) * a.max_rows + row) * a.n_parts;
+        for (int d = threadIdx.x; d < a.head_dim; d += blockDim.x) {
+            llm__softmax total = {-INFINITY, 0.0f};
+            float sum = 0.0f;
+            for (int part = first; part * LLM__PART <= last; part++) {
+                float2 stats = a.part_stats[part_row + part - first];
+                float before, share;
+                llm__merge(&total, stats.x, stats.y, &before, &share);
+                sum = llm__merged(sum, a.part_sums[(part_row + part - first) * a.head_dim + d], before, share);
+            }
+            a.out[llm__row_offset(&a, sequence, kv_head, row) + d] = __fmul_rn(sum, 1.0f / total.l);
+        }
+    }
+}
+
+/* Room for the parts of a step with so many rows. */
+static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
+    const llm_limits *l = &cuda->limits;
+    int64_t parts = llm__ceil_div(l->max_context, LLM__PART) + 1;
+    int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
+    if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
+    double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
+    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most), "parts of attention", err);
+}
+
+/* May the few rows of each sequence be split into parts? Is there more than one, and room for them? */
+static void llm__split(llm__cuda *cuda, llm__attention_arguments *a) {
+    const llm__device_batch *b = &cuda->batch;
+    int64_t rows = (int64_t)b->max_count * (a->n_heads / a->n_kv_heads);
+    int64_t seen = a->window && a->window + b->max_count < b->max_context ? a->window + b->max_count : b->max_context;
+    int64_t parts = llm__ceil_div(seen, LLM__PART) + (seen < b->max_context); /* a window begins anywhere in a part */
+    a->max_rows = rows < LLM__FEW_ROWS ? (int)rows : LLM__FEW_ROWS;
+    a->n_parts = (int)parts;
+    double all = (double)a->n_kv_heads * b->n_sequences * a->max_rows * parts;
+    if (!cuda->options.split_attention || parts < 2 || parts > 65535 ||
+        all * (a->head_dim + 2) * sizeof(float) > (double)cuda->parts_bytes)
+        return;
+    a->part_stats = (float2 *)(void *)cuda->parts;
+    a->part_sums = (float *)(void *)(cuda->parts + (size_t)all * sizeof(float2));
+}
+
+static void llm__cuda_few_attention(llm__cuda *cuda, llm__attention_arguments *a) {
+    llm__split(cuda, a);
+    int64_t tiles = (int64_t)cuda->batch.n_sequences * llm__ceil_div(a->max_rows, 16), parts = a->part_sums ? a->n_parts : 1;
+    if (a->head_dim <= 32) llm__launch_attention<32, 1, 2, 3, true>(cuda, a, tiles, (int)parts);
+    else if (a->head_dim <= 64) llm__launch_attention<64, 1, 4, 3, true>(cuda, a, tiles, (int)parts);
+    else if (a->head_dim <= 96) llm__launch_attention<96, 1, 2, 3, true>(cuda, a, tiles, (int)parts);
+    else if (a->head_dim <= 128) llm__launch_attention<128, 1, 4, 3, true>(cuda, a, tiles, (int)parts);
+    else llm__launch_attention<256, 1, 4, 3, true>(cuda, a, tiles, (int)parts);
+    if (!a->part_sums) return;
+    dim3 grid((unsigned)a->max_rows, (unsigned)a->n_kv_heads, llm__grid(cuda->batch.n_sequences, 65535));
+    LLM_LAUNCH(llm__merge_kernel, grid, dim3(a->head_dim < 128 ? 64 : 128), 0, cuda->stream, *a);
+    llm__cuda_launched(cuda, "attention");
+}
+
 static llm__attention_arguments llm__attention_of(const llm__cuda *cuda, const llm_attention_shape *shape, const float *q,
                                                   const llm_cache *cache, int layer, float *out) {
     llm__attention_arguments a;
+    memset(&a, 0, sizeof a);
     a.positions = cuda->batch.positions;
     a.sequence_of = cuda->batch.sequence_of;
     a.block_tables = cuda->batch.block_tables;
     a.counts = cuda->batch.counts;
+    a.seq_first = cuda->batch.seq_first;
+    a.seq_count = cuda->batch.seq_count;
+    a.n_tokens = cuda->batch.n_tokens;
+    a.n_sequences = cuda->batch.n_sequences;
     a.n_heads = shape->n_heads;
     a.n_kv_heads = shape->n_kv_heads;
     a.head_dim = shape->head_dim;
@@ -1888,22 +2328,28 @@ static llm__attention_arguments llm__attention_of(const llm__cuda *cuda, const l
     a.values = (const char *)cache->values + (size_t)layer * cache->layer_bytes;
     a.q = q;
     a.out = out;
+    a.few_rows = LLM__FEW_ROWS;
     return a;
-}
-
-static void llm__cuda_plain_attention(llm__cuda *cuda, const llm__attention_arguments *a) {
-    dim3 grid(a->n_heads, llm__grid(cuda->batch.n_tokens, 65535));
-    LLM_LAUNCH(llm__plain_attention_kernel, grid, dim3(128), (size_t)a->head_dim * sizeof(float), cuda->stream, *a,
-               cuda->batch.n_tokens);
-    llm__cuda_launched(cuda, "attention");
 }
 
 static void llm__cuda_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                                 const llm_cache *cache, int layer, float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
+    const llm__device_batch *b = &cuda->batch;
     (void)batch;
     llm__attention_arguments a = llm__attention_of(cuda, shape, q, cache, layer, out);
-    llm__cuda_plain_attention(cuda, &a);
+    int64_t cache_rows = cache->n_blocks * cache->n_kv_heads * cache->block_size;
+    bool plain = cuda->options.plain || shape->naive || cache->type != LLM_F16 || a.head_dim % 8 ||
+                 a.head_dim > LLM__MMA_HEAD_DIM || cache_rows > INT32_MAX;
+    int64_t rows = (int64_t)b->max_count * (a.n_heads / a.n_kv_heads); /* the most that a sequence has */
+    if (plain) {
+        dim3 grid(a.n_heads, llm__grid(a.n_tokens, 65535));
+        LLM_LAUNCH(llm__plain_attention_kernel, grid, dim3(128), (size_t)a.head_dim * sizeof(float), cuda->stream, a, a.n_tokens);
+        llm__cuda_launched(cuda, "attention");
+        return;
+    }
+    if (rows > LLM__FEW_ROWS) llm__cuda_many_attention(cuda, &a);
+    if (rows <= LLM__FEW_ROWS || b->n_sequences > 1) llm__cuda_few_attention(cuda, &a);
 }
 
 /* =====================================================================================
@@ -2631,6 +3077,7 @@ static void llm__cuda_destroy(llm_backend *backend) {
     cudaFree(cuda->draw_room.device);
     cudaFree(cuda->raw);
     cudaFree(cuda->rounded);
+    cudaFree(cuda->parts);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
     cudaGetLastError();
     free(cuda);
