@@ -9278,7 +9278,8 @@ static bool llm__folder_architecture(llm__folder *f) {
 /* A folder without config.json may still hold a vocabulary. */
 static bool llm__folder_read(llm__folder *f, llm_writer *w) {
     if (!llm__folder_has(f, "config.json")) {
-        if (llm__folder_has(f, "tokenizer.json") && !llm__folder_has(f, "model.safetensors")) return llm__folder_vocabulary(w, f->path, f->err);
+        bool weights = llm__folder_has(f, "model.safetensors") || llm__folder_has(f, "model.safetensors.index.json");
+        if (!weights && llm__folder_has(f, "tokenizer.json")) return llm__folder_vocabulary(w, f->path, f->err);
         return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
                                  "; to run a GGUF file, give its own path");
     }
@@ -9404,9 +9405,11 @@ static bool llm__load_frequencies(llm__network *net, llm_error *err) {
     for (int i = 0; i < n; i++) host[i] = 1;
     if (divisors) llm_type_find(divisors->type)->unpack(divisors->data, host, n);
     for (int i = 0; i < n; i++) {
-        if (!(host[i] > 0))
-            return LLM_FREE(host), llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g",
-                                             llm_file_path(net->model->file), (double)host[i]);
+        if (!(host[i] > 0)) {
+            llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g", llm_file_path(net->model->file),
+                      (double)host[i]);
+            return LLM_FREE(host), false;
+        }
         host[i] = (float)llm__frequency(c, i, host[i]);
     }
     llm_backend *b = net->backend;

@@ -1,0 +1,84 @@
+/* libFuzzer: a Hugging Face folder. The input is config.json, a zero byte, and model.safetensors; tokenizer.json stays the same. What
+ * opens is read to its last byte, and says a few words. Seeds: tests/data/fuzz_folder, made from tests/data/models. */
+#define LLM_IMPLEMENTATION
+#include "../llm.h"
+
+static volatile uint64_t sink;
+static char folder[200];
+
+static void spit(const char *name, const void *data, size_t n) {
+    char path[300];
+    snprintf(path, sizeof path, "%s/%s", folder, name);
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) abort();
+}
+
+static void clean_up(void) {
+    static const char *const names[] = {"config.json", "model.safetensors", "tokenizer.json"};
+    char path[300];
+    for (int i = 0; i < 3; i++) {
+        snprintf(path, sizeof path, "%s/%s", folder, names[i]);
+        unlink(path);
+    }
+    rmdir(folder);
+}
+
+/* The printable characters of ASCII and one end token: 96. */
+static void begin(void) {
+    char text[4000];
+    const char *tmp = getenv("TMPDIR");
+    snprintf(folder, sizeof folder, "%s/llm-fuzz-XXXXXX", tmp ? tmp : access("/dev/shm", W_OK) ? "/tmp" : "/dev/shm");
+    if (!mkdtemp(folder)) abort();
+    atexit(clean_up);
+    int n = snprintf(text, sizeof text, "{\"model\":{\"type\":\"BPE\",\"merges\":[],\"vocab\":{\"\\u010a\":0,\"\\u0120\":1");
+    for (int i = 0; i < 93; i++) n += snprintf(text + n, sizeof text - (size_t)n, ",\"\\u%04x\":%d", 33 + i, i + 2);
+    n += snprintf(text + n, sizeof text - (size_t)n,
+                  "}},\"added_tokens\":[{\"id\":95,\"content\":\"<|end|>\",\"special\":true}],\"pre_tokenizer\":{\"type\":\"ByteLevel\","
+                  "\"add_prefix_space\":false,\"use_regex\":true},\"decoder\":{\"type\":\"ByteLevel\"}}");
+    spit("tokenizer.json", text, (size_t)n);
+}
+
+static void walk(const llm_file *file) {
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
+        const llm_tensor *t = llm_file_tensor(file, i);
+        for (uint64_t k = 0; k < t->bytes; k++) sink += ((const uint8_t *)t->data)[k];
+        for (uint64_t k = 0; t->columns && k < t->dims[0]; k++)
+            if (t->columns[k] < 0 || (uint64_t)t->columns[k] >= t->dims[0]) abort();
+    }
+}
+
+static void run(const llm_model *model) {
+    llm_engine_options options = llm_engine_defaults();
+    options.n_threads = 1;
+    options.context_length = 8;
+    options.max_sequences = 1;
+    options.max_batch_tokens = 4;
+    llm_error err;
+    if (llm_model_config(model)->n_heads > 64 || llm_model_config(model)->dim > 4096) return;
+    llm_engine *engine = llm_engine_create(model, &options, &err);
+    llm_request request = llm_request_defaults();
+    int32_t prompt[3] = {0, 1, 0};
+    request.prompt = prompt;
+    request.n_prompt = 3;
+    request.max_tokens = 2;
+    request.ignore_end = true;
+    if (engine && llm_submit(engine, &request, NULL, &err))
+        while (llm_step(engine, &err) > 0) {}
+    llm_engine_free(engine);
+}
+
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
+int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
+    const uint8_t *zero = (const uint8_t *)memchr(data, 0, size);
+    llm_error err;
+    if (!folder[0]) begin();
+    if (!zero) return 0;
+    spit("config.json", data, (size_t)(zero - data));
+    spit("model.safetensors", zero + 1, size - (size_t)(zero + 1 - data));
+    memset(&err, 0, sizeof err);
+    llm_model *model = llm_model_load(folder, &err);
+    if (!model && (err.status == LLM_OK || !err.message[0])) abort();
+    if (model) walk(llm_model_file(model)), run(model);
+    llm_model_free(model);
+    return 0;
+}

@@ -1,0 +1,538 @@
+/* Hugging Face folders that are damaged, or want what is not there: every one of them must be refused with a clear error, and leave
+ * nothing behind. Made from the tiny models of tests/data/models. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+
+static char folder[200]; /* the copy that is damaged */
+
+static void path_of(char path[400], const char *directory, const char *name) { snprintf(path, 400, "%s/%s", directory, name); }
+
+static bytes slurp(const char *path) {
+    bytes b = {0};
+    FILE *f = fopen(path, "rb");
+    if (!f) fail_msg("cannot read %s", path);
+    char piece[4096];
+    for (size_t n; (n = fread(piece, 1, sizeof piece, f)) > 0;) put(&b, piece, n);
+    fclose(f);
+    return b;
+}
+
+static void spit(const char *name, const void *data, size_t n) {
+    char path[400];
+    path_of(path, folder, name);
+    unlink(path);
+    FILE *f = fopen(path, "wb");
+    if (!f || fwrite(data, 1, n, f) != n || fclose(f)) fail_msg("cannot write %s", path);
+}
+
+static const char *const files[] = {"config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json",
+                                    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "generation_config.json"};
+
+static void clear_folder(void) {
+    char path[400];
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        path_of(path, folder, files[i]);
+        unlink(path);
+    }
+}
+
+/* A fresh copy of a model. */
+static void copy_model(const char *model) {
+    char from[400], source[300];
+    clear_folder();
+    snprintf(source, sizeof source, "tests/data/models/%s", model);
+    for (size_t i = 0; i < sizeof files / sizeof *files; i++) {
+        path_of(from, source, files[i]);
+        if (access(from, F_OK)) continue;
+        bytes b = slurp(from);
+        spit(files[i], b.data, b.length);
+        clear_bytes(&b);
+    }
+}
+
+static int n_refused;
+
+/* What stands in the folder now must be refused, with these words. */
+static void refused(const char *what, const char *words) {
+    long live = test_live;
+    llm_error err;
+    memset(&err, 0, sizeof err);
+    llm_model *model = llm_model_load(folder, &err);
+    if (model) fail_msg("taken: %s", what);
+    assert_true(err.status != LLM_OK && err.status != LLM_ERROR_MEMORY);
+    if (!strstr(err.message, words)) fail_msg("%s: wanted \"%s\", got \"%s\"", what, words, err.message);
+    if (!strstr(err.message, folder)) fail_msg("%s: the error does not give the path: %s", what, err.message);
+    if (strchr(err.message, '\n')) fail_msg("%s: more than one line: %s", what, err.message);
+    assert_int_equal(test_live, live);
+    assert_null(llm_model_load(folder, NULL));
+    n_refused++;
+}
+
+static void accepted(const char *what) {
+    llm_error err;
+    llm_model *model = llm_model_load(folder, &err);
+    if (!model) fail_msg("%s: %s", what, err.message);
+    llm_model_free(model);
+}
+
+/* The first `from` in a file becomes `to`; in a safetensors file the length of the header is put right. "" as `from`: at the end
+ * of the header's, or the file's, object. */
+static void replace(const char *name, const char *from, const char *to) {
+    char path[400];
+    path_of(path, folder, name);
+    bytes b = slurp(path), out = {0};
+    bool tensors = strstr(name, ".safetensors") && !strstr(name, ".json");
+    size_t begin = tensors ? 8 : 0, end = b.length, at;
+    uint64_t header = 0;
+    if (tensors) {
+        memcpy(&header, b.data, 8);
+        end = 8 + (size_t)header;
+    }
+    size_t n = strlen(from);
+    if (!n) {
+        for (at = end - 1; b.data[at] != '}';) at--;
+    } else {
+        for (at = begin; at + n <= end && memcmp(b.data + at, from, n); at++) {}
+        if (at + n > end) fail_msg("%s has no %s", name, from);
+    }
+    header += strlen(to) - n;
+    if (tensors) put_u64(&out, header);
+    put(&out, b.data + begin, at - begin);
+    put(&out, to, strlen(to));
+    put(&out, b.data + at + n, b.length - at - n);
+    spit(name, out.data, out.length);
+    clear_bytes(&b);
+    clear_bytes(&out);
+}
+
+typedef struct damage {
+    const char *model, *file, *from, *to, *words;
+} damage;
+
+static void test_damaged_settings(void **state) {
+    (void)state;
+    static const damage cases[] = {
+        {"llama_mha", "config.json", "{", "[", "config.json, line"},
+        {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"", "does not say its model_type"},
+        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "the model_type is \"gemma\"; supported: llama, mistral, qwen2, qwen3"},
+        {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null", "does not say \"hidden_size\""},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 0", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": -24", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24.5", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": \"24\"", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 99999999999", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 48", "is of shape"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
+        {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21", "is of shape"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "the tensor model.layers.2.input_layernorm.weight is missing"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "model.layers.1."},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5", "is of shape"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 2147483647", "RoPE"},
+        {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "cannot share"},
+        {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 7", "RoPE over 7"},
+        {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 2000000000", "which is absurd"},
+        {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 16", "is of shape"},
+        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1", "\"rms_norm_eps\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e999", "\"rms_norm_eps\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rope_theta\": 10000.0", "\"rope_theta\": 0", "\"rope_theta\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"silu\"", "\"gelu\"", "the activation \"gelu\" is not supported; supported: silu"},
+        {"llama_mha", "config.json", "\"pretraining_tp\"", "\"logit_soft_cap\"", "\"logit_soft_cap\": 1 in config.json is an option that is not supported"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"mystery\": {\"a\": 1}", "\"mystery\": {...} in config.json is an option"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"partial_rotary_factor\": 0.5", "partial_rotary_factor 0.5 is not supported"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"sliding_window\": 5", "not supported for llama"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}", "RoPE scaling \"dynamic\" is not supported; supported: default, linear, yarn, llama3"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"rope_type\": \"longrope\"}", "RoPE scaling \"longrope\""},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"factor\": 2}", "does not say its rope_type"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\"}", "does not say \"factor\""},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}", "\"factor\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2, \"twist\": 1}", "\"twist\": 1 in the RoPE scaling"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": [1]", "the RoPE scaling in config.json is no object"},
+        {"qwen3_yarn", "config.json", "\"rope_type\": \"yarn\"", "\"rope_type\": \"yarn\", \"truncate\": false", "\"truncate\": false is not supported"},
+        {"llama31", "config.json", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 0.5", "high_freq_factor in config.json is not above low_freq_factor"},
+        {"llama31", "config.json", "\"low_freq_factor\": 1.0,", "", "does not say \"low_freq_factor\""},
+        {"llama31", "config.json", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false", "the tensor lm_head.weight is missing"},
+        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 0", "\"sliding_window\" in config.json is not a whole number"},
+        {"mistral_window", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": null", "does not say \"num_key_value_heads\""},
+        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 9, \"layer_types\": [\"full_attention\"]", "not a list of 2 types"},
+        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 9, \"layer_types\": [\"full_attention\", \"chunked_attention\"]", "the layer type \"chunked_attention\""},
+        {"qwen2_window", "config.json", "\"max_window_layers\": 1", "\"max_window_layers\": null", "from which layer on the window is used"},
+        {"llama_bias", "config.json", "\"attention_bias\": true", "\"attention_bias\": false", "self_attn.k_proj.bias is unknown to the llama architecture"},
+        {"llama_mha", "config.json", "\"attention_bias\": false", "\"attention_bias\": true", "self_attn.q_proj.bias is missing"},
+        {"qwen3", "config.json", "\"qwen3\"", "\"qwen2\"", "is missing"},
+        {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
+        {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
+        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "gptq with 8 bits is not supported; supported: 4"},
+        {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64", "do not fit together in groups of 64"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0", "do not fit together in groups of 0"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808", "do not fit together"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the checkpoint_format \"marlin\" is not supported"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
+        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the version \"gemv\" of awq is not supported"},
+        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "do not fit together"},
+        {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"", "q_proj.weight is missing"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        copy_model(cases[i].model);
+        replace(cases[i].file, cases[i].from, cases[i].to);
+        char what[300];
+        snprintf(what, sizeof what, "%s: %s -> %s", cases[i].model, cases[i].from, cases[i].to);
+        refused(what, cases[i].words);
+    }
+}
+
+static void test_damaged_tensors(void **state) {
+    (void)state;
+    static const damage cases[] = {
+        {"llama_mha", "", "{", "[", "line 1"},
+        {"llama_mha", "", "\"F32\"", "\"F33\"", "is of the type 'F33', which is unknown"},
+        {"llama_mha", "", "\"F32\"", "\"I32\"", "is of the type I32; supported: F32, F16, BF16"},
+        {"llama_mha", "", "\"F32\"", "\"F16\"", "which is not their number"},
+        {"llama_mha", "", "\"F32\"", "32", "is of the type '', which is unknown"},
+        {"llama_mha", "", "\"dtype\"", "\"type\"", "is of the type"},
+        {"llama_mha", "", "\"shape\"", "\"form\"", "has no shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[24,96]", "is of shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96,23]", "which is not their number"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[0,24]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[-96,-24]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[9223372036854775807,9223372036854775807]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,4]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]", "which is not their number"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96.0,24]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]", "is of shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]", "is of shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]", "has no shape of up to 4 dimensions"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":\"96x24\"", "has no shape"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,", "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[9223372036854775807,", "has the place 9223372036854775807"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[4,", "which is not their number"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[-4,", "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[", "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[0,0,", "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[4,9220]", "overlap"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,18432]", "overlap"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,0]", "has the place 9216 to 0"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[90000,99216]", "bytes of data: the file is damaged"},
+        {"llama_mha", "", "\"data_offsets\"", "\"offsets\"", "has no data_offsets"},
+        {"llama_mha", "", "lm_head.weight", "lm_headx.weight", "the tensor lm_head.weight is missing"},
+        {"llama_mha", "", "model.norm.weight", "model.norm.weighs", "the tensor model.norm.weight is missing"},
+        {"llama_mha", "", "model.embed_tokens.weight", "embed_tokens.weight", "the tensor model.embed_tokens.weight is missing"},
+        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight is missing"},
+        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight", "stands twice"},
+        {"llama_mha", "", "", ",\"model.extra\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}", "overlap"},
+        {"llama_mha", "", "", ",\"model.extra\":7", "is of the type"},
+        {"llama_mha", "", "", ",\"model.extra\":{}", "is of the type"},
+        {"llama_mha", "", "", ",\"model.extra\":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1", "more than 64"},
+        {"llama_mha", "", "", ",", "a key in quotation marks"},
+        {"gptq_g32", "", "model.layers.0.mlp.down_proj.qzeros", "model.layers.0.mlp.down_proj.qzeroes", "down_proj.qzeros is missing"},
+        {"gptq_g32", "", "model.layers.0.mlp.down_proj.scales", "model.layers.0.mlp.down_proj.scale", "down_proj.scales is missing"},
+        {"gptq_g32_act_sym", "", "model.layers.0.mlp.down_proj.g_idx", "model.layers.0.mlp.down_proj.g_idy", "down_proj.g_idx is missing"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"BF16\",\"shape\":[3,64]", "but should be F16 with 2"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[6,32]", "do not fit together"},
+    };
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        copy_model(cases[i].model);
+        replace("model.safetensors", cases[i].from, cases[i].to);
+        char what[300];
+        snprintf(what, sizeof what, "%s: %s -> %s", cases[i].model, cases[i].from, cases[i].to);
+        refused(what, cases[i].words);
+    }
+    /* a group that is not there */
+    copy_model("gptq_g32_act_sym");
+    char path[400];
+    path_of(path, folder, "model.safetensors");
+    bytes b = slurp(path);
+    llm__sources sources = {0};
+    llm__json header;
+    llm_error err;
+    assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, "x", &err));
+    for (int64_t i = 0; i < sources.count; i++)
+        if (llm__ends_with(sources.items[i].name, "0.self_attn.q_proj.g_idx")) {
+            int32_t bad = -1;
+            memcpy((void *)(uintptr_t)sources.items[i].data, &bad, sizeof bad);
+        }
+    LLM_FREE(sources.items);
+    llm__json_free(&header);
+    spit("model.safetensors", b.data, b.length);
+    clear_bytes(&b);
+    refused("a negative group", "q_proj.g_idx names the group -1 of 2");
+}
+
+static void test_cut_files(void **state) {
+    (void)state;
+    for (int i = 0; i < 40; i++) {
+        copy_model("llama_mha");
+        char path[400], what[100];
+        path_of(path, folder, "model.safetensors");
+        bytes b = slurp(path);
+        size_t n = i < 12 ? (size_t)i : b.length * (size_t)(i - 11) / 30;
+        if (n >= b.length) n = b.length - 1;
+        spit("model.safetensors", b.data, n);
+        clear_bytes(&b);
+        snprintf(what, sizeof what, "model.safetensors cut to %d bytes", (int)n);
+        refused(what, "model.safetensors");
+    }
+    for (int i = 0; i < 20; i++) {
+        copy_model("llama_mha");
+        const char *name = i % 2 ? "config.json" : "tokenizer.json";
+        char path[400];
+        path_of(path, folder, name);
+        bytes b = slurp(path);
+        spit(name, b.data, b.length * (size_t)i / 21);
+        clear_bytes(&b);
+        refused("a cut file of JSON", name);
+    }
+    static const uint64_t lengths[] = {0, 1, 100000001, UINT64_MAX, UINT64_MAX - 7, (uint64_t)1 << 63, (uint64_t)1 << 32};
+    for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
+        copy_model("llama_mha");
+        char path[400];
+        path_of(path, folder, "model.safetensors");
+        bytes b = slurp(path);
+        memcpy(b.data, &lengths[i], 8);
+        spit("model.safetensors", b.data, b.length);
+        clear_bytes(&b);
+        refused("a wrong length of the header", "model.safetensors");
+    }
+}
+
+/* One byte of the header, or of config.json, changed: refused, or a model all the same (a name of a training option); never worse. */
+static void test_flipped_bytes(void **state) {
+    test_random r = {7};
+    int n_taken = 0;
+    (void)state;
+    for (int i = 0; i < 300; i++) {
+        copy_model(i % 3 ? "llama_mha" : "gptq_g32_act_sym");
+        const char *name = i % 2 ? "model.safetensors" : "config.json";
+        char path[400];
+        path_of(path, folder, name);
+        bytes b = slurp(path);
+        uint64_t header = b.length;
+        if (i % 2) memcpy(&header, b.data, 8), header += 8;
+        b.data[random_below(&r, (int)header)] ^= (uint8_t)(1 << random_below(&r, 8));
+        spit(name, b.data, b.length);
+        clear_bytes(&b);
+        long live = test_live;
+        llm_error err = {LLM_OK, ""};
+        llm_model *model = llm_model_load(folder, &err);
+        n_taken += model != NULL;
+        if (!model) assert_true(err.status != LLM_OK && err.message[0]);
+        llm_model_free(model);
+        assert_int_equal(test_live, live);
+    }
+    n_refused += 300 - n_taken;
+    assert_true(n_taken < 150);
+}
+
+static void test_shards(void **state) {
+    (void)state;
+    static const char index[] = "model.safetensors.index.json", second[] = "model-00002-of-00002.safetensors";
+    char path[400];
+    copy_model("llama");
+    accepted("two files");
+    path_of(path, folder, second);
+    unlink(path);
+    refused("a missing file", "cannot open");
+    copy_model("llama");
+    replace(index, "weight_map", "weights");
+    refused("no weight_map", "has no weight_map");
+    copy_model("llama");
+    replace(index, second, "../llama/model-00002-of-00002.safetensors");
+    refused("a file outside", "which is no name of a file in this folder");
+    copy_model("llama");
+    replace(index, second, "/etc/passwd");
+    refused("a file outside", "which is no name of a file in this folder");
+    copy_model("llama");
+    replace(index, "\"model-00002-of-00002.safetensors\"", "2");
+    refused("no name", "names no file for");
+    copy_model("llama");
+    replace(index, second, index); /* a cycle: the index as one of its own files */
+    refused("the index as a file", "does not fit into a file");
+    copy_model("llama");
+    replace(index, second, ".");
+    refused("the folder as a file", "it is a directory, not a file");
+    copy_model("llama");
+    replace(index, second, "model-00001-of-00002.safetensors");
+    refused("the wrong file", "is not in the file that the index names for it");
+    copy_model("llama");
+    replace(index, "\"weight_map\": {", "\"weight_map\": {\"model.more\": \"model-00001-of-00002.safetensors\",");
+    refused("a tensor that is not there", "is not in the file that the index names for it");
+    copy_model("llama");
+    unlink(path);
+    if (symlink(second, path)) fail_msg("symlink");
+    refused("a link to itself", "cannot open");
+    copy_model("llama");
+    unlink(path);
+    if (symlink("model-00001-of-00002.safetensors", path)) fail_msg("symlink");
+    refused("a file twice", "two of the files have a tensor called");
+    for (size_t i = 0; i < sizeof files / sizeof *files - 1; i++) { /* each file missing */
+        if (i == 2) continue;
+        copy_model("llama");
+        path_of(path, folder, files[i]);
+        unlink(path);
+        refused(files[i], i == 0 ? "there is no config.json" : i == 1 ? "tokenizer.json" : i == 3 ? "there is neither model.safetensors nor" : "cannot open");
+    }
+}
+
+/* What people's folders hold, and what must not disturb. */
+static void test_accepted(void **state) {
+    (void)state;
+    copy_model("llama_mha");
+    replace("config.json", "\"hidden_act\"", "\"_name_or_path\": \"x\", \"unsloth_version\": \"2024.9\", \"new_option\": false, \"another\": null, \"hidden_act\"");
+    accepted("settings that say nothing of the result");
+    copy_model("llama31"); /* tied, and lm_head is there all the same */
+    char path[400];
+    path_of(path, folder, "model.safetensors");
+    bytes b = slurp(path);
+    size_t n = 96 * 24 * 2;
+    char member[200];
+    uint64_t header;
+    memcpy(&header, b.data, 8);
+    uint64_t data = b.length - 8 - header;
+    snprintf(member, sizeof member, ",\"lm_head.weight\":{\"dtype\":\"BF16\",\"shape\":[96,24],\"data_offsets\":[%llu,%llu]}", (unsigned long long)data,
+             (unsigned long long)(data + n));
+    for (size_t i = 0; i < n; i++) put_u8(&b, 1);
+    spit("model.safetensors", b.data, b.length);
+    clear_bytes(&b);
+    replace("model.safetensors", "", member);
+    accepted("a tied output that is stored");
+    llm_error err;
+    llm_model *model = llm_model_load(folder, &err);
+    assert_true(llm_model_config(model)->tied_output);
+    llm_model_free(model);
+    /* data at odd addresses: the header one byte longer */
+    copy_model("llama_mha");
+    replace("model.safetensors", "", " ");
+    accepted("data at odd addresses");
+    /* only a vocabulary */
+    copy_model("llama_mha");
+    path_of(path, folder, "config.json");
+    unlink(path);
+    path_of(path, folder, "model.safetensors");
+    unlink(path);
+    llm_file *file = llm_file_open(folder, &err);
+    if (!file) fail_msg("%s", err.message);
+    llm_tokenizer *t = llm_tokenizer_create(file, &err);
+    if (!t) fail_msg("%s", err.message);
+    assert_int_equal(llm_tokenizer_size(t), 96);
+    llm_tokenizer_free(t);
+    llm_file_close(file);
+}
+
+/* Each allocation fails once. */
+static void test_memory(void **state) {
+    static const char *const models[] = {"llama", "gptq_g32_act_sym"};
+    (void)state;
+    for (int m = 0; m < 2; m++) {
+        copy_model(models[m]);
+        long live = test_live;
+        int failures = 0;
+        for (int i = 0;; i++) {
+            llm_error err = {LLM_OK, ""};
+            test_fail_in = i;
+            test_failed = false;
+            llm_model *model = llm_model_load(folder, &err);
+            test_fail_in = -1;
+            bool failed = test_failed;
+            llm_model_free(model);
+            assert_int_equal(test_live, live);
+            if (!failed) break;
+            if (model) continue; /* something that can do without, such as asking whether a file is there */
+            failures++;
+            assert_true(err.status != LLM_OK);
+        }
+        assert_true(failures > 30);
+    }
+}
+
+/* 8 GB in two sparse files: mapped, not read. */
+static void test_large(void **state) {
+    (void)state;
+    enum { LAYERS = 32, DIM = 4096, HIDDEN = 14336, KV = 1024, VOCABULARY = 96 };
+    static const struct {
+        const char *name;
+        uint64_t rows, cols;
+    } parts[] = {{"input_layernorm", 0, DIM}, {"self_attn.q_proj", DIM, DIM}, {"self_attn.k_proj", KV, DIM}, {"self_attn.v_proj", KV, DIM},
+                 {"self_attn.o_proj", DIM, DIM}, {"post_attention_layernorm", 0, DIM}, {"mlp.gate_proj", HIDDEN, DIM}, {"mlp.up_proj", HIDDEN, DIM},
+                 {"mlp.down_proj", DIM, HIDDEN}};
+    copy_model("llama_mha");
+    char path[400], line[300], config[600];
+    path_of(path, folder, "model.safetensors");
+    bytes header = {0};
+    uint64_t at = 0;
+    put(&header, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
+    for (int i = 0; i < LAYERS * 9 + 3; i++) {
+        bool layer = i < LAYERS * 9;
+        uint64_t rows = layer ? parts[i % 9].rows : i % 3 == 1 ? 0 : VOCABULARY, cols = layer ? parts[i % 9].cols : DIM;
+        static const char *const ends[] = {"model.embed_tokens", "model.norm", "lm_head"};
+        char name[100], shape[50];
+        if (layer) snprintf(name, sizeof name, "model.layers.%d.%s", i / 9, parts[i % 9].name);
+        else snprintf(name, sizeof name, "%s", ends[i - LAYERS * 9]);
+        rows = layer ? rows : i - LAYERS * 9 == 1 ? 0 : VOCABULARY;
+        if (rows) snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)rows, (unsigned long long)cols);
+        else snprintf(shape, sizeof shape, "%llu", (unsigned long long)cols);
+        uint64_t n = (rows ? rows : 1) * cols * 2;
+        put(&header, line, (size_t)snprintf(line, sizeof line, ",\"%s.weight\":{\"dtype\":\"BF16\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}", name, shape,
+                                            (unsigned long long)at, (unsigned long long)(at + n)));
+        at += n;
+    }
+    put(&header, "}", 1);
+    while (header.length % 8) put(&header, " ", 1);
+    bytes b = {0};
+    put_u64(&b, header.length);
+    put(&b, header.data, header.length);
+    spit("model.safetensors", b.data, b.length);
+    if (truncate(path, (off_t)(b.length + at))) skip(); /* a file system without sparse files */
+    clear_bytes(&b);
+    clear_bytes(&header);
+    int n = snprintf(config, sizeof config, "{\"model_type\":\"llama\",\"hidden_size\":%d,\"intermediate_size\":%d,\"num_hidden_layers\":%d,\"num_attention_heads\":32,"
+                     "\"num_key_value_heads\":8,\"max_position_embeddings\":8192,\"vocab_size\":96,\"rope_theta\":500000.0}", DIM, HIDDEN, LAYERS);
+    spit("config.json", config, (size_t)n);
+    llm_error err;
+    double start = llm_seconds();
+    llm_model *model = llm_model_load(folder, &err);
+    double seconds = llm_seconds() - start;
+    if (!model) fail_msg("%s", err.message);
+    print_message("%.1f GB opened in %.1f ms\n", (double)llm_file_size(llm_model_file(model)) / 1e9, 1e3 * seconds);
+    assert_true(llm_file_size(llm_model_file(model)) > 13000000000u);
+    assert_true(seconds < 2);
+    llm_model_free(model);
+    clear_folder();
+}
+
+static void test_count(void **state) {
+    (void)state;
+    print_message("%d damaged folders refused\n", n_refused);
+    assert_true(n_refused >= 200);
+}
+
+static int make_folder(void **state) {
+    const char *tmp = getenv("TMPDIR");
+    (void)state;
+    snprintf(folder, sizeof folder, "%s/llm-test-folder-XXXXXX", tmp ? tmp : "/tmp");
+    return !mkdtemp(folder);
+}
+
+static int remove_folder(void **state) {
+    (void)state;
+    clear_folder();
+    return rmdir(folder);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
+        cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
+        cmocka_unit_test(test_memory), cmocka_unit_test(test_large), cmocka_unit_test(test_count),
+    };
+    return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
+}
