@@ -126,6 +126,15 @@ struct thread {
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
 };
 
+struct meeting { /* of lanes, for an operation: those that have come wait for the others */
+    emu::warp_operation operation;
+    unsigned come;
+    bool is(const emu::warp_operation &o) const {
+        return operation.kind == o.kind && operation.line == o.line && operation.mask == o.mask &&
+               (operation.file == o.file || !strcmp(operation.file, o.file));
+    }
+};
+
 struct shared_array {
     const void *site;
     size_t offset, bytes;
@@ -227,6 +236,7 @@ struct device {
     /* the block that runs */
     const emu::launch *launch = nullptr;
     std::vector<thread> threads;
+    std::vector<std::vector<meeting>> meetings; /* of each warp */
     std::vector<char *> free_stacks;
     thread *current = nullptr;
     context scheduler;
@@ -508,6 +518,8 @@ void run_block(const emu::launch &l) {
     size_t n = (size_t)l.block.x * l.block.y * l.block.z;
     arena_begin(l.shared_bytes);
     d.threads.resize(n);
+    d.meetings.resize((n + 31) / 32);
+    for (auto &open : d.meetings) open.clear();
     for (size_t i = 0; i < n; i++) {
         thread &t = d.threads[i];
         t.state = FRESH;
@@ -779,18 +791,16 @@ void emu::warp_meet(const warp_operation &operation) {
         thread_fault(operation.file, operation.line, "a shuffle of width %d: it must be a power of two, at most 32", operation.width);
     t->operation = operation;
     t->state = AT_WARP;
+    std::vector<meeting> &open = d.meetings[(size_t)t->warp];
+    size_t m = 0;
+    while (m < open.size() && !open[m].is(operation)) m++;
+    if (m == open.size()) open.push_back({operation, 0});
+    open[m].come |= 1u << t->lane;
+    if (open[m].come != operation.mask) return yield_to_scheduler(false);
+    open[m] = open.back(), open.pop_back();
     thread *lanes[32] = {};
-    bool all = true;
-    for (int i = 0; i < 32 && all; i++) {
-        if (!(operation.mask >> i & 1)) continue;
-        size_t other = (size_t)(t->warp * 32 + i);
-        all = other < d.threads.size() && d.threads[other].state == AT_WARP;
-        if (!all) break;
-        lanes[i] = &d.threads[other];
-        const warp_operation &o = lanes[i]->operation;
-        all = o.kind == operation.kind && o.line == operation.line && o.mask == operation.mask && !strcmp(o.file, operation.file);
-    }
-    if (!all) return yield_to_scheduler(false);
+    for (int i = 0; i < 32; i++)
+        if (operation.mask >> i & 1) lanes[i] = &d.threads[(size_t)(t->warp * 32 + i)];
     d.counts.warp_operations++;
     if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: nobody goes on */
     for (thread *lane : lanes)

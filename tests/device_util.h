@@ -33,9 +33,9 @@ static __attribute__((unused)) llm_backend *device_open(const char *name, const 
 }
 
 /* The orders in which the emulated device can run its threads; elsewhere there is one, which nobody chooses. */
-static __attribute__((unused)) int device_orders(const char *name) { return !strcmp(name, "emulated") ? 3 : 1; }
+static __attribute__((unused)) int device_orders(const char *name) { return !strcmp(name, "emulated") ? 4 : 1; }
 static __attribute__((unused)) void device_set_order(const char *name, int i) {
-    static const char *const orders[] = {"forward", "reverse", "random:7"};
+    static const char *const orders[] = {"forward", "reverse", "random:7", "random:8"};
     if (!strcmp(name, "emulated")) assert_true(emulator_order(orders[i]));
 }
 
