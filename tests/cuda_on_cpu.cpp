@@ -933,7 +933,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
     memset(a.memory, POISON ^ 0x55, MARGIN);
     memset(p + bytes, POISON ^ 0x55, MARGIN);
 #endif
-    memset(p, POISON, bytes);
+    memset(p, POISON, std::min(bytes, (size_t)4 << 20)); /* more of a large one would only take time */
 #ifdef EMU_ASAN
     if (!d.kernels_may_touch) __asan_poison_memory_region(p, bytes);
 #endif

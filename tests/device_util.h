@@ -39,4 +39,24 @@ static __attribute__((unused)) void device_set_order(const char *name, int i) {
     if (!strcmp(name, "emulated")) assert_true(emulator_order(orders[i]));
 }
 
+/* A GPU of the process's own, for every engine that does not say where it runs. Each row of a batch gives the same bits in whatever
+ * company there, as on the CPU, since most tests compare that. */
+static __attribute__((unused)) llm_backend *device_of_engines(void) {
+    static llm_backend *backend;
+    const char *name = device_name("cpu");
+    if (!backend && device_is_gpu(name)) {
+        llm_gpu_options options = llm_gpu_defaults();
+        options.deterministic = true;
+        backend = device_open(name, &options);
+    }
+    return backend;
+}
+
+static __attribute__((unused)) llm_engine *device_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+    llm_engine_options o = options ? *options : llm_engine_defaults();
+    if (!o.backend) o.backend = device_of_engines();
+    return llm_engine_create(model, &o, err);
+}
+#define llm_engine_create device_engine_create
+
 #endif

@@ -9,6 +9,8 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "device_util.h"
+
 #define UNUSED __attribute__((unused))
 
 /* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in order. */
