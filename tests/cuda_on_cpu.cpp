@@ -219,6 +219,7 @@ struct device {
     size_t memory = (size_t)8 << 30, shared_limit = 99 * 1024;
     int processors = 4, count = 1, capability = 80, driver = 13000;
     bool trap = false;
+    bool failure_happened = false;
     long fail_allocation = -1, fail_launch = -1, lose_device = -1;
     /* memory */
     std::map<uintptr_t, allocation> allocations;
@@ -885,7 +886,11 @@ cudaError_t usable() {
     return d.lost ? failed(d.lost) : cudaSuccess;
 }
 
-bool counts_down(long &n) { return n >= 0 && n-- == 0; }
+bool counts_down(long &n) {
+    bool now = n >= 0 && n-- == 0;
+    if (now) gpu().failure_happened = true;
+    return now;
+}
 
 /* Is [p, p + bytes) inside of one allocation? */
 bool on_device(const void *p, size_t bytes) {
@@ -1514,16 +1519,17 @@ void emulator_devices(int count, int compute_capability, int driver_version) {
 }
 void emulator_fail_allocation(long n) {
     guard hold(gpu().lock);
-    gpu().fail_allocation = n;
+    gpu().fail_allocation = n, gpu().failure_happened = false;
 }
 void emulator_fail_launch(long n) {
     guard hold(gpu().lock);
-    gpu().fail_launch = n;
+    gpu().fail_launch = n, gpu().failure_happened = false;
 }
 void emulator_lose_device(long n) {
     guard hold(gpu().lock);
-    gpu().lose_device = n;
+    gpu().lose_device = n, gpu().failure_happened = false;
 }
+bool emulator_failed(void) { return gpu().failure_happened; }
 const char *emulator_fault(void) { return gpu().fault.c_str(); }
 void emulator_recover(void) {
     guard hold(gpu().lock);

@@ -24,6 +24,7 @@ void emulator_devices(int count, int compute_capability, int driver_version);
 void emulator_fail_allocation(long n); /* of device or pinned memory: out of memory */
 void emulator_fail_launch(long n);     /* of a kernel: told by the next cudaGetLastError; the device lives on */
 void emulator_lose_device(long n);     /* the device is lost after n more operations of its streams */
+bool emulator_failed(void);            /* has that come to pass? */
 
 /* What the last faulty kernel did wrong, with file and line; "" if none did. The device is lost then, until
  * emulator_recover: every call gives an error. */

@@ -1,0 +1,313 @@
+/* The whole engine on a device: requests that share it, with blocks so scarce that they are taken away again, speculation, and
+ * failures. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. What is compared bit for bit runs in
+ * deterministic mode. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#include "llm.h"
+#include "engine_util.h"
+#include "emulator.h"
+
+void emulator_memory(size_t bytes) __attribute__((weak));
+void emulator_fail_allocation(long n) __attribute__((weak));
+void emulator_fail_launch(long n) __attribute__((weak));
+void emulator_lose_device(long n) __attribute__((weak));
+void emulator_devices(int count, int compute_capability, int driver_version) __attribute__((weak));
+bool emulator_failed(void) __attribute__((weak));
+void emulator_recover(void) __attribute__((weak));
+emulator_counts emulator_counted(void) __attribute__((weak));
+
+#undef llm_engine_create /* each test here says where its engine runs */
+
+#define TARGET "tests/data/golden/mqa_4_1.gguf"
+#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
+
+enum { N_REQUESTS = 5, CONTEXT = 96 };
+
+static llm_model *target, *draft;
+static const char *device;
+
+static int load_models(void **state) {
+    (void)state;
+    device = device_name("emulated");
+    target = model_load(TARGET);
+    draft = model_load(DRAFT);
+    return 0;
+}
+
+static int free_models(void **state) {
+    (void)state;
+    llm_model_free(target);
+    llm_model_free(draft);
+    return 0;
+}
+
+static llm_gpu_options gpu_options(void) {
+    llm_gpu_options o = llm_gpu_defaults();
+    o.deterministic = true;
+    return o;
+}
+
+static llm_engine_options options_on(llm_backend *backend) {
+    llm_engine_options o = llm_engine_defaults();
+    o.backend = backend;
+    o.context_length = CONTEXT;
+    o.block_size = 8;
+    o.max_sequences = 4;
+    o.max_batch_tokens = 24;
+    o.cache_bytes = 1 << 20;
+    return o;
+}
+
+static llm_request make_request(int i, int32_t prompt[64]) {
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt;
+    r.n_prompt = 5 + 6 * i;
+    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random(i / 2 == 1 ? 2 : (uint64_t)i, 5, (uint64_t)k) * 280); /* 2 and 3 begin alike */
+    r.max_tokens = 6;
+    r.ignore_end = true;
+    if (i % 2) r.sampling.temperature = 0.8f, r.sampling.top_p = 0.9f, r.sampling.repetition_penalty = 1.1f, r.sampling.seed = (uint64_t)i;
+    return r;
+}
+
+/* All the requests, together or each alone, on this backend. The hook (logits) keeps tokens from being drawn on the device. */
+static void run_requests(const llm_engine_options *options, bool together, bool hook, record *records[N_REQUESTS]) {
+    llm_error err;
+    int32_t prompts[N_REQUESTS][64];
+    llm_engine *engine = NULL;
+    for (int i = 0; i < N_REQUESTS; i++) {
+        if (!engine) engine = llm_engine_create(target, options, &err);
+        if (!engine) fail_msg("%s", err.message);
+        records[i] = record_new(target);
+        record_submit(engine, records[i], make_request(i, prompts[i]), hook);
+        if (together && i + 1 < N_REQUESTS) continue;
+        record_drain(engine);
+        assert_idle(engine);
+        llm_engine_free(engine);
+        engine = NULL;
+    }
+}
+
+static void free_records(record *records[N_REQUESTS]) {
+    for (int i = 0; i < N_REQUESTS; i++) record_free(records[i]);
+}
+
+static void assert_same_tokens(const record *a, const record *b) {
+    assert_int_equal(a->samples[0].n_tokens, b->samples[0].n_tokens);
+    assert_memory_equal(a->samples[0].tokens, b->samples[0].tokens, sizeof(int32_t) * (size_t)a->samples[0].n_tokens);
+}
+
+/* ---- What comes out ---------------------------------------------------------------------------- */
+
+/* The logits after the prompts are near those of the textbook loops. */
+static void test_logits(void **state) {
+    (void)state;
+    llm_error err;
+    llm_backend *reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err), *b = device_open(device, NULL);
+    llm_engine_options right = options_on(reference), o = options_on(b);
+    record *expected[N_REQUESTS], *got[N_REQUESTS];
+    run_requests(&right, true, true, expected);
+    run_requests(&o, true, true, got);
+    double worst = 0;
+    for (int i = 0; i < N_REQUESTS; i++)
+        for (int row = 0; row < 5 + 6 * i; row++) { /* the prompt's own: later ones follow the tokens that were drawn */
+            size_t at = (size_t)row * (size_t)expected[i]->vocab;
+            double e = relative_error(got[i]->samples[0].logits + at, expected[i]->samples[0].logits + at, expected[i]->vocab);
+            worst = e > worst ? e : worst;
+        }
+    print_message("    %s: logits differ from the textbook's by %.1e at most\n", device, worst);
+    assert_true(worst < 1e-2);
+    free_records(expected), free_records(got);
+    llm_backend_free(reference), llm_backend_free(b);
+}
+
+/* Together as alone, bit for bit, and in any order of threads; where blocks are scarce; in every form. */
+static void test_company(void **state) {
+    (void)state;
+    llm_gpu_options gpu = gpu_options();
+    llm_backend *b = device_open(device, &gpu);
+    llm_engine_options o = options_on(b);
+    record *alone[N_REQUESTS], *got[N_REQUESTS];
+    run_requests(&o, false, true, alone);
+    for (int kind = 0; kind < 4; kind++) {
+        llm_engine_options other = o;
+        device_set_order(device, kind % device_orders(device));
+        if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;        /* one context's worth: preemption; small chunks */
+        if (kind == 2) other.cache_bytes = 9300, other.preempt = LLM_PREEMPT_SWAP;
+        if (kind == 3) other.prefix_cache = false, other.block_size = 16;
+        run_requests(&other, true, true, got);
+        for (int i = 0; i < N_REQUESTS; i++) assert_same(alone[i], got[i]);
+        free_records(got);
+    }
+    device_set_order(device, 0);
+    for (int kind = 0; kind < 3 && device_is_gpu(device); kind++) { /* without a hook, so that the device draws the tokens */
+        llm_gpu_options form = gpu;
+        if (kind == 1) form.graphs = false;
+        if (kind == 2) form.fused = false;
+        llm_backend *c = device_open(device, &form);
+        llm_engine_options other = options_on(c);
+        run_requests(&other, true, false, got);
+        for (int i = 0; i < N_REQUESTS; i++) assert_same_tokens(alone[i], got[i]);
+        free_records(got);
+        llm_backend_free(c);
+    }
+    free_records(alone);
+    llm_backend_free(b);
+}
+
+/* Greedy speculation gives what the target alone gives; the drafts' proposals, good or bad, only change the pace. */
+static void test_speculation(void **state) {
+    (void)state;
+    llm_gpu_options gpu = gpu_options();
+    llm_backend *b = device_open(device, &gpu);
+    int32_t prompt[64];
+    llm_request r = make_request(2, prompt);
+    r.max_tokens = 16;
+    record *expected = NULL;
+    for (int kind = 0; kind < 4; kind++) { /* none, another model, itself, lookup */
+        llm_error err;
+        llm_engine_options o = options_on(b);
+        o.draft = kind == 1 ? draft : kind == 2 ? target : NULL;
+        llm_request s = r;
+        s.speculate = kind ? 3 : 0;
+        s.lookup = kind == 3;
+        llm_engine *engine = llm_engine_create(target, &o, &err);
+        if (!engine) fail_msg("%s", err.message);
+        record *got = record_new(target);
+        record_submit(engine, got, s, false);
+        record_drain(engine);
+        assert_idle(engine);
+        llm_statistics facts = llm_engine_statistics(engine);
+        if (kind == 1 || kind == 2) assert_true(facts.proposed > 0);
+        if (kind == 2) assert_true(facts.accepted > facts.proposed / 2);
+        if (expected) assert_same_tokens(expected, got);
+        llm_engine_free(engine);
+        if (expected) record_free(got);
+        else expected = got;
+    }
+    record_free(expected);
+    llm_backend_free(b);
+}
+
+/* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
+
+typedef enum failure { NONE, ALLOCATION, LAUNCH, LOSS } failure;
+
+/* A whole life in which the nth allocation or launch fails, or the device is lost. Returns whether that came to pass: then either the
+ * engine did without, or there was an error that says what it was; and nothing crashed, and all was freed. */
+static bool live(failure kind, long n) {
+    llm_error err;
+    llm_gpu_options gpu = gpu_options();
+    emulator_counts before = emulator_counted();
+    emulator_fail_allocation(kind == ALLOCATION ? n : -1);
+    emulator_fail_launch(kind == LAUNCH ? n : -1);
+    emulator_lose_device(kind == LOSS ? n : -1);
+    llm_backend *b = llm_emulated_backend(&gpu, &err);
+    llm_engine_options o = options_on(b);
+    llm_engine *engine = b ? llm_engine_create(target, &o, &err) : NULL;
+    record *got = record_new(target);
+    int more = engine ? 1 : -1;
+    if (engine) {
+        int32_t prompt[64];
+        record_submit(engine, got, make_request(1, prompt), false);
+        while ((more = llm_step(engine, &err)) > 0) record_events(engine);
+        record_events(engine);
+    }
+    if (more < 0) {
+        assert_true(err.status == LLM_ERROR_MEMORY || err.status == LLM_ERROR_DEVICE);
+        assert_true(strlen(err.message) > 20);
+        if (kind == ALLOCATION) assert_non_null(strstr(err.message, "memory"));
+    }
+    bool happened = emulator_failed();
+    if (engine && more < 0 && kind != LOSS) { /* the device lives on, and so does the engine */
+        emulator_fail_allocation(-1), emulator_fail_launch(-1);
+        while ((more = llm_step(engine, &err)) != 0) {
+            if (more < 0) fail_msg("after the failure: %s", err.message);
+            record_events(engine);
+        }
+    }
+    if (engine && kind != LOSS) assert_int_equal(got->samples[0].n_ends, 1);
+    if (engine && kind != LOSS) assert_idle(engine);
+    if (kind == LOSS && happened) assert_true(more < 0);
+    llm_engine_free(engine);
+    llm_backend_free(b);
+    record_free(got);
+    emulator_recover();
+    emulator_counts after = emulator_counted();
+    assert_int_equal(after.live_allocations, before.live_allocations);
+    assert_int_equal(after.live_pinned, before.live_pinned);
+    assert_int_equal(after.live_handles, before.live_handles);
+    return happened;
+}
+
+static void test_failures(void **state) {
+    (void)state;
+    if (strcmp(device, "emulated")) {
+        print_message("SKIPPED: only the emulated device fails when it is told to\n");
+        skip();
+    }
+    assert_false(live(NONE, 0));
+    for (int kind = ALLOCATION; kind <= LOSS; kind++) {
+        long n = 0, happened = 0, gap;
+        for (; live((failure)kind, n); n += gap, happened++) gap = kind == ALLOCATION ? 1 + n / 5 : 1 + n / 2;
+        print_message("    %s: %ld of about %ld were tried\n", kind == ALLOCATION ? "failed allocations" : kind == LAUNCH ? "failed launches" : "lost devices", happened, n);
+        assert_true(happened >= 5);
+    }
+}
+
+static void test_too_little_memory(void **state) {
+    (void)state;
+    llm_error err;
+    if (strcmp(device, "emulated")) {
+        print_message("SKIPPED: only the emulated device has as much memory as it is told\n");
+        skip();
+    }
+    uint64_t before = emulator_counted().live_allocations;
+    emulator_memory(100000);
+    llm_backend *b = llm_emulated_backend(NULL, &err);
+    if (!b) fail_msg("%s", err.message);
+    llm_engine_options o = options_on(b);
+    assert_null(llm_engine_create(target, &o, &err));
+    assert_int_equal(err.status, LLM_ERROR_MEMORY);
+    print_message("    %s\n", err.message);
+    assert_non_null(strstr(err.message, "free")); /* how much there is */
+    llm_backend_free(b);
+    emulator_memory((size_t)8 << 30);
+    assert_int_equal(emulator_counted().live_allocations, before);
+}
+
+static void test_no_device(void **state) {
+    (void)state;
+    llm_error err;
+    if (strcmp(device, "emulated")) {
+        print_message("SKIPPED: only the emulated device can be taken away\n");
+        skip();
+    }
+    static const struct {
+        int count, capability, driver;
+        const char *words;
+    } cases[] = {{0, 80, 13000, "no NVIDIA GPU"}, {1, 80, 11000, "driver"}, {1, 75, 13000, "compute capability 7.5"}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        emulator_devices(cases[i].count, cases[i].capability, cases[i].driver);
+        assert_null(llm_emulated_backend(NULL, &err));
+        assert_true(err.status == LLM_ERROR_UNSUPPORTED || err.status == LLM_ERROR_DEVICE);
+        if (!strstr(err.message, cases[i].words)) fail_msg("\"%s\" does not say \"%s\"", err.message, cases[i].words);
+    }
+    emulator_devices(1, 80, 13000);
+    llm_gpu_options second = llm_gpu_defaults();
+    second.device = 1;
+    assert_null(llm_emulated_backend(&second, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_logits),   cmocka_unit_test(test_company),           cmocka_unit_test(test_speculation),
+        cmocka_unit_test(test_failures), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
+    };
+    return cmocka_run_group_tests(tests, load_models, free_models);
+}
