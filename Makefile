@@ -1,6 +1,7 @@
 # make            builds ./llm
 # make demo       ... and tells a tale with the bundled model
 # make test       runs all tests; the last line sums them up
+# make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
 # make fuzz SECONDS=60
 # make clean
@@ -15,7 +16,10 @@ OPTIMIZE = -O3
 WARN     = -Wall -Wextra
 CFLAGS   = $(OPTIMIZE) -g $(WARN)
 SECONDS  = 60
-B        = build
+# The device that the tests run on: DEVICE=emulated or cuda. If nothing is said, the engine's tests run on the CPU, and those of
+# llm.cu's kernels on the emulated device.
+DEVICE   =
+B        = build$(if $(DEVICE),/$(DEVICE))
 LLM      = llm
 
 # OpenMP where the compiler has it. Asked when a recipe runs, so after the compiler was installed.
@@ -74,7 +78,6 @@ $(B)/libllm.a: llm.h | $(B)/have-cc
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
 
-# The device that the tests of the engine run on: DEVICE=emulated or cuda. That of test_device is the emulated one if nothing is said.
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
 
@@ -86,7 +89,7 @@ $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/ha
 
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
-	@CC='$(CC)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/embed.sh)
+	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/embed.sh)
 
 build-tests: $(LLM) $(PROGRAMS)
 
