@@ -1,0 +1,49 @@
+#!/bin/sh
+# tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors, and prints what each kernel takes: registers,
+# static shared memory, bytes spilled to local memory. A spill fails, but for the plain kernels, which are there for
+# comparison, and the one that draws tokens, which runs once a step.
+# Ends in one line, "N passed, N failed": one check per architecture.
+set -u
+cd "$(dirname "$0")/.." || exit 1
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+passed=0 failed=0
+filter=cat
+command -v c++filt >/dev/null 2>&1 && filter='c++filt -p'
+
+for arch in ${*:-80 90}; do
+    if ! nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v -gencode "arch=compute_$arch,code=sm_$arch" \
+        -I. -c llm.cu -o "$work/llm.o" >"$work/log" 2>&1; then
+        cat "$work/log"
+        echo "sm_$arch: does not compile"
+        failed=$((failed + 1))
+        continue
+    fi
+    echo "sm_$arch:  registers  shared  spilled  kernel"
+    # A "Function properties" line and the one behind it tell of the kernel named last; "Used" comes last.
+    awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2] }
+         /bytes stack frame/ { spilled = 0; for (i = 2; i <= NF; i++) if ($i == "spill") spilled += $(i - 2) }
+         /Used [0-9]+ registers/ && name != "" {
+             shared = 0
+             for (i = 2; i <= NF; i++) { if ($i == "registers," || $i == "registers") registers = $(i - 1); if ($i == "smem" || $i == "smem,") shared = $(i - 2) }
+             printf "%s %s %s %s\n", registers, shared, spilled, name
+             name = ""
+         }' "$work/log" >"$work/table"
+    awk '{ print $4 }' "$work/table" | $filter | sed 's/(.*//; s/^void //' >"$work/names"
+    paste -d' ' "$work/table" "$work/names" | awk '{ name = $5; for (i = 6; i <= NF; i++) name = name " " $i
+        printf "        %9d  %6d  %7d  %s\n", $1, $2, $3, name }' | sort -k4 >"$work/shown"
+    cat "$work/shown"
+    bad=$(awk '$3 > 0 && !/plain|sample/' "$work/shown")
+    if [ ! -s "$work/shown" ]; then
+        echo "sm_$arch: no kernels found in what ptxas says"
+        failed=$((failed + 1))
+    elif [ -n "$bad" ]; then
+        echo "sm_$arch: these kernels spill:"
+        echo "$bad"
+        failed=$((failed + 1))
+    else
+        passed=$((passed + 1))
+    fi
+done
+echo "$passed passed, $failed failed"
+[ "$failed" -eq 0 ]
