@@ -8,7 +8,7 @@
  * and include it plainly everywhere else. It needs C11, libc, libm and, where the compiler
  * has it, OpenMP:  cc -O2 -fopenmp app.c -lm
  *
- * It reads GGUF files as they are, maps them into memory, and runs many requests at
+ * It reads GGUF files and Hugging Face folders as they are, maps them into memory, and runs many requests at
  * once over a paged key/value cache. A complete program:
  *
  *     #define LLM_IMPLEMENTATION
@@ -33,7 +33,7 @@
  *
  *     [API]  everything you may call
  *     [SEAM] struct llm_backend: the operations a device implements
- *     [1]    Files        memory-mapped GGUF; every offset checked
+ *     [1]    Files        GGUF, JSON, safetensors, mapped into memory; every offset checked
  *     [2]    Tokenizer    text to token ids and back
  *     [3]    Numbers      f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
  *     [4]    CPU kernels  each operation as a plain loop, then fast
@@ -123,7 +123,7 @@ const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" too */
 /* All types, in order of the table; NULL past its end. */
 const llm_type_info *llm_type_at(int index);
 
-/* ---- Files: GGUF ------------------------------------------------------------------- */
+/* ---- Files: GGUF, and Hugging Face folders ----------------------------------------- */
 typedef struct llm_string { /* not zero-terminated; borrowed from the file's mapping */
     const char *data;
     size_t length;
@@ -156,7 +156,9 @@ typedef struct llm_tensor { /* one tensor of a file */
 
 typedef struct llm_file llm_file;
 
-/* Map a GGUF file (version 2 or 3). Every count, offset, size and type in its header is
+/* Map a GGUF file (version 2 or 3), or a Hugging Face folder (config.json, safetensors, tokenizer.json), which looks like
+ * one from then on: its settings are translated into GGUF's metadata, and its tensors have GGUF's names. A tokenizer.json alone
+ * gives metadata only. Every count, offset, size and type in its header is
  * checked here, so that nothing read later can lie outside of it. Of a model in several files
  * (NAME-00001-of-00003.gguf and so on) any one may be given: all are mapped, as if they were one. */
 llm_file *llm_file_open(const char *path, llm_error *err);
@@ -167,7 +169,7 @@ void llm_file_close(llm_file *file);
 const char *llm_file_path(const llm_file *file);
 uint64_t llm_file_size(const llm_file *file); /* of all parts */
 int64_t llm_file_n_parts(const llm_file *file); /* files that the model came in: 1, mostly */
-int llm_file_version(const llm_file *file);
+int llm_file_version(const llm_file *file); /* of GGUF; 0: a Hugging Face folder, or a tokenizer.json */
 int64_t llm_file_n_values(const llm_file *file);
 const llm_value *llm_file_value(const llm_file *file, int64_t index);
 const llm_value *llm_file_find(const llm_file *file, const char *key); /* NULL: absent */
@@ -331,7 +333,8 @@ typedef struct llm_config { /* what a model's file says of its shape */
 
 typedef struct llm_model llm_model;
 
-/* Map a model: its weights (nothing is copied), its shape, its tokenizer. */
+/* Map a model, a GGUF file or a Hugging Face folder: its weights (nothing is copied, but the 4-bit integers of AWQ and GPTQ,
+ * which are put into another order), its shape, its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_model_free(llm_model *model);
@@ -812,7 +815,7 @@ double llm_seconds(void) {
 }
 
 /* =====================================================================================
- * [1] Files: memory-mapped GGUF; every offset checked
+ * [1] Files: GGUF, JSON, safetensors, mapped into memory; every offset checked
  *
  * A model is a few hundred named arrays of numbers (tensors) and a few dozen named facts about
  * them (metadata: how many layers, which vocabulary). GGUF keeps both in one file:
@@ -1521,14 +1524,14 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->folder ? 0 : file->size; /* a folder's header was made, not read */
+    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder's header was made, not read */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
     for (int64_t i = 0; i < file->n_regions; i++)
         if (file->regions[i].memory == LLM__MAPPED) size += file->regions[i].size;
     return size;
 }
 int64_t llm_file_n_parts(const llm_file *file) { return file->n_parts + 1; }
-int llm_file_version(const llm_file *file) { return file->version; }
+int llm_file_version(const llm_file *file) { return file->folder ? 0 : file->version; }
 int64_t llm_file_n_values(const llm_file *file) { return file->n_values; }
 int64_t llm_file_n_tensors(const llm_file *file) { return file->n_tensors; }
 
@@ -4311,9 +4314,10 @@ static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const c
               llm__append_u64(&header, w->n_values, err) && llm__append(&header, w->values.data, w->values.length, err);
     if (w) llm__writer_free(w);
     LLM_FREE(parent);
-    if (ok) return llm__file_create(header.data, header.length, LLM__OWNED, path, err);
-    LLM_FREE(header.data);
-    return NULL;
+    if (!ok) LLM_FREE(header.data);
+    llm_file *file = ok ? llm__file_create(header.data, header.length, LLM__OWNED, path, err) : NULL;
+    if (file) file->folder = true;
+    return file;
 }
 
 /* ---- Merging ------------------------------------------------------------------------------- */
@@ -8040,8 +8044,9 @@ static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, i
  * other sequences and the guesses of a draft model at the same time: only attention needs to know
  * whose token is whose, and it looks that up in the batch.
  *
- * A model is data: the table below says which tensors a layer has, under which names and
- * of which shapes. Loading checks the file against it; the pass goes through it.
+ * A model is data: one table below says which tensors a layer may have, under which names and
+ * of which shapes, another which of them an architecture has. Loading checks the file against both; the pass goes through
+ * what is there.
  * ================================================================================== */
 
 typedef enum llm__part { /* the tensors of a layer */

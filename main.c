@@ -731,7 +731,7 @@ static int parse(const command *self, const option *options, int n_options, int 
     return PARSED;
 }
 
-#define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file (default: " DEFAULT_MODEL ")"}
+#define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
 #define DEVICES "auto|cpu|cuda|emulated"
 #define DEVICE_OPTIONS \
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
@@ -2280,6 +2280,10 @@ static void info_print_shape(const info *in) {
     put("  %d query heads and %d key/value heads of %d; ", c->n_heads, c->n_kv_heads, c->head_dim);
     put("%d dimensions turn, base %g, %s\n", c->rope_dim, (double)c->rope_base,
         c->rope_pairing == LLM_ROPE_HALVES ? "in halves" : "in adjacent pairs");
+    if (c->rope_scaling != LLM_ROPE_UNSCALED)
+        put("  RoPE scaled %g times, %s\n", (double)c->rope_factor, c->rope_scaling == LLM_ROPE_YARN ? "YaRN" : "linear");
+    if (llm_file_find_tensor(in->file, "rope_freqs.weight")) put("  RoPE with divisors of its own (rope_freqs.weight)\n");
+    if (c->window) put("  a sliding window of %d tokens\n", c->window);
     put("  vocabulary %d, context %d, ", c->vocab_size, c->context_length);
     put("%s output matrix\n", c->tied_output ? "tied" : "separate");
     put("\nCache of keys and values, %s\n", llm_type_find(in->cache_type)->name);
@@ -2301,8 +2305,9 @@ static void put_name(llm_string name) {
 
 static void info_print(const info *in) {
     put_text(llm_file_path(in->file));
-    put("\nGGUF version %d, %s, %lld tensors", llm_file_version(in->file), HUMAN(llm_file_size(in->file)),
-        (long long)llm_file_n_tensors(in->file));
+    if (llm_file_version(in->file)) put("\nGGUF version %d", llm_file_version(in->file));
+    else put_text("\nHugging Face, as GGUF would have it");
+    put(", %s, %lld tensors", HUMAN(llm_file_size(in->file)), (long long)llm_file_n_tensors(in->file));
     if (llm_file_n_parts(in->file) > 1) put(", in %lld files", (long long)llm_file_n_parts(in->file));
     put_text("\n\nMetadata\n");
     for (int64_t i = 0; i < llm_file_n_values(in->file); i++) {
@@ -2319,6 +2324,8 @@ static void info_print(const info *in) {
         if (sum.tensors)
             put_type_sum(llm_type_at(i)->name, sum);
     }
+    type_sum int4 = sum_type(in->file, llm_type_find(LLM_Q4_Z)); /* of AWQ and GPTQ, with zero points */
+    if (int4.tensors) put_type_sum(llm_type_find(LLM_Q4_Z)->name, int4);
     put_type_sum("all", sum_type(in->file, NULL));
     for (int64_t i = 0; in->tensors && i < llm_file_n_tensors(in->file); i++) {
         const llm_tensor *t = llm_file_tensor(in->file, i);
@@ -2431,7 +2438,7 @@ static int command_info(const command *self, int argc, char **argv) {
 }
 
 static const char info_notes[] =
-    "Any GGUF file will do: where this engine cannot run the model, the end says why.\n"
+    "Any GGUF file or Hugging Face folder will do: where this engine cannot run the model, the end says why.\n"
     "\n"
     "Examples:\n"
     "  llm info\n"
