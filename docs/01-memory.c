@@ -87,8 +87,8 @@ static bool memory_activations(lesson *l) {
 static void memory_shapes(lesson *l, const shape *mine, double card, double bandwidth, double price) {
     static const column columns[] = {
         {"shape", "shape", "%s"}, {"parameters", "weights", "%.3g"}, {"f16_gib", "f16 GiB", "%.2f"}, {"q4_0_gib", "q4_0", "%.2f"},
-        {"cache_bytes_per_token", "cache/token", "%.0f"}, {"tokens_that_fit", "tokens fit", "%.0f"},
-        {"tokens_per_second", "at most tok/s", "%.0f"}, {"dollars_per_million", "$/M", "%.2f"}};
+        {"cache_bytes_per_token", "cache/tok", "%.0f"}, {"tokens_that_fit", "tokens fit", "%.0f"},
+        {"tokens_per_second", "tok/s", "%.0f"}, {"dollars_per_million", "$/M", "%.2f"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "q4_0 weights, and the cache of 16 sequences of 2048 tokens", "GiB", "");
     int weights = plot_series_add(&p, "weights"), cache = plot_series_add(&p, "cache");

@@ -98,8 +98,8 @@ static bool roofline_prefill(lesson *l, llm_engine *engine, int n, roofline_row 
 
 static void roofline_show(lesson *l, const roofline *roof, const roofline_row *rows, int n) {
     static const column columns[] = {
-        {"what", "what", "%s"}, {"tokens", "tokens a step", "%.0f"}, {"intensity", "FLOP/byte", "%.1f"}, {"bound", "bound by", "%s"},
-        {"predicted", "predicted tok/s", "%.0f"}, {"measured", "measured", "%.0f"}, {"share_percent", "share %", "%.0f"}};
+        {"what", "what", "%s"}, {"tokens", "tokens", "%.0f"}, {"intensity", "FLOP/byte", "%.1f"}, {"bound", "bound by", "%s"},
+        {"predicted", "predicted", "%.0f"}, {"measured", "measured", "%.0f"}, {"share_percent", "share %", "%.0f"}};
     double bandwidth = roof->fits ? roof->cached : roof->memory;
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_LINES, "The roof, and what was measured under it", "operations for each byte read", "operations a second");
@@ -127,7 +127,7 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
     fact(l, "peak_operations_per_second", roof->peak);
     fact(l, "weights_fit_the_cache", roof->fits);
     show_table(l, &t, "rows");
-    say(l, "\nPredicted: the lower of bytes a second / bytes of a step and operations a second / operations of a step. What is missing to it: "
+    say(l, "\nPredicted, in tokens a second: the lower of bytes a second / bytes of a step and operations a second / operations of a step. What is missing to it: "
            "small products, attention, and waking threads.\n");
     show_plot(l, &p);
 }

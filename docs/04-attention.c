@@ -92,8 +92,8 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
 /* Tile by tile: the largest score m, the sum l, and the weighted values so far, which shrink when m grows. */
 static double attention_walk(lesson *l, const attention_look *a, const double *exact) {
     static const column columns[] = {
-        {"tile", "tile", "%.0f"}, {"first", "first", "%.0f"}, {"last", "last", "%.0f"}, {"largest", "m, largest score so far", "%.4f"},
-        {"shrink", "shrink", "%.4f"}, {"sum", "l, sum so far", "%.4f"}, {"distance", "from the result", "%.2g"}};
+        {"tile", "tile", "%.0f"}, {"first", "first", "%.0f"}, {"last", "last", "%.0f"}, {"largest", "m, largest score", "%.4f"},
+        {"shrink", "shrink", "%.4f"}, {"sum", "l, sum", "%.4f"}, {"distance", "from the result", "%.2g"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_LINES, "How far the running result is from the final one", "tiles", "largest difference");
     int line = plot_series_add(&p, "distance");
@@ -126,8 +126,8 @@ static double attention_walk(lesson *l, const attention_look *a, const double *e
 
 /* Bytes of keys and values that one layer reads for a prompt of n tokens, and the scores it has in memory at a time. */
 static void attention_bytes(lesson *l, const attention_look *a) {
-    static const column columns[] = {{"form", "form", "%s"}, {"kv_bytes", "keys and values read", "%.0f"},
-                                     {"score_bytes", "scores in memory", "%.0f"}, {"milliseconds", "ms", "%.2f"}, {"error", "error of this head", "%.2g"}};
+    static const column columns[] = {{"form", "form", "%s"}, {"kv_bytes", "k, v bytes read", "%.0f"},
+                                     {"score_bytes", "score bytes", "%.0f"}, {"milliseconds", "ms", "%.2f"}, {"error", "error", "%.2g"}};
     const llm_config *c = llm_model_config(l->loaded);
     double n = a->n, row = 2.0 * c->head_dim * (double)llm__value_bytes(l->engine.cache_type), tiled = 0;
     int group = c->n_heads / c->n_kv_heads;

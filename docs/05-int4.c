@@ -172,7 +172,7 @@ static bool int4_types(lesson *l, const int4 *x) {
         if (good) {
             double mib = (double)llm_model_step_bytes(model) / 1048576;
             add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib, 100 * int4_error(x, type), bits, per_token, rate);
-            int one = plot_series_add(&p, type->name);
+            int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name); /* bf16 would hide f16: as large, as good */
             if (one >= 0) p.series[one].dots = true;
             plot_point(&p, one, mib, bits);
         }

@@ -112,8 +112,8 @@ static bool batching_run(lesson *l, const batching *b, llm_policy policy, batchi
 
 static void batching_show(lesson *l, const batching *b, batching_result *results) {
     static const column columns[] = {
-        {"policy", "policy", "%s"}, {"ticks", "ticks", "%.0f"}, {"busy_percent", "slots busy %", "%.1f"},
-        {"idle_while_waiting", "idle while one waits", "%.0f"}, {"mean_wait_ticks", "mean wait", "%.1f"},
+        {"policy", "policy", "%s"}, {"ticks", "ticks", "%.0f"}, {"busy_percent", "busy %", "%.1f"},
+        {"idle_while_waiting", "idle, one waits", "%.0f"}, {"mean_wait_ticks", "mean wait", "%.1f"},
         {"mean_latency_ticks", "latency", "%.1f"}, {"worst_latency_ticks", "worst", "%.0f"}, {"tokens_per_second", "tok/s", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     bool same = true;

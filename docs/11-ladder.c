@@ -107,7 +107,7 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
 static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b, char *out, size_t size) {
     if (!b) return "";
     if (a->bits > 0 && b->bits > 0) {
-        snprintf(out, size, "bits/byte %.4f, was %.4f", a->bits, b->bits);
+        snprintf(out, size, "bits %.3f (%.3f)", a->bits, b->bits);
         return out;
     }
     int common = a->n_many < b->n_many ? a->n_many : b->n_many, different = 0;
@@ -120,8 +120,8 @@ static const char *ladder_check(const ladder *x, const rung_result *a, const run
 
 static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const rung_result *results, int n) {
     static const column columns[] = {
-        {"rung", "rung", "%s"}, {"one_tokens_per_second", "one: tok/s", "%.0f"}, {"one_times", "x", "%.2f"},
-        {"many_tokens_per_second", "many: tok/s", "%.0f"}, {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"}, {"tokens", "tokens", "%s"}};
+        {"rung", "rung", "%s"}, {"one_tokens_per_second", "one tok/s", "%.0f"}, {"one_times", "x", "%.2f"},
+        {"many_tokens_per_second", "many tok/s", "%.0f"}, {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"}, {"tokens", "tokens", "%s"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Tokens a second, rung by rung", "tokens a second", "");
     p.log_x = true;
@@ -136,7 +136,7 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
         plot_bar(&p, many, r->many);
     }
     say(l, "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is %d whole contexts of %d. "
-           "x: against the rung before.\n\n", x->n, LADDER_REQUESTS, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
+           "x: against the rung before; bits: per byte of text, and before int4.\n\n", x->n, LADDER_REQUESTS, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
@@ -189,7 +189,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     const rung rungs[] = {
         {"naive: no cache", true, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 2},
         {"+ KV cache", false, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 3},
-        {"+ attention in tiles", false, false, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, LADDER_REQUESTS},
+        {"+ tiled attention", false, false, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, LADDER_REQUESTS},
         {"+ wide vectors", false, false, false, false, false, false, best, 1, 1, flowing, LADDER_REQUESTS},
         {"+ threads", false, false, false, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},
         {"+ int4 weights", false, false, true, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},

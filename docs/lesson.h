@@ -26,6 +26,15 @@ typedef struct lesson {
     MODEL_OPTION((l).model), THREADS_OPTION((l).engine.n_threads), \
     {0, "png", "FILE", TEXT, &(l).png, 0, 0, "write the picture too, as a PNG file"}, JSON_OPTION((l).json)
 
+/* Before a long computation, not after it: can there be a file? */
+static bool can_create(const char *path) {
+    int descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
+    if (descriptor < 0) return errno == EEXIST || !fail("cannot write %s: %s", path, strerror(errno));
+    close(descriptor);
+    unlink(path);
+    return true;
+}
+
 /* Parse the options and load the model: the given one, or else the bundled `model` (NULL: the default). PARSED, or the
  * exit status. */
 static int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc, char **argv, const char *model) {
@@ -33,7 +42,7 @@ static int lesson_begin(lesson *l, const command *self, const option *options, i
     l->self = self;
     int status = parse(self, options, n, &argc, argv, 0);
     if (status != PARSED) return status;
-    if (l->png && !may_write(l->png, NULL)) return FAILED;
+    if (l->png && (!may_write(l->png, NULL) || !can_create(l->png))) return FAILED;
     if (!(l->path = l->model || !model ? model_path(l->model) : bundled_path(model))) return FAILED;
     if (!(l->loaded = llm_model_load(l->path, &err))) return free(l->path), fail_with(&err);
     if (l->json) {

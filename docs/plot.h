@@ -42,10 +42,12 @@
 #pragma GCC diagnostic pop
 #endif
 
+enum { PLOT_COLOURS = 8 };
 typedef enum plot_kind { PLOT_LINES, PLOT_BARS, PLOT_MAP } plot_kind;
 
 typedef struct plot_series {
     char name[48];  /* none: the legend leaves it out */
+    int colour;   /* which of the palette; its own number at first */
     char mark;    /* stands for it in a terminal, and in the cells of a map */
     bool dots;    /* PLOT_LINES: points that no line joins */
     double *x, *y; /* (n); of bars only y, one per category */
@@ -108,6 +110,7 @@ static int plot_series_add(plot *p, const char *name) {
     memset(s, 0, sizeof *s);
     snprintf(s->name, sizeof s->name, "%s", name);
     s->mark = marks[p->n_series % 22];
+    s->colour = p->n_series % PLOT_COLOURS;
     return p->n_series++;
 }
 
@@ -215,6 +218,7 @@ static plot_axis plot_axis_of(double low, double high, bool logarithmic) {
     else if (raw > power) step = 2 * power;
     if (step < 1) a.decimals = (int)ceil(-log10(step) - 1e-9);
     a.low = floor(a.low / step + 1e-9) * step;
+    if (a.low != 0 && a.low > low - 0.05 * step) a.low -= step; /* a point on the axis hides its name */
     a.high = ceil(a.high / step - 1e-9) * step;
     for (double x = a.low; x <= a.high + step / 2; x += step) plot_tick(&a, fabs(x) < step / 1e6 ? 0 : x);
     return a;
@@ -254,9 +258,9 @@ static double plot_clamp(double x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
 
 /* ---- As text -------------------------------------------------------------------------------- */
 
-/* Of a terminal's 256 colours: blue, orange, sky, brick, pale, grey. */
-static const int plot_terminal_colours[] = {27, 214, 38, 166, 153, 245};
-enum { PLOT_COLOURS = 6, PLOT_NAMES = 22, PLOT_ROWS = 14 };
+/* Of a terminal's 256 colours: blue, orange, sky, brick, pale, grey, purple, light grey. */
+static const int plot_terminal_colours[] = {27, 214, 38, 166, 153, 245, 134, 252};
+enum { PLOT_NAMES = 22, PLOT_ROWS = 12 };
 
 typedef struct plot_out {
     plot_sink sink;
@@ -274,9 +278,9 @@ static void plot_pad(const plot_out *o, const char *text, int width, bool right)
         for (int i = n; i < width; i++) plot_say(o, " ");
 }
 
-static void plot_colour(const plot_out *o, int series, bool background) {
+static void plot_colour(const plot_out *o, int colour, bool background) {
     char code[32];
-    snprintf(code, sizeof code, "\033[%d;5;%dm", background ? 48 : 38, plot_terminal_colours[series % PLOT_COLOURS]);
+    snprintf(code, sizeof code, "\033[%d;5;%dm", background ? 48 : 38, plot_terminal_colours[colour % PLOT_COLOURS]);
     if (o->colour) plot_say(o, background ? "\033[30m" : "");
     if (o->colour) plot_say(o, code);
 }
@@ -285,7 +289,7 @@ static void plot_plain(const plot_out *o) {
     if (o->colour) plot_say(o, "\033[0m");
 }
 
-static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "▤"};
+static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "▤", "▞", "▨"};
 
 /* What each mark or shade means, as many to a line as fit. */
 static void plot_text_legend(const plot *p, const plot_out *o, int width) {
@@ -299,7 +303,7 @@ static void plot_text_legend(const plot *p, const plot_out *o, int width) {
             plot_say(o, "\n  ");
             at = 2;
         }
-        plot_colour(o, s, p->kind == PLOT_MAP);
+        plot_colour(o, p->series[s].colour, p->kind == PLOT_MAP);
         if (p->kind == PLOT_BARS) plot_say(o, plot_shades[s % PLOT_COLOURS]);
         else o->sink(&p->series[s].mark, 1);
         plot_plain(o);
@@ -365,7 +369,7 @@ static void plot_text_lines(const plot *p, const plot_out *o, int width) {
                 plot_say(o, " ");
                 continue;
             }
-            plot_colour(o, s, false);
+            plot_colour(o, p->series[s].colour, false);
             o->sink(&p->series[s].mark, 1);
             plot_plain(o);
         }
@@ -444,7 +448,7 @@ static void plot_text_map(const plot *p, const plot_out *o, int width) {
                 plot_say(o, "·");
                 continue;
             }
-            plot_colour(o, s, true);
+            plot_colour(o, p->series[s].colour, true);
             o->sink(&p->series[s].mark, 1);
             plot_plain(o);
         }
@@ -474,10 +478,17 @@ static void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
  * Drawn at twice the size and halved at the end, which smooths the edges. All measures are in pixels of the result. */
 typedef struct plot_rgb { uint8_t r, g, b; } plot_rgb;
 
-/* Ordered so that the first few differ in brightness too: 16, 63, 46, 34, 77 and 36 % of white. */
+/* Ordered so that the first few differ in brightness too: 16, 63, 46, 34, 77, 36, 31 and 74 % of white. */
 static const plot_rgb plot_palette[] = {{0x14, 0x28, 0x6e}, {0xe6, 0x9f, 0x00}, {0x2b, 0x8c, 0xbe},
-                                        {0xb0, 0x3a, 0x00}, {0x9a, 0xd1, 0xee}, {0x5c, 0x5c, 0x5c}};
+                                        {0xb0, 0x3a, 0x00}, {0x9a, 0xd1, 0xee}, {0x5c, 0x5c, 0x5c},
+                                        {0x7b, 0x2d, 0x8b}, {0xbc, 0xbc, 0xbc}};
 static const plot_rgb plot_ink = {0x22, 0x22, 0x22}, plot_faint = {0xdd, 0xdd, 0xdd}, plot_white = {0xff, 0xff, 0xff};
+
+/* Letters on a colour: white on a dark one. */
+static plot_rgb plot_ink_on(int colour) {
+    plot_rgb c = plot_palette[colour % PLOT_COLOURS];
+    return 299 * c.r + 587 * c.g + 114 * c.b < 115000 ? plot_white : plot_ink;
+}
 
 enum { PLOT_WIDTH = 940, PLOT_SCALE = 2 };
 
@@ -557,7 +568,7 @@ static double plot_legend_height(const plot *p) { /* lines of it */
     return lines * 24;
 }
 
-enum { PLOT_CELL = 16, PLOT_BAR = 18 };
+enum { PLOT_CELL = 19, PLOT_BAR = 18 };
 
 static int plot_height(const plot *p) {
     double head = 52 + plot_legend_height(p), body = 330;
@@ -571,7 +582,7 @@ static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
     double at = 20;
     if (plot_legend_height(p) == 0) return;
     for (int s = 0; s < p->n_series; s++) {
-        plot_rgb colour = plot_palette[s % PLOT_COLOURS];
+        plot_rgb colour = plot_palette[p->series[s].colour % PLOT_COLOURS];
         double n = plot_width_of(p->series[s].name, PLOT_LETTER) + 50;
         if (at + n > PLOT_WIDTH - 20 && at > 20) at = 20, y += 24;
         if (p->kind == PLOT_LINES) {
@@ -580,8 +591,7 @@ static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
         } else {
             plot_fill(c, at + 4, y - 1, at + 20, y + 15, colour);
             char mark[2] = {p->series[s].mark, 0};
-            bool dark = s % PLOT_COLOURS == 0 || s % PLOT_COLOURS == 3 || s % PLOT_COLOURS == 5;
-            if (p->kind == PLOT_MAP) plot_letters(c, at + 12, y + 2, mark, 1.5, 0.5, false, dark ? plot_white : plot_ink);
+            if (p->kind == PLOT_MAP) plot_letters(c, at + 12, y + 2, mark, 1.5, 0.5, false, plot_ink_on(p->series[s].colour));
         }
         plot_letters(c, at + 30, y, p->series[s].name, PLOT_LETTER, 0, false, plot_ink);
         at += n;
@@ -605,6 +615,18 @@ static void plot_draw_x_axis(plot_canvas *c, const plot *p, const plot_axis *x, 
     plot_letters(c, (b.left + b.right) / 2, b.bottom + 33, p->x_label, PLOT_LETTER, 0.5, false, plot_ink);
 }
 
+/* Does the last point of an earlier series lie where this one's name would go? */
+static bool plot_crowded(const plot *p, int series, const plot_axis *x, const plot_axis *y, plot_box b) {
+    const plot_series *one = &p->series[series];
+    for (int s = 0; s < series; s++) {
+        const plot_series *other = &p->series[s];
+        double dx = (plot_place(x, other->x[other->n - 1]) - plot_place(x, one->x[one->n - 1])) * (b.right - b.left);
+        double dy = (plot_place(y, other->y[other->n - 1]) - plot_place(y, one->y[one->n - 1])) * (b.bottom - b.top);
+        if (fabs(dy) < 18 && fabs(dx) < 70) return true;
+    }
+    return false;
+}
+
 static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
     plot_axis x = plot_axis_over(p, false), y = plot_axis_over(p, true);
     b.left = 110;
@@ -622,7 +644,7 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
     plot_letters(c, 14, (b.top + b.bottom) / 2 + plot_width_of(p->y_label, PLOT_LETTER) / 2, p->y_label, PLOT_LETTER, 0, true, plot_ink);
     for (int s = 0; s < p->n_series; s++) {
         const plot_series *one = &p->series[s];
-        plot_rgb colour = plot_palette[s % PLOT_COLOURS];
+        plot_rgb colour = plot_palette[p->series[s].colour % PLOT_COLOURS];
         double before_x = 0, before_y = 0;
         bool before = false;
         for (int i = 0; i < one->n; i++) {
@@ -631,8 +653,10 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
             double py = b.bottom - plot_clamp(plot_place(&y, one->y[i])) * (b.bottom - b.top);
             if (there && before && !one->dots) plot_line(c, before_x, before_y, px, py, 2.5, colour);
             if (there && (one->dots || one->n <= 40)) plot_dot(c, px, py, 5, s % 5, colour);
-            if (p->named_dots && i == one->n - 1)
-                plot_letters(c, px + (px > b.right - 80 ? -9 : 9), py - 7, one->name, PLOT_LETTER, px > b.right - 80, false, plot_ink);
+            if (p->named_dots && i == one->n - 1) {
+                bool left = px > b.right - 80 || plot_crowded(p, s, &x, &y, b);
+                plot_letters(c, px + (left ? -9 : 9), py - 7, one->name, PLOT_LETTER, left, false, plot_ink);
+            }
             before = there;
             before_x = px;
             before_y = py;
@@ -660,7 +684,7 @@ static void plot_draw_bars(plot_canvas *c, const plot *p, plot_box b) {
             sum = p->stacked ? sum + v : v;
             double to = b.left + plot_clamp(sum > 0 || !p->log_x ? plot_place(&x, sum) : 0) * (b.right - b.left);
             double y = at + (p->stacked ? 0 : s * PLOT_BAR);
-            plot_fill(c, p->stacked ? from : b.left, y + 1, to, y + PLOT_BAR - 1, plot_palette[s % PLOT_COLOURS]);
+            plot_fill(c, p->stacked ? from : b.left, y + 1, to, y + PLOT_BAR - 1, plot_palette[p->series[s].colour % PLOT_COLOURS]);
             from = to;
             if (!p->stacked || s == p->n_series - 1)
                 plot_letters(c, to + 6, y + 2, PLOT_NUMBER(sum), PLOT_LETTER, 0, false, plot_ink);
@@ -674,20 +698,22 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
     int columns = p->columns ? p->columns : 1;
     b.left = 30 + plot_widest_category(p);
     double wide = (b.right - b.left) / columns;
-    if (wide > PLOT_CELL) wide = PLOT_CELL;
+    if (wide > 1.2 * PLOT_CELL) wide = 1.2 * PLOT_CELL;
     b.right = b.left + wide * columns;
     for (int row = 0; row < p->n_categories; row++) {
         double y = b.top + row * PLOT_CELL;
-        plot_letters(c, b.left - 10, y + 1, p->categories[row], PLOT_LETTER, 1, false, plot_ink);
-        for (int column = 0; column < p->columns; column++) {
+        plot_letters(c, b.left - 10, y + 3, p->categories[row], PLOT_LETTER, 1, false, plot_ink);
+        for (int column = 0, run; column < p->columns; column += run) {
             int s = p->cells[(size_t)column * (size_t)p->n_categories + (size_t)row] - 1;
-            double x = b.left + column * wide, gap = wide >= 6 ? 0.5 : 0;
-            bool dark = s % PLOT_COLOURS == 0 || s % PLOT_COLOURS == 3 || s % PLOT_COLOURS == 5;
-            plot_rgb colour = s >= 0 && s < p->n_series ? plot_palette[s % PLOT_COLOURS] : (plot_rgb){0xf2, 0xf2, 0xf2};
-            plot_fill(c, x + gap, y + 0.5, x + wide - gap, y + PLOT_CELL - 0.5, colour);
-            if (s < 0 || s >= p->n_series || wide < 9) continue;
-            char mark[2] = {p->series[s].mark, 0};
-            plot_letters(c, x + wide / 2, y + 3, mark, 1.5, 0.5, false, dark ? plot_white : plot_ink);
+            for (run = 1; column + run < p->columns; run++) /* cells of the same series */
+                if (p->cells[(size_t)(column + run) * (size_t)p->n_categories + (size_t)row] != s + 1) break;
+            bool empty = s < 0 || s >= p->n_series;
+            double x = b.left + column * wide;
+            plot_rgb colour = empty ? (plot_rgb){0xf2, 0xf2, 0xf2} : plot_palette[p->series[s].colour % PLOT_COLOURS];
+            plot_fill(c, x + 0.5, y + 0.5, x + wide * run - 0.5, y + PLOT_CELL - 0.5, colour);
+            if (empty || run * wide < 9) continue;
+            char mark[2] = {p->series[s].mark, 0}; /* in the first cell of a run */
+            plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5, false, plot_ink_on(p->series[s].colour));
         }
     }
     plot_axis x = {0, columns, false, {0}, 0, 0};

@@ -1,0 +1,158 @@
+#!/bin/sh
+# tests/lessons.sh: every lesson and the ladder run: as text that fits 80 columns, in a pipe and without colour, as JSON whose numbers
+# add up, and as a PNG; and bad arguments are errors. Small sizes: what must hold holds for them too.
+set -u
+. "$(dirname "$0")/cli_lib.sh"
+if [ ! -f "$TOP/models/tales-q4_0.gguf" ] || [ ! -f "$TOP/models/eval.txt" ]; then
+    echo "SKIPPED: the lessons: the bundled models are not there"
+    echo "0 passed, 0 failed, 1 skipped"
+    exit 0
+fi
+ln -s "$TOP/models" models # the lessons look for the bundled files here first
+escape=$(printf '\033')
+
+judge_text() { # the last output fits 80 columns and holds no escape (name is set)
+    if [ "$status" -ne 0 ] || [ -s err ]; then fail "exit status 0 and nothing on stderr"
+    elif LC_ALL=C tr -d '\200-\277' <out | awk 'length > 80 { print; bad = 1 } END { exit !bad }' >log; then fail "80 columns, not: $(head -n 1 log)"
+    elif grep -q "$escape" out; then fail "no colour in a pipe"
+    elif [ "$(wc -l <out)" -gt 80 ]; then fail "at most two screens, not $(wc -l <out) lines"
+    else pass
+    fi
+}
+judge_png() {
+    name="$1: picture"
+    if [ "$(head -c 4 "$2" | tail -c 3)" != PNG ]; then fail "a PNG file"
+    elif [ "$(wc -c <"$2")" -gt 60000 ]; then fail "less than 60 kB, not $(wc -c <"$2")"
+    else pass
+    fi
+}
+holds() { # name, Python over d (the JSON) that must be true
+    name=$1
+    if [ -z "$python" ]; then skip "$1 (no python3 to read JSON with)"
+    elif [ "$status" -ne 0 ]; then fail "exit status 0"
+    elif "$python" - out "$2" >log 2>&1 <<'END'
+import json, sys
+def no(x): raise ValueError(x)
+d = json.load(open(sys.argv[1], encoding="utf-8"), parse_constant=no)
+sys.exit(0 if eval(sys.argv[2]) else 1)
+END
+    then pass
+    else fail "$2 $(tail -n 1 log)"
+    fi
+}
+lesson() { # name, options: text with a picture, then JSON
+    what=$1
+    shift
+    name="$what: text"
+    run "$LLM" lesson "$what" --png "$what.png" "$@"
+    judge_text
+    judge_png "$what" "$what.png"
+    run "$LLM" lesson "$what" --json "$@"
+    json "$what: JSON"
+}
+
+ok "the list" "lesson speculation" "$LLM" lesson
+for what in memory roofline kv attention int4 prefill batching paged prefix speculation; do
+    name="the list names $what"
+    if grep -q "llm lesson $what " out; then pass; else fail "its name"; fi
+done
+
+lesson memory --bandwidth 100 --price 2
+holds "memory: the cache per token is 2 x layers x kv heads x head size x bytes" 'd["cache_bytes_per_token"] == 2*8*2*64*2'
+holds "memory: weights sum up" 'sum(r["bytes"] for r in d["weights"][:-1]) == d["weights"][-1]["bytes"] and d["weights"][-1]["values"] == 7344384'
+holds "memory: MHA = heads / kv heads times this model; MQA the least" '[r["bytes_per_token"] for r in d["heads"][:3]] == [8192, 4096, 2048]'
+holds "memory: well-known sizes" 'abs(next(r for r in d["shapes"] if r["shape"] == "llama-2-7b")["parameters"] / 6738415616 - 1) < 1e-3 and abs(next(r for r in d["shapes"] if r["shape"] == "llama-3.1-8b")["parameters"] / 8030261248 - 1) < 1e-3'
+holds "memory: cost = price / rate" 'all(abs(r["dollars_per_million"] * r["tokens_per_second"] * 3600 / 1e6 - 2) < 1e-6 for r in d["shapes"])'
+
+lesson kv -n 24 -p 5
+holds "kv: the same tokens" 'd["same_tokens"] == 1'
+holds "kv: quadratic and linear work" 'all(r["computed_without"] == r["tokens"]*5 + r["tokens"]*(r["tokens"]-1)/2 and r["computed_with"] == 5 + r["tokens"] - 1 for r in d["tokens"]) and len(d["tokens"]) == 24'
+
+lesson attention --prompt 150
+holds "attention: weights sum to 1" 'abs(d["weights_sum"] - 1) < 1e-9 and d["positions"] == 150'
+holds "attention: the walk and both forms equal the exact result" 'd["walk_error"] < 1e-5 and all(r["error"] < 1e-5 for r in d["forms"][1:])'
+holds "attention: tiles cover the positions" '[(r["first"], r["last"]) for r in d["tiles"]] == [(0, 63), (64, 127), (128, 149)]'
+holds "attention: the largest score never falls, shrink is at most 1" 'all(a["largest"] <= b["largest"] and b["shrink"] <= 1 for a, b in zip(d["tiles"], d["tiles"][1:]))'
+holds "attention: tiles read less, and need no n x n" 'd["forms"][2]["kv_bytes"] < d["forms"][1]["kv_bytes"] == 150*151/2*4*2*64*2 and d["forms"][0]["score_bytes"] == 150*150*4*4'
+
+lesson int4 --text 1500
+holds "int4: within half a scale, or one at the clipped end" 'd["worst"] <= abs(d["scale"]) * 1.001 and all(0 <= r["low_q"] <= 15 and 0 <= r["high_q"] <= 15 and abs(r["low_back"] - d["scale"]*(r["low_q"]-8)) < 1e-6 for r in d["group"])'
+holds "int4: the histogram counts all weights" 'sum(r["count"] for r in d["histogram"]) == 768*256'
+holds "int4: fewer bits, fewer bytes, more error" '(lambda t: t["f16"]["step_mib"] > t["q8_0"]["step_mib"] > t["q4_0"]["step_mib"] and t["f16"]["error_percent"] == 0 < t["q8_0"]["error_percent"] < t["q4_0"]["error_percent"] < 15)({r["type"]: r for r in d["types"]})'
+holds "int4: perplexity = 2^(bits), in the same order" 'all(1 < r["bits_per_byte"] < 2 for r in d["types"]) and sorted(r["bits_per_byte"] for r in d["types"]) == [r["bits_per_byte"] for r in sorted(d["types"], key=lambda r: r["perplexity"])]'
+
+lesson prefill -p 1,8,64 -n 4 --runs 1
+holds "prefill: a longer prompt does more for each byte" 'd["prompts"][0]["prefill_intensity"] < d["prompts"][1]["prefill_intensity"] < d["prompts"][2]["prefill_intensity"] and d["prompts"][2]["prefill_intensity"] > 20 * d["prompts"][2]["decode_intensity"]'
+holds "prefill: rates are what the times say" 'all(abs(r["prefill_tokens_per_second"] * r["ttft_ms"] / 1e3 / r["prompt"] - 1) < 1e-6 and abs(r["decode_tokens_per_second"] * r["tpot_ms"] / 1e3 - 1) < 1e-6 for r in d["prompts"])'
+
+lesson roofline
+holds "roofline: predictions are the lower of two limits" 'all(r["predicted"] > 0 and r["measured"] > 0 and (r["bound"] == "bytes") == (r["intensity"] * (d["cached_bytes_per_second"] if d["weights_fit_the_cache"] else d["memory_bytes_per_second"]) < d["peak_operations_per_second"]) for r in d["rows"])'
+
+lesson batching --requests 16 --gen 2-20
+holds "batching: the same tokens under all policies" 'd["same_tokens"] == 1'
+holds "batching: continuous never idles a place while a request waits" 'd["policies"][0]["idle_while_waiting"] == 0 and all(t["running"] == d["slots"] or t["waiting"] == 0 for t in d["trace_continuous"])'
+holds "batching: static does, and takes longer" 'd["policies"][1]["idle_while_waiting"] > 0 and d["policies"][0]["ticks"] < d["policies"][1]["ticks"]'
+holds "batching: never more than the places" 'all(t["running"] <= d["slots"] for k in ("continuous", "static", "dynamic") for t in d["trace_" + k])'
+holds "batching: all policies make as many tokens" 'len({sum(t["running"] for t in d["trace_" + k]) for k in ("continuous", "static", "dynamic")}) == 1'
+
+lesson paged
+holds "paged: blocks are conserved, every reference is a table's" 'all(s["used"] + s["free"] == 28 and s["references"] == s["table_entries"] and s["kept"] <= s["free"] and s["shared"] <= s["used"] for s in d["steps"])'
+holds "paged: no token without a slot; less than a block wasted per sequence" 'all(s["tokens"] <= s["slots"] and s["slots"] - s["tokens"] <= s["sequences"] * d["block_size"] for s in d["steps"])'
+holds "paged: two of three samples copy the last block of their prompt, one keeps it" 'd["blocks_copied"] == 2'
+holds "paged: a prompt that begins alike finds whole blocks; all free at the end" 'd["prefix_hits"] == 16 and d["steps"][-1]["used"] == 0'
+holds "paged: less waste than whole contexts" 'd["waste_paged"] < d["waste_contiguous"]'
+
+lesson prefix --shared 100 --requests 3
+holds "prefix: the same tokens; whole blocks of the beginning are found" 'd["same_tokens"] == 1 and [r["found"] for r in d["requests"]] == [0, 96, 96]'
+holds "prefix: shared blocks are in memory once" 'd["blocks_shared"] == 6 and d["blocks_used"] == d["blocks_used_without"] - 2 * 6'
+
+lesson speculation --texts 2 -n 24 --most 3
+holds "speculation: the same tokens at every depth" 'all(r["same_tokens"] == 1 for r in d["depths"]) and d["depths"][0]["tokens_per_step"] == 1'
+holds "speculation: the formula" 'all(abs(r["formula"] - (1 - (r["accepted_percent"]/100)**(r["depth"]+1)) / (1 - r["accepted_percent"]/100)) < 1e-9 for r in d["depths"][1:])'
+holds "speculation: a guess is tested where those before it were accepted" 'all(abs(b["tested"] - a["tested"] * a["accepted_percent"] / 100) <= 4 and b["tested"] <= a["tested"] * a["accepted_percent"] / 100 + 1e-6 for a, b in zip(d["positions"], d["positions"][1:]))'
+
+name="ladder: text"
+run "$LLM" ladder -n 8 --text 400 --png ladder.png
+judge_text
+judge_png ladder ladder.png
+run "$LLM" ladder -n 8 --text 400 --json
+holds "ladder: each rung gives the tokens of the one before, but for int4" 'len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9 and d["rungs"][5]["tokens"].startswith("bits ")'
+holds "ladder: int4 needs less memory" 'd["rungs"][5]["memory_mib"] < d["rungs"][4]["memory_mib"]'
+
+# Another model, of another shape: what needs the bundled one says so.
+wide=$TOP/tests/data/golden/wide.gguf
+ok "another model: memory" "weights" "$LLM" lesson memory -m "$wide" --bandwidth 10
+ok "another model: kv" "Both gave the same" "$LLM" lesson kv -m "$wide" -n 8 -p 3
+bad "speculation without a guesser" 1 "--draft FILE, or --lookup" "$LLM" lesson speculation -m "$wide"
+
+bad "no such lesson, with a guess" 2 "did you mean 'paged'" "$LLM" lesson page
+bad "no such lesson" 2 "no lesson is named" "$LLM" lesson cooking
+bad "an option, no name" 2 "unknown option" "$LLM" lesson --json
+bad "an unknown option" 2 "did you mean --json" "$LLM" lesson kv --jsn
+bad "an argument too many" 2 "one argument too many" "$LLM" lesson kv 12
+bad "no number" 2 "whole number" "$LLM" lesson kv -n many
+bad "a picture into a folder" 1 "not a plain file" "$LLM" lesson kv --png .
+bad "no such model" 1 "cannot open" "$LLM" lesson kv -m no.gguf
+bad "a prompt longer than the context" 1 "context" "$LLM" lesson kv -p 5000
+bad "no such layer" 1 "layers 0 to 7" "$LLM" lesson attention --layer 8
+bad "no such tensor" 1 "has no tensor" "$LLM" lesson int4 --tensor blk.77.nothing
+bad "weights that are int4 already" 1 "are q4_0 already" "$LLM" lesson int4 -m models/tales-q4_0.gguf
+bad "a picture where nothing may be written" 1 "cannot write" "$LLM" lesson prefix --shared 20 --requests 1 --png /nowhere/x.png
+bad "a ladder longer than the context" 1 "at most" "$LLM" ladder -n 5000
+
+if command -v script >/dev/null 2>&1 && script -qec true /dev/null >/dev/null 2>&1; then
+    name="colour in a terminal"
+    TERM=xterm script -qec "'$LLM' lesson prefix --shared 20 --requests 1" /dev/null >out 2>err </dev/null
+    status=$?
+    if grep -q "$escape" out; then pass; else fail "colour"; fi
+    name="NO_COLOR in a terminal"
+    NO_COLOR=1 TERM=xterm script -qec "'$LLM' lesson prefix --shared 20 --requests 1" /dev/null >out 2>err </dev/null
+    if grep -q "$escape\[[0-9]" out; then fail "no colour"; else pass; fi
+else
+    skip "colour in a terminal (no script command)"
+fi
+
+line="$passed passed, $failed failed"
+[ "$skipped" -eq 0 ] || line="$line, $skipped skipped"
+echo "$line"
+[ "$failed" -eq 0 ]
