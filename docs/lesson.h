@@ -270,9 +270,11 @@ static bool run_tasks(llm_engine *engine, task *tasks, int n) {
     return status == 0;
 }
 
+/* On the device of --device; but on the lesson's own backend where it has one, which is a CPU's: who looks at keys, or changes
+ * instruction sets, needs memory that can be read. */
 static llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {
     llm_error err;
-    llm_engine *engine = create_engine(model, options, &err);
+    llm_engine *engine = options->backend ? llm_engine_create(model, options, &err) : create_engine(model, options, &err);
     if (!engine) fail_with(&err);
     return engine;
 }
