@@ -244,6 +244,222 @@ static void test_matmul_plain(void **state) {
     }
 }
 
+/* ---- Attention --------------------------------------------------------------------------------- */
+
+enum { MOST_SEQUENCES = 6 };
+
+typedef struct attention_case {
+    int n_sequences, past[MOST_SEQUENCES], count[MOST_SEQUENCES]; /* positions from before, tokens of this step */
+    int n_kv_heads, group, head_dim, block_size, window;
+} attention_case;
+
+typedef struct attention_data {
+    const attention_case *c;
+    llm_cache cache;                   /* host memory; every slot that holds no position is NaN */
+    size_t cache_bytes;
+    int32_t *tables;                   /* (n_sequences, table_stride) blocks in random order */
+    int table_stride, n_tokens;
+    float *q;                          /* (n_tokens, heads, head_dim) */
+} attention_data;
+
+static uint16_t *cache_place(const attention_data *d, void *side, int sequence, int kv_head, int position) {
+    int block_size = d->c->block_size;
+    int64_t block = d->tables[sequence * d->table_stride + position / block_size];
+    return (uint16_t *)side + ((block * d->c->n_kv_heads + kv_head) * block_size + position % block_size) * d->c->head_dim;
+}
+
+static attention_data make_attention(const attention_case *c, test_random *r) {
+    attention_data d = {.c = c};
+    const llm_type_info *f16 = llm_type_find(LLM_F16);
+    int n_blocks = 1, next = 0;
+    for (int s = 0; s < c->n_sequences; s++) {
+        int blocks = (c->past[s] + c->count[s] + c->block_size - 1) / c->block_size;
+        n_blocks += blocks;
+        if (blocks > d.table_stride) d.table_stride = blocks;
+        d.n_tokens += c->count[s];
+    }
+    int32_t *order = malloc((size_t)n_blocks * sizeof *order);
+    for (int i = 0; i < n_blocks; i++) {
+        int j = random_below(r, i + 1);
+        order[i] = order[j], order[j] = i;
+    }
+    d.tables = calloc((size_t)(c->n_sequences * d.table_stride), sizeof *d.tables);
+    for (int s = 0; s < c->n_sequences; s++)
+        for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++) d.tables[s * d.table_stride + i] = order[next++];
+    free(order);
+    d.cache = (llm_cache){LLM_F16, 1, c->n_kv_heads, c->head_dim, c->block_size, n_blocks, 0, NULL, NULL};
+    d.cache_bytes = d.cache.layer_bytes = (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
+    d.cache.keys = malloc(d.cache_bytes), d.cache.values = malloc(d.cache_bytes);
+    memset(d.cache.keys, 0xff, d.cache_bytes), memset(d.cache.values, 0xff, d.cache_bytes);
+    float head[512];
+    for (int s = 0; s < c->n_sequences; s++)
+        for (int p = 0; p < c->past[s] + c->count[s]; p++)
+            for (int h = 0; h < c->n_kv_heads; h++)
+                for (int side = 0; side < 2; side++) {
+                    for (int i = 0; i < c->head_dim; i++) head[i] = random_value(r);
+                    f16->pack(head, cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p), c->head_dim);
+                }
+    d.q = random_values(r, (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim, 3.0f);
+    return d;
+}
+
+static void free_attention(attention_data *d) {
+    free(d->tables), free(d->cache.keys), free(d->cache.values), free(d->q);
+}
+
+/* As it is written on the blackboard. (Not the reference loop, so that two people have to misread the seam in the same way.) */
+static void expected_attention(const attention_data *d, float *out) {
+    const attention_case *c = d->c;
+    const llm_type_info *f16 = llm_type_find(LLM_F16);
+    float *value = malloc((size_t)c->head_dim * 4);
+    double *sums = malloc((size_t)c->head_dim * sizeof *sums);
+    int64_t row = 0;
+    for (int s = 0; s < c->n_sequences; s++)
+        for (int p = c->past[s]; p < c->past[s] + c->count[s]; p++)
+            for (int head = 0; head < c->n_kv_heads * c->group; head++, row++) {
+                int first = c->window && p >= c->window ? p - c->window + 1 : 0;
+                double total = 0.0, largest = -1e300, *scores = malloc((size_t)(p + 1) * sizeof *scores);
+                for (int k = first; k <= p; k++) {
+                    f16->unpack(cache_place(d, d->cache.keys, s, head / c->group, k), value, c->head_dim);
+                    scores[k] = 0.0;
+                    for (int i = 0; i < c->head_dim; i++) scores[k] += (double)d->q[row * c->head_dim + i] * value[i] / sqrt(c->head_dim);
+                    if (scores[k] > largest) largest = scores[k];
+                }
+                for (int i = 0; i < c->head_dim; i++) sums[i] = 0.0;
+                for (int k = first; k <= p; k++) {
+                    double share = exp(scores[k] - largest);
+                    total += share;
+                    f16->unpack(cache_place(d, d->cache.values, s, head / c->group, k), value, c->head_dim);
+                    for (int i = 0; i < c->head_dim; i++) sums[i] += share * value[i];
+                }
+                for (int i = 0; i < c->head_dim; i++) out[row * c->head_dim + i] = (float)(sums[i] / total);
+                free(scores);
+            }
+    free(value), free(sums);
+}
+
+/* The tokens first .. first + count - 1 of each sequence's (all of them if count is 0) in one step. What is computed goes to its place in
+ * out; the rest stays. */
+static void attention_on(llm_backend *b, const attention_data *d, int first, int count, float *out) {
+    const attention_case *c = d->c;
+    llm_error err;
+    int heads = c->n_kv_heads * c->group, n = 0, from = 0;
+    int64_t width = (int64_t)heads * c->head_dim;
+    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4), firsts[MOST_SEQUENCES], counts[MOST_SEQUENCES];
+    int *token_of = malloc((size_t)d->n_tokens * sizeof *token_of);
+    float *q = malloc((size_t)(d->n_tokens * width) * 4);
+    for (int s = 0; s < c->n_sequences; from += c->count[s++]) {
+        firsts[s] = n, counts[s] = 0;
+        for (int t = first; t < c->count[s] && (!count || t < first + count); t++, n++, counts[s]++) {
+            positions[n] = c->past[s] + t, token_of[n] = from + t;
+            memcpy(q + n * width, d->q + (from + t) * width, (size_t)width * 4);
+        }
+    }
+    if (n) {
+        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros, .positions = positions, .slots = zeros,
+                           .seq_first = firsts, .seq_count = counts, .block_tables = d->tables, .table_stride = d->table_stride,
+                           .block_size = c->block_size, .n_logits = 0, .logit_rows = zeros};
+        llm_attention_shape shape = {heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
+        llm_cache cache = d->cache;
+        cache.keys = to_device(b, d->cache.keys, d->cache_bytes), cache.values = to_device(b, d->cache.values, d->cache_bytes);
+        float *q_device = to_device(b, q, (size_t)(n * width) * 4), *got = malloc((size_t)(n * width) * 4);
+        float *out_device = b->allocate(b->context, (size_t)(n * width) * 4, "a test", &err);
+        assert_true(b->begin_step(b->context, &batch, &err));
+        b->attention(b->context, &batch, &shape, q_device, &cache, 0, out_device);
+        assert_true(b->end_step(b->context, &err));
+        from_device(b, got, out_device, (size_t)(n * width) * 4);
+        for (int t = 0; t < n; t++) memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
+        b->release(b->context, cache.keys), b->release(b->context, cache.values);
+        b->release(b->context, q_device), b->release(b->context, out_device);
+        free(got);
+    }
+    free(positions), free(zeros), free(token_of), free(q);
+}
+
+static int largest_step(const attention_case *c) {
+    int largest = 0;
+    for (int s = 0; s < c->n_sequences; s++) largest = c->count[s] > largest ? c->count[s] : largest;
+    return largest;
+}
+
+/* Right, and the same bits however it is done: all at once or in pieces, split or not. */
+static void check_attention_case(const attention_case *c, test_random *r) {
+    attention_data d = make_attention(c, r);
+    size_t bytes = (size_t)d.n_tokens * (size_t)(c->n_kv_heads * c->group * c->head_dim) * 4;
+    float *expected = malloc(bytes), *all = malloc(bytes), *pieces = malloc(bytes);
+    expected_attention(&d, expected);
+    int context = 1;
+    for (int s = 0; s < c->n_sequences; s++) context = c->past[s] + c->count[s] > context ? c->past[s] + c->count[s] : context;
+    for (int form = 0; form < 2; form++) {
+        llm_backend *b = open_device(false, form == 0);
+        reserve(b, d.n_tokens, c->n_sequences, context, c->n_kv_heads * c->group, c->head_dim, 1);
+        memset(form ? pieces : all, 0xff, bytes);
+        attention_on(b, &d, 0, 0, form ? pieces : all);
+        if (form == 0) {
+            double error = distance(all, expected, (int64_t)bytes / 4);
+            if (!(error < 1e-3)) fail_msg("heads %d x %d of %d, window %d: %g", c->n_kv_heads, c->group, c->head_dim, c->window, error);
+        } else assert_memory_equal(pieces, all, bytes);
+        for (int size = 1; size < largest_step(c); size = size * 5 + 2) {
+            if (size == 1 && largest_step(c) > 20) continue; /* takes long here */
+            memset(pieces, 0xff, bytes);
+            for (int first = 0; first < largest_step(c); first += size) attention_on(b, &d, first, size, pieces);
+            assert_memory_equal(pieces, all, bytes);
+        }
+        llm_backend_free(b);
+    }
+    free(expected), free(all), free(pieces);
+    free_attention(&d);
+}
+
+/* Every head size, decode steps and prompts, beyond one part of 256 positions. */
+static void test_attention(void **state) {
+    (void)state;
+    test_random r = {7};
+    static const int dims[] = {8, 32, 48, 64, 80, 96, 128, 192, 256};
+    for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
+        attention_case decode = {3, {random_below(&r, 300), 0, 255}, {1, 1, 1}, 1, 1 + random_below(&r, 5), dims[i], 16, 0};
+        check_attention_case(&decode, &r);
+        attention_case prompt = {2, {random_below(&r, 70), 3}, {40 + random_below(&r, 30), 1}, 1, 1 + random_below(&r, 3), dims[i], 5, 0};
+        check_attention_case(&prompt, &r);
+    }
+    /* a prompt whose parts are merged in `out`; one that begins in the second part; a verification of 17 rows or more, 32, 33 */
+    attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},   {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
+                              {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0}, {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
+                              {1, {40}, {3}, 1, 20, 32, 16, 0},   {5, {0, 1, 2, 3, 4}, {1, 40, 2, 41, 33}, 1, 1, 32, 1, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_attention_case(&cases[i], &r);
+}
+
+/* Windows shorter and longer than a tile and a part; sequences shorter and longer than the window. */
+static void test_attention_window(void **state) {
+    (void)state;
+    test_random r = {8};
+    static const int windows[] = {1, 7, 64, 100, 257, 400};
+    for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
+        attention_case decode = {3, {600 + random_below(&r, 60), 30, 255}, {1, 2, 5}, 1, 3, 32, 16, windows[i]};
+        check_attention_case(&decode, &r);
+        attention_case prompt = {2, {random_below(&r, 400), 0}, {66, 90}, 1, 1, 64, 16, windows[i]};
+        check_attention_case(&prompt, &r);
+    }
+}
+
+/* Queries far beyond f16, whose softmax is then all on one position. */
+static void test_attention_range(void **state) {
+    (void)state;
+    test_random r = {9};
+    attention_case c = {1, {70}, {3}, 1, 2, 64, 16, 0};
+    attention_data d = make_attention(&c, &r);
+    int n = 3 * 2 * 64;
+    float expected[3 * 2 * 64], got[3 * 2 * 64];
+    for (int i = 0; i < n; i++) d.q[i] *= i / 128 == 0 ? 1e8f : i / 128 == 1 ? 1e-12f : 1e4f;
+    llm_backend *b = open_device(false, true);
+    reserve(b, 3, 1, 73, 2, 64, 1);
+    expected_attention(&d, expected);
+    attention_on(b, &d, 0, 0, got);
+    assert_true(distance(got, expected, n) < 1e-3);
+    llm_backend_free(b);
+    free_attention(&d);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
@@ -252,6 +468,9 @@ int main(void) {
         cmocka_unit_test(test_matmul_large_weights),
         cmocka_unit_test(test_matmul_not_finite),
         cmocka_unit_test(test_matmul_plain),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_window),
+        cmocka_unit_test(test_attention_range),
     };
     return cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
 }
