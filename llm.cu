@@ -134,6 +134,14 @@ typedef struct llm__room { /* pinned memory, and as much on the device, between 
 typedef struct llm__command llm__command; /* an operation with its arguments: see chapter [8] */
 typedef struct llm__graph llm__graph;
 
+/* q, k and v multiply the same x, and gate and up: it is rounded once. Nothing may have been launched since, but those matmuls. */
+typedef struct llm__rounded_input {
+    const float *x;    /* NULL: none */
+    int n, n_chunks;
+    int64_t cols;
+    uint64_t launches; /* the context's count after the last of them */
+} llm__rounded_input;
+
 typedef struct llm__cuda { /* the context of the backend */
     llm_backend backend;
     llm_gpu_options options;
@@ -164,6 +172,7 @@ typedef struct llm__cuda { /* the context of the backend */
     uint64_t launches, replays;  /* of kernels one by one, and of graphs */
     char *raw, *rounded, *parts; /* device, scratch: weights on their way in, rounded activations, parts of attention */
     size_t raw_bytes, rounded_bytes, parts_bytes;
+    llm__rounded_input last;     /* what is in `rounded` */
     llm_error failure;           /* the first since the last sync */
 } llm__cuda;
 
@@ -378,6 +387,7 @@ static void llm__stages_free(llm__cuda *cuda) {
 /* Returns when `host` has been read; the last pieces may still be on their way, in order with all else on the stream. */
 static bool llm__cuda_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
+    cuda->last.x = NULL;
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
     if (!cuda->stage_bytes) llm__stages_create(cuda);
@@ -1441,11 +1451,15 @@ __device__ static inline void llm__round_segment(const llm__packed *w, const llm
     __syncwarp();
 }
 
-/* x of N x 8 tokens, from `first` x 8 on, in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. */
+/* x of N x 8 tokens, from `first` x 8 on, in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. Where there are no
+ * more tokens, the first 8 again, for nothing. */
 template <int N>
 __device__ __forceinline__ void llm__load_input(uint4 x[N], const char *rounded, int stride, int64_t halves, int first, int lane) {
 LLM_UNROLL
-    for (int i = 0; i < N; i++) x[i] = llm__load_16(rounded + ((halves * stride + first * 8) * 4 + lane) * 16 + i * 512);
+    for (int i = 0; i < N; i++) {
+        int token = (first + i) * 8 < stride ? (first + i) * 8 : 0;
+        x[i] = llm__load_16(rounded + ((halves * stride + token) * 4 + lane) * 16);
+    }
 }
 
 /* How many chunks a warp has on their way, of its weights and of x (0: x is read when it is wanted). Registers are short
@@ -1748,6 +1762,7 @@ static void llm__launch_matmul(llm__cuda *cuda, const llm__packed &w, const llm_
 
 /* Room for the rounded rows of x. A matmul with more rows than fit is done in parts. */
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
+    cuda->last.x = NULL;
     size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
@@ -1759,16 +1774,27 @@ enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself 
 static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__packed *w, const llm__output &o, int n,
                                   size_t row_bytes) {
     llm__input input = {x, NULL, NULL, n, (int)llm__ceil_div(n, 8) * 8};
+    llm__rounded_input *last = &cuda->last;
     if (n > 8 || (size_t)n * row_bytes > LLM__ROUND_SHARED) {
+        bool there = last->x == x && last->n == n && last->cols == w->cols && last->n_chunks == w->n_chunks &&
+                     last->launches == cuda->launches;
         input.rounded = cuda->rounded;
         input.scales = (const float *)(const void *)(cuda->rounded + (size_t)input.stride * row_bytes);
-        LLM_LAUNCH(llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, cuda->stream, *w, input,
-                   (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
-        llm__cuda_launched(cuda, "rounding");
+        if (!there) {
+            LLM_LAUNCH(llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, cuda->stream, *w, input,
+                       (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
+            llm__cuda_launched(cuda, "rounding");
+        }
     }
     if (w->layout == LLM__LAYOUT_Q4_0) llm__launch_matmul<llm__q4_0_layout>(cuda, *w, input, o);
     else if (w->layout == LLM__LAYOUT_Q8_0) llm__launch_matmul<llm__q8_0_layout>(cuda, *w, input, o);
     else llm__launch_matmul<llm__f16_layout>(cuda, *w, input, o);
+    bool overwritten = o.out < x + (int64_t)n * w->cols && x < o.out + n * w->rows;
+    last->x = input.rounded && !overwritten ? x : NULL;
+    last->n = n;
+    last->cols = w->cols;
+    last->n_chunks = w->n_chunks;
+    last->launches = cuda->launches;
 }
 
 static void llm__cuda_matmul(void *context, const float *x, const llm_weight *weight, const float *bias, int n, bool add,
@@ -2829,7 +2855,9 @@ static void llm__graph_remember(llm__cuda *cuda) {
 }
 
 static void llm__run_commands(llm__cuda *cuda) {
+    cuda->last.x = NULL; /* a graph depends on nothing from before it, and leaves nothing behind */
     for (int i = 0; i < cuda->n_commands; i++) cuda->commands[i].run(cuda, &cuda->commands[i]);
+    cuda->last.x = NULL;
 }
 
 /* Record the launches of the list without doing them. */

@@ -229,6 +229,48 @@ static void test_matmul_not_finite(void **state) {
     llm_backend_free(b);
 }
 
+/* Matmuls of the same x share its rounding; none may take another's. */
+static void test_matmul_same_input(void **state) {
+    (void)state;
+    enum { n = 10, cols = 128, rows = cols };
+    llm_error err;
+    test_random r = {10};
+    llm_backend *b = open_device(false, true);
+    reserve(b, n, 1, 1, 1, 1, cols);
+    float *values = random_values(&r, rows * cols, 0.1f), *x = random_values(&r, n * cols, 1.0f);
+    float first[n * rows], second[n * rows], third[n * rows], got[n * rows];
+    void *data = packed_weights(LLM_F16, values, rows, cols);
+    matmul_on(b, LLM_F16, data, rows, cols, x, NULL, n, NULL, first);
+    matmul_on(b, LLM_F16, data, rows, cols, first, NULL, n, NULL, second);
+    matmul_on(b, LLM_F16, data, rows, cols, second, NULL, n, NULL, third);
+    llm_weight w = {.type = LLM_F16, .rows = rows, .cols = cols};
+    assert_true(b->load_weight(b->context, &w, data, &err));
+    float *x_device = to_device(b, x, sizeof got), *out = to_device(b, x, sizeof got);
+    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* out = first */
+    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* shares the rounding */
+    from_device(b, got, out, sizeof got);
+    assert_memory_equal(got, first, sizeof got);
+    b->matmul(b->context, out, &w, NULL, n, false, x_device);        /* another x; x_device = second */
+    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* x has been written to by a matmul */
+    from_device(b, got, out, sizeof got);
+    assert_memory_equal(got, third, sizeof got);
+    assert_true(b->upload(b->context, x_device, x, sizeof got, &err)); /* x has been written to by the host */
+    b->matmul(b->context, x_device, &w, NULL, n, false, out);
+    from_device(b, got, out, sizeof got);
+    assert_memory_equal(got, first, sizeof got);
+    b->swiglu(b->context, out, out, n * rows, x_device);             /* ... by another kernel */
+    float other[n * rows];
+    b->matmul(b->context, x_device, &w, NULL, n, false, out);
+    from_device(b, got, x_device, sizeof got);
+    matmul_on(b, LLM_F16, data, rows, cols, got, NULL, n, NULL, other);
+    from_device(b, got, out, sizeof got);
+    assert_memory_equal(got, other, sizeof got);
+    b->release(b->context, x_device), b->release(b->context, out);
+    b->free_weight(b->context, &w);
+    free(values), free(x), free(data);
+    llm_backend_free(b);
+}
+
 static void test_matmul_plain(void **state) {
     (void)state;
     test_random r = {6};
@@ -467,6 +509,7 @@ int main(void) {
         cmocka_unit_test(test_matmul_range),
         cmocka_unit_test(test_matmul_large_weights),
         cmocka_unit_test(test_matmul_not_finite),
+        cmocka_unit_test(test_matmul_same_input),
         cmocka_unit_test(test_matmul_plain),
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window),
