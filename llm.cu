@@ -131,6 +131,12 @@ typedef struct llm__room { /* pinned memory, and as much on the device, between 
     size_t bytes;         /* of each */
 } llm__room;
 
+typedef struct llm__device_draw { /* llm_draw, as the kernel of chapter [7] sees it */
+    llm_sampling sampling;
+    uint64_t random;
+    int first_recent, n_recent; /* in the array of all */
+} llm__device_draw;
+
 typedef struct llm__command llm__command; /* an operation with its arguments: see chapter [8] */
 typedef struct llm__graph llm__graph;
 
@@ -453,6 +459,8 @@ static int llm__larger(int a, int b) { return a > b ? a : b; }
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [4] */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter [6] */
 
+static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err);
+
 static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     llm__cuda_clear(err);
@@ -466,14 +474,19 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     l->n_heads = llm__larger(l->n_heads, wanted->n_heads);
     l->head_dim = llm__larger(l->head_dim, wanted->head_dim);
     if (wanted->max_cols > l->max_cols) l->max_cols = wanted->max_cols;
-    return llm__matmul_reserve(cuda, err) && llm__attention_reserve(cuda, err);
+    /* the tables of whole contexts in blocks of 16, and a usual window of penalties: a step that brings more makes more room */
+    size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
+    size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
+    return llm__cuda_room(cuda, &cuda->batch_room, tables, "the tables of a step", err) &&
+           llm__cuda_room(cuda, &cuda->draw_room, draws, "the draws of a step", err) && llm__matmul_reserve(cuda, err) &&
+           llm__attention_reserve(cuda, err);
 }
 
 /* See that a room has so many bytes. It grows by half as much again, so that it soon grows no more. */
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= room->bytes) return true;
     bytes += bytes / 2;
-    cudaStreamSynchronize(cuda->stream); /* nothing on its way may still use the old memory */
+    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false; /* nothing on its way may use the old memory */
     cudaFreeHost(room->host);
     llm__cuda_release(cuda, room->device);
     memset(room, 0, sizeof *room);
@@ -2399,12 +2412,6 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
  * ================================================================================== */
 
 enum { LLM__DRAW_THREADS = 512, LLM__BINS = 2048 };
-
-typedef struct llm__device_draw {
-    llm_sampling sampling;
-    uint64_t random;
-    int first_recent, n_recent; /* in the array of all */
-} llm__device_draw;
 
 typedef struct llm__tally { /* a sum over tokens */
     unsigned long long mass, count;

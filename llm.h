@@ -687,7 +687,8 @@ typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
     bool fused;           /* several operations in one kernel where there is one; default true */
     bool split_attention; /* the positions of a long sequence are spread over several blocks; default true */
     bool plain;           /* the textbook kernels, slow and for comparison; default false */
-    bool deterministic;   /* the same logits, bit for bit, whatever else is in the batch, where that costs time; default false */
+    bool deterministic;   /* only kernels that give the same logits, bit for bit, whatever else is in the batch. So far all do,
+                             and this changes nothing: it says that you count on it; default false */
 } llm_gpu_options;
 
 llm_gpu_options llm_gpu_defaults(void);

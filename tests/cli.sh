@@ -323,6 +323,25 @@ for signal in INT TERM; do
     judge 1 '^\[stopped; [0-9]+ prompt tokens, first token after .*; [0-9]+ tokens at .*seed 1\]$' "^Hello"
 done
 
+# ---- --device
+bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device gpu -m "$M" Hello
+"$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err </dev/null
+run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
+if grep -q 'built without the emulated device' err; then skip "the emulated device (no C++ compiler)"
+else
+    name="run --device emulated"
+    judge 0 "" ""
+    same "the emulated device says what the CPU says" out expected
+    run env LLM_EMU_MEMORY=50000000 "$LLM" run --device emulated -n 1 -m "$M" Hello
+    name="run --device emulated tells what took its memory"
+    judge 0 'of memory: .* of weights, .* of cache \([0-9]+ blocks of 16 tokens\), .* of activations, .* free' ""
+    bad "a device without enough memory" 1 'out of device memory: .* wanted for .* are free|device memory are free' \
+        env LLM_EMU_MEMORY=4096 "$LLM" run -q --device emulated -n 1 -m "$M" Hello
+fi
+run "$LLM" run -q --device cuda -n 1 -m "$M" Hello
+name="run --device cuda, with a GPU or with a reason"
+if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without CUDA' ""; fi
+
 line="$passed passed, $failed failed"
 [ $skipped -eq 0 ] || line="$line, $skipped skipped"
 echo "$line"
