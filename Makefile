@@ -4,6 +4,7 @@
 # make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
 # make fuzz SECONDS=60
+# make docs       the book again: its quotes, its output, its pictures (make quotes: only the first)
 # make clean
 #
 # llm.cu is compiled for NVIDIA GPUs where nvcc is found (NVCC= turns that off), and for the emulated device (tests/cuda_on_cpu.h)
@@ -89,7 +90,7 @@ $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/ha
 
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
-	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh tests/lessons.sh $(if $(SANITIZE),,tests/embed.sh)
+	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh tests/lessons.sh tests/docs.sh $(if $(SANITIZE),,tests/embed.sh)
 
 build-tests: $(LLM) $(PROGRAMS)
 
@@ -110,9 +111,16 @@ $(B)/have-%:
 	@CC='$(CC)' sh tests/need.sh $*
 	@touch $@
 
+# The book: `make quotes` takes the quoted code from the source again; `make docs` also runs what it shows and draws its pictures.
+quotes:
+	@sh docs/make.sh quotes
+
+docs: $(LLM)
+	@LLM=./$(LLM) sh docs/make.sh all
+
 clean:
 	rm -rf build llm
 
-.PHONY: demo test build-tests sanitize fuzz clean
+.PHONY: docs quotes demo test build-tests sanitize fuzz clean
 .PRECIOUS: $(B)/have-%
 .DELETE_ON_ERROR:

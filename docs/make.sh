@@ -1,0 +1,96 @@
+#!/bin/sh
+# docs/make.sh MODE: fills in what the pages quote. Run from the top of the repository.
+#
+#   quotes    the code behind <!-- quote FILE NAME --> is taken from FILE again
+#   all       that, the output behind <!-- run ... --> from ./llm, and the pictures
+#   check     changes nothing; fails where a quote is not what FILE says, a command, an option or a symbol that a page names does not
+#             exist, or a link is dead
+set -u
+mode=${1:-check}
+llm=${LLM:-./llm}
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+wrong=0
+complain() { echo "$*"; wrong=$((wrong + 1)); }
+
+extract() { # FILE NAME: the definition of a function, struct or enum, with the comment before it
+    awk -v name="$2" '
+        function defines(line) {
+            if (line !~ /^[A-Za-z_]/) return 0
+            return match(line, "(^|[^A-Za-z0-9_])" name "(\\(|\\)\\(| \\{|;| =|\\[)") || index(line, "LLM__K(" name ")(") 
+        }
+        state == 0 && /^\/\*/ { comment = "" ; in_comment = 1 }
+        state == 0 && in_comment { comment = comment $0 "\n"; if (/\*\/[ ]*$/) in_comment = 0; next }
+        state == 0 && defines($0) { state = 1; body = comment }
+        state == 0 && !/^LLM__NOINLINE|^template/ { comment = "" }
+        state == 1 { body = body $0 "\n"
+                     if (/\{/) { state = 2; if (/\}[^;]*;?$/ && /^[^{]*\{.*\}/) { printf "%s", body; exit } next }
+                     if (/;[ ]*(\/\*.*)?$/) { state = 0; comment = "" } next }
+        state == 2 { body = body $0 "\n"; if (/^\}/) { printf "%s", body; exit } }' "$1"
+}
+
+fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all) new
+    awk -v mode="$mode" -v work="$work" -v llm="$llm" '
+        function emit(command, kind,   line) {
+            print "```" kind
+            while ((command | getline line) > 0) { sub(/[ ]+$/, "", line); print line }
+            close(command)
+            print "```"
+        }
+        skipping == 1 { if (/^```/) { skipping = 2; next } skipping = 0 }
+        skipping == 2 { if (/^```/) skipping = 0; next }
+        { print }
+        /^<!-- quote / { emit("sh docs/make.sh extract " $3 " " $4, $3 ~ /cu$/ ? "cuda" : "c"); skipping = 1 }
+        /^<!-- run / && mode == "all" { command = $0; sub(/^<!-- run /, "", command); sub(/ -->.*/, "", command)
+                        sub(/^llm /, llm " ", command); emit(command " 2>/dev/null", ""); skipping = 1 }' "$1"
+}
+
+if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
+if [ "$mode" = all ]; then
+    for lesson in docs/[0-9]*.c; do
+        what=$(basename "$lesson" .c)
+        case $what in *ladder) $llm ladder --png "docs/$what.png" >/dev/null ;; *) $llm lesson "${what#*-}" --png "docs/$what.png" >/dev/null ;; esac || wrong=$((wrong + 1))
+    done
+fi
+for page in docs/[0-9]*.md docs/README.md; do
+    fill "$page" >"$work/page"
+    if [ "$mode" = check ]; then
+        cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }
+    else
+        cmp -s "$page" "$work/page" || cp "$work/page" "$page"
+        continue
+    fi
+    grep -o '^<!-- quote [^>]*-->' "$page" | while read -r _ _ file name _; do
+        [ -n "$(extract "$file" "$name")" ] || echo "$page: $file defines no $name"
+    done >"$work/log"
+    [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
+    # links: to files, from the folder of the page
+    grep -o '](\([^)#]*\))' "$page" | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
+        [ -e "docs/$link" ] || echo "$page: the link to $link is dead"
+    done >"$work/log"
+    [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
+    # symbols in the text: `llm_name`, `llm__name`, `LLM_NAME`
+    grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u | while read -r symbol; do
+        grep -q "\<$symbol\>" llm.h llm.cu main.c docs/*.c docs/*.h 2>/dev/null || echo "$page: there is no $symbol"
+    done >"$work/log"
+    [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
+    # options of the commands that it shows: llm lesson NAME --option
+    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' | sort -u | while read -r line; do
+        # shellcheck disable=SC2086
+        set -- $line
+        shift
+        command=$1
+        shift
+        if [ "$command" = lesson ] || [ "$command" = bench ]; then
+            case ${1:-} in [a-z]*) command="$command $1"; shift ;; esac
+        fi
+        # shellcheck disable=SC2086
+        $llm $command --help >"$work/help" 2>&1 || echo "$page: there is no llm $command"
+        for word in "$@"; do
+            case $word in --[a-z]*) word=${word%%=*}; word=${word%%[.,;:)]*}
+                grep -q -e "$word\>" "$work/help" || echo "$page: llm $command has no $word" ;; esac
+        done
+    done >"$work/log"
+    [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
+done
+[ "$wrong" -eq 0 ]

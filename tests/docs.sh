@@ -1,0 +1,70 @@
+#!/bin/sh
+# tests/docs.sh: is the book true? Its quotes are what the source says, its commands, options, symbols and links exist, its pictures are there
+# and small; and the programs in docs/examples compile without a warning and run.
+set -u
+here=$(cd "$(dirname "$0")/.." && pwd)
+cd "$here" || exit 1
+work=$(mktemp -d) || exit 1
+trap 'rm -rf "$work"' EXIT
+passed=0 failed=0 skipped=0
+ok() { passed=$((passed + 1)); }
+no() { echo "FAILED: $1"; failed=$((failed + 1)); }
+skip() { echo "SKIPPED: $1"; skipped=$((skipped + 1)); }
+check() {
+    title=$1
+    shift
+    if "$@" >"$work/log" 2>&1; then ok; else no "$title"; head -n 20 "$work/log"; fi
+}
+
+check 'quotes, links, symbols, commands and options of the book' sh docs/make.sh check
+for lesson in docs/[0-9]*.c; do
+    page=${lesson%.c}
+    check "$page.md: a page with its parts" sh -c "for part in '## The problem' '## The idea' '## In C' '## On a GPU' '## Run it' '## What it is worth' '## Exercises' 'Answers:' '## What production engines do beyond this' '## Papers'; do grep -q \"^\$part\" $page.md || { echo \"\$part\"; exit 1; }; done"
+    check "$page.png: there, and below 60 kB" test "$(wc -c <"$page.png" 2>/dev/null || echo 99999)" -lt 60000
+    check "$page.md: shows output" sh -c "awk '/^<!-- run/ { getline; if (!/^\`\`\`/) exit 1; getline; if (/^\`\`\`/) exit 1; found = 1 } END { exit !found }' $page.md"
+done
+
+# A check that cannot fail is none: each kind of mistake must be found.
+for mistake in 's/<!-- quote llm.h llm__table_match/<!-- quote llm.h llm__table_mitch/' 's/](09-prefix.c)/](09-prefux.c)/' \
+    's/`llm lesson prefix --help`/`llm lesson prefix --halp`/' 's/`llm__table_match`/`llm__table_mutch`/'; do
+    mkdir -p "$work/docs"
+    cp -r docs/. "$work/docs/"
+    for file in llm.h llm.cu main.c models README.md; do [ ! -e "$file" ] || ln -sf "$here/$file" "$work/$file"; done
+    sed "$mistake" docs/09-prefix.md >"$work/docs/09-prefix.md"
+    case ${LLM:-./llm} in /*) program=$LLM ;; *) program=$here/${LLM:-./llm} ;; esac
+    if (cd "$work" && LLM=$program sh docs/make.sh check) >"$work/log" 2>&1; then no "a mistake is found: $mistake"; else ok; fi
+done
+
+openmp=
+cc=${CC:-cc}
+if echo 'int main(void) { return 0; }' | $cc -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
+for example in embed chat batch; do
+    check "docs/examples/$example.c compiles without a warning" \
+        $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp -I. "docs/examples/$example.c" -o "$work/$example" -lm
+done
+model=models/tales-q4_0.gguf
+runs() { # title, pattern, command...
+    title=$1 pattern=$2
+    shift 2
+    if [ ! -f $model ]; then skip "$title: $model is not there"
+    elif "$@" >"$work/out" 2>"$work/err" && grep -q "$pattern" "$work/out"; then ok
+    else no "$title: $(head -c 300 "$work/out" "$work/err")"; fi
+}
+runs 'embed.c tells a tale' ' ' "$work/embed" $model "Once upon a time"
+runs 'batch.c: all answers, in fewer steps than tokens' '^90 tokens in [34][0-9] steps$' "$work/batch" $model
+runs 'chat.c answers' '[a-z]' sh -c "printf 'There was a king\nThe queen\n' | '$work/chat' $model"
+if grep -q '^\[[1-9][0-9]* prompt tokens so far' "$work/err" 2>/dev/null; then ok; else no 'chat.c: the second turn finds the first in the cache'; fi
+check 'embed.c: a missing model is an error' sh -c "! '$work/embed' no.gguf"
+if echo 'int main() { return 0; }' | g++ -x c++ - -o /dev/null 2>/dev/null; then
+    printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' >"$work/llm.c"
+    check 'embed.cpp compiles without a warning' sh -c "$cc -O1 $openmp -I. -c '$work/llm.c' -o '$work/llm.o' &&
+        g++ -std=c++11 -Wall -Wextra -Wpedantic -Werror -I. docs/examples/embed.cpp '$work/llm.o' $openmp -o '$work/embedpp' -lm"
+    runs 'embed.cpp tells a tale' ' ' "$work/embedpp" $model
+else
+    skip 'embed.cpp: no C++ compiler'
+fi
+
+line="$passed passed, $failed failed"
+[ "$skipped" -eq 0 ] || line="$line, $skipped skipped"
+echo "$line"
+[ "$failed" -eq 0 ]
