@@ -356,9 +356,9 @@ static void plot_text_lines(const plot *p, const plot_out *o, int width) {
         plot_say(o, "\n");
     }
     for (int row = 0; row < PLOT_ROWS; row++) {
-        const char *label = "";
+        char label[32] = "";
         for (int i = 0; i < y.n_ticks; i++)
-            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row) label = PLOT_LABEL(&y, y.ticks[i]);
+            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row) plot_label(&y, y.ticks[i], label, sizeof label);
         plot_pad(o, label, LEFT - 1, true);
         plot_say(o, *label ? "┤" : "│");
         int end = columns;
