@@ -805,6 +805,20 @@ static void llm__cuda_swiglu(void *context, const float *gate, const float *up, 
     llm__cuda_launched(cuda, "swiglu");
 }
 
+/* The columns of x in another order: a thread per number. Bytes: a row read, by whole lines wherever the order allows, and written. */
+__global__ static void llm__gather_columns_kernel(const float *x, const int32_t *columns, int64_t n, int cols, float *out) {
+    for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
+        out[i] = x[i / cols * cols + columns[i % cols]];
+}
+
+static void llm__cuda_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    if (n < 1 || cols < 1) return;
+    LLM_LAUNCH(llm__gather_columns_kernel, dim3(llm__grid(llm__ceil_div(n * cols, LLM__BLOCK), 1 << 20)), dim3(LLM__BLOCK), 0,
+               cuda->stream, x, columns, n * cols, (int)cols, out);
+    llm__cuda_launched(cuda, "gather_columns");
+}
+
 __global__ static void llm__gather_rows_kernel(const int32_t *rows, const float *x, int dim, float *out) {
     const float *row = x + (int64_t)rows[blockIdx.x] * dim;
     for (int i = threadIdx.x; i < dim; i += blockDim.x) out[(int64_t)blockIdx.x * dim + i] = row[i];
@@ -3089,6 +3103,22 @@ static void llm__queue_gather_rows(void *context, const llm_batch *batch, const 
     llm__queue(cuda, &c);
 }
 
+static void llm__run_gather_columns(llm__cuda *cuda, const llm__command *c) {
+    llm__cuda_gather_columns(cuda, c->x, (const int32_t *)c->weight.data, (int)c->n, c->dim, c->out);
+}
+
+static void llm__queue_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    llm__command c;
+    llm__begin(&c, llm__run_gather_columns);
+    c.x = x;
+    c.weight.data = columns; /* no weight either */
+    c.dim = (int)cols;
+    c.n = llm__rows(cuda, n);
+    c.out = out;
+    llm__queue(cuda, &c);
+}
+
 /* Rare, and with arrays of the host's: never part of a graph. */
 static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
     llm__cuda_flush((llm__cuda *)context);
@@ -3189,6 +3219,7 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
     b->attention = llm__queue_attention;
     b->swiglu = llm__queue_swiglu;
     b->gather_rows = llm__queue_gather_rows;
+    b->gather_columns = llm__queue_gather_columns;
     b->copy_blocks = llm__queue_copy_blocks;
     b->sample = llm__cuda_sample;
     b->state = llm__cuda_state;

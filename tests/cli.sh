@@ -112,6 +112,16 @@ same "the same seed, the same text" first out
 ok "other blocks, chunks and threads" "" "$LLM" run -m "$M" -n 12 -s 3 -q -t 1 --block-size 3 --max-batch-tokens 2 --ignore-end -- "Hello"
 same "... give the same text" first out
 printf 'Hello\n' >prompt.txt
+# a Hugging Face folder, and the GGUF file made of it, say the same
+F=$TOP/tests/data/models
+for m in llama mistral_window gptq_g32_act_sym; do
+    ok "a folder: run $m" "..........." "$LLM" run -m "$F/$m" -n 12 -q --temperature 0 "Once upon"; cp out folder.txt
+    ok "a folder: info $m" "^Hugging Face" "$LLM" info "$F/$m"
+    ok "a folder: quantize $m" "" "$LLM" quantize "$F/$m" folder.gguf --type f32
+    ok "a folder as a file: run $m" "..........." "$LLM" run -m folder.gguf -n 12 -q --temperature 0 "Once upon"
+    if [ $m != gptq_g32_act_sym ]; then same "a folder and its GGUF file, $m" out folder.txt; fi # (there, activations are rounded)
+done
+bad "a folder without a model" 1 "there is no config.json in this folder" "$LLM" run -m "$TOP/docs" x
 ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prompt.txt
 same "... gives the same text" first out
 name="prompt from standard input"; "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""

@@ -289,6 +289,39 @@ static void test_swiglu(void **state) {
     }
 }
 
+typedef struct columns_case {
+    const float *x;
+    const int32_t *columns;
+    int n, cols;
+    ragged *batch;
+} columns_case;
+
+static void run_gather_columns(llm_backend *b, const void *arguments, float *out) {
+    const columns_case *c = (const columns_case *)arguments;
+    size_t bytes = (size_t)c->n * (size_t)c->cols * sizeof(float);
+    float *x = place_floats(b, c->x, (int64_t)c->n * c->cols), *result = place(b, NULL, bytes);
+    int32_t *columns = place(b, c->columns, (size_t)c->cols * sizeof *columns);
+    begin(b, &c->batch->batch);
+    b->gather_columns(b->context, x, columns, c->n, c->cols, result);
+    end(b);
+    take(b, result, out, bytes);
+    b->release(b->context, x);
+    b->release(b->context, columns);
+}
+
+static void test_gather_columns(void **state) {
+    (void)state;
+    static const int cols[] = {1, 32, 100, 4096};
+    for (int i = 0; i < 4; i++) {
+        int32_t columns[4096];
+        ragged batch = batch_of(i * 3 + 1, 10);
+        columns_case c = {random_floats((int64_t)(i * 3 + 1) * cols[i], 1.0f), columns, i * 3 + 1, cols[i], &batch};
+        for (int j = 0; j < cols[i]; j++) columns[j] = cols[i] - 1 - j;
+        check("gather_columns", run_gather_columns, &c, (int64_t)c.n * c.cols, 0, 0);
+        free((void *)c.x), free_batch(&batch);
+    }
+}
+
 static void run_gather(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
     float *x = place_floats(b, c->x, (int64_t)c->batch.batch.n_tokens * c->dim), *result = place(b, NULL, (size_t)(c->n * c->dim) * 4);
@@ -731,7 +764,7 @@ static void test_memory(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_copy_blocks), cmocka_unit_test(test_matmul), cmocka_unit_test(test_attention),
     };
     return cmocka_run_group_tests(tests, open_devices, close_devices);
