@@ -2401,8 +2401,10 @@ static void llm__cuda_attention(void *context, const llm_batch *batch, const llm
         llm__cuda_launched(cuda, "attention");
         return;
     }
+    bool few = rows <= LLM__FEW_ROWS || b->n_sequences > 1;
+    if (!few) a.few_rows = 0; /* all are many: max_count may be rounded up, so the one sequence may have fewer rows than that */
     if (rows > LLM__FEW_ROWS) llm__cuda_many_attention(cuda, &a);
-    if (rows <= LLM__FEW_ROWS || b->n_sequences > 1) llm__cuda_few_attention(cuda, &a);
+    if (few) llm__cuda_few_attention(cuda, &a);
 }
 
 /* =====================================================================================

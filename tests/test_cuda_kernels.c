@@ -467,7 +467,8 @@ static void test_attention(void **state) {
     /* a prompt whose parts are merged in `out`; one that begins in the second part; a verification of 17 rows or more, 32, 33 */
     attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},   {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
                               {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0}, {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
-                              {1, {40}, {3}, 1, 20, 32, 16, 0},   {5, {0, 1, 2, 3, 4}, {1, 40, 2, 41, 33}, 1, 1, 32, 1, 0}};
+                              {1, {40}, {3}, 1, 20, 32, 16, 0},   {1, {0}, {9}, 1, 3, 32, 16, 0}, /* 27 rows, but 16 tokens where the step is rounded up */
+                              {5, {0, 1, 2, 3, 4}, {1, 40, 2, 41, 33}, 1, 1, 32, 1, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_attention_case(&cases[i], &r);
 }
 
