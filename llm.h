@@ -533,6 +533,7 @@ typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
     const void *data;       /* device; on the CPU this is the mapped file itself */
     void *packed;           /* the same in the order in which a kernel reads it; NULL: none. The backend's own */
     const int32_t *columns; /* device, (cols): its input is taken in this order, by gather_columns; NULL: as it is */
+    bool only_rows;         /* only embed reads it: there will be no product */
 } llm_weight;
 
 /* All the tokens of one step, of any number of sequences: the ragged batch. A decode step has one
@@ -669,13 +670,18 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
     LLM_ISA_AVX2,    /* with FMA and F16C */
-    LLM_ISA_AVX512   /* F, BW, DQ, VL, VNNI */
+    LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
+    LLM_ISA_AMX,     /* and matrix tiles of int8 */
+    LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
 /* The reference device. n_threads: 0 = one per processor. The fastest instruction set that both this
- * processor and max_isa allow is used (pass LLM_ISA_AVX512 for no limit). */
+ * processor and max_isa allow is used (pass LLM_ISA_BEST for no limit). */
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
+/* Whether weights that are loaded from now on are also kept in the order in which the kernels read them (default true):
+ * prompts and batches run several times as fast, and a second copy of them is in memory. Results do not change. */
+void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
 int llm_cpu_threads(const llm_backend *backend);
 int llm_processor_count(void);
@@ -729,7 +735,11 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <omp.h>
 #endif
 #if defined(__x86_64__) && defined(__GNUC__)
+#include <cpuid.h>
 #include <immintrin.h>
+#ifdef __linux__
+#include <sys/syscall.h>
+#endif
 #define LLM__X86 1
 #endif
 
@@ -5985,8 +5995,11 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
 typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
     const llm_weight *w;
     const float *x;
-    const void *groups;      /* x rounded to int8, for the block formats (see "Integer products") */
-    size_t group_row_bytes;  /* of one row of it */
+    const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
+    size_t x_tile_bytes;
+    int height;              /* rows of x in a tile */
+    int x_parts;             /* in which a tile is rounded */
+    bool tiles;              /* use matrix tiles */
     const float *bias;       /* NULL: none */
     bool add;
     int n;
@@ -6021,8 +6034,8 @@ typedef struct llm__attention_job {
 typedef struct llm__kernels {
     llm_isa isa;
     int lanes;                       /* floats in a register */
-    int64_t (*group_row_bytes)(int64_t cols);
-    void (*quantize)(const float *x, int64_t cols, llm_type type, void *groups);
+    /* Rows 0 to rows - 1 of x (of at most 16), blocks first_block to end_block - 1, into their tile of x, which is `height` high */
+    void (*round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block, char *tile);
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
@@ -6037,8 +6050,11 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     const llm__kernels *kernels;     /* NULL: the reference loops */
     llm_isa isa;
     int n_threads;
+    bool pack;                       /* weights, as they are loaded, */
+    struct llm__slab *slabs;         /* (n_slabs) into these */
+    int64_t n_slabs, slab_capacity;
     llm_limits limits;               /* as reserved */
-    void *quantized;                 /* the rows of one matmul input as int8 */
+    void *rounded;                   /* the rows of one matmul input as int8 or bf16 */
     char *scratch;                   /* (n_threads, scratch_bytes) */
     size_t scratch_bytes, tile_bytes;
     double alone_until;              /* on the clock; see llm__parallel */
@@ -6067,6 +6083,17 @@ static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
     aligned += (LLM__ALIGNMENT - (uintptr_t)aligned % LLM__ALIGNMENT) % LLM__ALIGNMENT;
     memcpy(aligned - sizeof raw, &raw, sizeof raw);
     return aligned;
+}
+
+/* A processor remembers where some two thousand pages lie, 8 MB if they are of the usual 4 KB: who reads through a large matrix
+ * has to look up nearly every page, and the prefetcher stops at the end of each. With pages of 2 MB, reading is a third faster. */
+static void llm__want_large_pages(void *memory, size_t bytes) {
+#ifdef MADV_HUGEPAGE
+    uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
+    if (end > first) madvise((void *)first, end - first, MADV_HUGEPAGE); /* a wish: it may be refused */
+#else
+    (void)memory, (void)bytes;
+#endif
 }
 
 static void llm__aligned_free(void *aligned) {
@@ -6237,8 +6264,9 @@ enum {
     LLM__TILE = 64,         /* positions in a tile of attention */
     LLM__QUERY_ROWS = 64,   /* (token, head) pairs that share it, at most */
     LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
-    LLM__FEW_ROWS = 8,      /* rows of x for which weights are unpacked on the fly */
-    LLM__PREFETCH_BYTES = 1024
+    LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
+    LLM__TILE_ROWS = 4,     /* rows of x from which on matrix tiles pay */
+    LLM__PREFETCH_BYTES = 2048
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
@@ -6252,12 +6280,87 @@ enum {
 #endif
 #define LLM__JOIN(a, b) a##b
 
+/* ---- Panels: weights in the order in which they are used -----------------------------------
+ *
+ * A file keeps a matrix of q4_0 or q8_0 row by row. The kernels want 16 rows at once, one to a lane of the widest register:
+ * then a sum of products stays in its lane from the first column to the last, no lanes have to be added up, and
+ * one column of x serves 16 rows. So the rows are packed, 16 to a "panel". Inside, a panel is a run of
+ * stripes of 64 columns, which hold two blocks b of 32 columns:
+ *
+ *     scales      (2, 16)      f16    one per block and row
+ *     quads       (2, Q, 16)   u32    four neighbouring columns of one row each; q8_0: Q = 8. In q4_0, Q = 4: the low
+ *                                     nibbles of quad q are columns 4q to 4q + 3, the high ones those 16 further on
+ *
+ * These are the bits of the file, merely in another order: a stripe of q4_0 is 576 bytes, nine cache lines. The last
+ * rows and columns are filled up with zeros. Packing costs a second copy of the matrix in memory, so it
+ * can be switched off; the kernels then pack each panel just before they use it. */
+
+enum {
+    LLM__PANEL = 16,        /* rows of weights */
+    LLM__STRIPE = 64,       /* columns */
+    LLM__X_TILE = 16        /* rows of x */
+};
+
+/* Quads of one block of one row, as they are stored; 0: the type has no panels. */
+static int llm__stored_quads(llm_type type) { return type == LLM_Q4_0 ? 4 : type == LLM_Q8_0 ? 8 : 0; }
+
+static size_t llm__stripe_bytes(llm_type type) {
+    return 2 * LLM__PANEL * (sizeof(uint16_t) + (size_t)llm__stored_quads(type) * sizeof(uint32_t));
+}
+
+static size_t llm__panel_bytes(llm_type type, int64_t cols) {
+    return (size_t)llm__divide_up(cols, LLM__STRIPE) * llm__stripe_bytes(type);
+}
+
+/* Rows first_row to first_row + 15 of the matrix, as far as there are such. */
+static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
+    int quads = llm__stored_quads(w->type);
+    size_t row_bytes = llm__row_bytes(w->type, w->cols), block_bytes = 2 + 4 * (size_t)quads;
+    int64_t rows = llm__min(LLM__PANEL, w->rows - first_row), blocks = w->cols / LLM__BLOCK;
+    if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(w->type, w->cols));
+    for (int64_t block = 0; block < blocks; block++) {
+        uint8_t *stripe = panel + (size_t)(block / 2) * llm__stripe_bytes(w->type);
+        uint8_t *scales = stripe + (block % 2) * LLM__PANEL * 2;
+        uint8_t *to = stripe + 2 * LLM__PANEL * 2 + (block % 2) * LLM__PANEL * 4 * quads;
+        const uint8_t *from = (const uint8_t *)w->data + (size_t)first_row * row_bytes + (size_t)block * block_bytes;
+        for (int64_t row = 0; row < rows; row++, from += row_bytes) {
+            memcpy(scales + 2 * row, from, 2);
+            for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, from + 2 + 4 * q, 4);
+        }
+    }
+}
+
+/* x is rounded to int8, 32 values to a scale, and kept in tiles of `height` rows (16, or n if there are fewer). Of a tile,
+ * each block of 32 columns stands together:
+ *
+ *     values      (height, 32)   int8
+ *     scales      (height)       f32
+ *     sums        (height)       i32    of the 32 values
+ */
+enum { /* of the matrix tiles */
+    LLM__CHUNK = 16,       /* blocks that are unpacked together, */
+    LLM__TILE_PANELS = 4,  /* of so many panels */
+    LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
+    LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 64) /* of scratch, beside the sums */
+};
+
+enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + sizeof(int32_t) }; /* of one row of x in a block */
+
+/* Blocks in a row of x: whole stripes. */
+static int64_t llm__x_blocks(int64_t cols) { return 2 * llm__divide_up(cols, LLM__STRIPE); }
+
+static const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
+    return (const char *)job->x_tiles + (size_t)tile * job->x_tile_bytes;
+}
+
 /* ---- The fast kernels: one text, compiled once per instruction set -----------------------
  * Here the file steps out of its implementation part. What follows is read only where
  * LLM__KERNEL_PASS is defined, which is when the file includes itself, further down. A pass defines
  *
  *     LLM__KERNEL_PASS   0: the baseline of the machine (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI
  *     LLM__W             floats in a vector register: 4, 8, 16
+ *     LLM__ROWS          rows of weights, or queries, whose sums advance together
+ *     LLM__X_ROWS        rows of x that share the unpacking of a panel
  *     LLM__K(name)       the name with the pass in front: llm__avx2_name */
 #endif
 #endif
@@ -6658,309 +6761,387 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  *
  *     sum w x  =  sum over blocks of   w_scale x_scale  (sum of 32 integer products)
  *
- * where the inner sum is exact. A vector register takes W/4 blocks at once; this is AVX-512 (W = 16), where a
- * "group" is 4 blocks, and q4_0. The 16 bytes of nibbles of each block are loaded into a quarter of a register:
+ * where the inner sum is exact: it may be taken in any order, by any instruction. Only the outer sum is
+ * rounded, so it has one order: block after block, in one lane per row of weights. That is why a row
+ * of x gets the same result, to the last bit, from all of the forms below. With AVX-512 and q4_0, one block is
  *
- *     byte        0 ......... 15 | 16 ........ 31 | 32 ........ 47 | 48 ........ 63
- *     file          block 0          block 1          block 2          block 3        72 bytes, 4 loads
- *     w.lo = & 15   w0 ... w15       w0 ... w15       w0 ... w15       w0 ... w15     unsigned, 0 to 15
- *     w.hi = >> 4   w16 .. w31       w16 .. w31       w16 .. w31       w16 .. w31
- *     x.lo          x0 ... x15       x0 ... x15       ...                             int8, packed like this
- *     x.hi          x16 .. x31       x16 .. x31       ...                             once per matmul
- *                  |  |  |  |       |  |  |  |
- *     int32 lanes  L0 L1 L2 L3      L4 L5 L6 L7      ...   each adds 4 products of lo, then 4 of hi
+ *     lane                    0              1                   15
+ *     quad 0 of the panel     row 0:         row 1:      ...     row 15:          one register of stored nibbles ...
+ *                             w0 w1 w2 w3    w0 w1 w2 w3         w0 w1 w2 w3
+ *     times x0 x1 x2 x3       |  |  |  |     |  |  |  |          |  |  |  |       ... four columns of x, the same in all lanes
+ *     int32 sums              S0             S1                  S15              8 such steps are a block
  *
- * vpdpbusd does such a step of 64 multiplications in one instruction. It wants its first operand unsigned, and so do
- * the nibbles mean w + 8: the lanes therefore start not from zero but from x.correction = -8 * (the sum of the lane's
- * eight x). q8_0 is made unsigned by adding 128, and corrected likewise. Then the lanes become floats and are added
- * to the sum, times w_scale x_scale: 9 instructions to unpack 128 weights and 5 to use them. In decode memory is
- * slower than that by far (72 bytes are 15 cycles of one core's share of it), and bytes are the limit; in prefill a
- * tile is unpacked once, R x T sums advance together as in the floating-point product, and the 5 are the limit.
+ * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
+ * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
+ * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums become floats and are
+ * added up, times w_scale x_scale: 28 instructions for 512 products of one row of x, of which 12 unpack the weights and are
+ * shared by up to 8 rows of x. In decode memory is slower than that by far (the 288 bytes of the block are 50 cycles of one core's
+ * share of it), and bytes are the limit.
  *
- * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (which two times 15 x 127 cannot
- * overflow, and for q8_0 128 x 127 cannot either, once the sign of w is moved over to x), vpmaddwd adds them up. */
+ * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
+ * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up.
+ * Plain C multiplies in floats, which are exact up to 2^24. */
 
-typedef struct LLM__K(x_group) { /* LLM__W/4 blocks of one row of x; a lane is 8 values of one block */
-    int8_t lo[4 * LLM__W], hi[4 * LLM__W];
-    int32_t correction[LLM__W];
-    float scale[LLM__W];
-} LLM__K(x_group);
+enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers that hold a value for each row of a panel */
 
-typedef struct LLM__K(w_group) { /* as many blocks of one row of weights */
 #if LLM__KERNEL_PASS == 0
-    int8_t lo[4 * LLM__W], hi[4 * LLM__W];
+typedef struct LLM__K(w_block) { llm__vf w[LLM__BLOCK]; } LLM__K(w_block); /* one block of LLM__W rows: columns */
 #else
-    llm__vi lo, hi;
+typedef struct LLM__K(w_block) { llm__vi w[LLM__BLOCK / 4]; } LLM__K(w_block); /* ... or quads of columns */
 #endif
-    llm__vf scale;
-} LLM__K(w_group);
 
-enum { LLM__K(group_blocks) = LLM__W / 4 };
+LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
+    llm__vi v;
+    memcpy(&v, p, sizeof v);
+    return v;
+}
 
-LLM__INLINE int LLM__K(block_bytes)(llm_type type) { return type == LLM_Q4_0 ? LLM__Q4_0_BYTES : LLM__Q8_0_BYTES; }
+/* Block `block` of the rows part * LLM__W and following of a panel; their scales. */
+LLM__INLINE llm__vf LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+    int stored = llm__stored_quads(type);
+    const uint8_t *p = stripe + 4 * LLM__PANEL + half * LLM__PANEL * 4 * stored + part * 4 * LLM__W;
+    LLM__UNROLL for (int q = 0; q < stored; q++) {
+        llm__vi v = LLM__K(load_int)(p + q * LLM__PANEL * 4);
+#if LLM__KERNEL_PASS == 0
+        LLM__UNROLL for (int i = 0; i < 4; i++) {
+            if (type == LLM_Q4_0) {
+                w->w[4 * q + i] = __builtin_convertvector((v >> (8 * i) & 15) - 8, llm__vf);
+                w->w[4 * q + i + 16] = __builtin_convertvector((v >> (8 * i + 4) & 15) - 8, llm__vf);
+            } else w->w[4 * q + i] = __builtin_convertvector((v << (24 - 8 * i)) >> 24, llm__vf);
+        }
+#else
+        if (type == LLM_Q4_0) {
+            w->w[q] = v & 0x0f0f0f0f;
+            w->w[q + 4] = v >> 4 & 0x0f0f0f0f;
+        } else w->w[q] = LLM__KERNEL_PASS == 2 ? v ^ (int)0x80808080u : v;
+#endif
+    }
+    return LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL) + part * LLM__W);
+}
+
+/* The products of a block of LLM__W rows of weights with 32 values of x, added up. */
+LLM__INLINE llm__vf LLM__K(dot_block_int)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, int32_t x_sum) {
+#if LLM__KERNEL_PASS == 2
+    __m512i sum = _mm512_set1_epi32((type == LLM_Q4_0 ? -8 : -128) * x_sum);
+    LLM__UNROLL for (int q = 0; q < 8; q++) {
+        int32_t quad;
+        memcpy(&quad, x + 4 * q, 4);
+        sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], _mm512_set1_epi32(quad));
+    }
+    return __builtin_convertvector((llm__vi)sum, llm__vf);
+#elif LLM__KERNEL_PASS == 1
+    const __m256i ones = _mm256_set1_epi16(1);
+    __m256i sum = _mm256_setzero_si256(), pairs = sum;
+    LLM__UNROLL for (int q = 0; q < 8; q++) {
+        int32_t quad;
+        memcpy(&quad, x + 4 * q, 4);
+        __m256i v = (__m256i)w->w[q], xq = _mm256_set1_epi32(quad);
+        if (type == LLM_Q4_0) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
+        else {
+            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xq, v));
+            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        }
+    }
+    if (type == LLM_Q4_0) sum = _mm256_add_epi32(_mm256_madd_epi16(pairs, ones), _mm256_set1_epi32(-8 * x_sum));
+    return __builtin_convertvector((llm__vi)sum, llm__vf);
+#else
+    llm__vf sum = {0};
+    (void)type, (void)x_sum;
+    LLM__UNROLL for (int i = 0; i < LLM__BLOCK; i++) sum = LLM__K(fma)(w->w[i], LLM__K(all)(x[i]), sum);
+    return sum;
+#endif
+}
+
+/* The end of every product: bias and residual, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
+LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
+    float *out = job->out + i * job->w->rows + row;
+    LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, out += LLM__W) {
+        int rest = (int)(job->w->rows - row) - part * LLM__W;
+        const float *bias = job->bias ? job->bias + row + part * LLM__W : NULL;
+        if (rest >= LLM__W) {
+            llm__vf sum = bias ? sums[part] + LLM__K(load)(bias) : sums[part];
+            LLM__K(store)(out, job->add ? LLM__K(load)(out) + sum : sum);
+        } else
+            for (int lane = 0; lane < rest; lane++) {
+                float sum = bias ? sums[part][lane] + bias[lane] : sums[part][lane];
+                out[lane] = job->add ? out[lane] + sum : sum;
+            }
+    }
+}
+
+/* One panel against T rows of x from row i on, which lie in one tile of x. T is a constant. */
+LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
+                                    int64_t i) {
+    const size_t stripe_bytes = llm__stripe_bytes(type), x_bytes = (size_t)job->height * LLM__X_BYTES;
+    int64_t blocks = llm__x_blocks(job->w->cols);
+    const char *x = llm__x_tile(job, i / job->height);
+    int first = (int)(i % job->height);
+    llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
+    LLM__UNROLL for (int t = 0; t < T; t++)
+        LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
+    for (int64_t block = 0; block < blocks; block++, x += x_bytes) {
+        const uint8_t *stripe = panel + (size_t)(block / 2) * stripe_bytes;
+        const int8_t *values = (const int8_t *)x + first * LLM__BLOCK;
+        const float *scales = (const float *)(const void *)(x + job->height * LLM__BLOCK) + first;
+        const int32_t *x_sums = (const int32_t *)(const void *)(scales + job->height);
+        if (block % 2 == 0)
+            for (size_t line = 0; line < stripe_bytes; line += 64) LLM__PREFETCH(stripe + LLM__PREFETCH_BYTES + line);
+        LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
+            LLM__K(w_block) w;
+            llm__vf w_scale = LLM__K(unpack_block)(type, stripe, (int)(block % 2), part, &w);
+            LLM__UNROLL for (int t = 0; t < T; t++)
+                sums[t][part] = LLM__K(fma)(LLM__K(dot_block_int)(type, &w, values + t * LLM__BLOCK, x_sums[t]),
+                                            w_scale * scales[t], sums[t][part]);
+        }
+    }
+    LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
+}
+
+/* One panel against all the rows of x. */
+LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
+    for (int64_t i = 0; i < job->n;) {
+        int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
+        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
+        else if (together >= 4) LLM__K(panel_rows)(type, 4, job, panel, row, i), i += 4;
+        else if (together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
+        else LLM__K(panel_rows)(type, 1, job, panel, row, i), i++;
+    }
+}
 
 #if LLM__KERNEL_PASS == 2
 
-LLM__INLINE __m512i LLM__K(four)(const uint8_t *p, int stride) { /* 16 bytes of each of 4 blocks */
-    __m512i v = _mm512_castsi128_si512(_mm_loadu_si128((const __m128i *)(const void *)p));
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + stride)), 1);
-    v = _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + 2 * stride)), 2);
-    return _mm512_inserti32x4(v, _mm_loadu_si128((const __m128i *)(const void *)(p + 3 * stride)), 3);
-}
+/* -- Matrix tiles: AMX --
+ *
+ * From a few rows of x on, arithmetic begins to count, and some processors have a unit for it: 8 tile registers of 16 rows
+ * of 64 bytes. tdpbssd multiplies two of them, of int8, and adds to a third, of int32:
+ *
+ *     A: 16 rows of x,         B: 8 quads of 16 rows of weights               C: 16 rows of x by 16 rows of weights
+ *        32 columns            row q: w[0] quad q | w[1] quad q | ...         row t: x[t].w[0]  x[t].w[1]  ...  x[t].w[15]
+ *
+ * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory. q4_0 must be brought to
+ * signed bytes first: with its offset flipped away, a nibble in the high half of a byte is 16 w, and the 16 is taken out of
+ * the scale. What is left for the vector registers is, for each of the 16 rows of C, to make floats of the sums and to
+ * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take 3 times as long as
+ * the tile unit. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit. Prompts were
+ * twice as fast, but to make bf16 of q4_0 for one row of x took longer than memory takes to bring it.)
+ *
+ * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
+ * memory has nothing to do otherwise, the next chunk is asked for. */
 
-LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
-    __m512i start = _mm512_loadu_si512((const void *)p), scales;
-    if (type == LLM_Q4_0) {
-        const __m512i nibble = _mm512_set1_epi8(15);
-        const __m512i where = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                               27, 27, 27, 27, 18, 18, 18, 18, 9, 9, 9, 9, 0, 0, 0, 0);
-        __m512i v = LLM__K(four)(p + 2, LLM__Q4_0_BYTES);
-        w->lo = (llm__vi)_mm512_and_si512(v, nibble);
-        w->hi = (llm__vi)_mm512_and_si512(_mm512_srli_epi16(v, 4), nibble);
-        scales = _mm512_permutexvar_epi16(where, start); /* words 0, 9, 18, 27: bytes 0, 18, 36, 54 */
-    } else {
-        const __m512i sign = _mm512_set1_epi8((char)0x80);
-        const __m512i where = _mm512_set_epi16(0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0, 0,
-                                               51, 51, 51, 51, 34, 34, 34, 34, 17, 17, 17, 17, 0, 0, 0, 0);
-        w->lo = (llm__vi)_mm512_xor_si512(LLM__K(four)(p + 2, LLM__Q8_0_BYTES), sign);
-        w->hi = (llm__vi)_mm512_xor_si512(LLM__K(four)(p + 18, LLM__Q8_0_BYTES), sign);
-        scales = _mm512_permutex2var_epi16(start, where, _mm512_loadu_si512((const void *)(p + 64)));
+/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C, 4-5 A, 6-7 B. */
+LLM__INLINE void llm__amx_configure(int height) {
+    struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
+    memset(&shapes, 0, sizeof shapes);
+    shapes.palette = 1;
+    for (int i = 0; i < 8; i++) {
+        shapes.row_bytes[i] = i == 4 || i == 5 ? LLM__BLOCK : 64;
+        shapes.rows[i] = (uint8_t)(i < 6 ? height : 8);
     }
-    w->scale = (llm__vf)_mm512_cvtph_ps(_mm512_castsi512_si256(scales));
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-LLM__INLINE llm__vi LLM__K(dot_group)(llm_type type, llm__vi lo, llm__vi hi, const LLM__K(x_group) *x) {
-    (void)type;
-    __m512i sum = _mm512_loadu_si512((const void *)x->correction);
-    sum = _mm512_dpbusd_epi32(sum, (__m512i)lo, _mm512_loadu_si512((const void *)x->lo));
-    return (llm__vi)_mm512_dpbusd_epi32(sum, (__m512i)hi, _mm512_loadu_si512((const void *)x->hi));
+/* The instructions, with what they read and write spelled out for the compiler. (The names of tile registers are part of an
+ * instruction: hence macros.) */
+#define LLM__TILE_LOAD(tile, p, stride)                                                    \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
+                     "m"(*(const char(*)[512])(const void *)(p)))
+#define LLM__TILE_STORE(tile, p)                            \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%1,%2,1)" \
+                     : "=m"(*(char(*)[1024])(void *)(p)) : "r"(p), "r"((int64_t)64))
+#define LLM__TILE_PRODUCT(c, a, b)                                               \
+    do {                                                                         \
+        __asm__ volatile("tilezero %%tmm" #c ::);                                \
+        LLM__TILE_LOAD(a, x + (size_t)(c) * x_bytes, LLM__BLOCK);                \
+        LLM__TILE_LOAD(b, w + (c) * 512, 64);                                    \
+        __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::);       \
+    } while (0)
+
+/* The products of four blocks to memory. */
+LLM__INLINE void llm__amx_products(const char *x, size_t x_bytes, const int8_t *w, int32_t *products) {
+    LLM__TILE_PRODUCT(0, 4, 6);
+    LLM__TILE_PRODUCT(1, 5, 7);
+    LLM__TILE_PRODUCT(2, 4, 6);
+    LLM__TILE_PRODUCT(3, 5, 7);
+    LLM__TILE_STORE(0, products);
+    LLM__TILE_STORE(1, products + 256);
+    LLM__TILE_STORE(2, products + 512);
+    LLM__TILE_STORE(3, products + 768);
 }
+#undef LLM__TILE_PRODUCT
+#undef LLM__TILE_STORE
+#undef LLM__TILE_LOAD
 
-#elif LLM__KERNEL_PASS == 1
+typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
+    const char *x;
+    size_t x_bytes;           /* of a block of the tile */
+    int height, blocks;
+    const int8_t *w;          /* (blocks, 8, 16, 4) */
+    const float *w_scales;    /* (blocks, 16) */
+    int32_t *products;        /* (2, group, 16, 16) */
+    float *kept;              /* (T, 16) sums, from one chunk to the next */
+    const uint8_t *ahead;     /* what memory should bring meanwhile: so many cache lines per block */
+    int lines;
+} llm__tile_job;
 
-LLM__INLINE __m256i LLM__K(two)(const uint8_t *p, int stride) { /* 16 bytes of each of 2 blocks */
-    __m256i v = _mm256_castsi128_si256(_mm_loadu_si128((const __m128i *)(const void *)p));
-    return _mm256_inserti128_si256(v, _mm_loadu_si128((const __m128i *)(const void *)(p + stride)), 1);
-}
-
-LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
-    int stride = LLM__K(block_bytes)(type);
-    if (type == LLM_Q4_0) {
-        const __m256i nibble = _mm256_set1_epi8(15);
-        __m256i v = LLM__K(two)(p + 2, stride);
-        w->lo = (llm__vi)_mm256_and_si256(v, nibble);
-        w->hi = (llm__vi)_mm256_and_si256(_mm256_srli_epi16(v, 4), nibble);
-    } else {
-        w->lo = (llm__vi)LLM__K(two)(p + 2, stride);
-        w->hi = (llm__vi)LLM__K(two)(p + 18, stride);
-    }
-    __m128i first = _mm_set1_epi16((short)llm__read_u16(p)), second = _mm_set1_epi16((short)llm__read_u16(p + stride));
-    w->scale = (llm__vf)_mm256_cvtph_ps(_mm_unpacklo_epi64(first, second));
-}
-
-LLM__INLINE llm__vi LLM__K(dot_group)(llm_type type, llm__vi lo, llm__vi hi, const LLM__K(x_group) *x) {
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i wl = (__m256i)lo, wh = (__m256i)hi;
-    __m256i xl = _mm256_loadu_si256((const __m256i *)(const void *)x->lo);
-    __m256i xh = _mm256_loadu_si256((const __m256i *)(const void *)x->hi);
-    if (type == LLM_Q4_0) { /* pairs are at most 2 x 15 x 127: two of them still fit 16 bits */
-        __m256i pairs = _mm256_add_epi16(_mm256_maddubs_epi16(wl, xl), _mm256_maddubs_epi16(wh, xh));
-        __m256i correction = _mm256_loadu_si256((const __m256i *)(const void *)x->correction);
-        return (llm__vi)_mm256_add_epi32(correction, _mm256_madd_epi16(pairs, ones));
-    }
-    __m256i low = _mm256_maddubs_epi16(_mm256_abs_epi8(wl), _mm256_sign_epi8(xl, wl));
-    __m256i high = _mm256_maddubs_epi16(_mm256_abs_epi8(wh), _mm256_sign_epi8(xh, wh));
-    return (llm__vi)_mm256_add_epi32(_mm256_madd_epi16(low, ones), _mm256_madd_epi16(high, ones));
-}
-
-#else
-
-LLM__INLINE void LLM__K(unpack_group)(llm_type type, const uint8_t *p, LLM__K(w_group) *w) {
-    if (type == LLM_Q4_0)
-        for (int i = 0; i < 16; i++) {
-            w->lo[i] = (int8_t)((p[2 + i] & 15) - 8);
-            w->hi[i] = (int8_t)((p[2 + i] >> 4) - 8);
-        }
-    else {
-        memcpy(w->lo, p + 2, 16);
-        memcpy(w->hi, p + 18, 16);
-    }
-    w->scale = LLM__K(all)(llm__f16_to_f32(llm__read_u16(p)));
-}
-
-/* Whole-number sums may be taken in any order: the compiler finds the instructions for this one by itself. */
-LLM__INLINE int32_t LLM__K(dot_group)(const LLM__K(w_group) *w, const LLM__K(x_group) *x) {
-    int32_t sum = 0;
-    for (int i = 0; i < 4 * LLM__W; i++) sum += w->lo[i] * x->lo[i] + w->hi[i] * x->hi[i];
-    return sum;
-}
-
-#endif
-
-/* sum += the products of one group */
-LLM__INLINE llm__vf LLM__K(add_group)(llm_type type, const LLM__K(w_group) *w, const LLM__K(x_group) *x, llm__vf sum) {
-#if LLM__KERNEL_PASS == 0
-    (void)type;
-    sum[0] += (float)LLM__K(dot_group)(w, x) * (w->scale[0] * x->scale[0]);
-    return sum;
-#else
-    llm__vf products = __builtin_convertvector(LLM__K(dot_group)(type, w->lo, w->hi, x), llm__vf);
-    return LLM__K(fma)(products, w->scale * LLM__K(load)(x->scale), sum);
-#endif
-}
-
-static int64_t LLM__K(group_row_bytes)(int64_t cols) {
-    int64_t blocks = llm__divide_up(cols, LLM__BLOCK);
-    return llm__divide_up(blocks, LLM__K(group_blocks)) * (int64_t)sizeof(LLM__K(x_group));
-}
-
-/* One row of x to int8, in groups; blocks that fill up the last group are zero. */
-static void LLM__K(quantize)(const float *x, int64_t cols, llm_type type, void *groups) {
-    enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
-    LLM__K(x_group) *group = (LLM__K(x_group) *)groups;
-    int64_t blocks = cols / LLM__BLOCK;
-    for (int64_t block = 0; block < blocks; group++) {
-        memset(group, 0, sizeof *group);
-        for (int b = 0; b < LLM__K(group_blocks) && block < blocks; b++, block++, x += LLM__BLOCK) {
-            llm__vf largest = {0};
-            for (int i = 0; i < PARTS; i++)
-                largest = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(x + i * LLM__W)), largest);
-            float range = LLM__K(largest)(largest), inverse = range > 0.0f ? 127.0f / range : 0.0f;
-            for (int i = 0; i < PARTS; i++) {
-                int8_t *half = i < PARTS / 2 ? group->lo : group->hi;
-                LLM__K(to_int8)(half + 16 * b + i % (PARTS / 2) * LLM__W,
-                                LLM__K(nearest)(LLM__K(load)(x + i * LLM__W) * inverse));
-            }
-            for (int lane = 0; lane < 4; lane++) group->scale[4 * b + lane] = range / 127.0f;
-        }
-#if LLM__KERNEL_PASS > 0
-        int offset = type == LLM_Q4_0 ? 8 : LLM__KERNEL_PASS == 2 ? 128 : 0;
-        if (offset == 0) continue;
-        llm__vi offsets = (llm__vi){0} + (int)((unsigned)offset * 0x01010101u); /* in every byte */
-        llm__vi correction = -LLM__K(dot_group)(type, offsets, offsets, group);
-        memcpy(group->correction, &correction, sizeof correction);
-#else
-        (void)type;
-#endif
-    }
-}
-
-/* Rows row, row + step, ... (R of them) of the weights against T rows of x, from x row i0. `packed`: as they lie in the file, else unpacked in a tile. */
-LLM__INLINE void LLM__K(int_block)(llm_type type, bool packed, int R, int T, const llm__matmul_job *job,
-                                   const void *weights, size_t row_bytes, int64_t step, int64_t row, int64_t i0) {
-    const int group_bytes = LLM__K(group_blocks) * LLM__K(block_bytes)(type);
-    const char *x = (const char *)job->groups + (size_t)i0 * job->group_row_bytes;
-    int64_t blocks = job->w->cols / LLM__BLOCK, groups = llm__divide_up(blocks, LLM__K(group_blocks));
-    int rest = (int)(blocks % LLM__K(group_blocks));
-    int64_t whole = packed && rest ? groups - 1 : groups;
-    llm__vf sums[LLM__ROWS][4];
-    LLM__K(w_group) w[LLM__ROWS];
-    LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[r][t] = (llm__vf){0};
-    for (int64_t g = 0; g < whole; g++) {
-        LLM__UNROLL for (int r = 0; r < R; r++) {
-            const char *p = (const char *)weights + (size_t)(r * step) * row_bytes;
-            if (packed) {
-                for (int line = 0; line < group_bytes - 32; line += 64)
-                    LLM__PREFETCH(p + g * group_bytes + LLM__PREFETCH_BYTES + line);
-                LLM__K(unpack_group)(type, (const uint8_t *)p + g * group_bytes, &w[r]);
-            } else w[r] = ((const LLM__K(w_group) *)(const void *)p)[g];
-        }
+/* Add the products of the blocks first to end - 1, T rows each, to the sums. */
+LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, const int32_t *products, __m512 *sums) {
+    for (int b = first; b < end; b++, products += 256) {
+        const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
+        __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
+        for (int line = 0; line < job->lines; line++) LLM__PREFETCH(job->ahead + (b * job->lines + line) * 64);
         LLM__UNROLL for (int t = 0; t < T; t++) {
-            const LLM__K(x_group) *xt = (const LLM__K(x_group) *)(const void *)(x + (size_t)t * job->group_row_bytes) + g;
-            LLM__UNROLL for (int r = 0; r < R; r++) sums[r][t] = LLM__K(add_group)(type, &w[r], xt, sums[r][t]);
-        }
-    }
-    if (whole < groups) /* the last, partly filled group, from a copy: reading on could leave the file */
-        for (int r = 0; r < R; r++) {
-            uint8_t last[LLM__K(group_blocks) * LLM__Q8_0_BYTES] = {0};
-            const char *p = (const char *)weights + (size_t)(r * step) * row_bytes + (size_t)(whole * group_bytes);
-            memcpy(last, p, (size_t)(rest * LLM__K(block_bytes)(type)));
-            LLM__K(unpack_group)(type, last, &w[0]);
-            LLM__UNROLL for (int t = 0; t < T; t++) {
-                const LLM__K(x_group) *xt = (const LLM__K(x_group) *)(const void *)(x + (size_t)t * job->group_row_bytes);
-                sums[r][t] = LLM__K(add_group)(type, &w[0], xt + whole, sums[r][t]);
-            }
-        }
-    LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r * step, LLM__K(sum)(sums[r][t]));
-}
-
-/* Up to LLM__FEW_ROWS rows of x, straight from the file. A core reads fastest in a few long runs: neighbouring rows of weights, read
- * side by side, look like disorder to the prefetcher, which follows one run in a page of memory. So the range is
- * cut into R parts, and the first rows of all parts go together, then the second ones. */
-LLM__INLINE void LLM__K(int_rows_few)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes,
-                                      int64_t first, int64_t end) {
-    int64_t part = (end - first) / LLM__ROWS, row = first;
-    for (; row < first + part; row++) {
-        const char *w = weights + (size_t)row * row_bytes;
-        for (int i = 0; i < job->n; i += 4) /* the second time the weights come from the first-level cache */
-            switch (job->n - i) {
-            case 1: LLM__K(int_block)(type, true, LLM__ROWS, 1, job, w, row_bytes, part, row, i); break;
-            case 2: LLM__K(int_block)(type, true, LLM__ROWS, 2, job, w, row_bytes, part, row, i); break;
-            case 3: LLM__K(int_block)(type, true, LLM__ROWS, 3, job, w, row_bytes, part, row, i); break;
-            default: LLM__K(int_block)(type, true, LLM__ROWS, 4, job, w, row_bytes, part, row, i); break;
-            }
-    }
-    for (row = first + part * LLM__ROWS; row < end; row++)
-        for (int i = 0; i < job->n; i++)
-            LLM__K(int_block)(type, true, 1, 1, job, weights + (size_t)row * row_bytes, row_bytes, 1, row, i);
-}
-
-LLM__INLINE void LLM__K(unpack_int_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t blocks,
-                                         int64_t count, LLM__K(w_group) *tile) {
-    const int group_bytes = LLM__K(group_blocks) * LLM__K(block_bytes)(type);
-    for (int64_t r = 0; r < count; r++, weights += row_bytes) {
-        int64_t block = 0;
-        const uint8_t *p = (const uint8_t *)weights;
-        for (; block + LLM__K(group_blocks) <= blocks; block += LLM__K(group_blocks), p += group_bytes)
-            LLM__K(unpack_group)(type, p, tile++);
-        if (block < blocks) {
-            uint8_t last[LLM__K(group_blocks) * LLM__Q8_0_BYTES] = {0};
-            memcpy(last, p, (size_t)((blocks - block) * LLM__K(block_bytes)(type)));
-            LLM__K(unpack_group)(type, last, tile++);
+            __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
+            sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
         }
     }
 }
 
-/* Any number of rows of x: a tile of unpacked weights stays in the second-level cache, 4 rows of x in the first. */
-LLM__INLINE void LLM__K(int_rows_many)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes,
-                                       int64_t first, int64_t end, LLM__K(w_group) *tile) {
-    int64_t blocks = job->w->cols / LLM__BLOCK, groups = llm__divide_up(blocks, LLM__K(group_blocks));
-    size_t unpacked_bytes = (size_t)groups * sizeof *tile;
-    int64_t tile_rows = (int64_t)(job->tile_bytes / unpacked_bytes);
-    tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
-    for (int64_t row = first; row < end; row += tile_rows) {
-        int64_t count = llm__min(tile_rows, end - row);
-        LLM__K(unpack_int_rows)(type, weights + (size_t)row * row_bytes, row_bytes, blocks, count, tile);
-        for (int64_t i = 0, i_step; i < job->n; i += i_step) {
-            i_step = job->n - i >= 4 ? 4 : 1;
-            for (int64_t r = 0, r_step; r < count; r += r_step) {
-                const LLM__K(w_group) *w = tile + r * groups;
-                r_step = count - r >= LLM__ROWS ? LLM__ROWS : 1;
-                if (i_step > 1 && r_step > 1)
-                    LLM__K(int_block)(type, false, LLM__ROWS, 4, job, w, unpacked_bytes, 1, row + r, i);
-                else if (r_step > 1) LLM__K(int_block)(type, false, LLM__ROWS, 1, job, w, unpacked_bytes, 1, row + r, i);
-                else
-                    for (int64_t k = i; k < i + i_step; k++)
-                        LLM__K(int_block)(type, false, 1, 1, job, w, unpacked_bytes, 1, row + r, k);
+/* T rows of the tile count. */
+LLM__INLINE void llm__amx_chunk(int T, bool first, const llm__tile_job *job) {
+    __m512 sums[16];
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(job->kept + t * 16);
+    llm__amx_products(job->x, job->x_bytes, job->w, job->products);
+    for (int block = 0; block < job->blocks; block += LLM__GROUP) {
+        int after = block + LLM__GROUP, odd = block / LLM__GROUP % 2;
+        if (after < job->blocks)
+            llm__amx_products(job->x + (size_t)after * job->x_bytes, job->x_bytes, job->w + after * 512,
+                              job->products + (1 - odd) * 1024);
+        llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), job->products + odd * 1024, sums);
+    }
+    LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
+}
+
+/* The first blocks of (what is left of) a panel to signed bytes and f32 scales. */
+LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count, int8_t *w, float *scales) {
+    const __m512i sign = _mm512_set1_epi8((char)0x80), high = _mm512_set1_epi8((char)0xf0);
+    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL) {
+        int half = b % 2;
+        const uint8_t *stripe = panel + (size_t)(b / 2) * llm__stripe_bytes(type);
+        const uint8_t *p = stripe + 4 * LLM__PANEL + half * LLM__PANEL * 4 * llm__stored_quads(type);
+        __m512 scale = (__m512)LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL));
+        if (type == LLM_Q4_0) {
+            LLM__UNROLL for (int q = 0; q < 4; q++) { /* 0x28: (v ^ sign) & high */
+                __m512i v = _mm512_loadu_si512((const void *)(p + q * 64));
+                __m512i low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 4), sign, high, 0x28);
+                _mm512_storeu_si512((void *)(w + q * 64), low);
+                _mm512_storeu_si512((void *)(w + q * 64 + 256), _mm512_ternarylogic_epi32(v, sign, high, 0x28));
             }
+            scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.0625f));
+        } else
+            LLM__UNROLL for (int q = 0; q < 8; q++)
+                _mm512_storeu_si512((void *)(w + q * 64), _mm512_loadu_si512((const void *)(p + q * 64)));
+        _mm512_storeu_ps(scales, scale);
+    }
+}
+
+/* Up to four panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
+ * beyond n, up to a multiple of four, are computed from whatever is there, and dropped.) */
+LLM__INLINE void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+                                 char *scratch) {
+    int64_t blocks = llm__x_blocks(job->w->cols), kept_rows = job->n + LLM__X_TILE;
+    size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
+    size_t chunk_bytes = LLM__CHUNK / 2 * llm__stripe_bytes(type);
+    int32_t *products = (int32_t *)(void *)scratch;                          /* (2, group, 16, 16) */
+    int8_t *w = (int8_t *)(products + 2 * LLM__GROUP * 256);                 /* (panels, chunk, 8, 16, 4) */
+    float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512); /* (panels, chunk, 16) */
+    float *sums = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;       /* (panels, kept_rows, 16) */
+    for (int64_t block = 0; block < blocks; block += LLM__CHUNK, panels += chunk_bytes) {
+        int count = (int)llm__min(LLM__CHUNK, blocks - block);
+        for (int p = 0; p < n_panels; p++)
+            llm__amx_unpack(type, panels + (size_t)p * panel_bytes, count, w + p * LLM__CHUNK * 512,
+                            scales + p * LLM__CHUNK * LLM__PANEL);
+        for (int64_t i = 0; i < job->n; i += job->height)
+            for (int p = 0; p < n_panels; p++) {
+                llm__tile_job t = {llm__x_tile(job, i / job->height) + (size_t)block * x_bytes, x_bytes, job->height, count,
+                                   w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, products,
+                                   sums + (p * kept_rows + i) * LLM__PANEL, panels + (size_t)p * panel_bytes + chunk_bytes,
+                                   i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
+                int64_t rows = job->n - i;
+                if (rows > 12) llm__amx_chunk(16, block == 0, &t);
+                else if (rows > 8) llm__amx_chunk(12, block == 0, &t);
+                else if (rows > 4) llm__amx_chunk(8, block == 0, &t);
+                else llm__amx_chunk(4, block == 0, &t);
+            }
+    }
+    for (int64_t i = 0; i < job->n; i++)
+        for (int p = 0; p < n_panels; p++) {
+            llm__vf sum = LLM__K(load)(sums + (p * kept_rows + i) * LLM__PANEL);
+            LLM__K(finish_panel)(job, i, row + p * LLM__PANEL, &sum);
         }
+}
+
+#endif
+
+/* Rows first to end - 1 of the weights, whole panels. */
+LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
+    const llm_weight *w = job->w;
+    size_t panel_bytes = llm__panel_bytes(type, w->cols);
+    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
+#if LLM__KERNEL_PASS == 2
+    if (tiles) llm__amx_configure(job->height);
+#endif
+    for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
+        together = tiles && job->n > LLM__X_TILE ? llm__min(llm__divide_up(end - row, LLM__PANEL), LLM__TILE_PANELS) : 1;
+        const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
+        if (!w->packed) {
+            for (int64_t p = 0; p < together; p++)
+                llm__pack_panel(w, row + p * LLM__PANEL, (uint8_t *)scratch + (size_t)p * panel_bytes);
+            panels = (const uint8_t *)scratch;
+        }
+#if LLM__KERNEL_PASS == 2
+        if (tiles) {
+            llm__amx_panels(type, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            continue;
+        }
+#endif
+        LLM__K(panel_by_rows)(type, job, panels, row);
+    }
+#if LLM__KERNEL_PASS == 2
+    if (job->tiles) __asm__ volatile("tilerelease" ::);
+#endif
+}
+
+/* Rows of x to int8: see llm__kernels.round_rows. Values too small for a float to hold their products with the
+ * scales of weights (1e-25) count as zero. */
+static void LLM__K(round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block,
+                            char *tile) {
+    enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
+    for (int64_t item = first_block * rows; item < end_block * rows; item++) {
+        int64_t block = item / rows, r = item % rows;
+        char *to = tile + (size_t)block * (size_t)height * LLM__X_BYTES;
+        const float *from = x + r * cols + block * LLM__BLOCK;
+        int8_t *values = (int8_t *)to + r * LLM__BLOCK;
+        float *scale = (float *)(void *)(to + height * LLM__BLOCK) + r;
+        int32_t *total = (int32_t *)(void *)(scale + height);
+        llm__vf largest = {0};
+        bool there = block * LLM__BLOCK < cols;
+        for (int i = 0; there && i < PARTS; i++)
+            largest = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i * LLM__W)), largest);
+        float range = LLM__K(largest)(largest);
+        *scale = 0.0f;
+        *total = 0;
+        if (!(range > 1e-25f)) {
+            memset(values, 0, LLM__BLOCK);
+            continue;
+        }
+        float inverse = 127.0f / range;
+        llm__vi sum = {0};
+        for (int i = 0; i < PARTS; i++) {
+            llm__vi whole = LLM__K(nearest)(LLM__K(load)(from + i * LLM__W) * inverse);
+            LLM__K(to_int8)(values + i * LLM__W, whole);
+            sum += whole;
+        }
+        *total = (int32_t)LLM__K(sum)(__builtin_convertvector(sum, llm__vf));
+        *scale = range / 127.0f;
     }
 }
 
 static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
-    const llm_weight *w = job->w;
-    const char *weights = (const char *)w->data;
-    size_t row_bytes = llm__row_bytes(w->type, w->cols);
-    bool few = job->n <= LLM__FEW_ROWS;
-    if (w->type == LLM_Q4_0 && few) LLM__K(int_rows_few)(LLM_Q4_0, job, weights, row_bytes, first, end);
-    else if (w->type == LLM_Q4_0)
-        LLM__K(int_rows_many)(LLM_Q4_0, job, weights, row_bytes, first, end, (LLM__K(w_group) *)scratch);
-    else if (w->type == LLM_Q8_0 && few) LLM__K(int_rows_few)(LLM_Q8_0, job, weights, row_bytes, first, end);
-    else if (w->type == LLM_Q8_0)
-        LLM__K(int_rows_many)(LLM_Q8_0, job, weights, row_bytes, first, end, (LLM__K(w_group) *)scratch);
-    else LLM__K(matmul_float)(job, first, end, scratch);
+    switch (job->w->type) {
+    case LLM_Q4_0: LLM__K(matmul_int)(LLM_Q4_0, job, first, end, (char *)scratch); break;
+    case LLM_Q8_0: LLM__K(matmul_int)(LLM_Q8_0, job, first, end, (char *)scratch); break;
+    default: LLM__K(matmul_float)(job, first, end, scratch);
+    }
 }
 
 /* -- Rotation, and into the cache -- */
@@ -7239,8 +7420,8 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
 }
 
 static const llm__kernels LLM__K(kernels) = {
-    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(group_row_bytes), LLM__K(quantize), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu),
-    LLM__K(rope_and_store), LLM__K(attention),
+    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(rope_and_store),
+    LLM__K(attention),
 };
 
 #ifdef __clang__
@@ -7251,6 +7432,7 @@ static const llm__kernels LLM__K(kernels) = {
 #undef LLM__K
 #undef LLM__W
 #undef LLM__ROWS
+#undef LLM__X_ROWS
 #endif /* LLM__KERNEL_PASS */
 
 #if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
@@ -7265,6 +7447,7 @@ static const llm__kernels LLM__K(kernels) = {
 #define LLM__KERNEL_PASS 0
 #define LLM__W 4
 #define LLM__ROWS 2
+#define LLM__X_ROWS 4
 #define LLM__K(name) LLM__JOIN(llm__base_, name)
 #include LLM_FILE_NAME
 #undef LLM__KERNEL_PASS
@@ -7274,6 +7457,7 @@ static const llm__kernels LLM__K(kernels) = {
 #define LLM__KERNEL_PASS 1
 #define LLM__W 8
 #define LLM__ROWS 2
+#define LLM__X_ROWS 4
 #define LLM__K(name) LLM__JOIN(llm__avx2_, name)
 #ifdef __clang__
 #pragma clang attribute push(__attribute__((target("avx2,fma,f16c"))), apply_to = function)
@@ -7292,12 +7476,13 @@ static const llm__kernels LLM__K(kernels) = {
 #define LLM__KERNEL_PASS 2
 #define LLM__W 16
 #define LLM__ROWS 4
+#define LLM__X_ROWS 8
 #define LLM__K(name) LLM__JOIN(llm__avx512_, name)
 #ifdef __clang__
-#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c"))), apply_to = function)
+#pragma clang attribute push(__attribute__((target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8,avx2,fma,f16c"))), apply_to = function)
 #else
 #pragma GCC push_options
-#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,avx2,fma,f16c")
+#pragma GCC target("avx512f,avx512bw,avx512dq,avx512vl,avx512vnni,amx-tile,amx-int8,avx2,fma,f16c")
 #endif
 #include LLM_FILE_NAME
 #ifdef __clang__
@@ -7308,6 +7493,18 @@ static const llm__kernels LLM__K(kernels) = {
 #undef LLM__KERNEL_PASS
 
 #endif /* LLM__X86 */
+
+/* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
+static bool llm__has_matrix_tiles(void) {
+#if defined(LLM__X86) && defined(__linux__) && defined(SYS_arch_prctl)
+    enum { TILES_OF_INT8 = 1 << 24 | 1 << 25, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    unsigned a, b, c, d;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_INT8) != TILES_OF_INT8) return false;
+    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+#else
+    return false;
+#endif
+}
 
 /* The best kernels that this processor can run and the caller allows. */
 static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
@@ -7364,13 +7561,15 @@ static void llm__parallel(llm__cpu *cpu, int64_t items, bool worth_it, llm__work
     for (int64_t item = 0; item < items; item++) work(cpu, job, item, cpu->scratch);
 }
 
-static bool llm__is_block_format(llm_type type) { return type == LLM_Q4_0 || type == LLM_Q8_0; }
-
-static void llm__quantize_item(llm__cpu *cpu, const void *job_, int64_t row, void *scratch) {
+/* An item is a part of the columns of one tile of x. */
+static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
+    int64_t cols = job->w->cols, tile = item / job->x_parts, part = item % job->x_parts, first_row = tile * job->height;
+    int64_t blocks = llm__x_blocks(cols);
     (void)scratch;
-    cpu->kernels->quantize(job->x + row * job->w->cols, job->w->cols, job->w->type,
-                           (char *)cpu->quantized + (size_t)row * job->group_row_bytes);
+    cpu->kernels->round_rows(job->x + first_row * cols, cols, job->height, (int)llm__min(job->height, job->n - first_row),
+                          blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts,
+                          (char *)cpu->rounded + (size_t)tile * job->x_tile_bytes);
 }
 
 static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -7387,16 +7586,21 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         return;
     }
     if (n < 1 || w->rows < 1) return;
-    llm__matmul_job job = {w, x, cpu->quantized, 0, bias, add, n, out, w->rows, cpu->tile_bytes};
-    if (llm__is_block_format(w->type)) {
-        job.group_row_bytes = (size_t)cpu->kernels->group_row_bytes(w->cols);
-        llm__parallel(cpu, n, (int64_t)n * w->cols >= 1 << 16, llm__quantize_item, &job);
+    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, w->rows, cpu->tile_bytes};
+    if (llm__stored_quads(w->type)) {
+        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS;
+        job.height = (int)llm__min(n, LLM__X_TILE);
+        job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
+        int64_t tiles = llm__divide_up(n, job.height);
+        bool many = (int64_t)n * w->cols >= 1 << 15;
+        job.x_parts = many ? (int)llm__divide_up(cpu->n_threads, tiles) : 1;
+        llm__parallel(cpu, tiles * job.x_parts, many, llm__round_item, &job);
     }
-    /* Items of a quarter of a thread's share or less, for balance; whole blocks of 16 rows; and not too large */
+    /* Items of a quarter of a thread's share or less, for balance; whole groups of four panels; and not too large */
     bool worth_it = (double)w->rows * (double)w->cols * n >= 400e3;
     int64_t share = llm__divide_up(w->rows, 4 * (int64_t)cpu->n_threads);
-    int64_t largest = llm__max((1 << 18) / w->cols, 16);
-    job.rows_per_item = llm__divide_up(llm__min(share, largest), 16) * 16;
+    int64_t largest = llm__max((1 << 18) / w->cols, 64);
+    job.rows_per_item = llm__divide_up(llm__min(share, largest), 64) * 64;
     if (!worth_it || cpu->n_threads == 1) job.rows_per_item = w->rows;
     llm__parallel(cpu, llm__divide_up(w->rows, job.rows_per_item), worth_it, llm__matmul_item, &job);
 }
@@ -7577,9 +7781,57 @@ static bool llm__cpu_download(void *context, void *host, const void *device, siz
     return llm__cpu_upload(context, host, device, bytes, err);
 }
 
+/* Packed weights stand one after another in slabs, so that they fill large pages. */
+typedef struct llm__slab {
+    char *memory;
+    size_t bytes, used;
+    int64_t n_weights; /* that stand in it */
+} llm__slab;
+
+static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
+    const uint64_t usual = 64 << 20;
+    llm__slab *last = cpu->n_slabs > 0 ? &cpu->slabs[cpu->n_slabs - 1] : NULL;
+    bytes = (bytes + LLM__ALIGNMENT - 1) / LLM__ALIGNMENT * LLM__ALIGNMENT;
+    if (!last || last->bytes - last->used < bytes) {
+        llm__slab *slabs = (llm__slab *)llm__grow(cpu->slabs, cpu->n_slabs, &cpu->slab_capacity, sizeof *slabs,
+                                                  "the list of slabs", err);
+        if (!slabs) return NULL;
+        cpu->slabs = slabs;
+        last = &slabs[cpu->n_slabs];
+        memset(last, 0, sizeof *last);
+        last->bytes = (size_t)(bytes > usual ? bytes : usual);
+        last->memory = (char *)llm__aligned_new(last->bytes, "weights in the kernels' order (which can be switched off)", err);
+        if (!last->memory) return NULL;
+        llm__want_large_pages(last->memory, last->bytes);
+        cpu->n_slabs++;
+    }
+    void *memory = last->memory + last->used;
+    last->used += (size_t)bytes;
+    last->n_weights++;
+    return memory;
+}
+
+static void llm__slab_drop(llm__cpu *cpu, const void *memory) {
+    for (int64_t i = 0; memory && i < cpu->n_slabs; i++) {
+        llm__slab *slab = &cpu->slabs[i];
+        if ((const char *)memory < slab->memory || (const char *)memory >= slab->memory + slab->used) continue;
+        if (--slab->n_weights == 0) {
+            llm__aligned_free(slab->memory);
+            memmove(slab, slab + 1, (size_t)(--cpu->n_slabs - i) * sizeof *slab);
+        }
+        return;
+    }
+}
+
+static void llm__pack_item(llm__cpu *cpu, const void *weight, int64_t item, void *scratch) {
+    const llm_weight *w = (const llm_weight *)weight;
+    (void)cpu, (void)scratch;
+    llm__pack_panel(w, item * LLM__PANEL, (uint8_t *)w->packed + (size_t)item * llm__panel_bytes(w->type, w->cols));
+}
+
 static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
+    llm__cpu *cpu = (llm__cpu *)context;
     const llm_type_info *type = llm_type_find(w->type);
-    (void)context;
     llm__clear(err);
     if (!type)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d", (int)w->type);
@@ -7587,12 +7839,22 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
         return llm__fail(err, LLM_ERROR_FORMAT, "cpu: a %s matrix of %lld x %lld: rows must be whole blocks of %d",
                          type->name, (long long)w->rows, (long long)w->cols, type->block_values);
     w->data = host;
+    w->packed = NULL;
+    if (!cpu->pack || !cpu->kernels || w->only_rows || !llm__stored_quads(w->type)) return true;
+    uint64_t bytes;
+    if (!llm__multiply((uint64_t)llm__divide_up(w->rows, LLM__PANEL), llm__panel_bytes(w->type, w->cols), &bytes) ||
+        bytes > SIZE_MAX / 2)
+        return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
+    w->packed = llm__slab_take(cpu, bytes, err);
+    if (!w->packed) return false;
+    llm__parallel(cpu, llm__divide_up(w->rows, LLM__PANEL), true, llm__pack_item, w);
     return true;
 }
 
 static void llm__cpu_free_weight(void *context, llm_weight *w) {
-    (void)context;
+    llm__slab_drop((llm__cpu *)context, w->packed);
     w->data = NULL;
+    w->packed = NULL;
 }
 
 /* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
@@ -7617,25 +7879,28 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
                          sizeof(float);
     uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
-    uint64_t scratch = llm__max((int64_t)llm__max((int64_t)attention, (int64_t)naive), (int64_t)tile);
+    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, limits.max_cols) + LLM__TILES_BYTES +
+                     ((uint64_t)limits.max_tokens + LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL * sizeof(float);
+    uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive), llm__max((int64_t)tile, (int64_t)panel));
     scratch = (scratch + 4095) / 4096 * 4096;
-    uint64_t all_scratch, quantized = 0;
+    uint64_t all_scratch, rounded = 0;
     bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
-    if (cpu->kernels)
-        fits = fits && llm__multiply((uint64_t)cpu->kernels->group_row_bytes(limits.max_cols),
-                                     (uint64_t)limits.max_tokens, &quantized) && quantized <= SIZE_MAX / 2;
+    if (cpu->kernels) /* whole tiles of x; and the last group of blocks may be read past its end */
+        fits = fits && llm__multiply((uint64_t)llm__x_blocks(limits.max_cols) * LLM__X_BYTES,
+                                     (uint64_t)limits.max_tokens + LLM__X_TILE, &rounded) &&
+               (rounded += LLM__GROUP * LLM__X_TILE * LLM__X_BYTES) <= SIZE_MAX / 2;
     if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
 
     char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);
-    void *new_quantized = new_scratch ? llm__aligned_new((size_t)quantized, "rounded activations", err) : NULL;
-    if (!new_quantized) {
+    void *new_rounded = new_scratch ? llm__aligned_new((size_t)rounded, "rounded activations", err) : NULL;
+    if (!new_rounded) {
         llm__aligned_free(new_scratch);
         return false;
     }
     llm__aligned_free(cpu->scratch);
-    llm__aligned_free(cpu->quantized);
+    llm__aligned_free(cpu->rounded);
     cpu->scratch = new_scratch;
-    cpu->quantized = new_quantized;
+    cpu->rounded = new_rounded;
     cpu->scratch_bytes = (size_t)scratch;
     cpu->tile_bytes = (size_t)tile;
     cpu->limits = limits;
@@ -7666,7 +7931,9 @@ static bool llm__cpu_sync(void *context, llm_error *err) {
 static void llm__cpu_destroy(llm_backend *backend) {
     llm__cpu *cpu = (llm__cpu *)backend->context;
     llm__aligned_free(cpu->scratch);
-    llm__aligned_free(cpu->quantized);
+    llm__aligned_free(cpu->rounded);
+    for (int64_t i = 0; i < cpu->n_slabs; i++) llm__aligned_free(cpu->slabs[i].memory);
+    LLM_FREE(cpu->slabs);
     LLM_FREE(cpu);
 }
 
@@ -7687,6 +7954,8 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     if (!cpu) return NULL;
     cpu->kernels = llm__choose_kernels(max_isa);
     cpu->isa = cpu->kernels ? cpu->kernels->isa : LLM_ISA_REFERENCE;
+    if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles()) cpu->isa = LLM_ISA_AMX;
+    cpu->pack = true;
     cpu->n_threads = n_threads > 0 ? n_threads : llm_processor_count();
 #ifndef _OPENMP
     cpu->n_threads = 1;
@@ -7719,6 +7988,10 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     return b;
 }
 
+void llm_cpu_pack_weights(llm_backend *backend, bool pack) {
+    if (backend && backend->destroy == llm__cpu_destroy) ((llm__cpu *)backend->context)->pack = pack;
+}
+
 llm_isa llm_cpu_isa(const llm_backend *backend) {
     bool ours = backend && backend->destroy == llm__cpu_destroy;
     return ours ? ((const llm__cpu *)backend->context)->isa : LLM_ISA_REFERENCE;
@@ -7735,6 +8008,7 @@ const char *llm_isa_name(llm_isa isa) {
     case LLM_ISA_PLAIN: return "plain";
     case LLM_ISA_AVX2: return "avx2";
     case LLM_ISA_AVX512: return "avx512";
+    case LLM_ISA_AMX: return "amx";
     }
     return "unknown";
 }
@@ -9499,6 +9773,7 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
     net->backend = backend;
     int n = model->config.n_layers * LLM__N_PARTS;
     net->parts = (llm_weight *)llm__new((size_t)n, sizeof *net->parts, "the table of weights", err);
+    net->embedding.only_rows = !model->config.tied_output;
     if (!net->parts || !llm__load_frequencies(net, err) ||
         !llm__load_matrix(backend, model->embedding, &net->embedding, err) ||
         !llm__load_vector(backend, model->output_norm, &net->output_norm, err))
@@ -10914,7 +11189,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     llm_engine_options *o = &e->options;
     int64_t n_blocks = 0;
     if (!llm__engine_options(o, c, err)) return false;
-    if (!o->backend) o->backend = e->own_backend = llm_cpu_backend(o->n_threads, LLM_ISA_AVX512, err);
+    if (!o->backend) o->backend = e->own_backend = llm_cpu_backend(o->n_threads, LLM_ISA_BEST, err);
     if (!o->backend) return false;
     int max_logits = llm__engine_logits(c, o);
     /* the caches come last: they get what all the rest leaves */

@@ -103,7 +103,7 @@ static void test_threads(void **state) {
     for (int m = 0; m < N_MODELS; m++) {
         llm_model *model = model_load(models[m]);
         llm_request request = some_request(m, 60, 12);
-        for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa++) {
+        for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa++) {
             record *expected = NULL;
             for (int threads = 1; threads <= 5; threads++) {
                 llm_error err;

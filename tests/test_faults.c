@@ -239,7 +239,7 @@ static bool life_with_failing_device(bool swap, long k) {
     record *got[N_REQUESTS];
     long live = test_live;
     int n_failed = 0, more;
-    real = llm_cpu_backend(1, LLM_ISA_AVX512, &err);
+    real = llm_cpu_backend(1, LLM_ISA_BEST, &err);
     assert_non_null(real);
     llm_backend device = failing_backend();
     o.backend = &device;

@@ -115,7 +115,7 @@ static void check_f32(const golden *g, llm_engine_options o) {
 
 static void check_f32_everywhere(const char *name) {
     golden *g = golden_open(name);
-    for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa++)
+    for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2; naive++) {
             llm_error err;
             llm_engine_options o = llm_engine_defaults();
@@ -182,7 +182,7 @@ static void test_packed(void **state) {
             llm_error err;
             temporary_path(path);
             if (!llm_quantize(g->f32_path, path, info->type, false, NULL, NULL, &err)) fail_msg("%s", err.message);
-            for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa++) {
+            for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa++) {
                 double error = packed_error(g, path, (llm_isa)isa);
                 print_message("%-8s %-5s %-7s %.1e\n", g->name, info->name, llm_isa_name((llm_isa)isa), error);
                 assert_true(error <= bound_of(info->type));
@@ -190,7 +190,7 @@ static void test_packed(void **state) {
             unlink(path);
         }
         /* and as the script stored it, with the gguf package's packing */
-        assert_true(packed_error(g, g->model_path, LLM_ISA_AVX512) <= 0.06);
+        assert_true(packed_error(g, g->model_path, LLM_ISA_BEST) <= 0.06);
         golden_close(g);
     }
 }

@@ -49,7 +49,7 @@ static llm_backend *open_backend(llm_isa isa, int threads) {
     assert_true(b->reserve(b->context, &limits, &err));
     return b;
 }
-#define FOR_EACH_ISA(isa) for (llm_isa isa = LLM_ISA_PLAIN; isa <= LLM_ISA_AVX512; isa = (llm_isa)(isa + 1))
+#define FOR_EACH_ISA(isa) for (llm_isa isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa = (llm_isa)(isa + 1))
 
 static void close_backend(llm_backend *b) {
     llm_error err;
@@ -472,7 +472,7 @@ static void test_attention_window_is_a_shorter_sequence(void **state) {
     enum { LENGTH = 180, HEADS = 2, DIM = 24 };
     static const int windows[] = {1, 2, 15, 16, 63, 64, 65, 130, 179, 180, 181};
     for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
-        for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa++)
+        for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
             for (int naive = 0; naive < 2; naive++) {
                 world w = make_world(1, LENGTH, 1, HEADS, DIM, LLM_F32);
                 float *out = malloc(LENGTH * HEADS * DIM * sizeof *out), *right = malloc(LENGTH * HEADS * DIM * sizeof *right);
@@ -542,7 +542,7 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
     }
     float *k_copy = malloc(k_values * sizeof(float));
     float *expected_keys = malloc(cache_values * sizeof(float)), *found_keys = malloc(cache_values * sizeof(float));
-    for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa = (llm_isa)(isa + 1))
+    for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa = (llm_isa)(isa + 1))
         for (int threads = 1; threads <= 2; threads++) {
             int result = isa == LLM_ISA_REFERENCE ? 0 : threads;
             llm_backend *b = open_backend(isa, threads);
@@ -607,7 +607,7 @@ static void test_rope_and_store(void **state) {
 static void test_movements(void **state) {
     (void)state;
     llm_error err;
-    llm_backend *b = open_backend(LLM_ISA_AVX512, 2);
+    llm_backend *b = open_backend(LLM_ISA_BEST, 2);
     if (!b) b = open_backend(LLM_ISA_PLAIN, 2);
     assert_non_null(b);
 
@@ -690,7 +690,7 @@ static void test_failures(void **state) {
     }
     for (int i = 0;; i++) { /* each allocation fails in turn */
         test_fail_in = i;
-        llm_backend *b = llm_cpu_backend(2, LLM_ISA_AVX512, &err);
+        llm_backend *b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
         if (b && b->reserve(b->context, &limits, &err)) {
             test_fail_in = -1;
             assert_int_equal(err.status, LLM_OK);
@@ -730,7 +730,7 @@ static void test_no_allocation_in_a_step(void **state) {
 static void test_instruction_sets(void **state) {
     (void)state;
     llm_error err;
-    for (int max = LLM_ISA_REFERENCE; max <= LLM_ISA_AVX512; max++) {
+    for (int max = LLM_ISA_REFERENCE; max <= LLM_ISA_BEST; max++) {
         llm_backend *b = llm_cpu_backend(0, (llm_isa)max, &err);
         assert_non_null(b);
         assert_true(llm_cpu_isa(b) <= (llm_isa)max);
