@@ -350,6 +350,15 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 typedef struct llm_engine llm_engine;
 typedef struct llm_backend llm_backend;
 
+typedef enum llm_isa { /* instruction sets, in ascending order */
+    LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
+    LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
+    LLM_ISA_AVX2,    /* with FMA and F16C */
+    LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
+    LLM_ISA_AMX,     /* and matrix tiles of int8 */
+    LLM_ISA_BEST = LLM_ISA_AMX
+} llm_isa;
+
 typedef enum llm_policy { /* when waiting requests may enter */
     LLM_POLICY_CONTINUOUS, /* at every step */
     LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended */
@@ -365,6 +374,8 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none */
     llm_backend *backend;  /* NULL: a CPU backend of the engine's own */
     int n_threads;         /* for that CPU backend; 0: one per processor */
+    llm_isa max_isa;       /* the best instruction set that it may use; default LLM_ISA_BEST */
+    bool pack_weights;     /* it keeps weights in the order in which its kernels read them: see llm_cpu_pack_weights; default true */
     int context_length;    /* longest sequence; 0: the model's */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
@@ -665,15 +676,6 @@ struct llm_backend {
 
     void (*destroy)(llm_backend *backend);
 };
-
-typedef enum llm_isa { /* instruction sets, in ascending order */
-    LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
-    LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
-    LLM_ISA_AVX2,    /* with FMA and F16C */
-    LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
-    LLM_ISA_AMX,     /* and matrix tiles of int8 */
-    LLM_ISA_BEST = LLM_ISA_AMX
-} llm_isa;
 
 /* The reference device. n_threads: 0 = one per processor. The fastest instruction set that both this
  * processor and max_isa allow is used (pass LLM_ISA_BEST for no limit). */
@@ -1288,6 +1290,23 @@ static char *llm__copy_text(const char *text, const char *after, llm_error *err)
 static void llm__release(const void *data, uint64_t size, llm__memory memory) {
     if (memory == LLM__MAPPED && data) munmap((void *)(uintptr_t)data, (size_t)size);
     if (memory == LLM__OWNED) LLM_FREE((void *)(uintptr_t)data);
+}
+
+static bool llm__inside(const void *data, uint64_t bytes, const void *region, uint64_t size) {
+    const char *first = (const char *)data, *start = (const char *)region;
+    return region && first >= start && bytes <= size && (uint64_t)(first - start) <= size - bytes;
+}
+
+/* A device has a copy of this part of the file: its pages need not stay in memory. (They come back if they are read again.) */
+static void llm__file_forget(const llm_file *file, const void *data, uint64_t bytes) {
+    bool mapped = file->memory == LLM__MAPPED && llm__inside(data, bytes, file->data, file->size);
+    for (int64_t i = 0; i < file->n_regions && !mapped; i++)
+        mapped = file->regions[i].memory == LLM__MAPPED && llm__inside(data, bytes, file->regions[i].data, file->regions[i].size);
+    for (int64_t i = 0; i < file->n_parts; i++) llm__file_forget(file->parts[i], data, bytes);
+#ifdef MADV_DONTNEED
+    uintptr_t page = 4096, first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
+    if (mapped && end > first) madvise((void *)first, end - first, MADV_DONTNEED);
+#endif
 }
 
 /* Give the file another region to release when it is closed; on failure it is released here. */
@@ -9648,12 +9667,14 @@ static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, ll
     return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
 }
 
-static bool llm__load_matrix(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    llm_backend *backend = net->backend;
     w->type = tensor->type;
     w->rows = (int64_t)tensor->dims[1];
     w->cols = (int64_t)tensor->dims[0];
-    return backend->load_weight(backend->context, w, tensor->data, err) &&
-           (!tensor->columns || llm__load_columns(backend, tensor, w, err));
+    if (!backend->load_weight(backend->context, w, tensor->data, err)) return false;
+    if (w->packed || w->data != tensor->data) llm__file_forget(net->model->file, tensor->data, tensor->bytes);
+    return !tensor->columns || llm__load_columns(backend, tensor, w, err);
 }
 
 /* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
@@ -9775,15 +9796,15 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
     net->parts = (llm_weight *)llm__new((size_t)n, sizeof *net->parts, "the table of weights", err);
     net->embedding.only_rows = !model->config.tied_output;
     if (!net->parts || !llm__load_frequencies(net, err) ||
-        !llm__load_matrix(backend, model->embedding, &net->embedding, err) ||
+        !llm__load_matrix(net, model->embedding, &net->embedding, err) ||
         !llm__load_vector(backend, model->output_norm, &net->output_norm, err))
         return false;
-    if (!model->config.tied_output && !llm__load_matrix(backend, model->output, &net->output, err))
+    if (!model->config.tied_output && !llm__load_matrix(net, model->output, &net->output, err))
         return false;
     for (int i = 0; i < n; i++) {
         bool vector = llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE;
         if (model->parts[i] && !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
-                                        : llm__load_matrix(backend, model->parts[i], &net->parts[i], err)))
+                                        : llm__load_matrix(net, model->parts[i], &net->parts[i], err)))
             return false;
     }
     return true;
@@ -11080,6 +11101,8 @@ struct llm_engine {
 llm_engine_options llm_engine_defaults(void) {
     llm_engine_options o;
     memset(&o, 0, sizeof o);
+    o.max_isa = LLM_ISA_BEST;
+    o.pack_weights = true;
     o.block_size = 16;
     o.cache_type = LLM_F16;
     o.max_sequences = 16;
@@ -11189,7 +11212,10 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     llm_engine_options *o = &e->options;
     int64_t n_blocks = 0;
     if (!llm__engine_options(o, c, err)) return false;
-    if (!o->backend) o->backend = e->own_backend = llm_cpu_backend(o->n_threads, LLM_ISA_BEST, err);
+    if (!o->backend) {
+        o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
+        llm_cpu_pack_weights(o->backend, o->pack_weights);
+    }
     if (!o->backend) return false;
     int max_logits = llm__engine_logits(c, o);
     /* the caches come last: they get what all the rest leaves */

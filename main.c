@@ -48,10 +48,10 @@ static void set_signals(void);
 /* Where to compute: what --device and its like said. */
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
 static struct {
-    int device;
+    int device, isa;
     llm_gpu_options gpu;
     float memory_share;
-    bool host_sampling, quiet;
+    bool host_sampling, pack_weights, quiet;
 } chosen;
 
 /* ---- Output ---------------------------------------------------------------------------
@@ -733,8 +733,11 @@ static int parse(const command *self, const option *options, int n_options, int 
 
 #define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
 #define DEVICES "auto|cpu|cuda|emulated"
+#define ISAS "reference|plain|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
 #define DEVICE_OPTIONS \
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
+    {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, "on the CPU: the best instruction set to use (default amx: all there is)"}, \
+    {0, "no-packed-weights", NULL, OFF, &chosen.pack_weights, 0, 0, "... no second copy of the weights in the kernels' order: slower"}, \
     {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "which GPU (default 0)"}, \
     {0, "gpu-memory", "SHARE", REAL, &chosen.memory_share, 0.01, 1, "of the GPU's free memory for keys and values (default 0.9)"}, \
     {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
@@ -866,6 +869,8 @@ static llm_engine *create_engine(const llm_model *model, const llm_engine_option
     llm_engine_options o = *options;
     o.memory_share = chosen.memory_share;
     o.host_sampling = chosen.host_sampling;
+    o.max_isa = (llm_isa)chosen.isa;
+    o.pack_weights = chosen.pack_weights;
     if (!open_device(&o.backend, err)) return NULL;
     llm_engine *engine = llm_engine_create(model, &o, err);
     if (engine && o.backend && !chosen.quiet) print_memory(engine, o.backend);
@@ -4063,6 +4068,8 @@ int main(int argc, char **argv) {
     set_signals();
     chosen.gpu = llm_gpu_defaults();
     chosen.memory_share = llm_engine_defaults().memory_share;
+    chosen.isa = LLM_ISA_BEST;
+    chosen.pack_weights = true;
     int status = dispatch(argc, argv);
     if (!flush_output()) {
         if (output.error != EPIPE) fprintf(stderr, "llm: cannot write to standard output: %s\n", strerror(output.error));

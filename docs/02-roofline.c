@@ -141,7 +141,7 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     roofline_row rows[COUNT(sequences) + COUNT(prompts)];
     int n = 0, threads = l.engine.n_threads ? l.engine.n_threads : llm_processor_count();
     llm_error err;
-    llm_backend *cpu = llm_cpu_backend(threads, LLM_ISA_AVX512, &err);
+    llm_backend *cpu = llm_cpu_backend(threads, LLM_ISA_BEST, &err);
     l.engine.max_sequences = 32;
     l.engine.prefix_cache = false;
     roofline roof = {.memory = measure_bandwidth(threads), .cached = read_speed((size_t)llm_model_step_bytes(l.loaded), threads)};

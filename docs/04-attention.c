@@ -187,7 +187,7 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     bool good = true;
     if (look.layer >= c->n_layers || look.head >= c->n_heads)
         good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer, look.head, c->n_layers - 1, c->n_heads - 1);
-    llm_backend *cpu = good ? llm_cpu_backend(l.engine.n_threads, LLM_ISA_AVX512, &err) : NULL;
+    llm_backend *cpu = good ? llm_cpu_backend(l.engine.n_threads, LLM_ISA_BEST, &err) : NULL;
     if (good && !cpu) good = !fail_with(&err);
     llm_backend spy = {0};
     if (good) {

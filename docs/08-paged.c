@@ -115,7 +115,7 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     llm_error err;
-    llm_backend *cpu = llm_cpu_backend(l.engine.n_threads, LLM_ISA_AVX512, &err);
+    llm_backend *cpu = llm_cpu_backend(l.engine.n_threads, LLM_ISA_BEST, &err);
     if (!cpu) return fail_with(&err), lesson_end(&l, false);
     llm_backend spy = *cpu;
     paged_spy.copy_blocks = cpu->copy_blocks;

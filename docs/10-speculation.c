@@ -48,7 +48,7 @@ static const char *plain_text(const llm_tokenizer *t, int32_t id, char *out, siz
 /* One text, guess by guess. */
 static bool speculation_stream(lesson *l, const speculating *s) {
     llm_error err;
-    llm_backend *cpu = llm_cpu_backend(l->engine.n_threads, LLM_ISA_AVX512, &err);
+    llm_backend *cpu = llm_cpu_backend(l->engine.n_threads, LLM_ISA_BEST, &err);
     if (!cpu) return !fail_with(&err);
     llm_backend spy = *cpu;
     speculation_spy.begin_step = cpu->begin_step;

@@ -183,7 +183,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;
-    const llm_isa best = LLM_ISA_AVX512;
+    const llm_isa best = LLM_ISA_BEST;
     const llm_policy whole = LLM_POLICY_STATIC, flowing = LLM_POLICY_CONTINUOUS;
     /* name, no cache, naive, int4, prefix, draft, paged, isa, threads, sequences, policy, many */
     const rung rungs[] = {

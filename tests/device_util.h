@@ -24,7 +24,7 @@ static __attribute__((unused)) bool device_is_gpu(const char *name) { return str
 static __attribute__((unused)) llm_backend *device_open(const char *name, const llm_gpu_options *options) {
     llm_error err;
     llm_backend *b = NULL;
-    if (!strcmp(name, "cpu")) b = llm_cpu_backend(2, LLM_ISA_AVX512, &err);
+    if (!strcmp(name, "cpu")) b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
     else if (!strcmp(name, "emulated") && llm_emulated_backend) b = llm_emulated_backend(options, &err);
     else if (!strcmp(name, "cuda") && llm_cuda_backend) b = llm_cuda_backend(options, &err);
     else fail_msg("this test knows no device \"%s\", or was built without it", name);

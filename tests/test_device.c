@@ -748,7 +748,7 @@ static void test_memory(void **state) {
         assert_non_null(strstr(err.message, "far too much"));
         assert_true(b->sync(b->context, &err));
 
-        llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL}, cut = {LLM_Q8_0, 10, 63, NULL, NULL, NULL};
+        llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false}, cut = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
         float data[640] = {0};
         assert_false(b->load_weight(b->context, &strange, data, &err));
         assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);

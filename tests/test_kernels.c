@@ -120,7 +120,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
     if (n > 1) memset(x + cols, 0, (size_t)cols * sizeof *x); /* a row of zeros */
     void *data = packed_weights(type, values, (int64_t)rows * cols);
-    llm_weight w = {type, rows, cols, NULL, NULL, NULL};
+    llm_weight w = {type, rows, cols, NULL, NULL, NULL, false};
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
     float *x_seen = blocks ? rounded_to_int8(x, (int64_t)n * cols) : x;
@@ -221,7 +221,7 @@ static void test_matmul_extremes(void **state) {
     uint8_t data[ROWS * COLS / 32 * 34];
     float x[COLS], expected[ROWS], out[ROWS];
     for (int kind = 0; kind < 2; kind++) {
-        llm_weight w = {kind ? LLM_Q8_0 : LLM_Q4_0, ROWS, COLS, data, NULL, NULL};
+        llm_weight w = {kind ? LLM_Q8_0 : LLM_Q4_0, ROWS, COLS, data, NULL, NULL, false};
         size_t block_bytes = kind ? 34 : 18;
         for (size_t block = 0; block < ROWS * COLS / 32; block++) {
             uint8_t *p = data + block * block_bytes;
@@ -615,7 +615,7 @@ static void test_movements(void **state) {
     void *data = packed_weights(LLM_Q4_0, values, 10 * 64);
     int32_t tokens[] = {9, 0, 4, 4}, logit_rows[] = {0, 2, 3};
     llm_batch batch = {.n_tokens = 4, .tokens = tokens, .n_logits = 3, .logit_rows = logit_rows};
-    llm_weight table = {LLM_Q4_0, 10, 64, NULL, NULL, NULL};
+    llm_weight table = {LLM_Q4_0, 10, 64, NULL, NULL, NULL, false};
     assert_true(b->load_weight(b->context, &table, data, &err));
     assert_ptr_equal(table.data, data); /* nothing is copied */
     float out[4 * 64], row[64], rows[2 * 64];
@@ -628,7 +628,7 @@ static void test_movements(void **state) {
     assert_memory_equal(rows, out + 2 * 64, sizeof row);
     assert_memory_equal(rows + 64, out + 3 * 64, sizeof row);
 
-    llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL}, ragged = {LLM_Q8_0, 10, 63, NULL, NULL, NULL};
+    llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false}, ragged = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
     assert_false(b->load_weight(b->context, &strange, data, &err));
     assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
     assert_false(b->load_weight(b->context, &ragged, data, &err));
@@ -669,7 +669,7 @@ static void test_failures(void **state) {
     float x[8] = {0}, out[8];
     for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_PLAIN; isa = (llm_isa)(isa + 1)) {
         llm_backend *b = llm_cpu_backend(1, isa, &err);
-        llm_weight w = {LLM_F32, 2, 4, x, NULL, NULL};
+        llm_weight w = {LLM_F32, 2, 4, x, NULL, NULL, false};
         assert_true(b->sync(b->context, &err));
         b->matmul(b->context, x, &w, NULL, 1, false, out);
         assert_false(b->sync(b->context, &err));
@@ -714,7 +714,7 @@ static void test_no_allocation_in_a_step(void **state) {
         world w = make_world(1, 100, 2, 2, 32, LLM_F16);
         float *out = malloc(100 * 4 * 32 * sizeof(float)), *x = random_floats(128 * 64);
         void *data = packed_weights(LLM_Q4_0, x, 128 * 64);
-        llm_weight weight = {LLM_Q4_0, 128, 64, data, NULL, NULL};
+        llm_weight weight = {LLM_Q4_0, 128, 64, data, NULL, NULL, false};
         float *product = malloc(100 * 128 * sizeof(float));
         long before = test_allocations;
         run_all(b, &w, 16, 40, false, false, &out);

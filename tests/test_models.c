@@ -112,7 +112,7 @@ static golden golden_open(const char *name) {
 static void check(const char *name, const char *path, bool quantized) {
     golden g = golden_open(name);
     double worst = 0;
-    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa++)
+    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2; naive++) {
             double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.08 : 1e-4;
             double whole = worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
@@ -198,7 +198,7 @@ static void test_folder_to_gguf(void **state) {
         snprintf(path, sizeof path, "tests/data/models/%s", name);
         if (!llm_quantize(path, out, LLM_F32, false, NULL, NULL, &err)) fail_msg("%s", err.message);
         golden g = golden_open(name);
-        double error = worst_error(out, LLM_ISA_AVX512, false, 64, g.n_ids, g.ids, g.n_ids, g.logits);
+        double error = worst_error(out, LLM_ISA_BEST, false, 64, g.n_ids, g.ids, g.n_ids, g.logits);
         if (!(error <= 1e-4)) fail_msg("%s as f32: %.1e", name, error);
         llm_file *file = llm_file_open(out, &err);
         for (int64_t k = 0; k < llm_file_n_tensors(file); k++) {
