@@ -2906,6 +2906,7 @@ static void llm__cuda_flush(llm__cuda *cuda) {
     if (graph) graph->last_use = cuda->n_flushes;
     if (graph && (graph->exec || llm__graph_capture(cuda, graph))) {
         cuda->replays++;
+        cuda->last.x = NULL; /* it has rounded other rows since */
         llm__cuda_note(cuda, cudaGraphLaunch(graph->exec, cuda->stream), "replaying a step");
     } else { /* for the first time; or it cannot be captured, and then this is how to do it all the same */
         llm__run_commands(cuda);
