@@ -1,0 +1,333 @@
+/* gpu_bench.cu - the kernels of llm.cu against the ceilings of the GPU that they run on; tests/gpu_report.sh builds and runs it. It measures how
+ * fast the device copies its own memory and how fast cuBLAS multiplies bf16 matrices, then gives each operation with its share of
+ * that. Prints rows of a Markdown table. Compiled as C++ with LLM_EMULATED it does the same, tiny and slow, on the emulated device, to see
+ * that it works. */
+#include "llm.h"
+
+#include <math.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#include <algorithm>
+#include <vector>
+
+#ifdef LLM_EMULATED
+static const int SCALE = 32; /* shapes are so many times smaller */
+static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) { return llm_emulated_backend(o, err); }
+#else
+#include <cublas_v2.h>
+#include <cuda_bf16.h>
+#include <cuda_fp16.h>
+#include <cuda_runtime.h>
+static const int SCALE = 1;
+static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) { return llm_cuda_backend(o, err); }
+#endif
+
+static double copy_rate = 0, matrix_rate = 0; /* bytes (read and written), operations, in a second; 0: not measured */
+
+static void die(const char *what) {
+    fprintf(stderr, "gpu_bench: %s\n", what);
+    exit(1);
+}
+
+static void row(const char *what, const char *figure, double share, const char *of) {
+    if (share > 0) printf("| %s | %s | %.0f %% of %s |\n", what, figure, 100 * share, of);
+    else printf("| %s | %s | |\n", what, figure);
+    fflush(stdout);
+}
+
+static const char *text(const char *format, double a, double b = 0) {
+    static char buffers[8][128];
+    static int next;
+    char *buffer = buffers[next++ % 8];
+    snprintf(buffer, sizeof buffers[0], format, a, b);
+    return buffer;
+}
+
+static uint64_t random_state = 88172645463325252ull;
+static uint64_t random_u64() {
+    random_state ^= random_state >> 12, random_state ^= random_state << 25, random_state ^= random_state >> 27;
+    return random_state * 2685821657736338717ull;
+}
+static std::vector<float> random_floats(size_t n) {
+    std::vector<float> x(n);
+    for (float &v : x) v = (float)(random_u64() >> 40) / 8388608.0f - 1.0f;
+    return x;
+}
+
+/* ---- The ceilings, and cuBLAS ------------------------------------------------------------------- */
+
+#ifndef LLM_EMULATED
+static void check(cudaError_t e) {
+    if (e) die(cudaGetErrorString(e));
+}
+
+/* Seconds of one run of `work` (the least of five rounds of `times`), by events. */
+template <class F> static double device_seconds(int times, F work) {
+    cudaEvent_t start, end;
+    check(cudaEventCreate(&start)), check(cudaEventCreate(&end));
+    double best = INFINITY;
+    for (int round = 0; round < 6; round++) { /* the first warms up */
+        check(cudaEventRecord(start));
+        for (int i = 0; i < times; i++) work(i);
+        check(cudaEventRecord(end));
+        check(cudaEventSynchronize(end));
+        float milliseconds;
+        check(cudaEventElapsedTime(&milliseconds, start, end));
+        if (round) best = std::min(best, milliseconds * 1e-3 / times);
+    }
+    cudaEventDestroy(start), cudaEventDestroy(end);
+    return best;
+}
+
+__global__ static void fill_kernel(uint16_t *x, size_t n, int exponent) { /* halves of random sign and fraction */
+    for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
+        uint32_t r = (uint32_t)i * 2654435761u;
+        r ^= r >> 15, r *= 2246822519u, r ^= r >> 13;
+        x[i] = (uint16_t)((r & 0x83ff) | exponent);
+    }
+}
+
+static void measure_ceilings() {
+    size_t bytes = (size_t)2 << 30;
+    char *a, *b;
+    check(cudaMalloc(&a, bytes)), check(cudaMalloc(&b, bytes));
+    check(cudaMemset(a, 1, bytes));
+    copy_rate = 2.0 * (double)bytes / device_seconds(5, [&](int) { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice)); });
+    row("copy of 2 GiB, device to device", text("%.2f TB/s (read and written)", copy_rate * 1e-12), 0, "");
+    cublasHandle_t handle;
+    if (cublasCreate(&handle)) die("cublasCreate failed");
+    int n = 8192;
+    float one = 1, zero = 0;
+    fill_kernel<<<1024, 256>>>((uint16_t *)a, (size_t)2 * n * n, 0x3c00);
+    double s = device_seconds(10, [&](int) {
+        if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_R_16BF, n, a + (size_t)2 * n * n, CUDA_R_16BF, n, &zero, b,
+                         CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)) die("cublasGemmEx failed");
+    });
+    matrix_rate = 2.0 * n * n * n / s;
+    row("cuBLAS, bf16, 8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
+    cublasDestroy(handle);
+    check(cudaFree(a)), check(cudaFree(b));
+}
+
+/* cuBLAS on f16: (n, cols) times (rows, cols) transposed, over several copies of the weights, which do not fit the L2 cache. */
+static double cublas_seconds(int n, int rows, int cols, int copies) {
+    uint16_t *w, *x, *y;
+    size_t one_weight = (size_t)rows * cols;
+    check(cudaMalloc(&w, 2 * one_weight * copies)), check(cudaMalloc(&x, (size_t)2 * n * cols)), check(cudaMalloc(&y, (size_t)2 * n * rows));
+    fill_kernel<<<1024, 256>>>(w, one_weight * copies, 0x3800);
+    fill_kernel<<<1024, 256>>>(x, (size_t)n * cols, 0x3800);
+    cublasHandle_t handle;
+    if (cublasCreate(&handle)) die("cublasCreate failed");
+    float one = 1, zero = 0;
+    double s = device_seconds(4 * copies, [&](int i) {
+        if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, cols, &one, w + one_weight * (i % copies), CUDA_R_16F, cols, x, CUDA_R_16F,
+                         cols, &zero, y, CUDA_R_16F, rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)) die("cublasGemmEx failed");
+    });
+    cublasDestroy(handle);
+    check(cudaFree(w)), check(cudaFree(x)), check(cudaFree(y));
+    return s;
+}
+#else
+static void measure_ceilings() { printf("| (the emulated device has no speed) | | |\n"); }
+static double cublas_seconds(int, int, int, int) { return 0; }
+#endif
+
+/* ---- Operations, through the seam ------------------------------------------------------------------ */
+
+static llm_backend *backend;
+
+static void must(bool fine, const llm_error *err) {
+    if (!fine) die(err->message);
+}
+
+static void *allocate(size_t bytes, const void *data = nullptr) {
+    llm_error err;
+    void *p = backend->allocate(backend->context, bytes, "a benchmark", &err);
+    must(p != nullptr, &err);
+    if (data) must(backend->upload(backend->context, p, data, bytes, &err), &err);
+    return p;
+}
+
+/* A batch of sequences that have `context` positions each, the last `count` of them in this step. Blocks lie at random, or in order. */
+struct workload {
+    llm_batch batch;
+    std::vector<int32_t> tokens, positions, slots, seq_first, seq_count, tables, rows;
+    int n_blocks;
+};
+
+static void make_workload(workload &w, int n_sequences, int context, int count, int block_size, bool paged) {
+    int stride = (context + block_size - 1) / block_size;
+    w.n_blocks = n_sequences * stride;
+    w.tables.resize((size_t)w.n_blocks);
+    for (int i = 0; i < w.n_blocks; i++) w.tables[(size_t)i] = i;
+    for (int i = w.n_blocks; paged && i > 1; i--) std::swap(w.tables[(size_t)i - 1], w.tables[(size_t)(random_u64() % (uint64_t)i)]);
+    for (int s = 0; s < n_sequences; s++) {
+        w.seq_first.push_back((int32_t)w.tokens.size()), w.seq_count.push_back(count);
+        for (int p = context - count; p < context; p++) {
+            w.tokens.push_back(0), w.positions.push_back(p);
+            w.slots.push_back(w.tables[(size_t)(s * stride + p / block_size)] * block_size + p % block_size);
+        }
+        w.rows.push_back((int32_t)w.tokens.size() - 1);
+    }
+    memset(&w.batch, 0, sizeof w.batch);
+    w.batch.n_tokens = (int)w.tokens.size(), w.batch.n_sequences = n_sequences, w.batch.n_logits = n_sequences;
+    w.batch.tokens = w.tokens.data(), w.batch.positions = w.positions.data(), w.batch.slots = w.slots.data();
+    w.batch.seq_first = w.seq_first.data(), w.batch.seq_count = w.seq_count.data(), w.batch.logit_rows = w.rows.data();
+    w.batch.block_tables = w.tables.data(), w.batch.table_stride = stride, w.batch.block_size = block_size;
+}
+
+/* Seconds of a step whose operations `work` asks for (the least of several), and those until the host has asked for all of them. */
+template <class F> static double step_seconds(const llm_batch *batch, int steps, F work, double *host_seconds = nullptr) {
+    llm_error err;
+    double best = INFINITY, host = INFINITY;
+    for (int i = 0; i < steps; i++) {
+        double start = llm_seconds();
+        must(backend->begin_step(backend->context, batch, &err), &err);
+        work();
+        must(backend->end_step(backend->context, &err), &err);
+        double asked = llm_seconds();
+        must(backend->sync(backend->context, &err), &err);
+        if (i < 3 && steps > 3) continue; /* warming up, and recording a graph */
+        best = std::min(best, llm_seconds() - start), host = std::min(host, asked - start);
+    }
+    if (host_seconds) *host_seconds = host;
+    return best;
+}
+
+static void measure_matmul(llm_type type, int rows, int cols) {
+    const int max_rows = 1024 / SCALE, copies = SCALE > 1 ? 1 : type == LLM_Q4_0 ? 16 : 6, repeats = SCALE > 1 ? 1 : 4;
+    const llm_type_info *info = llm_type_find(type);
+    size_t weight_bytes = (size_t)rows * (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
+    std::vector<float> values = random_floats((size_t)rows * cols);
+    std::vector<char> packed(weight_bytes);
+    info->pack(values.data(), packed.data(), (int64_t)rows * cols);
+    std::vector<llm_weight> weights((size_t)copies);
+    llm_error err;
+    for (llm_weight &w : weights) {
+        memset(&w, 0, sizeof w);
+        w.type = type, w.rows = rows, w.cols = cols;
+        must(backend->load_weight(backend->context, &w, packed.data(), &err), &err);
+    }
+    std::vector<float> x = random_floats((size_t)max_rows * cols);
+    float *in = (float *)allocate(x.size() * 4, x.data()), *out = (float *)allocate((size_t)max_rows * rows * 4);
+    static const int counts[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024};
+    for (int n : counts) {
+        if (n > max_rows) break;
+        workload w;
+        make_workload(w, 1, n, n, 16, false);
+        double s = step_seconds(&w.batch, SCALE > 1 ? 1 : 12, [&] {
+            for (int k = 0; k < repeats; k++)
+                for (llm_weight &weight : weights) backend->matmul(backend->context, in, &weight, nullptr, n, false, out);
+        }) / (repeats * copies);
+        double other = cublas_seconds(n, rows, cols, 6), bytes = (double)weight_bytes + 4.0 * n * (rows + cols), work = 2.0 * n * rows * cols;
+        char what[128], figure[128];
+        snprintf(what, sizeof what, "matmul %s (%d, %d), %d rows", info->name, rows, cols, n);
+        bool by_bytes = !matrix_rate || bytes / copy_rate > work / matrix_rate;
+        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s, %.0f TFLOP/s; cuBLAS f16 %.1f us: %.2f x", 1e6 * s, bytes / s * 1e-12, work / s * 1e-12, 1e6 * other, other / s);
+        row(what, figure, copy_rate ? (by_bytes ? bytes / s / copy_rate : work / s / matrix_rate) : 0, by_bytes ? "the copy's bytes/s" : "cuBLAS's bf16 rate");
+    }
+    for (llm_weight &w : weights) backend->free_weight(backend->context, &w);
+    backend->release(backend->context, in), backend->release(backend->context, out);
+}
+
+static double attention_seconds(int n_sequences, int context, int count, bool paged) {
+    const int heads = 32 / (SCALE > 1 ? 8 : 1), kv = 8 / (SCALE > 1 ? 8 : 1), dim = 128, block_size = 16;
+    workload w;
+    make_workload(w, n_sequences, context, count, block_size, paged);
+    llm_attention_shape shape = {heads, kv, dim, 1.0f / sqrtf((float)dim), false, 0};
+    llm_cache cache = {LLM_F16, 1, kv, dim, block_size, w.n_blocks, 0, NULL, NULL};
+    cache.layer_bytes = (size_t)w.n_blocks * kv * block_size * dim * 2;
+    std::vector<uint16_t> halves(cache.layer_bytes / 2);
+    for (uint16_t &h : halves) h = (uint16_t)((random_u64() & 0x83ff) | 0x3400); /* of size 1/4 to 1/2 */
+    cache.keys = allocate(cache.layer_bytes, halves.data()), cache.values = allocate(cache.layer_bytes, halves.data());
+    std::vector<float> queries = random_floats((size_t)w.batch.n_tokens * heads * dim);
+    float *q = (float *)allocate(queries.size() * 4, queries.data()), *out = (float *)allocate(queries.size() * 4);
+    int repeats = SCALE > 1 ? 1 : 20;
+    double s = step_seconds(&w.batch, SCALE > 1 ? 1 : 8, [&] {
+        for (int i = 0; i < repeats; i++) backend->attention(backend->context, &w.batch, &shape, q, &cache, 0, out);
+    }) / repeats;
+    backend->release(backend->context, cache.keys), backend->release(backend->context, cache.values);
+    backend->release(backend->context, q), backend->release(backend->context, out);
+    return s;
+}
+
+static void measure_attention() {
+    static const int contexts[] = {1024, 4096, 16384};
+    for (int c : contexts) {
+        int context = c / SCALE, sequences = SCALE > 1 ? 2 : 64;
+        double paged = attention_seconds(sequences, context, 1, true), contiguous = attention_seconds(sequences, context, 1, false);
+        double bytes = 2.0 * sequences * context * (SCALE > 1 ? 1 : 8) * 128 * 2;
+        char what[128], figure[128];
+        snprintf(what, sizeof what, "decode attention, %d sequences of %d, 32/8 heads of 128", sequences, context);
+        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s; blocks in order %.1f us: %.3f x", 1e6 * paged, bytes / paged * 1e-12, 1e6 * contiguous, contiguous / paged);
+        row(what, figure, copy_rate ? bytes / paged / copy_rate : 0, "the copy's bytes/s");
+    }
+    for (int c : contexts) {
+        int context = c / SCALE;
+        double s = attention_seconds(1, context, context, true), work = 4.0 * context * ((double)context + 1) / 2 * (SCALE > 1 ? 4 : 32) * 128;
+        char what[128];
+        snprintf(what, sizeof what, "prefill attention, %d tokens, causal, 32/8 heads of 128", context);
+        row(what, text("%.2f ms, %.0f TFLOP/s", 1e3 * s, work / s * 1e-12), matrix_rate ? work / s / matrix_rate : 0, "cuBLAS's bf16 rate");
+    }
+}
+
+/* What the host does for a step of 256 sequences in 28 layers: the work of the device is made small, so that it does not count. */
+static void measure_host() {
+    const int n = 256 / SCALE, layers = 28 / (SCALE > 1 ? 14 : 1), dim = 64;
+    workload w;
+    make_workload(w, n, 17, 1, 16, true);
+    std::vector<float> values = random_floats((size_t)dim * dim);
+    llm_weight weight;
+    memset(&weight, 0, sizeof weight);
+    weight.type = LLM_F32, weight.rows = weight.cols = dim;
+    llm_error err;
+    must(backend->load_weight(backend->context, &weight, values.data(), &err), &err);
+    float *x = (float *)allocate((size_t)n * dim * 4), *y = (float *)allocate((size_t)n * dim * 4), *norm = (float *)allocate((size_t)dim * 4, values.data());
+    llm_attention_shape shape = {2, 1, 32, 0.18f, false, 0};
+    llm_cache cache = {LLM_F16, 1, 1, 32, 16, w.n_blocks, (size_t)w.n_blocks * 16 * 32 * 2, NULL, NULL};
+    cache.keys = allocate(cache.layer_bytes), cache.values = allocate(cache.layer_bytes);
+    float *frequencies = (float *)allocate(16 * 4, values.data()), *angles = (float *)allocate((size_t)n * 32 * 4);
+    double host = 0, all = step_seconds(&w.batch, SCALE > 1 ? 4 : 200, [&] {
+        void *c = backend->context;
+        backend->rope_angles(c, &w.batch, frequencies, 32, 1.0f, angles);
+        for (int layer = 0; layer < layers; layer++) {
+            backend->rmsnorm(c, x, norm, n, dim, 1e-5f, y);
+            for (int k = 0; k < 3; k++) backend->matmul(c, y, &weight, NULL, n, false, x);
+            backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, 32, angles, NULL, NULL, 1e-5f, x, y, y, &cache, 0);
+            backend->attention(c, &w.batch, &shape, x, &cache, 0, y);
+            backend->matmul(c, y, &weight, NULL, n, true, x);
+            backend->rmsnorm(c, x, norm, n, dim, 1e-5f, y);
+            for (int k = 0; k < 2; k++) backend->matmul(c, y, &weight, NULL, n, false, x);
+            backend->swiglu(c, x, y, (int64_t)n * dim, x);
+            backend->matmul(c, x, &weight, NULL, n, true, y);
+        }
+    }, &host);
+    char what[128];
+    snprintf(what, sizeof what, "host time of a step, %d sequences, %d layers (until all is asked for; until all is done)", n, layers);
+    row(what, text("%.0f us; %.0f us", 1e6 * host, 1e6 * all), 0, "");
+    void *memory[] = {x, y, norm, cache.keys, cache.values, frequencies, angles};
+    backend->free_weight(backend->context, &weight);
+    for (void *p : memory) backend->release(backend->context, p);
+}
+
+int main(void) {
+    llm_error err;
+    printf("| what | figure | share |\n|---|---|---|\n");
+    measure_ceilings();
+    backend = open_device(NULL, &err);
+    if (!backend) die(err.message);
+    llm_limits limits;
+    memset(&limits, 0, sizeof limits);
+    limits.max_tokens = 16384 / SCALE, limits.max_sequences = 256, limits.max_context = 16384 / SCALE;
+    limits.n_heads = 32, limits.head_dim = 128, limits.max_cols = 14336 / SCALE;
+    must(backend->reserve(backend->context, &limits, &err), &err);
+    measure_host();
+    static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q8_0};
+    for (llm_type type : types) measure_matmul(type, 14336 / SCALE, 4096 / SCALE); /* a feed-forward matrix of Llama-3.1-8B */
+    measure_attention();
+    must(backend->sync(backend->context, &err), &err);
+    llm_backend_free(backend);
+    return 0;
+}
