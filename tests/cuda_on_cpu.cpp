@@ -841,16 +841,23 @@ void emu::copy_wait(int groups_left) {
 
 namespace {
 
+#ifdef EMU_ASAN
+/* Of a large allocation only the ends, since it happens often. */
+void hide(uintptr_t start, size_t bytes, bool hidden) {
+    constexpr size_t END = (size_t)1 << 20;
+    auto change = hidden ? __asan_poison_memory_region : __asan_unpoison_memory_region;
+    change((void *)start, std::min(bytes, END));
+    if (bytes > END) change((void *)(start + bytes - END), END);
+}
+#endif
+
 /* Device memory is hidden from the host, while no kernel and no copy runs. */
 void let_kernels_touch(bool may) {
     device &d = gpu();
     if (d.kernels_may_touch == may) return;
     d.kernels_may_touch = may;
 #ifdef EMU_ASAN
-    for (auto &a : d.allocations) {
-        if (may) __asan_unpoison_memory_region((void *)a.first, a.second.bytes);
-        else __asan_poison_memory_region((void *)a.first, a.second.bytes);
-    }
+    for (auto &a : d.allocations) hide(a.first, a.second.bytes, !may);
 #endif
 }
 
@@ -940,7 +947,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
 #endif
     memset(p, POISON, std::min(bytes, (size_t)4 << 20)); /* more of a large one would only take time */
 #ifdef EMU_ASAN
-    if (!d.kernels_may_touch) __asan_poison_memory_region(p, bytes);
+    if (!d.kernels_may_touch) hide((uintptr_t)p, bytes, true);
 #endif
     d.allocations[(uintptr_t)p] = a;
     d.used += bytes;
@@ -1018,13 +1025,16 @@ void run(const operation &o);
 
 /* Run what is queued: all of it, or (until_ticket not 0) as far as a record of that event. */
 void drain(emu_stream *s, const event_state *until = nullptr, uint64_t until_ticket = 0) {
-    if (s->draining) return; /* a wait for itself */
+    if (s->draining || s->queue.empty()) return; /* a wait for itself; nothing to do */
     s->draining = true;
+    bool touched = gpu().kernels_may_touch;
+    let_kernels_touch(true);
     while (!s->queue.empty() && !(until && until->reached >= until_ticket)) {
         operation o = std::move(s->queue.front());
         s->queue.pop_front();
         run(o);
     }
+    let_kernels_touch(touched);
     s->draining = false;
 }
 
@@ -1055,14 +1065,12 @@ void run(const operation &o) {
         return;
     }
     if (o.kind == operation::HOST) return o.host(o.user);
-    let_kernels_touch(true);
     if (o.kind == operation::LAUNCH) run_launch(o.launch);
     else d.counts.copies++;
     if (o.kind == operation::COPY)
         for (size_t row = 0; row < o.rows; row++)
             memmove((char *)o.to + row * o.to_pitch, (o.staged ? o.staged->data() : (const char *)o.from) + row * o.from_pitch, o.bytes);
     if (o.kind == operation::SET) memset(o.to, o.value, o.bytes);
-    let_kernels_touch(false);
 }
 
 emu_stream *resolve(cudaStream_t stream) { return stream ? stream : &gpu().default_stream; }
