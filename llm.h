@@ -4039,6 +4039,11 @@ static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, c
         if (llm__is_on(token, "single_word", false))
             return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
                              v->name, llm__show(text).text);
+        /* (by Hugging Face's rules it would be looked for with a U+2581 in front) */
+        if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
+                             "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
+                             llm__show(text).text);
         if (!llm__add_entry(v, llm__json_member(token, "id"), text, kind)) return false;
     }
     while (v->size && !v->kinds[v->size - 1]) v->size--;
@@ -4600,7 +4605,7 @@ static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_
         text = z->normal.data;
         n = z->normal.length;
     }
-    bool has_space = n && (text[0] == ' ' || (n >= 3 && !memcmp(text, "\xE2\x96\x81", 3)));
+    bool has_space = n && (text[0] == ' ' || (!t->byte_level && n >= 3 && !memcmp(text, "\xE2\x96\x81", 3)));
     bool space_in_front = t->prefix == LLM__PREFIX_STRETCH || (t->prefix == LLM__PREFIX_START && after_control) ||
                           (t->prefix == LLM__PREFIX_EACH && !has_space) ||
                           (t->prefix == LLM__PREFIX_FIRST && first && !has_space);

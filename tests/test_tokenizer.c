@@ -969,6 +969,95 @@ static void test_llama2_cases(void **state) { (void)state; check_cases("llama2-s
 static void test_llama3_cases(void **state) { (void)state; check_cases("llama3", "tokenizer.json"); }
 static void test_qwen2_cases(void **state) { (void)state; check_cases("qwen2_5", ""); }
 
+/* Small tokenizers of every kind, and random texts: the ids that Hugging Face's library gives, with BOS and special tokens, and
+ * without (tests/make_tokenizers.py). */
+static void test_against_hugging_face(void **state) {
+    (void)state;
+    bytes data = slurp("tests/data/tokenizers/random.json");
+    llm__json json;
+    llm_error err;
+    int wrong = 0, compared = 0;
+    assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "random.json", &err));
+    const llm__json_node *texts = llm__json_member(json.nodes, "texts"), *kinds = llm__json_member(json.nodes, "kinds");
+    for (const llm__json_node *kind = llm__json_first(kinds); kind; kind = llm__json_next(kinds, kind)) {
+        llm_string name;
+        char path[300];
+        assert_true(llm__json_string(llm__json_member(kind, "file"), &name));
+        snprintf(path, sizeof path, "tests/data/fuzz_vocabulary/%.*s", (int)name.length, name.data);
+        llm_file *file = llm_file_open(path, &err);
+        llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
+        if (!t) print_error("%s\n", err.message);
+        assert_non_null(t);
+        const llm__json_node *all = llm__json_member(kind, "ids"), *pair = llm__json_first(all);
+        for (const llm__json_node *item = llm__json_first(texts); item; item = llm__json_next(texts, item), pair = llm__json_next(all, pair)) {
+            llm_string text;
+            assert_true(llm__json_string(item, &text));
+            const llm__json_node *ids = llm__json_first(pair);
+            for (int plain = 0; plain < 2; plain++, ids = llm__json_next(pair, ids)) {
+                int32_t got[3000];
+                int64_t n = llm_tokenize(t, text.data, text.length, plain ? 0 : LLM_TOKENIZE_BOS | LLM_TOKENIZE_SPECIAL, got, 3000, &err), i = 0;
+                bool same = n == (int64_t)ids->length;
+                for (const llm__json_node *id = llm__json_first(ids); id && same; id = llm__json_next(ids, id), i++) {
+                    int64_t wanted = -1;
+                    same = llm__json_i64(id, &wanted) && got[i] == wanted;
+                }
+                compared++;
+                if (same) continue;
+                if (wrong++ < 10) print_error("%s, plain %d: \"%.*s\"\n", path, plain, (int)text.length, text.data);
+            }
+        }
+        llm_tokenizer_free(t);
+        llm_file_close(file);
+    }
+    if (wrong) print_error("%d of %d differ\n", wrong, compared);
+    assert_int_equal(wrong, 0);
+    assert_int_equal(compared, 8 * 100 * 2);
+    llm__json_free(&json);
+    clear_bytes(&data);
+    assert_int_equal(test_live, 0);
+}
+
+/* What a tokenizer.json may not say: `from` is replaced by `to` in the small GPT-2 tokenizer. */
+static void test_json_refused(void **state) {
+    (void)state;
+    static const struct {
+        const char *from, *to, *expected;
+    } cases[] = {{"\"normalizer\":null", "\"normalizer\":{\"type\":\"Lowercase\"}", "the normalizer 'Lowercase' is not supported; supported: NFC"},
+                 {"\"type\":\"BPE\"", "\"type\":\"Unigram\"", "the model 'Unigram' is not supported; supported: BPE"},
+                 {"\"dropout\":null", "\"dropout\":0.5", "dropout is not supported"},
+                 {"\"end_of_word_suffix\":null", "\"end_of_word_suffix\":\"x\"", "BPE with a end_of_word_suffix is not supported"},
+                 {"\"pre_tokenizer\":{\"type\":\"ByteLevel\"", "\"pre_tokenizer\":{\"type\":\"Whitespace\"", "the pre_tokenizer 'Whitespace' is not supported"},
+                 {"\"decoder\":{\"type\":\"ByteLevel\"", "\"decoder\":{\"type\":\"WordPiece\"", "the decoder 'WordPiece' is not supported"},
+                 {"\"type\":\"TemplateProcessing\"", "\"type\":\"BertProcessing\"", "the post_processor 'BertProcessing' is not supported"},
+                 {"\"padding\":null", "\"secrets\":null", "'secrets' is not a known part of a tokenizer.json"},
+                 {"\"single_word\":false", "\"single_word\":true", "is single_word, which is not supported"},
+                 {"\"vocab\":{", "\"vocab\":{\"far\":99999999,", "has no id, or one that leaves most ids below it without a token"},
+                 {"\"vocab\":{", "\"vocab\":{\"twin\":7,", "have the same id, 7"},
+                 {"\"merges\":[[", "\"merges\":[[\"a\"],[", "merge 1 is not a pair of tokens"},
+                 {"\"merges\":[[", "\"merges\":[7,[", "merge 1 is not a pair of tokens"},
+                 {"\"unk_token\":null", "\"unk_token\":\"nobody\"", "unk_token is not one of the tokens"},
+                 {"\"model\":{", "\"model\":[{", "should be"}};
+    bytes whole = slurp("tests/data/fuzz_vocabulary/gpt2.json");
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const char *found = strstr((char *)whole.data, cases[i].from);
+        if (!found) print_error("%s\n", cases[i].from);
+        assert_non_null(found);
+        bytes b = {0};
+        put(&b, whole.data, (size_t)(found - (char *)whole.data));
+        put(&b, cases[i].to, strlen(cases[i].to));
+        put(&b, found + strlen(cases[i].from), strlen(found + strlen(cases[i].from)));
+        llm_error err;
+        llm_file *file = llm_file_from_memory(b.data, b.length, "/nowhere/tokenizer.json", &err);
+        if (file || !strstr(err.message, cases[i].expected)) print_error("wanted \"%s\", got \"%s\"\n", cases[i].expected, err.message);
+        assert_null(file);
+        assert_non_null(strstr(err.message, cases[i].expected));
+        assert_non_null(strstr(err.message, "/nowhere/tokenizer.json"));
+        clear_bytes(&b);
+    }
+    clear_bytes(&whole);
+    assert_int_equal(test_live, 0);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_utf8),
@@ -992,6 +1081,8 @@ int main(void) {
         cmocka_unit_test(test_tolerated),
         cmocka_unit_test(test_flipped_vocabulary),
         cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_against_hugging_face),
+        cmocka_unit_test(test_json_refused),
         cmocka_unit_test(test_gpt2_cases),
         cmocka_unit_test(test_llama2_cases),
         cmocka_unit_test(test_llama3_cases),
