@@ -5741,6 +5741,50 @@ static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
 
 static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
 
+/* ---- The bits alone: what kernels want to know ------------------------------------------------ */
+
+typedef struct llm__levels { /* 32 neighbouring values of a row, not yet multiplied by anything */
+    uint8_t q[LLM__BLOCK];     /* from 0 on; q8_0: int8 */
+    uint16_t scale, minimum;   /* f16; what all are multiplied by, and what is added, or with group scales subtracted (q4_Z: the zero point) */
+    uint8_t group[2];          /* q4_K, q5_K: scale and minimum of this group; q6_K: the int8 scales of its two groups */
+} llm__levels;
+
+/* Columns 32 * block to 32 * block + 31 of a row of a block format. */
+static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, llm__levels *out) {
+    memset(out, 0, sizeof *out);
+    if (type == LLM_Q6_K) {
+        const uint8_t *p = row + block / 8 * LLM__Q6_K_BYTES;
+        int half = (int)(block % 8 / 4), quarter = (int)(block % 4);
+        const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
+        for (int i = 0; i < LLM__BLOCK; i++)
+            out->q[i] = (uint8_t)((low[i] >> (quarter / 2 * 4) & 15) | (high[i] >> (2 * quarter) & 3) << 4);
+        memcpy(out->group, p + 192 + block % 8 * 2, 2);
+        out->scale = llm__read_u16(p + 208);
+    } else if (type == LLM_Q4_K || type == LLM_Q5_K) {
+        const uint8_t *p = row + block / 8 * (type == LLM_Q4_K ? LLM__Q4_K_BYTES : LLM__Q5_K_BYTES);
+        int group = (int)(block % 8), scale, minimum;
+        const uint8_t *nibbles = p + (type == LLM_Q5_K ? 48 : 16) + group / 2 * 32;
+        for (int i = 0; i < LLM__BLOCK; i++) out->q[i] = nibbles[i] >> (group % 2 * 4) & 15;
+        for (int i = 0; type == LLM_Q5_K && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[16 + i] >> group & 1) << 4);
+        llm__group_scales(p + 4, group, &scale, &minimum);
+        out->group[0] = (uint8_t)scale;
+        out->group[1] = (uint8_t)minimum;
+        out->scale = llm__read_u16(p);
+        out->minimum = llm__read_u16(p + 2);
+    } else {
+        const uint8_t *p = row + block * (int64_t)llm_type_find(type)->block_bytes;
+        bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
+        out->scale = llm__read_u16(p);
+        if (has_minimum) out->minimum = llm__read_u16(p + 2);
+        p += has_minimum ? 4 : 2;
+        if (type == LLM_Q8_0) memcpy(out->q, p, LLM__BLOCK);
+        else
+            for (int i = 0; i < LLM__BLOCK; i++)
+                out->q[i] = (uint8_t)((p[i % 16 + (fifth ? 4 : 0)] >> (i / 16 * 4) & 15) |
+                                      (fifth ? (p[i / 8] >> (i % 8) & 1) << 4 : 0));
+    }
+}
+
 static const llm_type_info llm__types[] = {
     {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
     {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
@@ -6311,13 +6355,19 @@ enum {
  * one column of x serves 16 rows. So the rows are packed, 16 to a "panel". Inside, a panel is a run of
  * stripes of 64 columns, which hold two blocks b of 32 columns:
  *
- *     scales      (2, 16)      f16    one per block and row
+ *     scales      (2, 16)      f16    one per block and row (q4_1, q5_1: and as many minimums; q4_Z: zero points)
  *     quads       (2, Q, 16)   u32    four neighbouring columns of one row each; q8_0: Q = 8. In q4_0, Q = 4: the low
  *                                     nibbles of quad q are columns 4q to 4q + 3, the high ones those 16 further on
  *
- * These are the bits of the file, merely in another order: a stripe of q4_0 is 576 bytes, nine cache lines. The last
- * rows and columns are filled up with zeros. Packing costs a second copy of the matrix in memory, so it
- * can be switched off; the kernels then pack each panel just before they use it. */
+ * These are the bits of the file, merely in another order: a stripe of q4_0 is 576 bytes, nine cache lines. The other types
+ * have the same nibbles, q5_0, q5_1 and q5_K and then a fifth word with the fifth bits (of column 4q + i at bit 8i + q), q6_K two
+ * words with the high two bits (of 16 columns each, at bit 8i + 2q). The K formats begin with
+ *
+ *     scale, minimum   (2, 16)      f16    of the whole 256 columns (q6_K has no minimum)
+ *     group scales     (2, 2, 16)   u8     of a block: its scale and its minimum (q6_K: the scales of its halves)
+ *
+ * which spends half a bit more per weight than the file. The last rows and columns are filled up with zeros. Packing costs a
+ * second copy of the matrix in memory, so it can be switched off; the kernels then pack each panel just before they use it. */
 
 enum {
     LLM__PANEL = 16,        /* rows of weights */
@@ -6325,33 +6375,79 @@ enum {
     LLM__X_TILE = 16        /* rows of x */
 };
 
-/* Quads of one block of one row, as they are stored; 0: the type has no panels. */
-static int llm__stored_quads(llm_type type) { return type == LLM_Q4_0 ? 4 : type == LLM_Q8_0 ? 8 : 0; }
+/* Words of one block of one row, as they are stored; 0: the type has no panels. */
+static int llm__stored_quads(llm_type type) {
+    switch (type) {
+    case LLM_Q4_0: case LLM_Q4_1: case LLM_Q4_Z: case LLM_Q4_K: return 4;
+    case LLM_Q5_0: case LLM_Q5_1: case LLM_Q5_K: return 5;
+    case LLM_Q6_K: return 6;
+    case LLM_Q8_0: return 8;
+    default: return 0;
+    }
+}
+
+static bool llm__has_groups(llm_type type) { return type == LLM_Q4_K || type == LLM_Q5_K || type == LLM_Q6_K; }
+
+static bool llm__has_minimum(llm_type type) {
+    return type == LLM_Q4_1 || type == LLM_Q4_Z || type == LLM_Q5_1 || type == LLM_Q4_K || type == LLM_Q5_K;
+}
+
+/* The q that means zero, where there is no minimum. */
+static int llm__zero_level(llm_type type) {
+    return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
+}
+
+/* What stands before the quads of a stripe. */
+static size_t llm__stripe_head(llm_type type) {
+    if (llm__has_groups(type)) return LLM__PANEL * (llm__has_minimum(type) ? 4 : 2) + 4 * LLM__PANEL;
+    return 2 * LLM__PANEL * (llm__has_minimum(type) ? 4 : 2);
+}
 
 static size_t llm__stripe_bytes(llm_type type) {
-    return 2 * LLM__PANEL * (sizeof(uint16_t) + (size_t)llm__stored_quads(type) * sizeof(uint32_t));
+    return llm__stripe_head(type) + 2 * LLM__PANEL * (size_t)llm__stored_quads(type) * sizeof(uint32_t);
 }
 
 static size_t llm__panel_bytes(llm_type type, int64_t cols) {
     return (size_t)llm__divide_up(cols, LLM__STRIPE) * llm__stripe_bytes(type);
 }
 
+/* One block of one row as words: see above. */
+static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
+    if (type == LLM_Q8_0) {
+        memcpy(words, q, LLM__BLOCK);
+        return;
+    }
+    memset(words, 0, 8 * sizeof *words);
+    for (int column = 0; column < LLM__BLOCK; column++) {
+        int quad = column / 4, shift = 8 * (column % 4);
+        words[quad % 4] |= (uint32_t)(q[column] & 15) << (shift + quad / 4 * 4);
+        if (type == LLM_Q6_K) words[4 + quad / 4] |= (uint32_t)(q[column] >> 4) << (shift + quad % 4 * 2);
+        else words[4] |= (uint32_t)(q[column] >> 4) << (shift + quad);
+    }
+}
+
 /* Rows first_row to first_row + 15 of the matrix, as far as there are such. */
 static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
     int quads = llm__stored_quads(w->type);
-    size_t row_bytes = llm__row_bytes(w->type, w->cols), block_bytes = 2 + 4 * (size_t)quads;
+    bool groups = llm__has_groups(w->type), minimum = llm__has_minimum(w->type);
+    size_t row_bytes = llm__row_bytes(w->type, w->cols), stripe_bytes = llm__stripe_bytes(w->type);
     int64_t rows = llm__min(LLM__PANEL, w->rows - first_row), blocks = w->cols / LLM__BLOCK;
     if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(w->type, w->cols));
-    for (int64_t block = 0; block < blocks; block++) {
-        uint8_t *stripe = panel + (size_t)(block / 2) * llm__stripe_bytes(w->type);
-        uint8_t *scales = stripe + (block % 2) * LLM__PANEL * 2;
-        uint8_t *to = stripe + 2 * LLM__PANEL * 2 + (block % 2) * LLM__PANEL * 4 * quads;
-        const uint8_t *from = (const uint8_t *)w->data + (size_t)first_row * row_bytes + (size_t)block * block_bytes;
-        for (int64_t row = 0; row < rows; row++, from += row_bytes) {
-            memcpy(scales + 2 * row, from, 2);
-            for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, from + 2 + 4 * q, 4);
+    for (int64_t row = 0; row < rows; row++)
+        for (int64_t block = 0; block < blocks; block++) {
+            uint8_t *stripe = panel + (size_t)(block / 2) * stripe_bytes;
+            uint8_t *to = stripe + llm__stripe_head(w->type) + block % 2 * LLM__PANEL * 4 * quads;
+            uint8_t *scales = stripe + (groups ? 0 : block % 2 * LLM__PANEL * 2);
+            llm__levels levels;
+            uint32_t words[8];
+            llm__read_levels(w->type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, block, &levels);
+            llm__pack_quads(w->type, levels.q, words);
+            llm__write_u16(scales + 2 * row, levels.scale);
+            if (minimum) llm__write_u16(scales + LLM__PANEL * (groups ? 2 : 4) + 2 * row, levels.minimum);
+            for (int i = 0; groups && i < 2; i++)
+                stripe[LLM__PANEL * (minimum ? 4 : 2) + (block % 2 * 2 + i) * LLM__PANEL + row] = levels.group[i];
+            for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
         }
-    }
 }
 
 /* x is rounded to int8, 32 values to a scale, and kept in tiles of `height` rows (16, or n if there are fewer). Of a tile,
@@ -6359,16 +6455,16 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
  *
  *     values      (height, 32)   int8
  *     scales      (height)       f32
- *     sums        (height)       i32    of the 32 values
+ *     sums        (height, 2)    i16    of the first 16 values, and of the others
  */
 enum { /* of the matrix tiles */
     LLM__CHUNK = 16,       /* blocks that are unpacked together, */
     LLM__TILE_PANELS = 4,  /* of so many panels */
     LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
-    LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 64) /* of scratch, beside the sums */
+    LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
 };
 
-enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + sizeof(int32_t) }; /* of one row of x in a block */
+enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + 2 * sizeof(int16_t) }; /* of one row of x in a block */
 
 /* Blocks in a row of x: whole stripes. */
 static int64_t llm__x_blocks(int64_t cols) { return 2 * llm__divide_up(cols, LLM__STRIPE); }
@@ -6808,11 +6904,14 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
 
 enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers that hold a value for each row of a panel */
 
+typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #if LLM__KERNEL_PASS == 0
-typedef struct LLM__K(w_block) { llm__vf w[LLM__BLOCK]; } LLM__K(w_block); /* one block of LLM__W rows: columns */
+    llm__vf w[LLM__BLOCK];     /* columns */
 #else
-typedef struct LLM__K(w_block) { llm__vi w[LLM__BLOCK / 4]; } LLM__K(w_block); /* ... or quads of columns */
+    llm__vi w[LLM__BLOCK / 4]; /* or quads of columns */
 #endif
+    llm__vf scale, other;      /* other: what is added to each value; q6_K: the scale of columns 16 to 31 */
+} LLM__K(w_block);
 
 LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
     llm__vi v;
@@ -6820,60 +6919,107 @@ LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
     return v;
 }
 
-/* Block `block` of the rows part * LLM__W and following of a panel; their scales. */
-LLM__INLINE llm__vf LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
-    int stored = llm__stored_quads(type);
-    const uint8_t *p = stripe + 4 * LLM__PANEL + half * LLM__PANEL * 4 * stored + part * 4 * LLM__W;
-    LLM__UNROLL for (int q = 0; q < stored; q++) {
-        llm__vi v = LLM__K(load_int)(p + q * LLM__PANEL * 4);
-#if LLM__KERNEL_PASS == 0
-        LLM__UNROLL for (int i = 0; i < 4; i++) {
-            if (type == LLM_Q4_0) {
-                w->w[4 * q + i] = __builtin_convertvector((v >> (8 * i) & 15) - 8, llm__vf);
-                w->w[4 * q + i + 16] = __builtin_convertvector((v >> (8 * i + 4) & 15) - 8, llm__vf);
-            } else w->w[4 * q + i] = __builtin_convertvector((v << (24 - 8 * i)) >> 24, llm__vf);
-        }
-#else
-        if (type == LLM_Q4_0) {
-            w->w[q] = v & 0x0f0f0f0f;
-            w->w[q + 4] = v >> 4 & 0x0f0f0f0f;
-        } else w->w[q] = LLM__KERNEL_PASS == 2 ? v ^ (int)0x80808080u : v;
-#endif
-    }
-    return LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL) + part * LLM__W);
+/* LLM__W bytes as floats */
+LLM__INLINE llm__vf LLM__K(from_bytes)(const uint8_t *p, bool has_sign) {
+    llm__vi v = {0};
+    for (int i = 0; i < LLM__W; i++) v[i] = has_sign ? (int8_t)p[i] : p[i];
+    return __builtin_convertvector(v, llm__vf);
 }
 
-/* The products of a block of LLM__W rows of weights with 32 values of x, added up. */
-LLM__INLINE llm__vf LLM__K(dot_block_int)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, int32_t x_sum) {
-#if LLM__KERNEL_PASS == 2
-    __m512i sum = _mm512_set1_epi32((type == LLM_Q4_0 ? -8 : -128) * x_sum);
+/* Scales and minimums of half `half` of a stripe, rows part * LLM__W and following. */
+LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+    const bool groups = llm__has_groups(type), minimum = llm__has_minimum(type);
+    const uint16_t *scales = (const uint16_t *)(const void *)stripe + (groups ? 0 : half * LLM__PANEL) + part * LLM__W;
+    w->scale = LLM__K(from_f16)(scales);
+    w->other = (llm__vf){0};
+    if (type == LLM_Q4_Z) {
+        llm__vf zero = {0};
+        for (int i = 0; i < LLM__W; i++) zero[i] = (float)scales[2 * LLM__PANEL + i];
+        w->other = -(w->scale * zero);
+    } else if (minimum) w->other = LLM__K(from_f16)(scales + LLM__PANEL * (groups ? 1 : 2));
+    if (groups) {
+        const uint8_t *p = stripe + LLM__PANEL * (minimum ? 4 : 2) + half * 2 * LLM__PANEL + part * LLM__W;
+        llm__vf first = LLM__K(from_bytes)(p, !minimum), second = LLM__K(from_bytes)(p + LLM__PANEL, !minimum);
+        w->other = minimum ? -(w->other * second) : w->scale * second;
+        w->scale *= first;
+    }
+}
+
+/* Half `half` of a stripe, rows part * LLM__W and following. */
+LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+    const int stored = llm__stored_quads(type), bytes = LLM__PANEL * 4;
+    const uint8_t *p = stripe + llm__stripe_head(type) + half * bytes * stored + part * 4 * LLM__W;
+    llm__vi quads[8];
+    LLM__UNROLL for (int q = 0; q < 4; q++) {
+        llm__vi v = LLM__K(load_int)(p + q * bytes);
+        quads[q] = stored == 8 ? v : v & 0x0f0f0f0f;
+        quads[q + 4] = stored == 8 ? LLM__K(load_int)(p + (q + 4) * bytes) : v >> 4 & 0x0f0f0f0f;
+    }
+    if (stored == 5) {
+        llm__vi fifth = LLM__K(load_int)(p + 4 * bytes);
+        LLM__UNROLL for (int q = 0; q < 8; q++) quads[q] |= (fifth >> q & 0x01010101) << 4;
+    }
+    if (stored == 6) {
+        llm__vi high[2] = {LLM__K(load_int)(p + 4 * bytes), LLM__K(load_int)(p + 5 * bytes)};
+        LLM__UNROLL for (int q = 0; q < 8; q++) quads[q] |= (high[q / 4] >> (q % 4 * 2) & 0x03030303) << 4;
+    }
     LLM__UNROLL for (int q = 0; q < 8; q++) {
+#if LLM__KERNEL_PASS == 0
+        LLM__UNROLL for (int i = 0; i < 4; i++) {
+            llm__vi v = type == LLM_Q8_0 ? (quads[q] << (24 - 8 * i)) >> 24 : (quads[q] >> (8 * i) & 63) - llm__zero_level(type);
+            w->w[4 * q + i] = __builtin_convertvector(v, llm__vf);
+        }
+#else
+        w->w[q] = LLM__KERNEL_PASS == 2 && type == LLM_Q8_0 ? quads[q] ^ (int)0x80808080u : quads[q];
+#endif
+    }
+    LLM__K(unpack_scales)(type, stripe, half, part, w);
+}
+
+/* The products of columns 4 * first to 4 * end - 1 of a block of LLM__W rows of weights with x, whose sum is x_sum. */
+LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
+                                      int32_t x_sum) {
+#if LLM__KERNEL_PASS == 2
+    __m512i sum = _mm512_set1_epi32(-(type == LLM_Q8_0 ? 128 : llm__zero_level(type)) * x_sum);
+    LLM__UNROLL for (int q = first; q < end; q++) {
         int32_t quad;
         memcpy(&quad, x + 4 * q, 4);
         sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], _mm512_set1_epi32(quad));
     }
     return __builtin_convertvector((llm__vi)sum, llm__vf);
 #elif LLM__KERNEL_PASS == 1
+    const int fit = type == LLM_Q4_0 ? 8 : type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = _mm256_setzero_si256(), pairs = sum;
-    LLM__UNROLL for (int q = 0; q < 8; q++) {
+    __m256i sum = _mm256_set1_epi32(-llm__zero_level(type) * x_sum), pairs = _mm256_setzero_si256();
+    LLM__UNROLL for (int q = first; q < end; q++) {
         int32_t quad;
         memcpy(&quad, x + 4 * q, 4);
         __m256i v = (__m256i)w->w[q], xq = _mm256_set1_epi32(quad);
-        if (type == LLM_Q4_0) pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
-        else {
-            pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xq, v));
-            sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        }
+        if (type == LLM_Q8_0) pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xq, v));
+        else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
+        if (q % fit != fit - 1) continue;
+        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        pairs = _mm256_setzero_si256();
     }
-    if (type == LLM_Q4_0) sum = _mm256_add_epi32(_mm256_madd_epi16(pairs, ones), _mm256_set1_epi32(-8 * x_sum));
     return __builtin_convertvector((llm__vi)sum, llm__vf);
 #else
     llm__vf sum = {0};
     (void)type, (void)x_sum;
-    LLM__UNROLL for (int i = 0; i < LLM__BLOCK; i++) sum = LLM__K(fma)(w->w[i], LLM__K(all)(x[i]), sum);
+    LLM__UNROLL for (int i = 4 * first; i < 4 * end; i++) sum = LLM__K(fma)(w->w[i], LLM__K(all)(x[i]), sum);
     return sum;
 #endif
+}
+
+/* sum += the products of a block of LLM__W rows of weights with 32 values of x. */
+LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, float scale,
+                                      const int16_t *x_sums, llm__vf sum) {
+    if (type == LLM_Q6_K) {
+        sum = LLM__K(fma)(LLM__K(dot_quads)(type, w, 0, 4, x, x_sums[0]), w->scale * scale, sum);
+        return LLM__K(fma)(LLM__K(dot_quads)(type, w, 4, 8, x, x_sums[1]), w->other * scale, sum);
+    }
+    int32_t x_sum = x_sums[0] + x_sums[1];
+    sum = LLM__K(fma)(LLM__K(dot_quads)(type, w, 0, 8, x, x_sum), w->scale * scale, sum);
+    return llm__has_minimum(type) ? LLM__K(fma)(w->other, LLM__K(all)(scale * (float)x_sum), sum) : sum;
 }
 
 /* The end of every product: bias and residual, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
@@ -6907,15 +7053,14 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         const uint8_t *stripe = panel + (size_t)(block / 2) * stripe_bytes;
         const int8_t *values = (const int8_t *)x + first * LLM__BLOCK;
         const float *scales = (const float *)(const void *)(x + job->height * LLM__BLOCK) + first;
-        const int32_t *x_sums = (const int32_t *)(const void *)(scales + job->height);
+        const int16_t *x_sums = (const int16_t *)(const void *)(x + job->height * (LLM__BLOCK + 4)) + 2 * first;
         if (block % 2 == 0)
             for (size_t line = 0; line < stripe_bytes; line += 64) LLM__PREFETCH(stripe + LLM__PREFETCH_BYTES + line);
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             LLM__K(w_block) w;
-            llm__vf w_scale = LLM__K(unpack_block)(type, stripe, (int)(block % 2), part, &w);
+            LLM__K(unpack_block)(type, stripe, (int)(block % 2), part, &w);
             LLM__UNROLL for (int t = 0; t < T; t++)
-                sums[t][part] = LLM__K(fma)(LLM__K(dot_block_int)(type, &w, values + t * LLM__BLOCK, x_sums[t]),
-                                            w_scale * scales[t], sums[t][part]);
+                sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__BLOCK, scales[t], x_sums + 2 * t, sums[t][part]);
         }
     }
     LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
@@ -6925,9 +7070,10 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
 LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
     for (int64_t i = 0; i < job->n;) {
         int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
-        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
+        const bool known = __builtin_constant_p(type); /* a type that is not gets fewer forms, to be compiled in time */
+        if (known && together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
         else if (together >= 4) LLM__K(panel_rows)(type, 4, job, panel, row, i), i += 4;
-        else if (together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
+        else if (known && together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
         else LLM__K(panel_rows)(type, 1, job, panel, row, i), i++;
     }
 }
@@ -7001,6 +7147,7 @@ typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
     int height, blocks;
     const int8_t *w;          /* (blocks, 8, 16, 4) */
     const float *w_scales;    /* (blocks, 16) */
+    const float *w_minimums;  /* (blocks, 16), or NULL */
     int32_t *products;        /* (2, group, 16, 16) */
     float *kept;              /* (T, 16) sums, from one chunk to the next */
     const uint8_t *ahead;     /* what memory should bring meanwhile: so many cache lines per block */
@@ -7017,6 +7164,11 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
             sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
         }
+        if (!job->w_minimums) continue;
+        const int16_t *x_sums = (const int16_t *)(const void *)(x_scales + job->height);
+        __m512 minimum = _mm512_loadu_ps(job->w_minimums + b * LLM__PANEL);
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_scales[t] * (float)(x_sums[2 * t] + x_sums[2 * t + 1])), sums[t]);
     }
 }
 
@@ -7035,13 +7187,22 @@ LLM__INLINE void llm__amx_chunk(int T, bool first, const llm__tile_job *job) {
     LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
 }
 
-/* The first blocks of (what is left of) a panel to signed bytes and f32 scales. */
-LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count, int8_t *w, float *scales) {
+/* The first blocks of (what is left of) a panel to signed bytes, f32 scales and minimums. */
+LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count, int8_t *w, float *scales, float *minimums) {
     const __m512i sign = _mm512_set1_epi8((char)0x80), high = _mm512_set1_epi8((char)0xf0);
-    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL) {
+    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
+    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, minimums += LLM__PANEL) {
         int half = b % 2;
         const uint8_t *stripe = panel + (size_t)(b / 2) * llm__stripe_bytes(type);
-        const uint8_t *p = stripe + 4 * LLM__PANEL + half * LLM__PANEL * 4 * llm__stored_quads(type);
+        const uint8_t *p = stripe + llm__stripe_head(type) + half * LLM__PANEL * 4 * llm__stored_quads(type);
+        if (type != LLM_Q4_0 && type != LLM_Q8_0) {
+            LLM__K(w_block) block;
+            LLM__K(unpack_block)(type, stripe, half, 0, &block);
+            for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
+            LLM__K(store)(scales, block.scale);
+            LLM__K(store)(minimums, block.other);
+            continue;
+        }
         __m512 scale = (__m512)LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL));
         if (type == LLM_Q4_0) {
             LLM__UNROLL for (int q = 0; q < 4; q++) { /* 0x28: (v ^ sign) & high */
@@ -7060,7 +7221,7 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count,
 
 /* Up to four panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
  * beyond n, up to a multiple of four, are computed from whatever is there, and dropped.) */
-LLM__INLINE void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                                  char *scratch) {
     int64_t blocks = llm__x_blocks(job->w->cols), kept_rows = job->n + LLM__X_TILE;
     size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
@@ -7068,16 +7229,18 @@ LLM__INLINE void llm__amx_panels(llm_type type, const llm__matmul_job *job, cons
     int32_t *products = (int32_t *)(void *)scratch;                          /* (2, group, 16, 16) */
     int8_t *w = (int8_t *)(products + 2 * LLM__GROUP * 256);                 /* (panels, chunk, 8, 16, 4) */
     float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512); /* (panels, chunk, 16) */
-    float *sums = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;       /* (panels, kept_rows, 16) */
+    float *minimums = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;   /* the same */
+    float *sums = minimums + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;     /* (panels, kept_rows, 16) */
     for (int64_t block = 0; block < blocks; block += LLM__CHUNK, panels += chunk_bytes) {
         int count = (int)llm__min(LLM__CHUNK, blocks - block);
         for (int p = 0; p < n_panels; p++)
             llm__amx_unpack(type, panels + (size_t)p * panel_bytes, count, w + p * LLM__CHUNK * 512,
-                            scales + p * LLM__CHUNK * LLM__PANEL);
+                            scales + p * LLM__CHUNK * LLM__PANEL, minimums + p * LLM__CHUNK * LLM__PANEL);
         for (int64_t i = 0; i < job->n; i += job->height)
             for (int p = 0; p < n_panels; p++) {
                 llm__tile_job t = {llm__x_tile(job, i / job->height) + (size_t)block * x_bytes, x_bytes, job->height, count,
-                                   w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, products,
+                                   w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL,
+                                   llm__has_minimum(type) ? minimums + p * LLM__CHUNK * LLM__PANEL : NULL, products,
                                    sums + (p * kept_rows + i) * LLM__PANEL, panels + (size_t)p * panel_bytes + chunk_bytes,
                                    i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
                 int64_t rows = job->n - i;
@@ -7136,26 +7299,27 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int height, int row
         const float *from = x + r * cols + block * LLM__BLOCK;
         int8_t *values = (int8_t *)to + r * LLM__BLOCK;
         float *scale = (float *)(void *)(to + height * LLM__BLOCK) + r;
-        int32_t *total = (int32_t *)(void *)(scale + height);
+        int16_t *sums = (int16_t *)(void *)(to + height * (LLM__BLOCK + 4)) + 2 * r;
         llm__vf largest = {0};
         bool there = block * LLM__BLOCK < cols;
         for (int i = 0; there && i < PARTS; i++)
             largest = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i * LLM__W)), largest);
         float range = LLM__K(largest)(largest);
         *scale = 0.0f;
-        *total = 0;
+        sums[0] = sums[1] = 0;
         if (!(range > 1e-25f)) {
             memset(values, 0, LLM__BLOCK);
             continue;
         }
         float inverse = 127.0f / range;
-        llm__vi sum = {0};
+        llm__vi half[2] = {{0}, {0}};
         for (int i = 0; i < PARTS; i++) {
             llm__vi whole = LLM__K(nearest)(LLM__K(load)(from + i * LLM__W) * inverse);
             LLM__K(to_int8)(values + i * LLM__W, whole);
-            sum += whole;
+            half[2 * i / PARTS] += whole;
         }
-        *total = (int32_t)LLM__K(sum)(__builtin_convertvector(sum, llm__vf));
+        LLM__UNROLL for (int i = 0; i < 2; i++)
+            sums[i] = (int16_t)LLM__K(sum)(__builtin_convertvector(half[i], llm__vf));
         *scale = range / 127.0f;
     }
 }
@@ -7164,7 +7328,8 @@ static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t en
     switch (job->w->type) {
     case LLM_Q4_0: LLM__K(matmul_int)(LLM_Q4_0, job, first, end, (char *)scratch); break;
     case LLM_Q8_0: LLM__K(matmul_int)(LLM_Q8_0, job, first, end, (char *)scratch); break;
-    default: LLM__K(matmul_float)(job, first, end, scratch);
+    case LLM_F32: case LLM_F16: case LLM_BF16: LLM__K(matmul_float)(job, first, end, scratch); break;
+    default: LLM__K(matmul_int)(job->w->type, job, first, end, (char *)scratch); /* the type decides at run time */
     }
 }
 
@@ -7612,7 +7777,8 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     if (n < 1 || w->rows < 1) return;
     llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, w->rows, cpu->tile_bytes};
     if (llm__stored_quads(w->type)) {
-        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS;
+        /* a block of q6_K has two scales, which a product of the tile unit would mix */
+        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS && w->type != LLM_Q6_K;
         job.height = (int)llm__min(n, LLM__X_TILE);
         job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
         int64_t tiles = llm__divide_up(n, job.height);

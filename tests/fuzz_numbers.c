@@ -55,7 +55,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     type->unpack(weights, values, (int64_t)count);
     type->pack(values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
-    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_AVX512; isa++) multiply((llm_isa)isa, &w, weights, x, (int)n);
+    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++) multiply((llm_isa)isa, &w, weights, x, (int)n);
     memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float)); /* and any floats are packed */
     type->pack(values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);

@@ -114,7 +114,7 @@ static void *packed_weights(llm_type type, const float *values, int64_t count) {
 }
 
 static void check_matmul(llm_type type, int rows, int cols, int n) {
-    bool blocks = type == LLM_Q4_0 || type == LLM_Q8_0;
+    bool blocks = llm__stored_quads(type) > 0; /* x is rounded for these */
     llm_error err;
     float *values = random_floats((int64_t)rows * cols), *x = random_floats((int64_t)n * cols);
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
@@ -242,6 +242,40 @@ static void test_matmul_extremes(void **state) {
                 for (int r = 0; r < ROWS; r++) assert_true(out[r] == expected[r]); /* whole numbers: exact */
                 close_backend(b);
             }
+        }
+    }
+}
+
+/* The same for all of them: blocks of the largest and smallest integers, with scales and minimums of 1 */
+static void test_matmul_extremes_of_all(void **state) {
+    (void)state;
+    enum { COLS = 512, ROWS = 20, N = 5 };
+    const llm_type_info *type;
+    static float x[N * COLS], expected[N * ROWS], out[N * ROWS];
+    static uint8_t data[ROWS * COLS * 2];
+    for (int k = 0; (type = llm_type_at(k)) != NULL; k++) {
+        if (!llm__stored_quads(type->type)) continue;
+        llm_weight w = {type->type, ROWS, COLS, data, NULL, false};
+        int blocks = COLS / type->block_values, last = type->type == LLM_Q6_K ? 208 : 0;
+        for (int row = 0; row < ROWS; row++)
+            for (int b = 0; b < blocks; b++) {
+                uint8_t *p = data + (row * blocks + b) * type->block_bytes;
+                for (int i = 0; i < type->block_bytes; i++)
+                    p[i] = row == 0 ? 0xff : row == 1 ? 0 : row == 2 ? 0x7f : row == 3 ? 0x80 : (uint8_t)random_u32();
+                llm__write_u16(p + last, llm__f32_to_f16(1.0f));
+                if (llm__has_minimum(type->type)) llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
+            }
+        for (int i = 0; i < N * COLS; i++) x[i] = (float)((i / COLS % 2 ? -1 : 1) * (i / COLS < 3 ? 127 : random_int(-127, 127)));
+        for (int i = 0; i < N * COLS; i += 32) x[i] = x[i] < 0.0f ? -127.0f : 127.0f; /* so that rounding changes nothing */
+        llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
+        reference->matmul(reference->context, x, &w, NULL, N, false, expected);
+        close_backend(reference);
+        FOR_EACH_ISA(isa) {
+            llm_backend *b = open_backend(isa, 1);
+            if (!b) continue;
+            b->matmul(b->context, x, &w, NULL, N, false, out);
+            check_close(type->name, isa, out, expected, N * ROWS, 1e-6);
+            close_backend(b);
         }
     }
 }
@@ -745,7 +779,7 @@ static void test_instruction_sets(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
-        cmocka_unit_test(test_matmul_extremes),  cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_matmul_extremes), cmocka_unit_test(test_matmul_extremes_of_all),  cmocka_unit_test(test_rmsnorm),
         cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
