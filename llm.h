@@ -739,9 +739,6 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #if defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
 #include <immintrin.h>
-#ifdef __linux__
-#include <sys/syscall.h>
-#endif
 #define LLM__X86 1
 #endif
 
@@ -5212,14 +5209,17 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     return ok && llm__write_pattern(r, f->open, 0);
 }
 
-/* Today, as "21 Nov 2026". */
+/* Today in Greenwich, as "21 Nov 2026". (localtime_r is not C11, and localtime keeps its answer in memory that threads share.) Counted
+ * from 1 March, months have 31 30 31 30 31 days, again and again, and the leap day is a year's last. */
 static void llm__today(char *text, size_t size) {
-    static const char months[] = "JanFebMarAprMayJunJulAugSepOctNovDec";
-    time_t now = time(NULL);
-    struct tm day;
-    memset(&day, 0, sizeof day);
-    localtime_r(&now, &day);
-    snprintf(text, size, "%02d %.3s %d", day.tm_mday, months + 3 * (day.tm_mon % 12), 1900 + day.tm_year);
+    static const char months[] = "MarAprMayJunJulAugSepOctNovDecJanFeb";
+    int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* since 1 March of the year 0 */
+    int64_t era = days / 146097, day = days % 146097;    /* 400 years */
+    int64_t year = (day - day / 1460 + day / 36524 - day / 146096) / 365;
+    day -= 365 * year + year / 4 - year / 100;
+    int64_t month = (5 * day + 2) / 153;
+    snprintf(text, size, "%02d %.3s %d", (int)(day - (153 * month + 2) / 5 + 1), months + 3 * month,
+             (int)(400 * era + year + (month > 9)));
 }
 
 /* Renders into r->text and r->trusted, which the caller frees in any case. */
@@ -7685,11 +7685,14 @@ static const llm__kernels LLM__K(kernels) = {
 
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
 static bool llm__has_matrix_tiles(void) {
-#if defined(LLM__X86) && defined(__linux__) && defined(SYS_arch_prctl)
-    enum { TILES_OF_INT8 = 1 << 24 | 1 << 25, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+#if defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
+    enum { TILES_OF_INT8 = 1 << 24 | 1 << 25, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_INT8) != TILES_OF_INT8) return false;
-    return syscall(SYS_arch_prctl, REQUEST_PERMISSION, TILE_DATA) == 0;
+    int64_t failed; /* the call itself: strict C11 does not declare syscall() */
+    __asm__ volatile("syscall" : "=a"(failed) : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION), "S"((int64_t)TILE_DATA)
+                     : "rcx", "r11", "memory");
+    return failed == 0;
 #else
     return false;
 #endif

@@ -255,7 +255,7 @@ static void test_matmul_extremes_of_all(void **state) {
     static uint8_t data[ROWS * COLS * 2];
     for (int k = 0; (type = llm_type_at(k)) != NULL; k++) {
         if (!llm__stored_quads(type->type)) continue;
-        llm_weight w = {type->type, ROWS, COLS, data, NULL, false};
+        llm_weight w = {type->type, ROWS, COLS, data, NULL, NULL, false};
         int blocks = COLS / type->block_values, last = type->type == LLM_Q6_K ? 208 : 0;
         for (int row = 0; row < ROWS; row++)
             for (int b = 0; b < blocks; b++) {

@@ -108,13 +108,14 @@ static golden golden_open(const char *name) {
 }
 
 /* All ways of running it. With weights that are not quantized nothing is rounded but f32 itself. Quantized ones are multiplied
- * with activations rounded to 8 bits by the fast kernels (see test_golden.c for this bound), but not by the textbook's. */
+ * with activations rounded to 8 bits by the fast kernels (see test_golden.c; zero points make
+ * the bound larger), but not by the textbook's. */
 static void check(const char *name, const char *path, bool quantized) {
     golden g = golden_open(name);
     double worst = 0;
     for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2; naive++) {
-            double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.08 : 1e-4;
+            double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.15 : 1e-4;
             double whole = worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
             double decoded = worst_error(path, (llm_isa)isa, naive, 16, g.n_prompt, g.ids, g.n_ids, g.logits);
             if (!(whole <= bound && decoded <= bound))
