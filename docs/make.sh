@@ -8,6 +8,7 @@
 set -u
 mode=${1:-check}
 llm=${LLM:-./llm}
+case $llm in */*) ;; *) llm=./$llm ;; esac
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 wrong=0
