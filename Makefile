@@ -90,7 +90,7 @@ $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/ha
 
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
-	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh tests/lessons.sh tests/docs.sh $(if $(SANITIZE),,tests/embed.sh)
+	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/lessons.sh tests/docs.sh tests/embed.sh)
 
 build-tests: $(LLM) $(PROGRAMS)
 
