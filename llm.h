@@ -7092,8 +7092,8 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  * signed bytes first: with its offset flipped away, a nibble in the high half of a byte is 16 w, and the 16 is taken out of
  * the scale. What is left for the vector registers is, for each of the 16 rows of C, to make floats of the sums and to
  * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take 3 times as long as
- * the tile unit. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit. Prompts were
- * twice as fast, but to make bf16 of q4_0 for one row of x took longer than memory takes to bring it.)
+ * the tile unit. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit. Products of 32
+ * rows took two thirds of the time, but to make bf16 of q4_0 for one row of x took longer than memory takes to bring it.)
  *
  * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
  * memory has nothing to do otherwise, the next chunk is asked for. */
