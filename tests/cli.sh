@@ -70,7 +70,7 @@ done
 bad "perplexity of a text file as a model" 1 "text.gguf.*GGUF" "$LLM" perplexity -m text.gguf text.gguf
 bad "quantize a text file" 1 "text.gguf.*GGUF" "$LLM" quantize text.gguf x.gguf
 if [ -e models/tales-q4_0.gguf ] || [ -e "$(dirname "$LLM")/models/tales-q4_0.gguf" ]; then :
-else bad "no model at all" 1 "no model given.*-m FILE" "$LLM" run x
+else bad "no model at all" 1 "tales-q4_0.gguf is not here.*-m FILE" "$LLM" run x
 fi
 
 name="a GGUF cut at 100 places" size=$(wc -c <"$M") wrong=0 i=0
