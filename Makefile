@@ -71,13 +71,20 @@ demo: llm
 	@./llm demo
 
 # ---- Tests ----------------------------------------------------------------------------
-# A test either includes the implementation itself, to reach inside, or takes it from the library.
-$(B)/libllm.a: llm.h | $(B)/have-cc
-	printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' | $(COMPILE) -x c -c - -o $(B)/llm.o
-	$(AR) rcs $@ $(B)/llm.o
+# A test either includes the implementation itself, to reach inside, or takes it from the library. The kernels take the compiler
+# most of its time, so they are compiled once: libkernels.a is the library with all names but theirs hidden.
+KERNELS  = --keep-global-symbol=llm__base_kernels --keep-global-symbol=llm__avx2_kernels --keep-global-symbol=llm__avx512_kernels
+LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
 
-$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libllm.a | $(B)/have-cmocka
-	$(COMPILE) -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
+$(B)/llm.o: llm.h | $(B)/have-cc
+	$(call LIBRARY,$(COMPILE))
+$(B)/kernels.o: $(B)/llm.o
+	objcopy $(KERNELS) $< $@
+$(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
+	$(AR) rcs $@ $<
+
+$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libkernels.a $(B)/libllm.a | $(B)/have-cmocka
+	$(COMPILE) -DLLM_KERNELS_EXTERN -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
 
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
@@ -99,11 +106,19 @@ sanitize:
 		NVCC= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # ---- Fuzzing: libFuzzer, so clang. SECONDS are shared out among the fuzzers. -----------------
-$(B)/fuzz_%: tests/fuzz_%.c llm.h | $(B)/have-fuzzer
-	clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer,address,undefined -fno-sanitize-recover=all -I. -Itests $< -o $@ -lm
+FUZZ     = clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
+$(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
+	$(call LIBRARY,$(call FUZZ,-no-link))
+$(B)/fuzzed-kernels.o: $(B)/fuzzed-llm.o
+	objcopy $(KERNELS) $< $@
+$(B)/fuzz_%: tests/fuzz_%.c llm.h $(B)/fuzzed-kernels.o
+	$(FUZZ) -DLLM_KERNELS_EXTERN $< $(B)/fuzzed-kernels.o -o $@ -lm
 
-fuzz: $(FUZZERS:tests/%.c=$(B)/%)
-	@sh tests/fuzz.sh $(SECONDS) $^
+fuzz:
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-fuzzers
+	@sh tests/fuzz.sh $(SECONDS) $(FUZZERS:tests/%.c=$(B)/%)
+
+build-fuzzers: $(FUZZERS:tests/%.c=$(B)/%)
 
 # ---- Set-up: each stamp says that something was there or has been installed -------------------
 $(B)/have-%:
@@ -121,6 +136,6 @@ docs: $(LLM)
 clean:
 	rm -rf build llm
 
-.PHONY: docs quotes demo test build-tests sanitize fuzz clean
+.PHONY: docs quotes demo test build-tests sanitize fuzz build-fuzzers clean
 .PRECIOUS: $(B)/have-%
 .DELETE_ON_ERROR:

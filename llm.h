@@ -6393,7 +6393,7 @@ static bool llm__has_minimum(llm_type type) {
 }
 
 /* The q that means zero, where there is no minimum. */
-static int llm__zero_level(llm_type type) {
+LLM__INLINE int llm__zero_level(llm_type type) {
     return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
 }
 
@@ -6469,7 +6469,7 @@ enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + 2 * sizeof(int16_t) }; /* of 
 /* Blocks in a row of x: whole stripes. */
 static int64_t llm__x_blocks(int64_t cols) { return 2 * llm__divide_up(cols, LLM__STRIPE); }
 
-static const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
+LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
     return (const char *)job->x_tiles + (size_t)tile * job->x_tile_bytes;
 }
 
@@ -7608,7 +7608,7 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     }
 }
 
-static const llm__kernels LLM__K(kernels) = {
+LLM__KERNELS const llm__kernels LLM__K(kernels) = {
     (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(rope_and_store),
     LLM__K(attention),
 };
@@ -7627,6 +7627,19 @@ static const llm__kernels LLM__K(kernels) = {
 #if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
+
+/* Compiling the passes takes most of the compiler's time. Where several files of one program include the implementation (our
+ * tests do, to reach inside), one of them can share its kernels, and the others take them from it. */
+#ifdef LLM_KERNELS_EXTERN
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+#else
+
+#ifdef LLM_KERNELS_SHARED
+#define LLM__KERNELS
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+#else
+#define LLM__KERNELS static
+#endif
 
 /* The passes. (If you rename this file, say so here.) */
 #ifndef LLM_FILE_NAME
@@ -7682,6 +7695,7 @@ static const llm__kernels LLM__K(kernels) = {
 #undef LLM__KERNEL_PASS
 
 #endif /* LLM__X86 */
+#endif /* LLM_KERNELS_EXTERN */
 
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
 static bool llm__has_matrix_tiles(void) {

@@ -68,7 +68,7 @@ static void attention_at_the_seam(void *context, const llm_batch *batch, const l
 
 static double furthest(const float *a, const double *b, int n) {
     double worst = 0;
-    for (int i = 0; i < n; i++) worst = fmax(worst, fabs(a[i] - b[i]));
+    for (int i = 0; i < n; i++) worst = larger(worst, fabs(a[i] - b[i]));
     return worst;
 }
 
@@ -79,7 +79,7 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
         weights[p] = 0;
         for (int d = 0; d < a->head_dim; d++) weights[p] += (double)a->q[d] * a->keys[p * a->head_dim + d];
         weights[p] *= a->scale;
-        largest = fmax(largest, weights[p]);
+        largest = larger(largest, weights[p]);
     }
     for (int p = 0; p < a->n; p++) total += weights[p] = exp(weights[p] - largest);
     for (int d = 0; d < a->head_dim; d++) out[d] = 0;

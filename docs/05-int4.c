@@ -40,7 +40,7 @@ static void int4_group(lesson *l, const int4 *x) {
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < INT4_GROUP / 2; i++)
         add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16], (double)(block[2 + i] >> 4), (double)back[i + 16]);
-    for (int i = 0; i < INT4_GROUP; i++) worst = fmax(worst, fabs((double)w[i] - back[i]));
+    for (int i = 0; i < INT4_GROUP; i++) worst = larger(worst, fabs((double)w[i] - back[i]));
     say(l, "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes of two numbers each.\n\n", x->group, x->tensor_name, scale);
     show_table(l, &t, "group");
     say(l, "\nThe furthest is %.5f away: %.2f of the scale.\n", worst, worst / fabs(scale));

@@ -78,8 +78,8 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     bool good = engine && run_tasks(engine, &warm, 1) && ladder_work(engine, &x->one, 1, r->no_cache, &one) &&
                 ladder_work(engine, x->many, r->many, r->no_cache, &many);
     free_task(&warm);
-    out->one = fmax(out->one, one);
-    out->many = fmax(out->many, many);
+    out->one = larger(out->one, one);
+    out->many = larger(out->many, many);
     if (good && !out->one_tokens) {
         llm_statistics s = llm_engine_statistics(engine);
         out->memory = (double)(s.weight_bytes + s.cache_bytes + s.arena_bytes);
@@ -141,7 +141,7 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
     double best_one = 0, best_many = 0;
-    for (int i = 0; i < n; i++) best_one = fmax(best_one, results[i].one), best_many = fmax(best_many, results[i].many);
+    for (int i = 0; i < n; i++) best_one = larger(best_one, results[i].one), best_many = larger(best_many, results[i].many);
     say(l, "\nIn total: one request %.0f times as fast, many %.0f times (at the best rung %.0f and %.0f).\n", results[n - 1].one / results[0].one,
         results[n - 1].many / results[0].many, best_one / results[0].one, best_many / results[0].many);
     show_plot(l, &p);

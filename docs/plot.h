@@ -42,6 +42,9 @@
 #pragma GCC diagnostic pop
 #endif
 
+/* fmax(), but for NANs; gcc 12 for arm64 fails on a loop that takes the fmax() of differences. */
+static double larger(double a, double b) { return a > b ? a : b; }
+
 enum { PLOT_COLOURS = 8 };
 typedef enum plot_kind { PLOT_LINES, PLOT_BARS, PLOT_MAP } plot_kind;
 
@@ -232,7 +235,7 @@ static plot_axis plot_axis_over(const plot *p, bool vertical) {
             double v = vertical ? p->series[s].y[i] : p->series[s].x[i];
             if (!isfinite(v) || (logarithmic && v <= 0)) continue;
             low = fmin(low, v);
-            high = fmax(high, v);
+            high = larger(high, v);
         }
     if (!(low <= high)) low = 0, high = 1;
     return plot_axis_of(low, high, logarithmic);
@@ -246,7 +249,7 @@ static plot_axis plot_axis_of_bars(const plot *p) {
         for (int s = 0; s < p->n_series; s++) {
             double v = k < p->series[s].n && isfinite(p->series[s].y[k]) ? p->series[s].y[k] : 0;
             sum = p->stacked ? sum + v : v;
-            high = fmax(high, sum);
+            high = larger(high, sum);
             if (v > 0) low = fmin(low, v);
         }
     }
@@ -666,7 +669,7 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
 
 static double plot_widest_category(const plot *p) {
     double widest = 0;
-    for (int k = 0; k < p->n_categories; k++) widest = fmax(widest, plot_width_of(p->categories[k], PLOT_LETTER));
+    for (int k = 0; k < p->n_categories; k++) widest = larger(widest, plot_width_of(p->categories[k], PLOT_LETTER));
     return widest;
 }
 

@@ -50,7 +50,7 @@ static vocab open_vocab(gguf *g) {
 }
 
 static char *zero_terminated(const llm__json_node *node) {
-    llm_string s;
+    llm_string s = {0};
     assert_true(llm__json_string(node, &s));
     char *copy = (char *)calloc(s.length + 1, 1);
     memcpy(copy, s.data, s.length);
@@ -87,7 +87,7 @@ static int read_messages(const llm__json_node *list, llm_message *messages) {
     int n = 0;
     for (const llm__json_node *item = llm__json_first(list); item; item = llm__json_next(list, item), n++) {
         const llm__json_node *role = llm__json_member(item, "role");
-        llm_string text;
+        llm_string text = {0};
         assert_true(n < MAX_MESSAGES && llm__json_string(llm__json_member(item, "content"), &text));
         messages[n].role = llm__json_is(role, "system") ? LLM_ROLE_SYSTEM : llm__json_is(role, "user") ? LLM_ROLE_USER : LLM_ROLE_ASSISTANT;
         messages[n].text = text.data;
@@ -335,7 +335,7 @@ static const char *zephyr_template(void) {
     assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "chat.json", NULL));
     const llm__json_node *templates = llm__json_member(json.nodes, "templates");
     for (const llm__json_node *item = llm__json_first(templates); item; item = llm__json_next(templates, item)) {
-        llm_string text;
+        llm_string text = {0};
         if (llm__json_is(llm__json_member(item, "name"), "zephyr") && llm__json_string(llm__json_member(item, "template"), &text))
             snprintf(zephyr, sizeof zephyr, "%.*s", (int)text.length, text.data);
     }

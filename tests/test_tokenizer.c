@@ -359,7 +359,7 @@ static double merge_cost(const llm_tokenizer *t, const uint8_t *text, piece a, p
     spell(text + b.start, b.length, right);
     strcat(left, " ");
     strcat(left, right);
-    llm_string rule;
+    llm_string rule = {0};
     size_t cursor = 0;
     for (int rank = 0; llm_value_string(llm_file_find(t->file, "tokenizer.ggml.merges"), &cursor, &rule); rank++)
         if (rule.length == strlen(left) && !memcmp(rule.data, left, rule.length)) return rank;
@@ -980,7 +980,7 @@ static void test_against_hugging_face(void **state) {
     assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "random.json", &err));
     const llm__json_node *texts = llm__json_member(json.nodes, "texts"), *kinds = llm__json_member(json.nodes, "kinds");
     for (const llm__json_node *kind = llm__json_first(kinds); kind; kind = llm__json_next(kinds, kind)) {
-        llm_string name;
+        llm_string name = {0};
         char path[300];
         assert_true(llm__json_string(llm__json_member(kind, "file"), &name));
         snprintf(path, sizeof path, "tests/data/fuzz_vocabulary/%.*s", (int)name.length, name.data);
@@ -990,7 +990,7 @@ static void test_against_hugging_face(void **state) {
         assert_non_null(t);
         const llm__json_node *all = llm__json_member(kind, "ids"), *pair = llm__json_first(all);
         for (const llm__json_node *item = llm__json_first(texts); item; item = llm__json_next(texts, item), pair = llm__json_next(all, pair)) {
-            llm_string text;
+            llm_string text = {0};
             assert_true(llm__json_string(item, &text));
             const llm__json_node *ids = llm__json_first(pair);
             for (int plain = 0; plain < 2; plain++, ids = llm__json_next(pair, ids)) {
