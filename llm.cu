@@ -190,19 +190,11 @@ __device__ static inline float llm__f16_bits_to_f32(uint16_t bits) { return __ha
 __device__ static inline uint16_t llm__f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
 __device__ static inline float llm__bf16_bits_to_f32(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 
-/* Value i of a row of weights in the file's own layout: one at a time, so for the plain kernels only. */
+/* Value i of a row of weights in the file's own layout, which is f32, f16 or bf16. */
 __device__ static inline float llm__weight_value(llm_type type, const void *row, int64_t i) {
     if (type == LLM_F32) return ((const float *)row)[i];
     if (type == LLM_F16) return llm__f16_bits_to_f32(((const uint16_t *)row)[i]);
-    if (type == LLM_BF16) return llm__bf16_bits_to_f32(((const uint16_t *)row)[i]);
-    int64_t block = i / 32, j = i % 32;
-    if (type == LLM_Q8_0) {
-        const uint16_t *p = (const uint16_t *)row + block * 17; /* a scale, 32 bytes */
-        return llm__f16_bits_to_f32(*p) * (float)((const int8_t *)(p + 1))[j];
-    }
-    const uint16_t *p = (const uint16_t *)row + block * 9; /* q4_0: a scale, 16 bytes; byte k holds values k and k + 16 */
-    int nibbles = ((const uint8_t *)(p + 1))[j % 16];
-    return llm__f16_bits_to_f32(*p) * (float)((j < 16 ? nibbles & 15 : nibbles >> 4) - 8);
+    return llm__bf16_bits_to_f32(((const uint16_t *)row)[i]);
 }
 
 /* Bytes of a row of weights in that layout. */
@@ -897,6 +889,7 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
  *                           rows g    g+8     g      g+8        (columns 0-31 of the chunk, then 32-63)
  *                  q8_0   | 512 B | 512 B | 64 B scales |       8 columns of row g, 8 of row g + 8
  *                  q4_0   | 512 B | 64 B scales |               ... and that for both halves of the chunk
+ *                  4, 5, 6 bits  | 512 B | 0, 128 or 256 B | 128 B scales |   as q4_0, and the bits above the fourth apart
  *
  * THE SUM over the columns is always taken in the same order, so that the result does not depend, to the last bit, on how many
  * other tokens there are, nor on which of the kernels of this chapter and the next did it. The columns are cut into 8
@@ -907,10 +900,14 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
  *                                                          |        |                          |
  *                                        shared memory:  part 0 + part 1 + ...            + part 7   -> out
  *
- * WHAT IS ROUNDED. Weights: f16, q8_0 and q4_0 not at all (integers of that size are exact in f16; the scale of 32 weights is
- * multiplied into the f32 sum of their 32 products, not into them). bf16 is moved into f16 times a power of two for each row:
- * exact, but for weights 2^32 times smaller than the largest of their row. f32 becomes the sum of two f16 in the same way:
- * 22 bits. All other types become f16. x: is f32, and is rounded to f16: 11 bits. f16 ends at 65504, and there are models with
+ * A MINIMUM. In q4_1, q4_K and their like a weight is scale x integer + minimum, both for 32 columns. So the sum over these is
+ * scale x sum(integer x) + minimum x sum(x), and the sum of x comes from the same instruction, with a matrix of ones for A.
+ *
+ * WHAT IS ROUNDED. Weights: those of f16 and of integers not at all (integers of that size are exact in f16; the scale of 32
+ * weights is multiplied into the f32 sum of their 32 products, not into them), but for q6_K: its scales are for 16 columns,
+ * and are multiplied into the integers: what is above 2048 then loses its last bit. bf16 is moved into f16 times a power of two for
+ * each row: exact, but for weights 2^32 times smaller than the largest of their row. f32 becomes the sum of two f16 in the same
+ * way: 22 bits. x: is f32, and is rounded to f16: 11 bits. f16 ends at 65504, and there are models with
  * larger activations; so each token's x is first brought, in each segment, to a largest value between 2^14 and 2^15, by a power of
  * two, which comes off the sum again. (For f32 weights, x is the sum of two f16 too.)
  * ================================================================================== */
@@ -919,15 +916,26 @@ enum {
     LLM__TILE_ROWS = 16, /* weights: the height of a matrix instruction */
     LLM__CHUNK = 64,     /* columns */
     LLM__SEGMENTS = 8,   /* of a sum */
-    LLM__FEW_TOKENS = 64 /* the most that the kernels of this chapter take */
+    LLM__FEW_TOKENS = 32, /* the most that the kernels of this chapter take */
+    LLM__PRODUCTS = 3    /* of the same x, in one launch */
 };
 
-/* How a matrix lies in the device's memory. A type of the file that has no row of its own in llm__formats is unpacked by
- * llm.h and becomes f16. */
-typedef enum llm__layout { LLM__LAYOUT_F16, LLM__LAYOUT_Q8_0, LLM__LAYOUT_Q4_0 } llm__layout;
+/* How a matrix lies in the device's memory. */
+typedef enum llm__layout {
+    LLM__LAYOUT_F16, LLM__LAYOUT_Q8_0, LLM__LAYOUT_Q4_0,
+    LLM__LAYOUT_4_BITS, LLM__LAYOUT_5_BITS, LLM__LAYOUT_6_BITS /* the other block types */
+} llm__layout;
+
+/* How the last three of them keep scale and minimum. */
+typedef enum llm__minimum {
+    LLM__MINIMUM,      /* both f16, for 32 columns */
+    LLM__MINIMUM_ZERO, /* the minimum is -zero x scale: a scale and the zero */
+    LLM__MINIMUM_GROUPS /* f16 for 256 columns, times a whole number for 32 */
+} llm__minimum;
 
 typedef struct llm__packed { /* a matrix as kernels see it */
     llm__layout layout;
+    llm__minimum minimum;
     const char *chunks;      /* (n_tiles, n_chunks) */
     const float *row_scales; /* (n_tiles * 16) powers of two to multiply the rows with; NULL: 1 */
     int64_t rows, cols;
@@ -1008,15 +1016,17 @@ enum {
     LLM__F16_1024 = 0x64006400
 };
 
-/* Eight 4-bit weights of a word, each minus 8: out[i] has the columns 2i and 2i + 1. They lie in the word as 7 5 3 1 6 4 2 0, from
- * high to low, so that a mask takes two neighbours at once: */
-__device__ static inline void llm__unpack_q4(uint32_t word, uint32_t out[4]) {
-    const int and_or = 0xea; /* (a & b) | c */
+enum { LLM__AND_OR = 0xea }; /* llm__lop3: (a & b) | c */
+
+/* Eight 4-bit weights of a word, each minus `zero`: out[i] has the columns 2i and 2i + 1. They lie in the word as 7 5 3 1 6 4 2 0,
+ * from high to low, so that a mask takes two neighbours at once: */
+template <int zero> __device__ __forceinline__ void llm__unpack_q4(uint32_t word, uint32_t out[4]) {
+LLM_UNROLL
     for (int half = 0; half < 2; half++, word >>= 8) {
-        uint32_t ones = llm__lop3<and_or>(word, 0x000f000f, LLM__F16_1024);     /* 1024 + q */
-        uint32_t sixteens = llm__lop3<and_or>(word, 0x00f000f0, LLM__F16_1024); /* 1024 + 16 q */
-        out[2 * half] = llm__pair_fma(ones, LLM__F16_1, 0xe408e408u);              /* - 1032 */
-        out[2 * half + 1] = llm__pair_fma(sixteens, LLM__F16_SIXTEENTH, 0xd480d480u); /* / 16 - 72 */
+        uint32_t ones = llm__lop3<LLM__AND_OR>(word, 0x000f000f, LLM__F16_1024);     /* 1024 + q */
+        uint32_t sixteens = llm__lop3<LLM__AND_OR>(word, 0x00f000f0, LLM__F16_1024); /* 1024 + 16 q */
+        out[2 * half] = llm__pair_fma(ones, LLM__F16_1, 0xe400e400u + zero * 0x10001u);                   /* - 1024 - zero */
+        out[2 * half + 1] = llm__pair_fma(sixteens, LLM__F16_SIXTEENTH, 0xd400d400u + zero * 0x100010u); /* / 16 - 64 - zero */
     }
 }
 
@@ -1031,6 +1041,10 @@ __device__ static inline void llm__unpack_q8(uint32_t word, uint32_t out[2]) {
  * Each knows how a chunk is written (pack, when a matrix is loaded), read (stream, from global memory, a chunk at a time; load, from
  * shared memory, half of it), and made into matrix fragments (unpack): a[j] is that of instruction j of the 32 columns of
  * a half. A lane of a warp does its own part. */
+
+typedef struct llm__scales { /* of rows g and g + 8, for the 32 columns of half a chunk: weight = scale x integer + minimum */
+    float scale[2], minimum[2];
+} llm__scales;
 
 typedef struct llm__source { /* some rows of a matrix, from a tile's first one on, as they came from the file */
     llm_type type;
@@ -1073,9 +1087,9 @@ __device__ static inline void llm__pack_scales(char *to, const llm__source *s, i
     memcpy(to, scales, sizeof scales);
 }
 
-__device__ static inline void llm__unpack_scales(uint32_t pair, float scales[2]) {
-    scales[0] = llm__f16_bits_to_f32((uint16_t)pair);
-    scales[1] = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
+__device__ static inline void llm__unpack_scales(uint32_t pair, llm__scales *scales) {
+    scales->scale[0] = llm__f16_bits_to_f32((uint16_t)pair);
+    scales->scale[1] = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
 }
 
 /* Eight columns of rows g and g + 8, in pairs, as the fragments of two instructions */
@@ -1086,7 +1100,7 @@ LLM_UNROLL
 }
 
 struct llm__f16_layout {
-    enum { chunk_bytes = 2048, scaled = 0, depth = 2 };
+    enum { chunk_bytes = 2048, scaled = 0, minimums = 0, depth = 2 };
     struct half_chunk {
         uint4 top, bottom; /* rows g, g + 8 */
 
@@ -1094,10 +1108,10 @@ struct llm__f16_layout {
             top = llm__load_16(chunk + half * 1024 + lane * 16);
             bottom = llm__load_16(chunk + half * 1024 + 512 + lane * 16);
         }
-        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+        __device__ __forceinline__ void unpack(const llm__packed &, int, int, uint32_t a[2][4], llm__scales *scales) const {
             a[0][0] = top.x, a[0][1] = bottom.x, a[0][2] = top.y, a[0][3] = bottom.y;
             a[1][0] = top.z, a[1][1] = bottom.z, a[1][2] = top.w, a[1][3] = bottom.w;
-            scales[0] = scales[1] = 1.0f;
+            scales->scale[0] = scales->scale[1] = 1.0f;
         }
     };
     half_chunk halves[2];
@@ -1130,7 +1144,7 @@ LLM_UNROLL
 };
 
 struct llm__q8_0_layout {
-    enum { chunk_bytes = 1088, scaled = 1, depth = 3 };
+    enum { chunk_bytes = 1088, scaled = 1, minimums = 0, depth = 3 };
     struct half_chunk {
         uint4 words; /* eight columns of row g, of row g + 8 */
         uint32_t scale_bits;
@@ -1139,7 +1153,7 @@ struct llm__q8_0_layout {
             words = llm__load_16(chunk + half * 512 + lane * 16);
             scale_bits = *(const uint32_t *)(const void *)(chunk + 1024 + lane / 4 * 8 + half * 4);
         }
-        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+        __device__ __forceinline__ void unpack(const llm__packed &, int, int, uint32_t a[2][4], llm__scales *scales) const {
             uint32_t top[4], bottom[4]; /* columns 2i, 2i + 1 of rows g, g + 8 */
             llm__unpack_q8(words.x, top), llm__unpack_q8(words.y, top + 2);
             llm__unpack_q8(words.z, bottom), llm__unpack_q8(words.w, bottom + 2);
@@ -1175,7 +1189,7 @@ struct llm__q8_0_layout {
 };
 
 struct llm__q4_0_layout {
-    enum { chunk_bytes = 576, scaled = 1, depth = 4 };
+    enum { chunk_bytes = 576, scaled = 1, minimums = 0, depth = 4 };
     struct half_chunk {
         uint2 words; /* eight columns of row g, of row g + 8 */
         uint32_t scale_bits;
@@ -1184,10 +1198,10 @@ struct llm__q4_0_layout {
             words = *(const uint2 *)(const void *)(chunk + lane * 16 + half * 8);
             scale_bits = *(const uint32_t *)(const void *)(chunk + 512 + lane / 4 * 8 + half * 4);
         }
-        __device__ __forceinline__ void unpack(uint32_t a[2][4], float scales[2]) const {
+        __device__ __forceinline__ void unpack(const llm__packed &, int, int, uint32_t a[2][4], llm__scales *scales) const {
             uint32_t top[4], bottom[4];
-            llm__unpack_q4(words.x, top);
-            llm__unpack_q4(words.y, bottom);
+            llm__unpack_q4<8>(words.x, top);
+            llm__unpack_q4<8>(words.y, bottom);
             llm__fragments(top, bottom, a);
             llm__unpack_scales(scale_bits, scales);
         }
@@ -1225,12 +1239,178 @@ struct llm__q4_0_layout {
     }
 };
 
+/* Integer i of a row of the file, from 0 on. (The formats: chapter [3] of llm.h.) */
+__device__ static inline uint32_t llm__level(llm_type type, const char *row_, int64_t i) {
+    const uint8_t *row = (const uint8_t *)row_;
+    int j = (int)(i % 32), group = (int)(i % 256 / 32);
+    if (type == LLM_Q6_K) {
+        const uint8_t *p = row + i / 256 * 210;
+        int half = group / 4, quarter = group % 4;
+        uint32_t low = p[64 * half + 32 * (quarter % 2) + j] >> quarter / 2 * 4 & 15, high = p[128 + 32 * half + j] >> 2 * quarter & 3;
+        return low | high << 4;
+    }
+    if (type == LLM_Q4_K || type == LLM_Q5_K) {
+        const uint8_t *p = row + i / 256 * (type == LLM_Q4_K ? 144 : 176), *nibbles = p + (type == LLM_Q4_K ? 16 : 48);
+        uint32_t low = nibbles[group / 2 * 32 + j] >> group % 2 * 4 & 15;
+        return type == LLM_Q4_K ? low : low | (uint32_t)(p[16 + j] >> group & 1) << 4;
+    }
+    bool fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
+    int head = type == LLM_Q5_0 ? 2 : 4; /* bytes of scale and minimum */
+    const uint8_t *p = row + i / 32 * (head + 4 * fifth + 16) + head;
+    uint32_t low = p[4 * fifth + j % 16] >> j / 16 * 4 & 15;
+    return fifth ? low | (uint32_t)(p[j / 8] >> j % 8 & 1) << 4 : low;
+}
+
+/* All that a row keeps of its scales for 64 columns, as kernels want it: x and y are, for 32 columns each, scale and minimum (or
+ * zero) in f16. Groups: x is the scale and the minimum of 256 columns, y the whole numbers of 32: scale, minimum, scale, minimum.
+ * q6_K: x is the scale of 256, y the int8 scales of 16 columns each. */
+__device__ static inline uint2 llm__level_scales(llm_type type, const char *row_, int64_t chunk, int64_t cols) {
+    const uint8_t *row = (const uint8_t *)row_;
+    uint16_t words[2][2] = {};
+    uint8_t bytes[4] = {};
+    uint2 r = make_uint2(0, 0);
+    if (type == LLM_Q6_K || type == LLM_Q4_K || type == LLM_Q5_K) {
+        const uint8_t *p = row + chunk / 4 * (type == LLM_Q6_K ? 210 : type == LLM_Q4_K ? 144 : 176);
+        memcpy(words, type == LLM_Q6_K ? p + 208 : p, type == LLM_Q6_K ? 2 : 4);
+        for (int i = 0; i < 4; i++) {
+            int group = (int)(chunk % 4) * 2 + i / 2;
+            const uint8_t *s = p + 4 + group % 4 + i % 2 * 4; /* scale or minimum of groups 0-3: 6 bits; 4-7: see llm__group_scales in llm.h */
+            int low = group < 4 ? s[0] & 63 : (p[12 + group % 4] >> i % 2 * 4 & 15) | s[0] >> 6 << 4;
+            bytes[i] = type == LLM_Q6_K ? p[192 + chunk % 4 * 4 + i] : (uint8_t)low;
+        }
+        memcpy(&r.x, words, 4);
+        memcpy(&r.y, bytes, 4);
+        return r;
+    }
+    int head = type == LLM_Q5_0 ? 2 : 4, block_bytes = type == LLM_Q5_0 ? 22 : type == LLM_Q5_1 ? 24 : 20;
+    for (int i = 0; i < 2 && chunk * 2 + i < cols / 32; i++) {
+        memcpy(words[i], row + (chunk * 2 + i) * block_bytes, head);
+        if (type == LLM_Q5_0) words[i][1] = llm__f32_to_f16_bits(16.0f);
+        if (type == LLM_Q4_Z) words[i][1] = llm__f32_to_f16_bits((float)words[i][1]);
+    }
+    memcpy(&r.x, words[0], 4);
+    memcpy(&r.y, words[1], 4);
+    return r;
+}
+
+/* Scale and minimum of a row for half of the 64 columns. All of this is exact in f32. */
+__device__ static inline void llm__unpack_minimum(llm__minimum form, uint2 row, int half, float *scale, float *minimum) {
+    bool groups = form == LLM__MINIMUM_GROUPS;
+    uint32_t pair = half && !groups ? row.y : row.x, whole = row.y >> 16 * half;
+    *scale = llm__f16_bits_to_f32((uint16_t)pair);
+    *minimum = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
+    if (groups) {
+        *scale *= (float)(whole & 255);
+        *minimum *= -(float)(whole >> 8 & 255);
+    } else if (form == LLM__MINIMUM_ZERO) *minimum *= -*scale;
+}
+
+/* Integers of 4 + High bits. The low four lie as in q4_0; of the others, those of a lane in one word for the chunk (High 1) or for
+ * half of it (2), two neighbours 16 bits apart: pair i of row g at bit i x High, of row g + 8 four pairs later. Then 16 bytes for each g:
+ * the scales of rows g and g + 8. High 2 is q6_K: no minimum, the integers have 32 for zero, and a scale every 16 columns. */
+template <int High> struct llm__bits_layout {
+    enum { scales_at = 512 + 128 * High, chunk_bytes = scales_at + 128, scaled = 1, minimums = High < 2, depth = 3 };
+    struct half_chunk {
+        uint2 words;   /* as in q4_0 */
+        uint32_t high; /* of the chunk, or of this half */
+        uint4 scales;  /* of row g, of row g + 8 */
+
+        __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
+            words = *(const uint2 *)(const void *)(chunk + lane * 16 + half * 8);
+            high = High ? *(const uint32_t *)(const void *)(chunk + 512 + lane * 4 * High + (High > 1 ? half * 4 : 0)) : 0;
+            scales = llm__load_16(chunk + scales_at + lane / 4 * 16);
+        }
+        __device__ __forceinline__ void unpack_row(uint32_t word, uint32_t above, uint32_t out[4]) const {
+            if (!High) llm__unpack_q4<0>(word, out);
+LLM_UNROLL
+            for (int i = 0; High && i < 4; i++) {
+                const int left = i * High < 4 ? 4 - i * High : 0, right = i * High > 4 ? i * High - 4 : 0; /* to the fifth bit of each 16 */
+                uint32_t pair = llm__lop3<LLM__AND_OR>(word >> 4 * i, 0x000f000f, LLM__F16_1024);
+                pair = llm__lop3<LLM__AND_OR>(above << left >> right, High == 1 ? 0x00100010 : 0x00300030, pair);
+                out[i] = llm__pair_fma(pair, LLM__F16_1, High == 1 ? 0xe400e400u : 0xe420e420u); /* - 1024, - 1056 */
+            }
+        }
+        __device__ __forceinline__ void unpack(const llm__packed &w, int half, int lane, uint32_t a[2][4], llm__scales *s) const {
+            uint32_t top[4], bottom[4], above = High == 1 ? high >> 8 * half : high;
+            unpack_row(words.x, above, top);
+            unpack_row(words.y, above >> 4 * High, bottom);
+            uint2 rows[2] = {make_uint2(scales.x, scales.y), make_uint2(scales.z, scales.w)};
+LLM_UNROLL
+            for (int r = 0; r < 2; r++) {
+                if (High < 2) {
+                    llm__unpack_minimum(w.minimum, rows[r], half, &s->scale[r], &s->minimum[r]);
+                    continue;
+                }
+                s->scale[r] = llm__f16_bits_to_f32((uint16_t)rows[r].x);
+                float own = (float)(int8_t)(rows[r].y >> (16 * half + lane % 4 / 2 * 8));
+                uint32_t factor = llm__pair(own, own);
+LLM_UNROLL
+                for (int i = 0; i < 4; i++) {
+                    uint32_t *pair = r ? &bottom[i] : &top[i];
+                    *pair = llm__pair_fma(*pair, factor, 0);
+                }
+            }
+            llm__fragments(top, bottom, a);
+        }
+    };
+    half_chunk halves[2];
+
+    __device__ static void pack(char *chunk, const llm__packed *, const llm__source *s, int64_t row, int64_t k, int lane) {
+        uint32_t words[4] = {}, above[2] = {};
+        for (int part = 0; part < 4; part++) { /* row g, row g + 8; then of the other half */
+            int64_t r = row + part % 2 * 8 + lane / 4, first = k + part / 2 * 32 + lane % 4 * 8;
+            for (int i = 0; i < 8 && r < s->end_row && first < s->cols; i++) {
+                uint32_t q = llm__level(s->type, llm__source_row(s, r), first + i);
+                words[part] |= (q & 15) << llm__q4_0_layout::place(i);
+                int at = (part % 2 * 4 + i / 2) * High + i % 2 * 16;
+                above[High > 1 ? part / 2 : 0] |= q >> 4 << (at + (High == 1 ? part / 2 * 8 : 0));
+            }
+        }
+        memcpy(chunk + lane * 16, words, 16);
+        memcpy(chunk + 512 + lane * 4 * High, above, 4 * High);
+        if (lane >= 16) return;
+        uint2 scales = make_uint2(0, 0); /* of row g (even lanes), of row g + 8 */
+        int64_t r = row + lane % 2 * 8 + lane / 2;
+        if (r < s->end_row) scales = llm__level_scales(s->type, llm__source_row(s, r), k / LLM__CHUNK, s->cols);
+        memcpy(chunk + scales_at + lane * 8, &scales, 8);
+    }
+    __device__ __forceinline__ void stream(const char *chunk, int lane) {
+        uint4 words = llm__stream_16(chunk + lane * 16);
+        halves[0].words = make_uint2(words.x, words.y), halves[1].words = make_uint2(words.z, words.w);
+        if (High == 1) halves[0].high = halves[1].high = __ldcs((const uint32_t *)(const void *)(chunk + 512) + lane);
+        if (High == 2) {
+            uint2 high = __ldcs((const uint2 *)(const void *)(chunk + 512) + lane);
+            halves[0].high = high.x, halves[1].high = high.y;
+        }
+        halves[0].scales = halves[1].scales = llm__stream_16(chunk + scales_at + lane / 4 * 16);
+    }
+    __device__ static float value(const llm__packed *w, const char *chunk, int row, int k) {
+        int lane = row % 8 * 4 + k % 32 / 8, half = k / 32, i = k % 8, at = (row / 8 * 4 + i / 2) * High + i % 2 * 16;
+        uint32_t q = ((const uint32_t *)(const void *)chunk)[lane * 4 + half * 2 + row / 8] >> llm__q4_0_layout::place(i) & 15;
+        const uint32_t *high = (const uint32_t *)(const void *)(chunk + 512);
+        if (High == 1) q |= (high[lane] >> (half * 8 + at) & 1) << 4;
+        if (High == 2) q |= (high[lane * 2 + half] >> at & 3) << 4;
+        uint2 scales = *(const uint2 *)(const void *)(chunk + scales_at + row % 8 * 16 + row / 8 * 8);
+        if (High == 2)
+            return llm__f16_bits_to_f32((uint16_t)scales.x) * (float)(int8_t)(scales.y >> k / 16 * 8) * (float)((int)q - 32);
+        float scale, minimum;
+        llm__unpack_minimum(w->minimum, scales, half, &scale, &minimum);
+        return scale * (float)q + minimum;
+    }
+};
+
 /* One weight, for kernels that need no speed. */
 __device__ static inline float llm__packed_value(const llm__packed *w, int64_t row, int64_t col) {
     int64_t chunk = row / LLM__TILE_ROWS * w->n_chunks + col / LLM__CHUNK;
     int r = (int)(row % LLM__TILE_ROWS), k = (int)(col % LLM__CHUNK);
-    if (w->layout == LLM__LAYOUT_Q4_0) return llm__q4_0_layout::value(w->chunks + chunk * llm__q4_0_layout::chunk_bytes, r, k);
-    if (w->layout == LLM__LAYOUT_Q8_0) return llm__q8_0_layout::value(w->chunks + chunk * llm__q8_0_layout::chunk_bytes, r, k);
+    switch (w->layout) {
+    case LLM__LAYOUT_F16: break;
+    case LLM__LAYOUT_Q8_0: return llm__q8_0_layout::value(w->chunks + chunk * llm__q8_0_layout::chunk_bytes, r, k);
+    case LLM__LAYOUT_Q4_0: return llm__q4_0_layout::value(w->chunks + chunk * llm__q4_0_layout::chunk_bytes, r, k);
+    case LLM__LAYOUT_4_BITS: return llm__bits_layout<0>::value(w, w->chunks + chunk * llm__bits_layout<0>::chunk_bytes, r, k);
+    case LLM__LAYOUT_5_BITS: return llm__bits_layout<1>::value(w, w->chunks + chunk * llm__bits_layout<1>::chunk_bytes, r, k);
+    case LLM__LAYOUT_6_BITS: return llm__bits_layout<2>::value(w, w->chunks + chunk * llm__bits_layout<2>::chunk_bytes, r, k);
+    }
     float x = llm__f16_layout::value(w->chunks + chunk * llm__f16_layout::chunk_bytes, r, k);
     if (w->n_chunks > w->plane_chunks) /* f32: and its low part */
         x += llm__f16_layout::value(w->chunks + (chunk + 2 * w->plane_chunks) * llm__f16_layout::chunk_bytes, r, k);
@@ -1269,37 +1449,59 @@ template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, l
     }
 }
 
-/* What becomes of each type. A type of which nothing is said here is unpacked to f32 and becomes f16. */
+/* What becomes of each type. */
 typedef struct llm__format {
     llm_type type;
     llm__layout layout;
+    llm__minimum minimum;
     int planes;      /* 3: high, high, low */
     bool row_scales; /* its numbers may be too large or too small for f16 */
 } llm__format;
 
-static llm__format llm__format_of(llm_type type) {
+/* NULL: a type that is not known here. */
+static const llm__format *llm__format_of(llm_type type) {
     static const llm__format formats[] = {
-        {LLM_F16, LLM__LAYOUT_F16, 1, false},    {LLM_BF16, LLM__LAYOUT_F16, 1, true}, {LLM_F32, LLM__LAYOUT_F16, 3, true},
-        {LLM_Q8_0, LLM__LAYOUT_Q8_0, 1, false}, {LLM_Q4_0, LLM__LAYOUT_Q4_0, 1, false},
+        {LLM_F16, LLM__LAYOUT_F16, LLM__MINIMUM, 1, false},
+        {LLM_BF16, LLM__LAYOUT_F16, LLM__MINIMUM, 1, true},
+        {LLM_F32, LLM__LAYOUT_F16, LLM__MINIMUM, 3, true},
+        {LLM_Q8_0, LLM__LAYOUT_Q8_0, LLM__MINIMUM, 1, false},
+        {LLM_Q4_0, LLM__LAYOUT_Q4_0, LLM__MINIMUM, 1, false},
+        {LLM_Q4_1, LLM__LAYOUT_4_BITS, LLM__MINIMUM, 1, false},
+        {LLM_Q4_Z, LLM__LAYOUT_4_BITS, LLM__MINIMUM_ZERO, 1, false},
+        {LLM_Q4_K, LLM__LAYOUT_4_BITS, LLM__MINIMUM_GROUPS, 1, false},
+        {LLM_Q5_0, LLM__LAYOUT_5_BITS, LLM__MINIMUM_ZERO, 1, false},
+        {LLM_Q5_1, LLM__LAYOUT_5_BITS, LLM__MINIMUM, 1, false},
+        {LLM_Q5_K, LLM__LAYOUT_5_BITS, LLM__MINIMUM_GROUPS, 1, false},
+        {LLM_Q6_K, LLM__LAYOUT_6_BITS, LLM__MINIMUM, 1, false},
     };
     for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++)
-        if (formats[i].type == type) return formats[i];
-    llm__format other = {LLM_F32, LLM__LAYOUT_F16, 1, true};
-    return other;
+        if (formats[i].type == type) return &formats[i];
+    return NULL;
 }
 
-static size_t llm__chunk_bytes(llm__layout layout) {
-    if (layout == LLM__LAYOUT_Q4_0) return llm__q4_0_layout::chunk_bytes;
-    if (layout == LLM__LAYOUT_Q8_0) return llm__q8_0_layout::chunk_bytes;
-    return llm__f16_layout::chunk_bytes;
+/* function(a layout) for the layout of that number. The value passed is not used, only its type. */
+template <class Function> static void llm__with_layout(llm__layout layout, Function function) {
+    switch (layout) {
+    case LLM__LAYOUT_F16: function(llm__f16_layout()); break;
+    case LLM__LAYOUT_Q8_0: function(llm__q8_0_layout()); break;
+    case LLM__LAYOUT_Q4_0: function(llm__q4_0_layout()); break;
+    case LLM__LAYOUT_4_BITS: function(llm__bits_layout<0>()); break;
+    case LLM__LAYOUT_5_BITS: function(llm__bits_layout<1>()); break;
+    case LLM__LAYOUT_6_BITS: function(llm__bits_layout<2>()); break;
+    }
 }
 
-static size_t llm__packed_bytes(const llm__packed *w) { return (size_t)w->n_tiles * w->n_chunks * llm__chunk_bytes(w->layout); }
+static size_t llm__packed_bytes(const llm__packed *w) {
+    size_t chunk_bytes = 0;
+    llm__with_layout(w->layout, [&](auto layout) { chunk_bytes = decltype(layout)::chunk_bytes; });
+    return (size_t)w->n_tiles * w->n_chunks * chunk_bytes;
+}
 
 static llm__packed llm__packed_of(const llm_weight *weight) {
-    llm__format format = llm__format_of(weight->type);
+    llm__format format = *llm__format_of(weight->type); /* load_weight has seen to it that there is one */
     llm__packed w;
     w.layout = format.layout;
+    w.minimum = format.minimum;
     w.chunks = (const char *)weight->data;
     w.rows = weight->rows;
     w.cols = weight->cols;
@@ -1322,25 +1524,12 @@ static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__sou
     if (w->row_scales)
         LLM_LAUNCH(llm__row_scales_kernel, dim3(llm__grid(llm__ceil_div(rows, 8), INT32_MAX)), dim3(256), 0, cuda->stream,
                    *source, (float *)w->row_scales);
-    auto kernel = w->layout == LLM__LAYOUT_Q4_0   ? llm__pack_kernel<llm__q4_0_layout>
-                  : w->layout == LLM__LAYOUT_Q8_0 ? llm__pack_kernel<llm__q8_0_layout>
-                                                  : llm__pack_kernel<llm__f16_layout>;
     int64_t chunks = llm__ceil_div(rows, LLM__TILE_ROWS) * w->n_chunks;
-    LLM_LAUNCH(kernel, dim3(llm__grid(llm__ceil_div(chunks, 8), INT32_MAX)), dim3(256), 0, cuda->stream, *w, *source);
+    llm__with_layout(w->layout, [&](auto layout) {
+        auto kernel = llm__pack_kernel<decltype(layout)>;
+        LLM_LAUNCH(kernel, dim3(llm__grid(llm__ceil_div(chunks, 8), INT32_MAX)), dim3(256), 0, cuda->stream, *w, *source);
+    });
     return llm__cuda_check(cuda, cudaGetLastError(), "packing weights", err);
-}
-
-/* The next rows of a matrix to the device as they are, or, if its type is one that only llm.h can read, as f32. */
-static bool llm__cuda_upload_rows(llm__cuda *cuda, const llm_type_info *type, bool unpacked, const void *host, int64_t values,
-                                  char *device, llm_error *err) {
-    size_t bytes = (size_t)(values / type->block_values) * (size_t)type->block_bytes;
-    if (!unpacked) return llm__cuda_upload(cuda, device, host, bytes, err);
-    float *floats = (float *)malloc((size_t)values * sizeof *floats);
-    if (!floats) return llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s: out of memory for unpacking weights", cuda->backend.name);
-    type->unpack(host, floats, values);
-    bool fine = llm__cuda_upload(cuda, device, floats, (size_t)values * sizeof *floats, err);
-    free(floats);
-    return fine;
 }
 
 enum { LLM__RAW_BYTES = 64 << 20 }; /* of a matrix on the device at a time, in the layout of its file */
@@ -1349,7 +1538,8 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     llm__cuda *cuda = (llm__cuda *)context;
     const llm_type_info *type = llm_type_find(w->type);
     llm__cuda_clear(err);
-    if (!type)
+    const llm__format *format = llm__format_of(w->type);
+    if (!type || !format)
         return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for weights of type %d", cuda->backend.name,
                               (int)w->type);
     if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values || w->rows > INT32_MAX || w->cols > INT32_MAX / 4)
@@ -1363,9 +1553,7 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     w->data = device;
     packed = llm__packed_of(w);
 
-    llm__format format = llm__format_of(w->type);
-    bool unpacked = format.type != w->type;
-    llm__source source = {format.type, NULL, llm__row_bytes(format.type, w->cols), 0, 0, w->cols};
+    llm__source source = {w->type, NULL, llm__row_bytes(w->type, w->cols), 0, 0, w->cols};
     int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS; /* whole tiles */
     if (step < LLM__TILE_ROWS) step = LLM__TILE_ROWS;
     if (step > w->rows) step = w->rows;
@@ -1373,8 +1561,8 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     source.data = cuda->raw;
     for (; fine && source.end_row < w->rows; source.first_row = source.end_row) {
         source.end_row = source.first_row + step < w->rows ? source.first_row + step : w->rows;
-        const char *from = (const char *)host + (size_t)source.first_row * llm__row_bytes(w->type, w->cols);
-        fine = llm__cuda_upload_rows(cuda, type, unpacked, from, (source.end_row - source.first_row) * w->cols, cuda->raw, err) &&
+        const char *from = (const char *)host + (size_t)source.first_row * source.row_bytes;
+        fine = llm__cuda_upload(cuda, cuda->raw, from, (size_t)(source.end_row - source.first_row) * source.row_bytes, err) &&
                llm__cuda_pack(cuda, &packed, &source, err);
     }
     if (!fine) llm__cuda_free_weight(cuda, w);
@@ -1439,6 +1627,33 @@ typedef struct llm__output { /* out (n, rows) */
     bool add;
 } llm__output;
 
+/* q, k and v multiply the same x, and gate and up: one launch does all, so that a matrix of few rows does not leave most of the GPU
+ * idle. They have the same layout and the same number of columns. */
+typedef struct llm__product {
+    llm__packed w;
+    llm__output o;
+} llm__product;
+
+typedef struct llm__products {
+    llm__product each[LLM__PRODUCTS];
+    int n;
+} llm__products;
+
+__host__ __device__ static inline int64_t llm__row_blocks(const llm__product &p, int tiles) { return llm__ceil_div(p.w.n_tiles, tiles); }
+
+/* Whose block is it, if each takes so many tiles of rows? *block: its number, among all; then among those of the one that is returned. */
+__device__ __forceinline__ const llm__product &llm__find_product(const llm__products &p, int tiles, int64_t *block) {
+    int which = 0;
+    for (; which + 1 < p.n && *block >= llm__row_blocks(p.each[which], tiles); which++) *block -= llm__row_blocks(p.each[which], tiles);
+    return p.each[which];
+}
+
+static int64_t llm__all_row_blocks(const llm__products &p, int tiles) {
+    int64_t n = 0;
+    for (int i = 0; i < p.n; i++) n += llm__row_blocks(p.each[i], tiles);
+    return n;
+}
+
 /* The last steps of an element, the same in all kernels. */
 __device__ static inline void llm__finish(const llm__packed *w, const llm__output *o, int64_t token, int64_t row, float sum) {
     if (w->row_scales) sum = __fmul_rn(sum, w->row_scales[row]);
@@ -1447,17 +1662,31 @@ __device__ static inline void llm__finish(const llm__packed *w, const llm__outpu
     *out = o->add ? __fadd_rn(*out, sum) : sum;
 }
 
+/* sums (of any row, 8 tokens) = x (32, 8) added up; only where there are minimums to multiply them with. */
+template <class Layout> __device__ __forceinline__ void llm__add_up(float sums[4], const uint4 &x) {
+    const uint32_t ones[4] = {LLM__F16_1, LLM__F16_1, LLM__F16_1, LLM__F16_1}, b[2][2] = {{x.x, x.y}, {x.z, x.w}};
+    sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
+    if (Layout::minimums) {
+        llm__mma_m16n8k16_f16(sums, ones, b[0]);
+        llm__mma_m16n8k16_f16(sums, ones, b[1]);
+    }
+}
+
 /* The products of half a chunk: sums (16 rows, 8 tokens) += weights (16, 32) times x (32, 8). The scaled layouts first add up
  * the 32 products of integers alone. */
 template <class Layout>
-__device__ __forceinline__ void llm__multiply(float sums[4], const uint32_t a[2][4], const float scales[2], const uint4 &x) {
+__device__ __forceinline__ void llm__multiply(float sums[4], const uint32_t a[2][4], const llm__scales &scales, const uint4 &x,
+                                              const float x_sums[4]) {
     const uint32_t b[2][2] = {{x.x, x.y}, {x.z, x.w}};
     if (Layout::scaled) {
         float part[4] = {0.0f, 0.0f, 0.0f, 0.0f};
         llm__mma_m16n8k16_f16(part, a[0], b[0]);
         llm__mma_m16n8k16_f16(part, a[1], b[1]);
 LLM_UNROLL
-        for (int i = 0; i < 4; i++) sums[i] = fmaf(part[i], scales[i / 2], sums[i]);
+        for (int i = 0; i < 4; i++) {
+            sums[i] = fmaf(part[i], scales.scale[i / 2], sums[i]);
+            if (Layout::minimums) sums[i] = fmaf(x_sums[i], scales.minimum[i / 2], sums[i]);
+        }
     } else {
         llm__mma_m16n8k16_f16(sums, a[0], b[0]);
         llm__mma_m16n8k16_f16(sums, a[1], b[1]);
@@ -1478,48 +1707,53 @@ __device__ static inline void llm__round_segment(const llm__packed *w, const llm
     __syncwarp();
 }
 
-/* x of N x 8 tokens, from `first` x 8 on, in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. Where there are no
- * more tokens, the first 8 again, for nothing. */
-template <int N>
-__device__ __forceinline__ void llm__load_input(uint4 x[N], const char *rounded, int stride, int64_t halves, int first, int lane) {
+/* x of N x 8 tokens in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. Beyond the last token nothing is read. */
+template <int N> __device__ __forceinline__ void llm__load_input(uint4 x[N], const llm__input &input, int64_t halves, int lane) {
 LLM_UNROLL
-    for (int i = 0; i < N; i++) {
-        int token = (first + i) * 8 < stride ? (first + i) * 8 : 0;
-        x[i] = llm__load_16(rounded + ((halves * stride + token) * 4 + lane) * 16);
-    }
+    for (int i = 0; i < N; i++)
+        x[i] = i * 8 + lane / 4 < input.n ? llm__load_16(input.rounded + ((halves * input.stride + i * 8) * 4 + lane) * 16)
+                                          : make_uint4(0, 0, 0, 0);
 }
 
 /* How many chunks a warp has on their way, of its weights and of x (0: x is read when it is wanted). Registers are short
  * where there are many sums. */
-template <class Layout, int N, bool Rounds> struct llm__few_shape {
-    enum { depth = N == 1 ? (int)Layout::depth : N == 2 && Layout::chunk_bytes < 1024 ? 3 : 2, x_depth = Rounds || N > 2 ? 0 : N == 1 ? (int)depth : 1 };
+template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
+    enum {
+        depth = N == 1 ? R == 1 ? (int)Layout::depth : 2 : N == 2 && Layout::chunk_bytes < 700 ? 3 : 2,
+        x_depth = Rounds || N > 2 ? 0 : N == 1 ? (int)depth : 1,
+        blocks = R * N > 4 ? 1 : 2 /* of this kernel on an SM at once, at least: so many registers are left for each */
+    };
 };
 
 /* One block: R tiles of 16 rows of weights, all columns, up to N x 8 tokens. One warp for each segment. Each warp has `depth` chunks of its
  * weights on their way while it multiplies another: with 16 or more warps on an SM 40 to 100 KB, which is about what it takes to have
  * memory busy all the time (4 TB/s for the microsecond that a read takes are 4 MB, or 30 KB for each of 132 SMs). If Rounds, the
  * block rounds x itself.
- * Bytes: the weights once; x from the second-level cache, once for each block (which is why blocks grow with N). Speed: not
- * measured yet (no GPU was available). */
+ * Bytes: the weights once; x from the caches, once for each block (which is why blocks grow with N: with 16 tokens, x is as many bytes
+ * as 57 rows of q4_0). Speed: not measured yet (no GPU was available). */
 template <class Layout, int R, int N, bool Rounds>
-__global__ static void __launch_bounds__(256, N > 2 ? 1 : 2) llm__matmul_few_kernel(llm__packed w, llm__input x, llm__output o) {
-    typedef llm__few_shape<Layout, N, Rounds> shape;
-    constexpr int depth = shape::depth, x_depth = shape::x_depth, ahead = N < 4 ? N : N == 4 ? 4 : 2;
+__global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Rounds>::blocks))
+    llm__matmul_few_kernel(llm__products p, llm__input x) {
+    typedef llm__few_shape<Layout, R, N, Rounds> shape;
+    constexpr int depth = shape::depth, x_depth = shape::x_depth;
     constexpr int rows = R * LLM__TILE_ROWS, pitch = rows + 4; /* of `parts`: a warp's writes go to 32 different banks */
     LLM_SHARED(float, parts, LLM__SEGMENTS * 8 * pitch); /* (segment, token, row) */
     LLM_SHARED(float, x_scales, Rounds ? LLM__SEGMENTS * 8 : 1);
     LLM_DYNAMIC_SHARED(uint32_t, x_rounded);
+    int64_t block = blockIdx.x;
+    const llm__product &product = llm__find_product(p, R, &block);
+    const llm__packed &w = product.w;
     int segment = threadIdx.x / 32, lane = threadIdx.x % 32;
     int first = llm__segment_chunk(&w, segment), end = llm__segment_chunk(&w, segment + 1);
 
     const char *chunks[R];
 LLM_UNROLL
     for (int r = 0; r < R; r++) { /* beyond the last tile: that one again, for nothing */
-        int64_t tile = (int64_t)blockIdx.x * R + r;
+        int64_t tile = block * R + r;
         chunks[r] = w.chunks + (tile < w.n_tiles ? tile : w.n_tiles - 1) * w.n_chunks * Layout::chunk_bytes;
     }
     Layout weights[depth][R];
-    uint4 inputs[x_depth ? 2 * x_depth : 1][ahead];
+    uint4 inputs[x_depth ? 2 * x_depth : 1][N];
 LLM_UNROLL
     for (int d = 0; d < depth; d++)
         if (first + d < end) {
@@ -1528,10 +1762,13 @@ LLM_UNROLL
         }
 LLM_UNROLL
     for (int h = 0; h < 2 * x_depth; h++)
-        if (2 * first + h < 2 * end) llm__load_input<ahead>(inputs[h], x.rounded, x.stride, 2 * first + h, 0, lane);
-    if (Rounds) llm__round_segment(&w, &x, segment, lane, x_rounded, x_scales);
-    const char *rounded = Rounds ? (const char *)x_rounded : x.rounded;
-    const float *scales = Rounds ? x_scales : x.scales;
+        if (2 * first + h < 2 * end) llm__load_input<N>(inputs[h], x, 2 * first + h, lane);
+    if (Rounds) {
+        llm__round_segment(&w, &x, segment, lane, x_rounded, x_scales);
+        x.rounded = (const char *)x_rounded;
+        x.scales = x_scales;
+        x.stride = x.n; /* there are no rows of zeros */
+    }
 
     float sums[R][N][4] = {};
     for (int c = first; c < end; c += depth) {
@@ -1542,22 +1779,20 @@ LLM_UNROLL
                 for (int half = 0; half < 2; half++) {
                     const int slot = x_depth ? (2 * d + half) % (x_depth ? 2 * x_depth : 1) : 0;
                     uint32_t a[R][2][4];
-                    float weight_scales[R][2];
+                    llm__scales weight_scales[R];
+                    if (!x_depth) llm__load_input<N>(inputs[slot], x, 2 * (c + d) + half, lane);
 LLM_UNROLL
-                    for (int r = 0; r < R; r++) weights[d][r].halves[half].unpack(a[r], weight_scales[r]);
+                    for (int r = 0; r < R; r++) weights[d][r].halves[half].unpack(w, half, lane, a[r], &weight_scales[r]);
 LLM_UNROLL
                     for (int i = 0; i < N; i++) {
-                        if (!Rounds && !x_depth && i % ahead == 0)
-                            llm__load_input<ahead>(inputs[slot], rounded, x.stride, 2 * (c + d) + half, i, lane);
-                        if (Rounds) /* there are no rows of zeros */
-                            inputs[slot][0] = lane / 4 < x.n ? llm__load_16(rounded + ((2 * (c + d) + half) * x.n * 4 + lane) * 16)
-                                                             : make_uint4(0, 0, 0, 0);
+                        float x_sums[4];
+                        llm__add_up<Layout>(x_sums, inputs[slot][i]);
 LLM_UNROLL
                         for (int r = 0; r < R; r++)
-                            llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i % ahead]);
+                            llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i], x_sums);
                     }
                     if (x_depth && c + d + x_depth < end) /* those registers are free again */
-                        llm__load_input<ahead>(inputs[slot], rounded, x.stride, 2 * (c + d + x_depth) + half, 0, lane);
+                        llm__load_input<N>(inputs[slot], x, 2 * (c + d + x_depth) + half, lane);
                 }
                 if (c + d + depth < end) {
 LLM_UNROLL
@@ -1577,13 +1812,15 @@ LLM_UNROLL
             for (int j = 0; j < 4; j++)
                 parts[(segment * 8 + lane % 4 * 2 + j % 2) * pitch + r * LLM__TILE_ROWS + lane / 4 + j / 2 * 8] = sums[r][i][j];
         __syncthreads();
-        int row = (int)threadIdx.x % rows, token = (int)threadIdx.x / rows;
-        int64_t w_row = (int64_t)blockIdx.x * rows + row;
-        if (token >= 8 || i * 8 + token >= x.n || w_row >= w.rows) continue;
-        float sum = 0.0f;
-        for (int s = 0; s < LLM__SEGMENTS; s++)
-            sum = fmaf(parts[(s * 8 + token) * pitch + row], scales[s * x.n + i * 8 + token], sum);
-        llm__finish(&w, &o, i * 8 + token, w_row, sum);
+        for (int j = threadIdx.x; j < 8 * rows; j += 256) {
+            int row = j % rows, token = j / rows;
+            int64_t w_row = block * rows + row;
+            if (i * 8 + token >= x.n || w_row >= w.rows) continue;
+            float sum = 0.0f;
+            for (int s = 0; s < LLM__SEGMENTS; s++)
+                sum = fmaf(parts[(s * 8 + token) * pitch + row], x.scales[s * x.n + i * 8 + token], sum);
+            llm__finish(&w, &product.o, i * 8 + token, w_row, sum);
+        }
     }
 }
 
@@ -1675,13 +1912,16 @@ template <class Layout, int Rows, int Tokens> struct llm__many_shape {
 
 template <class Layout, int Rows, int Tokens>
 __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads))
-    llm__matmul_many_kernel(llm__packed w, llm__input x, llm__output o, int token_tiles) {
+    llm__matmul_many_kernel(llm__products p, llm__input x, int token_tiles) {
     typedef llm__many_shape<Layout, Rows, Tokens> shape;
     constexpr int N = shape::N, stages = shape::stages;
     LLM_DYNAMIC_SHARED(char, shared); /* (stages, stage_bytes) */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     int down = warp / shape::warps_across, across = warp % shape::warps_across;
-    int64_t first_tile = (int64_t)(blockIdx.x / token_tiles) * (Rows / LLM__TILE_ROWS);
+    int64_t block = blockIdx.x / token_tiles;
+    const llm__product &product = llm__find_product(p, Rows / LLM__TILE_ROWS, &block);
+    const llm__packed &w = product.w;
+    int64_t first_tile = block * (Rows / LLM__TILE_ROWS);
     int64_t first_token = (int64_t)(blockIdx.x % token_tiles) * Tokens;
 
     for (int c = 0; c < stages - 1; c++) {
@@ -1703,19 +1943,21 @@ __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>:
 LLM_LOOP
         for (int half = 0; half < 2; half++) {
             uint32_t a[2][2][4];
-            float scales[2][2];
+            llm__scales scales[2];
 LLM_UNROLL
             for (int r = 0; r < 2; r++) {
                 typename Layout::half_chunk weights;
                 weights.load(stage + (down * 2 + r) * Layout::chunk_bytes, half, lane);
-                weights.unpack(a[r], scales[r]);
+                weights.unpack(w, half, lane, a[r], &scales[r]);
             }
 LLM_UNROLL
             for (int i = 0; i < N; i++) {
                 int token = (across * N + i) * 8 + lane / 4;
                 uint4 input = llm__load_16(x_stage + ((half * Tokens + token) * 4 + lane % 4) * 16);
+                float x_sums[4];
+                llm__add_up<Layout>(x_sums, input);
 LLM_UNROLL
-                for (int r = 0; r < 2; r++) llm__multiply<Layout>(sums[r][i], a[r], scales[r], input);
+                for (int r = 0; r < 2; r++) llm__multiply<Layout>(sums[r][i], a[r], scales[r], input, x_sums);
             }
         }
         if (c + 1 < segment_end) continue;
@@ -1742,7 +1984,7 @@ LLM_UNROLL
             for (int j = 0; j < 4; j++) {
                 int64_t token = first_token + (across * N + i) * 8 + lane % 4 * 2 + j % 2;
                 int64_t row = (first_tile + down * 2 + r) * LLM__TILE_ROWS + lane / 4 + j / 2 * 8;
-                if (token < x.n && row < w.rows) llm__finish(&w, &o, token, row, totals[r][i][j]);
+                if (token < x.n && row < w.rows) llm__finish(&w, &product.o, token, row, totals[r][i][j]);
             }
 }
 
@@ -1756,34 +1998,35 @@ template <class Kernel> static void llm__allow_shared(llm__cuda *cuda, Kernel ke
 }
 
 template <class Layout, int R, int N, bool Rounds>
-static void llm__launch_few(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
-    size_t shared = Rounds ? (size_t)w.n_chunks * LLM__CHUNK * 2 * (size_t)x.n : 0;
-    LLM_LAUNCH((llm__matmul_few_kernel<Layout, R, N, Rounds>), dim3((unsigned)llm__ceil_div(w.n_tiles, R)), dim3(256), shared,
-               cuda->stream, w, x, o);
+static void llm__launch_few(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
+    size_t shared = Rounds ? (size_t)p.each[0].w.n_chunks * LLM__CHUNK * 2 * (size_t)x.n : 0;
+    LLM_LAUNCH((llm__matmul_few_kernel<Layout, R, N, Rounds>), dim3((unsigned)llm__all_row_blocks(p, R)), dim3(256), shared,
+               cuda->stream, p, x);
 }
 
 template <class Layout, int Rows, int Tokens>
-static void llm__launch_many(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
+static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
     typedef llm__many_shape<Layout, Rows, Tokens> shape;
     auto kernel = llm__matmul_many_kernel<Layout, Rows, Tokens>;
     size_t shared = (size_t)shape::stages * shape::stage_bytes;
     int token_tiles = (int)llm__ceil_div(x.n, Tokens);
     llm__allow_shared(cuda, kernel, shared);
-    LLM_LAUNCH(kernel, dim3((unsigned)(llm__ceil_div(w.rows, Rows) * token_tiles)), dim3((unsigned)shape::threads), shared,
-               cuda->stream, w, x, o, token_tiles);
+    LLM_LAUNCH(kernel, dim3((unsigned)(llm__all_row_blocks(p, Rows / LLM__TILE_ROWS) * token_tiles)), dim3((unsigned)shape::threads),
+               shared, cuda->stream, p, x, token_tiles);
 }
 
-/* All give the same sums; which one is fastest is a matter of n. */
-template <class Layout>
-static void llm__launch_matmul(llm__cuda *cuda, const llm__packed &w, const llm__input &x, const llm__output &o) {
-    int64_t large_tiles = llm__ceil_div(w.rows, 128) * llm__ceil_div(x.n, 128);
-    if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, w, x, o);
-    else if (x.n <= 8) llm__launch_few<Layout, 1, 1, false>(cuda, w, x, o);
-    else if (x.n <= 16) llm__launch_few<Layout, 2, 2, false>(cuda, w, x, o);
-    else if (x.n <= 32) llm__launch_few<Layout, 2, 4, false>(cuda, w, x, o);
-    else if (x.n <= LLM__FEW_TOKENS) llm__launch_few<Layout, Layout::scaled ? 1 : 2, 8, false>(cuda, w, x, o);
-    else if (large_tiles >= cuda->n_processors) llm__launch_many<Layout, 128, 128>(cuda, w, x, o);
-    else llm__launch_many<Layout, 64, 64>(cuda, w, x, o);
+/* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
+template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
+    int64_t processors = cuda->n_processors;
+    if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, p, x);
+    else if (x.n <= 8 && llm__all_row_blocks(p, 2) < 4 * processors) llm__launch_few<Layout, 1, 1, false>(cuda, p, x);
+    else if (x.n <= 8) llm__launch_few<Layout, 2, 1, false>(cuda, p, x);
+    else if (x.n <= 16 && llm__all_row_blocks(p, 4) < processors) llm__launch_few<Layout, 2, 2, false>(cuda, p, x);
+    else if (x.n <= 16) llm__launch_few<Layout, 4, 2, false>(cuda, p, x);
+    else if (x.n <= LLM__FEW_TOKENS && llm__all_row_blocks(p, 4) < processors) llm__launch_few<Layout, 2, 4, false>(cuda, p, x);
+    else if (x.n <= LLM__FEW_TOKENS) llm__launch_many<Layout, 64, 32>(cuda, p, x);
+    else if (llm__all_row_blocks(p, 8) * llm__ceil_div(x.n, 128) < processors) llm__launch_many<Layout, 64, 64>(cuda, p, x);
+    else llm__launch_many<Layout, 128, 128>(cuda, p, x);
     llm__cuda_launched(cuda, "matmul");
 }
 
@@ -1798,11 +2041,13 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
 
 enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself */
 
-static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__packed *w, const llm__output &o, int n,
-                                  size_t row_bytes) {
+static bool llm__overlap(const float *a, int64_t n_a, const float *b, int64_t n_b) { return a < b + n_b && b < a + n_a; }
+
+static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__products &p, int n, size_t row_bytes) {
+    const llm__packed *w = &p.each[0].w;
     llm__input input = {x, NULL, NULL, n, (int)llm__ceil_div(n, 8) * 8};
     llm__rounded_input *last = &cuda->last;
-    if (n > 8 || (size_t)n * row_bytes > LLM__ROUND_SHARED) {
+    if (n > 2 || (size_t)n * row_bytes > LLM__ROUND_SHARED) {
         bool there = last->x == x && last->n == n && last->cols == w->cols && last->n_chunks == w->n_chunks &&
                      last->launches == cuda->launches;
         input.rounded = cuda->rounded;
@@ -1813,30 +2058,27 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pa
             llm__cuda_launched(cuda, "rounding");
         }
     }
-    if (w->layout == LLM__LAYOUT_Q4_0) llm__launch_matmul<llm__q4_0_layout>(cuda, *w, input, o);
-    else if (w->layout == LLM__LAYOUT_Q8_0) llm__launch_matmul<llm__q8_0_layout>(cuda, *w, input, o);
-    else llm__launch_matmul<llm__f16_layout>(cuda, *w, input, o);
-    bool overwritten = o.out < x + (int64_t)n * w->cols && x < o.out + n * w->rows;
-    last->x = input.rounded && !overwritten ? x : NULL;
+    llm__with_layout(w->layout, [&](auto layout) { llm__launch_matmul<decltype(layout)>(cuda, p, input); });
+    last->x = input.rounded ? x : NULL;
+    for (int i = 0; i < p.n; i++)
+        if (llm__overlap(x, (int64_t)n * w->cols, p.each[i].o.out, n * p.each[i].w.rows)) last->x = NULL;
     last->n = n;
     last->cols = w->cols;
     last->n_chunks = w->n_chunks;
     last->launches = cuda->launches;
 }
 
-static void llm__cuda_matmul(void *context, const float *x, const llm_weight *weight, const float *bias, int n, bool add,
-                             float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__packed w = llm__packed_of(weight);
-    if (n < 1 || w.rows < 1) return;
-    llm__output o = {out, bias, add};
+/* One product; or several of the same x, which llm__may_join lets go together. */
+static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p, int n) {
+    const llm__packed *w = &p->each[0].w;
+    if (n < 1 || w->rows < 1) return;
     if (cuda->options.plain) {
-        dim3 grid(llm__grid(llm__ceil_div(w.rows, 4), INT32_MAX), llm__grid(n, 65535));
-        LLM_LAUNCH(llm__plain_matmul_kernel, grid, dim3(128), 0, cuda->stream, w, x, n, o);
+        dim3 grid(llm__grid(llm__ceil_div(w->rows, 4), INT32_MAX), llm__grid(n, 65535));
+        LLM_LAUNCH(llm__plain_matmul_kernel, grid, dim3(128), 0, cuda->stream, *w, x, n, p->each[0].o);
         llm__cuda_launched(cuda, "matmul");
         return;
     }
-    size_t row_bytes = (size_t)w.n_chunks * LLM__CHUNK * 2;
+    size_t row_bytes = (size_t)w->n_chunks * LLM__CHUNK * 2;
     int64_t most = (int64_t)(cuda->rounded_bytes / (row_bytes + LLM__SEGMENTS * sizeof(float))) / 8 * 8;
     if (most > 32768) most = 32768; /* a grid's y ends at 65535 */
     if (most < 1) {
@@ -1845,8 +2087,9 @@ static void llm__cuda_matmul(void *context, const float *x, const llm_weight *we
         return;
     }
     for (int64_t first = 0; first < n; first += most) {
-        o.out = out + first * w.rows;
-        llm__cuda_matmul_part(cuda, x + first * w.cols, &w, o, (int)(n - first < most ? n - first : most), row_bytes);
+        int64_t rows = n - first < most ? n - first : most;
+        llm__cuda_matmul_part(cuda, x + first * w->cols, *p, (int)rows, row_bytes);
+        for (int i = 0; i < p->n; i++) p->each[i].o.out += rows * p->each[i].w.rows;
     }
 }
 
@@ -2706,7 +2949,7 @@ __device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row
 /* One block for each row; draws[starts[b]] .. draws[starts[b + 1] - 1] are from row rows[b]. A penalty is put into the row itself
  * and taken out again: first all that read what stood there, then all that write, so that a token that
  * comes up twice is changed once. saved (as many as recent) keeps what stood there. */
-__global__ static void __launch_bounds__(LLM__DRAW_THREADS)
+__global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     llm__sample_kernel(float *logits, int n, int bits, const llm__device_draw *draws, const int32_t *starts, const int32_t *rows,
                        const int32_t *recent, float *saved, int32_t *ids, float *logprobs) {
     LLM_DYNAMIC_SHARED(llm__draw_shared, s);
@@ -2877,9 +3120,20 @@ static void llm__graph_remember(llm__cuda *cuda) {
     graph->last_use = cuda->n_flushes;
 }
 
+static void llm__run_matmul(llm__cuda *cuda, const llm__command *c);
+static int llm__run_matmuls(llm__cuda *cuda, const llm__command *c, int n);
+
 static void llm__run_commands(llm__cuda *cuda) {
     cuda->last.x = NULL; /* a graph depends on nothing from before it, and leaves nothing behind */
-    for (int i = 0; i < cuda->n_commands; i++) cuda->commands[i].run(cuda, &cuda->commands[i]);
+    for (int i = 0; i < cuda->n_commands;) {
+        llm__command *c = &cuda->commands[i];
+        if (c->run == llm__run_matmul) {
+            i += llm__run_matmuls(cuda, c, cuda->n_commands - i);
+            continue;
+        }
+        c->run(cuda, c);
+        i++;
+    }
     cuda->last.x = NULL;
 }
 
@@ -3016,9 +3270,31 @@ static void llm__queue_rmsnorm(void *context, const float *x, const float *weigh
     llm__queue(cuda, &c);
 }
 
-static void llm__run_matmul(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_matmul(cuda, c->x, &c->weight, c->y, (int)c->n, c->add, c->out);
+/* Can b, which follows on the matmul a, go with it in one launch? */
+static bool llm__may_join(const llm__command *a, const llm__command *b) {
+    if (b->run != llm__run_matmul || b->x != a->x || b->n != a->n || b->weight.cols != a->weight.cols) return false;
+    if (llm__format_of(a->weight.type)->layout != llm__format_of(b->weight.type)->layout) return false;
+    if (llm__format_of(a->weight.type)->planes != llm__format_of(b->weight.type)->planes) return false;
+    return !llm__overlap(a->out, a->n * a->weight.rows, b->out, b->n * b->weight.rows) &&
+           !llm__overlap(a->out, a->n * a->weight.rows, b->x, b->n * b->weight.cols);
 }
+
+/* The first of these commands, a matmul, and those that can go with it; returns how many it did. */
+static int llm__run_matmuls(llm__cuda *cuda, const llm__command *c, int n) {
+    llm__products p;
+    memset(&p, 0, sizeof p);
+    bool join = true;
+    while (join && p.n < n) {
+        p.each[p.n].w = llm__packed_of(&c[p.n].weight);
+        p.each[p.n].o = {c[p.n].out, c[p.n].y, c[p.n].add};
+        join = ++p.n < n && p.n < LLM__PRODUCTS && cuda->options.fused && !cuda->options.plain;
+        for (int i = 0; join && i < p.n; i++) join = llm__may_join(&c[i], &c[p.n]);
+    }
+    llm__cuda_matmuls(cuda, c->x, &p, (int)c->n);
+    return p.n;
+}
+
+static void llm__run_matmul(llm__cuda *cuda, const llm__command *c) { llm__run_matmuls(cuda, c, 1); }
 
 static void llm__queue_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
                               float *out) {

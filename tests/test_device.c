@@ -349,13 +349,6 @@ static void test_gather(void **state) {
 
 static const llm_type required_types[] = {LLM_F32, LLM_F16, LLM_BF16, LLM_Q8_0, LLM_Q4_0};
 
-/* A GPU has no layout of its own for the other types, and rounds them to f16: 11 bits. */
-static bool is_rounded(llm_type type) {
-    for (size_t i = 0; i < sizeof required_types / sizeof *required_types; i++)
-        if (required_types[i] == type) return false;
-    return device_is_gpu(device);
-}
-
 typedef struct weight_case {
     ragged batch;
     llm_type type;
@@ -420,7 +413,7 @@ static void test_embed(void **state) {
             float *values = random_floats((int64_t)c.rows * c.cols, 1.0f);
             c.data = packed(c.type, values, (int64_t)c.rows * c.cols);
             c.batch = batch_of(random_int(1, 40), c.rows);
-            double bound = is_rounded(c.type) ? 4e-4 : 1.2e-7;
+            double bound = 1.2e-7;
             if (can_load(forms[0].backend, &c)) check(info->name, run_embed, &c, (int64_t)c.batch.batch.n_tokens * c.cols, bound, bound);
             else if (i == 0) print_message("    %s: the device says that it has no %s\n", device, info->name);
             free(values), free((void *)c.data), free_batch(&c.batch);
@@ -464,7 +457,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     if (can_load(forms[0].backend, &c)) {
         /* a single product may happen to be near zero: then its error is large beside it */
         double slack = (int64_t)n * rows < 32 ? 30 : 1;
-        check(what, run_matmul, &c, (int64_t)n * rows, slack * matmul_bound(type), slack * (is_rounded(type) ? 4e-4 : 3e-6));
+        check(what, run_matmul, &c, (int64_t)n * rows, slack * matmul_bound(type), slack * 3e-6);
         size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
         float *all = malloc(bytes), *parts = malloc(bytes);
         for (int f = 0; f < n_forms && n > 1; f++) {
