@@ -2342,6 +2342,19 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
         if (start >= end) return; /* fewer parts than the longest sequence has */
     }
 
+    /* Fill the ring. Iteration i works on the tile at start + i T. The first tiles are on their way while q is read. */
+    int n_tiles = (end - start + T - 1) / T;
+    for (int i = threadIdx.x; i < (Stages - 1) * T; i += blockDim.x) {
+        int p = start + i;
+        table[i] = p >= first_seen && p < end ? (int)llm__position_row(&a, tile.sequence, kv_head, p) : -1;
+    }
+    __syncthreads();
+    for (int i = 0; i < Stages - 1; i++) {
+        char *keys = tiles + i * 2 * shape::side_bytes;
+        if (i < n_tiles) llm__load_tile<HD, T>(a, table + i * T, keys, keys + shape::side_bytes);
+        llm__cp_async_commit();
+    }
+
     /* q of this warp's rows: lane (g, t) has the dimensions 8t to 8t + 7 of every 32, of rows g and g + 8, as chapter [3] has x */
     int row[2], position[2];
     float factor[2]; /* of a score: the scale, log2(e), and what q was divided by */
@@ -2364,22 +2377,11 @@ LLM_UNROLL
         for (int i = 0; i < HD / 32; i++) query[h][i] = llm__load_query(a, q, i * 4 + lane % 4, 1.0f / power);
     }
 
-    /* Fill the ring. Iteration i works on the tile at start + i T. */
-    int n_tiles = (end - start + T - 1) / T;
-    for (int i = threadIdx.x; i < (Stages - 1) * T; i += blockDim.x) {
-        int p = start + i;
-        table[i] = p >= first_seen && p < end ? (int)llm__position_row(&a, tile.sequence, kv_head, p) : -1;
-    }
-    __syncthreads();
-    for (int i = 0; i < Stages - 1; i++) {
-        char *keys = tiles + i * 2 * shape::side_bytes;
-        if (i < n_tiles) llm__load_tile<HD, T>(a, table + i * T, keys, keys + shape::side_bytes);
-        llm__cp_async_commit();
-    }
-
     float sums[D / 8][4] = {};
     llm__softmax now[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}}, total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     int first_d = warp % C * D; /* of this warp's dimensions of the result */
+    int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* of this warp's rows; -1: it has none */
+    int window_start = llm__window_start(&a, last_position);
     for (int i = 0; i < n_tiles; i++) {
         int next = i + Stages - 1, slot = next % Stages, tile_start = start + i * T;
         if (threadIdx.x < T) {
@@ -2408,15 +2410,23 @@ LLM_UNROLL
                 llm__mma_m16n8k16_f16(scores[n], q1, k1);
             }
         }
-        /* Lane (g, t) has rows g (j = 0, 1) and g + 8 (j = 2, 3), positions 2t and 2t + 1 of each 8. */
+        /* Lane (g, t) has rows g (j = 0, 1) and g + 8 (j = 2, 3), positions 2t and 2t + 1 of each 8. Most tiles are seen by all rows as
+         * a whole. */
+        if (tile_start + T - 1 > lowest || tile_start < window_start) {
+LLM_UNROLL
+            for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+                for (int j = 0; j < 4; j++) {
+                    int p = tile_start + n * 8 + lane % 4 * 2 + j % 2, own = position[j / 2];
+                    if (p > own || p < llm__window_start(&a, own)) scores[n][j] = -INFINITY;
+                }
+        }
         float largest[2] = {-INFINITY, -INFINITY};
 LLM_UNROLL
         for (int n = 0; n < T / 8; n++)
 LLM_UNROLL
             for (int j = 0; j < 4; j++) {
-                int p = tile_start + n * 8 + lane % 4 * 2 + j % 2, own = position[j / 2];
-                bool seen = p <= own && p >= llm__window_start(&a, own);
-                scores[n][j] = seen ? __fmul_rn(scores[n][j], factor[j / 2]) : -INFINITY;
+                scores[n][j] = __fmul_rn(scores[n][j], factor[j / 2]);
                 largest[j / 2] = fmaxf(largest[j / 2], scores[n][j]);
             }
         float shrink[2], base[2];

@@ -1,7 +1,7 @@
 #!/bin/sh
 # tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors, and prints what each kernel takes: registers,
-# static shared memory, bytes spilled to local memory. A spill fails, or an array that did not get into registers, but for the
-# plain kernels, which are there for comparison.
+# static shared memory, bytes in local memory: spilled registers, and arrays that did not get into registers. Any fails, but for those of the plain
+# kernels, which are there for comparison, of loading weights, and of cosf, which has an array for huge angles.
 # Ends in one line, "N passed, N failed": one check per architecture.
 set -u
 cd "$(dirname "$0")/.." || exit 1
@@ -33,7 +33,7 @@ for arch in ${*:-80 90}; do
     paste -d' ' "$work/table" "$work/names" | awk '{ name = $5; for (i = 6; i <= NF; i++) name = name " " $i
         printf "        %9d  %6d  %7d  %s\n", $1, $2, $3, name }' | sort -k4 >"$work/shown"
     cat "$work/shown"
-    bad=$(awk '$3 > 0 && !/plain/' "$work/shown")
+    bad=$(awk '$3 > 0 && !/plain|pack|rope_angles/' "$work/shown")
     if [ ! -s "$work/shown" ]; then
         echo "sm_$arch: no kernels found in what ptxas says"
         failed=$((failed + 1))
