@@ -262,8 +262,10 @@ static void llm__cuda_clear(llm_error *err) {
 static bool llm__cuda_check(const llm__cuda *cuda, cudaError_t code, const char *doing, llm_error *err) {
     if (code == cudaSuccess) return true;
     cudaGetLastError(); /* what was told is told: the library must not report it once more at the next launch */
-    return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s (%s): %s failed: %s", cuda->backend.name, cuda->device_name, doing,
-                          cudaGetErrorString(code));
+    cudaError_t now = cuda->stream ? cudaStreamQuery(cuda->stream) : cudaSuccess;
+    bool lost = now != cudaSuccess && now != cudaErrorNotReady;
+    return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s (%s): %s failed: %s%s", cuda->backend.name, cuda->device_name, doing,
+                          cudaGetErrorString(code), lost ? ": the GPU is lost to this program, which has to be started again" : "");
 }
 
 /* Note a failure of an operation, which has nobody to tell; only the first counts. */
@@ -297,22 +299,32 @@ static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
 static void llm__cuda_flush(llm__cuda *cuda); /* chapter [8]: do what has been noted down */
 static void llm__graphs_forget(llm__cuda *cuda);
 
+/* As a number that says something, of 10 bytes and of 10^11. */
+static double llm__in_units(size_t bytes, const char **unit) {
+    *unit = bytes < 1 << 20 ? "KiB" : bytes < 1 << 30 ? "MiB" : "GiB";
+    return (double)bytes / (bytes < 1 << 20 ? 1 << 10 : bytes < 1 << 30 ? 1 << 20 : 1 << 30);
+}
+
+static bool llm__out_of_memory(const llm__cuda *cuda, size_t bytes, const char *what, llm_error *err) {
+    size_t free_bytes = 0, all_bytes = 0;
+    const char *wanted, *left, *all;
+    cudaMemGetInfo(&free_bytes, &all_bytes);
+    cudaGetLastError();
+    double wanted_units = llm__in_units(bytes, &wanted), free_units = llm__in_units(free_bytes, &left), all_units = llm__in_units(all_bytes, &all);
+    return llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of device memory: %.1f %s wanted for %s, and %.1f %s of %.1f %s are free%s",
+                          cuda->backend.name, cuda->device_name, wanted_units, wanted, what, free_units, left, all_units, all,
+                          strchr(what, '(') ? "" : ": weights of a smaller type, or smaller max_batch_tokens, cache_bytes or context_length, leave more");
+}
+
 static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     llm__cuda *cuda = (llm__cuda *)context;
     void *device = NULL;
-    size_t free_bytes = 0, all_bytes = 0;
     llm__cuda_clear(err);
     cudaError_t code = cudaMalloc(&device, bytes ? bytes : 1);
     if (code == cudaSuccess) return device;
     cudaGetLastError();
-    if (code != cudaErrorMemoryAllocation) {
-        llm__cuda_check(cuda, code, "allocating memory", err);
-        return NULL;
-    }
-    cudaMemGetInfo(&free_bytes, &all_bytes);
-    llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of device memory: %.1f MiB wanted for %s, and %.1f of %.1f MiB are free",
-                   cuda->backend.name, cuda->device_name, (double)bytes / 1048576, what, (double)free_bytes / 1048576,
-                   (double)all_bytes / 1048576);
+    if (code == cudaErrorMemoryAllocation) llm__out_of_memory(cuda, bytes, what, err);
+    else llm__cuda_check(cuda, code, "allocating memory", err);
     return NULL;
 }
 
@@ -469,8 +481,8 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     /* the tables of whole contexts in blocks of 16, and a usual window of penalties: a step that brings more makes more room */
     size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
     size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
-    return llm__cuda_room(cuda, &cuda->batch_room, tables, "the tables of a step", err) &&
-           llm__cuda_room(cuda, &cuda->draw_room, draws, "the draws of a step", err) && llm__matmul_reserve(cuda, err) &&
+    return llm__cuda_room(cuda, &cuda->batch_room, tables, "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)", err) &&
+           llm__cuda_room(cuda, &cuda->draw_room, draws, "the draws of a step (a smaller max_sequences needs less)", err) && llm__matmul_reserve(cuda, err) &&
            llm__attention_reserve(cuda, err);
 }
 
@@ -486,7 +498,8 @@ static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const
     if (!room->device) return false;
     cudaError_t code = cudaHostAlloc((void **)&room->host, bytes, cudaHostAllocDefault);
     if (code == cudaErrorMemoryAllocation)
-        return cudaGetLastError(), llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of pinned host memory: %zu bytes wanted for %s",
+        return cudaGetLastError(), llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of pinned host memory: %zu bytes wanted for %s: "
+                                                  "is there a limit on locked memory (ulimit -l)?",
                                                   cuda->backend.name, cuda->device_name, bytes, what);
     if (!llm__cuda_check(cuda, code, "allocating pinned memory", err)) return false;
     room->bytes = bytes;
@@ -548,7 +561,7 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     int n_rows = b->n_logits + b->n_logits / 8 + 8; /* a slice of the logits may be rounded up from anywhere */
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
     size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
-    if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), "the tables of a step", err)) return false;
+    if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)", err)) return false;
 
     /* the last step's copy must have been done before its buffer is filled anew: it has, unless that step failed */
     if (cuda->stepping) cudaStreamSynchronize(cuda->stream);
@@ -2036,7 +2049,7 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
-    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide, "rounded activations", err);
+    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide, "rounded activations (a smaller max_batch_tokens needs less)", err);
 }
 
 enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself */
@@ -2578,7 +2591,7 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
     double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
-    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most), "parts of attention", err);
+    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most), "parts of attention (a smaller max_sequences or context_length needs less)", err);
 }
 
 /* May the few rows of each sequence be split into parts? Is there more than one, and room for them? */
@@ -3009,7 +3022,7 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
     /* in this order: draws, starts, rows, ids, logprobs, recent tokens, and, on the device only, what the penalty hides */
     size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
     size_t bytes = count * sizeof(llm__device_draw) + numbers + (size_t)n_recent * sizeof(float);
-    if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, "the draws of a step", err)) return false;
+    if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, "the draws of a step (a smaller max_sequences needs less)", err)) return false;
     char *host = cuda->draw_room.host, *device = cuda->draw_room.device;
     llm__device_draw *to = (llm__device_draw *)(void *)host;
     int32_t *starts = (int32_t *)(void *)(to + n), *rows = starts + n + 1, *out = rows + n, *recent = out + 2 * n, *next = recent;
