@@ -84,6 +84,9 @@
 /* Run kernel(...) on every thread of `grid` blocks of `block` threads, each block with shared_bytes of dynamic shared memory,
  * after all that is on the stream already. */
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
+/* The same on the stream of the context `cuda`, where the kernel may begin before the one ahead of it has ended: see llm__wait_for_last. */
+#define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
+    llm__launch_early((cuda)->options.overlap, kernel, grid, block, shared_bytes, (cuda)->stream, __VA_ARGS__)
 /* Before a loop over an array that is to be kept in registers, which have no address: the loop is written out. */
 #define LLM_UNROLL _Pragma("unroll")
 #define LLM_LOOP _Pragma("unroll 1") /* not written out: registers are short */
@@ -183,6 +186,49 @@ typedef struct llm__cuda { /* the context of the backend */
 } llm__cuda;
 
 __host__ __device__ static inline int64_t llm__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
+
+/* ---- One kernel after another --------------------------------------------------------------
+ * Between two kernels of a stream the GPU is idle for a microsecond or two: the last blocks of one end at different times, and
+ * only then the next is started, whose blocks wait for their first bytes. A step of a small model has hundreds of these gaps.
+ * Hopper can close them ("programmatic dependent launch"): once all blocks of a kernel have said llm__let_next_begin, blocks of the
+ * next one move in wherever there is room. They can fetch what nobody is about to change, as the weights, and then
+ * must wait, each thread of each block, for the end of all that went before. It is an option (overlap), which is off until it has been
+ * measured. */
+
+#ifndef LLM_EMULATED
+__device__ __forceinline__ void llm__wait_for_last() { /* until all earlier kernels have ended and what they wrote can be read */
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.wait;" ::: "memory");
+#endif
+}
+__device__ __forceinline__ void llm__let_next_begin() {
+#if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
+    asm volatile("griddepcontrol.launch_dependents;" ::: "memory");
+#endif
+}
+
+template <class... P, class... A>
+static void llm__launch_early(bool early, void (*kernel)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+                              A... arguments) {
+    cudaLaunchAttribute attribute;
+    attribute.id = cudaLaunchAttributeProgrammaticStreamSerialization;
+    attribute.val.programmaticStreamSerializationAllowed = 1;
+    cudaLaunchConfig_t config = {};
+    config.gridDim = grid;
+    config.blockDim = block;
+    config.dynamicSmemBytes = shared_bytes;
+    config.stream = stream;
+    config.attrs = &attribute;
+    config.numAttrs = early;
+    cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...); /* llm__cuda_launched asks how that went */
+}
+#endif
+
+/* The first lines of a kernel that has nothing to fetch beforehand. */
+__device__ __forceinline__ void llm__take_over() {
+    llm__let_next_begin();
+    llm__wait_for_last();
+}
 
 /* ---- Numbers ---------------------------------------------------------------------------- */
 
@@ -618,6 +664,7 @@ static unsigned llm__grid(int64_t n, int64_t most) { return (unsigned)(n < 1 ? 1
 /* One block per token, a thread per pair of dimensions. Done once a step, and used by every layer. */
 __global__ static void llm__rope_angles_kernel(const int32_t *positions, const float *frequencies, int n_pairs,
                                                float magnitude, float2 *angles) {
+    llm__take_over();
     float position = (float)positions[blockIdx.x];
     for (int i = threadIdx.x; i < n_pairs; i += blockDim.x) {
         float angle = position * frequencies[i];
@@ -629,13 +676,14 @@ static void llm__cuda_rope_angles(void *context, const llm_batch *batch, const f
                                   float magnitude, float *angles) {
     llm__cuda *cuda = (llm__cuda *)context;
     (void)batch;
-    LLM_LAUNCH(llm__rope_angles_kernel, dim3(cuda->batch.n_tokens), dim3(64), 0, cuda->stream, cuda->batch.positions,
-               frequencies, rope_dim / 2, magnitude, (float2 *)(void *)angles);
+    LLM_LAUNCH_EARLY(cuda, llm__rope_angles_kernel, dim3(cuda->batch.n_tokens), dim3(64), 0, cuda->batch.positions,
+                     frequencies, rope_dim / 2, magnitude, (float2 *)(void *)angles);
     llm__cuda_launched(cuda, "rope_angles");
 }
 
 /* One block per row. Bytes: the row read (the second time it comes from a cache), the row written. */
 __global__ static void llm__rmsnorm_kernel(const float *x, const float *weight, int dim, float epsilon, float *out) {
+    llm__take_over();
     LLM_SHARED(float, scratch, 32);
     const float *row = x + (int64_t)blockIdx.x * dim;
     float sum = 0.0f;
@@ -648,7 +696,7 @@ static void llm__cuda_rmsnorm(void *context, const float *x, const float *weight
                               float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
     if (n < 1) return;
-    LLM_LAUNCH(llm__rmsnorm_kernel, dim3(n), dim3(LLM__BLOCK), 0, cuda->stream, x, weight, dim, epsilon, out);
+    LLM_LAUNCH_EARLY(cuda, llm__rmsnorm_kernel, dim3(n), dim3(LLM__BLOCK), 0, x, weight, dim, epsilon, out);
     llm__cuda_launched(cuda, "rmsnorm");
 }
 
@@ -686,6 +734,7 @@ __device__ static inline int64_t llm__slot_row(const llm__rope_arguments *a, int
  * those of the keys, then of the values. A head is read into shared memory, worked on there, and written once. Bytes: q read
  * and written, k and v read, and written in the type of the cache. */
 __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
+    llm__take_over();
     LLM_DYNAMIC_SHARED(float, all_heads); /* (warps, head_dim) */
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;
     float *head = all_heads + warp * a.head_dim;
@@ -791,13 +840,14 @@ static void llm__cuda_rope_and_store(void *context, const llm_batch *batch, cons
     }
     int warps = 4;
     int64_t items = (int64_t)a.n_tokens * (a.n_heads + 2 * a.n_kv_heads);
-    LLM_LAUNCH(llm__rope_and_store_kernel, dim3(llm__grid(llm__ceil_div(items, warps), INT32_MAX)), dim3(32 * warps),
-               (size_t)(warps * a.head_dim) * sizeof(float), cuda->stream, a);
+    LLM_LAUNCH_EARLY(cuda, llm__rope_and_store_kernel, dim3(llm__grid(llm__ceil_div(items, warps), INT32_MAX)),
+                     dim3(32 * warps), (size_t)(warps * a.head_dim) * sizeof(float), a);
     llm__cuda_launched(cuda, "rope_and_store");
 }
 
 /* A thread per number. Bytes: two rows read, one written. */
 __global__ static void llm__swiglu_kernel(const float *gate, const float *up, int64_t n, float *out) {
+    llm__take_over();
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
@@ -805,8 +855,8 @@ __global__ static void llm__swiglu_kernel(const float *gate, const float *up, in
 static void llm__cuda_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
     if (n < 1) return;
-    LLM_LAUNCH(llm__swiglu_kernel, dim3(llm__grid(llm__ceil_div(n, LLM__BLOCK), 1 << 20)), dim3(LLM__BLOCK), 0,
-               cuda->stream, gate, up, n, out);
+    LLM_LAUNCH_EARLY(cuda, llm__swiglu_kernel, dim3(llm__grid(llm__ceil_div(n, LLM__BLOCK), 1 << 20)),
+                     dim3(LLM__BLOCK), 0, gate, up, n, out);
     llm__cuda_launched(cuda, "swiglu");
 }
 
@@ -825,6 +875,7 @@ static void llm__cuda_gather_columns(void *context, const float *x, const int32_
 }
 
 __global__ static void llm__gather_rows_kernel(const int32_t *rows, const float *x, int dim, float *out) {
+    llm__take_over();
     const float *row = x + (int64_t)rows[blockIdx.x] * dim;
     for (int i = threadIdx.x; i < dim; i += blockDim.x) out[(int64_t)blockIdx.x * dim + i] = row[i];
 }
@@ -834,8 +885,8 @@ static void llm__cuda_gather_rows(void *context, const llm_batch *batch, const f
     llm__cuda *cuda = (llm__cuda *)context;
     (void)batch;
     if (n < 1) return;
-    LLM_LAUNCH(llm__gather_rows_kernel, dim3(n), dim3(LLM__BLOCK), 0, cuda->stream, cuda->batch.logit_rows + first, x, dim,
-               out);
+    LLM_LAUNCH_EARLY(cuda, llm__gather_rows_kernel, dim3(n), dim3(LLM__BLOCK), 0, cuda->batch.logit_rows + first, x,
+                     dim, out);
     llm__cuda_launched(cuda, "gather_rows");
 }
 
@@ -1619,6 +1670,7 @@ __device__ static inline uint32_t llm__round_pair(const llm__packed *w, const fl
 
 /* blockIdx.x: the segment, y: the token. Bytes: x read (the second time it comes from a cache), half of that written. */
 __global__ static void llm__round_kernel(llm__packed w, llm__input x, uint32_t *rounded, float *scales) {
+    llm__take_over();
     LLM_SHARED(float, scratch, 32);
     int segment = blockIdx.x, token = blockIdx.y;
     const float *row = x.x + (int64_t)token * w.cols;
@@ -1753,6 +1805,7 @@ __global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Roun
     LLM_SHARED(float, parts, LLM__SEGMENTS * 8 * pitch); /* (segment, token, row) */
     LLM_SHARED(float, x_scales, Rounds ? LLM__SEGMENTS * 8 : 1);
     LLM_DYNAMIC_SHARED(uint32_t, x_rounded);
+    llm__let_next_begin();
     int64_t block = blockIdx.x;
     const llm__product &product = llm__find_product(p, R, &block);
     const llm__packed &w = product.w;
@@ -1773,6 +1826,7 @@ LLM_UNROLL
 LLM_UNROLL
             for (int r = 0; r < R; r++) weights[d][r].stream(chunks[r] + (int64_t)(first + d) * Layout::chunk_bytes, lane);
         }
+    llm__wait_for_last(); /* only the weights were there before; all else has just been computed */
 LLM_UNROLL
     for (int h = 0; h < 2 * x_depth; h++)
         if (2 * first + h < 2 * end) llm__load_input<N>(inputs[h], x, 2 * first + h, lane);
@@ -1856,6 +1910,7 @@ __global__ static void llm__plain_matmul_kernel(llm__packed w, const float *x, i
 
 /* One block per token: the row of the table that its id says, as f32. Bytes: a row of the table read, a row written. */
 __global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed table, float *out) {
+    llm__take_over();
     for (int64_t i = threadIdx.x; i < table.cols; i += blockDim.x)
         out[blockIdx.x * table.cols + i] = llm__packed_value(&table, tokens[blockIdx.x], i);
 }
@@ -1863,8 +1918,8 @@ __global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed tabl
 static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
     (void)batch;
-    LLM_LAUNCH(llm__embed_kernel, dim3(cuda->batch.n_tokens), dim3(LLM__BLOCK), 0, cuda->stream, cuda->batch.tokens,
-               llm__packed_of(table), out);
+    LLM_LAUNCH_EARLY(cuda, llm__embed_kernel, dim3(cuda->batch.n_tokens), dim3(LLM__BLOCK), 0, cuda->batch.tokens,
+                     llm__packed_of(table), out);
     llm__cuda_launched(cuda, "embed");
 }
 
@@ -1926,6 +1981,7 @@ template <class Layout, int Rows, int Tokens> struct llm__many_shape {
 template <class Layout, int Rows, int Tokens>
 __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads))
     llm__matmul_many_kernel(llm__products p, llm__input x, int token_tiles) {
+    llm__take_over();
     typedef llm__many_shape<Layout, Rows, Tokens> shape;
     constexpr int N = shape::N, stages = shape::stages;
     LLM_DYNAMIC_SHARED(char, shared); /* (stages, stage_bytes) */
@@ -2013,8 +2069,8 @@ template <class Kernel> static void llm__allow_shared(llm__cuda *cuda, Kernel ke
 template <class Layout, int R, int N, bool Rounds>
 static void llm__launch_few(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
     size_t shared = Rounds ? (size_t)p.each[0].w.n_chunks * LLM__CHUNK * 2 * (size_t)x.n : 0;
-    LLM_LAUNCH((llm__matmul_few_kernel<Layout, R, N, Rounds>), dim3((unsigned)llm__all_row_blocks(p, R)), dim3(256), shared,
-               cuda->stream, p, x);
+    LLM_LAUNCH_EARLY(cuda, (llm__matmul_few_kernel<Layout, R, N, Rounds>), dim3((unsigned)llm__all_row_blocks(p, R)),
+                     dim3(256), shared, p, x);
 }
 
 template <class Layout, int Rows, int Tokens>
@@ -2024,8 +2080,8 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
     size_t shared = (size_t)shape::stages * shape::stage_bytes;
     int token_tiles = (int)llm__ceil_div(x.n, Tokens);
     llm__allow_shared(cuda, kernel, shared);
-    LLM_LAUNCH(kernel, dim3((unsigned)(llm__all_row_blocks(p, Rows / LLM__TILE_ROWS) * token_tiles)), dim3((unsigned)shape::threads),
-               shared, cuda->stream, p, x, token_tiles);
+    LLM_LAUNCH_EARLY(cuda, kernel, dim3((unsigned)(llm__all_row_blocks(p, Rows / LLM__TILE_ROWS) * token_tiles)),
+                     dim3((unsigned)shape::threads), shared, p, x, token_tiles);
 }
 
 /* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
@@ -2066,8 +2122,8 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
         input.rounded = cuda->rounded;
         input.scales = (const float *)(const void *)(cuda->rounded + (size_t)input.stride * row_bytes);
         if (!there) {
-            LLM_LAUNCH(llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, cuda->stream, *w, input,
-                       (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
+            LLM_LAUNCH_EARLY(cuda, llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, *w,
+                             input, (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
             llm__cuda_launched(cuda, "rounding");
         }
     }
@@ -2334,6 +2390,7 @@ LLM_UNROLL
 template <int HD, int R, int C, int Stages, bool Few>
 __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stages>::threads))
     llm__attention_kernel(llm__attention_arguments a) {
+    llm__take_over();
     typedef llm__attention_shape_of<HD, R, C, Stages> shape;
     constexpr int T = shape::T, D = shape::D;
     LLM_DYNAMIC_SHARED(char, tiles); /* (Stages, keys and values) */
@@ -2520,8 +2577,8 @@ static void llm__launch_attention(llm__cuda *cuda, const llm__attention_argument
     typedef llm__attention_shape_of<HD, R, C, Stages> shape;
     auto kernel = llm__attention_kernel<HD, R, C, Stages, Few>;
     llm__allow_shared(cuda, kernel, shape::shared_bytes);
-    LLM_LAUNCH(kernel, dim3((unsigned)tiles, (unsigned)a->n_kv_heads, (unsigned)parts), dim3((unsigned)shape::threads),
-               (size_t)shape::shared_bytes, cuda->stream, *a);
+    LLM_LAUNCH_EARLY(cuda, kernel, dim3((unsigned)tiles, (unsigned)a->n_kv_heads, (unsigned)parts),
+                     dim3((unsigned)shape::threads), (size_t)shape::shared_bytes, *a);
     llm__cuda_launched(cuda, "attention");
 }
 
@@ -2562,6 +2619,7 @@ static void llm__cuda_many_attention(llm__cuda *cuda, const llm__attention_argum
 
 /* blockIdx.x: the row, y: the kv head; z: the sequence. Its parts, in order. */
 __global__ static void llm__merge_kernel(llm__attention_arguments a) {
+    llm__take_over();
     int row = blockIdx.x, kv_head = blockIdx.y;
     for (int sequence = blockIdx.z; sequence < a.n_sequences; sequence += gridDim.z) {
         int rows = a.seq_count[sequence] * (a.n_heads / a.n_kv_heads);
@@ -2620,7 +2678,7 @@ static void llm__cuda_few_attention(llm__cuda *cuda, llm__attention_arguments *a
     else llm__launch_attention<256, 1, 4, 3, true>(cuda, a, tiles, (int)parts);
     if (!a->part_sums) return;
     dim3 grid((unsigned)a->max_rows, (unsigned)a->n_kv_heads, llm__grid(cuda->batch.n_sequences, 65535));
-    LLM_LAUNCH(llm__merge_kernel, grid, dim3(a->head_dim < 128 ? 64 : 128), 0, cuda->stream, *a);
+    LLM_LAUNCH_EARLY(cuda, llm__merge_kernel, grid, dim3(a->head_dim < 128 ? 64 : 128), 0, *a);
     llm__cuda_launched(cuda, "attention");
 }
 
@@ -3478,6 +3536,7 @@ static bool llm__cuda_find(llm__cuda *cuda, llm_error *err) {
     cuda->device = cuda->options.device;
     cuda->n_processors = facts.multiProcessorCount;
     cuda->capability = 10 * facts.major + facts.minor;
+    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) cuda->options.overlap = false; /* in graphs, CUDA has it from 12.3 on */
     cuda->shared_bytes = facts.sharedMemPerBlockOptin;
     if (cuda->capability < 80)
         return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s has compute capability %d.%d: 8.0 (Ampere) or newer is needed",

@@ -694,6 +694,8 @@ typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
     bool graphs;          /* the launches of a step are recorded once and replayed; default true */
     bool fused;           /* several operations in one kernel where there is one; default true */
     bool split_attention; /* the positions of a long sequence are spread over several blocks; default true */
+    bool overlap;         /* a kernel may begin to fetch its weights before the one ahead of it has ended (Hopper and newer); not measured
+                             yet, so default false */
     bool plain;           /* the textbook kernels, slow and for comparison; default false */
     bool deterministic;   /* only kernels that give the same logits, bit for bit, whatever else is in the batch. So far all do,
                              and this changes nothing: it says that you count on it; default false */

@@ -743,6 +743,7 @@ static int parse(const command *self, const option *options, int n_options, int 
     {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
     {0, "no-fused", NULL, OFF, &chosen.gpu.fused, 0, 0, "... one kernel for each operation"}, \
     {0, "no-split-attention", NULL, OFF, &chosen.gpu.split_attention, 0, 0, "... one block for each sequence, however long"}, \
+    {0, "overlap", NULL, FLAG, &chosen.gpu.overlap, 0, 0, "... let a kernel begin before the last has ended (Hopper; not measured yet)"}, \
     {0, "plain-kernels", NULL, FLAG, &chosen.gpu.plain, 0, 0, "... the textbook kernels, for comparison"}, \
     {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, "... the same bits whatever else is in the batch"}, \
     {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "... draw tokens on the CPU"}

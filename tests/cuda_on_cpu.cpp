@@ -122,6 +122,7 @@ struct thread {
     int line;
     emu::block_kind barrier;
     int predicate;
+    bool has_waited; /* llm__wait_for_last */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
 };
@@ -354,6 +355,7 @@ void thread_entry() {
     __sanitizer_finish_switch_fiber(nullptr, &d.scheduler_stack, &d.scheduler_stack_bytes);
 #endif
     d.launch->run(d.launch->arguments);
+    if (d.launch->early && !d.current->has_waited) set_fault("a thread ends without a call of llm__wait_for_last: " + describe(*d.current));
     d.current->state = ENDED;
     yield_to_scheduler(true);
     abort();
@@ -524,6 +526,7 @@ void run_block(const emu::launch &l) {
     for (size_t i = 0; i < n; i++) {
         thread &t = d.threads[i];
         t.state = FRESH;
+        t.has_waited = false;
         t.stack = nullptr;
         t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y), (unsigned)(i / l.block.x / l.block.y)};
         t.lane = (int)(i % 32), t.warp = (int)(i / 32);
@@ -589,6 +592,8 @@ void run_launch(const emu::launch &l) {
 } // namespace
 
 /* ---- What a kernel calls ---------------------------------------------------------------------------------- */
+
+void llm__wait_for_last() { gpu().current->has_waited = true; }
 
 int emu::block_barrier(block_kind kind, int predicate, const char *file, int line) {
     device &d = gpu();

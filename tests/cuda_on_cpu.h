@@ -226,6 +226,7 @@ struct launch { /* of a kernel: what to run in every thread, and the values of i
     void (*run)(const void *arguments);
     void *arguments;
     void (*destroy)(void *arguments);
+    bool early; /* each of its threads has to call llm__wait_for_last */
 };
 void queue_launch(const launch &l, cudaStream_t stream); /* takes the arguments */
 
@@ -243,17 +244,23 @@ template <class... P> struct call {
 };
 
 template <class... P, class... A>
-inline void enqueue(const char *name, void (*function)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
+inline void enqueue(bool early, const char *name, void (*function)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
                     A &&...arguments) {
     typedef call<P...> kernel_call;
     kernel_call *c = new kernel_call{function, {static_cast<P>(arguments)...}};
-    queue_launch({name, (const void *)function, grid, block, shared_bytes, kernel_call::run, c, kernel_call::destroy}, stream);
+    queue_launch({name, (const void *)function, grid, block, shared_bytes, kernel_call::run, c, kernel_call::destroy, early},
+                 stream);
 }
 
 } // namespace emu
 
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                       \
-    emu::enqueue(#kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
+    emu::enqueue(false, #kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
+/* Here no kernel begins before the last has ended, wanted or not; but that all threads wait for it is checked. */
+#define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...)                                                   \
+    emu::enqueue(true, #kernel, kernel, grid, block, shared_bytes, (cuda)->stream, ##__VA_ARGS__)
+void llm__wait_for_last();
+inline void llm__let_next_begin() {}
 
 template <class... P> inline cudaError_t cudaFuncSetAttribute(void (*f)(P...), cudaFuncAttribute attribute, int value) {
     return emu::set_attribute((const void *)f, attribute, value);

@@ -154,6 +154,23 @@ static void test_barrier_not_reached_by_all(void **) {
     assert_fault(two_places_kernel, 0, "__syncthreads is not reached by all threads");
 }
 
+/* A kernel that may begin early waits for the one ahead of it in every thread. */
+static void waiting_kernel(int without) {
+    if ((int)threadIdx.x != without) llm__wait_for_last();
+}
+
+static void test_early_launch(void **) {
+    const struct { cudaStream_t stream; } usual = {}, *context = &usual;
+    for (int without = -1; without < 40; without += 20) {
+        emulator_recover();
+        LLM_LAUNCH_EARLY(context, waiting_kernel, dim3(2), dim3(32), 0, without);
+        bool fine = cudaDeviceSynchronize() == cudaSuccess;
+        assert_int_equal(fine, without != 19);
+        if (!fine) assert_non_null(strstr(emulator_fault(), "without a call of llm__wait_for_last: thread (19, 0, 0)"));
+    }
+    emulator_recover();
+}
+
 static void count_kernel(const float *in, float *out) {
     int odd = (int)in[threadIdx.x] % 2;
     int count = __syncthreads_count(odd), all = __syncthreads_and(odd), any = __syncthreads_or(odd);
@@ -594,7 +611,7 @@ static void test_ordered_failures(void **) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_missing_barrier), cmocka_unit_test(test_barrier_not_reached_by_all), cmocka_unit_test(test_counting_barriers),
+        cmocka_unit_test(test_missing_barrier), cmocka_unit_test(test_barrier_not_reached_by_all), cmocka_unit_test(test_early_launch), cmocka_unit_test(test_counting_barriers),
         cmocka_unit_test(test_warps), cmocka_unit_test(test_memory_bounds), cmocka_unit_test(test_asynchronous_copies),
         cmocka_unit_test(test_matrix_products), cmocka_unit_test(test_half_precision), cmocka_unit_test(test_bits),
         cmocka_unit_test(test_streams), cmocka_unit_test(test_graphs), cmocka_unit_test(test_ordered_failures),
