@@ -987,19 +987,12 @@ enum {
 /* How a matrix lies in the device's memory. */
 typedef enum llm__layout {
     LLM__LAYOUT_F16, LLM__LAYOUT_Q8_0, LLM__LAYOUT_Q4_0,
-    LLM__LAYOUT_4_BITS, LLM__LAYOUT_5_BITS, LLM__LAYOUT_6_BITS /* the other block types */
+    LLM__LAYOUT_4_BITS, LLM__LAYOUT_4_BITS_GROUPS, LLM__LAYOUT_5_BITS, LLM__LAYOUT_5_BITS_GROUPS, LLM__LAYOUT_6_BITS
 } llm__layout;
-
-/* How the last three of them keep scale and minimum. */
-typedef enum llm__minimum {
-    LLM__MINIMUM,      /* both f16, for 32 columns */
-    LLM__MINIMUM_ZERO, /* the minimum is -zero x scale: a scale and the zero */
-    LLM__MINIMUM_GROUPS /* f16 for 256 columns, times a whole number for 32 */
-} llm__minimum;
 
 typedef struct llm__packed { /* a matrix as kernels see it */
     llm__layout layout;
-    llm__minimum minimum;
+    bool is_zero;            /* 4 or 5 bits: what is kept beside a scale is not the minimum, but the integer that means 0 */
     const char *chunks;      /* (n_tiles, n_chunks) */
     const float *row_scales; /* (n_tiles * 16) powers of two to multiply the rows with; NULL: 1 */
     int64_t rows, cols;
@@ -1163,8 +1156,16 @@ LLM_UNROLL
         a[j][0] = top[2 * j], a[j][1] = bottom[2 * j], a[j][2] = top[2 * j + 1], a[j][3] = bottom[2 * j + 1];
 }
 
+/* Where a lane finds its parts of a chunk. It moves on by whole chunks, so that the address of a read is a sum of two numbers. */
+struct llm__reader {
+    const char *words, *high, *scales;
+};
+template <class Layout> __device__ __forceinline__ llm__reader llm__reader_of(const char *chunk, int lane) {
+    return {chunk + lane * 16, chunk + 512 + lane * Layout::high_bytes, chunk + Layout::scales_at + lane / 4 * Layout::scale_bytes};
+}
+
 struct llm__f16_layout {
-    enum { chunk_bytes = 2048, scaled = 0, minimums = 0, depth = 2 };
+    enum { chunk_bytes = 2048, scales_at = 0, scale_bytes = 0, high_bytes = 0, scaled = 0, minimums = 0, depth = 2 };
     struct half_chunk {
         uint4 top, bottom; /* rows g, g + 8 */
 
@@ -1194,11 +1195,11 @@ struct llm__f16_layout {
             memcpy(chunk + piece * 512 + lane * 16, values, 16);
         }
     }
-    __device__ __forceinline__ void stream(const char *chunk, int lane) {
+    __device__ __forceinline__ void stream(const llm__reader &at, int offset) {
 LLM_UNROLL
         for (int i = 0; i < 2; i++) {
-            halves[i].top = llm__stream_16(chunk + i * 1024 + lane * 16);
-            halves[i].bottom = llm__stream_16(chunk + i * 1024 + 512 + lane * 16);
+            halves[i].top = llm__stream_16(at.words + offset + i * 1024);
+            halves[i].bottom = llm__stream_16(at.words + offset + i * 1024 + 512);
         }
     }
     __device__ static float value(const char *chunk, int row, int k) {
@@ -1208,7 +1209,7 @@ LLM_UNROLL
 };
 
 struct llm__q8_0_layout {
-    enum { chunk_bytes = 1088, scaled = 1, minimums = 0, depth = 3 };
+    enum { chunk_bytes = 1088, scales_at = 1024, scale_bytes = 8, high_bytes = 0, scaled = 1, minimums = 0, depth = 3 };
     struct half_chunk {
         uint4 words; /* eight columns of row g, of row g + 8 */
         uint32_t scale_bits;
@@ -1239,10 +1240,10 @@ struct llm__q8_0_layout {
         }
         if (lane % 4 == 0) llm__pack_scales(chunk + 1024 + lane / 4 * 8, s, row + lane / 4, k / 32, 34);
     }
-    __device__ __forceinline__ void stream(const char *chunk, int lane) {
-        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(chunk + 1024 + lane / 4 * 8));
-        halves[0].words = llm__stream_16(chunk + lane * 16);
-        halves[1].words = llm__stream_16(chunk + 512 + lane * 16);
+    __device__ __forceinline__ void stream(const llm__reader &at, int offset) {
+        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(at.scales + offset));
+        halves[0].words = llm__stream_16(at.words + offset);
+        halves[1].words = llm__stream_16(at.words + offset + 512);
         halves[0].scale_bits = scale_bits.x, halves[1].scale_bits = scale_bits.y;
     }
     __device__ static float value(const char *chunk, int row, int k) {
@@ -1253,7 +1254,7 @@ struct llm__q8_0_layout {
 };
 
 struct llm__q4_0_layout {
-    enum { chunk_bytes = 576, scaled = 1, minimums = 0, depth = 4 };
+    enum { chunk_bytes = 576, scales_at = 512, scale_bytes = 8, high_bytes = 0, scaled = 1, minimums = 0, depth = 4 };
     struct half_chunk {
         uint2 words; /* eight columns of row g, of row g + 8 */
         uint32_t scale_bits;
@@ -1289,9 +1290,9 @@ struct llm__q4_0_layout {
         memcpy(chunk + lane * 16, packed, 16);
         if (lane % 4 == 0) llm__pack_scales(chunk + 512 + lane / 4 * 8, s, row + lane / 4, k / 32, 18);
     }
-    __device__ __forceinline__ void stream(const char *chunk, int lane) {
-        uint4 words = llm__stream_16(chunk + lane * 16);
-        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(chunk + 512 + lane / 4 * 8));
+    __device__ __forceinline__ void stream(const llm__reader &at, int offset) {
+        uint4 words = llm__stream_16(at.words + offset);
+        uint2 scale_bits = __ldcs((const uint2 *)(const void *)(at.scales + offset));
         halves[0].words = make_uint2(words.x, words.y), halves[1].words = make_uint2(words.z, words.w);
         halves[0].scale_bits = scale_bits.x, halves[1].scale_bits = scale_bits.y;
     }
@@ -1358,22 +1359,22 @@ __device__ static inline uint2 llm__level_scales(llm_type type, const char *row_
 }
 
 /* Scale and minimum of a row for half of the 64 columns. All of this is exact in f32. */
-__device__ static inline void llm__unpack_minimum(llm__minimum form, uint2 row, int half, float *scale, float *minimum) {
-    bool groups = form == LLM__MINIMUM_GROUPS;
-    uint32_t pair = half && !groups ? row.y : row.x, whole = row.y >> 16 * half;
+template <bool Groups>
+__device__ __forceinline__ void llm__unpack_minimum(bool is_zero, uint2 row, int half, float *scale, float *minimum) {
+    uint32_t pair = half && !Groups ? row.y : row.x, whole = row.y >> 16 * half;
     *scale = llm__f16_bits_to_f32((uint16_t)pair);
     *minimum = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
-    if (groups) {
+    if (Groups) {
         *scale *= (float)(whole & 255);
         *minimum *= -(float)(whole >> 8 & 255);
-    } else if (form == LLM__MINIMUM_ZERO) *minimum *= -*scale;
+    } else *minimum *= is_zero ? -*scale : 1.0f;
 }
 
 /* Integers of 4 + High bits. The low four lie as in q4_0; of the others, those of a lane in one word for the chunk (High 1) or for
  * half of it (2), two neighbours 16 bits apart: pair i of row g at bit i x High, of row g + 8 four pairs later. Then 16 bytes for each g:
  * the scales of rows g and g + 8. High 2 is q6_K: no minimum, the integers have 32 for zero, and a scale every 16 columns. */
-template <int High> struct llm__bits_layout {
-    enum { scales_at = 512 + 128 * High, chunk_bytes = scales_at + 128, scaled = 1, minimums = High < 2, depth = 3 };
+template <int High, bool Groups> struct llm__bits_layout {
+    enum { scales_at = 512 + 128 * High, scale_bytes = 16, high_bytes = 4 * High, chunk_bytes = scales_at + 128, scaled = 1, minimums = High < 2, depth = High ? 3 : 4 };
     struct half_chunk {
         uint2 words;   /* as in q4_0 */
         uint32_t high; /* of the chunk, or of this half */
@@ -1402,7 +1403,7 @@ LLM_UNROLL
 LLM_UNROLL
             for (int r = 0; r < 2; r++) {
                 if (High < 2) {
-                    llm__unpack_minimum(w.minimum, rows[r], half, &s->scale[r], &s->minimum[r]);
+                    llm__unpack_minimum<Groups>(w.is_zero, rows[r], half, &s->scale[r], &s->minimum[r]);
                     continue;
                 }
                 s->scale[r] = llm__f16_bits_to_f32((uint16_t)rows[r].x);
@@ -1438,15 +1439,15 @@ LLM_UNROLL
         if (r < s->end_row) scales = llm__level_scales(s->type, llm__source_row(s, r), k / LLM__CHUNK, s->cols);
         memcpy(chunk + scales_at + lane * 8, &scales, 8);
     }
-    __device__ __forceinline__ void stream(const char *chunk, int lane) {
-        uint4 words = llm__stream_16(chunk + lane * 16);
+    __device__ __forceinline__ void stream(const llm__reader &at, int offset) {
+        uint4 words = llm__stream_16(at.words + offset);
         halves[0].words = make_uint2(words.x, words.y), halves[1].words = make_uint2(words.z, words.w);
-        if (High == 1) halves[0].high = halves[1].high = __ldcs((const uint32_t *)(const void *)(chunk + 512) + lane);
+        if (High == 1) halves[0].high = halves[1].high = __ldcs((const uint32_t *)(const void *)(at.high + offset));
         if (High == 2) {
-            uint2 high = __ldcs((const uint2 *)(const void *)(chunk + 512) + lane);
+            uint2 high = __ldcs((const uint2 *)(const void *)(at.high + offset));
             halves[0].high = high.x, halves[1].high = high.y;
         }
-        halves[0].scales = halves[1].scales = llm__stream_16(chunk + scales_at + lane / 4 * 16);
+        halves[0].scales = halves[1].scales = llm__stream_16(at.scales + offset);
     }
     __device__ static float value(const llm__packed *w, const char *chunk, int row, int k) {
         int lane = row % 8 * 4 + k % 32 / 8, half = k / 32, i = k % 8, at = (row / 8 * 4 + i / 2) * High + i % 2 * 16;
@@ -1458,10 +1459,16 @@ LLM_UNROLL
         if (High == 2)
             return llm__f16_bits_to_f32((uint16_t)scales.x) * (float)(int8_t)(scales.y >> k / 16 * 8) * (float)((int)q - 32);
         float scale, minimum;
-        llm__unpack_minimum(w->minimum, scales, half, &scale, &minimum);
+        llm__unpack_minimum<Groups>(w->is_zero, scales, half, &scale, &minimum);
         return scale * (float)q + minimum;
     }
 };
+
+typedef llm__bits_layout<0, false> llm__4_bits;        /* q4_1, q4_Z */
+typedef llm__bits_layout<0, true> llm__4_bits_groups;  /* q4_K */
+typedef llm__bits_layout<1, false> llm__5_bits;        /* q5_0, q5_1 */
+typedef llm__bits_layout<1, true> llm__5_bits_groups;  /* q5_K */
+typedef llm__bits_layout<2, true> llm__6_bits;         /* q6_K */
 
 /* One weight, for kernels that need no speed. */
 __device__ static inline float llm__packed_value(const llm__packed *w, int64_t row, int64_t col) {
@@ -1471,9 +1478,11 @@ __device__ static inline float llm__packed_value(const llm__packed *w, int64_t r
     case LLM__LAYOUT_F16: break;
     case LLM__LAYOUT_Q8_0: return llm__q8_0_layout::value(w->chunks + chunk * llm__q8_0_layout::chunk_bytes, r, k);
     case LLM__LAYOUT_Q4_0: return llm__q4_0_layout::value(w->chunks + chunk * llm__q4_0_layout::chunk_bytes, r, k);
-    case LLM__LAYOUT_4_BITS: return llm__bits_layout<0>::value(w, w->chunks + chunk * llm__bits_layout<0>::chunk_bytes, r, k);
-    case LLM__LAYOUT_5_BITS: return llm__bits_layout<1>::value(w, w->chunks + chunk * llm__bits_layout<1>::chunk_bytes, r, k);
-    case LLM__LAYOUT_6_BITS: return llm__bits_layout<2>::value(w, w->chunks + chunk * llm__bits_layout<2>::chunk_bytes, r, k);
+    case LLM__LAYOUT_4_BITS: return llm__4_bits::value(w, w->chunks + chunk * llm__4_bits::chunk_bytes, r, k);
+    case LLM__LAYOUT_4_BITS_GROUPS: return llm__4_bits_groups::value(w, w->chunks + chunk * llm__4_bits::chunk_bytes, r, k);
+    case LLM__LAYOUT_5_BITS: return llm__5_bits::value(w, w->chunks + chunk * llm__5_bits::chunk_bytes, r, k);
+    case LLM__LAYOUT_5_BITS_GROUPS: return llm__5_bits_groups::value(w, w->chunks + chunk * llm__5_bits::chunk_bytes, r, k);
+    case LLM__LAYOUT_6_BITS: return llm__6_bits::value(w, w->chunks + chunk * llm__6_bits::chunk_bytes, r, k);
     }
     float x = llm__f16_layout::value(w->chunks + chunk * llm__f16_layout::chunk_bytes, r, k);
     if (w->n_chunks > w->plane_chunks) /* f32: and its low part */
@@ -1517,7 +1526,7 @@ template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, l
 typedef struct llm__format {
     llm_type type;
     llm__layout layout;
-    llm__minimum minimum;
+    bool is_zero;
     int planes;      /* 3: high, high, low */
     bool row_scales; /* its numbers may be too large or too small for f16 */
 } llm__format;
@@ -1525,18 +1534,12 @@ typedef struct llm__format {
 /* NULL: a type that is not known here. */
 static const llm__format *llm__format_of(llm_type type) {
     static const llm__format formats[] = {
-        {LLM_F16, LLM__LAYOUT_F16, LLM__MINIMUM, 1, false},
-        {LLM_BF16, LLM__LAYOUT_F16, LLM__MINIMUM, 1, true},
-        {LLM_F32, LLM__LAYOUT_F16, LLM__MINIMUM, 3, true},
-        {LLM_Q8_0, LLM__LAYOUT_Q8_0, LLM__MINIMUM, 1, false},
-        {LLM_Q4_0, LLM__LAYOUT_Q4_0, LLM__MINIMUM, 1, false},
-        {LLM_Q4_1, LLM__LAYOUT_4_BITS, LLM__MINIMUM, 1, false},
-        {LLM_Q4_Z, LLM__LAYOUT_4_BITS, LLM__MINIMUM_ZERO, 1, false},
-        {LLM_Q4_K, LLM__LAYOUT_4_BITS, LLM__MINIMUM_GROUPS, 1, false},
-        {LLM_Q5_0, LLM__LAYOUT_5_BITS, LLM__MINIMUM_ZERO, 1, false},
-        {LLM_Q5_1, LLM__LAYOUT_5_BITS, LLM__MINIMUM, 1, false},
-        {LLM_Q5_K, LLM__LAYOUT_5_BITS, LLM__MINIMUM_GROUPS, 1, false},
-        {LLM_Q6_K, LLM__LAYOUT_6_BITS, LLM__MINIMUM, 1, false},
+        {LLM_F16, LLM__LAYOUT_F16, false, 1, false},           {LLM_BF16, LLM__LAYOUT_F16, false, 1, true},
+        {LLM_F32, LLM__LAYOUT_F16, false, 3, true},            {LLM_Q8_0, LLM__LAYOUT_Q8_0, false, 1, false},
+        {LLM_Q4_0, LLM__LAYOUT_Q4_0, false, 1, false},         {LLM_Q4_1, LLM__LAYOUT_4_BITS, false, 1, false},
+        {LLM_Q4_Z, LLM__LAYOUT_4_BITS, true, 1, false},        {LLM_Q4_K, LLM__LAYOUT_4_BITS_GROUPS, false, 1, false},
+        {LLM_Q5_0, LLM__LAYOUT_5_BITS, true, 1, false},        {LLM_Q5_1, LLM__LAYOUT_5_BITS, false, 1, false},
+        {LLM_Q5_K, LLM__LAYOUT_5_BITS_GROUPS, false, 1, false}, {LLM_Q6_K, LLM__LAYOUT_6_BITS, false, 1, false},
     };
     for (size_t i = 0; i < sizeof formats / sizeof formats[0]; i++)
         if (formats[i].type == type) return &formats[i];
@@ -1549,9 +1552,11 @@ template <class Function> static void llm__with_layout(llm__layout layout, Funct
     case LLM__LAYOUT_F16: function(llm__f16_layout()); break;
     case LLM__LAYOUT_Q8_0: function(llm__q8_0_layout()); break;
     case LLM__LAYOUT_Q4_0: function(llm__q4_0_layout()); break;
-    case LLM__LAYOUT_4_BITS: function(llm__bits_layout<0>()); break;
-    case LLM__LAYOUT_5_BITS: function(llm__bits_layout<1>()); break;
-    case LLM__LAYOUT_6_BITS: function(llm__bits_layout<2>()); break;
+    case LLM__LAYOUT_4_BITS: function(llm__4_bits()); break;
+    case LLM__LAYOUT_4_BITS_GROUPS: function(llm__4_bits_groups()); break;
+    case LLM__LAYOUT_5_BITS: function(llm__5_bits()); break;
+    case LLM__LAYOUT_5_BITS_GROUPS: function(llm__5_bits_groups()); break;
+    case LLM__LAYOUT_6_BITS: function(llm__6_bits()); break;
     }
 }
 
@@ -1565,7 +1570,7 @@ static llm__packed llm__packed_of(const llm_weight *weight) {
     llm__format format = *llm__format_of(weight->type); /* load_weight has seen to it that there is one */
     llm__packed w;
     w.layout = format.layout;
-    w.minimum = format.minimum;
+    w.is_zero = format.is_zero;
     w.chunks = (const char *)weight->data;
     w.rows = weight->rows;
     w.cols = weight->cols;
@@ -1758,33 +1763,62 @@ LLM_UNROLL
     }
 }
 
-/* A warp's segment of a few rows of x, rounded into shared memory, where `to` is as llm__input.rounded. Saves a launch. */
-__device__ static inline void llm__round_segment(const llm__packed *w, const llm__input *x, int segment, int lane, uint32_t *to,
-                                                 float *scales) {
-    int64_t first = (int64_t)llm__segment_chunk(w, segment) * LLM__CHUNK, end = (int64_t)llm__segment_chunk(w, segment + 1) * LLM__CHUNK;
+/* The two columns of a chunk that a lane has, of a row of x; zeros from chunk `end` on. Whole: the matrix has no half chunks and is
+ * no f32; then this is a single read. */
+template <bool Whole>
+__device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const float *row, int chunk, int end, int lane, int *plane) {
+    *plane = 0;
+    if (chunk >= end) return make_float2(0.0f, 0.0f);
+    if (Whole) return ((const float2 *)(const void *)row)[chunk * (LLM__CHUNK / 2) + lane];
+    int64_t col = (int64_t)chunk * LLM__CHUNK + 2 * lane;
+    *plane = llm__plane(w, &col);
+    return make_float2(col < w->cols ? row[col] : 0.0f, col + 1 < w->cols ? row[col + 1] : 0.0f);
+}
+
+/* A warp's segment of a few rows of x, rounded into shared memory, where `to` is as llm__input.rounded. Saves a launch. Each lane asks
+ * for its columns of several chunks at once: one after the other, each would take the time that memory needs to answer. And as
+ * every block does this, it has to take few instructions beside those for its 16 rows of weights. */
+template <bool Whole>
+__device__ __forceinline__ void llm__round_segment(const llm__packed *w, const llm__input *x, int segment, int lane, uint32_t *to,
+                                                   float *scales) {
+    enum { AT_ONCE = 8 };
+    int first = llm__segment_chunk(w, segment), end = llm__segment_chunk(w, segment + 1), plane[AT_ONCE];
+    float2 pairs[AT_ONCE];
     for (int token = 0; token < x->n; token++) {
         const float *row = x->x + (int64_t)token * w->cols;
-        float scale = llm__power_for(llm__warp_max(llm__largest_input(w, row, segment, lane, 32)));
+        float largest = 0.0f;
+        for (int c = first; c < end; c += AT_ONCE) {
+LLM_UNROLL
+            for (int i = 0; i < AT_ONCE; i++) pairs[i] = llm__input_pair<Whole>(w, row, c + i, end, lane, &plane[i]);
+LLM_UNROLL
+            for (int i = 0; i < AT_ONCE; i++) largest = fmaxf(largest, fmaxf(fabsf(pairs[i].x), fabsf(pairs[i].y)));
+        }
+        float scale = llm__power_for(llm__warp_max(largest)), inverse = 1.0f / scale;
         if (lane == 0) scales[segment * x->n + token] = scale;
-        for (int64_t k = first + 2 * lane; k < end; k += 64)
-            to[((k / 32 * x->n + token) * 32 + k % 32) / 2] = llm__round_pair(w, row, k, 1.0f / scale);
+        for (int c = first; c < end; c += AT_ONCE) {
+            uint32_t *place = to + ((2 * c + lane / 16) * x->n + token) * 16 + lane % 16;
+LLM_UNROLL
+            for (int i = 0; i < AT_ONCE; i++) pairs[i] = llm__input_pair<Whole>(w, row, c + i, end, lane, &plane[i]);
+LLM_UNROLL
+            for (int i = 0; i < AT_ONCE; i++, place += 32 * x->n)
+                if (c + i < end)
+                    *place = llm__pair(llm__half_of(pairs[i].x * inverse, plane[i] == 1), llm__half_of(pairs[i].y * inverse, plane[i] == 1));
+        }
     }
     __syncwarp();
 }
 
-/* x of N x 8 tokens in half a chunk: what this lane needs of it. `halves` is 2 * chunk + half. Beyond the last token nothing is read. */
-template <int N> __device__ __forceinline__ void llm__load_input(uint4 x[N], const llm__input &input, int64_t halves, int lane) {
+/* x of N x 8 tokens in half a chunk: what this lane needs of it. */
+template <int N> __device__ __forceinline__ void llm__load_input(uint4 x[N], const char *half, const int own[N]) {
 LLM_UNROLL
-    for (int i = 0; i < N; i++)
-        x[i] = i * 8 + lane / 4 < input.n ? llm__load_16(input.rounded + ((halves * input.stride + i * 8) * 4 + lane) * 16)
-                                          : make_uint4(0, 0, 0, 0);
+    for (int i = 0; i < N; i++) x[i] = llm__load_16(half + own[i]);
 }
 
 /* How many chunks a warp has on their way, of its weights and of x (0: x is read when it is wanted). Registers are short
  * where there are many sums. */
 template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
     enum {
-        depth = N == 1 ? R == 1 ? (int)Layout::depth : 2 : N == 2 && Layout::chunk_bytes < 700 ? 3 : 2,
+        depth = N == 1 ? R == 1 ? (int)Layout::depth : 2 : N == 2 && Layout::chunk_bytes < 600 ? 3 : 2,
         x_depth = Rounds || N > 2 ? 0 : N == 1 ? (int)depth : 1,
         blocks = R * N > 4 ? 1 : 2 /* of this kernel on an SM at once, at least: so many registers are left for each */
     };
@@ -1812,30 +1846,36 @@ __global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Roun
     int segment = threadIdx.x / 32, lane = threadIdx.x % 32;
     int first = llm__segment_chunk(&w, segment), end = llm__segment_chunk(&w, segment + 1);
 
-    const char *chunks[R];
+    llm__reader at[R];
 LLM_UNROLL
     for (int r = 0; r < R; r++) { /* beyond the last tile: that one again, for nothing */
-        int64_t tile = block * R + r;
-        chunks[r] = w.chunks + (tile < w.n_tiles ? tile : w.n_tiles - 1) * w.n_chunks * Layout::chunk_bytes;
+        int64_t tile = block * R + r < w.n_tiles ? block * R + r : w.n_tiles - 1;
+        at[r] = llm__reader_of<Layout>(w.chunks + (tile * w.n_chunks + first) * Layout::chunk_bytes, lane);
     }
     Layout weights[depth][R];
-    uint4 inputs[x_depth ? 2 * x_depth : 1][N];
 LLM_UNROLL
     for (int d = 0; d < depth; d++)
         if (first + d < end) {
 LLM_UNROLL
-            for (int r = 0; r < R; r++) weights[d][r].stream(chunks[r] + (int64_t)(first + d) * Layout::chunk_bytes, lane);
+            for (int r = 0; r < R; r++) weights[d][r].stream(at[r], d * Layout::chunk_bytes);
         }
     llm__wait_for_last(); /* only the weights were there before; all else has just been computed */
-LLM_UNROLL
-    for (int h = 0; h < 2 * x_depth; h++)
-        if (2 * first + h < 2 * end) llm__load_input<N>(inputs[h], x, 2 * first + h, lane);
     if (Rounds) {
-        llm__round_segment(&w, &x, segment, lane, x_rounded, x_scales);
+        bool whole = w.n_chunks == w.plane_chunks && w.cols % LLM__CHUNK == 0;
+        if (whole) llm__round_segment<true>(&w, &x, segment, lane, x_rounded, x_scales);
+        else llm__round_segment<false>(&w, &x, segment, lane, x_rounded, x_scales);
         x.rounded = (const char *)x_rounded;
         x.scales = x_scales;
         x.stride = x.n; /* there are no rows of zeros */
     }
+    uint4 inputs[x_depth ? 2 * x_depth : 1][N];
+    int own[N]; /* of its half of a chunk. Where there are no more tokens, the first again: nobody asks for what comes of it */
+    const char *next_half = x.rounded + (int64_t)first * x.stride * 128;
+LLM_UNROLL
+    for (int i = 0; i < N; i++) own[i] = (i * 8 + lane / 4 < x.n ? i * 8 + lane / 4 : 0) * 64 + lane % 4 * 16;
+LLM_UNROLL
+    for (int h = 0; h < 2 * x_depth; h++, next_half += x.stride * 64)
+        if (2 * first + h < 2 * end) llm__load_input<N>(inputs[h], next_half, own);
 
     float sums[R][N][4] = {};
     for (int c = first; c < end; c += depth) {
@@ -1843,11 +1883,11 @@ LLM_UNROLL
         for (int d = 0; d < depth; d++)
             if (c + d < end) {
 LLM_UNROLL
-                for (int half = 0; half < 2; half++) {
+                for (int half = 0; half < 2; half++, next_half += x.stride * 64) {
                     const int slot = x_depth ? (2 * d + half) % (x_depth ? 2 * x_depth : 1) : 0;
                     uint32_t a[R][2][4];
                     llm__scales weight_scales[R];
-                    if (!x_depth) llm__load_input<N>(inputs[slot], x, 2 * (c + d) + half, lane);
+                    if (!x_depth) llm__load_input<N>(inputs[slot], next_half, own);
 LLM_UNROLL
                     for (int r = 0; r < R; r++) weights[d][r].halves[half].unpack(w, half, lane, a[r], &weight_scales[r]);
 LLM_UNROLL
@@ -1858,15 +1898,16 @@ LLM_UNROLL
                         for (int r = 0; r < R; r++)
                             llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i], x_sums);
                     }
-                    if (x_depth && c + d + x_depth < end) /* those registers are free again */
-                        llm__load_input<N>(inputs[slot], x, 2 * (c + d + x_depth) + half, lane);
+                    if (x_depth && c + d + x_depth < end) llm__load_input<N>(inputs[slot], next_half, own); /* those registers are free again */
                 }
                 if (c + d + depth < end) {
 LLM_UNROLL
-                    for (int r = 0; r < R; r++)
-                        weights[d][r].stream(chunks[r] + (int64_t)(c + d + depth) * Layout::chunk_bytes, lane);
+                    for (int r = 0; r < R; r++) weights[d][r].stream(at[r], (d + depth) * Layout::chunk_bytes);
                 }
             }
+LLM_UNROLL
+        for (int r = 0; r < R; r++)
+            at[r].words += depth * Layout::chunk_bytes, at[r].high += depth * Layout::chunk_bytes, at[r].scales += depth * Layout::chunk_bytes;
     }
 
     /* The segments' sums, 8 tokens at a time, through shared memory. */

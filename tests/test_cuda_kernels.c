@@ -290,7 +290,7 @@ static void test_matmul_together(void **state) {
         llm_type types[most];
         int rows[most], launches; /* of kernels, without the rounding of x */
     } cases[] = {{{LLM_Q4_0, LLM_Q4_0, LLM_Q4_0}, {70, 20, 33}, 1},
-                 {{LLM_Q4_K, LLM_Q4_1, LLM_Q6_K}, {16, 40, 20}, 2},
+                 {{LLM_Q5_0, LLM_Q5_1, LLM_Q6_K}, {16, 40, 20}, 2},
                  {{LLM_F16, LLM_F16, LLM_F16, LLM_F16, LLM_Q8_0}, {17, 90, 1, 5, 40}, 3},
                  {{LLM_F32, LLM_F16}, {20, 31}, 2}};
     static const int32_t zeros[n] = {0}, positions[n] = {0, 1, 2, 3, 4}, count[1] = {n};
