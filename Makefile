@@ -40,15 +40,21 @@ CUDA     = $(patsubst %/bin/nvcc,%,$(realpath $(NVCC)))
 COMPILE_CXX = $(CXX) -std=c++17 $(CFLAGS) $(SANITIZE) $(if $(SANITIZE),-fno-sanitize=enum) -I. -Itests $(CPPFLAGS)
 EMULATOR = $(B)/emulated.o $(B)/cuda_on_cpu.o
 EMULATED := $(shell command -v $(CXX) 2>/dev/null)
-DEVICES  = $(if $(NVCC),$(B)/llm_cuda.o) $(if $(EMULATED),$(EMULATOR))
-DEVICE_FLAGS = $(if $(NVCC),-DLLM_WITH_CUDA) $(if $(EMULATED),-DLLM_WITH_EMULATED)
+# ... and once more with a call before each load and store, which the emulator counts: for docs/12-kernel.c. Its inline functions are
+# its own, so that no other object calls them.
+OBJCOPY  = $(shell $(CXX) -print-prog-name=objcopy)
+OBSERVED := $(if $(EMULATED),$(shell command -v $(OBJCOPY) 2>/dev/null))
+OBSERVE  = $(CXX) -std=c++17 -O2 $(WARN) -fsanitize=thread -fno-tree-sra -fno-tree-vectorize -fno-store-merging -I. -Itests $(CPPFLAGS) \
+	-DLLM_EMULATED -Dllm_emulated_backend=llm_observed_backend -x c++ -c
+DEVICES  = $(if $(NVCC),$(B)/llm_cuda.o) $(if $(EMULATED),$(EMULATOR)) $(if $(OBSERVED),$(B)/observed.o)
+DEVICE_FLAGS = $(if $(NVCC),-DLLM_WITH_CUDA) $(if $(EMULATED),-DLLM_WITH_EMULATED) $(if $(OBSERVED),-DLLM_WITH_OBSERVED)
 DEVICE_LIBS  = $(if $(NVCC),-L$(CUDA)/lib64 -lcudart_static -lpthread -ldl -lrt) $(if $(strip $(DEVICES)),-lstdc++)
 
 TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
 
-llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
+llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(DEVICES) | $(B)/have-cc
 	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
 # llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
@@ -66,6 +72,12 @@ $(B)/emulated.o: llm.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
 
 $(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h | $(B)/have-c++
 	$(COMPILE_CXX) -c $< -o $@
+
+$(B)/observed.o: llm.cu docs/12-kernel.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
+	$(OBSERVE) llm.cu -o $(B)/observed_llm.o
+	$(OBSERVE) docs/12-kernel.cu -o $(B)/observed_lesson.o
+	$(CXX) -r -nostdlib -Wl,--force-group-allocation $(B)/observed_llm.o $(B)/observed_lesson.o -o $@
+	$(OBJCOPY) --keep-global-symbol=llm_observed_backend --keep-global-symbol=kernel_lesson_run $@
 
 demo: llm
 	@./llm demo
@@ -92,7 +104,7 @@ $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_devi
 $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu.o $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm
 
-$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) $(DEVICES) | $(B)/have-cc
+$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(DEVICES) | $(B)/have-cc
 	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
 test: $(B)/have-cmocka $(B)/have-c++

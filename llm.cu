@@ -915,8 +915,8 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
     bool wide = bytes % sizeof(uint4) == 0;
     int64_t words = (int64_t)(bytes / (wide ? sizeof(uint4) : sizeof(uint16_t)));
     dim3 grid(llm__grid(llm__ceil_div(words, LLM__BLOCK), INT32_MAX), cache->n_layers, 2);
-    auto kernel = wide ? llm__copy_blocks_kernel<uint4> : llm__copy_blocks_kernel<uint16_t>;
-    LLM_LAUNCH(kernel, grid, dim3(LLM__BLOCK), 0, cuda->stream, (char *)cache->keys, (char *)cache->values,
+    auto copy_blocks_kernel = wide ? llm__copy_blocks_kernel<uint4> : llm__copy_blocks_kernel<uint16_t>;
+    LLM_LAUNCH(copy_blocks_kernel, grid, dim3(LLM__BLOCK), 0, cuda->stream, (char *)cache->keys, (char *)cache->values,
                cache->layer_bytes, words, pairs, pairs + n, n);
     llm__cuda_launched(cuda, "copy_blocks");
     llm__cuda_note(cuda, cudaStreamSynchronize(cuda->stream), "copy_blocks");
@@ -1595,8 +1595,8 @@ static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__sou
                    *source, (float *)w->row_scales);
     int64_t chunks = llm__ceil_div(rows, LLM__TILE_ROWS) * w->n_chunks;
     llm__with_layout(w->layout, [&](auto layout) {
-        auto kernel = llm__pack_kernel<decltype(layout)>;
-        LLM_LAUNCH(kernel, dim3(llm__grid(llm__ceil_div(chunks, 8), INT32_MAX)), dim3(256), 0, cuda->stream, *w, *source);
+        auto pack_kernel = llm__pack_kernel<decltype(layout)>;
+        LLM_LAUNCH(pack_kernel, dim3(llm__grid(llm__ceil_div(chunks, 8), INT32_MAX)), dim3(256), 0, cuda->stream, *w, *source);
     });
     return llm__cuda_check(cuda, cudaGetLastError(), "packing weights", err);
 }
@@ -2117,11 +2117,11 @@ static void llm__launch_few(llm__cuda *cuda, const llm__products &p, const llm__
 template <class Layout, int Rows, int Tokens>
 static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
     typedef llm__many_shape<Layout, Rows, Tokens> shape;
-    auto kernel = llm__matmul_many_kernel<Layout, Rows, Tokens>;
+    auto matmul_many_kernel = llm__matmul_many_kernel<Layout, Rows, Tokens>;
     size_t shared = (size_t)shape::stages * shape::stage_bytes;
     int token_tiles = (int)llm__ceil_div(x.n, Tokens);
-    llm__allow_shared(cuda, kernel, shared);
-    LLM_LAUNCH_EARLY(cuda, kernel, dim3((unsigned)(llm__all_row_blocks(p, Rows / LLM__TILE_ROWS) * token_tiles)),
+    llm__allow_shared(cuda, matmul_many_kernel, shared);
+    LLM_LAUNCH_EARLY(cuda, matmul_many_kernel, dim3((unsigned)(llm__all_row_blocks(p, Rows / LLM__TILE_ROWS) * token_tiles)),
                      dim3((unsigned)shape::threads), shared, p, x, token_tiles);
 }
 
@@ -2616,9 +2616,9 @@ LLM_UNROLL
 template <int HD, int R, int C, int Stages, bool Few>
 static void llm__launch_attention(llm__cuda *cuda, const llm__attention_arguments *a, int64_t tiles, int parts) {
     typedef llm__attention_shape_of<HD, R, C, Stages> shape;
-    auto kernel = llm__attention_kernel<HD, R, C, Stages, Few>;
-    llm__allow_shared(cuda, kernel, shape::shared_bytes);
-    LLM_LAUNCH_EARLY(cuda, kernel, dim3((unsigned)tiles, (unsigned)a->n_kv_heads, (unsigned)parts),
+    auto attention_kernel = llm__attention_kernel<HD, R, C, Stages, Few>;
+    llm__allow_shared(cuda, attention_kernel, shape::shared_bytes);
+    LLM_LAUNCH_EARLY(cuda, attention_kernel, dim3((unsigned)tiles, (unsigned)a->n_kv_heads, (unsigned)parts),
                      dim3((unsigned)shape::threads), (size_t)shape::shared_bytes, *a);
     llm__cuda_launched(cuda, "attention");
 }

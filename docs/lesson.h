@@ -172,6 +172,12 @@ static void show_table(const lesson *l, table *t, const char *name) {
     free(t->numbers);
 }
 
+/* For the picture only. */
+static void keep_plot(lesson *l, plot p) {
+    l->plots = resize(l->plots, (size_t)(l->n_plots + 1) * sizeof *l->plots);
+    l->plots[l->n_plots++] = p;
+}
+
 /* As text now; the plot is then the lesson's, for its picture. */
 static void show_plot(lesson *l, plot *p) {
     if (!l->json) {
@@ -179,8 +185,7 @@ static void show_plot(lesson *l, plot *p) {
         plot_text(p, put_bytes, LESSON_WIDTH, in_colour(STDOUT_FILENO));
         flush_output();
     }
-    l->plots = resize(l->plots, (size_t)(l->n_plots + 1) * sizeof *l->plots);
-    l->plots[l->n_plots++] = *p;
+    keep_plot(l, *p);
 }
 
 /* ---- Work for the engine ------------------------------------------------------------------- */

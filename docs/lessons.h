@@ -11,6 +11,7 @@
 #include "09-prefix.c"
 #include "10-speculation.c"
 #include "11-ladder.c"
+#include "12-kernel.c"
 
 static const command lessons[] = {
     {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
@@ -23,6 +24,7 @@ static const command lessons[] = {
     {"lesson paged", "Who owns which block of the cache, step by step.", "[options]", lesson_paged, paged_notes},
     {"lesson prefix", "Many questions behind one long instruction.", "[options]", lesson_prefix, prefix_notes},
     {"lesson speculation", "Guesses of a draft, accepted and rejected; when it pays.", "[options]", lesson_speculation, speculation_notes},
+    {"lesson kernel", "What the threads of a GPU's kernel do to memory, counted.", "[options]", lesson_kernel, kernel_notes},
 };
 
 static void show_lessons(void) {

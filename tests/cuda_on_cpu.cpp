@@ -110,6 +110,13 @@ struct async_copy {
     bool valid;
 };
 
+struct touch { /* one thread's part of a load or store */
+    const void *instruction;
+    uintptr_t address;
+    uint32_t bytes;
+    bool store;
+};
+
 struct thread {
     thread_state state;
     context where;
@@ -125,6 +132,7 @@ struct thread {
     bool has_waited; /* llm__wait_for_last */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
+    std::vector<touch> touches;     /* its loads and stores in order, while somebody observes */
 };
 
 struct meeting { /* of lanes, for an operation: those that have come wait for the others */
@@ -161,6 +169,7 @@ struct order {
 struct allocation {
     size_t bytes;
     char *memory; /* the C library's; the gaps on both sides are part of it */
+    const char *label;
 };
 
 struct operation { /* something queued on a stream, or a node of a graph */
@@ -232,6 +241,9 @@ struct device {
     emu_stream default_stream;
     std::map<const void *, int> dynamic_limit; /* of kernels, by cudaFuncSetAttribute */
     emulator_counts counts = {};
+    emulator_observer observer = nullptr; /* of each access to memory */
+    void *observer_data = nullptr;
+    const char *label = "";
     /* errors */
     cudaError_t last = cudaSuccess, lost = cudaSuccess;
     std::string fault;
@@ -514,6 +526,108 @@ bool in_arena(const void *p, size_t bytes) {
     return (const char *)p >= d.arena && (const char *)p + bytes <= d.arena + d.arena_used;
 }
 
+/* ---- Who touches what: emulator.h ------------------------------------------------------------------------- */
+
+thread_local bool observing = false; /* the thread that calls this runs a kernel, and somebody observes it */
+
+void note_touch(const void *address, size_t bytes, bool store, const void *instruction) {
+    device &d = gpu();
+    bool shared = in_arena(address, 1);
+    if (!shared) {
+        auto next = d.allocations.upper_bound((uintptr_t)address);
+        if (next == d.allocations.begin()) return; /* a variable of the thread's own: a register, on a GPU */
+        --next;
+        if ((uintptr_t)address - next->first >= next->second.bytes) return;
+    }
+    d.current->touches.push_back({instruction, (uintptr_t)address, (uint32_t)bytes, store});
+}
+
+/* Its sectors and lines, and the bytes that the lanes want of them. */
+void count_global(emulator_access *a) {
+    std::vector<std::pair<uint64_t, uint64_t>> spans; /* from, to */
+    for (int i = 0; i < 32; i++)
+        if (a->lanes >> i & 1) spans.push_back({a->address[i], a->address[i] + a->bytes});
+    std::sort(spans.begin(), spans.end());
+    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* all below is counted */
+    for (auto &s : spans) {
+        if (s.second > done) a->used += (uint32_t)(s.second - std::max(s.first, done));
+        uint64_t sectors = (s.second + 31) / 32, lines = (s.second + 127) / 128;
+        if (sectors > sectors_done) a->sectors += (uint32_t)(sectors - std::max(s.first / 32, sectors_done));
+        if (lines > lines_done) a->lines += (uint32_t)(lines - std::max(s.first / 128, lines_done));
+        done = std::max(done, s.second), sectors_done = std::max(sectors_done, sectors), lines_done = std::max(lines_done, lines);
+    }
+}
+
+/* How often the banks must be asked: a bank gives one word at a time, and gives it to all lanes that want that one. Of 8 bytes for
+ * each lane the half warps come one after the other, of 16 bytes the quarters. */
+void count_shared(emulator_access *a) {
+    uint32_t lanes_at_once = a->bytes >= 16 ? 8 : a->bytes == 8 ? 16 : 32;
+    std::vector<uint64_t> all;
+    for (uint32_t first = 0; first < 32; first += lanes_at_once) {
+        std::vector<uint64_t> words;
+        for (uint32_t i = first; i < first + lanes_at_once; i++)
+            for (uint64_t w = a->address[i] / 4; a->lanes >> i & 1 && w <= (a->address[i] + a->bytes - 1) / 4; w++) words.push_back(w);
+        if (words.empty()) continue;
+        std::sort(words.begin(), words.end());
+        words.erase(std::unique(words.begin(), words.end()), words.end());
+        uint32_t banks[32] = {}, most = 0;
+        for (uint64_t w : words) most = std::max(most, ++banks[w % 32]);
+        a->passes += most;
+        a->least += (uint32_t)(words.size() + 31) / 32;
+        all.insert(all.end(), words.begin(), words.end());
+    }
+    std::sort(all.begin(), all.end());
+    a->used = (uint32_t)std::min<size_t>(4 * (size_t)(std::unique(all.begin(), all.end()) - all.begin()), a->bytes * 32);
+}
+
+/* What all these addresses lie in. */
+void name_memory(emulator_access *a, uintptr_t address) {
+    device &d = gpu();
+    if (!a->shared) {
+        auto found = --d.allocations.upper_bound(address);
+        a->memory = found->second.label, a->start = found->first;
+        return;
+    }
+    a->memory = "dynamic", a->start = 0;
+    for (const shared_array &s : d.arrays)
+        if (address - (uintptr_t)d.arena >= s.offset) a->memory = s.name, a->start = s.offset;
+}
+
+/* The accesses of the block that has run, warp by warp, in the order of its first lane. */
+void show_accesses(const emu::launch &l) {
+    device &d = gpu();
+    for (size_t base = 0; base < d.threads.size(); base += 32) {
+        std::vector<emulator_access> list;
+        std::map<std::tuple<const void *, bool, uint32_t>, size_t> found; /* instruction, store, how often before */
+        for (size_t i = base; i < std::min(base + 32, d.threads.size()); i++) {
+            std::map<std::pair<const void *, bool>, uint32_t> times;
+            for (const touch &t : d.threads[i].touches) {
+                auto place = found.insert({{t.instruction, t.store, times[{t.instruction, t.store}]++}, list.size()});
+                if (place.second) {
+                    emulator_access a = {};
+                    a.kernel = l.name, a.launch = d.counts.launches;
+                    a.grid[0] = l.grid.x, a.grid[1] = l.grid.y, a.grid[2] = l.grid.z;
+                    a.block[0] = l.block.x, a.block[1] = l.block.y, a.block[2] = l.block.z;
+                    a.block_index[0] = blockIdx.x, a.block_index[1] = blockIdx.y, a.block_index[2] = blockIdx.z;
+                    a.warp = (uint32_t)(base / 32);
+                    a.instruction = t.instruction, a.store = t.store, a.bytes = t.bytes;
+                    a.shared = in_arena((const void *)t.address, 1);
+                    name_memory(&a, t.address);
+                    list.push_back(a);
+                }
+                emulator_access &a = list[place.first->second];
+                a.lanes |= 1u << (i - base);
+                a.address[i - base] = a.shared ? t.address - (uintptr_t)d.arena : t.address;
+            }
+        }
+        for (emulator_access &a : list) {
+            if (a.shared) count_shared(&a);
+            else count_global(&a);
+            d.observer(d.observer_data, &a);
+        }
+    }
+}
+
 /* ---- A launch -------------------------------------------------------------------------------------------- */
 
 void run_block(const emu::launch &l) {
@@ -530,9 +644,10 @@ void run_block(const emu::launch &l) {
         t.stack = nullptr;
         t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y), (unsigned)(i / l.block.x / l.block.y)};
         t.lane = (int)(i % 32), t.warp = (int)(i / 32);
-        t.copies.clear(), t.groups.clear();
+        t.copies.clear(), t.groups.clear(), t.touches.clear();
     }
     std::vector<int> warps((n + 31) / 32), lanes(32);
+    observing = d.observer != nullptr;
     for (bool going = true; going && !d.faulty;) {
         bool ran = false;
         d.arrangement.arrange(warps);
@@ -558,7 +673,9 @@ void run_block(const emu::launch &l) {
         else if (waiting == n) release_barrier();
         else report_deadlock();
     }
+    observing = false;
     if (!d.faulty) arena_check(l.shared_bytes);
+    if (!d.faulty && d.observer) show_accesses(l);
     for (thread &t : d.threads) give_stack(t);
     d.counts.blocks++;
     d.counts.threads += n;
@@ -795,6 +912,10 @@ void emu::warp_meet(const warp_operation &operation) {
         thread_fault(operation.file, operation.line, "a lane calls a warp operation whose mask %08x leaves it out", operation.mask);
     if (operation.width < 1 || operation.width > 32 || (operation.width & (operation.width - 1)))
         thread_fault(operation.file, operation.line, "a shuffle of width %d: it must be a power of two, at most 32", operation.width);
+    if (observing && operation.kind >= LDMATRIX_1 && operation.kind <= LDMATRIX_4_TRANS) {
+        int matrices = operation.kind == LDMATRIX_1 || operation.kind == LDMATRIX_1_TRANS ? 1 : operation.kind == LDMATRIX_2 || operation.kind == LDMATRIX_2_TRANS ? 2 : 4;
+        if (t->lane < 8 * matrices) note_touch(operation.in, 16, false, __builtin_return_address(0));
+    }
     t->operation = operation;
     t->state = AT_WARP;
     std::vector<meeting> &open = d.meetings[(size_t)t->warp];
@@ -819,6 +940,10 @@ void emu::copy_async(void *shared, const void *global, size_t bytes, bool valid,
     if (!in_arena(shared, bytes)) thread_fault(file, line, "cp.async writes outside of shared memory");
     if ((uintptr_t)shared % bytes || (valid && (uintptr_t)global % bytes))
         thread_fault(file, line, "cp.async of %zu bytes from or to an address that is no multiple of that", bytes);
+    if (observing) {
+        if (valid) note_touch(global, bytes, false, __builtin_return_address(0));
+        note_touch(shared, bytes, true, __builtin_return_address(0));
+    }
     memset(shared, POISON, bytes);
     gpu().current->copies.push_back({shared, global, bytes, valid});
 }
@@ -940,7 +1065,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
         }
     if (counts_down(d.fail_allocation) || bytes > d.memory || d.used > d.memory - bytes) return failed(cudaErrorMemoryAllocation);
     if (bytes == 0) return cudaSuccess;
-    allocation a = {bytes, nullptr};
+    allocation a = {bytes, nullptr, d.label};
 #ifdef EMU_ASAN
     if (posix_memalign((void **)&a.memory, 256, bytes)) return failed(cudaErrorMemoryAllocation);
     char *p = a.memory;
@@ -1560,3 +1685,45 @@ emulator_counts emulator_counted(void) {
     c.live_pinned = d.pinned.size() + d.registered.size();
     return c;
 }
+void emulator_observe(emulator_observer observer, void *user) {
+    guard hold(gpu().lock);
+    gpu().observer = observer, gpu().observer_data = user;
+}
+void emulator_label(const char *label) {
+    guard hold(gpu().lock);
+    gpu().label = label;
+}
+
+/* What -fsanitize=thread has the compiler call: gcc's names, and those that clang has besides. */
+#define EMU_TOUCH(name, bytes, store)                                                                                    \
+    extern "C" void __tsan_##name(void *address) {                                                                       \
+        if (observing) note_touch(address, bytes, store, __builtin_return_address(0));                                   \
+    }
+#define EMU_TOUCHES(bytes)                                                                                               \
+    EMU_TOUCH(read##bytes, bytes, false)                                                                                 \
+    EMU_TOUCH(write##bytes, bytes, true)                                                                                 \
+    EMU_TOUCH(unaligned_read##bytes, bytes, false)                                                                       \
+    EMU_TOUCH(unaligned_write##bytes, bytes, true)
+EMU_TOUCHES(1)
+EMU_TOUCHES(2)
+EMU_TOUCHES(4)
+EMU_TOUCHES(8)
+EMU_TOUCHES(16)
+extern "C" void __tsan_read_range(void *address, size_t bytes) {
+    if (observing) note_touch(address, bytes, false, __builtin_return_address(0));
+}
+extern "C" void __tsan_write_range(void *address, size_t bytes) {
+    if (observing) note_touch(address, bytes, true, __builtin_return_address(0));
+}
+extern "C" void *__tsan_memcpy(void *to, const void *from, size_t bytes) {
+    __tsan_read_range((void *)from, bytes);
+    __tsan_write_range(to, bytes);
+    return memcpy(to, from, bytes);
+}
+extern "C" void *__tsan_memset(void *to, int value, size_t bytes) {
+    __tsan_write_range(to, bytes);
+    return memset(to, value, bytes);
+}
+extern "C" void __tsan_init(void) {}
+extern "C" void __tsan_func_entry(void *) {}
+extern "C" void __tsan_func_exit(void *) {}

@@ -29,7 +29,7 @@ for mistake in 's/<!-- quote llm.h llm__table_match/<!-- quote llm.h llm__table_
     's/`llm lesson prefix --help`/`llm lesson prefix --halp`/' 's/`llm__table_match`/`llm__table_mutch`/'; do
     mkdir -p "$work/docs"
     cp -r docs/. "$work/docs/"
-    for file in llm.h llm.cu main.c models README.md; do [ ! -e "$file" ] || ln -sf "$here/$file" "$work/$file"; done
+    for file in llm.h llm.cu main.c models README.md; do [ ! -e "$file" ] || ln -sfn "$here/$file" "$work/$file"; done
     sed "$mistake" docs/09-prefix.md >"$work/docs/09-prefix.md"
     case ${LLM:-./llm} in /*) program=$LLM ;; *) program=$here/${LLM:-./llm} ;; esac
     if (cd "$work" && LLM=$program sh docs/make.sh check) >"$work/log" 2>&1; then no "a mistake is found: $mistake"; else ok; fi

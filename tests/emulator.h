@@ -46,6 +46,35 @@ typedef struct emulator_counts {
 } emulator_counts;
 emulator_counts emulator_counted(void);
 
+/* What the threads of a warp do to memory in one instruction. Code that was compiled with -fsanitize=thread calls a function before
+ * each load and store; here it is the emulator that answers these calls (not the thread sanitizer, which is not linked). So every
+ * access that the compiler left in a kernel is seen. The k-th time that each lane comes to an instruction is taken as one access of
+ * its warp: exact where the lanes of a warp go the same way. */
+typedef struct emulator_access {
+    const char *kernel;       /* the name at its launch */
+    uint64_t launch;          /* which one since the start: 1 is the first */
+    uint32_t grid[3], block[3];
+    uint32_t block_index[3];
+    uint32_t warp;            /* of its block */
+    const void *instruction;  /* in the program: tells instructions apart */
+    bool shared, store;       /* shared memory, or global; a store, or a load */
+    uint32_t lanes;           /* that take part: bit i is lane i */
+    uint32_t bytes;           /* of each of them */
+    uint64_t address[32];     /* of each of them; in shared memory the offset */
+    const char *memory;       /* the name of the shared array, or the label of the allocation */
+    uint64_t start;           /* where that begins */
+    uint32_t used;            /* different bytes among all lanes' */
+    uint32_t sectors, lines;  /* global: pieces of 32 and of 128 bytes that hold them; memory moves whole sectors */
+    uint32_t passes, least;   /* shared: a pass gives one word of 4 bytes from each of 32 banks; least: without a conflict */
+} emulator_access;
+
+/* From now on each access is shown to the observer, when its block has ended; NULL: to nobody. Device code that was not compiled so
+ * shows nothing, and runs as fast as ever. */
+typedef void (*emulator_observer)(void *user, const emulator_access *access);
+void emulator_observe(emulator_observer observer, void *user);
+/* What is allocated from now on is called so; the text must last. */
+void emulator_label(const char *label);
+
 #ifdef __cplusplus
 }
 #endif

@@ -52,7 +52,7 @@ lesson() { # name, options: text with a picture, then JSON
 }
 
 ok "the list" "lesson speculation" "$LLM" lesson
-for what in memory roofline kv attention int4 prefill batching paged prefix speculation; do
+for what in memory roofline kv attention int4 prefill batching paged prefix speculation kernel; do
     name="the list names $what"
     if grep -q "llm lesson $what " out; then pass; else fail "its name"; fi
 done
@@ -110,6 +110,25 @@ lesson speculation --texts 2 -n 24 --most 3
 holds "speculation: the same tokens at every depth" 'all(r["same_tokens"] == 1 for r in d["depths"]) and d["depths"][0]["tokens_per_step"] == 1'
 holds "speculation: the formula" 'all(abs(r["formula"] - (1 - (r["accepted_percent"]/100)**(r["depth"]+1)) / (1 - r["accepted_percent"]/100)) < 1e-9 for r in d["depths"][1:])'
 holds "speculation: a guess is tested where those before it were accepted" 'all(abs(b["tested"] - a["tested"] * a["accepted_percent"] / 100) <= 4 and b["tested"] <= a["tested"] * a["accepted_percent"] / 100 + 1e-6 for a, b in zip(d["positions"], d["positions"][1:]))'
+
+if "$LLM" lesson kernel --json 2>&1 | grep -q 'built without the emulated device'; then
+    skip "lesson kernel (built without a C++ compiler or objcopy)"
+else
+    lesson kernel
+    holds "kernel: all results are right" 'all(r["right"] == 1 for r in d["pairs"])'
+    holds "kernel: a row per thread touches a sector for each lane, a row per warp 4" '(lambda p: [p[0]["sectors_per_load"], p[1]["sectors_per_load"], p[2]["sectors_per_store"], p[3]["sectors_per_store"]] == [32, 4, 32, 4])(d["pairs"])'
+    holds "kernel: row per warp moves each byte once, and 128 sums of a sector each" 'd["pairs"][1]["moved_kib"] == 128 + 128 * 32 / 1024 and d["pairs"][0]["moved_kib"] == 8 * 128 + 0.5'
+    holds "kernel: pitch 32 reads the tile in 32 passes for each warp, pitch 33 in one" '(lambda a, b: a["shared_passes"] == 1024 + 32 * 1024 and b["shared_passes"] == b["shared_least"] == 2048)(d["pairs"][3], d["pairs"][4])'
+    holds "kernel: nothing uses more than it moves, or fewer passes than the least" 'all(r["used_kib"] <= r["moved_kib"] for r in d["step"]) and all(r["shared_passes"] is None or r["shared_passes"] >= r["shared_least"] > 0 for r in d["step"])'
+    holds "kernel: rmsnorm runs twice a layer and once more, and reads the row twice" '(lambda r: r["runs"] == 2 * 8 + 1)(next(r for r in d["step"] if r["kernel"] == "rmsnorm")) and (lambda t: t[0]["sectors"] == 2 * 256 * 4 / 32 and t[0]["memory"] == "activations" and t[-1]["sectors"] == 32 and t[-1]["kind"] == "store")(d["one"])'
+    run "$LLM" lesson kernel --json --kernel matmul_few
+    holds "kernel: matmul reads each weight once" 'sum(r["sectors"] for r in d["one"] if r["memory"] == "weights" and r["kind"] == "load") * 32 == 256 * 256 * 18 / 32'
+    run "$LLM" lesson kernel --json --plain-kernels --kernel plain_matmul
+    holds "kernel: the textbook's kernel moves more for the same" '(lambda r: r["moved_kib"] > 1.5 * r["used_kib"])(next(r for r in d["step"] if r["kernel"] == "plain_matmul"))'
+    bad "kernel: on the CPU" 1 "need the emulated device" "$LLM" lesson kernel --device cpu
+    bad "kernel: on a GPU" 1 "need the emulated device" "$LLM" lesson kernel --device cuda
+    bad "kernel: no such kernel" 1 "launches no kernel 'cooking', but embed" "$LLM" lesson kernel --kernel cooking
+fi
 
 name="ladder: text"
 run "$LLM" ladder -n 8 --text 400 --png ladder.png

@@ -9,6 +9,8 @@
 #include <stdio.h>
 #include <sys/wait.h>
 #include <unistd.h>
+
+#include <vector>
 extern "C" {
 #include <cmocka.h>
 }
@@ -564,6 +566,81 @@ static void test_graphs(void **) {
     cudaFree(x), cudaFreeHost(pinned), cudaEventDestroy(fork), cudaEventDestroy(join), cudaStreamDestroy(other);
 }
 
+/* ---- Accesses to memory ------------------------------------------------------------------------------ */
+
+/* What -fsanitize=thread makes of a load or a store: said by hand here, so that this test needs no such compiler. */
+extern "C" void __tsan_read2(void *), __tsan_read4(void *), __tsan_read16(void *), __tsan_write4(void *), __tsan_write8(void *);
+
+static void global_kernel(const float *in, float *) {
+    float own = 0;
+    int i = (int)threadIdx.x;
+    char *bytes = (char *)in;
+    __tsan_read4(&own);                         /* a register: not seen */
+    __tsan_read4(bytes + 4 * i);                /* neighbours */
+    __tsan_read4(bytes + 4 * (i % 4) * 8 + 4);  /* four sectors, a word of each, of one line */
+    __tsan_read4(bytes + 4);                    /* one word for all */
+    __tsan_read16(bytes + 16 * i);              /* 512 bytes */
+    __tsan_read2(bytes + 31 + 32 * (i % 8));    /* across the end of a sector */
+    if (i < 3) __tsan_write4(bytes + 128 * i);  /* three lanes, three lines */
+    for (int k = 0; k <= i % 2; k++) __tsan_write8(bytes + 8 * i); /* the second time only the odd lanes */
+}
+
+static void shared_kernel(const float *, float *) {
+    LLM_SHARED(float, words, 32 * 33);
+    int i = (int)threadIdx.x;
+    __tsan_read4(words + i);               /* a bank for each */
+    __tsan_read4(words + 32 * i);          /* one bank for all */
+    __tsan_read4(words + 33 * i);          /* a bank for each */
+    __tsan_read4(words + 2 * i);           /* two for each of 16 banks */
+    __tsan_read4(words + 7);               /* the same word: one pass */
+    __tsan_read2((char *)words + 2 * i);   /* two lanes share a word */
+    __tsan_read16(words + 4 * i);          /* 8 lanes at once: four passes */
+    __tsan_read16(words + 32 * i);         /* one bank group for all: 8 each */
+    __tsan_write8(words + 2 * i);          /* 16 lanes at once: two passes */
+}
+
+static void collect_access(void *user, const emulator_access *access) { ((std::vector<emulator_access> *)user)->push_back(*access); }
+
+static std::vector<emulator_access> observe(int order, int threads, void (*kernel)(const float *, float *)) {
+    std::vector<emulator_access> list;
+    float out[N];
+    emulator_observe(collect_access, &list);
+    assert_int_equal(run(order, out, threads, 0, kernel), cudaSuccess);
+    emulator_observe(NULL, NULL);
+    return list;
+}
+
+static void test_accesses(void **) {
+    static const struct { bool store; int lanes, bytes, used, sectors, lines; } global[] = {
+        {false, 32, 4, 128, 4, 1}, {false, 32, 4, 16, 4, 1}, {false, 32, 4, 4, 1, 1}, {false, 32, 16, 512, 16, 4}, {false, 32, 2, 16, 9, 3},
+        {true, 3, 4, 12, 3, 3}, {true, 32, 8, 256, 8, 2}, {true, 16, 8, 128, 8, 2}};
+    static const struct { int passes, least; } shared[] = {{1, 1}, {32, 1}, {1, 1}, {2, 1}, {1, 1}, {1, 1}, {4, 4}, {32, 4}, {2, 2}};
+    for (int order = 0; order < ORDERS; order++) {
+        std::vector<emulator_access> list = observe(order, 64, global_kernel);
+        size_t second_warp = sizeof global / sizeof *global; /* whose lanes all skip one of them */
+        assert_int_equal(list.size(), 2 * second_warp - 1);
+        for (size_t i = 0; i < second_warp; i++) {
+            const emulator_access &a = list[i];
+            assert_string_equal(a.kernel, "kernel");
+            assert_true(a.block[0] == 64 && a.grid[0] == 1 && a.warp == 0 && !a.shared && a.start == (uint64_t)(uintptr_t)numbers);
+            assert_int_equal(a.store, global[i].store);
+            assert_int_equal(__builtin_popcount(a.lanes), global[i].lanes);
+            assert_int_equal(a.bytes, global[i].bytes);
+            assert_int_equal(a.used, global[i].used);
+            assert_int_equal(a.sectors, global[i].sectors);
+            assert_int_equal(a.lines, global[i].lines);
+        }
+        assert_int_equal(list[second_warp].warp, 1);
+        list = observe(order, 32, shared_kernel);
+        assert_int_equal(list.size(), sizeof shared / sizeof *shared);
+        for (size_t i = 0; i < list.size(); i++) {
+            assert_true(list[i].shared && !strcmp(list[i].memory, "words"));
+            assert_int_equal(list[i].passes, shared[i].passes);
+            assert_int_equal(list[i].least, shared[i].least);
+        }
+    }
+}
+
 /* ---- Failures that a test orders ------------------------------------------------------------------------------- */
 
 static void test_ordered_failures(void **) {
@@ -614,7 +691,7 @@ int main(void) {
         cmocka_unit_test(test_missing_barrier), cmocka_unit_test(test_barrier_not_reached_by_all), cmocka_unit_test(test_early_launch), cmocka_unit_test(test_counting_barriers),
         cmocka_unit_test(test_warps), cmocka_unit_test(test_memory_bounds), cmocka_unit_test(test_asynchronous_copies),
         cmocka_unit_test(test_matrix_products), cmocka_unit_test(test_half_precision), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_streams), cmocka_unit_test(test_graphs), cmocka_unit_test(test_ordered_failures),
+        cmocka_unit_test(test_streams), cmocka_unit_test(test_graphs), cmocka_unit_test(test_accesses), cmocka_unit_test(test_ordered_failures),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }
