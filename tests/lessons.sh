@@ -122,7 +122,7 @@ else
     holds "kernel: nothing uses more than it moves, or fewer passes than the least" 'all(r["used_kib"] <= r["moved_kib"] for r in d["step"]) and all(r["shared_passes"] is None or r["shared_passes"] >= r["shared_least"] > 0 for r in d["step"])'
     holds "kernel: rmsnorm runs twice a layer and once more, and reads the row twice" '(lambda r: r["runs"] == 2 * 8 + 1)(next(r for r in d["step"] if r["kernel"] == "rmsnorm")) and (lambda t: t[0]["sectors"] == 2 * 256 * 4 / 32 and t[0]["memory"] == "activations" and t[-1]["sectors"] == 32 and t[-1]["kind"] == "store")(d["one"])'
     run "$LLM" lesson kernel --json --kernel matmul_few
-    holds "kernel: matmul reads each weight once" 'sum(r["sectors"] for r in d["one"] if r["memory"] == "weights" and r["kind"] == "load") * 32 == 256 * 256 * 18 / 32'
+    holds "kernel: the matmul of q, k and v reads each weight once" 'sum(r["sectors"] for r in d["one"] if r["memory"] == "weights" and r["kind"] == "load") * 32 == (256 + 2 * 128) * 256 * 18 / 32'
     run "$LLM" lesson kernel --json --plain-kernels --kernel plain_matmul
     holds "kernel: the textbook's kernel moves more for the same" '(lambda r: r["moved_kib"] > 1.5 * r["used_kib"])(next(r for r in d["step"] if r["kernel"] == "plain_matmul"))'
     bad "kernel: on the CPU" 1 "need the emulated device" "$LLM" lesson kernel --device cpu
