@@ -949,8 +949,8 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
  * the same order when they are loaded ("packed"), such that what a lane needs of them are 16 bytes too:
  *
  *     a matrix     tiles of 16 rows; in a tile, chunks of 64 columns. Rows and columns are filled up with zeros.
- *     a chunk      f16    | 512 B | 512 B | 512 B | 512 B |     16 bytes for each of the 32 lanes: eight columns of row g,
- *                           rows g    g+8     g      g+8        (columns 0-31 of the chunk, then 32-63)
+ *     a chunk      f16    | 512 B | 512 B | 512 B | 512 B |     16 bytes for each of the 32 lanes: its A of an instruction,
+ *                           columns 0-31     32-63              j = 0, 1, 0, 1
  *                  q8_0   | 512 B | 512 B | 64 B scales |       8 columns of row g, 8 of row g + 8
  *                  q4_0   | 512 B | 64 B scales |               ... and that for both halves of the chunk
  *                  4, 5, 6 bits  | 512 B | 0, 128 or 256 B | 128 B scales |   as q4_0, and the bits above the fourth apart
@@ -1167,29 +1167,30 @@ template <class Layout> __device__ __forceinline__ llm__reader llm__reader_of(co
 struct llm__f16_layout {
     enum { chunk_bytes = 2048, scales_at = 0, scale_bytes = 0, high_bytes = 0, scaled = 0, minimums = 0, depth = 2 };
     struct half_chunk {
-        uint4 top, bottom; /* rows g, g + 8 */
+        uint4 a[2]; /* of each instruction */
 
         __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
-            top = llm__load_16(chunk + half * 1024 + lane * 16);
-            bottom = llm__load_16(chunk + half * 1024 + 512 + lane * 16);
+LLM_UNROLL
+            for (int j = 0; j < 2; j++) a[j] = llm__load_16(chunk + half * 1024 + j * 512 + lane * 16);
         }
-        __device__ __forceinline__ void unpack(const llm__packed &, int, int, uint32_t a[2][4], llm__scales *scales) const {
-            a[0][0] = top.x, a[0][1] = bottom.x, a[0][2] = top.y, a[0][3] = bottom.y;
-            a[1][0] = top.z, a[1][1] = bottom.z, a[1][2] = top.w, a[1][3] = bottom.w;
+        __device__ __forceinline__ void unpack(const llm__packed &, int, int, uint32_t out[2][4], llm__scales *scales) const {
+LLM_UNROLL
+            for (int j = 0; j < 2; j++) out[j][0] = a[j].x, out[j][1] = a[j].y, out[j][2] = a[j].z, out[j][3] = a[j].w;
             scales->scale[0] = scales->scale[1] = 1.0f;
         }
     };
     half_chunk halves[2];
 
+    /* A's four registers: two columns of row g, of row g + 8, and the next two of both. */
     __device__ static void pack(char *chunk, const llm__packed *w, const llm__source *s, int64_t row, int64_t k, int lane) {
         int plane = llm__plane(w, &k);
         for (int piece = 0; piece < 4; piece++) {
             uint16_t values[8];
-            int64_t r = row + piece % 2 * 8 + lane / 4, first = k + piece / 2 * 32 + lane % 4 * 8;
-            float inverse = w->row_scales && r < s->end_row ? 1.0f / w->row_scales[r] : 1.0f;
             for (int i = 0; i < 8; i++) {
-                bool there = r < s->end_row && first + i < s->cols;
-                float x = there ? llm__weight_value(s->type, llm__source_row(s, r), first + i) * inverse : 0.0f;
+                int64_t r = row + i / 2 % 2 * 8 + lane / 4, column = k + piece / 2 * 32 + lane % 4 * 8 + piece % 2 * 4 + i / 4 * 2 + i % 2;
+                bool there = r < s->end_row && column < s->cols;
+                float inverse = w->row_scales && there ? 1.0f / w->row_scales[r] : 1.0f;
+                float x = there ? llm__weight_value(s->type, llm__source_row(s, r), column) * inverse : 0.0f;
                 values[i] = llm__f32_to_f16_bits(llm__half_of(x, plane == 2));
             }
             memcpy(chunk + piece * 512 + lane * 16, values, 16);
@@ -1197,14 +1198,11 @@ struct llm__f16_layout {
     }
     __device__ __forceinline__ void stream(const llm__reader &at, int offset) {
 LLM_UNROLL
-        for (int i = 0; i < 2; i++) {
-            halves[i].top = llm__stream_16(at.words + offset + i * 1024);
-            halves[i].bottom = llm__stream_16(at.words + offset + i * 1024 + 512);
-        }
+        for (int i = 0; i < 4; i++) halves[i / 2].a[i % 2] = llm__stream_16(at.words + offset + i * 512);
     }
     __device__ static float value(const char *chunk, int row, int k) {
-        int piece = k / 32 * 2 + row / 8, lane = row % 8 * 4 + k % 32 / 8;
-        return llm__f16_bits_to_f32(((const uint16_t *)(const void *)chunk)[piece * 256 + lane * 8 + k % 8]);
+        int piece = k / 32 * 2 + k % 8 / 4, lane = row % 8 * 4 + k % 32 / 8, i = k % 4 / 2 * 4 + row / 8 * 2 + k % 2;
+        return llm__f16_bits_to_f32(((const uint16_t *)(const void *)chunk)[piece * 256 + lane * 8 + i]);
     }
 };
 
@@ -1990,26 +1988,6 @@ static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_wei
  * are not used yet. Speed: not measured yet (no GPU was available).
  * ================================================================================== */
 
-/* Copy chunk c of the weights' tiles and of x into a stage. */
-template <class Layout, int Rows, int Tokens>
-__device__ __forceinline__ void llm__load_stage(char *stage, const llm__packed &w, const llm__input &x, int64_t first_tile,
-                                                int64_t first_token, int c) {
-    constexpr int pieces = Layout::chunk_bytes / 16, weight_pieces = Rows / LLM__TILE_ROWS * pieces;
-    for (int i = threadIdx.x; i < weight_pieces; i += blockDim.x) {
-        int64_t tile = first_tile + i / pieces;
-        bool valid = tile < w.n_tiles;
-        const char *from = w.chunks + ((valid ? tile : 0) * w.n_chunks + c) * Layout::chunk_bytes + i % pieces * 16;
-        llm__cp_async_16(stage + i * 16, from, valid);
-    }
-    char *x_stage = stage + weight_pieces * 16; /* (2, Tokens, 32) f16 */
-    for (int i = threadIdx.x; i < 2 * Tokens * 4; i += blockDim.x) {
-        int64_t token = first_token + i / 4 % Tokens;
-        bool valid = token < x.stride;
-        const char *from = x.rounded + (((2 * (int64_t)c + i / 4 / Tokens) * x.stride + (valid ? token : 0)) * 4 + i % 4) * 16;
-        llm__cp_async_16(x_stage + i * 16, from, valid);
-    }
-}
-
 template <class Layout, int Rows, int Tokens> struct llm__many_shape {
     enum {
         warps_down = Rows / 32, warps_across = 2, threads = warps_down * warps_across * 32,
@@ -2018,6 +1996,37 @@ template <class Layout, int Rows, int Tokens> struct llm__many_shape {
         stages = stage_bytes > 24 << 10 ? 3 : 4
     };
 };
+
+/* Where the next chunk is copied from. What a block copies beyond the last tile of weights and the last token is those again: nobody
+ * asks for what comes of it. */
+struct llm__chunk_source {
+    const char *weights, *x;   /* of the block's first tile, of its first token */
+    int64_t tile_bytes;
+    int last_tile, last_token; /* counted from there */
+    int stride;                /* of x */
+};
+
+/* Copy a chunk of the weights' tiles and of x into a stage, 16 bytes for each thread at a time. */
+template <class Layout, int Rows, int Tokens>
+__device__ __forceinline__ void llm__load_stage(char *stage, llm__chunk_source *from) {
+    constexpr int threads = llm__many_shape<Layout, Rows, Tokens>::threads, pieces = Layout::chunk_bytes / 16;
+    constexpr int weight_pieces = Rows / LLM__TILE_ROWS * pieces, x_pieces = 2 * Tokens * 4;
+LLM_UNROLL
+    for (int k = 0; k < (weight_pieces + threads - 1) / threads; k++) {
+        int i = threadIdx.x + k * threads, tile = i / pieces;
+        if (weight_pieces % threads == 0 || i < weight_pieces)
+            llm__cp_async_16(stage + i * 16, from->weights + min(tile, from->last_tile) * from->tile_bytes + (i - tile * pieces) * 16, true);
+    }
+    char *x_stage = stage + weight_pieces * 16; /* (2, Tokens, 32) f16 */
+LLM_UNROLL
+    for (int k = 0; k < (x_pieces + threads - 1) / threads; k++) {
+        int i = threadIdx.x + k * threads, half = i / (4 * Tokens), token = min(i / 4 % Tokens, from->last_token);
+        if (x_pieces % threads == 0 || i < x_pieces)
+            llm__cp_async_16(x_stage + i * 16, from->x + ((int64_t)(half * from->stride) + token) * 64 + i % 4 * 16, true);
+    }
+    from->weights += Layout::chunk_bytes;
+    from->x += (int64_t)from->stride * 128;
+}
 
 template <class Layout, int Rows, int Tokens>
 __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads))
@@ -2034,8 +2043,11 @@ __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>:
     int64_t first_tile = block * (Rows / LLM__TILE_ROWS);
     int64_t first_token = (int64_t)(blockIdx.x % token_tiles) * Tokens;
 
+    llm__chunk_source from = {w.chunks + first_tile * w.n_chunks * Layout::chunk_bytes, x.rounded + first_token * 64,
+                              (int64_t)w.n_chunks * Layout::chunk_bytes, (int)(w.n_tiles - 1 - first_tile),
+                              (int)(x.stride - 1 - first_token), x.stride};
     for (int c = 0; c < stages - 1; c++) {
-        if (c < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + c * shape::stage_bytes, w, x, first_tile, first_token, c);
+        if (c < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + c * shape::stage_bytes, &from);
         llm__cp_async_commit(); /* an empty group too, so that the number of groups tells how far the copies are */
     }
     float sums[2][N][4] = {}, totals[2][N][4] = {};
@@ -2044,8 +2056,7 @@ __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>:
         llm__cp_async_wait<stages - 2>();
         __syncthreads(); /* chunk c is there for all, and nobody reads the stage before it any more: fill that */
         int next = c + stages - 1;
-        if (next < w.n_chunks)
-            llm__load_stage<Layout, Rows, Tokens>(shared + next % stages * shape::stage_bytes, w, x, first_tile, first_token, next);
+        if (next < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + next % stages * shape::stage_bytes, &from);
         llm__cp_async_commit();
 
         const char *stage = shared + c % stages * shape::stage_bytes;
@@ -2391,7 +2402,7 @@ __device__ static inline float llm__merged(float before, float part, float a, fl
  * or where there is nothing else for other warps to do). */
 template <int HD, int R, int C, int Stages> struct llm__attention_shape_of {
     enum {
-        T = HD > 128 ? 32 : 64,   /* positions of a tile */
+        T = HD > 128 ? 32 : 64,   /* positions of a tile; T x HD / 8 is a multiple of the threads */
         threads = R * C * 32, rows = R * 16, D = HD / C,
         side_bytes = T * HD * 2,  /* a tile of keys, or of values */
         shared_bytes = Stages * 2 * side_bytes
@@ -2405,11 +2416,16 @@ template <int T> __device__ __forceinline__ int llm__tile_offset(int position, i
     return ((d8 / 4 * T + position) * 4 + ((d8 % 4) ^ (position / 2 % 4))) * 16;
 }
 
-/* Start copying a tile. rows[p]: where position p lies in the layer; -1: nowhere, zeros. */
-template <int HD, int T>
+/* Start copying a tile. rows[p]: where position p lies in the layer; -1: nowhere, zeros. A row is shared out among HD / 8 threads; each
+ * stays with its 8 dimensions, wherever these divide the threads of the block. */
+template <int HD, int T, int Threads>
 __device__ __forceinline__ void llm__load_tile(const llm__attention_arguments &a, const int *rows, char *keys, char *values) {
-    for (int i = threadIdx.x; i < T * HD / 8; i += blockDim.x) {
-        int position = i / (HD / 8), d8 = i % (HD / 8), row = rows[position];
+    constexpr int pieces = HD / 8, step = Threads / pieces;
+LLM_UNROLL
+    for (int k = 0; k < T * pieces / Threads; k++) {
+        int i = threadIdx.x + k * Threads;
+        int position = Threads % pieces ? i / pieces : (int)threadIdx.x / pieces + k * step;
+        int d8 = Threads % pieces ? i % pieces : (int)threadIdx.x % pieces, row = rows[position];
         bool valid = row >= 0 && d8 * 8 < a.head_dim;
         int64_t from = valid ? ((int64_t)row * a.head_dim + d8 * 8) * 2 : 0;
         llm__cp_async_16(keys + llm__tile_offset<T>(position, d8), a.keys + from, valid);
@@ -2462,14 +2478,14 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
     __syncthreads();
     for (int i = 0; i < Stages - 1; i++) {
         char *keys = tiles + i * 2 * shape::side_bytes;
-        if (i < n_tiles) llm__load_tile<HD, T>(a, table + i * T, keys, keys + shape::side_bytes);
+        if (i < n_tiles) llm__load_tile<HD, T, shape::threads>(a, table + i * T, keys, keys + shape::side_bytes);
         llm__cp_async_commit();
     }
 
     /* q of this warp's rows: lane (g, t) has the dimensions 8t to 8t + 7 of every 32, of rows g and g + 8, as chapter [3] has x */
     int row[2], position[2];
     float factor[2]; /* of a score: the scale, log2(e), and what q was divided by */
-    uint4 query[2][HD / 32];
+    uint32_t query[HD / 32][2][4]; /* A of the instructions */
 LLM_UNROLL
     for (int h = 0; h < 2; h++) {
         int in_tile = warp / C * 16 + h * 8 + lane / 4;
@@ -2485,7 +2501,10 @@ LLM_UNROLL
         float power = llm__power_for(largest);
         factor[h] = a.scale * 1.44269504f * power;
 LLM_UNROLL
-        for (int i = 0; i < HD / 32; i++) query[h][i] = llm__load_query(a, q, i * 4 + lane % 4, 1.0f / power);
+        for (int i = 0; i < HD / 32; i++) {
+            uint4 x = llm__load_query(a, q, i * 4 + lane % 4, 1.0f / power);
+            query[i][0][h] = x.x, query[i][0][2 + h] = x.y, query[i][1][h] = x.z, query[i][1][2 + h] = x.w;
+        }
     }
 
     float sums[D / 8][4] = {};
@@ -2502,7 +2521,7 @@ LLM_UNROLL
         llm__cp_async_wait<Stages - 2>();
         __syncthreads(); /* tile i is there for all; the table too; nobody reads tile i - 1 any more, whose place is the next one's */
         char *keys = tiles + slot * 2 * shape::side_bytes;
-        if (next < n_tiles) llm__load_tile<HD, T>(a, table + slot * T, keys, keys + shape::side_bytes);
+        if (next < n_tiles) llm__load_tile<HD, T, shape::threads>(a, table + slot * T, keys, keys + shape::side_bytes);
         llm__cp_async_commit();
         keys = tiles + i % Stages * 2 * shape::side_bytes;
         const char *values = keys + shape::side_bytes;
@@ -2515,10 +2534,9 @@ LLM_UNROLL
 LLM_UNROLL
             for (int k = 0; k < HD / 32; k++) {
                 uint4 key = llm__load_16(keys + llm__tile_offset<T>(n * 8 + lane / 4, k * 4 + lane % 4));
-                const uint32_t q0[4] = {query[0][k].x, query[1][k].x, query[0][k].y, query[1][k].y}, k0[2] = {key.x, key.y};
-                const uint32_t q1[4] = {query[0][k].z, query[1][k].z, query[0][k].w, query[1][k].w}, k1[2] = {key.z, key.w};
-                llm__mma_m16n8k16_f16(scores[n], q0, k0);
-                llm__mma_m16n8k16_f16(scores[n], q1, k1);
+                const uint32_t k0[2] = {key.x, key.y}, k1[2] = {key.z, key.w};
+                llm__mma_m16n8k16_f16(scores[n], query[k][0], k0);
+                llm__mma_m16n8k16_f16(scores[n], query[k][1], k1);
             }
         }
         /* Lane (g, t) has rows g (j = 0, 1) and g + 8 (j = 2, 3), positions 2t and 2t + 1 of each 8. Most tiles are seen by all rows as
