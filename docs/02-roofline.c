@@ -66,6 +66,26 @@ static double arithmetic_peak(const lesson *l, llm_backend *b) {
     return good ? best : 0;
 }
 
+/* Bytes a second of a device with memory of its own: `swiglu` over so many that no cache holds them reads two arrays and writes one. */
+static double device_memory_speed(llm_backend *b) {
+    llm_error err;
+    const int64_t n = 1 << 26;
+    size_t bytes = (size_t)n * sizeof(float);
+    float *gate = b->allocate(b->context, bytes, "a test", &err), *up = gate ? b->allocate(b->context, bytes, "a test", &err) : NULL;
+    double best = 0;
+    bool good = up != NULL;
+    for (int run = 0; run < 8 && good; run++) {
+        double start = llm_seconds();
+        b->swiglu(b->context, gate, up, n, gate);
+        good = b->sync(b->context, &err);
+        if (run > 0) best = larger(best, 3.0 * (double)bytes / (llm_seconds() - start));
+    }
+    if (!good) fail_with(&err);
+    b->release(b->context, gate);
+    b->release(b->context, up);
+    return good ? best : 0;
+}
+
 typedef struct roofline {
     double memory, cached, peak; /* bytes, bytes, operations a second */
     bool fits;                   /* the weights stay in the processor's cache */
@@ -140,21 +160,26 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     static const int sequences[] = {1, 2, 4, 8, 16, 32}, prompts[] = {16, 64, 256};
     roofline_row rows[COUNT(sequences) + COUNT(prompts)];
     int n = 0, threads = l.engine.n_threads ? l.engine.n_threads : llm_processor_count();
-    llm_error err;
-    llm_backend *cpu = llm_cpu_backend(threads, LLM_ISA_BEST, &err);
+    if (chosen.device == DEVICE_EMULATED) return fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU"), lesson_end(&l, false);
+    llm_backend *device = lesson_device(&l);
+    if (!device) return lesson_end(&l, false);
     l.engine.max_sequences = 32;
     l.engine.prefix_cache = false;
-    roofline roof = {.memory = measure_bandwidth(threads), .cached = read_speed((size_t)llm_model_step_bytes(l.loaded), threads)};
-    roof.fits = (double)llm_model_step_bytes(l.loaded) < processor_cache();
-    roof.peak = cpu ? arithmetic_peak(&l, cpu) : 0;
-    if (!cpu) fail_with(&err);
+    roofline roof = {0};
+    if (llm_cpu_threads(device)) {
+        roof.memory = measure_bandwidth(threads), roof.cached = read_speed((size_t)llm_model_step_bytes(l.loaded), threads);
+        roof.fits = (double)llm_model_step_bytes(l.loaded) < processor_cache();
+    } else {
+        roof.memory = roof.cached = device_memory_speed(device);
+    }
+    roof.peak = roof.memory > 0 ? arithmetic_peak(&l, device) : 0;
+    llm_backend_free(device); /* the engine has one of its own */
     llm_engine *engine = roof.peak > 0 ? lesson_engine(l.loaded, &l.engine) : NULL;
     bool good = engine && roofline_decode(&l, engine, 1, &rows[0]); /* to warm up */
     for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++) good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
     for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++) good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);
     if (good && !stop_requested) roofline_show(&l, &roof, rows, n);
     free_engine(engine);
-    llm_backend_free(cpu);
     return lesson_end(&l, good);
 }
 

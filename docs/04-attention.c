@@ -6,7 +6,7 @@
 
 typedef struct attention_look { /* what to look at, and what was seen */
     int layer, head;
-    bool seen;
+    bool seen, failed;
     int n, head_dim;         /* positions that the last token sees */
     float scale;
     float *q, *keys, *values; /* (head_dim), (n, head_dim), (n, head_dim) */
@@ -17,14 +17,20 @@ typedef struct attention_look { /* what to look at, and what was seen */
 static struct { /* what stands at the seam has no argument of its own to remember things by */
     void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q, const llm_cache *cache,
                       int layer, float *out);
+    const llm_backend *device;
     attention_look *look;
 } attention_spy;
 
-static float *copy_floats(const float *from, int n) {
-    float *to = resize(NULL, (size_t)n * sizeof *to);
-    memcpy(to, from, (size_t)n * sizeof *to);
+/* What the device has computed, as host memory. */
+static void *attention_download(const void *from, size_t bytes) {
+    llm_error err;
+    const llm_backend *b = attention_spy.device;
+    void *to = resize(NULL, bytes);
+    if (!b->sync(b->context, &err) || !b->download(b->context, to, from, bytes, &err)) attention_spy.look->failed = true;
     return to;
 }
+
+static float *attention_floats(const float *from, int n) { return attention_download(from, (size_t)n * sizeof *from); }
 
 /* The rows of one kv head from their blocks, as floats. */
 static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side, int layer, int kv_head, int n) {
@@ -33,7 +39,9 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
     size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
     for (int p = 0; p < n; p++) {
         const char *row = llm__cache_layer(cache, side, layer) + (size_t)llm__cache_row(batch, cache, 0, kv_head, p) * row_bytes;
-        type->unpack(row, rows + (size_t)p * (size_t)cache->head_dim, cache->head_dim);
+        void *packed = attention_download(row, row_bytes);
+        type->unpack(packed, rows + (size_t)p * (size_t)cache->head_dim, cache->head_dim);
+        free(packed);
     }
     return rows;
 }
@@ -41,29 +49,35 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
 static void attention_at_the_seam(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                                   const llm_cache *cache, int layer, float *out) {
     attention_look *look = attention_spy.look;
+    const llm_backend *b = attention_spy.device;
+    llm_error err;
+    bool wanted = layer == look->layer && !look->seen && batch->n_tokens > 1;
+    if (wanted) b->sync(context, &err);
     double start = llm_seconds();
     attention_spy.attention(context, batch, shape, q, cache, layer, out);
-    if (layer != look->layer || look->seen || batch->n_tokens < 2) return;
+    if (!wanted) return;
+    b->sync(context, &err);
     look->tiled_seconds = llm_seconds() - start;
     int last = batch->n_tokens - 1, d = shape->head_dim, width = shape->n_heads * d;
     int kv_head = look->head / (shape->n_heads / shape->n_kv_heads);
     size_t at = (size_t)last * (size_t)width + (size_t)look->head * (size_t)d;
-    float *other = resize(NULL, (size_t)batch->n_tokens * (size_t)width * sizeof *other);
+    float *other = b->allocate(context, (size_t)batch->n_tokens * (size_t)width * sizeof *other, "the naive form", &err);
+    if (!(look->seen = other != NULL)) return;
     llm_attention_shape naive = *shape;
     naive.naive = true;
     start = llm_seconds();
     attention_spy.attention(context, batch, &naive, q, cache, layer, other);
+    b->sync(context, &err);
     look->naive_seconds = llm_seconds() - start;
-    look->seen = true;
     look->n = batch->positions[last] + 1;
     look->head_dim = d;
     look->scale = shape->scale;
-    look->q = copy_floats(q + at, d);
-    look->tiled = copy_floats(out + at, d);
-    look->naive = copy_floats(other + at, d);
+    look->q = attention_floats(q + at, d);
+    look->tiled = attention_floats(out + at, d);
+    look->naive = attention_floats(other + at, d);
     look->keys = attention_rows(batch, cache, cache->keys, layer, kv_head, look->n);
     look->values = attention_rows(batch, cache, cache->values, layer, kv_head, look->n);
-    free(other);
+    b->release(context, other);
 }
 
 static double furthest(const float *a, const double *b, int n) {
@@ -183,16 +197,17 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     const llm_config *c = llm_model_config(l.loaded);
-    llm_error err;
     bool good = true;
     if (look.layer >= c->n_layers || look.head >= c->n_heads)
         good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer, look.head, c->n_layers - 1, c->n_heads - 1);
-    llm_backend *cpu = good ? llm_cpu_backend(l.engine.n_threads, LLM_ISA_BEST, &err) : NULL;
-    if (good && !cpu) good = !fail_with(&err);
+    chosen.gpu.graphs = false; /* the seam is looked at while the step runs */
+    llm_backend *device = good ? lesson_device(&l) : NULL;
+    good = device != NULL;
     llm_backend spy = {0};
     if (good) {
-        spy = *cpu;
-        attention_spy.attention = cpu->attention;
+        spy = *device;
+        attention_spy.attention = device->attention;
+        attention_spy.device = device;
         attention_spy.look = &look;
         spy.attention = attention_at_the_seam;
     }
@@ -203,13 +218,14 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     int32_t *prompt = engine ? lesson_tokens(&l, 0, n) : NULL;
     task t = new_task(prompt, n, 1);
     good = prompt && run_tasks(engine, &t, 1);
+    if (good && look.failed) good = !fail("the device would not give what it computed");
     if (good && look.seen) attention_show(&l, &look);
     else if (good && !stop_requested) good = !fail("the prompt did not come as one batch");
     free_task(&t);
     free(prompt);
     free(look.q), free(look.keys), free(look.values), free(look.tiled), free(look.naive);
-    free_engine(engine);
-    llm_backend_free(cpu);
+    llm_engine_free(engine);
+    llm_backend_free(device);
     return lesson_end(&l, good);
 }
 

@@ -115,10 +115,10 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     llm_error err;
-    llm_backend *cpu = llm_cpu_backend(l.engine.n_threads, LLM_ISA_BEST, &err);
-    if (!cpu) return fail_with(&err), lesson_end(&l, false);
-    llm_backend spy = *cpu;
-    paged_spy.copy_blocks = cpu->copy_blocks;
+    llm_backend *device = lesson_device(&l);
+    if (!device) return lesson_end(&l, false);
+    llm_backend spy = *device;
+    paged_spy.copy_blocks = device->copy_blocks;
     paged_spy.copies = 0;
     spy.copy_blocks = paged_copy_blocks;
     l.engine.backend = &spy;
@@ -157,8 +157,8 @@ static int lesson_paged(const command *self, int argc, char **argv) {
         step++;
     }
     int hits = engine ? (int)llm_engine_statistics(engine).prefix_hits : 0;
-    free_engine(engine);
-    llm_backend_free(cpu);
+    llm_engine_free(engine);
+    llm_backend_free(device);
     if (good && !stop_requested && counted > 0) {
         paged_show(&l, &steps, waste_paged / counted, waste_contiguous / counted, &map, &slots, paged_spy.copies, hits);
     } else {

@@ -16,6 +16,7 @@ typedef struct rung {
     int sequences;   /* at the same time; 0: as many as the cache has room for */
     llm_policy policy;
     int many;        /* requests of the many; slow rungs do fewer */
+    bool tiled, fused, split, graphs; /* on a GPU: kernels beyond the textbook's, ... */
 } rung;
 
 typedef struct ladder {
@@ -23,6 +24,7 @@ typedef struct ladder {
     llm_model *half, *quarter, *draft; /* f16, int4 */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
+    bool gpu;
 } ladder;
 
 typedef struct rung_result {
@@ -64,12 +66,24 @@ static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_bac
     return o;
 }
 
-static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
+/* The CPU, or the GPU that was chosen, with what the rung has switched on. */
+static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *r) {
     llm_error err;
+    llm_backend *device = NULL;
+    if (x->gpu) {
+        chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused, chosen.gpu.split_attention = r->split, chosen.gpu.graphs = r->graphs;
+        if (!open_device(&device, &err)) fail_with(&err);
+    } else if (!(device = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa, &err))) {
+        fail_with(&err);
+    }
+    return device;
+}
+
+static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     llm_model *model = r->int4 ? x->quarter : x->half;
-    llm_backend *cpu = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa, &err);
-    if (!cpu) return !fail_with(&err);
-    llm_engine_options options = ladder_options(x, r, cpu);
+    llm_backend *device = ladder_device(l, x, r);
+    if (!device) return false;
+    llm_engine_options options = ladder_options(x, r, device);
     llm_engine *engine = lesson_engine(model, &options);
     task warm = new_task(x->one.request.prompt, 4, 4);
     for (int i = 0; i < LADDER_REQUESTS; i++) x->many[i].request.speculate = r->draft ? 2 : 0;
@@ -98,8 +112,8 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
         free_task(&x->many[i]);
         x->many[i].ended = false;
     }
-    free_engine(engine);
-    llm_backend_free(cpu);
+    llm_engine_free(engine);
+    llm_backend_free(device);
     return good;
 }
 
@@ -172,6 +186,42 @@ static bool ladder_tasks(const lesson *l, ladder *x) {
     return good;
 }
 
+/* Everything that is not named is off; sequences = 0: as many as there is room for. */
+#define LADDER_FAST .isa = LLM_ISA_BEST, .many = LADDER_REQUESTS
+#define LADDER_INT4 LADDER_FAST, .int4 = true
+static const rung ladder_cpu[] = {
+    {"naive: no cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .no_cache = true, .naive = true, .many = 2},
+    {"+ KV cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .naive = true, .many = 3},
+    {"+ tiled attention", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .many = LADDER_REQUESTS},
+    {"+ wide vectors", LADDER_FAST, .threads = 1, .sequences = 1},
+    {"+ threads", LADDER_FAST, .sequences = 1},
+    {"+ int4 weights", LADDER_INT4, .sequences = 1},
+    {"+ static batches", LADDER_INT4, .sequences = LADDER_CONTEXTS, .policy = LLM_POLICY_STATIC},
+    {"+ continuous", LADDER_INT4, .sequences = LADDER_CONTEXTS},
+    {"+ paged cache", LADDER_INT4, .paged = true},
+    {"+ prefix cache", LADDER_INT4, .paged = true, .prefix = true},
+    {"+ speculation", LADDER_INT4, .paged = true, .prefix = true, .draft = true},
+};
+
+/* A GPU has all its threads at once; what there is to switch instead is how its kernels are made and launched. */
+#define LADDER_KERNELS .many = LADDER_REQUESTS, .tiled = true
+#define LADDER_GPU LADDER_KERNELS, .fused = true, .split = true, .graphs = true
+#define LADDER_GPU_INT4 LADDER_GPU, .int4 = true
+static const rung ladder_gpu[] = {
+    {"naive: no cache", .sequences = 1, .no_cache = true, .naive = true, .many = 2},
+    {"+ KV cache", .sequences = 1, .naive = true, .many = 3},
+    {"+ tiled kernels", LADDER_KERNELS, .sequences = 1},
+    {"+ fused kernels", LADDER_KERNELS, .sequences = 1, .fused = true},
+    {"+ split attention", LADDER_KERNELS, .sequences = 1, .fused = true, .split = true},
+    {"+ graphs", LADDER_GPU, .sequences = 1},
+    {"+ int4 weights", LADDER_GPU_INT4, .sequences = 1},
+    {"+ static batches", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS, .policy = LLM_POLICY_STATIC},
+    {"+ continuous", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS},
+    {"+ paged cache", LADDER_GPU_INT4, .paged = true},
+    {"+ prefix cache", LADDER_GPU_INT4, .paged = true, .prefix = true},
+    {"+ speculation", LADDER_GPU_INT4, .paged = true, .prefix = true, .draft = true},
+};
+
 static int command_ladder(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
     ladder x = {.n = 48};
@@ -183,32 +233,25 @@ static int command_ladder(const command *self, int argc, char **argv) {
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;
-    const llm_isa best = LLM_ISA_BEST;
-    const llm_policy whole = LLM_POLICY_STATIC, flowing = LLM_POLICY_CONTINUOUS;
-    /* name, no cache, naive, int4, prefix, draft, paged, isa, threads, sequences, policy, many */
-    const rung rungs[] = {
-        {"naive: no cache", true, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 2},
-        {"+ KV cache", false, true, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, 3},
-        {"+ tiled attention", false, false, false, false, false, false, LLM_ISA_PLAIN, 1, 1, flowing, LADDER_REQUESTS},
-        {"+ wide vectors", false, false, false, false, false, false, best, 1, 1, flowing, LADDER_REQUESTS},
-        {"+ threads", false, false, false, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},
-        {"+ int4 weights", false, false, true, false, false, false, best, 0, 1, flowing, LADDER_REQUESTS},
-        {"+ static batches", false, false, true, false, false, false, best, 0, LADDER_CONTEXTS, whole, LADDER_REQUESTS},
-        {"+ continuous", false, false, true, false, false, false, best, 0, LADDER_CONTEXTS, flowing, LADDER_REQUESTS},
-        {"+ paged cache", false, false, true, false, false, true, best, 0, 0, flowing, LADDER_REQUESTS},
-        {"+ prefix cache", false, false, true, true, false, true, best, 0, 0, flowing, LADDER_REQUESTS},
-        {"+ speculation", false, false, true, true, true, true, best, 0, 0, flowing, LADDER_REQUESTS},
-    };
-    rung_result results[COUNT(rungs)];
+    const rung *rungs = ladder_cpu;
+    int n = COUNT(ladder_cpu);
+    llm_error err;
+    llm_backend *device = NULL;
+    if (!open_device(&device, &err)) return fail_with(&err), lesson_end(&l, false);
+    if (device) x.gpu = true, rungs = ladder_gpu, n = COUNT(ladder_gpu);
+    llm_backend_free(device);
+    const bool slow = chosen.device == DEVICE_EMULATED;
+    rung_result results[COUNT(ladder_gpu)];
     memset(results, 0, sizeof results);
     bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
-    int n = COUNT(rungs) - (x.draft ? 0 : 1), longest = llm_model_config(l.loaded)->context_length;
+    n -= x.draft ? 0 : 1; /* the last */
+    int longest = llm_model_config(l.loaded)->context_length;
     x.context = longest < 512 ? longest : 512;
     if (good && LADDER_SHARED + LADDER_OWN + x.n > x.context) good = !fail("--max-tokens: at most %d", x.context - LADDER_SHARED - LADDER_OWN);
     x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
     for (int i = 0; i < n && good && !stop_requested; i++) {
         show_progress("ladder", (double)i / n, rungs[i].name);
-        for (int run = 0; run < (rungs[i].no_cache ? 1 : 3) && good && !stop_requested; run++) /* the best of three: the machine has other work too */
+        for (int run = 0; run < (rungs[i].no_cache || slow ? 1 : 3) && good && !stop_requested; run++) /* the best of three: the machine has other work too */
             good = ladder_rung(&l, &x, &rungs[i], &results[i]);
         if (good && rungs[i].int4 && !rungs[i - 1].int4) {
             double unused;
@@ -217,7 +260,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
     }
     show_progress("", -1, "");
     if (good && !stop_requested) ladder_show(&l, &x, rungs, results, n);
-    for (int i = 0; i < COUNT(rungs); i++) free(results[i].one_tokens), free(results[i].many_tokens);
+    for (int i = 0; i < COUNT(results); i++) free(results[i].one_tokens), free(results[i].many_tokens);
     free((void *)x.one.request.prompt);
     for (int i = 0; i < LADDER_REQUESTS; i++) free((void *)x.many[i].request.prompt);
     llm_model_free(x.quarter);
@@ -227,7 +270,8 @@ static int command_ladder(const command *self, int argc, char **argv) {
 
 static const char ladder_notes[] =
     "Every optimisation of the course, switched on one after another, on one request and on many, with a check that each rung\n"
-    "gives the tokens of the rung before (int4 is another model: its bits per byte are told). Starts from an f16 model.\n"
+    "gives the tokens of the rung before (int4 is another model: its bits per byte are told). Starts from an f16 model. On a GPU\n"
+    "the rungs of threads and vectors are others: tiled and fused kernels, split attention, graphs.\n"
     "\n"
     "Examples:\n"
     "  llm ladder\n"

@@ -40,6 +40,7 @@ static bool can_create(const char *path) {
 static int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc, char **argv, const char *model) {
     llm_error err;
     l->self = self;
+    chosen.quiet = true;
     int status = parse(self, options, n, &argc, argv, 0);
     if (status != PARSED) return status;
     if (l->png && (!may_write(l->png, NULL) || !can_create(l->png))) return FAILED;
@@ -275,8 +276,16 @@ static bool run_tasks(llm_engine *engine, task *tasks, int n) {
     return status == 0;
 }
 
-/* On the device of --device; but on the lesson's own backend where it has one, which is a CPU's: who looks at keys, or changes
- * instruction sets, needs memory that can be read. */
+/* The device of --device as a backend of the lesson's own, for those that stand at the seam; NULL: failed, and said so. */
+static llm_backend *lesson_device(const lesson *l) {
+    llm_error err;
+    llm_backend *device;
+    if (open_device(&device, &err) && (device || (device = llm_cpu_backend(l->engine.n_threads, (llm_isa)chosen.isa, &err)))) return device;
+    fail_with(&err);
+    return NULL;
+}
+
+/* On the device of --device, or on the lesson's own backend where it has one. */
 static llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {
     llm_error err;
     llm_engine *engine = options->backend ? llm_engine_create(model, options, &err) : create_engine(model, options, &err);

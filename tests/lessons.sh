@@ -138,6 +138,41 @@ run "$LLM" ladder -n 8 --text 400 --json
 holds "ladder: each rung gives the tokens of the one before, but for int4" 'len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9 and d["rungs"][5]["tokens"].startswith("bits ")'
 holds "ladder: int4 needs less memory" 'd["rungs"][5]["memory_mib"] < d["rungs"][4]["memory_mib"]'
 
+# The emulated device: a tiny model of random weights, the same truths.
+if "$LLM" synth --shape dim=64,layers=2,heads=2,kv-heads=1,head-dim=32,hidden=96,vocab=300,context=256 --type f16 tiny.gguf >log 2>&1 &&
+    ! "$LLM" run -m tiny.gguf --device emulated -n 1 x 2>&1 | grep -q 'built without'; then
+    emulated() { # lesson, options: JSON on that device
+        what=$1
+        shift
+        name="$what on the emulated device"
+        run "$LLM" lesson "$what" -m tiny.gguf --device emulated --json "$@"
+        json "$what on the emulated device: JSON"
+    }
+    emulated kv -n 6 -p 4
+    holds "emulated: kv: the same tokens, linear and quadratic work" 'd["same_tokens"] == 1 and [(r["computed_without"], r["computed_with"]) for r in d["tokens"]] == [(4*n + n*(n-1)/2, 3 + n) for n in range(1, 7)]'
+    emulated attention --prompt 80 --layer 1
+    holds "emulated: attention: tiles equal the exact result" 'abs(d["weights_sum"] - 1) < 1e-9 and d["walk_error"] < 1e-5 and all(r["error"] < 2e-3 for r in d["forms"][1:]) and [(r["first"], r["last"]) for r in d["tiles"]] == [(0, 63), (64, 79)]'
+    emulated prefill -p 1,8 -n 2 --runs 1
+    holds "emulated: prefill: a longer prompt does more for each byte" 'd["prompts"][0]["prefill_intensity"] < d["prompts"][1]["prefill_intensity"]'
+    emulated batching --requests 6 --slots 2 --gen 2-5
+    holds "emulated: batching: the same tokens, no idle place while a request waits" 'd["same_tokens"] == 1 and d["policies"][0]["idle_while_waiting"] == 0 and d["policies"][1]["idle_while_waiting"] > 0'
+    emulated paged
+    holds "emulated: paged: blocks are conserved, copies, hits" 'all(s["used"] + s["free"] == 28 and s["references"] == s["table_entries"] for s in d["steps"]) and d["blocks_copied"] == 2 and d["prefix_hits"] == 16 and d["steps"][-1]["used"] == 0'
+    emulated prefix --shared 40 --requests 2
+    holds "emulated: prefix: the same tokens; whole blocks are found" 'd["same_tokens"] == 1 and [r["found"] for r in d["requests"]] == [0, 32]'
+    emulated speculation --lookup --texts 1 -n 6 --most 2
+    holds "emulated: speculation: the same tokens at every depth" 'all(r["same_tokens"] == 1 for r in d["depths"])'
+    emulated int4 --tensor blk.1.ffn_up.weight --text 100
+    holds "emulated: int4: fewer bits, more error" '(lambda t: 0 == t["f16"]["error_percent"] < t["q8_0"]["error_percent"] < t["q4_0"]["error_percent"])({r["type"]: r for r in d["types"]})'
+    emulated memory --bandwidth 10
+    holds "emulated: memory: 2 x layers x kv heads x head size x bytes" 'd["cache_bytes_per_token"] == 2*2*1*32*2'
+    bad "emulated: roofline" 1 "no speed to measure" "$LLM" lesson roofline -m tiny.gguf --device emulated
+    run "$LLM" ladder -m tiny.gguf --device emulated -n 4 --text 100 --json
+    holds "emulated: ladder: its own rungs, each gives the tokens of the one before" '[r["rung"] for r in d["rungs"][2:6]] == ["+ tiled kernels", "+ fused kernels", "+ split attention", "+ graphs"] and len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9 and d["rungs"][6]["tokens"].startswith("bits ")'
+else
+    skip "lessons on the emulated device (built without a C++ compiler)"
+fi
+
 # Another model, of another shape: what needs the bundled one says so.
 wide=$TOP/tests/data/golden/wide.gguf
 ok "another model: memory" "weights" "$LLM" lesson memory -m "$wide" --bandwidth 10
