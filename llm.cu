@@ -422,7 +422,7 @@ static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
 
 /* The pinned pieces. Without them uploads still work, as fast as the driver does it. */
 static void llm__stages_create(llm__cuda *cuda) {
-    cuda->stage_bytes = 16 << 20;
+    cuda->stage_bytes = 32 << 20; /* so large that starting threads for each costs little beside the copy */
     for (int i = 0; i < LLM__STAGES; i++) {
         llm__stage *stage = &cuda->stages[i];
         if (cudaHostAlloc((void **)&stage->host, cuda->stage_bytes, cudaHostAllocDefault) != cudaSuccess) stage->host = NULL;
@@ -2610,16 +2610,18 @@ LLM_UNROLL
                 float *out = split ? a.part_sums + part_row * a.head_dim
                                    : a.out + llm__row_offset(&a, tile.sequence, kv_head, row[h]);
                 if (split && lane % 4 == 0 && warp % C == 0) a.part_stats[part_row] = make_float2(now[h].m, now[h].l);
+                float2 *place = (float2 *)(void *)(out + first_d + lane % 4 * 2); /* head_dim is a multiple of 8 */
 LLM_UNROLL
-                for (int n = 0; n < D / 8; n++)
-LLM_UNROLL
-                    for (int j = 0; j < 2; j++) {
-                        int d = first_d + n * 8 + lane % 4 * 2 + j;
-                        if (d >= a.head_dim) continue;
-                        float sum = sums[n][2 * h + j];
-                        if (!split) sum = llm__merged(first ? 0.0f : out[d], sum, before, share);
-                        out[d] = last && !split ? __fmul_rn(sum, divide) : sum;
+                for (int n = 0; n < D / 8; n++) {
+                    if (first_d + n * 8 >= a.head_dim) break;
+                    float2 sum = make_float2(sums[n][2 * h], sums[n][2 * h + 1]);
+                    if (!split) {
+                        float2 old = first ? make_float2(0.0f, 0.0f) : place[n * 4];
+                        sum.x = __fmul_rn(llm__merged(old.x, sum.x, before, share), divide);
+                        sum.y = __fmul_rn(llm__merged(old.y, sum.y, before, share), divide);
                     }
+                    place[n * 4] = sum;
+                }
             }
             now[h].m = -INFINITY;
             now[h].l = 0.0f;
@@ -3190,8 +3192,13 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
  * wants a result, the operations are not launched but noted down: function and arguments. Then the list
  * is compared, byte for byte, with those of earlier steps. If it was there before, its graph is replayed; so it can never be the
  * wrong one, whatever the engine does. If the list comes for the second time, it is captured: its launches go to a stream that
- * only writes them down. The first time it is just done, since many a list comes but once. The draft model's steps are lists
- * like all others.
+ * only writes them down. The first time it is just done, since many a list comes but once.
+ *
+ * The draft model's steps are lists like all others: of the K passes that propose K tokens, the first may be of its own kind (it also
+ * reads what the target added), and the other K - 1 are all the same graph, replayed. They are not one graph together: between two
+ * passes the drawn tokens, 8 bytes for each sequence, come to the CPU, which writes them into the batch. That is some 20 to 30
+ * microseconds beside a pass of some hundreds, so at most a tenth of the draft's time; to save it, penalties, positions, slots and the
+ * rule of how many are proposed would all have to move to the device.
  * ================================================================================== */
 
 struct llm__command { /* which of these a function uses is its own affair; the rest is zero, padding too */

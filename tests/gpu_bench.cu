@@ -196,20 +196,29 @@ template <class F> static double step_seconds(const llm_batch *batch, int steps,
     return best;
 }
 
-static void measure_matmul(llm_type type, int rows, int cols) {
-    const int max_rows = 1024 / SCALE, copies = SCALE > 1 ? 1 : type == LLM_Q4_0 ? 16 : 6, repeats = SCALE > 1 ? 1 : 4;
+/* A matrix of 16 random rows, again and again. *bytes: of the file's. */
+static llm_weight load_matrix(llm_type type, int rows, int cols, size_t *bytes) {
     const llm_type_info *info = llm_type_find(type);
-    size_t weight_bytes = (size_t)rows * (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
-    std::vector<float> values = random_floats((size_t)rows * cols);
-    std::vector<char> packed(weight_bytes);
-    info->pack(values.data(), packed.data(), (int64_t)rows * cols);
-    std::vector<llm_weight> weights((size_t)copies);
+    size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
+    std::vector<float> values = random_floats((size_t)16 * cols);
+    std::vector<char> packed((size_t)rows * row_bytes);
+    info->pack(values.data(), packed.data(), (int64_t)std::min(rows, 16) * cols);
+    for (int r = 16; r < rows; r++) memcpy(packed.data() + (size_t)r * row_bytes, packed.data() + (size_t)(r % 16) * row_bytes, row_bytes);
+    llm_weight w;
     llm_error err;
-    for (llm_weight &w : weights) {
-        memset(&w, 0, sizeof w);
-        w.type = type, w.rows = rows, w.cols = cols;
-        must(backend->load_weight(backend->context, &w, packed.data(), &err), &err);
-    }
+    memset(&w, 0, sizeof w);
+    w.type = type, w.rows = rows, w.cols = cols;
+    must(backend->load_weight(backend->context, &w, packed.data(), &err), &err);
+    *bytes = packed.size();
+    return w;
+}
+
+static void measure_matmul(llm_type type, int rows, int cols) {
+    const llm_type_info *info = llm_type_find(type);
+    const int max_rows = 1024 / SCALE, copies = SCALE > 1 ? 1 : info->block_values > 1 && type != LLM_Q8_0 ? 16 : 6, repeats = SCALE > 1 ? 1 : 4;
+    size_t weight_bytes = 0;
+    std::vector<llm_weight> weights((size_t)copies);
+    for (llm_weight &w : weights) w = load_matrix(type, rows, cols, &weight_bytes);
     std::vector<float> x = random_floats((size_t)max_rows * cols);
     float *in = (float *)allocate(x.size() * 4, x.data()), *out = (float *)allocate((size_t)max_rows * rows * 4);
     static const int counts[] = {1, 2, 4, 8, 16, 32, 64, 128, 256, 1024};
@@ -312,8 +321,86 @@ static void measure_host() {
     for (void *p : memory) backend->release(backend->context, p);
 }
 
+/* A layer of Llama-3.1-8B for one sequence in its 1024th position, again and again in one step: what a decode step is made of, launches and all.
+ * Returns what came out, to be compared. */
+static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap, const char *what) {
+    llm_backend *usual = backend;
+    llm_gpu_options options = llm_gpu_defaults();
+    llm_error err;
+    options.fused = fused, options.overlap = overlap;
+    backend = open_device(&options, &err);
+    must(backend != nullptr, &err);
+    const int dim = 4096 / SCALE, hidden = 14336 / SCALE, heads = dim / 128 ? dim / 128 : 1, kv = heads / 4 ? heads / 4 : 1, head_dim = dim / heads;
+    const int context = 1024 / SCALE, repeats = SCALE > 1 ? 1 : 16, rows[] = {dim, kv * head_dim, kv * head_dim, dim, hidden, hidden, dim};
+    llm_limits limits;
+    memset(&limits, 0, sizeof limits);
+    limits.max_tokens = limits.max_sequences = 8, limits.max_context = context, limits.n_heads = heads, limits.head_dim = head_dim, limits.max_cols = hidden;
+    must(backend->reserve(backend->context, &limits, &err), &err);
+    workload w;
+    random_state = 1;
+    make_workload(w, 1, context, 1, 16, true);
+    llm_weight weights[7];
+    size_t bytes = 0, one = 0;
+    for (int i = 0; i < 7; i++, bytes += one) weights[i] = load_matrix(type, rows[i], i == 6 ? hidden : dim, &one);
+    llm_attention_shape shape = {heads, kv, head_dim, 1.0f / sqrtf((float)head_dim), false, 0};
+    llm_cache cache = {LLM_F16, 1, kv, head_dim, 16, w.n_blocks, (size_t)w.n_blocks * kv * 16 * head_dim * 2, NULL, NULL};
+    std::vector<uint16_t> halves(cache.layer_bytes / 2);
+    for (uint16_t &h : halves) h = (uint16_t)((random_u64() & 0x83ff) | 0x3400);
+    cache.keys = allocate(cache.layer_bytes, halves.data()), cache.values = allocate(cache.layer_bytes, halves.data());
+    std::vector<float> start = random_floats((size_t)8 * hidden), norms((size_t)hidden, 0.01f), out((size_t)dim);
+    float *x = (float *)allocate(start.size() * 4), *piece[7], *norm = (float *)allocate(norms.size() * 4, norms.data());
+    for (float *&p : piece) p = (float *)allocate((size_t)8 * hidden * 4, start.data());
+    float *angles = (float *)allocate((size_t)8 * head_dim * 4, start.data());
+    double s = 0;
+    for (int round = 0; round < 2; round++) { /* the second is from the same x as in any other form */
+        must(backend->upload(backend->context, x, start.data(), start.size() * 4, &err), &err);
+        double seconds = step_seconds(&w.batch, round || SCALE > 1 ? 1 : 12, [&] {
+            void *c = backend->context;
+            for (int i = 0; i < repeats; i++) {
+                backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
+                for (int k = 0; k < 3; k++) backend->matmul(c, piece[0], &weights[k], NULL, 1, false, piece[k + 1]);
+                backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, head_dim, angles, NULL, NULL, 1e-5f, piece[1], piece[2], piece[3], &cache, 0);
+                backend->attention(c, &w.batch, &shape, piece[1], &cache, 0, piece[4]);
+                backend->matmul(c, piece[4], &weights[3], NULL, 1, true, x);
+                backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
+                for (int k = 4; k < 6; k++) backend->matmul(c, piece[0], &weights[k], NULL, 1, false, piece[k + 1]);
+                backend->swiglu(c, piece[5], piece[6], hidden, piece[5]);
+                backend->matmul(c, piece[5], &weights[6], NULL, 1, true, x);
+            }
+        });
+        if (!round) s = seconds / repeats;
+    }
+    must(backend->download(backend->context, out.data(), x, out.size() * 4, &err), &err);
+    double all = (double)bytes + 2.0 * context * kv * head_dim * 2;
+    char name[128];
+    snprintf(name, sizeof name, "a layer of Llama-3.1-8B, %s, one token, %s", llm_type_find(type)->name, what);
+    row(name, text("%.1f us, %.2f TB/s", 1e6 * s, all / s * 1e-12), copy_rate ? all / s / copy_rate : 0, "the copy's bytes/s");
+    for (llm_weight &weight : weights) backend->free_weight(backend->context, &weight);
+    void *memory[] = {cache.keys, cache.values, x, norm, angles};
+    for (void *p : memory) backend->release(backend->context, p);
+    for (float *p : piece) backend->release(backend->context, p);
+    llm_backend_free(backend);
+    backend = usual;
+    return out;
+}
+
+static int measure_layers() {
+    int wrong = 0;
+    static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K};
+    for (llm_type type : types) {
+        std::vector<float> one_by_one = measure_layer(type, false, false, "one kernel for each operation"), usual = measure_layer(type, true, false, "fused");
+        std::vector<float> overlap = measure_layer(type, true, true, "fused, kernels overlap");
+        bool same = !memcmp(usual.data(), overlap.data(), usual.size() * 4);
+        row("... do overlapping kernels give the same bits?", same ? "yes" : "NO: there is a race", 0, "");
+        wrong += !same;
+        (void)one_by_one;
+    }
+    return wrong;
+}
+
 int main(void) {
     llm_error err;
+    int wrong = 0;
     printf("| what | figure | share |\n|---|---|---|\n");
     measure_ceilings();
     backend = open_device(NULL, &err);
@@ -324,10 +411,11 @@ int main(void) {
     limits.n_heads = 32, limits.head_dim = 128, limits.max_cols = 14336 / SCALE;
     must(backend->reserve(backend->context, &limits, &err), &err);
     measure_host();
-    static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q8_0};
+    wrong += measure_layers();
+    static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K, LLM_Q8_0};
     for (llm_type type : types) measure_matmul(type, 14336 / SCALE, 4096 / SCALE); /* a feed-forward matrix of Llama-3.1-8B */
     measure_attention();
     must(backend->sync(backend->context, &err), &err);
     llm_backend_free(backend);
-    return 0;
+    return wrong;
 }

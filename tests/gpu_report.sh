@@ -159,7 +159,7 @@ PYTHON
 run_decode() {
     say '' && say '## One sequence' && say ''
     say '| model | command | prefill, tokens/s | decode, tokens/s | GB/s of weights and cache | share of the copy |' && say '|---|---|---|---|---|---|'
-    local model shape type prompt=512 gen=128
+    local model shape type form prompt=512 gen=128
     [ "$DEVICE" = cuda ] || { prompt=8 gen=2; }
     for model in $MODELS; do
         shape=${model%:*} type=${model##*:}
@@ -167,15 +167,18 @@ run_decode() {
             say "| $shape $type | llm synth: $(tail -n 1 "$work/log" | cut -c1-200) | | | | |"
             continue
         fi
-        attempt 120 "$B/llm" bench -m "$work/model.gguf" --device "$DEVICE" -t 1 -p "$prompt" -g "$gen" -r 3 --json
-        if ! grep -q '"decode_tokens_per_second"' "$work/log"; then
-            say "| $shape $type | llm bench: $(tail -n 1 "$work/log" | cut -c1-200) | | | | |"
-            failed=$((failed + 1))
-        fi
-        grep '"decode_tokens_per_second"' "$work/log" | while read -r line; do
-            number() { echo "$line" | sed -n "s/.*\"$1\": \([-+0-9.e]*\).*/\1/p"; }
-            say "| $shape $type | llm bench -p $prompt -g $gen | $(number prefill_tokens_per_second) | $(number decode_tokens_per_second) | $(number bytes_per_second |
-                awk '{ printf "%.1f", $1 * 1e-9 }') | $(number bytes_per_second | awk -v c="${copy_rate:-0}" '{ if (c > 0) printf "%.0f %%", $1 * 1e-10 / c; }') |"
+        for form in '' --overlap; do
+            # shellcheck disable=SC2086
+            attempt 60 "$B/llm" bench -m "$work/model.gguf" --device "$DEVICE" -t 1 -p "$prompt" -g "$gen" -r 3 $form --json
+            if ! grep -q '"decode_tokens_per_second"' "$work/log"; then
+                say "| $shape $type | llm bench $form: $(tail -n 1 "$work/log" | cut -c1-200) | | | | |"
+                failed=$((failed + 1))
+            fi
+            grep '"decode_tokens_per_second"' "$work/log" | while read -r line; do
+                number() { echo "$line" | sed -n "s/.*\"$1\": \([-+0-9.e]*\).*/\1/p"; }
+                say "| $shape $type | llm bench -p $prompt -g $gen $form | $(number prefill_tokens_per_second) | $(number decode_tokens_per_second) | $(number bytes_per_second |
+                    awk '{ printf "%.1f", $1 * 1e-9 }') | $(number bytes_per_second | awk -v c="${copy_rate:-0}" '{ if (c > 0) printf "%.0f %%", $1 * 1e-10 / c; }') |"
+            done
         done
         rm -f "$work/model.gguf"
     done

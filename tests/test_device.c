@@ -754,9 +754,31 @@ static void test_memory(void **state) {
     }
 }
 
+/* More than all pinned pieces together: each is filled again while the last copies out of it may still be on their way. */
+static void test_large_upload(void **state) {
+    (void)state;
+    llm_error err;
+    llm_backend *b = forms[0].backend;
+    size_t n = (size_t)27 << 20;
+    uint32_t *data = malloc(n * 4), *back = calloc(n, 4);
+    assert_non_null(data);
+    assert_non_null(back);
+    for (size_t i = 0; i < n; i++) data[i] = (uint32_t)i * 2654435761u;
+    uint32_t *p = place(b, NULL, n * 4);
+    assert_true(b->upload(b->context, p, data, n * 4 - 3, &err));
+    uint8_t last = (uint8_t)(data[n - 1] & 255);
+    memset(data + n / 2, 0, n * 2 - 3); /* the host's memory has been read */
+    assert_true(b->download(b->context, back, p, n * 4 - 3, &err));
+    for (size_t i = 0; i + 1 < n; i++)
+        if (back[i] != (uint32_t)i * 2654435761u) fail_msg("number %zu of %zu is another one", i, n);
+    assert_int_equal((uint8_t)(back[n - 1] & 255), last);
+    b->release(b->context, p);
+    free(data), free(back);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_large_upload), cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
         cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
         cmocka_unit_test(test_copy_blocks), cmocka_unit_test(test_matmul), cmocka_unit_test(test_attention),
     };
