@@ -12,6 +12,8 @@
 #include "10-speculation.c"
 #include "11-ladder.c"
 #include "12-kernel.c"
+#include "13-tokens.c"
+#include "14-sampling.c"
 
 static const command lessons[] = {
     {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
@@ -25,6 +27,8 @@ static const command lessons[] = {
     {"lesson prefix", "Many questions behind one long instruction.", "[options]", lesson_prefix, prefix_notes},
     {"lesson speculation", "Guesses of a draft, accepted and rejected; when it pays.", "[options]", lesson_speculation, speculation_notes},
     {"lesson kernel", "What the threads of a GPU's kernel do to memory, counted.", "[options]", lesson_kernel, kernel_notes},
+    {"lesson tokens", "How a word becomes tokens; how many tokens a text is.", "[options]", lesson_tokenizer, tokens_notes},
+    {"lesson sampling", "From logits to a token: temperature, top-k, top-p, draws.", "[options]", lesson_sampling, sampling_notes},
 };
 
 static void show_lessons(void) {

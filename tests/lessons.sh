@@ -31,7 +31,7 @@ holds() { # name, Python over d (the JSON) that must be true
     if [ -z "$python" ]; then skip "$1 (no python3 to read JSON with)"
     elif [ "$status" -ne 0 ]; then fail "exit status 0"
     elif "$python" - out "$2" >log 2>&1 <<'END'
-import json, sys
+import json, math, sys
 def no(x): raise ValueError(x)
 d = json.load(open(sys.argv[1], encoding="utf-8"), parse_constant=no)
 sys.exit(0 if eval(sys.argv[2]) else 1)
@@ -52,7 +52,7 @@ lesson() { # name, options: text with a picture, then JSON
 }
 
 ok "the list" "lesson speculation" "$LLM" lesson
-for what in memory roofline kv attention int4 prefill batching paged prefix speculation kernel; do
+for what in memory roofline kv attention int4 prefill batching paged prefix speculation kernel tokens sampling; do
     name="the list names $what"
     if grep -q "llm lesson $what " out; then pass; else fail "its name"; fi
 done
@@ -110,6 +110,19 @@ lesson speculation --texts 2 -n 24 --most 3
 holds "speculation: the same tokens at every depth" 'all(r["same_tokens"] == 1 for r in d["depths"]) and d["depths"][0]["tokens_per_step"] == 1'
 holds "speculation: the formula" 'all(abs(r["formula"] - (1 - (r["accepted_percent"]/100)**(r["depth"]+1)) / (1 - r["accepted_percent"]/100)) < 1e-9 for r in d["depths"][1:])'
 holds "speculation: a guess is tested where those before it were accepted" 'all(abs(b["tested"] - a["tested"] * a["accepted_percent"] / 100) <= 4 and b["tested"] <= a["tested"] * a["accepted_percent"] / 100 + 1e-6 for a, b in zip(d["positions"], d["positions"][1:]))'
+
+lesson tokens
+holds "tokens: joining by hand gives what the engine gives, one piece less at each step" 'd["same_as_the_engine"] == 1 and all(a["pieces"] == b["pieces"] + 1 and a["rank"] for a, b in zip(d["steps"], d["steps"][1:])) and d["steps"][-1]["rank"] is None'
+holds "tokens: all texts come back; at least a byte for each token" 'all(r["back"] == "same" and r["bytes_per_token"] >= 1 and abs(r["bytes_per_token"] * r["tokens"] / r["bytes"] - 1) < 1e-6 and r["half"] <= r["different"] <= d["vocabulary"] for r in d["texts"])'
+for word in " unbelievable" "x" " Fischer" "12345"; do
+    run "$LLM" lesson tokens --json --word "$word"
+    holds "tokens: '$word' by hand" 'd["same_as_the_engine"] == 1'
+done
+lesson sampling --draws 2000
+holds "sampling: each setting leaves a distribution, and draws follow it" 'all(abs(r["sum"] - 1) < 1e-4 and r["distance"] <= r["chance"] for r in d["settings"])'
+holds "sampling: temperature and filters order the entropy" '(lambda e: e["greedy (T 0)"] == 0 < e["T 0.5"] < e["T 1"] < e["T 1.5"] and max(e["T 1, top-k 5"], e["T 1, top-p 0.9"], e["T 1, min-p 0.1"]) < e["T 1"])({r["setting"]: r["entropy"] for r in d["settings"]})'
+holds "sampling: probabilities are e to the logits, over temperature" '(lambda t: all(abs(math.log(a["one"] / b["one"]) - (a["logit"] - b["logit"])) < 1e-3 and abs(math.log(a["hot"] / b["hot"]) - (a["logit"] - b["logit"]) / 1.5) < 1e-3 for a, b in zip(t, t[1:])))(d["tokens"])'
+holds "sampling: top-k keeps k" 'next(r for r in d["settings"] if "top-k" in r["setting"])["kept"] == 5'
 
 if "$LLM" lesson kernel --json 2>&1 | grep -q 'built without the emulated device'; then
     skip "lesson kernel (built without a C++ compiler or objcopy)"
@@ -181,6 +194,8 @@ bad "speculation without a guesser" 1 "--draft FILE, or --lookup" "$LLM" lesson 
 
 bad "no such lesson, with a guess" 2 "did you mean 'paged'" "$LLM" lesson page
 bad "no such lesson" 2 "no lesson is named" "$LLM" lesson cooking
+bad "a word that is too long" 1 "1 to 24 bytes" "$LLM" lesson tokens --word "a word that is longer than all words"
+bad "too few draws" 2 "whole number" "$LLM" lesson sampling --draws 5
 bad "an option, no name" 2 "unknown option" "$LLM" lesson --json
 bad "an unknown option" 2 "did you mean --json" "$LLM" lesson kv --jsn
 bad "an argument too many" 2 "one argument too many" "$LLM" lesson kv 12

@@ -1,0 +1,151 @@
+/* 13-tokens.c - llm lesson tokens: how a word becomes tokens, and how many tokens a text is. Beside 13-tokens.md.
+ *
+ * The word is put together in the obvious way: look at all neighbours, join the pair that was learned first, start again. What
+ * comes out must be what the engine's tokenizer says, which does the same with a list and a heap. */
+
+enum { TOKENS_LONGEST = 64 };
+
+/* The pieces of a word with a bar between them; a space is seen as _. */
+static void tokens_spell(const llm_tokenizer *t, const int32_t *ids, int n, char *out, size_t size) {
+    size_t used = 0;
+    for (int i = 0; i < n; i++) {
+        char piece[64];
+        token_text(t, ids[i], piece, sizeof piece);
+        for (char *c = piece; *c; c++)
+            if (*c == ' ') *c = '_';
+        int written = snprintf(out + used, size - used, "%s%s", i ? "|" : "", piece);
+        if (written < 0 || (size_t)written >= size - used) return;
+        used += (size_t)written;
+    }
+}
+
+/* The obvious way, from single bytes; a row of the table for each step. Returns how many tokens are left. */
+static int tokens_by_hand(const llm_tokenizer *t, const char *word, int32_t *ids, table *steps) {
+    int n = 0;
+    char spelled[64];
+    for (; word[n] && n < TOKENS_LONGEST; n++) ids[n] = t->bytes[(unsigned char)word[n]];
+    for (int step = 0;; step++) {
+        const llm__merge_rule *best = NULL;
+        int at = 0;
+        for (int i = 0; i + 1 < n; i++) {
+            const llm__merge_rule *rule = llm__find_merge(t, ids[i], ids[i + 1]);
+            if (rule->rank && (!best || rule->rank < best->rank)) best = rule, at = i;
+        }
+        tokens_spell(t, ids, n, spelled, sizeof spelled);
+        add_row(steps, (double)step, (double)n, best ? (double)best->rank : NAN, spelled);
+        if (!best) return n;
+        ids[at] = best->result;
+        memmove(ids + at + 1, ids + at + 2, (size_t)(n - at - 2) * sizeof *ids);
+        n--;
+    }
+}
+
+static bool tokens_word(lesson *l, const char *word) {
+    static const column columns[] = {{"step", "step", "%.0f"}, {"pieces", "pieces", "%.0f"}, {"rank", "next pair was learned as number", "%.0f"}, {"word", "word", "%s"}};
+    const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
+    if (!t->merges) {
+        say(l, "(The vocabulary of this model has scores and no list of merges: there the joined text with the highest score goes first.)\n");
+        return true;
+    }
+    int32_t ids[TOKENS_LONGEST], *real = NULL;
+    for (const char *c = word; *c; c++)
+        if (t->bytes[(unsigned char)*c] < 0) return !fail("--word: this vocabulary has no token for a byte of '%s'", word);
+    table steps = new_table(columns, COUNT(columns));
+    int n = tokens_by_hand(t, word, ids, &steps);
+    int64_t n_real = tokenize(t, word, strlen(word), 0, &real);
+    bool same = n_real == n && !memcmp(ids, real, (size_t)n * sizeof *ids);
+    free(real);
+    say(l, "A word from its bytes (_ is a space): of all neighbours the pair that was learned first is joined, until none is known.\n\n");
+    show_table(l, &steps, "steps");
+    fact(l, "same_as_the_engine", same);
+    say(l, "\nThe engine's tokenizer says %s.\n\n", same ? "the same" : "SOMETHING ELSE (it splits texts into words first: is this one word?)");
+    return n_real >= 0;
+}
+
+static int32_t *tokens_counts; /* what the comparison sorts by; NULL but in tokens_share */
+static int tokens_more(const void *a, const void *b) { return tokens_counts[*(const int32_t *)b] - tokens_counts[*(const int32_t *)a]; }
+
+/* How many different tokens make up this share of a text. */
+static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double share) {
+    int32_t *order = resize(NULL, (size_t)size * sizeof *order);
+    tokens_counts = resize(NULL, (size_t)size * sizeof *order);
+    for (int32_t i = 0; i < size; i++) tokens_counts[i] = 0, order[i] = i;
+    for (int64_t i = 0; i < n; i++) tokens_counts[ids[i]]++;
+    qsort(order, (size_t)size, sizeof *order, tokens_more);
+    int kinds = 0;
+    for (double sum = 0; kinds < size && sum < share * (double)n; kinds++) sum += tokens_counts[order[kinds]];
+    free(order);
+    free(tokens_counts);
+    tokens_counts = NULL;
+    return kinds;
+}
+
+static bool tokens_texts(lesson *l, const char *own) {
+    static const column columns[] = {
+        {"text", "text", "%s"}, {"bytes", "bytes", "%.0f"}, {"tokens", "tokens", "%.0f"}, {"bytes_per_token", "bytes/token", "%.2f"},
+        {"different", "different", "%.0f"}, {"half", "make up half", "%.0f"}, {"back", "and back", "%s"}};
+    const struct { const char *name, *text; } texts[] = {
+        {"a tale (eval.txt)", NULL},
+        {"modern English", "The committee will publish its quarterly report on broadband infrastructure next Thursday."},
+        {"German", "Der Fischer fuhr jeden Tag auf die See hinaus, und seine Frau war mit nichts zufrieden."},
+        {"Greek", "\xCE\x9C\xCE\xB9\xCE\xB1 \xCF\x86\xCE\xBF\xCF\x81\xCE\xAC \xCE\xBA\xCE\xB1\xCE\xB9 \xCE\xAD\xCE\xBD\xCE\xB1\xCE\xBD \xCE\xBA\xCE\xB1\xCE\xB9\xCF\x81\xCF\x8C"},
+        {"numbers", "3.14159265358979 2718281828 1999-12-31 192.168.0.1"},
+        {"C", "for (int i = 0; i < n; i++) sum += row[i] * row[i];"},
+        {"the text of --text", own}};
+    const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
+    table rows = new_table(columns, COUNT(columns));
+    plot p = plot_new(PLOT_BARS, "Bytes for each token", "bytes", "");
+    int bars = plot_series_add(&p, "");
+    bool good = true;
+    for (int i = 0; i < COUNT(texts) && good; i++) {
+        text words = {0};
+        if (i == COUNT(texts) - 1 && !own) break;
+        char *path = texts[i].text ? NULL : bundled_path("models/eval.txt");
+        if (!texts[i].text && !(good = path && read_all(path, &words))) break;
+        const char *data = texts[i].text ? texts[i].text : words.data;
+        size_t length = texts[i].text ? strlen(data) : words.length;
+        int32_t *ids = NULL;
+        int64_t n = tokenize(t, data, length, 0, &ids);
+        char *back = resize(NULL, length + 16);
+        if ((good = n >= 0)) {
+            int64_t n_back = llm_detokenize(t, ids, n, back, length + 16, NULL);
+            bool same = n_back == (int64_t)length && !memcmp(back, data, length);
+            double rate = n ? (double)length / (double)n : 0;
+            add_row(&rows, texts[i].name, (double)length, (double)n, rate, (double)tokens_share(ids, n, llm_tokenizer_size(t), 1),
+                    (double)tokens_share(ids, n, llm_tokenizer_size(t), 0.5), same ? "same" : "DIFFERENT");
+            plot_category(&p, texts[i].name);
+            plot_bar(&p, bars, rate);
+        }
+        free(back);
+        free(ids);
+        free(words.data);
+        free(path);
+    }
+    if (!good) return plot_free(&p), free(rows.cells), free(rows.numbers), false;
+    say(l, "%d tokens in the vocabulary; \"make up half\": the most frequent ones that are half of the text.\n\n", llm_tokenizer_size(t));
+    show_table(l, &rows, "texts");
+    fact(l, "vocabulary", llm_tokenizer_size(t));
+    show_plot(l, &p);
+    return true;
+}
+
+static int lesson_tokenizer(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    const char *word = " gingerbread", *own = NULL;
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {'w', "word", "TEXT", TEXT, &word, 0, 0, "to take apart, best with a space in front (default \" gingerbread\")"},
+        {0, "text", "TEXT", TEXT, &own, 0, 0, "one more text for the second table"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
+    if (status != PARSED) return status;
+    if (!*word || strlen(word) > 24) return fail("--word: 1 to 24 bytes"), lesson_end(&l, false);
+    return lesson_end(&l, tokens_word(&l, word) && tokens_texts(&l, own));
+}
+
+static const char tokens_notes[] =
+    "A vocabulary is learned from text: it is short where a text is like what it was learned from, and long elsewhere.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson tokens\n"
+    "  llm lesson tokens --word \" unbelievable\" --text \"Guten Morgen\"\n";
