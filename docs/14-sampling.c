@@ -34,8 +34,8 @@ static double sampling_draws(llm__sampler *s, const llm_sampling *p, const float
 
 static bool sampling_show(lesson *l, const float *logits, int n, int draws, const char *prompt) {
     static const column columns[] = {
-        {"setting", "setting", "%s"}, {"kept", "tokens left", "%.0f"}, {"entropy", "bits", "%.2f"}, {"first", "p(first)", "%.3f"},
-        {"sum", "sum", "%.4f"}, {"distance", "draws differ by", "%.3f"}, {"chance", "chance allows", "%.3f"}};
+        {"setting", "setting", "%s"}, {"kept", "left", "%.0f"}, {"entropy", "bits", "%.2f"}, {"first", "p(first)", "%.3f"},
+        {"sum", "sum", "%.4f"}, {"distance", "draws off by", "%.3f"}, {"chance", "by chance", "%.3f"}};
     static const column token_columns[] = {
         {"token", "token", "%s"}, {"logit", "logit", "%.2f"}, {"half", "T 0.5", "%.3f"}, {"one", "T 1", "%.3f"}, {"hot", "T 1.5", "%.3f"}, {"top_p", "top-p 0.9", "%.3f"},
         {"drawn", "drawn", "%.3f"}};
