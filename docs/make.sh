@@ -43,14 +43,19 @@ fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all)
         { print }
         /^<!-- quote / { emit("sh docs/make.sh extract " $3 " " $4, $3 ~ /cu$/ ? "cuda" : "c"); skipping = 1 }
         /^<!-- run / && mode == "all" { command = $0; sub(/^<!-- run /, "", command); sub(/ -->.*/, "", command)
-                        sub(/^llm /, llm " ", command); emit(command " 2>/dev/null", ""); skipping = 1 }' "$1"
+                        done = "cat \"" work "/" command "\""
+                        sub(/^llm /, llm " ", command)
+                        emit(done " 2>/dev/null || " command " 2>/dev/null", ""); skipping = 1 }' "$1"
 }
 
 if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
 if [ "$mode" = all ]; then
     for lesson in docs/[0-9]*.c; do
         what=$(basename "$lesson" .c)
-        case $what in *ladder) $llm ladder --png "docs/$what.png" >/dev/null ;; *) $llm lesson "${what#*-}" --png "docs/$what.png" >/dev/null ;; esac || wrong=$((wrong + 1))
+        case $what in *ladder) command=ladder ;; *) command="lesson ${what#*-}" ;; esac
+        # shellcheck disable=SC2086
+        $llm $command --png "docs/$what.png" >"$work/out" 2>/dev/null || wrong=$((wrong + 1))
+        grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
     done
 fi
 for page in docs/[0-9]*.md docs/README.md; do

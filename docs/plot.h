@@ -238,6 +238,7 @@ static plot_axis plot_axis_over(const plot *p, bool vertical) {
             high = larger(high, v);
         }
     if (!(low <= high)) low = 0, high = 1;
+    if (p->named_dots && vertical && !logarithmic) low -= 0.05 * (high - low); /* no name upon the axis */
     return plot_axis_of(low, high, logarithmic);
 }
 
