@@ -4,6 +4,7 @@
 # make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
 # make fuzz SECONDS=60
+# make arm64      some of the tests on arm64, under qemu
 # make docs       the book again: its quotes, its output, its pictures (make quotes: only the first)
 # make clean
 #
@@ -86,17 +87,19 @@ demo: llm
 # A test either includes the implementation itself, to reach inside, or takes it from the library. The kernels take the compiler
 # most of its time, so they are compiled once: libkernels.a is the library with all names but theirs hidden.
 KERNELS  = --keep-global-symbol=llm__base_kernels --keep-global-symbol=llm__avx2_kernels --keep-global-symbol=llm__avx512_kernels
+OBJCOPY  = objcopy
+CMOCKA   = -lcmocka
 LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
 
 $(B)/llm.o: llm.h | $(B)/have-cc
 	$(call LIBRARY,$(COMPILE))
 $(B)/kernels.o: $(B)/llm.o
-	objcopy $(KERNELS) $< $@
+	$(OBJCOPY) $(KERNELS) $< $@
 $(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
 	$(AR) rcs $@ $<
 
-$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h) $(B)/libkernels.a $(B)/libllm.a | $(B)/have-cmocka
-	$(COMPILE) -DLLM_KERNELS_EXTERN -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a -lcmocka -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
+$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) $(B)/libkernels.a $(B)/libllm.a | $(if $(CMOCKA),$(B)/have-cmocka)
+	$(COMPILE) -DLLM_KERNELS_EXTERN -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
 
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
@@ -116,6 +119,13 @@ build-tests: $(LLM) $(PROGRAMS)
 sanitize:
 	@UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
 		NVCC= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+
+# On arm64, which qemu plays where the machine is another one. There is no cmocka for it here: tests/cross/ stands in.
+ARM64_TESTS = kernels numbers tokenizer files golden
+arm64: build/have-arm64 build/have-qemu
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) B=build/arm64 CC=aarch64-linux-gnu-gcc OBJCOPY=aarch64-linux-gnu-objcopy \
+		OPTIMIZE=-O2 WARN='-Wall -Wextra -Werror' NVCC= EMULATED= CMOCKA= CPPFLAGS='-isystem tests/cross' $(ARM64_TESTS:%=build/arm64/test_%) build/arm64/llm
+	@LLM_TEST_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu' sh tests/run.sh build/arm64/llm $(ARM64_TESTS:%=build/arm64/test_%) tests/arm64.sh
 
 # ---- Fuzzing: libFuzzer, so clang. SECONDS are shared out among the fuzzers. -----------------
 FUZZ     = clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
@@ -148,6 +158,6 @@ docs: $(LLM)
 clean:
 	rm -rf build llm
 
-.PHONY: docs quotes demo test build-tests sanitize fuzz build-fuzzers clean
+.PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers clean
 .PRECIOUS: $(B)/have-%
 .DELETE_ON_ERROR:

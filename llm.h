@@ -742,6 +742,8 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <cpuid.h>
 #include <immintrin.h>
 #define LLM__X86 1
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -6637,7 +6639,11 @@ LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
 }
 /* Added to 1.5 x 2^23, a float's last bit is worth 1: the sum is rounded to a whole number, which then stands in its low
  * bits. For |v| < 2^22. */
+#if defined(__aarch64__) /* where the compiler would make one multiply-add of it and the product before it, and ties go elsewhere */
+LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32((float32x4_t)v); }
+#else
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
+#endif
 /* Shifted into the place of f32's fields, an f16 is too small by 2^112, its denormals too; multiply. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};

@@ -1,6 +1,6 @@
 #!/bin/sh
 # tests/need.sh THING...: see that a thing is there, and install it with apt if not. Things: cc, cmocka,
-# c++, clang, fuzzer, arm64. Run by the Makefile and by .ci/run.
+# c++, clang, fuzzer, arm64, qemu. Run by the Makefile and by .ci/run.
 set -u
 CC=${CC:-cc}
 
@@ -17,6 +17,7 @@ has() {
     fuzzer) printf '#include <stddef.h>\n#include <stdint.h>\nint LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { (void)d; (void)n; return 0; }\n' |
         compiles clang -fsanitize=fuzzer,address,undefined ;;
     arm64) printf '#include <stdio.h>\nint main(void) { return 0; }\n' | compiles aarch64-linux-gnu-gcc ;;
+    qemu) command -v qemu-aarch64 >/dev/null 2>&1 ;;
     *) echo "need.sh: what is $1?" >&2; exit 2 ;;
     esac
 }
@@ -33,6 +34,7 @@ packages() {
         echo clang
         [ -n "$version" ] && apt-cache show "libclang-rt-$version-dev" >/dev/null 2>&1 && echo "libclang-rt-$version-dev" ;;
     arm64) echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
+    qemu) echo qemu-user ;;
     esac
 }
 

@@ -1,6 +1,7 @@
 #!/bin/sh
 # tests/run.sh LLM TEST...: runs the tests one after another and ends in one line, "N passed, N failed",
 # with ", N skipped" if some were. A test is a cmocka program or a script that ends in such a line itself.
+# LLM_TEST_RUNNER is put before the programs: an emulator with its options, where they are another machine's.
 # What passes is one line; a test that fails shows all it printed, a skip shows why.
 set -u
 LLM=$1
@@ -22,7 +23,8 @@ for test in "$@"; do
     start=$(date +%s)
     case $test in
     *.sh) sh "$test" >"$log" 2>&1 ;;
-    *) "$test" >"$log" 2>&1 ;;
+    # shellcheck disable=SC2086
+    *) ${LLM_TEST_RUNNER:-} "$test" >"$log" 2>&1 ;;
     esac
     status=$?
     seconds=$(($(date +%s) - start))
