@@ -565,6 +565,30 @@ static void test_attention_window(void **state) {
     }
 }
 
+/* Thousands of tokens at once, thousands of positions, and a matmul with thousands of rows of x. */
+static void test_thousands(void **state) {
+    (void)state;
+    test_random r = {13};
+    static const attention_case cases[] = {{2, {0, 60}, {1500, 1}, 1, 1, 32, 16, 0}, {2, {5000, 3}, {1, 1}, 2, 4, 64, 16, 0}};
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        const attention_case *c = &cases[i];
+        attention_data d = make_attention(c, &r);
+        int64_t n = (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim;
+        float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
+        llm_backend *b = open_device(false, true);
+        reserve(b, d.n_tokens, c->n_sequences, c->past[0] + c->count[0], c->n_kv_heads * c->group, c->head_dim, 1);
+        expected_attention(&d, expected);
+        attention_on(b, &d, 0, 0, got);
+        double error = distance(got, expected, n);
+        if (!(error < 1e-3)) fail_msg("%d tokens after %d positions: %g", c->count[0], c->past[0], error);
+        free(expected), free(got);
+        free_attention(&d);
+        llm_backend_free(b);
+    }
+    matmul_case many = {LLM_Q4_K, 20, 256, 2100, 1.0f, true, false};
+    check_case(&many, &r);
+}
+
 /* Queries far beyond f16, whose softmax is then all on one position. */
 static void test_attention_range(void **state) {
     (void)state;
@@ -597,6 +621,7 @@ int main(void) {
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window),
         cmocka_unit_test(test_attention_range),
+        cmocka_unit_test(test_thousands),
     };
     return cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
 }
