@@ -84,7 +84,8 @@
 /* Run kernel(...) on every thread of `grid` blocks of `block` threads, each block with shared_bytes of dynamic shared memory,
  * after all that is on the stream already. */
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
-/* The same on the stream of the context `cuda`, where the kernel may begin before the one ahead of it has ended: see llm__wait_for_last. */
+/* The same on the stream of the context `cuda`, where the kernel may begin before the one ahead of it has ended: see
+ * llm__wait_for_last. */
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     llm__launch_early((cuda)->options.overlap, kernel, grid, block, shared_bytes, (cuda)->stream, __VA_ARGS__)
 /* Before a loop over an array that is to be kept in registers, which have no address: the loop is written out. */
@@ -356,10 +357,13 @@ static bool llm__out_of_memory(const llm__cuda *cuda, size_t bytes, const char *
     const char *wanted, *left, *all;
     cudaMemGetInfo(&free_bytes, &all_bytes);
     cudaGetLastError();
-    double wanted_units = llm__in_units(bytes, &wanted), free_units = llm__in_units(free_bytes, &left), all_units = llm__in_units(all_bytes, &all);
-    return llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of device memory: %.1f %s wanted for %s, and %.1f %s of %.1f %s are free%s",
-                          cuda->backend.name, cuda->device_name, wanted_units, wanted, what, free_units, left, all_units, all,
-                          strchr(what, '(') ? "" : ": weights of a smaller type, or smaller max_batch_tokens, cache_bytes or context_length, leave more");
+    double wanted_units = llm__in_units(bytes, &wanted), free_units = llm__in_units(free_bytes, &left);
+    double all_units = llm__in_units(all_bytes, &all);
+    const char *advice = strchr(what, '(') ? "" : ": weights of a smaller type, or smaller max_batch_tokens, cache_bytes or "
+                                                   "context_length, leave more";
+    return llm__cuda_fail(err, LLM_ERROR_MEMORY,
+                          "%s (%s): out of device memory: %.1f %s wanted for %s, and %.1f %s of %.1f %s are free%s",
+                          cuda->backend.name, cuda->device_name, wanted_units, wanted, what, free_units, left, all_units, all, advice);
 }
 
 static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
@@ -506,6 +510,9 @@ static bool llm__cuda_room(llm__cuda *cuda, char **room, size_t *room_bytes, siz
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
 
+static const char LLM__TABLES[] = "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)";
+static const char LLM__DRAWS[] = "the draws of a step (a smaller max_sequences needs less)";
+
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [4] */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter [6] */
 
@@ -527,8 +534,8 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     /* the tables of whole contexts in blocks of 16, and a usual window of penalties: a step that brings more makes more room */
     size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
     size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
-    return llm__cuda_room(cuda, &cuda->batch_room, tables, "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)", err) &&
-           llm__cuda_room(cuda, &cuda->draw_room, draws, "the draws of a step (a smaller max_sequences needs less)", err) && llm__matmul_reserve(cuda, err) &&
+    return llm__cuda_room(cuda, &cuda->batch_room, tables, LLM__TABLES, err) &&
+           llm__cuda_room(cuda, &cuda->draw_room, draws, LLM__DRAWS, err) && llm__matmul_reserve(cuda, err) &&
            llm__attention_reserve(cuda, err);
 }
 
@@ -544,9 +551,9 @@ static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const
     if (!room->device) return false;
     cudaError_t code = cudaHostAlloc((void **)&room->host, bytes, cudaHostAllocDefault);
     if (code == cudaErrorMemoryAllocation)
-        return cudaGetLastError(), llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of pinned host memory: %zu bytes wanted for %s: "
-                                                  "is there a limit on locked memory (ulimit -l)?",
-                                                  cuda->backend.name, cuda->device_name, bytes, what);
+        return cudaGetLastError(),
+               llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s (%s): out of pinned host memory: %zu bytes wanted for %s: is there a limit "
+                              "on locked memory (ulimit -l)?", cuda->backend.name, cuda->device_name, bytes, what);
     if (!llm__cuda_check(cuda, code, "allocating pinned memory", err)) return false;
     room->bytes = bytes;
     return true;
@@ -607,7 +614,7 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     int n_rows = b->n_logits + b->n_logits / 8 + 8; /* a slice of the logits may be rounded up from anywhere */
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
     size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
-    if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)", err)) return false;
+    if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), LLM__TABLES, err)) return false;
 
     /* the last step's copy must have been done before its buffer is filled anew: it has, unless that step failed */
     if (cuda->stepping) cudaStreamSynchronize(cuda->stream);
@@ -1187,7 +1194,8 @@ LLM_UNROLL
         for (int piece = 0; piece < 4; piece++) {
             uint16_t values[8];
             for (int i = 0; i < 8; i++) {
-                int64_t r = row + i / 2 % 2 * 8 + lane / 4, column = k + piece / 2 * 32 + lane % 4 * 8 + piece % 2 * 4 + i / 4 * 2 + i % 2;
+                int64_t r = row + i / 2 % 2 * 8 + lane / 4;
+                int64_t column = k + piece / 2 * 32 + lane % 4 * 8 + piece % 2 * 4 + i / 4 * 2 + i % 2;
                 bool there = r < s->end_row && column < s->cols;
                 float inverse = w->row_scales && there ? 1.0f / w->row_scales[r] : 1.0f;
                 float x = there ? llm__weight_value(s->type, llm__source_row(s, r), column) * inverse : 0.0f;
@@ -1337,7 +1345,7 @@ __device__ static inline uint2 llm__level_scales(llm_type type, const char *row_
         memcpy(words, type == LLM_Q6_K ? p + 208 : p, type == LLM_Q6_K ? 2 : 4);
         for (int i = 0; i < 4; i++) {
             int group = (int)(chunk % 4) * 2 + i / 2;
-            const uint8_t *s = p + 4 + group % 4 + i % 2 * 4; /* scale or minimum of groups 0-3: 6 bits; 4-7: see llm__group_scales in llm.h */
+            const uint8_t *s = p + 4 + group % 4 + i % 2 * 4; /* scale or minimum, of 6 bits: see llm__group_scales in llm.h */
             int low = group < 4 ? s[0] & 63 : (p[12 + group % 4] >> i % 2 * 4 & 15) | s[0] >> 6 << 4;
             bytes[i] = type == LLM_Q6_K ? p[192 + chunk % 4 * 4 + i] : (uint8_t)low;
         }
@@ -1372,7 +1380,10 @@ __device__ __forceinline__ void llm__unpack_minimum(bool is_zero, uint2 row, int
  * half of it (2), two neighbours 16 bits apart: pair i of row g at bit i x High, of row g + 8 four pairs later. Then 16 bytes for each g:
  * the scales of rows g and g + 8. High 2 is q6_K: no minimum, the integers have 32 for zero, and a scale every 16 columns. */
 template <int High, bool Groups> struct llm__bits_layout {
-    enum { scales_at = 512 + 128 * High, scale_bytes = 16, high_bytes = 4 * High, chunk_bytes = scales_at + 128, scaled = 1, minimums = High < 2, depth = High ? 3 : 4 };
+    enum {
+        scales_at = 512 + 128 * High, scale_bytes = 16, high_bytes = 4 * High, chunk_bytes = scales_at + 128,
+        scaled = 1, minimums = High < 2, depth = High ? 3 : 4
+    };
     struct half_chunk {
         uint2 words;   /* as in q4_0 */
         uint32_t high; /* of the chunk, or of this half */
@@ -1387,7 +1398,7 @@ template <int High, bool Groups> struct llm__bits_layout {
             if (!High) llm__unpack_q4<0>(word, out);
 LLM_UNROLL
             for (int i = 0; High && i < 4; i++) {
-                const int left = i * High < 4 ? 4 - i * High : 0, right = i * High > 4 ? i * High - 4 : 0; /* to the fifth bit of each 16 */
+                const int at = i * High, left = at < 4 ? 4 - at : 0, right = at > 4 ? at - 4 : 0; /* to the fifth bit of each 16 */
                 uint32_t pair = llm__lop3<LLM__AND_OR>(word >> 4 * i, 0x000f000f, LLM__F16_1024);
                 pair = llm__lop3<LLM__AND_OR>(above << left >> right, High == 1 ? 0x00100010 : 0x00300030, pair);
                 out[i] = llm__pair_fma(pair, LLM__F16_1, High == 1 ? 0xe400e400u : 0xe420e420u); /* - 1024, - 1056 */
@@ -1800,7 +1811,8 @@ LLM_UNROLL
 LLM_UNROLL
             for (int i = 0; i < AT_ONCE; i++, place += 32 * x->n)
                 if (c + i < end)
-                    *place = llm__pair(llm__half_of(pairs[i].x * inverse, plane[i] == 1), llm__half_of(pairs[i].y * inverse, plane[i] == 1));
+                    *place = llm__pair(llm__half_of(pairs[i].x * inverse, plane[i] == 1),
+                                       llm__half_of(pairs[i].y * inverse, plane[i] == 1));
         }
     }
     __syncwarp();
@@ -1896,7 +1908,8 @@ LLM_UNROLL
                         for (int r = 0; r < R; r++)
                             llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i], x_sums);
                     }
-                    if (x_depth && c + d + x_depth < end) llm__load_input<N>(inputs[slot], next_half, own); /* those registers are free again */
+                    if (x_depth && c + d + x_depth < end) /* those registers are free again */
+                        llm__load_input<N>(inputs[slot], next_half, own);
                 }
                 if (c + d + depth < end) {
 LLM_UNROLL
@@ -1904,8 +1917,11 @@ LLM_UNROLL
                 }
             }
 LLM_UNROLL
-        for (int r = 0; r < R; r++)
-            at[r].words += depth * Layout::chunk_bytes, at[r].high += depth * Layout::chunk_bytes, at[r].scales += depth * Layout::chunk_bytes;
+        for (int r = 0; r < R; r++) {
+            at[r].words += depth * Layout::chunk_bytes;
+            at[r].high += depth * Layout::chunk_bytes;
+            at[r].scales += depth * Layout::chunk_bytes;
+        }
     }
 
     /* The segments' sums, 8 tokens at a time, through shared memory. */
@@ -1966,7 +1982,7 @@ static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_wei
  * [4] Matmul, many rows
  *
  * With hundreds of tokens each weight is used hundreds of times, and the arithmetic decides: the matrix instructions should
- * never wait. Now each block computes a tile of the result, 128 rows of weights by 128 tokens, and keeps what it needs of
+ * never wait. Now each block computes a tile of the result, 128 rows of weights by 128 tokens (or 64), and keeps what it needs of
  * both in shared memory, 64 columns at a time. There, every weight is used by 128 tokens and every x by 128 rows, so that
  * for each byte from global memory there are 64 operations or more.
  *
@@ -2015,7 +2031,8 @@ LLM_UNROLL
     for (int k = 0; k < (weight_pieces + threads - 1) / threads; k++) {
         int i = threadIdx.x + k * threads, tile = i / pieces;
         if (weight_pieces % threads == 0 || i < weight_pieces)
-            llm__cp_async_16(stage + i * 16, from->weights + min(tile, from->last_tile) * from->tile_bytes + (i - tile * pieces) * 16, true);
+            llm__cp_async_16(stage + i * 16,
+                             from->weights + min(tile, from->last_tile) * from->tile_bytes + (i - tile * pieces) * 16, true);
     }
     char *x_stage = stage + weight_pieces * 16; /* (2, Tokens, 32) f16 */
 LLM_UNROLL
@@ -2029,7 +2046,7 @@ LLM_UNROLL
 }
 
 template <class Layout, int Rows, int Tokens>
-__global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads))
+__global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>::threads), 1)
     llm__matmul_many_kernel(llm__products p, llm__input x, int token_tiles) {
     llm__take_over();
     typedef llm__many_shape<Layout, Rows, Tokens> shape;
@@ -2138,6 +2155,7 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
 
 /* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
 template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
+    constexpr int large = Layout::scaled ? 64 : 128; /* tokens: where integers are unpacked, registers are short */
     int64_t processors = cuda->n_processors;
     if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, p, x);
     else if (x.n <= 8 && llm__all_row_blocks(p, 2) < 4 * processors) llm__launch_few<Layout, 1, 1, false>(cuda, p, x);
@@ -2146,8 +2164,8 @@ template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const ll
     else if (x.n <= 16) llm__launch_few<Layout, 4, 2, false>(cuda, p, x);
     else if (x.n <= LLM__FEW_TOKENS && llm__all_row_blocks(p, 4) < processors) llm__launch_few<Layout, 2, 4, false>(cuda, p, x);
     else if (x.n <= LLM__FEW_TOKENS) llm__launch_many<Layout, 64, 32>(cuda, p, x);
-    else if (llm__all_row_blocks(p, 8) * llm__ceil_div(x.n, 128) < processors) llm__launch_many<Layout, 64, 64>(cuda, p, x);
-    else llm__launch_many<Layout, 128, 128>(cuda, p, x);
+    else if (llm__all_row_blocks(p, 8) * llm__ceil_div(x.n, large) < processors) llm__launch_many<Layout, 64, 64>(cuda, p, x);
+    else llm__launch_many<Layout, 128, large>(cuda, p, x);
     llm__cuda_launched(cuda, "matmul");
 }
 
@@ -2157,7 +2175,8 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
-    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide, "rounded activations (a smaller max_batch_tokens needs less)", err);
+    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
+                          "rounded activations (a smaller max_batch_tokens needs less)", err);
 }
 
 enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself */
@@ -2710,7 +2729,8 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
     double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
-    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most), "parts of attention (a smaller max_sequences or context_length needs less)", err);
+    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most),
+                          "parts of attention (a smaller max_sequences or context_length needs less)", err);
 }
 
 /* May the few rows of each sequence be split into parts? Is there more than one, and room for them? */
@@ -3141,7 +3161,7 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
     /* in this order: draws, starts, rows, ids, logprobs, recent tokens, and, on the device only, what the penalty hides */
     size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
     size_t bytes = count * sizeof(llm__device_draw) + numbers + (size_t)n_recent * sizeof(float);
-    if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, "the draws of a step (a smaller max_sequences needs less)", err)) return false;
+    if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, LLM__DRAWS, err)) return false;
     char *host = cuda->draw_room.host, *device = cuda->draw_room.device;
     llm__device_draw *to = (llm__device_draw *)(void *)host;
     int32_t *starts = (int32_t *)(void *)(to + n), *rows = starts + n + 1, *out = rows + n, *recent = out + 2 * n, *next = recent;
@@ -3602,7 +3622,8 @@ static bool llm__cuda_find(llm__cuda *cuda, llm_error *err) {
     cuda->device = cuda->options.device;
     cuda->n_processors = facts.multiProcessorCount;
     cuda->capability = 10 * facts.major + facts.minor;
-    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) cuda->options.overlap = false; /* in graphs, CUDA has it from 12.3 on */
+    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) /* in graphs, CUDA has it from 12.3 on */
+        cuda->options.overlap = false;
     cuda->shared_bytes = facts.sharedMemPerBlockOptin;
     if (cuda->capability < 80)
         return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s has compute capability %d.%d: 8.0 (Ampere) or newer is needed",
