@@ -1002,6 +1002,46 @@ static double engine_bandwidth(const llm_engine *engine) {
     return threads ? measure_bandwidth(threads) : 0;
 }
 
+static size_t row_bytes(llm_type type, uint64_t values) {
+    const llm_type_info *info = llm_type_find(type);
+    return (size_t)(values / (uint64_t)info->block_values) * (size_t)info->block_bytes;
+}
+
+/* Operations a second of the engine's own matrix product, on a matrix of the model's type that stays in the cache and on
+ * enough rows that nothing but arithmetic is left. */
+static double arithmetic_peak(const llm_model *model, llm_backend *b) {
+    enum { SIZE_ = 512, ROWS = 256 };
+    llm_error err;
+    llm_limits limits = {.max_tokens = ROWS, .max_sequences = 1, .max_context = 64, .n_heads = 1, .head_dim = 64, .max_cols = SIZE_};
+    const llm_tensor *like = llm_file_find_tensor(llm_model_file(model), "blk.0.ffn_up.weight");
+    const llm_type_info *type = llm_type_find(like ? like->type : LLM_F16);
+    if (!type->pack) type = llm_type_find(LLM_F16);
+    size_t bytes = row_bytes(type->type, SIZE_) * SIZE_;
+    float *values = resize(NULL, SIZE_ * SIZE_ * sizeof *values);
+    for (int i = 0; i < SIZE_ * SIZE_; i++) values[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
+    void *weights = resize(NULL, bytes);
+    type->pack(values, weights, SIZE_ * SIZE_);
+    llm_weight w = {.type = type->type, .rows = SIZE_, .cols = SIZE_};
+    float *x = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err), *out = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err);
+    bool good = x && out && b->reserve(b->context, &limits, &err) && b->load_weight(b->context, &w, weights, &err) &&
+                b->upload(b->context, x, values, ROWS * SIZE_ * sizeof *x, &err);
+    double best = 0, end = llm_seconds() + 0.4;
+    while (good && llm_seconds() < end) {
+        double start = llm_seconds();
+        for (int i = 0; i < 4; i++) b->matmul(b->context, x, &w, NULL, ROWS, false, out);
+        good = b->sync(b->context, &err);
+        double rate = 4 * 2.0 * ROWS * SIZE_ * SIZE_ / (llm_seconds() - start);
+        if (rate > best) best = rate;
+    }
+    if (!good) fail_with(&err);
+    if (w.data) b->free_weight(b->context, &w);
+    b->release(b->context, x);
+    b->release(b->context, out);
+    free(values);
+    free(weights);
+    return good ? best : 0;
+}
+
 /* Bytes of the largest cache of the processor; 0: unknown. */
 static double processor_cache(void) {
 #ifdef __GLIBC__
@@ -2849,7 +2889,7 @@ typedef struct bench {
     const char *model;
     int_list threads, prompts;
     int generate, runs;
-    bool json;
+    bool json, profile;
     llm_engine_options engine;
     llm_model *loaded;
     double bandwidth; /* with the threads at hand */
@@ -2948,6 +2988,200 @@ static bool bench_threads(bench *b, int threads) {
     return good;
 }
 
+/* ---- llm bench --profile: where a step's time goes -----------------------------------------------
+ * A backend whose operations are another's, with a clock around each. It waits for each operation, so on a GPU, where
+ * they are queued, it shows what they cost one by one. */
+
+typedef struct profile_row {
+    char name[48];
+    double seconds, bytes, operations;
+    int calls;
+} profile_row;
+
+enum { PROFILE_PREFILL, PROFILE_DECODE, PROFILE_PHASES };
+
+static struct {
+    const llm_backend *inner;
+    int phase;
+    profile_row rows[PROFILE_PHASES][48];
+    int n_rows[PROFILE_PHASES];
+} profiled;
+
+static double profile_start(void *context) {
+    profiled.inner->sync(context, NULL);
+    return llm_seconds();
+}
+
+/* bytes: read and written, of what does not stay in a cache; operations: additions and multiplications */
+static void profile_end(void *context, double start, const char *name, double bytes, double operations) {
+    llm_error err;
+    if (!profiled.inner->sync(context, &err)) fail_with(&err);
+    double seconds = llm_seconds() - start;
+    profile_row *rows = profiled.rows[profiled.phase];
+    int i = 0, *n = &profiled.n_rows[profiled.phase];
+    while (i < *n && strcmp(rows[i].name, name)) i++;
+    if (i == COUNT(profiled.rows[0])) return;
+    if (i == *n) {
+        rows[(*n)++] = (profile_row){0};
+        snprintf(rows[i].name, sizeof rows[i].name, "%s", name);
+    }
+    rows[i].seconds += seconds;
+    rows[i].bytes += bytes;
+    rows[i].operations += operations;
+    rows[i].calls++;
+}
+
+static bool profile_begin_step(void *context, const llm_batch *batch, llm_error *err) {
+    profiled.phase = batch->n_tokens > batch->n_sequences ? PROFILE_PREFILL : PROFILE_DECODE;
+    return profiled.inner->begin_step(context, batch, err);
+}
+
+static void profile_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
+    double start = profile_start(context);
+    profiled.inner->embed(context, batch, table, out);
+    profile_end(context, start, "embed", (double)batch->n_tokens * (double)row_bytes(table->type, (uint64_t)table->cols), 0);
+}
+
+static void profile_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float magnitude, float *angles) {
+    double start = profile_start(context);
+    profiled.inner->rope_angles(context, batch, frequencies, rope_dim, magnitude, angles);
+    profile_end(context, start, "rope_angles", 0, 0);
+}
+
+static void profile_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+    double start = profile_start(context);
+    profiled.inner->rmsnorm(context, x, weight, n, dim, epsilon, out);
+    profile_end(context, start, "rmsnorm", 0, 4.0 * n * dim);
+}
+
+static void profile_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add, float *out) {
+    char name[48];
+    snprintf(name, sizeof name, "matmul %lld x %lld %s", (long long)w->rows, (long long)w->cols, llm_type_find(w->type)->name);
+    double start = profile_start(context);
+    profiled.inner->matmul(context, x, w, bias, n, add, out);
+    profile_end(context, start, name, (double)w->rows * (double)row_bytes(w->type, (uint64_t)w->cols), 2.0 * n * (double)w->rows * (double)w->cols);
+}
+
+static void profile_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape, llm_rope_pairing pairing,
+                                   int rope_dim, const float *angles, const float *q_norm, const float *k_norm, float epsilon, float *q,
+                                   float *k, const float *v, const llm_cache *cache, int layer) {
+    double values = (double)batch->n_tokens * shape->head_dim;
+    double start = profile_start(context);
+    profiled.inner->rope_and_store(context, batch, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer);
+    profile_end(context, start, "rope_and_store", 2 * values * shape->n_kv_heads * (cache->type == LLM_F16 ? 2 : 4), 3 * values * (shape->n_heads + shape->n_kv_heads));
+}
+
+/* Counted: the keys and values of each sequence once per chunk of its tokens. */
+static void profile_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q, const llm_cache *cache,
+                              int layer, float *out) {
+    double seen = 0, kept = 0;
+    for (int s = 0; s < batch->n_sequences; s++)
+        for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++) {
+            int n = batch->positions[t] + 1;
+            seen += shape->window && n > shape->window ? shape->window : n;
+            if (t + 1 == batch->seq_first[s] + batch->seq_count[s]) kept += n;
+        }
+    double start = profile_start(context);
+    profiled.inner->attention(context, batch, shape, q, cache, layer, out);
+    profile_end(context, start, "attention", 2 * kept * shape->n_kv_heads * shape->head_dim * (cache->type == LLM_F16 ? 2 : 4), 4 * seen * shape->n_heads * shape->head_dim);
+}
+
+static void profile_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
+    double start = profile_start(context);
+    profiled.inner->swiglu(context, gate, up, n, out);
+    profile_end(context, start, "swiglu", 0, 10.0 * (double)n);
+}
+
+static void profile_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out) {
+    double start = profile_start(context);
+    profiled.inner->gather_rows(context, batch, x, dim, first, n, out);
+    profile_end(context, start, "gather_rows", 0, 0);
+}
+
+static void profile_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
+    double start = profile_start(context);
+    profiled.inner->gather_columns(context, x, columns, n, cols, out);
+    profile_end(context, start, "gather_columns", 0, 0);
+}
+
+static int compare_profile_rows(const void *a, const void *b) {
+    double x = ((const profile_row *)a)->seconds, y = ((const profile_row *)b)->seconds;
+    return (x < y) - (x > y);
+}
+
+/* One phase: seconds in all, for so many tokens; against what memory and arithmetic allow (0: unknown). */
+static void profile_print(const bench *b, int phase, int tokens, double seconds, double bandwidth, double peak) {
+    profile_row *rows = profiled.rows[phase], rest = {.name = "all else", .seconds = seconds};
+    int n = profiled.n_rows[phase];
+    qsort(rows, (size_t)n, sizeof *rows, compare_profile_rows);
+    if (!b->json)
+        put("\n%s of %d tokens: %.2f ms, %.1f tokens/s\n%-32s %6s %9s %7s %8s %7s %9s %7s\n", phase == PROFILE_PREFILL ? "Prefill" : "Decode",
+            tokens, 1e3 * seconds, tokens / seconds, "operation", "calls", "us each", "time %", "GB/s", "share", "GFLOP/s", "share");
+    for (int i = 0; i <= n; i++) {
+        const profile_row *r = i < n ? &rows[i] : &rest;
+        rest.seconds -= i < n ? r->seconds : 0;
+        double read = r->seconds > 0 ? r->bytes / r->seconds : 0, done = r->seconds > 0 ? r->operations / r->seconds : 0;
+        if (b->json) {
+            put("%s\n   {\"operation\": \"%s\", \"calls\": %d, \"seconds\": %.9f, \"bytes\": %.0f, \"operations\": %.0f}", i ? "," : "",
+                r->name, r->calls, r->seconds, r->bytes, r->operations);
+            continue;
+        }
+        put("%-32s", r->name);
+        if (r->calls) put(" %6d %9.1f", r->calls, 1e6 * r->seconds / r->calls);
+        else put(" %6s %9s", "", "");
+        put(" %5.1f %%", 100 * r->seconds / seconds);
+        if (read > 0) put(" %8.2f %5.0f %%", 1e-9 * read, bandwidth > 0 ? 100 * read / bandwidth : 0);
+        else put(" %8s %7s", "", "");
+        if (done > 0) put(" %9.1f %5.0f %%", 1e-9 * done, peak > 0 ? 100 * done / peak : 0);
+        put_text("\n");
+    }
+}
+
+/* One prompt and what follows, with a clock around each operation. */
+static bool bench_profile(bench *b, int threads) {
+    llm_error err;
+    llm_backend *inner = NULL, watched;
+    double prefill, decode;
+    if (!open_device(&inner, &err)) return !fail_with(&err);
+    if (!inner) inner = llm_cpu_backend(threads, b->engine.max_isa, &err);
+    if (!inner) return !fail_with(&err);
+    llm_cpu_pack_weights(inner, b->engine.pack_weights);
+    double bandwidth = llm_cpu_threads(inner) ? measure_bandwidth(llm_cpu_threads(inner)) : 0;
+    double peak = arithmetic_peak(b->loaded, inner);
+    watched = *inner;
+    watched.begin_step = profile_begin_step;
+    watched.embed = profile_embed;
+    watched.rope_angles = profile_rope_angles;
+    watched.rmsnorm = profile_rmsnorm;
+    watched.matmul = profile_matmul;
+    watched.rope_and_store = profile_rope_and_store;
+    watched.attention = profile_attention;
+    watched.swiglu = profile_swiglu;
+    watched.gather_rows = profile_gather_rows;
+    if (inner->gather_columns) watched.gather_columns = profile_gather_columns;
+    profiled.inner = inner;
+    b->engine.backend = &watched;
+    llm_engine *engine = llm_engine_create(b->loaded, &b->engine, &err);
+    bool good = engine || !fail_with(&err);
+    good = good && bench_once(engine, 16, 4, &prefill, &decode); /* to warm up */
+    memset(profiled.n_rows, 0, sizeof profiled.n_rows);
+    good = good && bench_once(engine, b->prompts.values[0], b->generate, &prefill, &decode) && !stop_requested;
+    if (good && b->json)
+        put("{\"threads\": %d, \"memory_bytes_per_second\": %.0f, \"operations_per_second\": %.0f, \"prefill_seconds\": %.9f, "
+            "\"decode_seconds\": %.9f, \"prefill\": [", threads, bandwidth, peak, prefill, decode);
+    else if (good)
+        put("%d threads; memory reads %.2f GB/s; the engine's own matrix product from the cache %.0f GFLOP/s\n", llm_cpu_threads(inner),
+            1e-9 * bandwidth, 1e-9 * peak);
+    if (good) profile_print(b, PROFILE_PREFILL, b->prompts.values[0], prefill, bandwidth, peak);
+    if (good && b->json) put_text("\n  ], \"decode\": [");
+    if (good) profile_print(b, PROFILE_DECODE, b->generate, decode, bandwidth, peak);
+    if (good && b->json) put_text("\n  ]}\n");
+    llm_engine_free(engine);
+    llm_backend_free(inner);
+    b->engine.backend = NULL;
+    return good;
+}
+
 /* What the lists hold where none was given: 1 thread and all; the usual lengths, as far as they fit. */
 static void bench_defaults(bench *b) {
     static const int lengths[] = {16, 128, 512};
@@ -2976,6 +3210,7 @@ static int bench_model(bench *b, const char *path) {
                     "give a shorter --prompt or --gen", longest, b->generate + 1, context);
     b->engine.context_length = longest + b->generate + 1;
     b->engine.max_sequences = 1;
+    if (b->profile) return bench_profile(b, b->threads.values[b->threads.count - 1]) ? 0 : FAILED;
     double step_bytes = (double)llm_model_step_bytes(b->loaded);
     if (b->json) {
         put_text("{\"model\": ");
@@ -3669,6 +3904,7 @@ static int command_bench(const command *self, int argc, char **argv) {
         {'p', "prompt", "LIST", LIST, &b.prompts, 1, 1 << 20, "lengths of prompt to try (default 16,128,512)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20, "tokens to generate after each prompt (default 32)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000, "times to do each; the median is told (default 3)"},
+        {0, "profile", NULL, FLAG, &b.profile, 0, 0, "where the time goes, operation by operation, for the first --prompt and the last --threads"},
         NAIVE_OPTION(b.engine),
         CACHE_TYPE_OPTION(b.engine),
         BLOCK_OPTION(b.engine),
@@ -3841,11 +4077,6 @@ typedef struct pool {
     uint64_t places; /* a power of two; behind the last one is room for the longest row */
     uint64_t rows;   /* taken so far */
 } pool;
-
-static size_t row_bytes(llm_type type, uint64_t values) {
-    const llm_type_info *info = llm_type_find(type);
-    return (size_t)(values / (uint64_t)info->block_values) * (size_t)info->block_bytes;
-}
 
 /* Weights of mean 0 and deviation 0.02: small enough that activations stay sane in any shape. A sum of three
  * uniform numbers is bell-shaped enough, and the same on every platform. */

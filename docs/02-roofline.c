@@ -31,41 +31,6 @@ static double read_speed(size_t bytes, int threads) {
     return best;
 }
 
-/* Operations a second of the engine's own matrix product, on a matrix of the model's type that stays in the cache and on
- * enough rows that nothing but arithmetic is left. */
-static double arithmetic_peak(const lesson *l, llm_backend *b) {
-    enum { SIZE_ = 512, ROWS = 256 };
-    llm_error err;
-    llm_limits limits = {.max_tokens = ROWS, .max_sequences = 1, .max_context = 64, .n_heads = 1, .head_dim = 64, .max_cols = SIZE_};
-    const llm_tensor *like = llm_file_find_tensor(llm_model_file(l->loaded), "blk.0.ffn_up.weight");
-    const llm_type_info *type = llm_type_find(like ? like->type : LLM_F16);
-    if (!type->pack) type = llm_type_find(LLM_F16);
-    size_t bytes = row_bytes(type->type, SIZE_) * SIZE_;
-    float *values = resize(NULL, SIZE_ * SIZE_ * sizeof *values);
-    for (int i = 0; i < SIZE_ * SIZE_; i++) values[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
-    void *weights = resize(NULL, bytes);
-    type->pack(values, weights, SIZE_ * SIZE_);
-    llm_weight w = {.type = type->type, .rows = SIZE_, .cols = SIZE_};
-    float *x = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err), *out = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err);
-    bool good = x && out && b->reserve(b->context, &limits, &err) && b->load_weight(b->context, &w, weights, &err) &&
-                b->upload(b->context, x, values, ROWS * SIZE_ * sizeof *x, &err);
-    double best = 0, end = llm_seconds() + 0.4;
-    while (good && llm_seconds() < end) {
-        double start = llm_seconds();
-        for (int i = 0; i < 4; i++) b->matmul(b->context, x, &w, NULL, ROWS, false, out);
-        good = b->sync(b->context, &err);
-        double rate = 4 * 2.0 * ROWS * SIZE_ * SIZE_ / (llm_seconds() - start);
-        if (rate > best) best = rate;
-    }
-    if (!good) fail_with(&err);
-    if (w.data) b->free_weight(b->context, &w);
-    b->release(b->context, x);
-    b->release(b->context, out);
-    free(values);
-    free(weights);
-    return good ? best : 0;
-}
-
 /* Bytes a second of a device with memory of its own: `swiglu` over so many that no cache holds them reads two arrays and writes one. */
 static double device_memory_speed(llm_backend *b) {
     llm_error err;
@@ -172,7 +137,7 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     } else {
         roof.memory = roof.cached = device_memory_speed(device);
     }
-    roof.peak = roof.memory > 0 ? arithmetic_peak(&l, device) : 0;
+    roof.peak = roof.memory > 0 ? arithmetic_peak(l.loaded, device) : 0;
     llm_backend_free(device); /* the engine has one of its own */
     llm_engine *engine = roof.peak > 0 ? lesson_engine(l.loaded, &l.engine) : NULL;
     bool good = engine && roofline_decode(&l, engine, 1, &rows[0]); /* to warm up */
