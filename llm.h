@@ -355,7 +355,7 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
     LLM_ISA_AVX2,    /* with FMA and F16C */
     LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
-    LLM_ISA_AMX,     /* and matrix tiles of bf16 */
+    LLM_ISA_AMX,     /* and matrix tiles of int8 */
     LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
@@ -6067,11 +6067,11 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
 typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
     const llm_weight *w;
     const float *x;
-    const void *x_tiles;     /* x rounded to int8 or bf16, for the block formats (see "Panels") */
+    const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
     size_t x_tile_bytes;
     int height;              /* rows of x in a tile */
     int x_parts;             /* in which a tile is rounded */
-    bool tiles;              /* use matrix tiles: of bf16 */
+    bool tiles;              /* use matrix tiles */
     const float *bias;       /* NULL: none */
     bool add;
     int n;
@@ -6107,9 +6107,8 @@ typedef struct llm__attention_job {
 typedef struct llm__kernels {
     llm_isa isa;
     int lanes;                       /* floats in a register */
-    /* Rows 0 to rows - 1 of x (of at most 16), blocks first_block to end_block - 1, into their tile of x, which is `height` high;
-     * bf16: for matrix tiles, else as int8 */
-    void (*round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block, bool bf16, char *tile);
+    /* Rows 0 to rows - 1 of x (of at most 16), blocks first_block to end_block - 1, into their tile of x, which is `height` high */
+    void (*round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block, char *tile);
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
@@ -6128,7 +6127,7 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     struct llm__slab *slabs;         /* (n_slabs) into these */
     int64_t n_slabs, slab_capacity;
     llm_limits limits;               /* as reserved */
-    void *rounded;                   /* the rows of one matmul input, as int8 or bf16 */
+    void *rounded;                   /* the rows of one matmul input as int8 */
     char *scratch;                   /* (n_threads, scratch_bytes) */
     size_t scratch_bytes, tile_bytes;
     double alone_until;              /* on the clock; see llm__parallel */
@@ -6339,6 +6338,7 @@ enum {
     LLM__QUERY_ROWS = 64,   /* (token, head) pairs that share it, at most */
     LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
+    LLM__TILE_ROWS = 4,     /* rows of x from which on matrix tiles pay */
     LLM__PREFETCH_BYTES = 2048
 };
 
@@ -6416,9 +6416,6 @@ static size_t llm__panel_bytes(llm_type type, int64_t cols) {
     return (size_t)llm__divide_up(cols, LLM__STRIPE) * llm__stripe_bytes(type);
 }
 
-/* Types whose products are made in matrix tiles, where the processor has them. They have a panel of their own then: see "Matrix tiles". */
-static bool llm__has_tiles(llm_type type) { return llm__stored_quads(type) == 4 || type == LLM_Q8_0; }
-
 /* One block of one row as words: see above. */
 static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
     if (type == LLM_Q8_0) {
@@ -6434,20 +6431,8 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
     }
 }
 
-/* Block of row `row` of a panel for matrix tiles: bytes as they are, or the nibbles of four rows in 16 bits. */
-static void llm__pack_tile(llm_type type, const uint8_t *q, int row, uint8_t *block) {
-    if (type == LLM_Q8_0) {
-        memcpy(block + row * LLM__BLOCK, q, LLM__BLOCK);
-        return;
-    }
-    for (int column = 0; column < LLM__BLOCK; column++) {
-        uint8_t *byte = block + (row / 4 * LLM__BLOCK + column) * 2 + row % 4 / 2;
-        *byte = (uint8_t)(row % 2 ? (*byte & 15) | q[column] << 4 : q[column]);
-    }
-}
-
 /* Rows first_row to first_row + 15 of the matrix, as far as there are such. */
-static void llm__pack_panel(const llm_weight *w, bool tiles, int64_t first_row, uint8_t *panel) {
+static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
     int quads = llm__stored_quads(w->type);
     bool groups = llm__has_groups(w->type), minimum = llm__has_minimum(w->type);
     size_t row_bytes = llm__row_bytes(w->type, w->cols), stripe_bytes = llm__stripe_bytes(w->type);
@@ -6461,15 +6446,11 @@ static void llm__pack_panel(const llm_weight *w, bool tiles, int64_t first_row, 
             llm__levels levels;
             uint32_t words[8];
             llm__read_levels(w->type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, block, &levels);
+            llm__pack_quads(w->type, levels.q, words);
             llm__write_u16(scales + 2 * row, levels.scale);
             if (minimum) llm__write_u16(scales + LLM__PANEL * (groups ? 2 : 4) + 2 * row, levels.minimum);
             for (int i = 0; groups && i < 2; i++)
                 stripe[LLM__PANEL * (minimum ? 4 : 2) + (block % 2 * 2 + i) * LLM__PANEL + row] = levels.group[i];
-            if (tiles) {
-                llm__pack_tile(w->type, levels.q, (int)row, to);
-                continue;
-            }
-            llm__pack_quads(w->type, levels.q, words);
             for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
         }
 }
@@ -6481,18 +6462,14 @@ static void llm__pack_panel(const llm_weight *w, bool tiles, int64_t first_row, 
  *     scales      (height)       f32
  *     sums        (height, 2)    i16    of the first 16 values, and of the others
  */
-enum {
-    LLM__X_BYTES = LLM__BLOCK + sizeof(float) + 2 * sizeof(int16_t), /* of one row of x in a block: int8, */
-    LLM__X_TILE_BYTES = 2 * LLM__BLOCK                               /* bf16 */
+enum { /* of the matrix tiles */
+    LLM__CHUNK = 16,       /* blocks that are unpacked together, */
+    LLM__TILE_PANELS = 4,  /* of so many panels */
+    LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
+    LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
 };
 
-enum { /* of the matrix tiles, 1 KB each */
-    LLM__CHUNK = 8,        /* blocks that are unpacked together, */
-    LLM__TILE_PANELS = 2,  /* of so many panels */
-    LLM__X_GROUP = 1 << 20, /* bytes of x that the second-level cache should hold beside them */
-    LLM__AHEAD = 2,        /* blocks that are unpacked while the tile unit works on earlier ones */
-    LLM__TILES_BYTES = (LLM__CHUNK * LLM__TILE_PANELS + LLM__TILE_PANELS) * 1024 /* of scratch, beside the sums for many rows */
-};
+enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + 2 * sizeof(int16_t) }; /* of one row of x in a block */
 
 /* Blocks in a row of x: whole stripes. */
 static int64_t llm__x_blocks(int64_t cols) { return 2 * llm__divide_up(cols, LLM__STRIPE); }
@@ -7115,30 +7092,22 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
 /* -- Matrix tiles: AMX --
  *
  * From a few rows of x on, arithmetic begins to count, and some processors have a unit for it: 8 tile registers of 16 rows
- * of 64 bytes. tdpbf16ps multiplies two of them, of bf16 (a float without its lower half), and adds to a third, of f32:
+ * of 64 bytes. tdpbssd multiplies two of them, of int8, and adds to a third, of int32:
  *
- *     A: 16 rows of weights,      B: 16 pairs of columns of 16 rows of x      C: 16 rows of weights by 16 rows of x
- *        32 columns (a block)     row k:  x[0] 2k, 2k + 1 | x[1] 2k, ...      row r:  w[r].x[0]  w[r].x[1]  ...  w[r].x[15]
+ *     A: 16 rows of x,         B: 8 quads of 16 rows of weights               C: 16 rows of x by 16 rows of weights
+ *        32 columns            row q: w[0] quad q | w[1] quad q | ...         row t: x[t].w[0]  x[t].w[1]  ...  x[t].w[15]
  *
- * 8192 products in 16 cycles, where vpdpbusd of small integers does 2048, and the sums stay in C from the first column to the last.
- * All rows of x are multiplied so, even a single one, because all must be rounded alike. Weights and x keep 8 binary digits
- * each, about as many as int8 with a scale per 32 values does.
+ * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory. q4_0 must be brought to
+ * signed bytes first: with its offset flipped away, a nibble in the high half of a byte is 16 w, and the 16 is taken out of
+ * the scale. What is left for the vector registers is, for each of the 16 rows of C, to make floats of the sums and to
+ * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take 3 times as long as
+ * the tile unit. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit. Prompts ran 1.5 times
+ * as fast and 16 sequences 1.2 times; but as all rows must be rounded alike, a single one has to pass the tiles too, and to make
+ * bf16 of 512 weights takes 17 ns where vpdpbusd is done with them in 5: one sequence took 1.2 times as long from memory,
+ * 1.8 times from the cache.)
  *
- * The work is to make bf16 of the weights. A row of a block has one scale, and 16 different values at most: they are the one
- * register T = scale x (q - 8) (or scale x q + minimum), and the 32 weights are looked up in it:
- *
- *     stored         16 bits: column c of rows 4j, 4j + 1, 4j + 2, 4j + 3; 32 such words are four rows in a register
- *     multishift     per column two bytes  ..qqqq..  with the nibble q of one of the four rows in the middle
- *     and, or        qqqq10 | qqqq11: where the two upper bytes of float number q stand in T
- *     vpermb         32 x bf16, a row of A
- *
- * With the multiplication that makes T and the addition that rounds it, five instructions a row: 40 cycles for the 512
- * weights of a block, of whichever number of rows of x, while memory takes 50. They overlap with the tile unit where they are
- * some blocks ahead of it.
- *
- * (Tried and dropped: tiles of int8, whose sums must leave the tile unit after each block to be scaled: 48 cycles per block
- * and 16 rows of x, 2.5 times as slow for prompts. Letting the compiler broadcast the scales: it shuffles them out of a
- * register, and the unit that shuffles is the one that vpermb needs. vpermw, which needs no pairs of bytes, takes twice as long.) */
+ * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
+ * memory has nothing to do otherwise, the next chunk is asked for. */
 
 /* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C, 4-5 A, 6-7 B. */
 LLM__INLINE void llm__amx_configure(int height) {
@@ -7146,271 +7115,194 @@ LLM__INLINE void llm__amx_configure(int height) {
     memset(&shapes, 0, sizeof shapes);
     shapes.palette = 1;
     for (int i = 0; i < 8; i++) {
-        shapes.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? 64 : 4 * height);
-        shapes.rows[i] = 16;
+        shapes.row_bytes[i] = i == 4 || i == 5 ? LLM__BLOCK : 64;
+        shapes.rows[i] = (uint8_t)(i < 6 ? height : 8);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
 /* The instructions, with what they read and write spelled out for the compiler. (The names of tile registers are part of an
  * instruction: hence macros.) */
-#define LLM__TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define LLM__TILE_LOAD(tile, p, stride)                                                   \
+#define LLM__TILE_LOAD(tile, p, stride)                                                    \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
-                     "m"(*(const char(*)[1024])(const void *)(p)))
-#define LLM__TILE_STORE(tile, p, stride)                    \
+                     "m"(*(const char(*)[512])(const void *)(p)))
+#define LLM__TILE_STORE(tile, p)                            \
     __asm__ volatile("tilestored %%tmm" #tile ", (%1,%2,1)" \
-                     : "=m"(*(char(*)[1024])(void *)(p)) : "r"(p), "r"((int64_t)(stride)))
-#define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+                     : "=m"(*(char(*)[1024])(void *)(p)) : "r"(p), "r"((int64_t)64))
+#define LLM__TILE_PRODUCT(c, a, b)                                               \
+    do {                                                                         \
+        __asm__ volatile("tilezero %%tmm" #c ::);                                \
+        LLM__TILE_LOAD(a, x + (size_t)(c) * x_bytes, LLM__BLOCK);                \
+        LLM__TILE_LOAD(b, w + (c) * 512, 64);                                    \
+        __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::);       \
+    } while (0)
 
-/* Three instructions that processors with tiles have, and others that run this pass may lack. */
-LLM__INLINE __m512i llm__amx_bf16(__m512 low, __m512 high) { /* rounded to nearest */
-    __m512i v;
-    __asm__("vcvtne2ps2bf16 %1, %2, %0" : "=v"(v) : "v"(low), "v"(high));
-    return v;
+/* The products of four blocks to memory. */
+LLM__INLINE void llm__amx_products(const char *x, size_t x_bytes, const int8_t *w, int32_t *products) {
+    LLM__TILE_PRODUCT(0, 4, 6);
+    LLM__TILE_PRODUCT(1, 5, 7);
+    LLM__TILE_PRODUCT(2, 4, 6);
+    LLM__TILE_PRODUCT(3, 5, 7);
+    LLM__TILE_STORE(0, products);
+    LLM__TILE_STORE(1, products + 256);
+    LLM__TILE_STORE(2, products + 512);
+    LLM__TILE_STORE(3, products + 768);
 }
-LLM__INLINE __m512i llm__amx_pick_bytes(__m512i index, __m512i table) {
-    __m512i v;
-    __asm__("vpermb %1, %2, %0" : "=v"(v) : "v"(table), "v"(index));
-    return v;
-}
-LLM__INLINE __m512i llm__amx_pick_bits(__m512i places, __m512i words) {
-    __m512i v;
-    __asm__("vpmultishiftqb %1, %2, %0" : "=v"(v) : "v"(words), "v"(places));
-    return v;
-}
+#undef LLM__TILE_PRODUCT
+#undef LLM__TILE_STORE
+#undef LLM__TILE_LOAD
 
-/* Rows of x to a tile of bf16: of each block 16 pairs of columns of all rows. */
-LLM__INLINE void llm__amx_round_rows(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block,
-                                     char *tile) {
-    __m512i place = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-    place = _mm512_mullo_epi32(place, _mm512_set1_epi32(height));
-    for (int64_t block = first_block; block < end_block; block++) {
-        char *to = tile + (size_t)block * (size_t)height * LLM__X_TILE_BYTES;
-        llm__vf pairs[LLM__X_TILE];
-        for (int r = 0; r < rows; r++) {
-            const float *from = x + r * cols + block * LLM__BLOCK;
-            __m512i v = _mm512_setzero_si512();
-            if (block * LLM__BLOCK < cols) v = llm__amx_bf16(_mm512_loadu_ps(from), _mm512_loadu_ps(from + 16));
-            if (rows == LLM__X_TILE) pairs[r] = (llm__vf)v;
-            else _mm512_i32scatter_epi32(to + 4 * r, place, v, 4);
+typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
+    const char *x;
+    size_t x_bytes;           /* of a block of the tile */
+    int height, blocks;
+    const int8_t *w;          /* (blocks, 8, 16, 4) */
+    const float *w_scales;    /* (blocks, 16) */
+    const float *w_minimums;  /* (blocks, 16), or NULL */
+    int32_t *products;        /* (2, group, 16, 16) */
+    float *kept;              /* (T, 16) sums, from one chunk to the next */
+    const uint8_t *ahead;     /* what memory should bring meanwhile: so many cache lines per block */
+    int lines;
+} llm__tile_job;
+
+/* Add the products of the blocks first to end - 1, T rows each, to the sums. */
+LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, const int32_t *products, __m512 *sums) {
+    for (int b = first; b < end; b++, products += 256) {
+        const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
+        __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
+        for (int line = 0; line < job->lines; line++) LLM__PREFETCH(job->ahead + (b * job->lines + line) * 64);
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
+            sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
         }
-        if (rows < LLM__X_TILE) continue;
-        LLM__K(transpose)(pairs);
-        for (int k = 0; k < LLM__X_TILE; k++) LLM__K(store)((float *)(void *)to + k * LLM__X_TILE, pairs[k]);
+        if (!job->w_minimums) continue;
+        const int16_t *x_sums = (const int16_t *)(const void *)(x_scales + job->height);
+        __m512 minimum = _mm512_loadu_ps(job->w_minimums + b * LLM__PANEL);
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_scales[t] * (float)(x_sums[2 * t] + x_sums[2 * t + 1])), sums[t]);
     }
 }
 
-/* Half `half` of a stripe to a tile A. */
-LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int half, char *w) {
-    LLM__K(w_block) block;
-    float scales[LLM__PANEL], others[LLM__PANEL];
-    const bool minimum = llm__has_minimum(type);
-    const uint8_t *p = stripe + llm__stripe_head(type) + half * LLM__PANEL * 4 * llm__stored_quads(type);
-    LLM__K(unpack_scales)(type, stripe, half, 0, &block);
-    LLM__K(store)(scales, block.scale);
-    LLM__K(store)(others, block.other);
-    __asm__ volatile("" : "+m"(scales), "+m"(others)); /* that they are read from there */
-    if (type == LLM_Q8_0) {
-        LLM__UNROLL for (int row = 0; row < LLM__PANEL; row++, p += LLM__BLOCK) {
-            __m512 scale = _mm512_set1_ps(scales[row]);
-            __m512i low = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
-            __m512i high = _mm512_cvtepi8_epi32(_mm_loadu_si128((const __m128i *)(const void *)(p + 16)));
-            _mm512_storeu_si512((void *)(w + row * 64), llm__amx_bf16(_mm512_mul_ps(_mm512_cvtepi32_ps(low), scale),
-                                                                      _mm512_mul_ps(_mm512_cvtepi32_ps(high), scale)));
-        }
-        return;
+/* T rows of the tile count. */
+LLM__INLINE void llm__amx_chunk(int T, bool first, const llm__tile_job *job) {
+    __m512 sums[16];
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(job->kept + t * 16);
+    llm__amx_products(job->x, job->x_bytes, job->w, job->products);
+    for (int block = 0; block < job->blocks; block += LLM__GROUP) {
+        int after = block + LLM__GROUP, odd = block / LLM__GROUP % 2;
+        if (after < job->blocks)
+            llm__amx_products(job->x + (size_t)after * job->x_bytes, job->x_bytes, job->w + after * 512,
+                              job->products + (1 - odd) * 1024);
+        llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), job->products + odd * 1024, sums);
     }
-    const __m512i nibble = _mm512_set1_epi8(0x3c), bytes = _mm512_set1_epi16(0x0302), half_step = _mm512_set1_epi32(0x8000);
-    const __m512 level = _mm512_sub_ps(_mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15),
-                                       _mm512_set1_ps((float)llm__zero_level(type)));
-    LLM__UNROLL for (int row = 0; row < LLM__PANEL; row++) {
-        /* the bits of eight that go to the bytes of four columns: each twice, two below the nibble */
-        const __m512i places = _mm512_add_epi8(_mm512_set1_epi64(0x2e2e1e1e0e0efefe), _mm512_set1_epi8((char)(row % 4 * 4)));
-        __m512i words = _mm512_loadu_si512((const void *)(p + row / 4 * 64));
-        __m512i index = _mm512_ternarylogic_epi32(llm__amx_pick_bits(places, words), nibble, bytes, 0xea); /* (v & nibble) | bytes */
-        __m512 value = _mm512_set1_ps(scales[row]);
-        value = minimum ? _mm512_fmadd_ps(level, value, _mm512_set1_ps(others[row])) : _mm512_mul_ps(level, value);
-        __m512i table = _mm512_add_epi32(_mm512_castps_si512(value), half_step);
-        _mm512_storeu_si512((void *)(w + row * 64), llm__amx_pick_bytes(index, table));
+    LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
+}
+
+/* The first blocks of (what is left of) a panel to signed bytes, f32 scales and minimums. */
+LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count, int8_t *w, float *scales, float *minimums) {
+    const __m512i sign = _mm512_set1_epi8((char)0x80), high = _mm512_set1_epi8((char)0xf0);
+    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
+    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, minimums += LLM__PANEL) {
+        int half = b % 2;
+        const uint8_t *stripe = panel + (size_t)(b / 2) * llm__stripe_bytes(type);
+        const uint8_t *p = stripe + llm__stripe_head(type) + half * LLM__PANEL * 4 * llm__stored_quads(type);
+        if (type != LLM_Q4_0 && type != LLM_Q8_0) {
+            LLM__K(w_block) block;
+            LLM__K(unpack_block)(type, stripe, half, 0, &block);
+            for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
+            LLM__K(store)(scales, block.scale);
+            LLM__K(store)(minimums, block.other);
+            continue;
+        }
+        __m512 scale = (__m512)LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL));
+        if (type == LLM_Q4_0) {
+            LLM__UNROLL for (int q = 0; q < 4; q++) { /* 0x28: (v ^ sign) & high */
+                __m512i v = _mm512_loadu_si512((const void *)(p + q * 64));
+                __m512i low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 4), sign, high, 0x28);
+                _mm512_storeu_si512((void *)(w + q * 64), low);
+                _mm512_storeu_si512((void *)(w + q * 64 + 256), _mm512_ternarylogic_epi32(v, sign, high, 0x28));
+            }
+            scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.0625f));
+        } else
+            LLM__UNROLL for (int q = 0; q < 8; q++)
+                _mm512_storeu_si512((void *)(w + q * 64), _mm512_loadu_si512((const void *)(p + q * 64)));
+        _mm512_storeu_ps(scales, scale);
     }
 }
 
-/* Half as many cache lines as a stripe has, further on. */
-LLM__INLINE void llm__amx_prefetch(llm_type type, const uint8_t *stripe, int half) {
-    const size_t lines = (llm__stripe_bytes(type) + 63) / 64, first = half ? (lines + 1) / 2 : 0, end = half ? lines : (lines + 1) / 2;
-    for (size_t line = first; line < end; line++) LLM__PREFETCH(stripe + LLM__PREFETCH_BYTES + line * 64);
-}
-
-/* A tile C of sums (16 rows of weights, 16 of x) for the rows of x from i on. */
-LLM__INLINE void llm__amx_finish(const llm__matmul_job *job, int64_t i, int64_t row, const float *sums) {
-    llm__vf c[LLM__X_TILE];
-    for (int r = 0; r < LLM__PANEL; r++) c[r] = LLM__K(load)(sums + r * LLM__X_TILE);
-    LLM__K(transpose)(c);
-    int64_t n = llm__min(job->n - i, LLM__X_TILE);
-    for (int64_t t = 0; t < n; t++) LLM__K(finish_panel)(job, i + t, row, &c[t]);
-}
-
-/* One or two panels against one tile of x. Two, because one product must have ended before the next can add to the same C. */
-LLM__INLINE void llm__amx_few(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
-                              char *scratch) {
-    enum { RING = 2 * LLM__AHEAD * 1024 };
-    int64_t blocks = llm__x_blocks(job->w->cols);
-    size_t stripe_bytes = llm__stripe_bytes(type), panel_bytes = llm__panel_bytes(type, job->w->cols);
-    size_t x_bytes = (size_t)job->height * LLM__X_TILE_BYTES;
-    const char *x = llm__x_tile(job, 0), *first = scratch, *second = scratch + RING;
-    LLM__TILE_ZERO(0);
-    LLM__TILE_ZERO(1);
-    for (int64_t block = 0; block < blocks + LLM__AHEAD; block++) {
-        const uint8_t *stripe = panels + (size_t)(block / 2) * stripe_bytes;
-        int64_t place = block * 1024 % RING, done = (block + LLM__AHEAD) * 1024 % RING;
-        llm__amx_prefetch(type, stripe, (int)(block % 2));
-        if (block < blocks) llm__amx_unpack(type, stripe, (int)(block % 2), scratch + place);
-        if (block >= LLM__AHEAD) {
-            LLM__TILE_LOAD(6, x + (size_t)(block - LLM__AHEAD) * x_bytes, 4 * job->height);
-            LLM__TILE_LOAD(4, first + done, 64);
-            LLM__TILE_PRODUCT(0, 4, 6);
-        }
-        if (n_panels < 2) continue;
-        llm__amx_prefetch(type, stripe + panel_bytes, (int)(block % 2));
-        if (block < blocks) llm__amx_unpack(type, stripe + panel_bytes, (int)(block % 2), scratch + RING + place);
-        if (block >= LLM__AHEAD) {
-            LLM__TILE_LOAD(5, second + done, 64);
-            LLM__TILE_PRODUCT(1, 5, 6);
-        }
-    }
-    float *sums = (float *)(void *)(scratch + 2 * RING);
-    if (job->height == 1) { /* then C is a column: 16 floats */
-        LLM__TILE_STORE(0, sums, 4);
-        LLM__TILE_STORE(1, sums + LLM__PANEL, 4);
-        for (int p = 0; p < n_panels; p++) {
-            llm__vf sum = LLM__K(load)(sums + p * LLM__PANEL);
-            LLM__K(finish_panel)(job, 0, row + p * LLM__PANEL, &sum);
-        }
-        return;
-    }
-    LLM__TILE_STORE(0, sums, 64);
-    LLM__TILE_STORE(1, sums + 256, 64);
-    for (int p = 0; p < n_panels; p++) llm__amx_finish(job, 0, row + p * LLM__PANEL, sums + p * 256);
-}
-
-/* A chunk of P panels against X tiles of x, 1 or 2 each: every tile that is loaded is used twice.
- * w (P, CHUNK) tiles, x (X) rows of tiles, x_bytes from one to the next; sums (P, X) tiles, panel_sums floats from panel to panel. */
-LLM__INLINE void llm__amx_square(int P, int X, const char *w, const char *x, size_t x_bytes, int count, bool first, float *sums,
-                                 int64_t panel_sums) {
-    if (first) {
-        LLM__TILE_ZERO(0);
-        LLM__TILE_ZERO(1);
-        LLM__TILE_ZERO(2);
-        LLM__TILE_ZERO(3);
-    } else {
-        LLM__TILE_LOAD(0, sums, 64);
-        if (X > 1) LLM__TILE_LOAD(1, sums + 256, 64);
-        if (P > 1) LLM__TILE_LOAD(2, sums + panel_sums, 64);
-        if (P > 1 && X > 1) LLM__TILE_LOAD(3, sums + panel_sums + 256, 64);
-    }
-    for (int b = 0; b < count; b++, w += 1024, x += 1024) {
-        LLM__TILE_LOAD(4, w, 64);
-        LLM__TILE_LOAD(6, x, 64);
-        LLM__TILE_PRODUCT(0, 4, 6);
-        if (X > 1) {
-            LLM__TILE_LOAD(7, x + x_bytes, 64);
-            LLM__TILE_PRODUCT(1, 4, 7);
-        }
-        if (P > 1) {
-            LLM__TILE_LOAD(5, w + LLM__CHUNK * 1024, 64);
-            LLM__TILE_PRODUCT(2, 5, 6);
-        }
-        if (P > 1 && X > 1) LLM__TILE_PRODUCT(3, 5, 7);
-    }
-    LLM__TILE_STORE(0, sums, 64);
-    if (X > 1) LLM__TILE_STORE(1, sums + 256, 64);
-    if (P > 1) LLM__TILE_STORE(2, sums + panel_sums, 64);
-    if (P > 1 && X > 1) LLM__TILE_STORE(3, sums + panel_sums + 256, 64);
-}
-
-/* One or two panels against the tiles of x from first_tile on, in chunks of 256 columns: so much of two panels (16 KB) and of two
- * tiles of x (16 KB) fits the first-level cache; the sums wait in memory from chunk to chunk. */
-LLM__INLINE void llm__amx_many(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
-                               int64_t first_tile, int64_t n_tiles, char *scratch) {
-    int64_t blocks = llm__x_blocks(job->w->cols);
-    size_t stripe_bytes = llm__stripe_bytes(type), panel_bytes = llm__panel_bytes(type, job->w->cols);
-    char *w = scratch;                                                                  /* (panels, chunk) tiles */
-    float *sums = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 1024);          /* (panels, n_tiles) tiles */
-    for (int64_t block = 0; block < blocks; block += LLM__CHUNK) {
+/* Up to four panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
+ * beyond n, up to a multiple of four, are computed from whatever is there, and dropped.) */
+static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+                                 char *scratch) {
+    int64_t blocks = llm__x_blocks(job->w->cols), kept_rows = job->n + LLM__X_TILE;
+    size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
+    size_t chunk_bytes = LLM__CHUNK / 2 * llm__stripe_bytes(type);
+    int32_t *products = (int32_t *)(void *)scratch;                          /* (2, group, 16, 16) */
+    int8_t *w = (int8_t *)(products + 2 * LLM__GROUP * 256);                 /* (panels, chunk, 8, 16, 4) */
+    float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512); /* (panels, chunk, 16) */
+    float *minimums = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;   /* the same */
+    float *sums = minimums + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;     /* (panels, kept_rows, 16) */
+    for (int64_t block = 0; block < blocks; block += LLM__CHUNK, panels += chunk_bytes) {
         int count = (int)llm__min(LLM__CHUNK, blocks - block);
         for (int p = 0; p < n_panels; p++)
-            for (int b = 0; b < count; b++) {
-                const uint8_t *stripe = panels + (size_t)p * panel_bytes + (size_t)((block + b) / 2) * stripe_bytes;
-                llm__amx_prefetch(type, stripe, b % 2);
-                llm__amx_unpack(type, stripe, b % 2, w + (p * LLM__CHUNK + b) * 1024);
+            llm__amx_unpack(type, panels + (size_t)p * panel_bytes, count, w + p * LLM__CHUNK * 512,
+                            scales + p * LLM__CHUNK * LLM__PANEL, minimums + p * LLM__CHUNK * LLM__PANEL);
+        for (int64_t i = 0; i < job->n; i += job->height)
+            for (int p = 0; p < n_panels; p++) {
+                llm__tile_job t = {llm__x_tile(job, i / job->height) + (size_t)block * x_bytes, x_bytes, job->height, count,
+                                   w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL,
+                                   llm__has_minimum(type) ? minimums + p * LLM__CHUNK * LLM__PANEL : NULL, products,
+                                   sums + (p * kept_rows + i) * LLM__PANEL, panels + (size_t)p * panel_bytes + chunk_bytes,
+                                   i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
+                int64_t rows = job->n - i;
+                if (rows > 12) llm__amx_chunk(16, block == 0, &t);
+                else if (rows > 8) llm__amx_chunk(12, block == 0, &t);
+                else if (rows > 4) llm__amx_chunk(8, block == 0, &t);
+                else llm__amx_chunk(4, block == 0, &t);
             }
-        for (int64_t t = 0; t < n_tiles; t += 2) {
-            const char *x = llm__x_tile(job, first_tile + t) + block * 1024;
-            float *to = sums + t * 256;
-            if (n_panels > 1 && t + 1 < n_tiles) llm__amx_square(2, 2, w, x, job->x_tile_bytes, count, block == 0, to, n_tiles * 256);
-            else if (n_panels > 1) llm__amx_square(2, 1, w, x, job->x_tile_bytes, count, block == 0, to, n_tiles * 256);
-            else if (t + 1 < n_tiles) llm__amx_square(1, 2, w, x, job->x_tile_bytes, count, block == 0, to, n_tiles * 256);
-            else llm__amx_square(1, 1, w, x, job->x_tile_bytes, count, block == 0, to, n_tiles * 256);
-        }
     }
-    for (int p = 0; p < n_panels; p++)
-        for (int64_t t = 0; t < n_tiles; t++)
-            llm__amx_finish(job, (first_tile + t) * LLM__X_TILE, row + p * LLM__PANEL, sums + (p * n_tiles + t) * 256);
+    for (int64_t i = 0; i < job->n; i++)
+        for (int p = 0; p < n_panels; p++) {
+            llm__vf sum = LLM__K(load)(sums + (p * kept_rows + i) * LLM__PANEL);
+            LLM__K(finish_panel)(job, i, row + p * LLM__PANEL, &sum);
+        }
 }
-#undef LLM__TILE_ZERO
-#undef LLM__TILE_LOAD
-#undef LLM__TILE_STORE
-#undef LLM__TILE_PRODUCT
 
 #endif
 
-/* Rows first to end - 1 of the weights, whole panels. With matrix tiles, the rows of x are taken in groups that stay in the
- * second-level cache while all the panels pass by (unless these must be packed each time). */
+/* Rows first to end - 1 of the weights, whole panels. */
 LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
-    int64_t n_tiles = llm__divide_up(job->n, job->height), group = n_tiles;
 #if LLM__KERNEL_PASS == 2
     if (tiles) llm__amx_configure(job->height);
-    if (tiles && w->packed) group = llm__max(LLM__X_GROUP / (int64_t)job->x_tile_bytes / 2 * 2, 2);
 #endif
-    for (int64_t tile = 0; tile < n_tiles; tile += group)
-        for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
-            together = tiles ? llm__min(llm__divide_up(end - row, LLM__PANEL), LLM__TILE_PANELS) : 1;
-            const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
-            if (!w->packed) {
-                for (int64_t p = 0; p < together; p++)
-                    llm__pack_panel(w, tiles, row + p * LLM__PANEL, (uint8_t *)scratch + (size_t)p * panel_bytes);
-                panels = (const uint8_t *)scratch;
-            }
-#if LLM__KERNEL_PASS == 2
-            if (tiles) {
-                char *rest = scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes);
-                if (job->n <= LLM__X_TILE) llm__amx_few(type, job, panels, (int)together, row, rest);
-                else llm__amx_many(type, job, panels, (int)together, row, tile, llm__min(group, n_tiles - tile), rest);
-                continue;
-            }
-#endif
-            LLM__K(panel_by_rows)(type, job, panels, row);
+    for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
+        together = tiles && job->n > LLM__X_TILE ? llm__min(llm__divide_up(end - row, LLM__PANEL), LLM__TILE_PANELS) : 1;
+        const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
+        if (!w->packed) {
+            for (int64_t p = 0; p < together; p++)
+                llm__pack_panel(w, row + p * LLM__PANEL, (uint8_t *)scratch + (size_t)p * panel_bytes);
+            panels = (const uint8_t *)scratch;
         }
 #if LLM__KERNEL_PASS == 2
-    if (tiles) __asm__ volatile("tilerelease" ::);
+        if (tiles) {
+            llm__amx_panels(type, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            continue;
+        }
+#endif
+        LLM__K(panel_by_rows)(type, job, panels, row);
+    }
+#if LLM__KERNEL_PASS == 2
+    if (job->tiles) __asm__ volatile("tilerelease" ::);
 #endif
 }
 
 /* Rows of x to int8: see llm__kernels.round_rows. Values too small for a float to hold their products with the
  * scales of weights (1e-25) count as zero. */
 static void LLM__K(round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block,
-                               bool bf16, char *tile) {
-#if LLM__KERNEL_PASS == 2
-    if (bf16) {
-        llm__amx_round_rows(x, cols, height, rows, first_block, end_block, tile);
-        return;
-    }
-#endif
-    (void)bf16;
+                            char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
     for (int64_t item = first_block * rows; item < end_block * rows; item++) {
         int64_t block = item / rows, r = item % rows;
@@ -7819,12 +7711,9 @@ extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kern
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
 static bool llm__has_matrix_tiles(void) {
 #if defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
-    enum { TILES_OF_BF16 = 1 << 22 | 1 << 24, VBMI = 1 << 1, BF16 = 1 << 5 };
-    enum { ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    enum { TILES_OF_INT8 = 1 << 24 | 1 << 25, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_BF16) != TILES_OF_BF16 || !(c & VBMI) ||
-        !__get_cpuid_count(7, 1, &a, &b, &c, &d) || !(a & BF16))
-        return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_INT8) != TILES_OF_INT8) return false;
     int64_t failed; /* the call itself: strict C11 does not declare syscall() */
     __asm__ volatile("syscall" : "=a"(failed) : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION), "S"((int64_t)TILE_DATA)
                      : "rcx", "r11", "memory");
@@ -7889,8 +7778,6 @@ static void llm__parallel(llm__cpu *cpu, int64_t items, bool worth_it, llm__work
     for (int64_t item = 0; item < items; item++) work(cpu, job, item, cpu->scratch);
 }
 
-static bool llm__uses_tiles(const llm__cpu *cpu, llm_type type) { return cpu->isa >= LLM_ISA_AMX && llm__has_tiles(type); }
-
 /* An item is a part of the columns of one tile of x. */
 static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
@@ -7898,13 +7785,14 @@ static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void 
     int64_t blocks = llm__x_blocks(cols);
     (void)scratch;
     cpu->kernels->round_rows(job->x + first_row * cols, cols, job->height, (int)llm__min(job->height, job->n - first_row),
-                          blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts, job->tiles,
+                          blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts,
                           (char *)cpu->rounded + (size_t)tile * job->x_tile_bytes);
 }
 
 static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
-    int64_t large = job->rows_per_thread ? llm__min(item, cpu->n_threads) : 0, first = large * job->rows_per_thread + (item - large) * job->rows_per_item;
+    int64_t large = job->rows_per_thread ? llm__min(item, cpu->n_threads) : 0;
+    int64_t first = large * job->rows_per_thread + (item - large) * job->rows_per_item;
     int64_t rows = job->rows_per_thread && item < cpu->n_threads ? job->rows_per_thread : job->rows_per_item;
     cpu->kernels->matmul(job, first, llm__min(first + rows, job->w->rows), scratch);
 }
@@ -7919,9 +7807,10 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     if (n < 1 || w->rows < 1) return;
     llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, 0, w->rows, cpu->tile_bytes};
     if (llm__stored_quads(w->type)) {
-        job.tiles = llm__uses_tiles(cpu, w->type);
+        /* a block of q6_K has two scales, which a product of the tile unit would mix */
+        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS && w->type != LLM_Q6_K;
         job.height = (int)llm__min(n, LLM__X_TILE);
-        job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * (job.tiles ? LLM__X_TILE_BYTES : LLM__X_BYTES) * job.height);
+        job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
         int64_t tiles = llm__divide_up(n, job.height);
         bool many = (int64_t)n * w->cols >= 1 << 15;
         job.x_parts = many ? (int)llm__divide_up(cpu->n_threads, tiles) : 1;
@@ -8161,8 +8050,8 @@ static void llm__slab_drop(llm__cpu *cpu, const void *memory) {
 
 static void llm__pack_item(llm__cpu *cpu, const void *weight, int64_t item, void *scratch) {
     const llm_weight *w = (const llm_weight *)weight;
-    (void)scratch;
-    llm__pack_panel(w, llm__uses_tiles(cpu, w->type), item * LLM__PANEL, (uint8_t *)w->packed + (size_t)item * llm__panel_bytes(w->type, w->cols));
+    (void)cpu, (void)scratch;
+    llm__pack_panel(w, item * LLM__PANEL, (uint8_t *)w->packed + (size_t)item * llm__panel_bytes(w->type, w->cols));
 }
 
 static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
@@ -8195,7 +8084,7 @@ static void llm__cpu_free_weight(void *context, llm_weight *w) {
 
 /* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
  * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query. And
- * one buffer for the rows of a matmul input, rounded. */
+ * one buffer for the rows of a matmul input as int8. */
 static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error *err) {
     llm__cpu *cpu = (llm__cpu *)context;
     llm_limits limits = cpu->limits;
@@ -8221,10 +8110,10 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     scratch = (scratch + 4095) / 4096 * 4096;
     uint64_t all_scratch, rounded = 0;
     bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
-    if (cpu->kernels) /* whole tiles of x */
-        fits = fits && llm__multiply((uint64_t)llm__x_blocks(limits.max_cols) * LLM__X_TILE_BYTES,
+    if (cpu->kernels) /* whole tiles of x; and the last group of blocks may be read past its end */
+        fits = fits && llm__multiply((uint64_t)llm__x_blocks(limits.max_cols) * LLM__X_BYTES,
                                      (uint64_t)limits.max_tokens + LLM__X_TILE, &rounded) &&
-               rounded <= SIZE_MAX / 2;
+               (rounded += LLM__GROUP * LLM__X_TILE * LLM__X_BYTES) <= SIZE_MAX / 2;
     if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
 
     char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);

@@ -103,19 +103,6 @@ static float *rounded_to_int8(const float *x, int64_t n) {
     return out;
 }
 
-static bool in_tiles(llm_isa isa, llm_type type) { return isa == LLM_ISA_AMX && llm__has_tiles(type); }
-
-/* To bf16, of two equally near the larger; x: to the even one. In place. */
-static void round_to_bf16(float *v, int64_t n, bool even) {
-    for (int64_t i = 0; i < n; i++) {
-        uint32_t bits;
-        memcpy(&bits, &v[i], 4);
-        bits += even ? 0x7fff + (bits >> 16 & 1) : 0x8000;
-        bits &= 0xffff0000u;
-        memcpy(&v[i], &bits, 4);
-    }
-}
-
 /* ---- Matrix products ---------------------------------------------------------------- */
 
 static void *packed_weights(llm_type type, const float *values, int64_t count) {
@@ -137,7 +124,6 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
     float *x_seen = blocks ? rounded_to_int8(x, (int64_t)n * cols) : x;
-    float *in_tiles_expected = malloc(bytes), *x_bf16 = malloc((size_t)n * (size_t)cols * sizeof(float));
 
     llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
     assert_true(reference->load_weight(reference->context, &w, data, &err));
@@ -145,14 +131,6 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     memcpy(exact, start, bytes);
     reference->matmul(reference->context, x_seen, &w, bias, n, true, expected);
     reference->matmul(reference->context, x, &w, bias, n, true, exact);
-    /* the same in tiles: weights (which values is not needed for any more) and x in bf16 */
-    llm_type_find(type)->unpack(data, values, (int64_t)rows * cols);
-    round_to_bf16(values, (int64_t)rows * cols, type == LLM_Q8_0);
-    memcpy(x_bf16, x, (size_t)n * (size_t)cols * sizeof(float));
-    round_to_bf16(x_bf16, (int64_t)n * cols, true);
-    memcpy(in_tiles_expected, start, bytes);
-    llm_weight unpacked = {LLM_F32, rows, cols, values, NULL, NULL, false};
-    reference->matmul(reference->context, x_bf16, &unpacked, bias, n, true, in_tiles_expected);
     close_backend(reference);
 
     FOR_EACH_ISA(isa) {
@@ -162,7 +140,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
             if (threads == 1) {
                 memcpy(out, start, bytes);
                 b->matmul(b->context, x, &w, bias, n, true, out);
-                check_products("matmul", isa, type, out, in_tiles(isa, type) ? in_tiles_expected : expected, (int64_t)n * rows, cols, 2e-6);
+                check_products("matmul", isa, type, out, expected, (int64_t)n * rows, cols, 2e-6);
                 check_products("matmul against unrounded x", isa, type, out, exact, (int64_t)n * rows, cols, 1.5e-2);
                 /* row by row, and in groups of any size */
                 for (int step = 1; step <= 7; step += 2) {
@@ -195,7 +173,6 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
         }
     }
     if (x_seen != x) free(x_seen);
-    free(in_tiles_expected), free(x_bf16);
     free(values), free(x), free(bias), free(start), free(data), free(expected), free(exact), free(out), free(other);
 }
 
@@ -297,7 +274,7 @@ static void test_matmul_extremes_of_all(void **state) {
             llm_backend *b = open_backend(isa, 1);
             if (!b) continue;
             b->matmul(b->context, x, &w, NULL, N, false, out);
-            check_close(type->name, isa, out, expected, N * ROWS, in_tiles(isa, type->type) ? 4e-3 : 1e-6); /* 1008 is none in bf16 */
+            check_close(type->name, isa, out, expected, N * ROWS, 1e-6);
             close_backend(b);
         }
     }
