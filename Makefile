@@ -49,7 +49,7 @@ OBSERVE  = $(CXX) -std=c++17 -O2 $(WARN) -fsanitize=thread -fno-tree-sra -fno-tr
 	-DLLM_EMULATED -Dllm_emulated_backend=llm_observed_backend -x c++ -c
 DEVICES  = $(if $(NVCC),$(B)/llm_cuda.o) $(if $(EMULATED),$(EMULATOR)) $(if $(OBSERVED),$(B)/observed.o)
 DEVICE_FLAGS = $(if $(NVCC),-DLLM_WITH_CUDA) $(if $(EMULATED),-DLLM_WITH_EMULATED) $(if $(OBSERVED),-DLLM_WITH_OBSERVED)
-DEVICE_LIBS  = $(if $(NVCC),-L$(CUDA)/lib64 -lcudart_static -lpthread -ldl -lrt) $(if $(strip $(DEVICES)),-lstdc++)
+DEVICE_LIBS  = $(if $(NVCC),$(addprefix -L,$(wildcard $(CUDA)/lib64 $(CUDA)/lib)) -lcudart_static -lpthread -ldl -lrt) $(if $(strip $(DEVICES)),-lstdc++)
 
 TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))

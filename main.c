@@ -3163,16 +3163,17 @@ static bool bench_profile(bench *b, int threads) {
     b->engine.backend = &watched;
     llm_engine *engine = llm_engine_create(b->loaded, &b->engine, &err);
     bool good = engine || !fail_with(&err);
-    good = good && bench_once(engine, 16, 4, &prefill, &decode); /* to warm up */
+    int prompt = b->prompts.values[0], begin = prompt < 16 ? prompt : 16;
+    good = good && bench_once(engine, begin, b->generate < 4 ? b->generate : 4, &prefill, &decode); /* to warm up */
     memset(profiled.n_rows, 0, sizeof profiled.n_rows);
-    good = good && bench_once(engine, b->prompts.values[0], b->generate, &prefill, &decode) && !stop_requested;
+    good = good && bench_once(engine, prompt, b->generate, &prefill, &decode) && !stop_requested;
     if (good && b->json)
         put("{\"threads\": %d, \"memory_bytes_per_second\": %.0f, \"operations_per_second\": %.0f, \"prefill_seconds\": %.9f, "
             "\"decode_seconds\": %.9f, \"prefill\": [", threads, bandwidth, peak, prefill, decode);
     else if (good)
         put("%d threads; memory reads %.2f GB/s; the engine's own matrix product from the cache %.0f GFLOP/s\n", llm_cpu_threads(inner),
             1e-9 * bandwidth, 1e-9 * peak);
-    if (good) profile_print(b, PROFILE_PREFILL, b->prompts.values[0], prefill, bandwidth, peak);
+    if (good) profile_print(b, PROFILE_PREFILL, prompt, prefill, bandwidth, peak);
     if (good && b->json) put_text("\n  ], \"decode\": [");
     if (good) profile_print(b, PROFILE_DECODE, b->generate, decode, bandwidth, peak);
     if (good && b->json) put_text("\n  ]}\n");

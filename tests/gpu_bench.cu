@@ -1,7 +1,10 @@
-/* gpu_bench.cu - the kernels of llm.cu against the ceilings of the GPU that they run on; tests/gpu_report.sh builds and runs it. It measures how
- * fast the device copies its own memory and how fast cuBLAS multiplies bf16 matrices, then gives each operation with its share of
- * that. Prints rows of a Markdown table. Compiled as C++ with LLM_EMULATED it does the same, tiny and slow, on the emulated device, to see
- * that it works. */
+/* gpu_bench.cu - the kernels of llm.cu against the ceilings of the GPU that they run on; tests/gpu_report.sh builds and runs it:
+ *
+ *     gpu_bench [ceilings|host|layers|matmul|attention]...    (all, if none is named)
+ *
+ * It measures how fast the device copies its own memory and how fast cuBLAS multiplies bf16 matrices, then gives each operation with
+ * its share of that. Prints rows of a Markdown table of three columns. Compiled with WITHOUT_CUBLAS it does without cuBLAS, and
+ * as C++ with LLM_EMULATED it does the same, tiny and slow, on the emulated device, to see that it works. */
 #include "llm.h"
 
 #include <math.h>
@@ -13,14 +16,15 @@
 #include <vector>
 
 #ifdef LLM_EMULATED
-static const int SCALE = 32; /* shapes are so many times smaller */
+static const int SCALE = 32; /* batches and contexts are so many times smaller */
+static const int DIM = 256, HIDDEN = 512; /* whole blocks of 256, as q4_K has them */
 static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) { return llm_emulated_backend(o, err); }
 #else
+#ifndef WITHOUT_CUBLAS
 #include <cublas_v2.h>
-#include <cuda_bf16.h>
-#include <cuda_fp16.h>
+#endif
 #include <cuda_runtime.h>
-static const int SCALE = 1;
+static const int SCALE = 1, DIM = 4096, HIDDEN = 14336; /* of Llama-3.1-8B */
 static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) { return llm_cuda_backend(o, err); }
 #endif
 
@@ -81,6 +85,10 @@ template <class F> static double device_seconds(int times, F work) {
     return best;
 }
 
+#ifdef WITHOUT_CUBLAS
+static double cublas_seconds(int, int, int, int) { return 0; }
+static double cublas_matrix_rate() { return 0; }
+#else
 __global__ static void fill_kernel(uint16_t *x, size_t n, int exponent) { /* halves of random sign and fraction */
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n; i += (size_t)gridDim.x * blockDim.x) {
         uint32_t r = (uint32_t)i * 2654435761u;
@@ -89,48 +97,52 @@ __global__ static void fill_kernel(uint16_t *x, size_t n, int exponent) { /* hal
     }
 }
 
-static void measure_ceilings() {
-    size_t bytes = (size_t)2 << 30;
-    char *a, *b;
-    check(cudaMalloc(&a, bytes)), check(cudaMalloc(&b, bytes));
-    check(cudaMemset(a, 1, bytes));
-    copy_rate = 2.0 * (double)bytes / device_seconds(5, [&](int) { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice)); });
-    row("copy of 2 GiB, device to device", text("%.2f TB/s (read and written)", copy_rate * 1e-12), 0, "");
-    cublasHandle_t handle;
-    if (cublasCreate(&handle)) die("cublasCreate failed");
-    int n = 8192;
-    float one = 1, zero = 0;
-    fill_kernel<<<1024, 256>>>((uint16_t *)a, (size_t)2 * n * n, 0x3c00);
-    double s = device_seconds(10, [&](int) {
-        if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, n, n, n, &one, a, CUDA_R_16BF, n, a + (size_t)2 * n * n, CUDA_R_16BF, n, &zero, b,
-                         CUDA_R_16BF, n, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)) die("cublasGemmEx failed");
-    });
-    matrix_rate = 2.0 * n * n * n / s;
-    row("cuBLAS, bf16, 8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
-    cublasDestroy(handle);
-    check(cudaFree(a)), check(cudaFree(b));
+static void must_cublas(cublasStatus_t status, const char *what) {
+    if (status != CUBLAS_STATUS_SUCCESS) die(what);
 }
 
-/* cuBLAS on f16: (n, cols) times (rows, cols) transposed, over several copies of the weights, which do not fit the L2 cache. */
-static double cublas_seconds(int n, int rows, int cols, int copies) {
+/* f16 or bf16: (n, cols) times (rows, cols) transposed, over several copies of the weights, which do not fit the L2 cache. */
+static double cublas_seconds_of(cudaDataType type, int n, int rows, int cols, int copies) {
     uint16_t *w, *x, *y;
     size_t one_weight = (size_t)rows * cols;
     check(cudaMalloc(&w, 2 * one_weight * copies)), check(cudaMalloc(&x, (size_t)2 * n * cols)), check(cudaMalloc(&y, (size_t)2 * n * rows));
     fill_kernel<<<1024, 256>>>(w, one_weight * copies, 0x3800);
     fill_kernel<<<1024, 256>>>(x, (size_t)n * cols, 0x3800);
     cublasHandle_t handle;
-    if (cublasCreate(&handle)) die("cublasCreate failed");
+    must_cublas(cublasCreate(&handle), "cublasCreate failed");
     float one = 1, zero = 0;
     double s = device_seconds(4 * copies, [&](int i) {
-        if (cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, cols, &one, w + one_weight * (i % copies), CUDA_R_16F, cols, x, CUDA_R_16F,
-                         cols, &zero, y, CUDA_R_16F, rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT)) die("cublasGemmEx failed");
+        must_cublas(cublasGemmEx(handle, CUBLAS_OP_T, CUBLAS_OP_N, rows, n, cols, &one, w + one_weight * (i % copies), type, cols, x, type, cols,
+                                 &zero, y, type, rows, CUBLAS_COMPUTE_32F, CUBLAS_GEMM_DEFAULT), "cublasGemmEx failed");
     });
     cublasDestroy(handle);
     check(cudaFree(w)), check(cudaFree(x)), check(cudaFree(y));
     return s;
 }
+static double cublas_seconds(int n, int rows, int cols, int copies) { return cublas_seconds_of(CUDA_R_16F, n, rows, cols, copies); }
+static double cublas_matrix_rate() {
+    const int n = 8192;
+    return 2.0 * n * n * n / cublas_seconds_of(CUDA_R_16BF, n, n, n, 2);
+}
+#endif
+
+static void measure_ceilings(bool show) {
+    size_t bytes = (size_t)2 << 30;
+    char *a, *b;
+    check(cudaMalloc(&a, bytes)), check(cudaMalloc(&b, bytes));
+    check(cudaMemset(a, 1, bytes));
+    copy_rate = 2.0 * (double)bytes / device_seconds(5, [&](int) { check(cudaMemcpyAsync(b, a, bytes, cudaMemcpyDeviceToDevice)); });
+    check(cudaFree(a)), check(cudaFree(b));
+    matrix_rate = cublas_matrix_rate();
+    if (!show) return;
+    row("copy of 2 GiB, device to device", text("%.2f TB/s (read and written)", copy_rate * 1e-12), 0, "");
+    if (matrix_rate) row("cuBLAS, bf16, 8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
+    else row("cuBLAS", "it is not here: no ceiling of arithmetic", 0, "");
+}
 #else
-static void measure_ceilings() { printf("| (the emulated device has no speed) | | |\n"); }
+static void measure_ceilings(bool show) {
+    if (show) row("the emulated device", "it has no speed", 0, "");
+}
 static double cublas_seconds(int, int, int, int) { return 0; }
 #endif
 
@@ -199,6 +211,7 @@ template <class F> static double step_seconds(const llm_batch *batch, int steps,
 /* A matrix of 16 random rows, again and again. *bytes: of the file's. */
 static llm_weight load_matrix(llm_type type, int rows, int cols, size_t *bytes) {
     const llm_type_info *info = llm_type_find(type);
+    if (cols % info->block_values) die("a row is no whole number of blocks");
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     std::vector<float> values = random_floats((size_t)16 * cols);
     std::vector<char> packed((size_t)rows * row_bytes);
@@ -234,8 +247,10 @@ static void measure_matmul(llm_type type, int rows, int cols) {
         char what[128], figure[128];
         snprintf(what, sizeof what, "matmul %s (%d, %d), %d rows", info->name, rows, cols, n);
         bool by_bytes = !matrix_rate || bytes / copy_rate > work / matrix_rate;
-        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s, %.0f TFLOP/s; cuBLAS f16 %.1f us: %.2f x", 1e6 * s, bytes / s * 1e-12, work / s * 1e-12, 1e6 * other, other / s);
-        row(what, figure, copy_rate ? (by_bytes ? bytes / s / copy_rate : work / s / matrix_rate) : 0, by_bytes ? "the copy's bytes/s" : "cuBLAS's bf16 rate");
+        int used = snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s, %.0f TFLOP/s", 1e6 * s, bytes / s * 1e-12, work / s * 1e-12);
+        if (other > 0) snprintf(figure + used, sizeof figure - used, "; cuBLAS f16 %.1f us: %.2f x", 1e6 * other, other / s);
+        row(what, figure, !copy_rate ? 0 : by_bytes ? bytes / s / copy_rate : work / s / matrix_rate,
+            by_bytes ? "the copy's bytes/s" : "cuBLAS's bf16 rate");
     }
     for (llm_weight &w : weights) backend->free_weight(backend->context, &w);
     backend->release(backend->context, in), backend->release(backend->context, out);
@@ -270,7 +285,8 @@ static void measure_attention() {
         double bytes = 2.0 * sequences * context * (SCALE > 1 ? 1 : 8) * 128 * 2;
         char what[128], figure[128];
         snprintf(what, sizeof what, "decode attention, %d sequences of %d, 32/8 heads of 128", sequences, context);
-        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s; blocks in order %.1f us: %.3f x", 1e6 * paged, bytes / paged * 1e-12, 1e6 * contiguous, contiguous / paged);
+        snprintf(figure, sizeof figure, "%.1f us, %.2f TB/s; blocks in order %.1f us: %.3f x", 1e6 * paged, bytes / paged * 1e-12,
+                 1e6 * contiguous, contiguous / paged);
         row(what, figure, copy_rate ? bytes / paged / copy_rate : 0, "the copy's bytes/s");
     }
     for (int c : contexts) {
@@ -293,7 +309,8 @@ static void measure_host() {
     weight.type = LLM_F32, weight.rows = weight.cols = dim;
     llm_error err;
     must(backend->load_weight(backend->context, &weight, values.data(), &err), &err);
-    float *x = (float *)allocate((size_t)n * dim * 4), *y = (float *)allocate((size_t)n * dim * 4), *norm = (float *)allocate((size_t)dim * 4, values.data());
+    float *x = (float *)allocate((size_t)n * dim * 4), *y = (float *)allocate((size_t)n * dim * 4);
+    float *norm = (float *)allocate((size_t)dim * 4, values.data());
     llm_attention_shape shape = {2, 1, 32, 0.18f, false, 0};
     llm_cache cache = {LLM_F16, 1, 1, 32, 16, w.n_blocks, (size_t)w.n_blocks * 16 * 32 * 2, NULL, NULL};
     cache.keys = allocate(cache.layer_bytes), cache.values = allocate(cache.layer_bytes);
@@ -330,11 +347,12 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
     options.fused = fused, options.overlap = overlap;
     backend = open_device(&options, &err);
     must(backend != nullptr, &err);
-    const int dim = 4096 / SCALE, hidden = 14336 / SCALE, heads = dim / 128 ? dim / 128 : 1, kv = heads / 4 ? heads / 4 : 1, head_dim = dim / heads;
+    const int dim = DIM, hidden = HIDDEN, head_dim = 128, heads = dim / head_dim, kv = heads / 4 ? heads / 4 : 1;
     const int context = 1024 / SCALE, repeats = SCALE > 1 ? 1 : 16, rows[] = {dim, kv * head_dim, kv * head_dim, dim, hidden, hidden, dim};
     llm_limits limits;
     memset(&limits, 0, sizeof limits);
-    limits.max_tokens = limits.max_sequences = 8, limits.max_context = context, limits.n_heads = heads, limits.head_dim = head_dim, limits.max_cols = hidden;
+    limits.max_tokens = limits.max_sequences = 8, limits.max_context = context;
+    limits.n_heads = heads, limits.head_dim = head_dim, limits.max_cols = hidden;
     must(backend->reserve(backend->context, &limits, &err), &err);
     workload w;
     random_state = 1;
@@ -359,7 +377,8 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
             for (int i = 0; i < repeats; i++) {
                 backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
                 for (int k = 0; k < 3; k++) backend->matmul(c, piece[0], &weights[k], NULL, 1, false, piece[k + 1]);
-                backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, head_dim, angles, NULL, NULL, 1e-5f, piece[1], piece[2], piece[3], &cache, 0);
+                backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, head_dim, angles, NULL, NULL, 1e-5f, piece[1], piece[2], piece[3],
+                                        &cache, 0);
                 backend->attention(c, &w.batch, &shape, piece[1], &cache, 0, piece[4]);
                 backend->matmul(c, piece[4], &weights[3], NULL, 1, true, x);
                 backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
@@ -388,33 +407,40 @@ static int measure_layers() {
     int wrong = 0;
     static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K};
     for (llm_type type : types) {
-        std::vector<float> one_by_one = measure_layer(type, false, false, "one kernel for each operation"), usual = measure_layer(type, true, false, "fused");
+        measure_layer(type, false, false, "one kernel for each operation");
+        std::vector<float> usual = measure_layer(type, true, false, "fused");
         std::vector<float> overlap = measure_layer(type, true, true, "fused, kernels overlap");
         bool same = !memcmp(usual.data(), overlap.data(), usual.size() * 4);
         row("... do overlapping kernels give the same bits?", same ? "yes" : "NO: there is a race", 0, "");
         wrong += !same;
-        (void)one_by_one;
     }
     return wrong;
 }
 
-int main(void) {
+/* Is this part wanted? */
+static bool asked(int argc, char **argv, const char *part) {
+    for (int i = 1; i < argc; i++)
+        if (!strcmp(argv[i], part)) return true;
+    return argc < 2;
+}
+
+int main(int argc, char **argv) {
     llm_error err;
     int wrong = 0;
-    printf("| what | figure | share |\n|---|---|---|\n");
-    measure_ceilings();
+    measure_ceilings(asked(argc, argv, "ceilings"));
     backend = open_device(NULL, &err);
     if (!backend) die(err.message);
     llm_limits limits;
     memset(&limits, 0, sizeof limits);
     limits.max_tokens = 16384 / SCALE, limits.max_sequences = 256, limits.max_context = 16384 / SCALE;
-    limits.n_heads = 32, limits.head_dim = 128, limits.max_cols = 14336 / SCALE;
+    limits.n_heads = 32, limits.head_dim = 128, limits.max_cols = HIDDEN;
     must(backend->reserve(backend->context, &limits, &err), &err);
-    measure_host();
-    wrong += measure_layers();
+    if (asked(argc, argv, "host")) measure_host();
+    if (asked(argc, argv, "layers")) wrong += measure_layers();
     static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K, LLM_Q8_0};
-    for (llm_type type : types) measure_matmul(type, 14336 / SCALE, 4096 / SCALE); /* a feed-forward matrix of Llama-3.1-8B */
-    measure_attention();
+    for (llm_type type : types)
+        if (asked(argc, argv, "matmul")) measure_matmul(type, HIDDEN, DIM); /* a feed-forward matrix */
+    if (asked(argc, argv, "attention")) measure_attention();
     must(backend->sync(backend->context, &err), &err);
     llm_backend_free(backend);
     return wrong;
