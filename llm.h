@@ -8006,7 +8006,7 @@ static bool llm__cpu_download(void *context, void *host, const void *device, siz
     return llm__cpu_upload(context, host, device, bytes, err);
 }
 
-/* Packed weights stand one after another in slabs, so that they fill large pages. */
+/* Packed weights stand one after another in slabs, so that they fill large pages; those of a tiny model in smaller ones. */
 typedef struct llm__slab {
     char *memory;
     size_t bytes, used;
@@ -8014,7 +8014,7 @@ typedef struct llm__slab {
 } llm__slab;
 
 static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
-    const uint64_t usual = 64 << 20;
+    const uint64_t usual = bytes < 256 << 10 ? bytes << 8 : 64 << 20;
     llm__slab *last = cpu->n_slabs > 0 ? &cpu->slabs[cpu->n_slabs - 1] : NULL;
     bytes = (bytes + LLM__ALIGNMENT - 1) / LLM__ALIGNMENT * LLM__ALIGNMENT;
     if (!last || last->bytes - last->used < bytes) {
@@ -9573,6 +9573,14 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
     return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
 }
 
+/* How the integers are packed, by the name that the tool which packed them has for it; NULL: it does not say. */
+static const llm__json_node *llm__int4_format(const llm__json_node *quantization) {
+    static const char *const keys[] = {"checkpoint_format", "format", "version"};
+    const llm__json_node *format = NULL;
+    for (int i = 0; i < 3 && !format; i++) format = llm__folder_entry(quantization, keys[i]);
+    return format;
+}
+
 /* The three or four tensors of a matrix, checked to fit each other. */
 static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
     const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
@@ -9584,7 +9592,7 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
     if (!scales) return false;
     m->awq = llm__json_is(llm__json_member(q, "quant_method"), "awq");
-    m->zeros_less_one = !m->awq && !llm__json_is(llm__json_member(q, "checkpoint_format"), "gptq_v2");
+    m->zeros_less_one = !m->awq && !llm__json_is(llm__int4_format(q), "gptq_v2");
     m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
     m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
     m->n_groups = (int64_t)scales->dims[0];
@@ -9648,8 +9656,7 @@ static bool llm__folder_quantization(llm__folder *f) {
         "pack_dtype", "pad_token_id", "provider", "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
         "use_exllama", NULL};
     const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
-    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__folder_entry(q, "checkpoint_format");
-    const llm__json_node *version = llm__folder_entry(q, "version");
+    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q);
     int64_t bits = 0;
     if (!q) return true;
     f->gptq = llm__json_is(method, "gptq");
@@ -9660,12 +9667,9 @@ static bool llm__folder_quantization(llm__folder *f) {
     if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
                                  (long long)bits);
-    if (f->gptq && format && !llm__json_is(format, "gptq") && !llm__json_is(format, "gptq_v2"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the checkpoint_format \"%s\" is not supported; supported: gptq, gptq_v2",
-                                 llm__show_node(format).text);
-    if (!f->gptq && version && !llm__json_is(version, "gemm") && !llm__json_is(version, "GEMM"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the version \"%s\" of awq is not supported; supported: gemm",
-                                 llm__show_node(version).text);
+    if (format && !llm__json_is(format, f->gptq ? "gptq" : "gemm") && !llm__json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the format \"%s\" of %s is not supported; supported: %s", llm__show_node(format).text,
+                                 f->gptq ? "gptq" : "awq", f->gptq ? "gptq, gptq_v2" : "gemm");
     return llm__folder_known(f, q, "the quantization_config", known);
 }
 

@@ -1,5 +1,6 @@
-/* libFuzzer: any bytes as weights of any type. They are unpacked, multiplied by every set of kernels that the machine has, in
- * one piece and row by row, which must give the same bits, and packed again.
+/* libFuzzer: any bytes as weights of any type, the engine's own for AWQ and GPTQ too. They are unpacked, multiplied by every set of
+ * kernels that the machine has, in one piece and row by row, as they lie in the file and in the kernels' own order, which must give
+ * the same bits, and packed again.
  *
  * Input: type, rows, blocks in a row, rows of x (a byte each), then the weights, repeated as often as they are needed. */
 #define LLM_IMPLEMENTATION
@@ -11,28 +12,45 @@ static void *get_memory(size_t bytes) { /* of exact size, so that a sanitizer se
     return p;
 }
 
-static void multiply(llm_isa isa, const llm_weight *matrix, const void *data, const float *x, int n) {
+/* a NaN may have any bits */
+static void check_same(const float *a, const float *b, int64_t n) {
+    for (int64_t i = 0; i < n; i++)
+        if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) abort();
+}
+
+enum { MAX_ROWS = 40, MAX_X = 10, MAX_COLS = 3 * 256 };
+
+/* Made once: their scratch memory is large beside the weights. */
+static llm_backend *backend_of(llm_isa isa) {
+    static llm_backend *backends[LLM_ISA_BEST + 1];
     llm_error err;
-    llm_limits limits;
-    memset(&limits, 0, sizeof limits);
-    limits.max_tokens = n;
-    limits.max_sequences = limits.max_context = limits.n_heads = limits.head_dim = 1;
-    limits.max_cols = matrix->cols;
-    size_t count = (size_t)n * (size_t)matrix->rows;
-    float *together = get_memory(count * sizeof(float)), *single = get_memory(count * sizeof(float));
-    llm_backend *b = llm_cpu_backend(1, isa, &err);
-    if (!b || !b->reserve(b->context, &limits, &err)) abort();
+    if (!backends[isa]) {
+        llm_limits limits;
+        memset(&limits, 0, sizeof limits);
+        limits.max_tokens = MAX_X;
+        limits.max_sequences = limits.max_context = limits.n_heads = limits.head_dim = 1;
+        limits.max_cols = MAX_COLS;
+        backends[isa] = llm_cpu_backend(1, isa, &err);
+        if (!backends[isa] || !backends[isa]->reserve(backends[isa]->context, &limits, &err)) abort();
+    }
+    return backends[isa];
+}
+
+static void multiply(llm_isa isa, bool pack, const llm_weight *matrix, const void *data, const float *x, int n, float *out) {
+    llm_error err;
+    llm_backend *b = backend_of(isa);
     llm_weight w = *matrix;
+    llm_cpu_pack_weights(b, pack);
     if (!b->load_weight(b->context, &w, data, &err)) abort();
-    b->matmul(b->context, x, &w, NULL, n, false, together);
-    for (int i = 0; i < n; i++) b->matmul(b->context, x + i * w.cols, &w, NULL, 1, false, single + i * w.rows);
-    /* a NaN may have any bits */
-    for (size_t i = 0; i < count; i++)
-        if (memcmp(together + i, single + i, sizeof(float)) && !(isnan(together[i]) && isnan(single[i]))) abort();
+    b->matmul(b->context, x, &w, NULL, n, false, out);
+    float *single = get_memory((size_t)w.rows * sizeof(float));
+    for (int i = 0; i < n; i++) {
+        b->matmul(b->context, x + i * w.cols, &w, NULL, 1, false, single);
+        check_same(out + i * w.rows, single, w.rows);
+    }
+    free(single);
     b->free_weight(b->context, &w);
     if (!b->sync(b->context, &err)) abort();
-    llm_backend_free(b);
-    free(together), free(single);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -40,8 +58,9 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (size < 5) return 0;
     int n_types = 0;
     while (llm_type_at(n_types)) n_types++;
-    const llm_type_info *type = llm_type_at(data[0] % n_types);
-    int64_t rows = data[1] % 40 + 1, blocks = data[2] % (type->block_values == 1 ? 70 : 5) + 1, n = data[3] % 10 + 1;
+    int index = data[0] % (n_types + 1);
+    const llm_type_info *type = index < n_types ? llm_type_at(index) : llm_type_find(LLM_Q4_Z);
+    int64_t rows = data[1] % MAX_ROWS + 1, blocks = data[2] % (type->block_values == 1 ? 70 : type->block_values == 32 ? 5 : 3) + 1, n = data[3] % MAX_X + 1;
     llm_weight w;
     memset(&w, 0, sizeof w);
     w.type = type->type;
@@ -55,7 +74,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     type->unpack(weights, values, (int64_t)count);
     type->pack(values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
-    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++) multiply((llm_isa)isa, &w, weights, x, (int)n);
+    float *plain = get_memory((size_t)(n * rows) * sizeof(float)), *packed_out = get_memory((size_t)(n * rows) * sizeof(float));
+    for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++) {
+        multiply((llm_isa)isa, false, &w, weights, x, (int)n, plain);
+        if (isa == LLM_ISA_REFERENCE) continue; /* has no order of its own */
+        multiply((llm_isa)isa, true, &w, weights, x, (int)n, packed_out);
+        check_same(plain, packed_out, n * rows);
+    }
+    free(plain), free(packed_out);
     memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float)); /* and any floats are packed */
     type->pack(values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);

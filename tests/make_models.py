@@ -40,6 +40,8 @@ YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max
 
 WIDE = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # more frequencies of RoPE
 SQUARE = dict(hidden_size=64, intermediate_size=64, head_dim=16)        # blocks of 32 fit
+SMALL = dict(SQUARE, num_key_value_heads=1, num_hidden_layers=1, tie_word_embeddings=True)
+TWO_GROUPS = dict(SMALL, hidden_size=128, intermediate_size=256, head_dim=32)  # of 128, in ffn_down
 
 # name, kind, stored as, how config.json is written ("old": as before version 5 of transformers), more of the config
 MODELS = [
@@ -65,6 +67,13 @@ MODELS = [
     ("awq_g32", QWEN2, torch.float16, "old", dict(SQUARE, intermediate_size=96, tie_word_embeddings=True, quantized=("awq", 32, False, True))),
     ("awq_g128", LLAMA, torch.float16, "old", dict(hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=1,
                                                    tie_word_embeddings=True, quantized=("awq", 128, False, True))),
+    ("gptq_g32_zero", LLAMA, torch.float16, "old", dict(SMALL, quantized=("gptq", 32, False, True))),
+    ("gptq_g32_act", LLAMA, torch.float16, "old", dict(SMALL, quantized=("gptq", 32, True, True))),
+    ("gptq_g128", LLAMA, torch.float16, "old", dict(TWO_GROUPS, intermediate_size=128, quantized=("gptq", 128, False, False))),
+    ("gptq_g128_zero", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("gptq", 128, False, True))),
+    ("gptq_g128_act_sym", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("gptq", 128, True, False))),
+    ("awq_g32_sym", LLAMA, torch.float16, "old", dict(SMALL, quantized=("awq", 32, False, False))),
+    ("awq_g128_sym", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("awq", 128, False, False))),
 ]
 
 

@@ -176,10 +176,12 @@ static void test_damaged_settings(void **state) {
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64", "do not fit together in groups of 64"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0", "do not fit together in groups of 0"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808", "do not fit together"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the checkpoint_format \"marlin\" is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
         {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
-        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the version \"gemv\" of awq is not supported"},
-        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "do not fit together"},
+        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the format \"gemv\" of awq is not supported"},
+        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the format \"gemm\" of gptq is not supported"},
+        {"awq_g32", "config.json", "\"quant_method\": \"awq\"", "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
         {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"", "q_proj.weight is missing"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
