@@ -7460,27 +7460,37 @@ LLM__INLINE void LLM__K(gather_value)(llm_type type, const void *row, int head_d
     if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, row, d, head_dim - d));
 }
 
-/* Positions first .. first + n - 1 of a sequence from their blocks into the tile. */
-static void LLM__K(gather_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int n,
-                                const LLM__K(attention_scratch) *a) {
+/* Where the tile of n positions from `first` on lies: its rows of keys and values, which are in one piece as far as a block goes. */
+LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int n, const char **keys,
+                                   const char **values) {
     const llm_cache *cache = job->cache;
+    size_t row_bytes = (size_t)job->shape->head_dim * llm__value_bytes(cache->type);
+    const char *all_keys = llm__cache_layer(cache, cache->keys, job->layer), *all_values = llm__cache_layer(cache, cache->values, job->layer);
+    for (int k = 0; k < n;) {
+        int run = (int)llm__min(n - k, cache->block_size - (first + k) % cache->block_size);
+        size_t row = (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, first + k);
+        for (int i = 0; i < run; i++, k++) {
+            keys[k] = all_keys + (row + (size_t)i) * row_bytes;
+            values[k] = all_values + (row + (size_t)i) * row_bytes;
+        }
+    }
+}
+
+/* n positions from their blocks into the tile. */
+static void LLM__K(gather_tile)(const llm__attention_job *job, const char *const *keys, const char *const *values, int n,
+                                const LLM__K(attention_scratch) *a) {
     int head_dim = job->shape->head_dim;
-    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
-    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
-    const char *values = llm__cache_layer(cache, cache->values, job->layer);
+    bool half = job->cache->type == LLM_F16;
     for (int base = 0; base < n; base += LLM__W) {
         const void *rows[LLM__W];
-        for (int k = 0; k < LLM__W; k++) {
-            rows[k] = a->zeros;
-            if (base + k >= n) continue;
-            size_t row = (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, first + base + k);
-            rows[k] = keys + row * row_bytes;
-            float *value = a->values + (int64_t)(base + k) * a->padded_dim;
-            if (cache->type == LLM_F16) LLM__K(gather_value)(LLM_F16, values + row * row_bytes, head_dim, value);
-            else LLM__K(gather_value)(LLM_F32, values + row * row_bytes, head_dim, value);
-        }
-        if (cache->type == LLM_F16) LLM__K(gather_keys)(LLM_F16, rows, head_dim, a->keys + base);
+        for (int k = 0; k < LLM__W; k++) rows[k] = base + k < n ? keys[base + k] : (const char *)a->zeros;
+        if (half) LLM__K(gather_keys)(LLM_F16, rows, head_dim, a->keys + base);
         else LLM__K(gather_keys)(LLM_F32, rows, head_dim, a->keys + base);
+    }
+    for (int k = 0; k < n; k++) {
+        float *value = a->values + (int64_t)k * a->padded_dim;
+        if (half) LLM__K(gather_value)(LLM_F16, values[k], head_dim, value);
+        else LLM__K(gather_value)(LLM_F32, values[k], head_dim, value);
     }
 }
 
@@ -7599,9 +7609,17 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
         position[r] = batch->positions[token];
     }
     int last = batch->positions[first_token + (end_row - 1) / group];
-    for (int first = llm__first_seen(job->shape, position[0]) / LLM__TILE * LLM__TILE; first <= last; first += LLM__TILE) {
+    const char *keys[2][LLM__TILE], *values[2][LLM__TILE]; /* of this tile and of the next, which memory brings meanwhile */
+    size_t row_bytes = (size_t)head_dim * llm__value_bytes(job->cache->type);
+    int begin = llm__first_seen(job->shape, position[0]) / LLM__TILE * LLM__TILE;
+    LLM__K(find_tile)(job, sequence, kv_head, begin, (int)llm__min(LLM__TILE, last + 1 - begin), keys[0], values[0]);
+    for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
         int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0, end = n_rows;
-        LLM__K(gather_tile)(job, sequence, kv_head, first, n_keys, &a);
+        int n_next = (int)llm__min(LLM__TILE, last + 1 - (first + LLM__TILE));
+        if (n_next > 0) LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, n_next, keys[!now], values[!now]);
+        for (int k = 0; k < n_next; k++)
+            for (size_t at = 0; at < row_bytes; at += 64) LLM__PREFETCH(keys[!now][k] + at), LLM__PREFETCH(values[!now][k] + at);
+        LLM__K(gather_tile)(job, keys[now], values[now], n_keys, &a);
         while (row < n_rows && position[row] < first) row++;
         while (end > row && llm__first_seen(job->shape, position[end - 1]) >= first + LLM__TILE) end--;
         for (int r = row; r < end; r++) {
