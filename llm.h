@@ -727,6 +727,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <limits.h>
 #include <math.h>
 #include <poll.h>
+#include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
 #include <stdlib.h>
@@ -6076,14 +6077,15 @@ typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, c
     bool add;
     int n;
     float *out;
-    int64_t rows_per_thread; /* in the first items, one for each thread, */
-    int64_t rows_per_item;   /* and in all others */
+    int64_t x_rows_per_item; /* 0: an item is rows of w: */
+    int64_t rows_per_thread; /* so many in the first items, one for each thread, */
+    int64_t rows_per_item;   /* and so many in all others */
     size_t tile_bytes;       /* of scratch, for unpacked weights */
 } llm__matmul_job;
 
 typedef struct llm__rope_job {
     const llm_batch *batch;
-    const llm_attention_shape *shape;
+    llm_attention_shape shape;
     llm_rope_pairing pairing;
     int rope_dim;
     const float *angles, *q_norm, *k_norm;
@@ -6096,7 +6098,7 @@ typedef struct llm__rope_job {
 
 typedef struct llm__attention_job {
     const llm_batch *batch;
-    const llm_attention_shape *shape;
+    llm_attention_shape shape;
     const float *q;
     const llm_cache *cache;
     int layer;
@@ -6112,6 +6114,8 @@ typedef struct llm__kernels {
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
+    int32_t (*argmax)(const float *x, int n);
+    double (*sum_exp)(const float *x, int n, float shift);
     void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token);
     /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
     void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
@@ -6130,7 +6134,12 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     void *rounded;                   /* the rows of one matmul input as int8 */
     char *scratch;                   /* (n_threads, scratch_bytes) */
     size_t scratch_bytes, tile_bytes;
-    double alone_until;              /* on the clock; see llm__parallel */
+    struct llm__task *tasks;         /* (LLM__MAX_TASKS) what a step has queued so far */
+    int n_tasks;
+    bool queueing;                   /* a step has begun */
+    const float *rounded_x;          /* whose (rounded_n, rounded_cols) will stand in `rounded` after the last task; NULL: nobody's */
+    int64_t rounded_n, rounded_cols;
+    double alone_until;              /* on the clock; see llm__run_tasks */
     llm_error failure;               /* the first since the last sync */
 } llm__cpu;
 
@@ -6291,7 +6300,7 @@ static int llm__first_seen(const llm_attention_shape *shape, int position) {
 /* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
  * weighted mean of the values. scores (position + 1) is scratch. */
 static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
-    const llm_attention_shape *shape = job->shape;
+    const llm_attention_shape *shape = &job->shape;
     const llm_cache *cache = job->cache;
     int head_dim = shape->head_dim, position = job->batch->positions[token];
     int kv_head = head / (shape->n_heads / shape->n_kv_heads);
@@ -6322,7 +6331,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
 
 static void llm__plain_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape,
                                  const float *q, const llm_cache *cache, int layer, float *out) {
-    llm__attention_job job = {batch, shape, q, cache, layer, out};
+    llm__attention_job job = {batch, *shape, q, cache, layer, out};
     llm__cpu *cpu = (llm__cpu *)context;
     for (int s = 0; s < batch->n_sequences; s++)
         for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
@@ -6762,6 +6771,46 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
     if (rest == 0) return;
     LLM__K(store_some)(out + i,
                        LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)), rest);
+}
+
+/* -- Over a row of logits, for chapter 7 -- */
+
+/* The index of the largest; the first of equals. A NaN is never the largest. */
+static int32_t LLM__K(argmax)(const float *x, int n) {
+    llm__vf most = LLM__K(all)(-INFINITY);
+    llm__vi at = {0}, best = {0};
+    int i = 0;
+    for (int lane = 0; lane < LLM__W; lane++) at[lane] = lane;
+    for (; i + LLM__W <= n; i += LLM__W, at += LLM__W) {
+        llm__vf v = LLM__K(load)(x + i);
+        llm__vi more = (llm__vi)(v > most);
+        most = (llm__vf)(((llm__vi)v & more) | ((llm__vi)most & ~more));
+        best = (at & more) | (best & ~more);
+    }
+    float top = -INFINITY;
+    int32_t index = 0;
+    for (int lane = 0; lane < LLM__W; lane++)
+        if (most[lane] > top || (most[lane] == top && top > -INFINITY && best[lane] < index)) top = most[lane], index = best[lane];
+    for (; i < n; i++)
+        if (x[i] > top) top = x[i], index = i;
+    return index;
+}
+
+/* sum(exp(x - shift)), where shift is the largest x. Each lane adds up 64 floats before they go into the sum in double. */
+static double LLM__K(sum_exp)(const float *x, int n, float shift) {
+    double sum = 0;
+    for (int first = 0; first < n; first += 64 * LLM__W) {
+        int end = (int)llm__min(first + 64 * LLM__W, n), i = first;
+        llm__vf part = {0};
+        for (; i + LLM__W <= end; i += LLM__W) part += LLM__K(exp)(LLM__K(load)(x + i) - shift);
+        if (i < end) {
+            float rest[LLM__W];
+            for (int lane = 0; lane < LLM__W; lane++) rest[lane] = i + lane < end ? x[i + lane] - shift : -INFINITY;
+            part += LLM__K(exp)(LLM__K(load)(rest));
+        }
+        sum += (double)LLM__K(sum)(part);
+    }
+    return sum;
 }
 
 /* -- Matrix products in floating point ----------------------------------------------------
@@ -7371,7 +7420,7 @@ LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, char *to, const floa
 }
 
 static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token) {
-    int n_heads = job->shape->n_heads, n_kv_heads = job->shape->n_kv_heads, head_dim = job->shape->head_dim;
+    int n_heads = job->shape.n_heads, n_kv_heads = job->shape.n_kv_heads, head_dim = job->shape.head_dim;
     const llm_cache *cache = job->cache;
     size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
     char *keys = (char *)cache->keys + (size_t)job->layer * cache->layer_bytes;
@@ -7464,7 +7513,7 @@ LLM__INLINE void LLM__K(gather_value)(llm_type type, const void *row, int head_d
 LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int n, const char **keys,
                                    const char **values) {
     const llm_cache *cache = job->cache;
-    size_t row_bytes = (size_t)job->shape->head_dim * llm__value_bytes(cache->type);
+    size_t row_bytes = (size_t)job->shape.head_dim * llm__value_bytes(cache->type);
     const char *all_keys = llm__cache_layer(cache, cache->keys, job->layer), *all_values = llm__cache_layer(cache, cache->values, job->layer);
     for (int k = 0; k < n;) {
         int run = (int)llm__min(n - k, cache->block_size - (first + k) % cache->block_size);
@@ -7479,7 +7528,7 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, 
 /* n positions from their blocks into the tile. */
 static void LLM__K(gather_tile)(const llm__attention_job *job, const char *const *keys, const char *const *values, int n,
                                 const LLM__K(attention_scratch) *a) {
-    int head_dim = job->shape->head_dim;
+    int head_dim = job->shape.head_dim;
     bool half = job->cache->type == LLM_F16;
     for (int base = 0; base < n; base += LLM__W) {
         const void *rows[LLM__W];
@@ -7594,7 +7643,7 @@ LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const
 static void LLM__K(attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
                               void *scratch) {
     const llm_batch *batch = job->batch;
-    int group = job->shape->n_heads / job->shape->n_kv_heads, head_dim = job->shape->head_dim;
+    int group = job->shape.n_heads / job->shape.n_kv_heads, head_dim = job->shape.head_dim;
     int n_rows = end_row - first_row, first_token = batch->seq_first[sequence];
     LLM__K(attention_scratch) a = LLM__K(carve)(scratch, head_dim);
     memset(a.zeros, 0, (size_t)a.padded_dim * sizeof *a.zeros);
@@ -7605,13 +7654,13 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     int position[LLM__QUERY_ROWS], from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
     for (int r = 0; r < n_rows; r++) {
         int64_t token = first_token + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
-        q[r] = job->q + (token * job->shape->n_heads + head) * head_dim;
+        q[r] = job->q + (token * job->shape.n_heads + head) * head_dim;
         position[r] = batch->positions[token];
     }
     int last = batch->positions[first_token + (end_row - 1) / group];
     const char *keys[2][LLM__TILE], *values[2][LLM__TILE]; /* of this tile and of the next, which memory brings meanwhile */
     size_t row_bytes = (size_t)head_dim * llm__value_bytes(job->cache->type);
-    int begin = llm__first_seen(job->shape, position[0]) / LLM__TILE * LLM__TILE;
+    int begin = llm__first_seen(&job->shape, position[0]) / LLM__TILE * LLM__TILE;
     LLM__K(find_tile)(job, sequence, kv_head, begin, (int)llm__min(LLM__TILE, last + 1 - begin), keys[0], values[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
         int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0, end = n_rows;
@@ -7621,15 +7670,15 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
             for (size_t at = 0; at < row_bytes; at += 64) LLM__PREFETCH(keys[!now][k] + at), LLM__PREFETCH(values[!now][k] + at);
         LLM__K(gather_tile)(job, keys[now], values[now], n_keys, &a);
         while (row < n_rows && position[row] < first) row++;
-        while (end > row && llm__first_seen(job->shape, position[end - 1]) >= first + LLM__TILE) end--;
+        while (end > row && llm__first_seen(&job->shape, position[end - 1]) >= first + LLM__TILE) end--;
         for (int r = row; r < end; r++) {
-            from[r] = (int)llm__max(llm__first_seen(job->shape, position[r]) - first, 0);
+            from[r] = (int)llm__max(llm__first_seen(&job->shape, position[r]) - first, 0);
             seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
         }
         for (; row + LLM__ROWS <= end; row += LLM__ROWS)
-            LLM__K(attend)(LLM__ROWS, &a, q + row, from + row, seen + row, row, head_dim, job->shape->scale);
+            LLM__K(attend)(LLM__ROWS, &a, q + row, from + row, seen + row, row, head_dim, job->shape.scale);
         for (; row < end; row++)
-            LLM__K(attend)(1, &a, q + row, from + row, seen + row, row, head_dim, job->shape->scale);
+            LLM__K(attend)(1, &a, q + row, from + row, seen + row, row, head_dim, job->shape.scale);
     }
     for (int r = 0; r < n_rows; r++) {
         float *out = job->out + (q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
@@ -7638,7 +7687,8 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
 }
 
 LLM__KERNELS const llm__kernels LLM__K(kernels) = {
-    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(rope_and_store),
+    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
+    LLM__K(rope_and_store),
     LLM__K(attention),
 };
 
@@ -7754,65 +7804,188 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
 }
 
-/* ---- The driver: operations of the seam, cut into work items for threads -------------------
- * All threads are started and joined in one place, here. Items are handed out as threads come free, so that a thread
- * which the system slows down does fewer. Waking threads costs microseconds: small work (not `worth_it`)
- * stays on the calling thread.
+/* ---- The driver: operations of the seam, queued as tasks and cut into items for threads --------
+ * An operation is a task: so many items, which the threads share out. Starting threads for each would cost a microsecond, and a step
+ * of a small model has a hundred operations of a few microseconds. So the tasks of a step are queued, as on a GPU, and when somebody wants
+ * to see results, the threads are started once and go through the whole list together. After each task they meet, since
+ * the next one reads what this one wrote; waiting for each other in a loop takes a tenth of a microsecond:
  *
- * A join waits for the slowest thread, and where another program wants the same core, that is a thread which the
- * system has put aside for milliseconds: a hundred times what the work took. When that happens, the calling thread
- * works alone for four times as long as it has waited for nothing. So on a machine that is busy all the time no more
+ *     thread 0   norm round | q    k  v  | rope | attention | round | o      | norm round | gate   up  | ...
+ *     thread 1              | q    k  v  |      | attention |       | o      |            | gate   up  | ...
+ *
+ * Tasks that are too small to be shared are left to the first thread, and products of the same input (q, k, v; gate, up) run side by
+ * side, without a meeting. Each thread takes the item of its own number first, and then what is left as it comes free: so it reads the same
+ * weights in each step, which may still be in its cache, and one that the system slows down does fewer.
+ *
+ * A meeting waits for the slowest thread, and where another program wants the same core, that is a thread which the
+ * system has put aside for milliseconds: a hundred times what the work took. When most of the time went into such waiting, the calling
+ * thread works alone for four times as long. So on a machine that is busy all the time no more
  * than a fifth is lost, and after a passing disturbance all threads are soon back. (Results do not depend on it.) */
 
 typedef void (*llm__work)(llm__cpu *cpu, const void *job, int64_t item, void *scratch);
 
+enum {
+    LLM__MAX_TASKS = 256,         /* more are done in several goes */
+    LLM__JOB_BYTES = 160,
+    LLM__LARGE_WORK = 4000000,
+    LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
+    LLM__THREADS_WORK = 400000,   /* and a list, at all */
+    LLM__SPINS = 4096             /* looks at the clock of the others before a thread offers its core to somebody else */
+};
+
+typedef struct llm__task {
+    llm__work work;
+    int64_t items, next;    /* the first that nobody has taken; each thread's own item aside */
+    double amount;          /* of work: see llm__add_task */
+    bool shared;            /* by all threads; else the first does it */
+    bool beside;            /* what it reads was there before the task ahead of it began: no need to meet */
+    union {
+        char bytes[LLM__JOB_BYTES];
+        double aligned;
+    } job;
+} llm__task;
+
 #ifdef _OPENMP
-static void llm__parallel_threads(llm__cpu *cpu, int64_t items, int threads, llm__work work, const void *job) {
-    double start = llm_seconds(), own = 0.0;
-#pragma omp parallel num_threads(threads)
-    {
-        int thread = omp_get_thread_num();
-        double own_start = llm_seconds();
-#pragma omp for schedule(dynamic, 1) nowait
-        for (int64_t item = 0; item < items; item++)
-            work(cpu, job, item, cpu->scratch + (size_t)thread * cpu->scratch_bytes);
-        if (thread == 0) own = llm_seconds() - own_start;
+/* Wait until `all` have arrived here and at earlier meetings. *waited: seconds beyond the first microseconds. */
+static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
+    double start = 0;
+    __atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL);
+    for (int spins = 0; __atomic_load_n(arrived, __ATOMIC_ACQUIRE) < all; spins++) {
+#if defined(LLM__X86)
+        __builtin_ia32_pause();
+#elif defined(__aarch64__)
+        __asm__ volatile("yield");
+#endif
+        if (spins < LLM__SPINS) continue;
+        if (start == 0) start = llm_seconds();
+        sched_yield();
     }
-    double end = llm_seconds(), all = end - start, waited = all - own;
-    if (waited > 1e-3 && waited > 0.75 * all) cpu->alone_until = end + 4 * waited;
+    if (start > 0) *waited += llm_seconds() - start;
+}
+
+/* One of a team of threads on its way through the list. */
+static void llm__run_tasks_as(llm__cpu *cpu, int thread, int team, int64_t *arrived, double *waited) {
+    void *scratch = cpu->scratch + (size_t)thread * cpu->scratch_bytes;
+    bool any = false, any_shared = false; /* since the last meeting */
+    int64_t meetings = 0;
+    for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++) {
+        if (any && !task->beside && (task->shared || any_shared)) {
+            llm__meet(arrived, team * ++meetings, waited);
+            any_shared = false;
+        }
+        any = true;
+        any_shared = any_shared || task->shared;
+        if (!task->shared && thread > 0) continue;
+        int64_t own = task->shared ? llm__min(team, task->items) : 0;
+        if (thread < own) task->work(cpu, task->job.bytes, thread, scratch);
+        for (int64_t item; (item = own + __atomic_fetch_add(&task->next, 1, __ATOMIC_RELAXED)) < task->items;)
+            task->work(cpu, task->job.bytes, item, scratch);
+    }
+}
+
+static void llm__run_tasks_together(llm__cpu *cpu) {
+    double start = llm_seconds(), waited = 0;
+    int64_t arrived = 0;
+    int team = 1;
+#pragma omp parallel num_threads(cpu->n_threads)
+    {
+        double others = 0;
+        if (omp_get_thread_num() == 0) team = omp_get_num_threads();
+        llm__run_tasks_as(cpu, omp_get_thread_num(), omp_get_num_threads(), &arrived, omp_get_thread_num() == 0 ? &waited : &others);
+        if (omp_get_thread_num() == 0) waited -= llm_seconds();
+    }
+    double end = llm_seconds();
+    waited += end; /* the last meeting */
+    if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start)) cpu->alone_until = end + 4 * waited;
 }
 #endif
 
-static void llm__parallel(llm__cpu *cpu, int64_t items, bool worth_it, llm__work work, const void *job) {
+/* Do what is queued. */
+static void llm__run_tasks(llm__cpu *cpu) {
+    bool any_shared = false;
+    cpu->rounded_x = NULL;
+    for (int i = 0; i < cpu->n_tasks; i++) any_shared = any_shared || cpu->tasks[i].shared;
 #ifdef _OPENMP
-    int threads = (int)llm__min(items, cpu->n_threads);
-    if (threads > 1 && worth_it && (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
+    double work = 0;
+    for (int i = 0; i < cpu->n_tasks; i++) work += cpu->tasks[i].amount;
+    if (any_shared && work >= LLM__THREADS_WORK && (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
         cpu->alone_until = 0;
-        llm__parallel_threads(cpu, items, threads, work, job);
+        llm__run_tasks_together(cpu);
+        cpu->n_tasks = 0;
         return;
     }
 #endif
-    (void)worth_it;
-    for (int64_t item = 0; item < items; item++) work(cpu, job, item, cpu->scratch);
+    for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++)
+        for (int64_t item = 0; item < task->items; item++) task->work(cpu, task->job.bytes, item, cpu->scratch);
+    cpu->n_tasks = 0;
 }
 
-/* An item is a part of the columns of one tile of x. */
+/* What a step has left behind that was given up. */
+static void llm__drop_tasks(llm__cpu *cpu) {
+    cpu->n_tasks = 0;
+    cpu->queueing = false;
+    cpu->rounded_x = NULL;
+}
+
+/* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once. */
+static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, bool beside, llm__work work, const void *job, size_t job_bytes) {
+    if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
+    llm__task *task = &cpu->tasks[cpu->n_tasks++];
+    task->work = work;
+    task->items = items;
+    task->next = 0;
+    task->amount = amount;
+    task->shared = items > 1 && cpu->n_threads > 1 && amount >= LLM__SHARED_WORK;
+    task->beside = beside && cpu->n_tasks > 1;
+    memcpy(task->job.bytes, job, job_bytes);
+    if (!cpu->queueing) llm__run_tasks(cpu);
+}
+
+/* How many of n rows of x make an item, where each thread is to have the same ones from task to task: they may still be in its cache. */
+static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
+    return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
+}
+
+/* An item is the tiles of some rows of x, or of one tile a part of the columns. */
 static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
-    int64_t cols = job->w->cols, tile = item / job->x_parts, part = item % job->x_parts, first_row = tile * job->height;
-    int64_t blocks = llm__x_blocks(cols);
+    int64_t cols = job->w->cols, blocks = llm__x_blocks(cols), part = item % job->x_parts;
+    int64_t first = item / job->x_parts * job->x_rows_per_item, end = llm__min(first + job->x_rows_per_item, job->n);
     (void)scratch;
-    cpu->kernels->round_rows(job->x + first_row * cols, cols, job->height, (int)llm__min(job->height, job->n - first_row),
-                          blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts,
-                          (char *)cpu->rounded + (size_t)tile * job->x_tile_bytes);
+    for (int64_t row = first; row < end; row += job->height)
+        cpu->kernels->round_rows(job->x + row * cols, cols, job->height, (int)llm__min(job->height, job->n - row),
+                                 blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts,
+                                 (char *)cpu->rounded + (size_t)(row / job->height) * job->x_tile_bytes);
 }
 
+/* An item is some rows of x, or some rows of the matrix: a long run, or a short one of what is left. */
 static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__matmul_job *job = (const llm__matmul_job *)job_;
-    int64_t large = job->rows_per_thread ? llm__min(item, cpu->n_threads) : 0;
-    int64_t first = large * job->rows_per_thread + (item - large) * job->rows_per_item;
-    int64_t rows = job->rows_per_thread && item < cpu->n_threads ? job->rows_per_thread : job->rows_per_item;
-    cpu->kernels->matmul(job, first, llm__min(first + rows, job->w->rows), scratch);
+    llm__matmul_job job = *(const llm__matmul_job *)job_;
+    int64_t first = 0, rows = job.w->rows;
+    if (job.x_rows_per_item > 0) {
+        int64_t x_row = item * job.x_rows_per_item;
+        job.n = (int)llm__min(job.x_rows_per_item, job.n - x_row);
+        job.x += x_row * job.w->cols;
+        job.x_tiles = (const char *)job.x_tiles + (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
+        job.out += x_row * job.w->rows;
+    } else {
+        int64_t large = llm__min(item, cpu->n_threads);
+        first = large * job.rows_per_thread + (item - large) * job.rows_per_item;
+        rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
+    }
+    if (rows > 0) cpu->kernels->matmul(&job, first, llm__min(first + rows, job.w->rows), scratch);
+}
+
+/* Whether a product may run at the same time as the task before it: that is a product of the same x, and those that run with it do not
+ * write to the same place. */
+static bool llm__beside_last(const llm__cpu *cpu, const llm__matmul_job *job) {
+    for (const llm__task *task = cpu->tasks + cpu->n_tasks - 1; cpu->queueing && task >= cpu->tasks; task--) {
+        const llm__matmul_job *before = (const llm__matmul_job *)(const void *)task->job.bytes;
+        if (task->work == llm__round_item) return before->x == job->x; /* it wrote nothing but `rounded` */
+        if (task->work != llm__matmul_item || before->x != job->x || before->out == job->out || before->add) return false;
+        if (!task->beside) return true;
+    }
+    return false;
 }
 
 static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
@@ -7823,29 +7996,42 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         return;
     }
     if (n < 1 || w->rows < 1) return;
-    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, 0, w->rows, cpu->tile_bytes};
+    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, 0, 0, 0, cpu->tile_bytes};
+    bool beside = llm__beside_last(cpu, &job);
     if (llm__stored_quads(w->type)) {
         /* a block of q6_K has two scales, which a product of the tile unit would mix */
         job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS && w->type != LLM_Q6_K;
         job.height = (int)llm__min(n, LLM__X_TILE);
         job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
-        int64_t tiles = llm__divide_up(n, job.height);
-        bool many = (int64_t)n * w->cols >= 1 << 15;
-        job.x_parts = many ? (int)llm__divide_up(cpu->n_threads, tiles) : 1;
-        llm__parallel(cpu, tiles * job.x_parts, many, llm__round_item, &job);
+        if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols) {
+            int64_t tiles = llm__divide_up(n, job.height);
+            if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
+            else job.x_rows_per_item = llm__share_of_rows(cpu, n);
+            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, (double)n * (double)w->cols, false, llm__round_item, &job,
+                          sizeof job);
+            job.x_rows_per_item = 0;
+            beside = false;
+            if (cpu->queueing) cpu->rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols;
+        }
     }
-    /* Each thread gets one long run of rows, because memory takes a while to get going at a new place. What is left is dealt out in
-     * small items of four panels, so that all end together. (TinyLlama's shape in q4_0, one token, 2 threads: 11 % faster than
-     * items of a tenth of a thread's share.) */
-    bool worth_it = (double)w->rows * (double)w->cols * n >= 400e3;
-    job.rows_per_item = w->rows;
-    if (worth_it && cpu->n_threads > 1) {
-        job.rows_per_item = 64;
-        job.rows_per_thread = w->rows * 15 / 16 / cpu->n_threads / 64 * 64;
+    double work = (double)w->rows * (double)w->cols * n;
+    int64_t share = llm__divide_up(w->rows, cpu->n_threads), items;
+    if (cpu->n_threads > 1 && n >= 2 * LLM__X_TILE * cpu->n_threads && share * (int64_t)sizeof *out < 4096) {
+        /* Threads that write to parts of the same page take its lines from each other, as prefetchers do not know of parts: so each gets
+         * rows of x. (256 x 256 with 512 rows of x: two threads were as slow as one.) */
+        job.x_rows_per_item = llm__share_of_rows(cpu, n);
+        items = llm__divide_up(n, job.x_rows_per_item);
+    } else {
+        /* Each gets one long run of rows of the matrix, because memory takes a while to get going at a new place. Of a large one, some are
+         * left and dealt out in small items of four panels, so that all end together. (TinyLlama's shape in q4_0, one token,
+         * 2 threads: 11 % faster than items of a tenth of a thread's share.) */
+        bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
+        job.rows_per_thread = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL : share * 15 / 16 / 64 * 64;
+        job.rows_per_item = 4 * LLM__PANEL;
+        int64_t rest = w->rows - job.rows_per_thread * cpu->n_threads;
+        items = rest >= 0 ? cpu->n_threads + llm__divide_up(rest, job.rows_per_item) : llm__divide_up(w->rows, job.rows_per_thread);
     }
-    int64_t rest = w->rows - job.rows_per_thread * cpu->n_threads;
-    int64_t items = (job.rows_per_thread ? cpu->n_threads : 0) + llm__divide_up(rest, job.rows_per_item);
-    llm__parallel(cpu, items, worth_it, llm__matmul_item, &job);
+    llm__add_task(cpu, items, work, beside, llm__matmul_item, &job, sizeof job);
 }
 
 typedef struct llm__rows_job { /* rmsnorm and swiglu */
@@ -7866,8 +8052,8 @@ static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, voi
 
 static void llm__cpu_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
                              float *out) {
-    llm__rows_job job = {x, weight, out, n, 8, dim, epsilon};
-    llm__parallel((llm__cpu *)context, llm__divide_up(n, 8), (int64_t)n * dim >= 1 << 16, llm__rmsnorm_item, &job);
+    llm__rows_job job = {x, weight, out, n, llm__share_of_rows((llm__cpu *)context, n), dim, epsilon};
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, false, llm__rmsnorm_item, &job, sizeof job);
 }
 
 static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -7878,39 +8064,36 @@ static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void
 }
 
 static void llm__cpu_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    llm__rows_job job = {gate, up, out, n, 1 << 13, 0, 0.0f};
-    llm__parallel((llm__cpu *)context, llm__divide_up(n, job.n_per_item), n >= 1 << 15, llm__swiglu_item, &job);
+    llm__rows_job job = {gate, up, out, n, llm__divide_up(n, 64 * ((llm__cpu *)context)->n_threads) * 64, 0, 0.0f};
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 30.0 * (double)n, false, llm__swiglu_item, &job, sizeof job);
 }
-
-enum { LLM__ROPE_TOKENS = 8 };
 
 static void llm__rope_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__rope_job *job = (const llm__rope_job *)job_;
-    int first = (int)item * LLM__ROPE_TOKENS;
+    int64_t share = llm__share_of_rows(cpu, job->batch->n_tokens), first = item * share;
     (void)scratch;
-    cpu->kernels->rope_and_store(job, first, (int)llm__min(first + LLM__ROPE_TOKENS, job->batch->n_tokens));
+    cpu->kernels->rope_and_store(job, (int)first, (int)llm__min(first + share, job->batch->n_tokens));
 }
 
 static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
                                     llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
                                     const float *k_norm, float epsilon, float *q, float *k, const float *v,
                                     const llm_cache *cache, int layer) {
-    llm__rope_job job = {batch, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
-    int64_t values = (int64_t)batch->n_tokens * shape->n_heads * shape->head_dim;
-    llm__parallel((llm__cpu *)context, llm__divide_up(batch->n_tokens, LLM__ROPE_TOKENS), values >= 1 << 14,
-                  llm__rope_item, &job);
+    llm__rope_job job = {batch, *shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
+    llm__add_task((llm__cpu *)context, llm__divide_up(batch->n_tokens, llm__share_of_rows((llm__cpu *)context, batch->n_tokens)),
+                  30.0 * batch->n_tokens * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim, false, llm__rope_item, &job, sizeof job);
 }
 
 /* An item of attention is one kv head and up to 64 (token, head) rows of one sequence. Counted from the end, because the
  * last rows of a prompt see the most positions, and long items should start first. */
 static int64_t llm__attention_chunks(const llm__attention_job *job, int sequence) {
-    int64_t group = job->shape->n_heads / job->shape->n_kv_heads;
+    int64_t group = job->shape.n_heads / job->shape.n_kv_heads;
     return llm__divide_up(job->batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
 }
 
 static void llm__attention_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__attention_job *job = (const llm__attention_job *)job_;
-    int n_kv_heads = job->shape->n_kv_heads, group = job->shape->n_heads / n_kv_heads;
+    int n_kv_heads = job->shape.n_kv_heads, group = job->shape.n_heads / n_kv_heads;
     int sequence = job->batch->n_sequences - 1;
     for (; item >= llm__attention_chunks(job, sequence) * n_kv_heads; sequence--)
         item -= llm__attention_chunks(job, sequence) * n_kv_heads;
@@ -7927,14 +8110,14 @@ static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t t
     (void)cpu;
     while (token < batch->seq_first[sequence] || token >= batch->seq_first[sequence] + batch->seq_count[sequence])
         if (++sequence == batch->n_sequences) return;
-    for (int head = 0; head < job->shape->n_heads; head++)
+    for (int head = 0; head < job->shape.n_heads; head++)
         llm__plain_attention_row(job, sequence, (int)token, head, (float *)scratch);
 }
 
 static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                                const llm_cache *cache, int layer, float *out) {
     llm__cpu *cpu = (llm__cpu *)context;
-    llm__attention_job job = {batch, shape, q, cache, layer, out};
+    llm__attention_job job = {batch, *shape, q, cache, layer, out};
     int64_t items = 0;
     double work = 0.0;
     for (int s = 0; s < batch->n_sequences; s++) {
@@ -7948,49 +8131,79 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
         int seen = last + 1 - llm__first_seen(shape, last);
         work += (double)(batch->seq_count[s] + 4) * seen * shape->n_heads * shape->head_dim;
     }
-    if (shape->naive) llm__parallel(cpu, batch->n_tokens, work >= 1e5, llm__naive_attention_item, &job);
-    else llm__parallel(cpu, items, work >= 1e6, llm__attention_item, &job);
+    if (shape->naive) llm__add_task(cpu, batch->n_tokens, 30 * work, false, llm__naive_attention_item, &job, sizeof job);
+    else llm__add_task(cpu, items, 2 * work, false, llm__attention_item, &job, sizeof job);
 }
 
 /* ---- Operations with one form: there is nothing to gain in them ----------------------------- */
 
+typedef struct llm__row_job { /* embed, rope_angles, and the two that gather */
+    const llm_batch *batch;
+    const llm_weight *table;
+    const float *x;           /* or the frequencies */
+    const int32_t *rows, *columns;
+    int64_t n, width;         /* (n, width) = out */
+    int64_t n_per_item;
+    float magnitude;
+    float *out;
+} llm__row_job;
+
+static void llm__embed_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__row_job *job = (const llm__row_job *)job_;
+    const llm_type_info *type = llm_type_find(job->table->type);
+    size_t row_bytes = llm__row_bytes(job->table->type, job->width);
+    (void)cpu, (void)scratch;
+    for (int64_t t = item * job->n_per_item; t < llm__min((item + 1) * job->n_per_item, job->n); t++)
+        type->unpack((const char *)job->table->data + (size_t)job->batch->tokens[t] * row_bytes, job->out + t * job->width, job->width);
+}
+
 static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    const llm_type_info *type = llm_type_find(table->type);
-    size_t row_bytes = llm__row_bytes(table->type, table->cols);
-    (void)context;
-    for (int64_t t = 0; t < batch->n_tokens; t++)
-        type->unpack((const char *)table->data + (size_t)batch->tokens[t] * row_bytes, out + t * table->cols,
-                     table->cols);
+    llm__row_job job = {batch, table, NULL, NULL, NULL, batch->n_tokens, table->cols, llm__share_of_rows((llm__cpu *)context, batch->n_tokens), 0, out};
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, job.n_per_item), 50.0 * (double)(job.n * job.width), false, llm__embed_item, &job, sizeof job);
+}
+
+static void llm__rope_angles_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__row_job *job = (const llm__row_job *)job_;
+    (void)cpu, (void)scratch;
+    for (int64_t t = item * job->n_per_item; t < llm__min((item + 1) * job->n_per_item, job->n); t++)
+        for (int64_t i = 0; i < job->width; i++) {
+            float angle = (float)job->batch->positions[t] * job->x[i], *out = job->out + 2 * (t * job->width + i);
+            out[0] = job->magnitude * cosf(angle);
+            out[1] = job->magnitude * sinf(angle);
+        }
 }
 
 static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
                                  float magnitude, float *angles) {
-    (void)context;
-    for (int64_t t = 0; t < batch->n_tokens; t++)
-        for (int i = 0; i < rope_dim / 2; i++, angles += 2) {
-            float angle = (float)batch->positions[t] * frequencies[i];
-            angles[0] = magnitude * cosf(angle);
-            angles[1] = magnitude * sinf(angle);
-        }
+    llm__row_job job = {batch, NULL, frequencies, NULL, NULL, batch->n_tokens, rope_dim / 2, llm__share_of_rows((llm__cpu *)context, batch->n_tokens), magnitude, angles};
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, job.n_per_item), 600.0 * (double)(job.n * job.width), false, llm__rope_angles_item, &job, sizeof job);
+}
+
+static void llm__gather_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
+    const llm__row_job *job = (const llm__row_job *)job_;
+    (void)cpu, (void)scratch;
+    for (int64_t i = item * job->n_per_item; i < llm__min((item + 1) * job->n_per_item, job->n); i++) {
+        const float *x = job->x + (job->rows ? job->rows[i] : i) * job->width;
+        if (!job->columns) memcpy(job->out + i * job->width, x, (size_t)job->width * sizeof *x);
+        else for (int64_t j = 0; j < job->width; j++) job->out[i * job->width + j] = x[job->columns[j]];
+    }
 }
 
 static void llm__cpu_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
                                  float *out) {
-    (void)context;
-    for (int64_t i = 0; i < n; i++)
-        memcpy(out + i * dim, x + (int64_t)batch->logit_rows[first + i] * dim, (size_t)dim * sizeof *x);
+    llm__row_job job = {batch, NULL, x, batch->logit_rows + first, NULL, n, dim, llm__share_of_rows((llm__cpu *)context, n), 0, out};
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, false, llm__gather_item, &job, sizeof job);
 }
 
 static void llm__cpu_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
-    (void)context;
-    for (int64_t i = 0; i < n; i++)
-        for (int64_t j = 0; j < cols; j++) out[i * cols + j] = x[i * cols + columns[j]];
+    llm__row_job job = {NULL, NULL, x, NULL, columns, n, cols, llm__share_of_rows((llm__cpu *)context, n), 0, out};
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 20.0 * n * (double)cols, false, llm__gather_item, &job, sizeof job);
 }
 
 static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
     size_t bytes = (size_t)cache->n_kv_heads * (size_t)cache->block_size * (size_t)cache->head_dim *
                    llm__value_bytes(cache->type);
-    (void)context;
+    llm__run_tasks((llm__cpu *)context);
     for (int layer = 0; layer < cache->n_layers; layer++)
         for (int i = 0; i < n; i++) {
             char *keys = (char *)cache->keys + (size_t)layer * cache->layer_bytes;
@@ -8009,12 +8222,12 @@ static void *llm__cpu_allocate(void *context, size_t bytes, const char *what, ll
 }
 
 static void llm__cpu_release(void *context, void *device) {
-    (void)context;
+    llm__drop_tasks((llm__cpu *)context);
     llm__aligned_free(device);
 }
 
 static bool llm__cpu_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
-    (void)context;
+    llm__run_tasks((llm__cpu *)context);
     llm__clear(err);
     memcpy(device, host, bytes);
     return true;
@@ -8076,6 +8289,7 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
     llm__cpu *cpu = (llm__cpu *)context;
     const llm_type_info *type = llm_type_find(w->type);
     llm__clear(err);
+    llm__drop_tasks(cpu);
     if (!type)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d", (int)w->type);
     if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values)
@@ -8090,7 +8304,7 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
         return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
     w->packed = llm__slab_take(cpu, bytes, err);
     if (!w->packed) return false;
-    llm__parallel(cpu, llm__divide_up(w->rows, LLM__PANEL), true, llm__pack_item, w);
+    llm__add_task(cpu, llm__divide_up(w->rows, LLM__PANEL), 1e3 * (double)w->rows * (double)w->cols, false, llm__pack_item, w, sizeof *w);
     return true;
 }
 
@@ -8107,6 +8321,7 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     llm__cpu *cpu = (llm__cpu *)context;
     llm_limits limits = cpu->limits;
     llm__clear(err);
+    llm__drop_tasks(cpu);
     if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1 ||
         wanted->max_cols > INT64_MAX / 1024)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: reserve: every limit must be at least 1");
@@ -8151,20 +8366,25 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
 }
 
 static bool llm__cpu_begin_step(void *context, const llm_batch *batch, llm_error *err) {
-    (void)context;
+    llm__cpu *cpu = (llm__cpu *)context;
     (void)batch;
     llm__clear(err);
+    llm__drop_tasks(cpu);
+    cpu->queueing = cpu->kernels != NULL; /* the reference loops run at once */
     return true;
 }
 
 static bool llm__cpu_end_step(void *context, llm_error *err) {
-    (void)context;
+    llm__cpu *cpu = (llm__cpu *)context;
     llm__clear(err);
+    llm__run_tasks(cpu);
+    cpu->queueing = false;
     return true;
 }
 
 static bool llm__cpu_sync(void *context, llm_error *err) {
     llm__cpu *cpu = (llm__cpu *)context;
+    llm__run_tasks(cpu);
     bool fine = cpu->failure.status == LLM_OK;
     if (err) *err = cpu->failure;
     llm__clear(&cpu->failure);
@@ -8175,6 +8395,7 @@ static void llm__cpu_destroy(llm_backend *backend) {
     llm__cpu *cpu = (llm__cpu *)backend->context;
     llm__aligned_free(cpu->scratch);
     llm__aligned_free(cpu->rounded);
+    LLM_FREE(cpu->tasks);
     for (int64_t i = 0; i < cpu->n_slabs; i++) llm__aligned_free(cpu->slabs[i].memory);
     LLM_FREE(cpu->slabs);
     LLM_FREE(cpu);
@@ -8195,6 +8416,11 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     llm__clear(err);
     llm__cpu *cpu = (llm__cpu *)llm__new(1, sizeof *cpu, "the CPU backend", err);
     if (!cpu) return NULL;
+    cpu->tasks = (llm__task *)llm__new(LLM__MAX_TASKS, sizeof *cpu->tasks, "the CPU backend", err);
+    if (!cpu->tasks) {
+        LLM_FREE(cpu);
+        return NULL;
+    }
     cpu->kernels = llm__choose_kernels(max_isa);
     cpu->isa = cpu->kernels ? cpu->kernels->isa : LLM_ISA_REFERENCE;
     if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles()) cpu->isa = LLM_ISA_AMX;
@@ -10213,26 +10439,14 @@ static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
 }
 
 /* The index of the largest; the first of equals. A NaN is never the largest. */
-static int32_t llm__argmax(const float *x, int n) {
-    int32_t best = 0;
-    float most = -INFINITY;
-    for (int i = 0; i < n; i++)
-        if (x[i] > most) {
-            most = x[i];
-            best = i;
-        }
-    return best;
-}
+static int32_t llm__argmax(const float *x, int n) { return llm__choose_kernels(LLM_ISA_BEST)->argmax(x, n); }
 
 /* ln(sum(exp(x))), shifted by the largest so that nothing overflows */
 static double llm__log_sum_exp(const float *x, int n) {
-    float most = x[llm__argmax(x, n)];
-    double sum = 0;
+    const llm__kernels *kernels = llm__choose_kernels(LLM_ISA_BEST);
+    float most = x[kernels->argmax(x, n)];
     if (!(fabsf(most) <= FLT_MAX)) return most;
-    for (int i = 0; i < n; i++)
-        if (x[i] > most - 100)
-            sum += (double)expf(x[i] - most); /* e^-100 is below what a float holds beside 1 */
-    return (double)most + log(sum);
+    return (double)most + log(kernels->sum_exp(x, n, most));
 }
 
 float llm_logprob(const float *logits, int n, int32_t id) {

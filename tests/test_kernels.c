@@ -696,6 +696,97 @@ static void test_movements(void **state) {
     free(values), free(data);
 }
 
+enum { QUEUE_N = 40, QUEUE_COLS = 256, QUEUE_OPERATIONS = 300 };
+
+/* Operations that depend on each other in every way that a step's do: several products of one x, x changed in between, a
+ * product added to another's result. `step`: in a step, so they are queued; else each is done before the next is called. */
+static void run_queue(llm_backend *b, const llm_weight *weights, bool step, int n, float *x, float *h, float *out) {
+    llm_error err;
+    llm_batch batch = {0};
+    uint64_t kept = random_state;
+    random_state = 99;
+    if (step) assert_true(b->begin_step(b->context, &batch, &err));
+    for (int i = 0; i < QUEUE_OPERATIONS; i++) {
+        const llm_weight *w = &weights[random_u32() % 3];
+        switch (random_u32() % 5) {
+        case 0: b->rmsnorm(b->context, x, x, n, QUEUE_COLS, 1e-5f, h); break;
+        case 1: b->matmul(b->context, h, w, NULL, n, random_u32() % 2, x); break;
+        case 2: b->matmul(b->context, h, w, NULL, n, true, out); break;
+        case 3: b->swiglu(b->context, out, x, (int64_t)n * QUEUE_COLS, h); break;
+        default: b->matmul(b->context, x, w, NULL, n, false, h);
+        }
+        if (i % 7 == 6) b->rmsnorm(b->context, out, x, n, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
+        if (i % 5 == 4) b->rmsnorm(b->context, x, h, n, QUEUE_COLS, 1e-5f, x);
+    }
+    if (step) assert_true(b->end_step(b->context, &err));
+    assert_true(b->sync(b->context, &err));
+    random_state = kept;
+}
+
+/* A step's operations are queued and then done by threads that go through the list together: the results are the same to the last bit. */
+static void test_queue(void **state) {
+    (void)state;
+    llm_error err;
+    size_t bytes = QUEUE_N * QUEUE_COLS * sizeof(float);
+    FOR_EACH_ISA(isa) {
+        llm_backend *b[2] = {open_backend(isa, 1), open_backend(isa, 3)};
+        if (!b[0]) continue;
+        for (int n = 1; n <= QUEUE_N; n += 13) {
+            llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0};
+            float *start = random_floats(QUEUE_N * QUEUE_COLS), *results[3][3];
+            void *data[3];
+            for (int i = 0; i < 3; i++) {
+                float *values = random_floats(QUEUE_COLS * QUEUE_COLS);
+                data[i] = malloc((size_t)QUEUE_COLS * QUEUE_COLS * 4);
+                const llm_type_info *type = llm_type_find(types[i]);
+                type->pack(values, data[i], (int64_t)QUEUE_COLS * QUEUE_COLS);
+                free(values);
+            }
+            for (int run = 0; run < 3; run++) { /* at once by one thread, queued by one, queued by three */
+                llm_backend *device = b[run == 2];
+                llm_weight weights[3];
+                for (int i = 0; i < 3; i++) {
+                    weights[i] = (llm_weight){types[i], QUEUE_COLS, QUEUE_COLS, NULL, NULL, NULL, false};
+                    assert_true(device->load_weight(device->context, &weights[i], data[i], &err));
+                    results[run][i] = malloc(bytes);
+                    memcpy(results[run][i], start, bytes);
+                }
+                run_queue(device, weights, run > 0, n, results[run][0], results[run][1], results[run][2]);
+                for (int i = 0; i < 3; i++) {
+                    device->free_weight(device->context, &weights[i]);
+                    assert_memory_equal(results[run][i], results[0][i], bytes);
+                }
+            }
+            for (int i = 0; i < 9; i++) free(results[i / 3][i % 3]);
+            for (int i = 0; i < 3; i++) free(data[i]);
+            free(start);
+        }
+        close_backend(b[0]), close_backend(b[1]);
+    }
+}
+
+/* A step that is given up leaves nothing behind that would run later, on memory that is no longer there. */
+static void test_step_given_up(void **state) {
+    (void)state;
+    llm_error err;
+    llm_batch batch = {0};
+    llm_backend *b = open_backend(LLM_ISA_PLAIN, 2);
+    float *x = b->allocate(b->context, 64 * sizeof *x, "x", &err), kept[64] = {0};
+    assert_true(b->begin_step(b->context, &batch, &err));
+    b->rmsnorm(b->context, x, x, 1, 64, 1e-5f, kept);
+    b->rmsnorm(b->context, x, x, 1, 64, 1e-5f, x);
+    kept[0] = 7;
+    b->release(b->context, x);
+    assert_true(b->sync(b->context, &err));
+    assert_true(kept[0] == 7);
+    assert_true(b->begin_step(b->context, &batch, &err));
+    b->rmsnorm(b->context, kept, kept, 1, 64, 1e-5f, kept);
+    assert_true(b->begin_step(b->context, &batch, &err));
+    assert_true(b->end_step(b->context, &err));
+    assert_true(kept[0] == 7);
+    close_backend(b);
+}
+
 /* What was not reserved is refused, and told at the next sync. */
 static void test_failures(void **state) {
     (void)state;
@@ -784,7 +875,8 @@ int main(void) {
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
-        cmocka_unit_test(test_no_allocation_in_a_step),
+        cmocka_unit_test(test_no_allocation_in_a_step), cmocka_unit_test(test_queue),
+        cmocka_unit_test(test_step_given_up),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
