@@ -98,6 +98,7 @@ void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
 
 constexpr size_t STACK_BYTES = 256 * 1024; /* of a thread; only what it touches is real memory */
 constexpr unsigned char POISON = 0xff;     /* NaN in f32, f16 and bf16; -1 */
+constexpr size_t POISONED_BYTES = 4 << 20; /* of an allocation: more of a large one would only take time */
 
 /* ---- The block that runs ---------------------------------------------------------------------------- */
 
@@ -254,6 +255,10 @@ struct device {
     std::vector<char *> free_stacks;
     thread *current = nullptr;
     context scheduler;
+    std::vector<int> lanes;   /* a pass of the scheduler over the lanes of a warp, in this order ... */
+    size_t next_lane = 0;     /* ... goes on here */
+    size_t first_thread = 0;  /* of that warp */
+    bool from_scheduler = false; /* where the thread that runs was resumed from */
     void *scheduler_fake_stack = nullptr;
     const void *scheduler_stack = nullptr;
     size_t scheduler_stack_bytes = 0;
@@ -261,6 +266,7 @@ struct device {
     int barrier_result = 0;
     char *arena = nullptr; /* shared memory of the block: dynamic first, then the arrays, with gaps */
     size_t arena_bytes = 0, arena_used = 0, static_bytes = 0;
+    size_t arena_touched = 0; /* up to here the address sanitizer may let somebody in */
     std::vector<shared_array> arrays;
 
     device() {
@@ -330,19 +336,39 @@ void set_fault(const std::string &what) {
     d.faulty = true;
 }
 
-void yield_to_scheduler(bool for_good) {
+/* A thread goes on, here: the address sanitizer wants to know on which stack. */
+void arrived(void *fake_stack) {
+#ifdef EMU_ASAN
+    device &d = gpu();
+    const void *from;
+    size_t bytes;
+    __sanitizer_finish_switch_fiber(fake_stack, &from, &bytes);
+    if (d.from_scheduler) d.scheduler_stack = from, d.scheduler_stack_bytes = bytes;
+#else
+    (void)fake_stack;
+#endif
+}
+
+/* Stop the thread that runs, and go on with `next` (nullptr: with the scheduler), until somebody resumes this one. */
+void leave(thread *next, bool for_good) {
     device &d = gpu();
     thread *t = d.current;
+    d.from_scheduler = false;
+    if (next) {
+        d.current = next;
+        threadIdx = next->index;
+    }
 #ifdef EMU_ASAN
-    __sanitizer_start_switch_fiber(for_good ? nullptr : &t->fake_stack, d.scheduler_stack, d.scheduler_stack_bytes);
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &t->fake_stack, next ? next->stack : d.scheduler_stack,
+                                   next ? STACK_BYTES : d.scheduler_stack_bytes);
 #else
     (void)for_good;
 #endif
-    context_switch(&t->where, &d.scheduler);
-#ifdef EMU_ASAN
-    __sanitizer_finish_switch_fiber(t->fake_stack, &d.scheduler_stack, &d.scheduler_stack_bytes);
-#endif
+    context_switch(&t->where, next ? &next->where : &d.scheduler);
+    arrived(t->fake_stack);
 }
+
+void yield_to_scheduler(bool for_good) { leave(nullptr, for_good); }
 
 /* Of the thread that runs: it does not come back (and so must not hold any memory then). */
 [[noreturn]] void thread_fault(const char *file, int line, const char *format, ...) __attribute__((format(printf, 3, 4)));
@@ -363,15 +389,16 @@ void thread_fault(const char *file, int line, const char *format, ...) {
 
 void thread_entry() {
     device &d = gpu();
-#ifdef EMU_ASAN
-    __sanitizer_finish_switch_fiber(nullptr, &d.scheduler_stack, &d.scheduler_stack_bytes);
-#endif
+    arrived(nullptr);
     d.launch->run(d.launch->arguments);
     if (d.launch->early && !d.current->has_waited) set_fault("a thread ends without a call of llm__wait_for_last: " + describe(*d.current));
     d.current->state = ENDED;
     yield_to_scheduler(true);
     abort();
 }
+
+/* Their tops lie at different places of a page: at the same they would all want the same few lines of the processor's cache. */
+size_t stack_top(const thread &t) { return STACK_BYTES - (size_t)(t.lane * 128); }
 
 char *take_stack() {
     device &d = gpu();
@@ -390,26 +417,44 @@ char *take_stack() {
 void give_stack(thread &t) {
     if (!t.stack) return;
 #ifdef EMU_ASAN
-    __asan_unpoison_memory_region(t.stack, STACK_BYTES);
+    size_t bytes = t.state == ENDED ? 8192 : STACK_BYTES; /* a thread that has ended has left all functions but the first */
+    __asan_unpoison_memory_region(t.stack + STACK_BYTES - bytes, bytes);
 #endif
     gpu().free_stacks.push_back(t.stack);
     t.stack = nullptr;
 }
 
-/* Let a thread run until it ends or waits. */
-void resume(thread &t) {
+bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
+
+/* The next thread of the scheduler's pass over the lanes of a warp that can run, with a stack; nullptr: there is none. */
+thread *next_thread() {
     device &d = gpu();
-    if (t.state == FRESH) {
+    while (d.next_lane < d.lanes.size() && !d.faulty) {
+        size_t i = d.first_thread + (size_t)d.lanes[d.next_lane++];
+        if (i >= d.threads.size() || !runnable(d.threads[i])) continue;
+        thread &t = d.threads[i];
+        if (t.state == READY) return &t;
         t.stack = take_stack();
         if (!t.stack) {
             set_fault("the emulator has no memory for a thread's stack");
-            return;
+            return nullptr;
         }
-        context_make(&t.where, t.stack, STACK_BYTES, thread_entry);
+        context_make(&t.where, t.stack, stack_top(t), thread_entry);
         t.state = READY;
+        return &t;
     }
+    return nullptr;
+}
+
+/* The thread that runs waits: the next one of its warp goes on at once, or, at the end of the pass, the scheduler. */
+void wait_here() { leave(next_thread(), false); }
+
+/* Let a thread run, and those after it in this pass, until all wait or one ends. */
+void resume(thread &t) {
+    device &d = gpu();
     d.current = &t;
     threadIdx = t.index;
+    d.from_scheduler = true;
 #ifdef EMU_ASAN
     __sanitizer_start_switch_fiber(&d.scheduler_fake_stack, t.stack, STACK_BYTES);
 #endif
@@ -417,11 +462,10 @@ void resume(thread &t) {
 #ifdef EMU_ASAN
     __sanitizer_finish_switch_fiber(d.scheduler_fake_stack, nullptr, nullptr);
 #endif
+    thread *last = d.current;
     d.current = nullptr;
-    if (t.state == ENDED) give_stack(t);
+    if (last->state == ENDED) give_stack(*last);
 }
-
-bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
 
 std::string where_waits(const thread &t) {
     if (t.state == ENDED) return "has ended";
@@ -483,7 +527,7 @@ void arena_begin(size_t dynamic_bytes) {
         d.arena_bytes = 1 << 20;
         d.arena = (char *)mmap(nullptr, d.arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (d.arena == MAP_FAILED) abort();
-        d.arena_used = d.arena_bytes;
+        d.arena_touched = d.arena_bytes;
     }
     d.arrays.clear();
     d.static_bytes = 0;
@@ -495,7 +539,8 @@ void arena_begin(size_t dynamic_bytes) {
     memset(d.arena + dynamic_bytes, POISON ^ 0x55, dynamic_end + GAP - dynamic_bytes);
     d.arena_used = dynamic_end + GAP;
 #ifdef EMU_ASAN
-    __asan_poison_memory_region(d.arena + dynamic_bytes, d.arena_bytes - dynamic_bytes);
+    __asan_poison_memory_region(d.arena + dynamic_bytes, std::max(d.arena_touched, d.arena_used) - dynamic_bytes);
+    d.arena_touched = d.arena_used;
 #endif
 }
 
@@ -646,21 +691,21 @@ void run_block(const emu::launch &l) {
         t.lane = (int)(i % 32), t.warp = (int)(i / 32);
         t.copies.clear(), t.groups.clear(), t.touches.clear();
     }
-    std::vector<int> warps((n + 31) / 32), lanes(32);
+    std::vector<int> warps((n + 31) / 32);
+    d.lanes.resize(32);
     observing = d.observer != nullptr;
     for (bool going = true; going && !d.faulty;) {
         bool ran = false;
         d.arrangement.arrange(warps);
         for (int warp : warps) {
-            size_t base = (size_t)warp * 32;
+            d.first_thread = (size_t)warp * 32;
             /* in the fixed orders a warp goes as far as it can, in the random one only a stretch at a time */
             for (bool again = true; again && !d.faulty;) {
                 again = false;
-                d.arrangement.arrange(lanes);
-                for (int lane : lanes) {
-                    size_t i = base + (size_t)lane;
-                    if (i >= n || !runnable(d.threads[i]) || d.faulty) continue;
-                    resume(d.threads[i]);
+                d.arrangement.arrange(d.lanes);
+                d.next_lane = 0;
+                while (thread *t = next_thread()) {
+                    resume(*t);
                     again = ran = true;
                 }
                 if (d.arrangement.kind == order::RANDOM) break;
@@ -717,7 +762,7 @@ int emu::block_barrier(block_kind kind, int predicate, const char *file, int lin
     thread *t = d.current;
     t->state = AT_BARRIER;
     t->file = file, t->line = line, t->barrier = kind, t->predicate = predicate;
-    yield_to_scheduler(false);
+    wait_here();
     return d.barrier_result;
 }
 
@@ -738,7 +783,7 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
     memset(d.arena + offset, POISON, bytes);
 #endif
     d.arrays.push_back({site, offset, bytes, name, file, line});
-    d.arena_used = end;
+    d.arena_used = d.arena_touched = end;
     return d.arena + offset;
 }
 
@@ -923,7 +968,7 @@ void emu::warp_meet(const warp_operation &operation) {
     while (m < open.size() && !open[m].is(operation)) m++;
     if (m == open.size()) open.push_back({operation, 0});
     open[m].come |= 1u << t->lane;
-    if (open[m].come != operation.mask) return yield_to_scheduler(false);
+    if (open[m].come != operation.mask) return wait_here();
     open[m] = open.back(), open.pop_back();
     thread *lanes[32] = {};
     for (int i = 0; i < 32; i++)
@@ -1075,7 +1120,7 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
     memset(a.memory, POISON ^ 0x55, MARGIN);
     memset(p + bytes, POISON ^ 0x55, MARGIN);
 #endif
-    memset(p, POISON, std::min(bytes, (size_t)4 << 20)); /* more of a large one would only take time */
+    memset(p, POISON, std::min(bytes, POISONED_BYTES));
 #ifdef EMU_ASAN
     if (!d.kernels_may_touch) hide((uintptr_t)p, bytes, true);
 #endif
@@ -1110,7 +1155,7 @@ cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
     *out = nullptr;
     if (cudaError_t error = usable()) return error;
     if (counts_down(d.fail_allocation) || posix_memalign(out, 4096, bytes ? bytes : 1)) return failed(cudaErrorMemoryAllocation);
-    memset(*out, POISON, bytes);
+    memset(*out, POISON, std::min(bytes, POISONED_BYTES));
     d.pinned[(uintptr_t)*out] = bytes;
     return cudaSuccess;
 }
