@@ -1415,6 +1415,11 @@ static void chat_figures(const chat *c, const llm_statistics *before, double sta
             (unsigned long long)(s.prefix_hits - before->prefix_hits), (unsigned long long)tokens, seconds, colour ? "\033[0m" : "");
 }
 
+static void forget_interrupt(void) {
+    stop_requested = 0;
+    set_signals();
+}
+
 /* Ctrl-C stops the answer, not the program; what there is of it stays. */
 static bool chat_answer(chat *c) {
     llm_error err;
@@ -1437,10 +1442,7 @@ static bool chat_answer(chat *c) {
     put_text("\n");
     if (err.status != LLM_OK) fail_with(&err);
     chat_add(c, LLM_ROLE_ASSISTANT, c->answer.data, c->answer.length);
-    if (stop_requested == SIGINT) {
-        stop_requested = 0;
-        set_signals();
-    }
+    if (stop_requested == SIGINT) forget_interrupt();
     flush_output();
     if (!c->quiet) chat_figures(c, &before, start);
     return err.status == LLM_OK;
@@ -1474,7 +1476,7 @@ static const char chat_commands[] =
     "/help          this text\n"
     "/quit          leave (or Ctrl-D)\n"
     "A line that ends in \\ goes on with the next. // at its beginning stands for a / that is no command.\n"
-    "Ctrl-C stops the answer.\n";
+    "Ctrl-C stops the answer, or drops what was typed.\n";
 
 /* A line that begins with a slash. False: leave. */
 static bool chat_command(chat *c, const char *line) {
@@ -1501,17 +1503,41 @@ static bool chat_command(chat *c, const char *line) {
     return true;
 }
 
-/* A line of what is typed, without its end; false where there is no more. */
+#ifdef LLM_WITH_EDITLINE
+static struct {
+    char *line;
+    bool done;
+} edited; /* what the editor has given us, which cannot hand on a pointer of ours */
+
+static void take_edited(char *line) {
+    edited.line = line;
+    edited.done = true;
+    rl_callback_handler_remove();
+}
+
+/* A line from the editor; NULL at the end, and where a signal came. We wait here and not in it, since it would read on then. */
+static char *edit_line(const char *prompt) {
+    struct pollfd input = {STDIN_FILENO, POLLIN, 0};
+    edited.line = NULL;
+    edited.done = false;
+    rl_callback_handler_install(prompt, take_edited);
+    while (!edited.done && !stop_requested)
+        if (poll(&input, 1, -1) > 0) rl_callback_read_char();
+    if (!edited.done) rl_callback_handler_remove();
+    if (edited.line && *edited.line) add_history(edited.line);
+    return edited.line;
+}
+#endif
+
+/* A line of what is typed, without its end; false where there is no more. Ctrl-C on a terminal drops the whole message. */
 static bool chat_line(chat *c, const char *prompt, text *line) {
     char *data = NULL;
     size_t capacity = 0;
     ssize_t n;
-    (void)c;
     (void)prompt;
 #ifdef LLM_WITH_EDITLINE
     if (c->edits) {
-        data = readline(prompt);
-        if (data && *data) add_history(data);
+        data = edit_line(prompt);
         n = data ? (ssize_t)strlen(data) : -1;
     } else
 #endif
@@ -1526,7 +1552,16 @@ static bool chat_line(chat *c, const char *prompt, text *line) {
     if (n > 0 && data[n - 1] == '\r') n--;
     if (n > 0) append(line, data, (size_t)n);
     free(data);
-    if (n < 0 && c->edits) put_text("\n");
+    if (n < 0 && c->edits) {
+        put_text("\n");
+        flush_output();
+    }
+    if (n < 0 && c->edits && stop_requested == SIGINT) {
+        clearerr(stdin);
+        forget_interrupt();
+        line->length = 0;
+        return true;
+    }
     return n >= 0;
 }
 

@@ -1,4 +1,7 @@
 /* Chapter 2: conversations, and tokenizer.json. Run from the repository's root. */
+#ifndef _GNU_SOURCE
+#define _GNU_SOURCE /* for terminals */
+#endif
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>
@@ -11,6 +14,7 @@
 #include "tiny_model.h"
 
 #include <signal.h>
+#include <sys/ioctl.h>
 #include <sys/wait.h>
 
 static bytes slurp(const char *path) {
@@ -528,6 +532,115 @@ static void test_interrupt(void **state) {
     unlink(errors);
 }
 
+/* ---- ... on a terminal ----------------------------------------------------------------------------- */
+
+/* llm chat with these arguments on a terminal of its own, whose other end is ours. */
+static child start_terminal(const char *const *arguments) {
+    const char *llm = getenv("LLM"), *tmp = getenv("TMPDIR");
+    const char *all[32] = {llm ? llm : "./llm", "chat"};
+    int n = 2, ours = posix_openpt(O_RDWR | O_NOCTTY);
+    for (; *arguments; arguments++) all[n++] = *arguments;
+    assert_true(ours >= 0 && !grantpt(ours) && !unlockpt(ours));
+    child c = {fork(), ours, ours};
+    if (!c.pid) {
+        setsid();
+        int theirs = open(ptsname(ours), O_RDWR);
+        ioctl(theirs, TIOCSCTTY, 0);
+        for (int i = 0; i < 3; i++) dup2(theirs, i);
+        close(ours);
+        setenv("TERM", "xterm", 1);
+        setenv("HOME", tmp ? tmp : "/tmp", 1); /* nobody's settings of the editor */
+        execv(all[0], (char *const *)all);
+        _exit(127);
+    }
+    return c;
+}
+
+/* Reads until this has come, and gives all that came with it; what came behind it stays. */
+static const char *await(const child *c, const char *text) {
+    static char seen[100000];
+    size_t n = 0;
+    for (;;) {
+        struct pollfd ready = {c->out, POLLIN, 0};
+        seen[n] = 0;
+        if (n && strstr(seen, text)) return seen;
+        if (n + 1 == sizeof seen || poll(&ready, 1, 30000) != 1 || read(c->out, seen + n, 1) != 1)
+            fail_msg("waited for \"%s\", got \"%s\"", text, seen);
+        n++;
+    }
+}
+
+static int from_the_cache(const child *c) {
+    await(c, "prompt tokens (");
+    return atoi(await(c, " from the cache)"));
+}
+
+static void end_terminal(const child *c) {
+    int status;
+    char byte;
+    say(c, "\004"); /* Ctrl-D */
+    while (read(c->out, &byte, 1) == 1) {}
+    assert_int_equal(waitpid(c->pid, &status, 0), c->pid);
+    assert_true(WIFEXITED(status) && WEXITSTATUS(status) == 0);
+    close(c->out);
+}
+
+/* Lines are edited, old ones come back, Ctrl-C drops a line or stops an answer, Ctrl-D leaves. */
+static void test_terminal(void **state) {
+    (void)state;
+    if (!has_llm()) skip();
+    const char *folder = getenv("TMPDIR");
+    char path[600], saved[620], answer[2000], command[700];
+    snprintf(path, sizeof path, "%s/llm-test-chat-%d.gguf", folder ? folder : "/tmp", (int)getpid());
+    snprintf(saved, sizeof saved, "%s.json", path);
+    write_chat_model(path, zephyr_template(), 200000);
+    llm_message hello = message_of(LLM_ROLE_USER, "hello you");
+    expected_answer(path, &hello, 1, 40, answer, sizeof answer);
+
+    child c = start_terminal((const char *const[]){"-m", path, "--temperature", "0", "-n", "40", "-c", "1000", NULL});
+    await(&c, "> ");
+    say(&c, "hellx\177o you\r"); /* a wrong letter, and the key that takes it back */
+    assert_int_equal(from_the_cache(&c), 0);
+    await(&c, "> ");
+    say(&c, "\033[A\r"); /* the line before */
+    assert_true(from_the_cache(&c) >= 16);
+    await(&c, "> ");
+    say(&c, "never mind");
+    await(&c, "mind");
+    say(&c, "\003");
+    await(&c, "> ");
+    snprintf(command, sizeof command, "/save %s\r", saved);
+    say(&c, command);
+    await(&c, "4 messages are in");
+    await(&c, "> ");
+    end_terminal(&c);
+    bytes out = slurp(saved);
+    llm__json json;
+    llm_message read[MAX_MESSAGES];
+    assert_true(llm__json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
+    assert_int_equal(read_messages(json.nodes, read), 4);
+    assert_true(read[0].length == hello.length && !memcmp(read[0].text, hello.text, hello.length));
+    assert_true(read[1].length == strlen(answer) && !memcmp(read[1].text, answer, read[1].length));
+    if (read[2].length == 3 && !memcmp(read[2].text, "\033[A", 3)) print_message("SKIPPED: ./llm has no line editor, and so no history\n");
+    else assert_true(read[2].length == hello.length && !memcmp(read[2].text, hello.text, hello.length));
+    llm__json_free(&json);
+    clear_bytes(&out);
+
+    c = start_terminal((const char *const[]){"-m", path, "--temperature", "0", "-c", "100000", NULL});
+    for (int i = 0; i < 2; i++) { /* an answer without end */
+        await(&c, "> ");
+        say(&c, "hello\r");
+        await(&c, "\n");
+        await(&c, ""); /* it has begun */
+        say(&c, "\003");
+        from_the_cache(&c);
+    }
+    await(&c, "> ");
+    end_terminal(&c);
+    unlink(path);
+    unlink(saved);
+}
+
 static void test_command_refuses(void **state) {
     (void)state;
     if (!has_llm()) skip();
@@ -569,6 +682,7 @@ int main(void) {
         cmocka_unit_test(test_no_memory),
         cmocka_unit_test(test_command),
         cmocka_unit_test(test_interrupt),
+        cmocka_unit_test(test_terminal),
         cmocka_unit_test(test_command_refuses),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
