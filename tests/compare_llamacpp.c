@@ -3,11 +3,14 @@
  *
  *     compare_llamacpp MODEL TEXTFILE      prints: mean KL divergence, the largest, agreement on the likeliest token, ...
  *     compare_llamacpp --quantize FTYPE IN OUT      with llama.cpp's own quantizer; FTYPE is its number */
+#define _GNU_SOURCE
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include <dlfcn.h>
 #include <llama.h>
+#include <sys/syscall.h>
 
-enum { WINDOW = 256, WINDOWS = 8, PROMPT = 32, GREEDY = 64 };
+enum { MAX_WINDOW = 256, WINDOWS = 8, MAX_PROMPT = 32, MAX_GREEDY = 64 };
 
 typedef struct peer {
     struct llama_model *model;
@@ -29,6 +32,20 @@ static void *get_memory(size_t bytes) {
     void *p = malloc(bytes);
     if (!p) die("out of memory");
     return p;
+}
+
+/* In place of libc's: llama.cpp asks Linux for matrix tiles with it, and does without where it is refused them. Its kernels for
+ * them were wrong (docs/types.md says by how much). */
+long syscall(long number, ...) {
+    enum { REQUEST_STATE = 0x1023 }; /* ARCH_REQ_XCOMP_PERM */
+    long a[6];
+    va_list list;
+    va_start(list, number);
+    for (int i = 0; i < 6; i++) a[i] = va_arg(list, long);
+    va_end(list);
+    if (number == SYS_arch_prctl && a[0] == REQUEST_STATE) return -1;
+    long (*libc)(long, ...) = (long (*)(long, ...))dlsym(RTLD_NEXT, "syscall");
+    return libc(number, a[0], a[1], a[2], a[3], a[4], a[5]);
 }
 
 /* Logits (n, vocab) of n tokens that begin at `position`. */
@@ -57,14 +74,14 @@ static int likeliest(const float *logits, int n) {
 }
 
 typedef struct collected {
-    float *logits; /* (WINDOW, vocab) */
-    int vocab;
+    float *logits; /* (window, vocab) */
+    int window, vocab;
 } collected;
 
 static void collect(void *user, uint64_t request, int sample, int position, float *logits) {
     collected *c = (collected *)user;
     (void)request, (void)sample;
-    if (position < WINDOW) memcpy(c->logits + (size_t)position * (size_t)c->vocab, logits, (size_t)c->vocab * sizeof *logits);
+    if (position < c->window) memcpy(c->logits + (size_t)position * (size_t)c->vocab, logits, (size_t)c->vocab * sizeof *logits);
 }
 
 /* max_tokens new tokens into `out`, greedily, or with 0 the logits of the prompt into `c`. */
@@ -129,12 +146,18 @@ int main(int argc, char **argv) {
     llm_engine_options options = llm_engine_defaults();
     options.max_sequences = 1;
     options.n_threads = 1;
+    options.cache_type = LLM_F32; /* so that what is compared is the weights alone */
     llm_engine *engine = model ? llm_engine_create(model, &options, &err) : NULL;
     if (!engine) die(err.message);
 
+    /* shorter where the model's context is */
+    int context = llm_model_config(model)->context_length;
+    int window = context < MAX_WINDOW ? context : MAX_WINDOW, prompt = context / 4 < MAX_PROMPT ? context / 4 : MAX_PROMPT;
+    int greedy = context - prompt < MAX_GREEDY ? context - prompt : MAX_GREEDY;
     struct llama_model_params model_params = llama_model_default_params();
     struct llama_context_params context_params = llama_context_default_params();
-    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = WINDOW + GREEDY;
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = MAX_WINDOW + MAX_GREEDY;
+    context_params.type_k = context_params.type_v = GGML_TYPE_F32;
     context_params.n_threads = context_params.n_threads_batch = 1;
     peer p = {llama_model_load_from_file(argv[1], model_params), NULL, 0};
     p.context = p.model ? llama_init_from_model(p.model, context_params) : NULL;
@@ -145,40 +168,40 @@ int main(int argc, char **argv) {
     char *text = read_text(argv[2], &length);
     int32_t *ids = get_memory((length + 1) * sizeof *ids);
     int64_t n = llm_tokenize(llm_model_tokenizer(model), text, length, 0, ids, (int64_t)length + 1, &err);
-    if (n < WINDOW * WINDOWS) die("the text is too short");
+    if (n < window * WINDOWS) die("the text is too short");
     size_t row = (size_t)p.vocab;
-    collected ours = {get_memory(WINDOW * row * sizeof(float)), p.vocab};
-    float *theirs = get_memory((WINDOW > GREEDY ? WINDOW : GREEDY) * row * sizeof(float));
+    collected ours = {get_memory((size_t)window * row * sizeof(float)), window, p.vocab};
+    float *theirs = get_memory((size_t)window * row * sizeof(float));
 
     double sum = 0, largest = 0;
     int agree = 0, same_texts = 0, same_tokens = 0;
     for (int w = 0; w < WINDOWS; w++) {
-        const int32_t *window = ids + (n / WINDOWS) * w;
-        our_run(engine, window, WINDOW, 0, &ours, NULL);
-        peer_logits(&p, window, WINDOW, 0, theirs);
-        for (int i = 0; i < WINDOW; i++) {
+        const int32_t *part = ids + (n / WINDOWS) * w;
+        our_run(engine, part, window, 0, &ours, NULL);
+        peer_logits(&p, part, window, 0, theirs);
+        for (int i = 0; i < window; i++) {
             const float *a = theirs + (size_t)i * row, *b = ours.logits + (size_t)i * row;
             double kl = divergence(a, b, p.vocab);
             sum += kl;
             if (kl > largest) largest = kl;
             agree += likeliest(a, p.vocab) == likeliest(b, p.vocab);
         }
-        int32_t we[GREEDY], they[GREEDY];
-        our_run(engine, window, PROMPT, GREEDY, NULL, we);
-        peer_logits(&p, window, PROMPT, 0, theirs);
-        int32_t next = likeliest(theirs + (PROMPT - 1) * row, p.vocab);
+        int32_t we[MAX_GREEDY], they[MAX_GREEDY];
+        our_run(engine, part, prompt, greedy, NULL, we);
+        peer_logits(&p, part, prompt, 0, theirs);
+        int32_t next = likeliest(theirs + (size_t)(prompt - 1) * row, p.vocab);
         int alike = 0;
-        for (int i = 0; i < GREEDY; i++) {
+        for (int i = 0; i < greedy; i++) {
             they[i] = next;
             if (alike == i) alike += they[i] == we[i];
-            peer_logits(&p, &next, 1, PROMPT + i, theirs);
+            peer_logits(&p, &next, 1, prompt + i, theirs);
             next = likeliest(theirs, p.vocab);
         }
-        same_texts += alike == GREEDY;
+        same_texts += alike == greedy;
         same_tokens += alike;
     }
-    printf("%.2e | %.2e | %.2f %% | %d of %d | %.1f of %d\n", sum / (WINDOW * WINDOWS), largest,
-           100.0 * agree / (WINDOW * WINDOWS), same_texts, WINDOWS, (double)same_tokens / WINDOWS, GREEDY);
+    printf("%.2e | %.2e | %.2f %% | %d of %d | %.1f of %d\n", sum / (window * WINDOWS), largest,
+           100.0 * agree / (window * WINDOWS), same_texts, WINDOWS, (double)same_tokens / WINDOWS, greedy);
     llm_engine_free(engine);
     llm_model_free(model);
     llama_free(p.context);

@@ -5,14 +5,15 @@
 #   - f32 or f16 weights do not give the same greedy tokens, or
 #   - the mean KL divergence between the two next-token distributions is 1e-3 or more.
 #
-# The files: the bundled model in every type, written by `llm quantize` and by llama.cpp's own quantizer; and a
-# model of random weights whose widths are no multiples of 256, where both fall back to other types.
+# The files: the bundled model in every type, written by `llm quantize` and by llama.cpp's own quantizer; a model of
+# random weights (`llm synth`) whose widths are no multiples of 256, where both fall back to other types; and the tiny models of
+# tests/data/models, of all architectures that llama.cpp of that time has, written by `llm quantize` from their folders.
 set -eu
 peer=$1
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
 # shellcheck disable=SC2086
-${CC:-cc} -std=gnu11 -O3 -ffp-contract=fast -fopenmp -I. -I"$peer/include" -I"$peer/ggml/include" tests/compare_llamacpp.c \
+${CC:-cc} -std=gnu11 -O3 -ffp-contract=fast -fopenmp -rdynamic -I. -I"$peer/include" -I"$peer/ggml/include" tests/compare_llamacpp.c \
     -o "$work/compare" -L"$peer/build/bin" -Wl,-rpath,"$peer/build/bin" -lllama -lggml -lggml-base -lm
 failed=0
 
@@ -46,5 +47,10 @@ done
 for type in 15=q4_K_M 17=q5_K_M; do
     "$work/compare" --quantize "${type%=*}" "$work/odd.gguf" "$work/q.gguf"
     row "$work/q.gguf" "random, rows of 320 and 864, ${type#*=} by llama.cpp" free
+done
+for model in llama llama_mha llama31 llama_linear mistral qwen2 qwen2_yarn \
+    gptq_g32_zero gptq_g32_act_sym gptq_g128 gptq_g128_act gptq_v2 awq_g32 awq_g128_sym; do
+    ./llm quantize tests/data/models/$model "$work/q.gguf" --type f32 >/dev/null 2>&1
+    row "$work/q.gguf" "$model, f32" greedy
 done
 exit $failed
