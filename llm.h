@@ -229,14 +229,16 @@ int32_t llm_tokenizer_size(const llm_tokenizer *t);
 int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
 int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
 bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* does the file ask for BOS in front? */
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* and for EOS behind? */
 bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* EOS, EOT and the like */
 bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* a control token */
 llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* as stored in the file */
 
 enum {
     LLM_TOKENIZE_BOS = 1,    /* put BOS in front, if the model's file asks for it */
-    LLM_TOKENIZE_SPECIAL = 2 /* read "<|endoftext|>" and the like in the text as special
+    LLM_TOKENIZE_SPECIAL = 2, /* read "<|endoftext|>" and the like in the text as special
                                 tokens. Leave it off for text that you did not write. */
+    LLM_TOKENIZE_EOS = 4     /* put EOS behind, if the model's file asks for it: for a whole text, not for one to be continued */
 };
 
 /* Text (any bytes; invalid UTF-8 is taken byte by byte, and comes back unchanged from
@@ -3187,7 +3189,7 @@ struct llm_tokenizer {
     bool ignores_merges;       /* a word that is a token is that token, whatever its merges would make of it */
     bool fuses_unknown;        /* neighbours without a token are one unknown token */
     int32_t bos, eos, unknown; /* -1: none */
-    bool adds_bos, drops_space; /* in front; when decoding */
+    bool adds_bos, adds_eos, drops_space; /* in front; behind; when decoding */
     llm__prefix prefix;
     bool has_chat;             /* the file has a template for conversations, ... */
     llm_string chat_source;    /* ... this one; */
@@ -3735,6 +3737,7 @@ static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
     if (llm__flag(t, "tokenizer.llm.nfc", composes) && !(t->normalizer = llm__normalizer_create(err))) return false;
     t->ignores_merges = llm__flag(t, "tokenizer.llm.ignore_merges", t->ignores_merges);
     t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->adds_bos);
+    t->adds_eos = llm__flag(t, "tokenizer.ggml.add_eos_token", false);
     return llm__load_prefix(t, err) && llm__load_ends(t, err) &&
            llm__load_marks(t, "tokenizer.llm.end_token_ids", LLM__MARK_END, err) &&
            llm__load_marks(t, "tokenizer.llm.strip_left", LLM__MARK_STRIP_LEFT, err) &&
@@ -3788,6 +3791,7 @@ int32_t llm_tokenizer_size(const llm_tokenizer *t) { return t->size; }
 int32_t llm_tokenizer_bos(const llm_tokenizer *t) { return t->bos; }
 int32_t llm_tokenizer_eos(const llm_tokenizer *t) { return t->eos; }
 bool llm_tokenizer_adds_bos(const llm_tokenizer *t) { return t->adds_bos; }
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t) { return t->adds_eos; }
 bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id) {
     return llm__is_id(t, id) && (t->marks[id] & LLM__MARK_END);
 }
@@ -4683,7 +4687,7 @@ static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n
 }
 
 static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, size_t length, const llm__range *trusted,
-                                    int64_t n_trusted, bool bos, int32_t *ids, int64_t capacity, llm_error *err) {
+                                    int64_t n_trusted, bool bos, bool eos, int32_t *ids, int64_t capacity, llm_error *err) {
     if (length > INT32_MAX / 4)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "a text of %zu bytes is too long to be tokenized at once (512 MB at most)", length),
@@ -4698,6 +4702,7 @@ static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, si
     z.known_mask = llm__table_size(length / 16 < 8192 ? length / 16 : 8192) - 1;
     z.known = (llm__known_word *)llm__new((size_t)z.known_mask + 1, sizeof *z.known, "the words of a text", err);
     bool ok = z.known && llm__tokenize_text(&z, (const uint8_t *)text, length, trusted, n_trusted);
+    if (eos && t->eos >= 0) llm__emit(&z, t->eos);
     LLM_FREE(z.known);
     LLM_FREE(z.symbols);
     LLM_FREE(z.heap);
@@ -4714,7 +4719,8 @@ int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, un
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenize: an argument is NULL"), -1;
     llm__range whole = {0, length};
     return llm__tokenize_ranges(t, text, length, &whole, (flags & LLM_TOKENIZE_SPECIAL) != 0,
-                                (flags & LLM_TOKENIZE_BOS) && t->adds_bos, ids, capacity, err);
+                                (flags & LLM_TOKENIZE_BOS) && t->adds_bos, (flags & LLM_TOKENIZE_EOS) && t->adds_eos, ids,
+                                capacity, err);
 }
 
 /* ---- Back to text ---------------------------------------------------------------------------- */
@@ -5267,7 +5273,7 @@ int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *option
         bool has_bos = bos.length && r.n_trusted && !r.trusted->begin && r.trusted->end >= bos.length &&
                        !memcmp(r.text.data, bos.data, bos.length);
         count = llm__tokenize_ranges(t, (const char *)r.text.data, r.text.length, r.trusted, r.n_trusted,
-                                     t->adds_bos && !has_bos, ids, capacity, err);
+                                     t->adds_bos && !has_bos, false, ids, capacity, err);
     }
     LLM_FREE(r.text.data);
     LLM_FREE(r.trusted);

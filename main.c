@@ -2529,12 +2529,12 @@ static const char info_notes[] =
 /* ---- llm tokenize -------------------------------------------------------------------------- */
 typedef struct tokenizing {
     const char *model, *file;
-    bool json, decode, bos, special, pieces;
+    bool json, decode, bos, eos, special, pieces;
     const llm_tokenizer *tokenizer;
 } tokenizing;
 
 static unsigned tokenize_flags(const tokenizing *t) {
-    return (t->bos ? LLM_TOKENIZE_BOS : 0) | (t->special ? LLM_TOKENIZE_SPECIAL : 0);
+    return (t->bos ? LLM_TOKENIZE_BOS : 0) | (t->eos ? LLM_TOKENIZE_EOS : 0) | (t->special ? LLM_TOKENIZE_SPECIAL : 0);
 }
 
 /* Text in, ids out. */
@@ -2617,6 +2617,7 @@ static int command_tokenize(const command *self, int argc, char **argv) {
         {'f', "file", "FILE", TEXT, &t.file, 0, 0, "read from a file"},
         {'d', "decode", NULL, FLAG, &t.decode, 0, 0, "the other way: ids to text"},
         {0, "bos", NULL, FLAG, &t.bos, 0, 0, "put the BOS token in front, if the model's file asks for it"},
+        {0, "eos", NULL, FLAG, &t.eos, 0, 0, "put the EOS token behind, if the model's file asks for it"},
         {0, "special", NULL, FLAG, &t.special, 0, 0, "read <|endoftext|> and the like as special tokens"},
         {'p', "pieces", NULL, FLAG, &t.pieces, 0, 0, "one token a line, with its text as the vocabulary spells it"},
         {0, "json", NULL, FLAG, &t.json, 0, 0, "from each line of standard input, one JSON string, to one array of ids"},

@@ -262,8 +262,29 @@ static void test_space_prefix_off(void **state) {
     assert_non_null(v.t);
     EXPECT(v.t, "b", 0, id_of(v.t, "b"));
     EXPECT(v.t, " a", 0, id_of(v.t, "\xE2\x96\x81" "a"));
-    EXPECT(v.t, "b", LLM_TOKENIZE_BOS, id_of(v.t, "b"));
+    EXPECT(v.t, "b", LLM_TOKENIZE_BOS | LLM_TOKENIZE_EOS, id_of(v.t, "b"));
     round_trip(v.t, " a  b ", 6);
+    close_vocab(&v);
+}
+
+/* EOS behind the text, where both the file and the caller want it */
+static void test_eos(void **state) {
+    (void)state;
+    gguf g = {0};
+    llama_vocabulary(&g);
+    gguf_bool(&g, "tokenizer.ggml.add_eos_token", true);
+    vocab v = open_vocab(&g);
+    int32_t eos = llm_tokenizer_eos(v.t), ids[2];
+    llm_error err;
+    assert_true(llm_tokenizer_adds_eos(v.t) && eos >= 0);
+    EXPECT(v.t, "a", 0, id_of(v.t, "\xE2\x96\x81" "a"));
+    EXPECT(v.t, "a", LLM_TOKENIZE_BOS | LLM_TOKENIZE_EOS, V_BOS, id_of(v.t, "\xE2\x96\x81" "a"), eos);
+    EXPECT(v.t, "", LLM_TOKENIZE_EOS, eos);
+    assert_int_equal(llm_tokenize(v.t, "a", 1, LLM_TOKENIZE_BOS | LLM_TOKENIZE_EOS, ids, 2, &err), 3); /* one too many */
+    close_vocab(&v);
+    v = small(true);
+    assert_false(llm_tokenizer_adds_eos(v.t));
+    EXPECT(v.t, "a", LLM_TOKENIZE_EOS, id_of(v.t, "\xE2\x96\x81" "a"));
     close_vocab(&v);
 }
 
@@ -1065,6 +1086,7 @@ int main(void) {
         cmocka_unit_test(test_gpt2_small),
         cmocka_unit_test(test_llama_small),
         cmocka_unit_test(test_space_prefix_off),
+        cmocka_unit_test(test_eos),
         cmocka_unit_test(test_special),
         cmocka_unit_test(test_end_tokens),
         cmocka_unit_test(test_gpt2_against_naive),
