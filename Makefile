@@ -3,7 +3,7 @@
 # make test       runs all tests; the last line sums them up
 # make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
-# make fuzz SECONDS=60
+# make fuzz SECONDS=60   each fuzzer for a minute
 # make arm64      some of the tests on arm64, under qemu
 # make docs       the book again: its quotes, its output, its pictures (make quotes: only the first)
 # make clean
@@ -43,7 +43,7 @@ EMULATOR = $(B)/emulated.o $(B)/cuda_on_cpu.o
 EMULATED := $(shell command -v $(CXX) 2>/dev/null)
 # ... and once more with a call before each load and store, which the emulator counts: for docs/12-kernel.c. Its inline functions are
 # its own, so that no other object calls them.
-OBJCOPY  = $(shell $(CXX) -print-prog-name=objcopy)
+OBJCOPY  = $(shell $(CC) -print-prog-name=objcopy)
 OBSERVED := $(if $(EMULATED),$(shell command -v $(OBJCOPY) 2>/dev/null))
 OBSERVE  = $(CXX) -std=c++17 -O2 $(WARN) -fsanitize=thread -fno-tree-sra -fno-tree-vectorize -fno-store-merging -I. -Itests $(CPPFLAGS) \
 	-DLLM_EMULATED -Dllm_emulated_backend=llm_observed_backend -x c++ -c
@@ -54,9 +54,22 @@ DEVICE_LIBS  = $(if $(NVCC),$(addprefix -L,$(wildcard $(CUDA)/lib64 $(CUDA)/lib)
 TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
+SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
-llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(DEVICES) | $(B)/have-cc
-	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
+llm $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(SHARED) $(DEVICES) | $(B)/have-cc
+	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(SHARED) $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
+
+# The kernels take the compiler most of its time, so they are compiled once, for the program and for all tests: libkernels.a is the
+# library with all names but theirs hidden.
+KERNELS  = $(addprefix --keep-global-symbol=llm__,base_kernels avx2_kernels avx512_kernels base_softmax_row)
+LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
+
+$(B)/llm.o: llm.h | $(B)/have-cc
+	$(call LIBRARY,$(COMPILE))
+$(B)/kernels.o: $(B)/llm.o
+	$(OBJCOPY) $(KERNELS) $< $@
+$(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
+	$(AR) rcs $@ $<
 
 # llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
 $(B)/declarations: llm.h
@@ -80,26 +93,18 @@ $(B)/observed.o: llm.cu docs/12-kernel.cu tests/cuda_on_cpu.h $(B)/declarations 
 	$(CXX) -r -nostdlib -Wl,--force-group-allocation $(B)/observed_llm.o $(B)/observed_lesson.o -o $@
 	$(OBJCOPY) --keep-global-symbol=llm_observed_backend --keep-global-symbol=kernel_lesson_run $@
 
-demo: llm
+demo: $(B)/have-cc
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) llm
 	@./llm demo
 
 # ---- Tests ----------------------------------------------------------------------------
-# A test either includes the implementation itself, to reach inside, or takes it from the library. The kernels take the compiler
-# most of its time, so they are compiled once: libkernels.a is the library with all names but theirs hidden.
-KERNELS  = --keep-global-symbol=llm__base_kernels --keep-global-symbol=llm__avx2_kernels --keep-global-symbol=llm__avx512_kernels
-OBJCOPY  = objcopy
+# A test either includes the implementation itself, to reach inside, or takes it from the library. Its own copy is compiled with -O1,
+# in a third of the time; the library, its kernels and the program are what users get.
 CMOCKA   = -lcmocka
-LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
-
-$(B)/llm.o: llm.h | $(B)/have-cc
-	$(call LIBRARY,$(COMPILE))
-$(B)/kernels.o: $(B)/llm.o
-	$(OBJCOPY) $(KERNELS) $< $@
-$(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
-	$(AR) rcs $@ $<
+COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
 
 $(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) $(B)/libkernels.a $(B)/libllm.a | $(if $(CMOCKA),$(B)/have-cmocka)
-	$(COMPILE) -DLLM_KERNELS_EXTERN -Itests $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
+	$(COMPILE_TEST) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
 
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
@@ -107,32 +112,30 @@ $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_devi
 $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu.o $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm
 
-$(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(DEVICES) | $(B)/have-cc
-	$(COMPILE) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
-
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
-	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' sh tests/run.sh '$(LLM)' $(PROGRAMS) tests/cli.sh tests/cli_batch.sh $(if $(SANITIZE),,tests/lessons.sh tests/docs.sh tests/embed.sh)
+	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' LLM_KERNELS='$(B)/libkernels.a' $(if $(filter cuda,$(DEVICE)),LLM_TEST_JOBS=1) \
+		sh tests/run.sh '$(LLM)' $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) $(PROGRAMS) tests/cli.sh tests/cli_batch.sh
 
 build-tests: $(LLM) $(PROGRAMS)
 
 sanitize:
 	@UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
-		NVCC= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+		NVCC= OBSERVED= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # On arm64, which qemu plays where the machine is another one. There is no cmocka for it here: tests/cross/ stands in.
 ARM64_TESTS = kernels numbers tokenizer files golden
 arm64: build/have-arm64 build/have-qemu
-	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) B=build/arm64 CC=aarch64-linux-gnu-gcc OBJCOPY=aarch64-linux-gnu-objcopy \
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) B=build/arm64 CC=aarch64-linux-gnu-gcc \
 		OPTIMIZE=-O2 WARN='-Wall -Wextra -Werror' NVCC= EMULATED= CMOCKA= CPPFLAGS='-isystem tests/cross' $(ARM64_TESTS:%=build/arm64/test_%) build/arm64/llm
 	@LLM_TEST_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu' sh tests/run.sh build/arm64/llm $(ARM64_TESTS:%=build/arm64/test_%) tests/arm64.sh
 
-# ---- Fuzzing: libFuzzer, so clang. SECONDS are shared out among the fuzzers. -----------------
+# ---- Fuzzing: libFuzzer, so clang. Each fuzzer runs for SECONDS. ------------------------------
 FUZZ     = clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
 $(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
 	$(call LIBRARY,$(call FUZZ,-no-link))
 $(B)/fuzzed-kernels.o: $(B)/fuzzed-llm.o
-	objcopy $(KERNELS) $< $@
+	$(OBJCOPY) $(KERNELS) $< $@
 $(B)/fuzz_%: tests/fuzz_%.c llm.h $(B)/fuzzed-kernels.o
 	$(FUZZ) -DLLM_KERNELS_EXTERN $< $(B)/fuzzed-kernels.o -o $@ -lm
 

@@ -7575,8 +7575,8 @@ LLM__INLINE void LLM__K(score_rows)(int R, const float *const *q, const float *k
 
 /* (Not inlined, so that there is one compiled form of it, and all rows are rounded alike.)
  * One row's scores of a tile to weights exp(score - largest); it sees the keys from .. seen - 1 of the tile. */
-LLM__NOINLINE static void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
-                                     float *sums, int padded_dim) {
+LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
+                                                    float *sums, int padded_dim) {
     int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
     for (int k = 0; k < padded; k += LLM__W) LLM__K(store)(scores + k, LLM__K(load)(scores + k) * scale);
     for (int k = seen; k < padded; k++) scores[k] = -INFINITY;
@@ -7717,11 +7717,13 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
  * tests do, to reach inside), one of them can share its kernels, and the others take them from it. */
 #ifdef LLM_KERNELS_EXTERN
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
 
 #ifdef LLM_KERNELS_SHARED
 #define LLM__KERNELS
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
 #define LLM__KERNELS static
 #endif

@@ -38,9 +38,11 @@ done
 openmp=
 cc=${CC:-cc}
 if echo 'int main(void) { return 0; }' | $cc -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
+kernels= library= # LLM_KERNELS: a library of the kernels, which take long to compile
+if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
 for example in embed chat batch; do
     check "docs/examples/$example.c compiles without a warning" \
-        $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp -I. "docs/examples/$example.c" -o "$work/$example" -lm
+        $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp $kernels -I. "docs/examples/$example.c" $library -o "$work/$example" -lm
 done
 model=models/tales-q4_0.gguf
 runs() { # title, pattern, command...
@@ -57,8 +59,8 @@ if grep -q '^\[[1-9][0-9]* prompt tokens so far' "$work/err" 2>/dev/null; then o
 check 'embed.c: a missing model is an error' sh -c "! '$work/embed' no.gguf"
 if echo 'int main() { return 0; }' | g++ -x c++ - -o /dev/null 2>/dev/null; then
     printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' >"$work/llm.c"
-    check 'embed.cpp compiles without a warning' sh -c "$cc -O1 $openmp -I. -c '$work/llm.c' -o '$work/llm.o' &&
-        g++ -std=c++11 -Wall -Wextra -Wpedantic -Werror -I. docs/examples/embed.cpp '$work/llm.o' $openmp -o '$work/embedpp' -lm"
+    check 'embed.cpp compiles without a warning' sh -c "$cc -O1 $openmp $kernels -I. -c '$work/llm.c' -o '$work/llm.o' &&
+        g++ -std=c++11 -Wall -Wextra -Wpedantic -Werror -I. docs/examples/embed.cpp '$work/llm.o' $library $openmp -o '$work/embedpp' -lm"
     runs 'embed.cpp tells a tale' ' ' "$work/embedpp" $model
 else
     skip 'embed.cpp: no C++ compiler'

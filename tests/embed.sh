@@ -8,7 +8,7 @@ cd "$here" || exit 1
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 passed=0 failed=0 skipped=0
-strict='-O1 -Wall -Wextra -Wpedantic -Werror'
+strict='-O0 -Wall -Wextra -Wpedantic -Werror'
 
 ok() { echo "ok: $1"; passed=$((passed + 1)); }
 no() { echo "FAILED: $1"; failed=$((failed + 1)); }
@@ -67,7 +67,7 @@ with() { # with C-COMPILER C++-COMPILER
     if echo 'int main(void) { return 0; }' | "$cc" -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
     # shellcheck disable=SC2086
     check "$cc -std=c11 $openmp compiles the example without a warning" \
-        "$cc" -std=c11 -O2 -Wall -Wextra -Wpedantic -Werror $openmp -I. "$work/example.c" -o "$work/example" -lm
+        "$cc" -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp -I. "$work/example.c" -o "$work/example" -lm
     if [ ! -f models/tales-q4_0.gguf ]; then
         skip "... and it tells a tale: models/tales-q4_0.gguf is not there"
     elif "$work/example" >"$work/out" 2>"$work/err" && [ "$(wc -c <"$work/out")" -gt 20 ] && [ ! -s "$work/err" ]; then

@@ -1,28 +1,33 @@
 #!/bin/sh
-# tests/fuzz.sh SECONDS FUZZER...: runs each fuzzer for its share of the seconds, from its seed corpus
-# tests/data/<fuzzer>/ where there is one. What it finds it keeps under build/fuzz/<fuzzer>/.
+# tests/fuzz.sh SECONDS FUZZER...: runs each fuzzer for so many seconds, as many at a time as there are processors, from its seed corpus
+# tests/data/<fuzzer>/ where there is one. What it finds it keeps under build/fuzz/<fuzzer>/. Ends in one line, "N passed, N failed".
 set -u
+
+if [ "$1" = --one ]; then # SECONDS FUZZER: run it, say how it went
+    name=$(basename "$3") seeds=tests/data/$(basename "$3")
+    mkdir -p "build/fuzz/$name/corpus"
+    [ -d "$seeds" ] || seeds=
+    # shellcheck disable=SC2086
+    "$3" -max_total_time="$2" -timeout=20 -rss_limit_mb=4096 -print_final_stats=1 \
+        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds >"build/fuzz/$name/log" 2>&1
+    echo "$? $name"
+    exit 0
+fi
+
 seconds=$1
 shift
-share=$((seconds / $#))
-[ "$share" -gt 0 ] || share=1
-passed=0 failed=0
-for fuzzer in "$@"; do
-    name=$(basename "$fuzzer")
-    mkdir -p "build/fuzz/$name/corpus"
-    seeds=tests/data/$name
-    [ -d "$seeds" ] || seeds=
-    printf '== %-20s%d s ... ' "$name" "$share"
-    # shellcheck disable=SC2086
-    if "$fuzzer" -max_total_time="$share" -timeout=20 -rss_limit_mb=4096 -print_final_stats=1 \
-        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds >"build/fuzz/$name/log" 2>&1; then
-        sed -n 's/^stat::number_of_executed_units: */inputs tried: /p' "build/fuzz/$name/log"
-        passed=$((passed + 1))
-    else
-        echo 'failed:'
-        grep -v '^#' "build/fuzz/$name/log" | tail -n 60 | sed 's/^/   | /'
-        failed=$((failed + 1))
-    fi
-done
-echo "$passed passed, $failed failed"
-[ "$failed" -eq 0 ]
+printf '%s\n' "$@" | xargs -P "$(nproc 2>/dev/null || echo 2)" -n 1 sh "$0" --one "$seconds" | {
+    passed=0
+    while read -r status name; do
+        printf '== %-20s' "$name"
+        if [ "$status" -eq 0 ]; then
+            echo "inputs tried in $seconds s: $(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name/log")"
+            passed=$((passed + 1))
+        else
+            echo "failed, exit status $status:"
+            grep -v '^#' "build/fuzz/$name/log" | tail -n 60 | sed 's/^/   | /'
+        fi
+    done
+    echo "$passed passed, $(($# - passed)) failed"
+    [ "$passed" -eq $# ]
+}
