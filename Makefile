@@ -120,7 +120,7 @@ test: $(B)/have-cmocka $(B)/have-c++
 build-tests: $(LLM) $(PROGRAMS)
 
 sanitize:
-	@UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
+	@LLM_TEST_LESS=1 UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
 		NVCC= OBSERVED= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # On arm64, which qemu plays where the machine is another one. There is no cmocka for it here: tests/cross/ stands in.
@@ -128,7 +128,7 @@ ARM64_TESTS = kernels numbers tokenizer files golden
 arm64: build/have-arm64 build/have-qemu
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) B=build/arm64 CC=aarch64-linux-gnu-gcc \
 		OPTIMIZE=-O2 WARN='-Wall -Wextra -Werror' NVCC= EMULATED= CMOCKA= CPPFLAGS='-isystem tests/cross' $(ARM64_TESTS:%=build/arm64/test_%) build/arm64/llm
-	@LLM_TEST_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu' sh tests/run.sh build/arm64/llm $(ARM64_TESTS:%=build/arm64/test_%) tests/arm64.sh
+	@LLM_TEST_LESS=1 LLM_TEST_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu' sh tests/run.sh build/arm64/llm $(ARM64_TESTS:%=build/arm64/test_%) tests/arm64.sh
 
 # ---- Fuzzing: libFuzzer, so clang. Each fuzzer runs for SECONDS. ------------------------------
 FUZZ     = clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests

@@ -1,6 +1,6 @@
 #!/bin/sh
-# tests/need.sh THING...: see that a thing is there, and install it with apt if not. Things: cc, cmocka,
-# c++, clang, fuzzer, arm64, qemu. Run by the Makefile and by .ci/run.
+# tests/need.sh THING...: see that a thing is there, and install it with apt if not. Things: make, cc, cmocka,
+# c++, clang, fuzzer, arm64, qemu, python. Run by the Makefile and by .ci/run.
 set -u
 CC=${CC:-cc}
 
@@ -10,6 +10,8 @@ compiles() { # program on standard input, compiler and flags as arguments
 
 has() {
     case $1 in
+    make) command -v make >/dev/null 2>&1 ;;
+    python) python3 -c 'import json' >/dev/null 2>&1 ;;
     cc) printf '#include <math.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | compiles "$CC" ;;
     cmocka) has cc && printf '#include <setjmp.h>\n#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <cmocka.h>\n' | compiles "$CC" -fsyntax-only ;;
     c++) printf '#include <cstdio>\nint main() { return 0; }\n' | g++ -x c++ - -o /dev/null >/dev/null 2>&1 ;;
@@ -24,6 +26,8 @@ has() {
 
 packages() {
     case $1 in
+    make) echo make ;;
+    python) echo python3 ;;
     cc) echo gcc libc6-dev ;;
     cmocka) has cc || packages cc
         echo libcmocka-dev ;;
@@ -44,20 +48,16 @@ for thing in "$@"; do
     elif command -v sudo >/dev/null 2>&1 && sudo -n true 2>/dev/null; then root='sudo -n'
     else root=none
     fi
+    list=$(echo $(packages "$thing"))
     if command -v apt-get >/dev/null 2>&1 && [ "$root" != none ]; then
         $root apt-get update -qq >/dev/null 2>&1
-        list=$(echo $(packages "$thing"))
+        list=$(echo $(packages "$thing")) # which may depend on what there is
         echo "installing $list..." >&2
         # shellcheck disable=SC2086
-        if ! output=$($root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends $list 2>&1); then
-            echo "$output" >&2
-            exit 1
-        fi
+        output=$($root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 $list 2>&1) || echo "$output" >&2
         has "$thing" && continue
-        echo "need.sh: $list is installed, but $thing still does not work" >&2
-        exit 1
     fi
-    echo "Missing: $thing. Please run this, and then make again:" >&2
-    echo "    sudo apt-get install -y" $(packages "$thing") >&2
+    echo "Missing: $thing. Please run this (its packages have these names on Debian and Ubuntu), and then the same command again:" >&2
+    echo "    sudo apt-get install -y $list" >&2
     exit 1
 done

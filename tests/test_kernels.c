@@ -105,6 +105,9 @@ static float *rounded_to_int8(const float *x, int64_t n) {
 
 /* ---- Matrix products ---------------------------------------------------------------- */
 
+/* How many of what repeats: fewer where LLM_TEST_LESS says that all takes long (an emulator, the sanitizers). */
+static int repeats(int usual, int less) { return getenv("LLM_TEST_LESS") ? less : usual; }
+
 static void *packed_weights(llm_type type, const float *values, int64_t count) {
     const llm_type_info *info = llm_type_find(type);
     size_t bytes = (size_t)(count / info->block_values) * (size_t)info->block_bytes;
@@ -183,7 +186,7 @@ static void test_matmul(void **state) {
         int block = type->block_values, blocks_at_most = block > 100 ? 4 : 300 / block;
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
-        check_matmul(type->type, 300, block > 32 ? 1280 : 1376, getenv("LLM_TEST_RUNNER") ? 20 : 128); /* 128 rows take an emulator minutes */
+        check_matmul(type->type, 300, block > 32 ? 1280 : 1376, repeats(128, 20));
         if (block <= 32) {
             check_matmul(type->type, 7, 96, 3);
             check_matmul(type->type, 130, 128, 4);
@@ -191,7 +194,7 @@ static void test_matmul(void **state) {
         }
         if (block == 1) check_matmul(type->type, 33, 1, 2);
         if (block == 1) check_matmul(type->type, 37, 1003, 9);
-        for (int k = 0; k < 12; k++)
+        for (int k = 0; k < repeats(12, 4); k++)
             check_matmul(type->type, random_int(1, 70), block * random_int(1, blocks_at_most), random_int(1, 24));
     }
 }
