@@ -161,8 +161,7 @@ typedef struct llm__cuda { /* the context of the backend */
     int capability;              /* 80, 86, 89, 90, ... */
     size_t shared_bytes;         /* the most dynamic shared memory of a block */
     llm_limits limits;           /* as reserved */
-    bool stepping;               /* between begin_step and end_step */
-    bool recording;              /* ... and what is to be done is noted down first, for a graph */
+    bool recording;              /* between begin_step and end_step: what is to be done is noted down first, for a graph */
     int n_tokens;                /* of this step, not rounded */
     llm__command *commands;      /* (n_commands of max_commands) noted down and not done yet */
     int n_commands, max_commands;
@@ -171,6 +170,7 @@ typedef struct llm__cuda { /* the context of the backend */
     uint64_t n_flushes;          /* a clock: which graph was used last */
 
     llm__room batch_room;        /* the arrays of a step */
+    bool batch_on_its_way;       /* ... may still be read by a copy to the device */
     llm__room draw_room;         /* what to draw, and what was drawn */
     llm__device_batch batch;     /* of this step */
 
@@ -301,6 +301,14 @@ static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format
     return false;
 }
 
+/* The context of a call that goes to the CUDA library. Which GPU its calls mean is kept for each thread of the CPU, and the engine may be
+ * used by another one than that which made it. */
+static llm__cuda *llm__cuda_of(void *context) {
+    llm__cuda *cuda = (llm__cuda *)context;
+    cudaSetDevice(cuda->device); /* of a GPU that is lost, the calls that follow tell */
+    return cuda;
+}
+
 static void llm__cuda_clear(llm_error *err) {
     if (err) memset(err, 0, sizeof *err);
 }
@@ -333,6 +341,7 @@ static bool llm__cuda_wait(llm__cuda *cuda, const char *doing, llm_error *err) {
     double start = llm_seconds();
     cudaError_t code = cudaStreamSynchronize(cuda->stream);
     cuda->wait_seconds += llm_seconds() - start;
+    if (code == cudaSuccess) cuda->batch_on_its_way = false;
     return llm__cuda_check(cuda, code, doing, err);
 }
 
@@ -367,7 +376,7 @@ static bool llm__out_of_memory(const llm__cuda *cuda, size_t bytes, const char *
 }
 
 static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     void *device = NULL;
     llm__cuda_clear(err);
     cudaError_t code = cudaMalloc(&device, bytes ? bytes : 1);
@@ -379,7 +388,7 @@ static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, l
 }
 
 static void llm__cuda_release(void *context, void *device) {
-    (void)context;
+    llm__cuda_of(context);
     if (device) cudaFree(device); /* a lost device has lost its memory too: nothing to be done about a failure */
     cudaGetLastError();
 }
@@ -446,7 +455,7 @@ static void llm__stages_free(llm__cuda *cuda) {
 
 /* Returns when `host` has been read; the last pieces may still be on their way, in order with all else on the stream. */
 static bool llm__cuda_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     cuda->last.x = NULL;
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
@@ -473,7 +482,7 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
 }
 
 static bool llm__cuda_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
     if (!llm__cuda_tell(cuda, err)) return false;
@@ -483,7 +492,7 @@ static bool llm__cuda_download(void *context, void *host, const void *device, si
 }
 
 static void llm__cuda_state(void *context, llm_device_state *state) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     size_t free_bytes = 0, total_bytes = 0;
     if (cudaMemGetInfo(&free_bytes, &total_bytes) != cudaSuccess) cudaGetLastError();
     memset(state, 0, sizeof *state);
@@ -496,17 +505,19 @@ static void llm__cuda_state(void *context, llm_device_state *state) {
 }
 
 /* Scratch memory of at least so many bytes, which does not keep what it holds when it grows. */
-static bool llm__cuda_room(llm__cuda *cuda, char **room, size_t *room_bytes, size_t bytes, const char *what, llm_error *err) {
-    if (bytes <= *room_bytes) return true;
-    cudaStreamSynchronize(cuda->stream); /* nothing on its way may still use the old one */
-    llm__cuda_release(cuda, *room);
-    *room_bytes = 0;
-    *room = (char *)llm__cuda_allocate(cuda, bytes, what, err);
-    if (*room) *room_bytes = bytes;
-    return *room != NULL;
+static bool llm__cuda_scratch(llm__cuda *cuda, char **scratch, size_t *scratch_bytes, size_t bytes, const char *what, llm_error *err) {
+    if (bytes <= *scratch_bytes) return true;
+    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false; /* nothing on its way may still use the old one */
+    llm__cuda_release(cuda, *scratch);
+    *scratch_bytes = 0;
+    *scratch = (char *)llm__cuda_allocate(cuda, bytes, what, err);
+    if (*scratch) *scratch_bytes = bytes;
+    return *scratch != NULL;
 }
 
 /* ---- Limits and the batch of a step ------------------------------------------------------- */
+
+enum { LLM__HEAD_DIM = 3072 }; /* the most: rope_and_store keeps four heads in the 48 KB of shared memory that each launch may have */
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
 
@@ -519,10 +530,13 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter 
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err);
 
 static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm__cuda_clear(err);
     if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1)
         return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: reserve: every limit must be at least 1", cuda->backend.name);
+    if (wanted->head_dim > LLM__HEAD_DIM)
+        return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for heads of %d dimensions: %d is the most",
+                              cuda->backend.name, wanted->head_dim, (int)LLM__HEAD_DIM);
     llm__graphs_forget(cuda); /* they may use scratch memory that moves now */
     llm_limits *l = &cuda->limits;
     l->max_tokens = llm__larger(l->max_tokens, wanted->max_tokens);
@@ -604,7 +618,7 @@ static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
 
 /* All arrays of the batch in one buffer, and that in one copy: many small copies would cost some microseconds each. */
 static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm__device_batch *b = &cuda->batch;
     llm__cuda_clear(err);
     cuda->n_commands = 0; /* those of a step that failed and never ended */
@@ -616,8 +630,8 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
     if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), LLM__TABLES, err)) return false;
 
-    /* the last step's copy must have been done before its buffer is filled anew: it has, unless that step failed */
-    if (cuda->stepping) cudaStreamSynchronize(cuda->stream);
+    /* the last step's copy must have been done before its buffer is filled anew: it has, if anybody has waited for a result */
+    if (cuda->batch_on_its_way && !llm__cuda_wait(cuda, "what the device was doing", err)) return false;
     llm__batch_writer writer = {cuda->batch_room.host, cuda->batch_room.device, 0};
     int32_t counts[4] = {batch->n_tokens, batch->n_sequences, batch->n_logits, batch->table_stride};
     llm__batch_copy(&writer, counts, 4, 4, 0, &b->counts);
@@ -633,22 +647,22 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
     llm__batch_copy(&writer, batch->logit_rows, batch->n_logits, n_rows, 0, &b->logit_rows);
     int32_t *tables = llm__batch_array(&writer, table, &b->block_tables);
     memcpy(tables, batch->block_tables, (size_t)table * sizeof *tables);
-    cuda->stepping = true;
+    cuda->batch_on_its_way = true;
     return llm__cuda_check(cuda, cudaMemcpyAsync(cuda->batch_room.device, cuda->batch_room.host, writer.used,
                                                  cudaMemcpyHostToDevice, cuda->stream),
                            "copying the tables of a step", err);
 }
 
 static bool llm__cuda_end_step(void *context, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
-    cuda->stepping = cuda->recording = false;
+    cuda->recording = false;
     return true;
 }
 
 static bool llm__cuda_sync(void *context, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm_error failure;
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
@@ -664,6 +678,10 @@ static bool llm__cuda_sync(void *context, llm_error *err) {
  * ================================================================================== */
 
 enum { LLM__BLOCK = 256 }; /* threads of a block, where nothing speaks for another number */
+
+/* Threads for a row of n numbers: whole warps, and none that would have nothing to do. It depends on n alone, and so does the order of a
+ * sum over them. */
+static dim3 llm__threads(int64_t n) { return dim3((unsigned)(n < (int)LLM__BLOCK ? llm__ceil_div(n, 32) * 32 : (int)LLM__BLOCK)); }
 
 /* Grids count in 32 bits in x and in 16 bits in y and z. */
 static unsigned llm__grid(int64_t n, int64_t most) { return (unsigned)(n < 1 ? 1 : n < most ? n : most); }
@@ -703,7 +721,7 @@ static void llm__cuda_rmsnorm(void *context, const float *x, const float *weight
                               float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
     if (n < 1) return;
-    LLM_LAUNCH_EARLY(cuda, llm__rmsnorm_kernel, dim3(n), dim3(LLM__BLOCK), 0, x, weight, dim, epsilon, out);
+    LLM_LAUNCH_EARLY(cuda, llm__rmsnorm_kernel, dim3(n), llm__threads(dim), 0, x, weight, dim, epsilon, out);
     llm__cuda_launched(cuda, "rmsnorm");
 }
 
@@ -892,7 +910,7 @@ static void llm__cuda_gather_rows(void *context, const llm_batch *batch, const f
     llm__cuda *cuda = (llm__cuda *)context;
     (void)batch;
     if (n < 1) return;
-    LLM_LAUNCH_EARLY(cuda, llm__gather_rows_kernel, dim3(n), dim3(LLM__BLOCK), 0, cuda->batch.logit_rows + first, x,
+    LLM_LAUNCH_EARLY(cuda, llm__gather_rows_kernel, dim3(n), llm__threads(dim), 0, cuda->batch.logit_rows + first, x,
                      dim, out);
     llm__cuda_launched(cuda, "gather_rows");
 }
@@ -1613,7 +1631,7 @@ static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__sou
 enum { LLM__RAW_BYTES = 64 << 20 }; /* of a matrix on the device at a time, in the layout of its file */
 
 static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     const llm_type_info *type = llm_type_find(w->type);
     llm__cuda_clear(err);
     const llm__format *format = llm__format_of(w->type);
@@ -1635,7 +1653,7 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS; /* whole tiles */
     if (step < LLM__TILE_ROWS) step = LLM__TILE_ROWS;
     if (step > w->rows) step = w->rows;
-    bool fine = llm__cuda_room(cuda, &cuda->raw, &cuda->raw_bytes, (size_t)step * source.row_bytes, "weights on their way", err);
+    bool fine = llm__cuda_scratch(cuda, &cuda->raw, &cuda->raw_bytes, (size_t)step * source.row_bytes, "weights on their way", err);
     source.data = cuda->raw;
     for (; fine && source.end_row < w->rows; source.first_row = source.end_row) {
         source.end_row = source.first_row + step < w->rows ? source.first_row + step : w->rows;
@@ -1837,7 +1855,8 @@ template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
 /* One block: R tiles of 16 rows of weights, all columns, up to N x 8 tokens. One warp for each segment. Each warp has `depth` chunks of its
  * weights on their way while it multiplies another: with 16 or more warps on an SM 40 to 100 KB, which is about what it takes to have
  * memory busy all the time (4 TB/s for the microsecond that a read takes are 4 MB, or 30 KB for each of 132 SMs). If Rounds, the
- * block rounds x itself.
+ * block rounds x itself. (The machine code of nvcc 13 for sm_80 and sm_90 has it so: reads of 16 bytes, those of `depth` chunks ahead of
+ * the first product, and nothing in local memory.)
  * Bytes: the weights once; x from the caches, once for each block (which is why blocks grow with N: with 16 tokens, x is as many bytes
  * as 57 rows of q4_0). Speed: not measured yet (no GPU was available). */
 template <class Layout, int R, int N, bool Rounds>
@@ -1973,7 +1992,7 @@ __global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed tabl
 static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
     llm__cuda *cuda = (llm__cuda *)context;
     (void)batch;
-    LLM_LAUNCH_EARLY(cuda, llm__embed_kernel, dim3(cuda->batch.n_tokens), dim3(LLM__BLOCK), 0, cuda->batch.tokens,
+    LLM_LAUNCH_EARLY(cuda, llm__embed_kernel, dim3(cuda->batch.n_tokens), llm__threads(table->cols), 0, cuda->batch.tokens,
                      llm__packed_of(table), out);
     llm__cuda_launched(cuda, "embed");
 }
@@ -2000,8 +2019,9 @@ static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_wei
  *
  * The order of a sum is that of chapter [3]: `sums` holds the segment that is being added up, `totals` the ones before.
  * Bytes, at least: the weights and x once; but each tile of x is read again for every 128 rows of weights, and each tile of weights for
- * every 128 tokens, mostly from the second-level cache. Hopper's own matrix instructions (wgmma), which would be faster by about half,
- * are not used yet. Speed: not measured yet (no GPU was available).
+ * every 128 tokens, mostly from the second-level cache. Hopper has larger matrix instructions (wgmma: 64 rows, by four warps at once, with
+ * one of the matrices in shared memory in an order of its own). They are not used: whether they pay has to be measured on one.
+ * Speed: not measured yet (no GPU was available).
  * ================================================================================== */
 
 template <class Layout, int Rows, int Tokens> struct llm__many_shape {
@@ -2175,7 +2195,7 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
-    return llm__cuda_room(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
+    return llm__cuda_scratch(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
                           "rounded activations (a smaller max_batch_tokens needs less)", err);
 }
 
@@ -2193,8 +2213,9 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
         input.rounded = cuda->rounded;
         input.scales = (const float *)(const void *)(cuda->rounded + (size_t)input.stride * row_bytes);
         if (!there) {
-            LLM_LAUNCH_EARLY(cuda, llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(128), 0, *w,
-                             input, (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
+            unsigned threads = 32u * (unsigned)(w->segment_chunks < 4 ? w->segment_chunks : 4); /* each has two columns, or more */
+            LLM_LAUNCH_EARLY(cuda, llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(threads), 0, *w, input,
+                             (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
             llm__cuda_launched(cuda, "rounding");
         }
     }
@@ -2729,7 +2750,7 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
     double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
-    return llm__cuda_room(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most),
+    return llm__cuda_scratch(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most),
                           "parts of attention (a smaller max_sequences or context_length needs less)", err);
 }
 
@@ -2896,17 +2917,31 @@ __device__ static inline unsigned long long llm__block_sum_whole(unsigned long l
     return llm__warp_sum_whole(lane < n_warps ? shared[lane].mass : 0);
 }
 
+/* visit(i, x) for the numbers first, first + step, ... of a row, in order. A thread asks for several of them at once: one after the other,
+ * each would take the time that memory needs to answer, and there is but one block to each row. */
+template <class Visit> __device__ __forceinline__ void llm__each_logit(const float *row, int n, unsigned first, unsigned step, Visit visit) {
+    enum { AT_ONCE = 8 };
+    for (unsigned start = first; start < (unsigned)n; start += AT_ONCE * step) {
+        float x[AT_ONCE];
+LLM_UNROLL
+        for (unsigned k = 0; k < AT_ONCE; k++) x[k] = start + k * step < (unsigned)n ? row[start + k * step] : 0.0f;
+LLM_UNROLL
+        for (unsigned k = 0; k < AT_ONCE; k++)
+            if (start + k * step < (unsigned)n) visit((int)(start + k * step), x[k]);
+    }
+}
+
 /* The largest of a row, and the first place where it stands; all threads get both. */
 __device__ static inline float llm__block_best(const float *row, int n, llm__draw_shared *s, int *id) {
     float best = -INFINITY;
     int at = n;
-    for (int i = threadIdx.x; i < n; i += blockDim.x) {
-        float x = llm__clean(row[i]);
+    llm__each_logit(row, n, threadIdx.x, blockDim.x, [&](int i, float logit) {
+        float x = llm__clean(logit);
         if (at == n || x > best) {
             best = x;
             at = i;
         }
-    }
+    });
     __syncthreads();
     for (int round = 0; round < 2; round++) { /* in each warp; then over what the warps found */
         for (int other = 16; other; other /= 2) {
@@ -2987,16 +3022,16 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
 __device__ static inline void llm__histogram_fill(llm__histogram *h, const float *row, int n, const llm__odds *odds,
                                                   uint32_t key, int shift, int width) {
     llm__histogram_clear(h);
-    for (int i = threadIdx.x; i < n; i += blockDim.x) {
-        float logit = llm__clean(row[i]);
+    llm__each_logit(row, n, threadIdx.x, blockDim.x, [&](int, float x) {
+        float logit = llm__clean(x);
         uint32_t k = llm__sort_key(logit);
-        if (shift + width < 32 && k >> (shift + width) != key >> (shift + width)) continue;
+        if (shift + width < 32 && k >> (shift + width) != key >> (shift + width)) return;
         unsigned long long mass = llm__device_likelihood(odds, logit);
-        if (mass == 0) continue;
+        if (mass == 0) return;
         int bin = (int)(k >> shift & ((1u << width) - 1));
         atomicAdd(&h->mass[bin], mass);
         atomicAdd(&h->count[bin], 1u);
-    }
+    });
     __syncthreads();
 }
 
@@ -3032,7 +3067,7 @@ __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row,
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
     int stretch = (n + n_warps - 1) / n_warps, first = warp * stretch, end = first + stretch < n ? first + stretch : n;
     unsigned long long sum = 0;
-    for (int i = first + lane; i < end; i += 32) sum += llm__share(odds, row[i], equals, key);
+    llm__each_logit(row, end, (unsigned)(first + lane), 32, [&](int, float x) { sum += llm__share(odds, x, equals, key); });
     sum = llm__warp_sum_whole(sum);
     __syncthreads();
     if (lane == 0) s->warps[warp].mass = sum;
@@ -3077,10 +3112,10 @@ __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared 
     }
     if (p->min_p > 0) {
         unsigned long long least = (unsigned long long)((double)p->min_p * (double)top), kept = 0;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) {
-            unsigned long long own = llm__device_likelihood(odds, llm__clean(row[i]));
+        llm__each_logit(row, n, threadIdx.x, blockDim.x, [&](int, float x) {
+            unsigned long long own = llm__device_likelihood(odds, llm__clean(x));
             if (own >= least) kept += own;
-        }
+        });
         kept = llm__block_sum_whole(kept, s->warps);
         if (kept < mass) mass = kept;
     }
@@ -3095,7 +3130,7 @@ __device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row
     if (p->temperature == 0 || !(fabsf(odds.most) <= FLT_MAX)) return best;
     if (!p->top_k && !(p->top_p < 1) && !(p->min_p > 0)) {
         unsigned long long mass = 0;
-        for (int i = threadIdx.x; i < n; i += blockDim.x) mass += llm__device_likelihood(&odds, llm__clean(row[i]));
+        llm__each_logit(row, n, threadIdx.x, blockDim.x, [&](int, float x) { mass += llm__device_likelihood(&odds, llm__clean(x)); });
         mass = llm__block_sum_whole(mass, s->warps);
         return llm__find_id(s, row, n, &odds, __umul64hi(draw->random, mass), false, 0);
     }
@@ -3119,8 +3154,9 @@ __global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     int best;
     float most = llm__block_best(row, n, s, &best), sum = 0.0f;
     bool finite = fabsf(most) <= FLT_MAX;
-    for (int i = threadIdx.x; i < n; i += blockDim.x)
-        if (row[i] > most - 100) sum += expf(row[i] - most);
+    llm__each_logit(row, n, threadIdx.x, blockDim.x, [&](int, float x) {
+        if (x > most - 100) sum += expf(x - most);
+    });
     float total = finite ? most + logf(llm__block_sum(sum, s->values)) : most;
     for (int d = starts[blockIdx.x]; d < starts[blockIdx.x + 1]; d++) {
         const llm__device_draw *draw = &draws[d];
@@ -3152,7 +3188,7 @@ static int llm__odds_bits(int n) {
 
 static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
                              float *logprobs, llm_error *err) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     int64_t n_recent = 0;
     int n_rows = 0;
     llm__cuda_clear(err);
@@ -3216,9 +3252,9 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
  *
  * The draft model's steps are lists like all others: of the K passes that propose K tokens, the first may be of its own kind (it also
  * reads what the target added), and the other K - 1 are all the same graph, replayed. They are not one graph together: between two
- * passes the drawn tokens, 8 bytes for each sequence, come to the CPU, which writes them into the batch. That is some 20 to 30
- * microseconds beside a pass of some hundreds, so at most a tenth of the draft's time; to save it, penalties, positions, slots and the
- * rule of how many are proposed would all have to move to the device.
+ * passes the drawn tokens, 8 bytes for each sequence, come to the CPU, which writes them into the batch. By estimate (it is not
+ * measured yet) that is 20 to 30 microseconds beside a pass of some hundreds; to save it, penalties, positions, slots and the rule of
+ * how many are proposed would all have to move to the device.
  * ================================================================================== */
 
 struct llm__command { /* which of these a function uses is its own affair; the rest is zero, padding too */
@@ -3576,7 +3612,7 @@ static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const 
  * ================================================================================== */
 
 static void llm__cuda_destroy(llm_backend *backend) {
-    llm__cuda *cuda = (llm__cuda *)backend->context;
+    llm__cuda *cuda = llm__cuda_of(backend->context);
     if (cuda->stream) cudaStreamSynchronize(cuda->stream);
     llm__graphs_forget(cuda);
     free(cuda->graphs);

@@ -70,8 +70,8 @@ for page in docs/[0-9]*.md docs/README.md; do
         [ -n "$(extract "$file" "$name")" ] || echo "$page: $file defines no $name"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # links: to files, from the folder of the page
-    grep -o '](\([^)#]*\))' "$page" | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
+    # links, but in code: to files, from the folder of the page
+    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
         [ -e "docs/$link" ] || echo "$page: the link to $link is dead"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }

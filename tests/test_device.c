@@ -109,9 +109,9 @@ static const llm_limits limits = {.max_tokens = 160, .max_sequences = 8, .max_co
 typedef struct form { /* of the device: its options, and how near it comes to the textbook */
     const char *name;
     llm_backend *backend;
-    const char *of;     /* the operations that it matters for; NULL: all of them */
-    bool exact;         /* f32 arithmetic: the bound is that of the CPU's kernels */
-    bool deterministic; /* a row's result does not depend on its batch */
+    const char *of; /* the operations that it matters for; NULL: all of them */
+    bool exact;     /* f32 arithmetic: the bound is that of the CPU's kernels */
+    bool company;   /* it is checked that a row's result does not depend on its batch */
 } form;
 
 static form forms[8];
@@ -119,9 +119,9 @@ static int n_forms;
 static llm_backend *reference;
 static const char *device;
 
-static void add_form(const char *name, const llm_gpu_options *options, const char *of, bool exact, bool deterministic) {
+static void add_form(const char *name, const llm_gpu_options *options, const char *of, bool exact, bool company) {
     llm_error err;
-    form f = {name, device_open(device, options), of, exact, deterministic};
+    form f = {name, device_open(device, options), of, exact, company};
     if (!f.backend->reserve(f.backend->context, &limits, &err)) fail_msg("%s: %s", name, err.message);
     forms[n_forms++] = f;
 }
@@ -142,14 +142,14 @@ static int open_devices(void **state) {
     plain.graphs = false;
     llm_gpu_options usual = plain, separate = plain, whole = plain, fixed = plain;
     plain.plain = true;
-    add_form("plain", &plain, NULL, true, true);
+    add_form("plain", &plain, NULL, true, false);
     add_form("usual", &usual, NULL, false, false);
     separate.fused = false;
     add_form("not fused", &separate, "rmsnorm rope_and_store swiglu", false, false);
     whole.split_attention = false;
     add_form("not split", &whole, "attention", false, false);
-    fixed.deterministic = true;
-    add_form("deterministic", &fixed, "matmul attention", false, true);
+    fixed.deterministic = true; /* the same kernels, so far: what it promises is all that is to be checked */
+    add_form("deterministic", &fixed, "", false, true);
     return 0;
 }
 
@@ -461,7 +461,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
         size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
         float *all = malloc(bytes), *parts = malloc(bytes);
         for (int f = 0; f < n_forms && n > 1; f++) {
-            if (!forms[f].deterministic) continue;
+            if (!forms[f].company) continue;
             run_matmul(forms[f].backend, &c, all);
             c.group = random_int(1, n - 1);
             run_matmul(forms[f].backend, &c, parts);
@@ -481,10 +481,10 @@ static void test_matmul(void **state) {
         int block = info->block_values;
         check_matmul((llm_type)type, 1, block, 1);
         check_matmul((llm_type)type, 96, block > 128 ? block : 128, 1);
-        check_matmul((llm_type)type, 130, block > 256 ? block : 256, random_int(2, 16));
-        check_matmul((llm_type)type, 65, block > 32 ? block : 96, random_int(17, 70));
+        check_matmul((llm_type)type, 70, block > 256 ? block : 256, random_int(2, 16));
+        check_matmul((llm_type)type, 65, block > 32 ? block : 96, random_int(17, 40));
         if (block == 1) check_matmul((llm_type)type, 37, random_int(1, 300), 9);
-        check_matmul((llm_type)type, random_int(1, 200), block * random_int(1, 512 / block), random_int(1, 24));
+        check_matmul((llm_type)type, random_int(1, 100), block * random_int(1, 512 / block), random_int(1, 12));
     }
     check_matmul(LLM_F16, 128, 128, 150);
     check_matmul(LLM_Q4_0, 136, 256, 140);
@@ -649,7 +649,7 @@ static void check_attention(int n_sequences, const int *first, const int *count,
     check(what, run_attention, &c, n, device_is_gpu(device) ? 2e-3 : 2e-6, 3e-6);
     float *all = malloc((size_t)n * sizeof *all), *parts = malloc((size_t)n * sizeof *parts);
     for (int f = 0; f < n_forms; f++) {
-        if (!forms[f].deterministic) continue;
+        if (!forms[f].company) continue;
         run_attention(forms[f].backend, &c, all);
         for (int k = 0; k < 2; k++) {
             c.chunk = k ? random_int(2, 20) : 1;
@@ -751,6 +751,10 @@ static void test_memory(void **state) {
         memset(&nothing, 0, sizeof nothing);
         assert_false(b->reserve(b->context, &nothing, &err));
         assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        llm_limits wide = limits;
+        wide.head_dim = 5000;
+        if (device_is_gpu(device)) assert_false(b->reserve(b->context, &wide, &err));
+        if (device_is_gpu(device)) assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
     }
 }
 

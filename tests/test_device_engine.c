@@ -29,7 +29,7 @@ emulator_counts emulator_counted(void) __attribute__((weak));
 #ifdef __SANITIZE_ADDRESS__ /* which makes the emulated device several times slower */
 enum { N_REQUESTS = 3, MAX_TOKENS = 3, LESS = 4 };
 #else
-enum { N_REQUESTS = 5, MAX_TOKENS = 6, LESS = 1 };
+enum { N_REQUESTS = 4, MAX_TOKENS = 6, LESS = 1 };
 #endif
 enum { CONTEXT = 96 };
 
