@@ -9752,26 +9752,47 @@ static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
     return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
 }
 
-/* Rows first .. first + 7 of the matrix, as blocks of q4_0, or of q4_Z. */
-static void llm__int4_rows(const llm__int4 *m, int64_t first, llm_type type, uint8_t *out) {
+/* The integers of rows first .. first + 7, columns column .. column + 31. */
+static void llm__int4_tile(const llm__int4 *m, int64_t first, int64_t column, uint8_t q[8][LLM__BLOCK]) {
+    uint32_t words[LLM__BLOCK];
+    if (m->awq) {
+        for (int k = 0; k < LLM__BLOCK; k++) words[k] = m->weights[(column + k) * (m->rows / 8) + first / 8];
+        for (int i = 0; i < 8; i++) {
+            int shift = llm__awq_shift(i);
+            for (int k = 0; k < LLM__BLOCK; k++) q[i][k] = (uint8_t)(words[k] >> shift & 15);
+        }
+    } else if (m->columns) {
+        for (int k = 0; k < LLM__BLOCK; k++) {
+            int64_t c = m->columns[column + k];
+            for (int i = 0; i < 8; i++) q[i][k] = (uint8_t)(m->weights[c / 8 * m->rows + first + i] >> (4 * (c % 8)) & 15);
+        }
+    } else {
+        for (int i = 0; i < 8; i++)
+            for (int k = 0; k < LLM__BLOCK; k += 8) { /* eight halves of bytes drawn apart, to whole bytes */
+                uint64_t x = m->weights[(column + k) / 8 * m->rows + first + i];
+                x = (x | x << 16) & 0x0000ffff0000ffffu;
+                x = (x | x << 8) & 0x00ff00ff00ff00ffu;
+                x = (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
+                memcpy(q[i] + k, &x, sizeof x);
+            }
+    }
+}
+
+/* Rows first .. end - 1 of the matrix (whole eights), as blocks of q4_0, or of q4_Z. The same columns of all rows at once, since
+ * neighbours in memory are what different rows have in one column. */
+static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t end, llm_type type, uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4;
     size_t row_bytes = llm__row_bytes(type, m->cols);
-    for (int64_t block = 0; block < m->cols / LLM__BLOCK; block++) {
-        uint8_t *to[8];
-        int64_t column = block * LLM__BLOCK, group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
-        for (int i = 0; i < 8; i++) {
-            to[i] = out + (size_t)i * row_bytes + (size_t)block * (size_t)(head + 16);
-            llm__write_u16(to[i], m->scales[group * m->rows + first + i]);
-            if (head == 4) llm__write_u16(to[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
-            memset(to[i] += head, 0, 16);
-        }
-        for (int k = 0; k < LLM__BLOCK; k++) {
-            int64_t c = m->columns ? m->columns[column + k] : column + k;
-            const uint32_t *words = m->awq ? m->weights + c * (m->rows / 8) + first / 8 : m->weights + c / 8 * m->rows + first;
-            for (int i = 0; i < 8; i++) {
-                uint32_t q = m->awq ? words[0] >> llm__awq_shift(i) & 15 : words[i] >> (4 * (c % 8)) & 15;
-                to[i][k % 16] = (uint8_t)(to[i][k % 16] | q << (k / 16 * 4));
-            }
+    uint8_t q[8][LLM__BLOCK];
+    for (int64_t column = 0; column < m->cols; column += LLM__BLOCK) {
+        int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
+        for (int64_t row = first; row < end; row++) {
+            uint8_t *to = out + (size_t)row * row_bytes + (size_t)(column / LLM__BLOCK) * (size_t)(head + 16);
+            const uint8_t *values = q[row % 8];
+            if (row % 8 == 0) llm__int4_tile(m, row, column, q);
+            llm__write_u16(to, m->scales[group * m->rows + row]);
+            if (head == 4) llm__write_u16(to + 2, (uint16_t)llm__int4_zero(m, group, row));
+            for (int k = 0; k < 16; k++) to[head + k] = (uint8_t)(values[k] | values[k + 16] << 4);
         }
     }
 }
@@ -9874,6 +9895,8 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     return m->groups && llm__folder_columns(f, m, module);
 }
 
+enum { LLM__INT4_ROWS = 128 }; /* whose words of AWQ fill a cache line */
+
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
     llm__int4 m;
     memset(&m, 0, sizeof m);
@@ -9885,7 +9908,8 @@ static bool llm__folder_int4(llm__folder *f, const char *name, const char *modul
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
-    for (int64_t row = 0; row < m.rows; row += 8) llm__int4_rows(&m, row, type, data + (size_t)row * row_bytes);
+    for (int64_t row = 0; row < m.rows; row += LLM__INT4_ROWS)
+        llm__int4_rows(&m, row, llm__min(row + LLM__INT4_ROWS, m.rows), type, data);
     llm_tensor *t = llm__folder_new_tensor(f, name);
     t->type = type;
     t->n_dims = 2;
