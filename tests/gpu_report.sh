@@ -120,7 +120,7 @@ has_cmocka || settings+=(CMOCKA= 'CPPFLAGS=-isystem tests/cross')
 build=(make --no-print-directory -k "-j$(nproc)" "B=$B" "LLM=$B/llm" "${settings[@]}")
 operations='test_device test_cuda_kernels test_device_sampling test_device_engine' # of llm.cu
 engine=
-[ "$DEVICE" != cuda ] || engine='test_golden test_speculation test_scheduler test_engine'
+[ "$DEVICE" != cuda ] || engine='test_speculation test_scheduler test_engine'
 programs() { local name; for name in "$@"; do echo "$B/$name"; done; }
 start=$SECONDS
 case " $ONLY " in *' tests '*) wanted="$operations $engine" ;; *) wanted=$operations ;; esac

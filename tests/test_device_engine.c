@@ -130,6 +130,38 @@ static void test_logits(void **state) {
     llm_backend_free(reference), llm_backend_free(b);
 }
 
+/* ... and near those of Hugging Face transformers (see test_golden.c), which has no line in common with either. */
+static void test_transformers(void **state) {
+    (void)state;
+    enum { N = 24 };
+    llm_error err;
+    llm_file *file = llm_file_open("tests/data/golden/mqa_4_1.golden", &err);
+    if (!file) fail_msg("%s", err.message);
+    const llm_value *ids = llm_file_find(file, "golden.ids");
+    const llm_tensor *logits = llm_file_find_tensor(file, "golden.logits");
+    assert_non_null(ids);
+    assert_non_null(logits);
+    assert_true(ids->count >= N);
+    int32_t prompt[N];
+    for (int i = 0; i < N; i++) {
+        int64_t id;
+        assert_true(llm_value_i64(ids, (uint64_t)i, &id));
+        prompt[i] = (int32_t)id;
+    }
+    llm_backend *b = device_open(device, NULL);
+    llm_engine_options o = options_on(b);
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt, r.n_prompt = N, r.max_tokens = 0; /* only the hook sees anything */
+    record *got = run_alone(target, &o, r);
+    assert_int_equal(got->samples[0].n_rows, N);
+    double error = relative_error(got->samples[0].logits, (const float *)logits->data, (int64_t)N * got->vocab);
+    print_message("    %s: logits differ from those of transformers by %.1e\n", device, error);
+    assert_true(error < 1e-2);
+    record_free(got);
+    llm_backend_free(b);
+    llm_file_close(file);
+}
+
 /* Together as alone, bit for bit, and in any order of threads; where blocks are scarce; in every form. */
 static void test_company(void **state) {
     (void)state;
@@ -324,8 +356,9 @@ static void test_no_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits),   cmocka_unit_test(test_company),           cmocka_unit_test(test_speculation),
-        cmocka_unit_test(test_failures), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
+        cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
+        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures), cmocka_unit_test(test_too_little_memory),
+        cmocka_unit_test(test_no_device),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
 }
