@@ -6354,12 +6354,13 @@ enum {
     LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
     LLM__TILE_ROWS = 4,     /* rows of x from which on matrix tiles pay */
-    LLM__PREFETCH_BYTES = 2048
+    LLM__FAR_BYTES = 4096   /* memory is asked for so far ahead of its use */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-#define LLM__PREFETCH(p) __builtin_prefetch(p)
+#define LLM__PREFETCH(p) __builtin_prefetch(p)           /* to the first-level cache */
+#define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* to the second */
 /* Loops over the registers of a block must be unrolled, or the registers become an array in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
@@ -7119,7 +7120,8 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         const float *scales = (const float *)(const void *)(x + job->height * LLM__BLOCK) + first;
         const int16_t *x_sums = (const int16_t *)(const void *)(x + job->height * (LLM__BLOCK + 4)) + 2 * first;
         if (block % 2 == 0)
-            for (size_t line = 0; line < stripe_bytes; line += 64) LLM__PREFETCH(stripe + LLM__PREFETCH_BYTES + line);
+            for (size_t line = 0; line < stripe_bytes; line += 64)
+                LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             LLM__K(w_block) w;
             LLM__K(unpack_block)(type, stripe, (int)(block % 2), part, &w);
