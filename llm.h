@@ -7227,7 +7227,7 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
     for (int b = first; b < end; b++, products += 256) {
         const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
         __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
-        for (int line = 0; line < job->lines; line++) LLM__PREFETCH(job->ahead + (b * job->lines + line) * 64);
+        for (int line = 0; line < job->lines; line++) LLM__PREFETCH_FAR(job->ahead + (b * job->lines + line) * 64);
         LLM__UNROLL for (int t = 0; t < T; t++) {
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
             sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
@@ -7675,7 +7675,7 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
         int n_next = (int)llm__min(LLM__TILE, last + 1 - (first + LLM__TILE));
         if (n_next > 0) LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, n_next, keys[!now], values[!now]);
         for (int k = 0; k < n_next; k++)
-            for (size_t at = 0; at < row_bytes; at += 64) LLM__PREFETCH(keys[!now][k] + at), LLM__PREFETCH(values[!now][k] + at);
+            for (size_t at = 0; at < row_bytes; at += 64) LLM__PREFETCH_FAR(keys[!now][k] + at), LLM__PREFETCH_FAR(values[!now][k] + at);
         LLM__K(gather_tile)(job, keys[now], values[now], n_keys, &a);
         while (row < n_rows && position[row] < first) row++;
         while (end > row && llm__first_seen(&job->shape, position[end - 1]) >= first + LLM__TILE) end--;
