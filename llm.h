@@ -7517,37 +7517,52 @@ LLM__INLINE void LLM__K(gather_value)(llm_type type, const void *row, int head_d
     if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, row, d, head_dim - d));
 }
 
-/* Where the tile of n positions from `first` on lies: its rows of keys and values, which are in one piece as far as a block goes. */
-LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int n, const char **keys,
-                                   const char **values) {
+typedef struct LLM__K(tile_place) { /* where the rows of a tile lie in the cache */
+    int n;
+    const char *keys[LLM__TILE], *values[LLM__TILE];
+} LLM__K(tile_place);
+
+/* The tile from position `first` on of a sequence that ends at `last`. Its rows are in one piece as far as a block goes. */
+LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last,
+                                   LLM__K(tile_place) *tile) {
     const llm_cache *cache = job->cache;
     size_t row_bytes = (size_t)job->shape.head_dim * llm__value_bytes(cache->type);
-    const char *all_keys = llm__cache_layer(cache, cache->keys, job->layer), *all_values = llm__cache_layer(cache, cache->values, job->layer);
-    for (int k = 0; k < n;) {
-        int run = (int)llm__min(n - k, cache->block_size - (first + k) % cache->block_size);
+    const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
+    tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
+    for (int k = 0; k < tile->n;) {
+        int run = (int)llm__min(tile->n - k, cache->block_size - (first + k) % cache->block_size);
         size_t row = (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, first + k);
         for (int i = 0; i < run; i++, k++) {
-            keys[k] = all_keys + (row + (size_t)i) * row_bytes;
-            values[k] = all_values + (row + (size_t)i) * row_bytes;
+            tile->keys[k] = keys + (row + (size_t)i) * row_bytes;
+            tile->values[k] = values + (row + (size_t)i) * row_bytes;
         }
     }
 }
 
-/* n positions from their blocks into the tile. */
-static void LLM__K(gather_tile)(const llm__attention_job *job, const char *const *keys, const char *const *values, int n,
+LLM__INLINE void LLM__K(prefetch_row)(const char *row, size_t bytes) {
+    for (size_t at = 0; at < bytes; at += 64) LLM__PREFETCH_FAR(row + at);
+}
+
+/* A tile from its blocks, as f32. Row by row, memory is asked for the next one: all at once, it would keep us waiting. */
+static void LLM__K(gather_tile)(const llm__attention_job *job, const LLM__K(tile_place) *tile, const LLM__K(tile_place) *next,
                                 const LLM__K(attention_scratch) *a) {
     int head_dim = job->shape.head_dim;
     bool half = job->cache->type == LLM_F16;
-    for (int base = 0; base < n; base += LLM__W) {
+    size_t row_bytes = (size_t)head_dim * llm__value_bytes(job->cache->type);
+    for (int base = 0; base < tile->n; base += LLM__W) {
         const void *rows[LLM__W];
-        for (int k = 0; k < LLM__W; k++) rows[k] = base + k < n ? keys[base + k] : (const char *)a->zeros;
+        for (int k = 0; k < LLM__W; k++) {
+            rows[k] = base + k < tile->n ? tile->keys[base + k] : (const char *)a->zeros;
+            if (base + k < next->n) LLM__K(prefetch_row)(next->keys[base + k], row_bytes);
+        }
         if (half) LLM__K(gather_keys)(LLM_F16, rows, head_dim, a->keys + base);
         else LLM__K(gather_keys)(LLM_F32, rows, head_dim, a->keys + base);
     }
-    for (int k = 0; k < n; k++) {
+    for (int k = 0; k < tile->n; k++) {
         float *value = a->values + (int64_t)k * a->padded_dim;
-        if (half) LLM__K(gather_value)(LLM_F16, values[k], head_dim, value);
-        else LLM__K(gather_value)(LLM_F32, values[k], head_dim, value);
+        if (k < next->n) LLM__K(prefetch_row)(next->values[k], row_bytes);
+        if (half) LLM__K(gather_value)(LLM_F16, tile->values[k], head_dim, value);
+        else LLM__K(gather_value)(LLM_F32, tile->values[k], head_dim, value);
     }
 }
 
@@ -7629,14 +7644,20 @@ LLM__INLINE void LLM__K(value_rows)(int R, const float *weights, const float *va
         LLM__K(value_block)(R, 1, weights, values + d, first, end, padded_dim, sums + d);
 }
 
-/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
-LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
-                                const int *seen, int row, int head_dim, float scale) {
+/* Scores of the rows `row` .. row + R - 1 of the work item, and what weights they give the keys. Row r sees the keys
+ * from[r] .. seen[r] - 1 of the tile, both ascending. */
+LLM__INLINE void LLM__K(attend_keys)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
+                                     const int *seen, int row, int head_dim, float scale) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
     LLM__K(score_rows)(R, q, a->keys, head_dim, seen[R - 1], scores);
     for (int r = 0; r < R; r++)
         LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * a->padded_dim, a->padded_dim);
+}
+
+/* The same rows: the values by these weights. */
+LLM__INLINE void LLM__K(attend_values)(int R, const LLM__K(attention_scratch) *a, const int *from, const int *seen, int row) {
+    float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
     /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
@@ -7666,27 +7687,26 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
         position[r] = batch->positions[token];
     }
     int last = batch->positions[first_token + (end_row - 1) / group];
-    const char *keys[2][LLM__TILE], *values[2][LLM__TILE]; /* of this tile and of the next, which memory brings meanwhile */
-    size_t row_bytes = (size_t)head_dim * llm__value_bytes(job->cache->type);
+    LLM__K(tile_place) tiles[2]; /* this one and the next */
     int begin = llm__first_seen(&job->shape, position[0]) / LLM__TILE * LLM__TILE;
-    LLM__K(find_tile)(job, sequence, kv_head, begin, (int)llm__min(LLM__TILE, last + 1 - begin), keys[0], values[0]);
+    LLM__K(find_tile)(job, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
-        int n_keys = (int)llm__min(LLM__TILE, last + 1 - first), row = 0, end = n_rows;
-        int n_next = (int)llm__min(LLM__TILE, last + 1 - (first + LLM__TILE));
-        if (n_next > 0) LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, n_next, keys[!now], values[!now]);
-        for (int k = 0; k < n_next; k++)
-            for (size_t at = 0; at < row_bytes; at += 64) LLM__PREFETCH_FAR(keys[!now][k] + at), LLM__PREFETCH_FAR(values[!now][k] + at);
-        LLM__K(gather_tile)(job, keys[now], values[now], n_keys, &a);
+        int row = 0, end = n_rows;
+        LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, last, &tiles[!now]);
+        LLM__K(gather_tile)(job, &tiles[now], &tiles[!now], &a);
         while (row < n_rows && position[row] < first) row++;
         while (end > row && llm__first_seen(&job->shape, position[end - 1]) >= first + LLM__TILE) end--;
         for (int r = row; r < end; r++) {
             from[r] = (int)llm__max(llm__first_seen(&job->shape, position[r]) - first, 0);
             seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
         }
-        for (; row + LLM__ROWS <= end; row += LLM__ROWS)
-            LLM__K(attend)(LLM__ROWS, &a, q + row, from + row, seen + row, row, head_dim, job->shape.scale);
-        for (; row < end; row++)
-            LLM__K(attend)(1, &a, q + row, from + row, seen + row, row, head_dim, job->shape.scale);
+        /* keys for all rows, then values for all rows: one of the two at a time fits the first-level cache */
+        int whole = row + (end - row) / LLM__ROWS * LLM__ROWS;
+        for (int r = row; r < whole; r += LLM__ROWS)
+            LLM__K(attend_keys)(LLM__ROWS, &a, q + r, from + r, seen + r, r, head_dim, job->shape.scale);
+        for (int r = whole; r < end; r++) LLM__K(attend_keys)(1, &a, q + r, from + r, seen + r, r, head_dim, job->shape.scale);
+        for (int r = row; r < whole; r += LLM__ROWS) LLM__K(attend_values)(LLM__ROWS, &a, from + r, seen + r, r);
+        for (int r = whole; r < end; r++) LLM__K(attend_values)(1, &a, from + r, seen + r, r);
     }
     for (int r = 0; r < n_rows; r++) {
         float *out = job->out + (q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
