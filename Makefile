@@ -61,7 +61,7 @@ llm $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h
 
 # The kernels take the compiler most of its time, so they are compiled once, for the program and for all tests: libkernels.a is the
 # library with all names but theirs hidden.
-KERNELS  = $(addprefix --keep-global-symbol=llm__,base_kernels avx2_kernels avx512_kernels base_softmax_row)
+KERNELS  = $(addprefix --keep-global-symbol=llm__,base_kernels avx2_kernels avx512_kernels dotprod_kernels base_softmax_row)
 LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
 
 $(B)/llm.o: llm.h | $(B)/have-cc

@@ -355,6 +355,7 @@ typedef struct llm_backend llm_backend;
 typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
+    LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
     LLM_ISA_AVX2,    /* with FMA and F16C */
     LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
     LLM_ISA_AMX,     /* and matrix tiles of int8 */
@@ -747,6 +748,12 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #define LLM__X86 1
 #elif defined(__aarch64__)
 #include <arm_neon.h>
+#if defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__)) /* older clangs want it asked for at the command line */
+#define LLM__DOTPROD 1
+#ifdef __linux__
+#include <sys/auxv.h>
+#endif
+#endif
 #endif
 
 #if defined(__BYTE_ORDER__) && __BYTE_ORDER__ != __ORDER_LITTLE_ENDIAN__
@@ -6498,7 +6505,7 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
  * Here the file steps out of its implementation part. What follows is read only where
  * LLM__KERNEL_PASS is defined, which is when the file includes itself, further down. A pass defines
  *
- *     LLM__KERNEL_PASS   0: the baseline of the machine (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI
+ *     LLM__KERNEL_PASS   0: the baseline of the machine (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI, 3: NEON with dot products
  *     LLM__W             floats in a vector register: 4, 8, 16
  *     LLM__ROWS          rows of weights, or queries, whose sums advance together
  *     LLM__X_ROWS        rows of x that share the unpacking of a panel
@@ -6661,6 +6668,9 @@ LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32(
 #else
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
 #endif
+#if defined(__aarch64__)
+LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) { return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+#else
 /* Shifted into the place of f32's fields, an f16 is too small by 2^112, its denormals too; multiply. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
@@ -6670,6 +6680,7 @@ LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi value = (llm__vi)((llm__vf)magnitude * 5192296858534827628530496329220096.0f);
     return (llm__vf)(value | special | (half & 0x8000) << 16);
 }
+#endif
 LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
     for (int i = 0; i < LLM__W; i++) p[i] = llm__f32_to_f16(v[i]);
 }
@@ -6965,7 +6976,7 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  *
  * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
  * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up.
- * Plain C multiplies in floats, which are exact up to 2^24. */
+ * arm64 has sdot, which is vpdpbusd with both signed. Plain C multiplies in floats, which are exact up to 2^24. */
 
 enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers that hold a value for each row of a panel */
 
@@ -7067,6 +7078,14 @@ LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         pairs = _mm256_setzero_si256();
     }
     return __builtin_convertvector((llm__vi)sum, llm__vf);
+#elif LLM__KERNEL_PASS == 3
+    int32x4_t sum = vdupq_n_s32(-llm__zero_level(type) * x_sum);
+    LLM__UNROLL for (int q = first; q < end; q++) {
+        int32_t quad;
+        memcpy(&quad, x + 4 * q, 4);
+        sum = vdotq_s32(sum, (int8x16_t)w->w[q], vreinterpretq_s8_s32(vdupq_n_s32(quad)));
+    }
+    return (llm__vf)vcvtq_f32_s32(sum);
 #else
     llm__vf sum = {0};
     (void)type, (void)x_sum;
@@ -7715,7 +7734,7 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
 }
 
 LLM__KERNELS const llm__kernels LLM__K(kernels) = {
-    (llm_isa)(LLM_ISA_PLAIN + LLM__KERNEL_PASS), LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
+    LLM__KERNEL_PASS == 3 ? LLM_ISA_DOTPROD : LLM__KERNEL_PASS == 2 ? LLM_ISA_AVX512 : LLM__KERNEL_PASS == 1 ? LLM_ISA_AVX2 : LLM_ISA_PLAIN, LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
     LLM__K(rope_and_store),
     LLM__K(attention),
 };
@@ -7738,13 +7757,13 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 /* Compiling the passes takes most of the compiler's time. Where several files of one program include the implementation (our
  * tests do, to reach inside), one of them can share its kernels, and the others take them from it. */
 #ifdef LLM_KERNELS_EXTERN
-extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
 
 #ifdef LLM_KERNELS_SHARED
 #define LLM__KERNELS
-extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels;
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
 #define LLM__KERNELS static
@@ -7804,6 +7823,25 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #undef LLM__KERNEL_PASS
 
 #endif /* LLM__X86 */
+
+#ifdef LLM__DOTPROD
+
+#define LLM__KERNEL_PASS 3
+#define LLM__W 4
+#define LLM__ROWS 2
+#define LLM__X_ROWS 4
+#define LLM__K(name) LLM__JOIN(llm__dotprod_, name)
+#ifndef __clang__
+#pragma GCC push_options
+#pragma GCC target("arch=armv8.2-a+dotprod")
+#endif
+#include LLM_FILE_NAME
+#ifndef __clang__
+#pragma GCC pop_options
+#endif
+#undef LLM__KERNEL_PASS
+
+#endif /* LLM__DOTPROD */
 #endif /* LLM_KERNELS_EXTERN */
 
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
@@ -7821,6 +7859,17 @@ static bool llm__has_matrix_tiles(void) {
 #endif
 }
 
+#ifdef LLM__DOTPROD
+static bool llm__has_dot_products(void) {
+#ifdef __ARM_FEATURE_DOTPROD /* all that this program is compiled for have them */
+    return true;
+#else
+    enum { DOT_PRODUCTS = 1 << 20 }; /* the bit that Linux sets */
+    return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
+#endif
+}
+#endif
+
 /* The best kernels that this processor can run and the caller allows. */
 static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #ifdef LLM__X86
@@ -7830,6 +7879,9 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
                   __builtin_cpu_supports("avx512vnni");
     if (avx512 && max_isa >= LLM_ISA_AVX512) return &llm__avx512_kernels;
     if (avx2 && max_isa >= LLM_ISA_AVX2) return &llm__avx2_kernels;
+#endif
+#ifdef LLM__DOTPROD
+    if (max_isa >= LLM_ISA_DOTPROD && llm__has_dot_products()) return &llm__dotprod_kernels;
 #endif
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
 }
@@ -8505,6 +8557,7 @@ const char *llm_isa_name(llm_isa isa) {
     switch (isa) {
     case LLM_ISA_REFERENCE: return "reference";
     case LLM_ISA_PLAIN: return "plain";
+    case LLM_ISA_DOTPROD: return "dotprod";
     case LLM_ISA_AVX2: return "avx2";
     case LLM_ISA_AVX512: return "avx512";
     case LLM_ISA_AMX: return "amx";

@@ -733,7 +733,7 @@ static int parse(const command *self, const option *options, int n_options, int 
 
 #define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
 #define DEVICES "auto|cpu|cuda|emulated"
-#define ISAS "reference|plain|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
+#define ISAS "reference|plain|dotprod|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
 #define DEVICE_OPTIONS \
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
     {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, "on the CPU: the best instruction set to use (default amx: all there is)"}, \
