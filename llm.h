@@ -6862,7 +6862,10 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
     LLM__UNROLL for (int r = 0; r < R; r++)
         LLM__UNROLL for (int t = 0; t < T; t++) sums[r][t] = (llm__vf){0};
     for (int64_t j = 0; j < whole; j += LLM__W) {
-        LLM__UNROLL for (int r = 0; r < R; r++) w[r] = LLM__K(load_as)(type, weights + (size_t)r * row_bytes, j);
+        LLM__UNROLL for (int r = 0; r < R; r++) {
+            w[r] = LLM__K(load_as)(type, weights + (size_t)r * row_bytes, j);
+            if (T == 1) LLM__PREFETCH_FAR(weights + (size_t)(R + r) * row_bytes + (size_t)j * (type == LLM_F32 ? 4 : 2)); /* the next rows */
+        }
         LLM__UNROLL for (int t = 0; t < T; t++) {
             llm__vf xt = LLM__K(load)(x + t * cols + j);
             LLM__UNROLL for (int r = 0; r < R; r++) sums[r][t] = LLM__K(fma)(w[r], xt, sums[r][t]);
