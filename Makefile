@@ -43,7 +43,7 @@ EMULATOR = $(B)/emulated.o $(B)/cuda_on_cpu.o
 EMULATED := $(shell command -v $(CXX) 2>/dev/null)
 # ... and once more with a call before each load and store, which the emulator counts: for docs/12-kernel.c. Its inline functions are
 # its own, so that no other object calls them.
-OBJCOPY  = $(shell $(CC) -print-prog-name=objcopy)
+OBJCOPY  = $(shell $(CC) -print-prog-name=objcopy 2>/dev/null)
 OBSERVED := $(if $(EMULATED),$(shell command -v $(OBJCOPY) 2>/dev/null))
 OBSERVE  = $(CXX) -std=c++17 -O2 $(WARN) -fsanitize=thread -fno-tree-sra -fno-tree-vectorize -fno-store-merging -I. -Itests $(CPPFLAGS) \
 	-DLLM_EMULATED -Dllm_emulated_backend=llm_observed_backend -x c++ -c
