@@ -2481,6 +2481,87 @@ LLM_UNROLL
     return make_uint4(llm__pair(x[0], x[1]), llm__pair(x[2], x[3]), llm__pair(x[4], x[5]), llm__pair(x[6], x[7]));
 }
 
+/* Of the tile that a warp works on, lane (g, t) has the scores of its rows g (j = 0, 1) and g + 8 (j = 2, 3) with positions 2t and 2t + 1
+ * of each 8. */
+template <int HD, int T>
+__device__ __forceinline__ void llm__multiply_keys(float scores[T / 8][4], const uint32_t query[HD / 32][2][4], const char *keys, int lane) {
+LLM_UNROLL
+    for (int n = 0; n < T / 8; n++) { /* 8 positions */
+LLM_UNROLL
+        for (int j = 0; j < 4; j++) scores[n][j] = 0.0f;
+LLM_UNROLL
+        for (int k = 0; k < HD / 32; k++) {
+            uint4 key = llm__load_16(keys + llm__tile_offset<T>(n * 8 + lane / 4, k * 4 + lane % 4));
+            const uint32_t k0[2] = {key.x, key.y}, k1[2] = {key.z, key.w};
+            llm__mma_m16n8k16_f16(scores[n], query[k][0], k0);
+            llm__mma_m16n8k16_f16(scores[n], query[k][1], k1);
+        }
+    }
+}
+
+/* The positions that a row does not see. (Most tiles are seen by all rows as a whole, and need none of this.) */
+template <int T>
+__device__ __forceinline__ void llm__hide_unseen(float scores[T / 8][4], const llm__attention_arguments &a, const int position[2],
+                                                 int tile_start, int lane) {
+LLM_UNROLL
+    for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+        for (int j = 0; j < 4; j++) {
+            int p = tile_start + n * 8 + lane % 4 * 2 + j % 2, own = position[j / 2];
+            if (p > own || p < llm__window_start(&a, own)) scores[n][j] = -INFINITY;
+        }
+}
+
+/* The step of the online softmax: scores become weights, 2^(score x factor - m), m and l are brought up to date, and what was added up
+ * before is to be multiplied with `shrink`. A row's scores are spread over four lanes; each adds up only its own in l. */
+template <int T>
+__device__ __forceinline__ void llm__weigh(float scores[T / 8][4], const float factor[2], llm__softmax now[2], float shrink[2]) {
+    float largest[2] = {-INFINITY, -INFINITY}, base[2];
+LLM_UNROLL
+    for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+        for (int j = 0; j < 4; j++) {
+            scores[n][j] = __fmul_rn(scores[n][j], factor[j / 2]);
+            largest[j / 2] = fmaxf(largest[j / 2], scores[n][j]);
+        }
+LLM_UNROLL
+    for (int h = 0; h < 2; h++) {
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
+        largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
+        float m = fmaxf(now[h].m, largest[h]);
+        base[h] = m == -INFINITY ? 0.0f : m; /* nothing seen yet: every weight is 2^-infinity = 0 */
+        shrink[h] = llm__exp2(now[h].m - base[h]);
+        now[h].m = m;
+        now[h].l = __fmul_rn(now[h].l, shrink[h]);
+    }
+LLM_UNROLL
+    for (int n = 0; n < T / 8; n++)
+LLM_UNROLL
+        for (int j = 0; j < 4; j++) {
+            scores[n][j] = llm__exp2(scores[n][j] - base[j / 2]);
+            now[j / 2].l = __fadd_rn(now[j / 2].l, scores[n][j]);
+        }
+}
+
+/* sums (16 rows, D dimensions from first_d on) += weights (16, T) times values (T, D). */
+template <int T, int D>
+__device__ __forceinline__ void llm__multiply_values(float sums[D / 8][4], const float weights[T / 8][4], const char *values, int first_d,
+                                                     int lane) {
+LLM_UNROLL
+    for (int k = 0; k < T / 16; k++) { /* 16 positions */
+        const float *low = weights[2 * k], *high = weights[2 * k + 1];
+        const uint32_t rounded[4] = {llm__pair(low[0], low[1]), llm__pair(low[2], low[3]), llm__pair(high[0], high[1]),
+                                     llm__pair(high[2], high[3])};
+LLM_UNROLL
+        for (int n = 0; n < D / 16; n++) { /* 16 dimensions: four matrices of 8 x 8 */
+            uint32_t v[4];
+            llm__ldmatrix_x4_trans(v, values + llm__tile_offset<T>(k * 16 + lane % 16, first_d / 8 + 2 * n + lane / 16));
+            llm__mma_m16n8k16_f16(sums[2 * n], rounded, v);
+            llm__mma_m16n8k16_f16(sums[2 * n + 1], rounded, v + 2);
+        }
+    }
+}
+
 /* blockIdx.x: the tile of rows; y: the kv head; z: the part, if split. Bytes: q, and keys and values up to the last row's position, for every
  * 64 rows (16 where Few); `out` written, and, once for every 256 positions, read and written again. Speed: not measured yet
  * (no GPU was available). */
@@ -2566,73 +2647,15 @@ LLM_UNROLL
         keys = tiles + i % Stages * 2 * shape::side_bytes;
         const char *values = keys + shape::side_bytes;
 
-        float scores[T / 8][4];
-LLM_UNROLL
-        for (int n = 0; n < T / 8; n++) { /* 8 positions */
-LLM_UNROLL
-            for (int j = 0; j < 4; j++) scores[n][j] = 0.0f;
-LLM_UNROLL
-            for (int k = 0; k < HD / 32; k++) {
-                uint4 key = llm__load_16(keys + llm__tile_offset<T>(n * 8 + lane / 4, k * 4 + lane % 4));
-                const uint32_t k0[2] = {key.x, key.y}, k1[2] = {key.z, key.w};
-                llm__mma_m16n8k16_f16(scores[n], query[k][0], k0);
-                llm__mma_m16n8k16_f16(scores[n], query[k][1], k1);
-            }
-        }
-        /* Lane (g, t) has rows g (j = 0, 1) and g + 8 (j = 2, 3), positions 2t and 2t + 1 of each 8. Most tiles are seen by all rows as
-         * a whole. */
-        if (tile_start + T - 1 > lowest || tile_start < window_start) {
-LLM_UNROLL
-            for (int n = 0; n < T / 8; n++)
-LLM_UNROLL
-                for (int j = 0; j < 4; j++) {
-                    int p = tile_start + n * 8 + lane % 4 * 2 + j % 2, own = position[j / 2];
-                    if (p > own || p < llm__window_start(&a, own)) scores[n][j] = -INFINITY;
-                }
-        }
-        float largest[2] = {-INFINITY, -INFINITY};
-LLM_UNROLL
-        for (int n = 0; n < T / 8; n++)
-LLM_UNROLL
-            for (int j = 0; j < 4; j++) {
-                scores[n][j] = __fmul_rn(scores[n][j], factor[j / 2]);
-                largest[j / 2] = fmaxf(largest[j / 2], scores[n][j]);
-            }
-        float shrink[2], base[2];
-LLM_UNROLL
-        for (int h = 0; h < 2; h++) {
-            largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
-            largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
-            float m = fmaxf(now[h].m, largest[h]);
-            base[h] = m == -INFINITY ? 0.0f : m; /* nothing seen yet: every weight is 2^-infinity = 0 */
-            shrink[h] = llm__exp2(now[h].m - base[h]);
-            now[h].m = m;
-            now[h].l = __fmul_rn(now[h].l, shrink[h]);
-        }
-LLM_UNROLL
-        for (int n = 0; n < T / 8; n++)
-LLM_UNROLL
-            for (int j = 0; j < 4; j++) {
-                scores[n][j] = llm__exp2(scores[n][j] - base[j / 2]);
-                now[j / 2].l = __fadd_rn(now[j / 2].l, scores[n][j]); /* a lane's own positions; those of the four lanes at the end */
-            }
+        float scores[T / 8][4], shrink[2];
+        llm__multiply_keys<HD, T>(scores, query, keys, lane);
+        if (tile_start + T - 1 > lowest || tile_start < window_start) llm__hide_unseen<T>(scores, a, position, tile_start, lane);
+        llm__weigh<T>(scores, factor, now, shrink);
 LLM_UNROLL
         for (int n = 0; n < D / 8; n++)
 LLM_UNROLL
             for (int j = 0; j < 4; j++) sums[n][j] = __fmul_rn(sums[n][j], shrink[j / 2]);
-LLM_UNROLL
-        for (int k = 0; k < T / 16; k++) { /* 16 positions */
-            const uint32_t weights[4] = {llm__pair(scores[2 * k][0], scores[2 * k][1]), llm__pair(scores[2 * k][2], scores[2 * k][3]),
-                                         llm__pair(scores[2 * k + 1][0], scores[2 * k + 1][1]),
-                                         llm__pair(scores[2 * k + 1][2], scores[2 * k + 1][3])};
-LLM_UNROLL
-            for (int n = 0; n < D / 16; n++) { /* 16 dimensions: four matrices of 8 x 8 */
-                uint32_t v[4];
-                llm__ldmatrix_x4_trans(v, values + llm__tile_offset<T>(k * 16 + lane % 16, first_d / 8 + 2 * n + lane / 16));
-                llm__mma_m16n8k16_f16(sums[2 * n], weights, v);
-                llm__mma_m16n8k16_f16(sums[2 * n + 1], weights, v + 2);
-            }
-        }
+        llm__multiply_values<T, D>(sums, scores, values, first_d, lane);
         bool last = i + 1 == n_tiles;
         if (!last && (tile_start + T) % LLM__PART) continue;
 
