@@ -7912,7 +7912,7 @@ typedef void (*llm__work)(llm__cpu *cpu, const void *job, int64_t item, void *sc
 enum {
     LLM__MAX_TASKS = 256,         /* more are done in several goes */
     LLM__JOB_BYTES = 160,
-    LLM__LARGE_WORK = 4000000,
+    LLM__LARGE_WORK = 4000000,    /* from which on a product is dealt out so that threads end together, though it costs a little */
     LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
     LLM__THREADS_WORK = 400000,   /* and a list, at all */
     LLM__SPINS = 4096             /* looks at the clock of the others before a thread offers its core to somebody else */
