@@ -7930,6 +7930,10 @@ typedef struct llm__task {
     } job;
 } llm__task;
 
+/* (An array of -1 elements where a job does not fit: the compiler then says so.) */
+typedef char llm__jobs_fit[sizeof(llm__matmul_job) <= LLM__JOB_BYTES && sizeof(llm__rope_job) <= LLM__JOB_BYTES &&
+                           sizeof(llm__attention_job) <= LLM__JOB_BYTES && sizeof(llm_weight) <= LLM__JOB_BYTES ? 1 : -1];
+
 #ifdef _OPENMP
 /* Wait until `all` have arrived here and at earlier meetings. *waited: seconds beyond the first microseconds. */
 static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
