@@ -1855,7 +1855,7 @@ template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
 /* One block: R tiles of 16 rows of weights, all columns, up to N x 8 tokens. One warp for each segment. Each warp has `depth` chunks of its
  * weights on their way while it multiplies another: with 16 or more warps on an SM 40 to 100 KB, which is about what it takes to have
  * memory busy all the time (4 TB/s for the microsecond that a read takes are 4 MB, or 30 KB for each of 132 SMs). If Rounds, the
- * block rounds x itself. (The machine code of nvcc 13 for sm_80 and sm_90 has it so: reads of 16 bytes, those of `depth` chunks ahead of
+ * block rounds x itself. (The machine code of nvcc 13 for sm_90 has it so: reads of 16 bytes, those of `depth` chunks ahead of
  * the first product, and nothing in local memory.)
  * Bytes: the weights once; x from the caches, once for each block (which is why blocks grow with N: with 16 tokens, x is as many bytes
  * as 57 rows of q4_0). Speed: not measured yet (no GPU was available). */
