@@ -139,6 +139,7 @@ static llm_model *quantized_model(const char *path, llm_type type) {
 }
 
 static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
+    if (chosen.device == DEVICE_EMULATED) return true; /* which has no speed */
     llm_engine_options options = l->engine;
     options.max_sequences = 1;
     options.prefix_cache = false;

@@ -21,6 +21,7 @@ typedef struct rung {
 
 typedef struct ladder {
     int n, context;           /* tokens of the one request; longest sequence */
+    int requests;             /* of the many */
     llm_model *half, *quarter, *draft; /* f16, int4 */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
@@ -88,9 +89,10 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     task warm = new_task(x->one.request.prompt, 4, 4);
     for (int i = 0; i < LADDER_REQUESTS; i++) x->many[i].request.speculate = r->draft ? 2 : 0;
     x->one.request.speculate = r->draft ? 2 : 0;
+    int n_many = r->many < x->requests ? r->many : x->requests;
     double one = 0, many = 0;
     bool good = engine && run_tasks(engine, &warm, 1) && ladder_work(engine, &x->one, 1, r->no_cache, &one) &&
-                ladder_work(engine, x->many, r->many, r->no_cache, &many);
+                ladder_work(engine, x->many, n_many, r->no_cache, &many);
     free_task(&warm);
     out->one = larger(out->one, one);
     out->many = larger(out->many, many);
@@ -100,7 +102,7 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
         out->one_tokens = resize(NULL, (size_t)x->one.n * sizeof(int32_t));
         memcpy(out->one_tokens, x->one.tokens, (size_t)x->one.n * sizeof(int32_t));
         int total = 0;
-        for (int i = 0; i < r->many; i++) {
+        for (int i = 0; i < n_many; i++) {
             out->many_tokens = resize(out->many_tokens, (size_t)(total + x->many[i].n) * sizeof(int32_t));
             memcpy(out->many_tokens + total, x->many[i].tokens, (size_t)x->many[i].n * sizeof(int32_t));
             total += x->many[i].n;
@@ -150,7 +152,7 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
         plot_bar(&p, many, r->many);
     }
     say(l, "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is %d whole contexts of %d. "
-           "x: against the rung before; bits: per byte of text, and before int4.\n\n", x->n, LADDER_REQUESTS, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
+           "x: against the rung before; bits: per byte of text, and before int4.\n\n", x->n, x->requests, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
@@ -224,11 +226,12 @@ static const rung ladder_gpu[] = {
 
 static int command_ladder(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    ladder x = {.n = 48};
+    ladder x = {.n = 48, .requests = LADDER_REQUESTS};
     int text = 6000;
     const option options[] = {
         LESSON_OPTIONS(l),
         {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16, "tokens of the one request, and of a third of the many (default 48)"},
+        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 12)"},
         {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX, "of models/eval.txt, for the perplexity of int4 (default 6000)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");

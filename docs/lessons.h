@@ -14,6 +14,7 @@
 #include "12-kernel.c"
 #include "13-tokens.c"
 #include "14-sampling.c"
+#include "15-cpu.c"
 
 static const command lessons[] = {
     {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
@@ -29,6 +30,7 @@ static const command lessons[] = {
     {"lesson kernel", "What the threads of a GPU's kernel do to memory, counted.", "[options]", lesson_kernel, kernel_notes},
     {"lesson tokens", "How a word becomes tokens; how many tokens a text is.", "[options]", lesson_tokenizer, tokens_notes},
     {"lesson sampling", "From logits to a token: temperature, top-k, top-p, draws.", "[options]", lesson_sampling, sampling_notes},
+    {"lesson cpu", "One matrix product on a CPU, from the plain loop to tiles.", "[options]", lesson_cpu, cpu_notes},
 };
 
 static void show_lessons(void) {

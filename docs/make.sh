@@ -1,5 +1,5 @@
 #!/bin/sh
-# docs/make.sh MODE: fills in what the pages quote. Run from the top of the repository.
+# docs/make.sh MODE [PAGE]: fills in what the pages (or one, as 15-cpu) quote. Run from the top of the repository.
 #
 #   quotes    the code behind <!-- quote FILE NAME --> is taken from FILE again
 #   all       that, the output behind <!-- run ... --> from ./llm, and the pictures
@@ -7,6 +7,7 @@
 #             exist, or a link is dead
 set -u
 mode=${1:-check}
+pages=${2:-[0-9]*} # of extract: FILE NAME
 llm=${LLM:-./llm}
 case $llm in */*) ;; *) llm=./$llm ;; esac
 work=$(mktemp -d) || exit 1
@@ -50,7 +51,7 @@ fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all)
 
 if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
 if [ "$mode" = all ]; then
-    for lesson in docs/[0-9]*.c; do
+    for lesson in docs/$pages.c; do
         what=$(basename "$lesson" .c)
         case $what in *ladder) command=ladder ;; *) command="lesson ${what#*-}" ;; esac
         # shellcheck disable=SC2086
@@ -58,7 +59,7 @@ if [ "$mode" = all ]; then
         grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
     done
 fi
-for page in docs/[0-9]*.md docs/README.md; do
+for page in docs/$pages.md docs/README.md; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
         cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }

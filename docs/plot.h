@@ -619,16 +619,33 @@ static void plot_draw_x_axis(plot_canvas *c, const plot *p, const plot_axis *x, 
     plot_letters(c, (b.left + b.right) / 2, b.bottom + 33, p->x_label, PLOT_LETTER, 0.5, false, plot_ink);
 }
 
-/* Does the last point of an earlier series lie where this one's name would go? */
-static bool plot_crowded(const plot *p, int series, const plot_axis *x, const plot_axis *y, plot_box b) {
-    const plot_series *one = &p->series[series];
-    for (int s = 0; s < series; s++) {
-        const plot_series *other = &p->series[s];
-        double dx = (plot_place(x, other->x[other->n - 1]) - plot_place(x, one->x[one->n - 1])) * (b.right - b.left);
-        double dy = (plot_place(y, other->y[other->n - 1]) - plot_place(y, one->y[one->n - 1])) * (b.bottom - b.top);
-        if (fabs(dy) < 18 && fabs(dx) < 70) return true;
+typedef struct plot_rectangle { double left, top, right, bottom; } plot_rectangle;
+
+/* The name of each series beside its last point: to the right, or else where no other name or point lies. */
+static void plot_draw_names(plot_canvas *c, const plot *p, const plot_axis *x, const plot_axis *y, plot_box b) {
+    plot_rectangle *taken = calloc(2 * (size_t)p->n_series + 1, sizeof *taken); /* the points, then the names */
+    for (int s = 0; taken && s < p->n_series; s++) {
+        const plot_series *one = &p->series[s];
+        if (!one->n) continue;
+        double px = b.left + plot_clamp(plot_place(x, one->x[one->n - 1])) * (b.right - b.left);
+        double py = b.bottom - plot_clamp(plot_place(y, one->y[one->n - 1])) * (b.bottom - b.top);
+        taken[s] = (plot_rectangle){px - 6, py - 6, px + 6, py + 6};
     }
-    return false;
+    for (int s = 0; taken && s < p->n_series; s++) {
+        const plot_rectangle *dot = &taken[s];
+        double width = plot_width_of(p->series[s].name, PLOT_LETTER), px = (dot->left + dot->right) / 2, py = (dot->top + dot->bottom) / 2;
+        const double places[4][2] = {{px + 9, py - 7}, {px - 9 - width, py - 7}, {px - width / 2, py - 25}, {px - width / 2, py + 11}};
+        int place = 0;
+        for (bool free_place = false; place < 4 && !free_place; place += !free_place) {
+            plot_rectangle *name = &taken[p->n_series + s];
+            *name = (plot_rectangle){places[place][0], places[place][1], places[place][0] + width, places[place][1] + 15};
+            free_place = name->right < b.right + 60 && name->left > b.left;
+            for (int k = 0; k < p->n_series + s && free_place; k++)
+                free_place = k == s || name->right < taken[k].left || name->left > taken[k].right || name->bottom < taken[k].top || name->top > taken[k].bottom;
+        }
+        plot_letters(c, places[place % 4][0], places[place % 4][1], p->series[s].name, PLOT_LETTER, 0, false, plot_ink);
+    }
+    free(taken);
 }
 
 static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
@@ -657,15 +674,12 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
             double py = b.bottom - plot_clamp(plot_place(&y, one->y[i])) * (b.bottom - b.top);
             if (there && before && !one->dots) plot_line(c, before_x, before_y, px, py, 2.5, colour);
             if (there && (one->dots || one->n <= 40)) plot_dot(c, px, py, 5, s % 5, colour);
-            if (p->named_dots && i == one->n - 1) {
-                bool left = px > b.right - 80 || plot_crowded(p, s, &x, &y, b);
-                plot_letters(c, px + (left ? -9 : 9), py - 7, one->name, PLOT_LETTER, left, false, plot_ink);
-            }
             before = there;
             before_x = px;
             before_y = py;
         }
     }
+    if (p->named_dots) plot_draw_names(c, p, &x, &y, b);
 }
 
 static double plot_widest_category(const plot *p) {
