@@ -16,8 +16,9 @@ static double shape_cache(const shape *s, int kv_heads) {
 }
 
 static shape shape_of(const llm_config *c) {
-    return (shape){"this model", c->dim, c->n_layers, c->n_heads, c->n_kv_heads, c->hidden_dim, c->vocab_size, c->context_length,
-                   c->head_dim, c->rope_base, c->tied_output};
+    return (shape){"this model",  c->dim,        c->n_layers,   c->n_heads,
+                   c->n_kv_heads, c->hidden_dim, c->vocab_size, c->context_length,
+                   c->head_dim,   c->rope_base,  c->tied_output};
 }
 
 /* Where the bytes of the file are. */
@@ -44,11 +45,13 @@ static void memory_types(const lesson *l) {
     show_table(l, &t, "weights");
 }
 
-/* What the number of kv heads does to the cache. Latent attention (DeepSeek-V2) keeps 4.5 x head_dim numbers per token and
- * layer, for any number of heads. */
+/* What the number of kv heads does to the cache. Latent attention (DeepSeek-V2) keeps 4.5 x head_dim numbers per token
+ * and layer, for any number of heads. */
 static void memory_heads(lesson *l, const shape *s) {
-    static const column columns[] = {{"form", "form", "%s"}, {"kv_heads", "kv heads", "%.0f"},
-                                     {"bytes_per_token", "bytes a token", "%.0f"}, {"context_mib", "MiB a context", "%.1f"}};
+    static const column columns[] = {{"form", "form", "%s"},
+                                     {"kv_heads", "kv heads", "%.0f"},
+                                     {"bytes_per_token", "bytes a token", "%.0f"},
+                                     {"context_mib", "MiB a context", "%.1f"}};
     const struct { const char *name; double heads, bytes; } forms[] = {
         {"MHA: a kv head per query head", s->heads, shape_cache(s, s->heads)},
         {"this model", s->kv_heads, shape_cache(s, s->kv_heads)},
@@ -85,10 +88,14 @@ static bool memory_activations(lesson *l) {
 
 /* Well-known shapes in 4.5 bits a weight (q4_0) and in 16, and what then fits into the card. */
 static void memory_shapes(lesson *l, const shape *mine, double card, double bandwidth, double price) {
-    static const column columns[] = {
-        {"shape", "shape", "%s"}, {"parameters", "weights", "%.3g"}, {"f16_gib", "f16 GiB", "%.2f"}, {"q4_0_gib", "q4_0", "%.2f"},
-        {"cache_bytes_per_token", "cache/tok", "%.0f"}, {"tokens_that_fit", "tokens fit", "%.0f"},
-        {"tokens_per_second", "tok/s", "%.0f"}, {"dollars_per_million", "$/M", "%.2f"}};
+    static const column columns[] = {{"shape", "shape", "%s"},
+                                     {"parameters", "weights", "%.3g"},
+                                     {"f16_gib", "f16 GiB", "%.2f"},
+                                     {"q4_0_gib", "q4_0", "%.2f"},
+                                     {"cache_bytes_per_token", "cache/tok", "%.0f"},
+                                     {"tokens_that_fit", "tokens fit", "%.0f"},
+                                     {"tokens_per_second", "tok/s", "%.0f"},
+                                     {"dollars_per_million", "$/M", "%.2f"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "q4_0 weights, and the cache of 16 sequences of 2048 tokens", "GiB", "");
     int weights = plot_series_add(&p, "weights"), cache = plot_series_add(&p, "cache");
@@ -121,10 +128,13 @@ static int lesson_memory(const command *self, int argc, char **argv) {
     const llm_config *c = llm_model_config(l.loaded);
     shape mine = shape_of(c);
     double token = (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
-    double bandwidth = speed > 0 ? 1e9 * speed : measure_bandwidth(l.engine.n_threads ? l.engine.n_threads : llm_processor_count());
+    double bandwidth =
+        speed > 0 ? 1e9 * speed : measure_bandwidth(l.engine.n_threads ? l.engine.n_threads : llm_processor_count());
     say(&l, "Weights: %s\n\n", l.path);
     memory_types(&l);
-    say(&l, "\nThe cache of keys and values takes 2 x %d layers x %d kv heads x %d dimensions x 2 bytes = %.0f bytes a token.\n\n",
+    say(&l,
+        "\nThe cache of keys and values takes 2 x %d layers x %d kv heads x %d dimensions x 2 bytes = %.0f bytes a "
+        "token.\n\n",
         c->n_layers, c->n_kv_heads, c->head_dim, token);
     fact(&l, "cache_bytes_per_token", token);
     memory_heads(&l, &mine);

@@ -1,8 +1,8 @@
 /* 02-roofline.c - llm lesson roofline: two limits of a machine, and where prefill and decode lie under them. Beside
  * 02-roofline.md. */
 
-/* Bytes a second that the threads read together from `bytes` of memory, again and again: where these fit a cache, the cache's
- * speed. */
+/* Bytes a second that the threads read together from `bytes` of memory, again and again: where these fit a cache, the
+ * cache's speed. */
 static double read_speed(size_t bytes, int threads) {
     size_t part = bytes / sizeof(uint64_t) / (size_t)threads / 8 * 8, n = part * (size_t)threads;
     uint64_t *buffer = resize(NULL, n * sizeof *buffer), used = 0;
@@ -31,12 +31,14 @@ static double read_speed(size_t bytes, int threads) {
     return best;
 }
 
-/* Bytes a second of a device with memory of its own: `swiglu` over so many that no cache holds them reads two arrays and writes one. */
+/* Bytes a second of a device with memory of its own: `swiglu` over so many that no cache holds them reads two arrays
+ * and writes one. */
 static double device_memory_speed(llm_backend *b) {
     llm_error err;
     const int64_t n = 1 << 26;
     size_t bytes = (size_t)n * sizeof(float);
-    float *gate = b->allocate(b->context, bytes, "a test", &err), *up = gate ? b->allocate(b->context, bytes, "a test", &err) : NULL;
+    float *gate = b->allocate(b->context, bytes, "a test", &err),
+          *up = gate ? b->allocate(b->context, bytes, "a test", &err) : NULL;
     double best = 0;
     bool good = up != NULL;
     for (int run = 0; run < 8 && good; run++) {
@@ -62,11 +64,14 @@ typedef struct roofline_row {
     double operations, bytes, measured; /* of a step; tokens a second */
 } roofline_row;
 
+enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* of each sequence that decodes */
+
 static bool roofline_decode(lesson *l, llm_engine *engine, int sequences, roofline_row *row) {
-    enum { PROMPT = 32, GENERATE = 32 };
-    double seconds, rates[3], context = PROMPT + GENERATE / 2.0;
+    double seconds, rates[3], context = ROOFLINE_PROMPT + ROOFLINE_GENERATE / 2.0;
     for (int run = 0; run < 3; run++)
-        if (!bench_group(engine, sequences, PROMPT, GENERATE, (uint64_t)(sequences * 10 + run), &seconds, &rates[run])) return false;
+        if (!bench_group(engine, sequences, ROOFLINE_PROMPT, ROOFLINE_GENERATE, (uint64_t)(sequences * 10 + run), &seconds,
+                         &rates[run]))
+            return false;
     double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
     *row = (roofline_row){false, sequences, sequences * token_operations(l->loaded, context, true),
                           (double)llm_model_step_bytes(l->loaded) + sequences * context * token, median(rates, 3)};
@@ -77,19 +82,26 @@ static bool roofline_prefill(lesson *l, llm_engine *engine, int n, roofline_row 
     prefill_row r;
     if (!prefill_measure(l, engine, n, 1, 3, &r)) return false;
     double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
-    *row = (roofline_row){true, n, n * token_operations(l->loaded, n / 2.0, false), (double)llm_model_step_bytes(l->loaded) + n * token, n / r.ttft};
+    *row = (roofline_row){true, n, n * token_operations(l->loaded, n / 2.0, false),
+                          (double)llm_model_step_bytes(l->loaded) + n * token, n / r.ttft};
     return true;
 }
 
 static void roofline_show(lesson *l, const roofline *roof, const roofline_row *rows, int n) {
-    static const column columns[] = {
-        {"what", "what", "%s"}, {"tokens", "tokens", "%.0f"}, {"intensity", "FLOP/byte", "%.1f"}, {"bound", "bound by", "%s"},
-        {"predicted", "predicted", "%.0f"}, {"measured", "measured", "%.0f"}, {"share_percent", "share %", "%.0f"}};
+    static const column columns[] = {{"what", "what", "%s"},
+                                     {"tokens", "tokens", "%.0f"},
+                                     {"intensity", "FLOP/byte", "%.1f"},
+                                     {"bound", "bound by", "%s"},
+                                     {"predicted", "predicted", "%.0f"},
+                                     {"measured", "measured", "%.0f"},
+                                     {"share_percent", "share %", "%.0f"}};
     double bandwidth = roof->fits ? roof->cached : roof->memory;
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "The roof, and what was measured under it", "operations for each byte read", "operations a second");
+    plot p = plot_new(PLOT_LINES, "The roof, and what was measured under it", "operations for each byte read",
+                      "operations a second");
     p.log_x = p.log_y = true;
-    int roof_line = plot_series_add(&p, roof->fits ? "roof, from the cache" : "roof"), memory_line = roof->fits ? plot_series_add(&p, "roof, from memory") : -1;
+    int roof_line = plot_series_add(&p, roof->fits ? "roof, from the cache" : "roof"),
+        memory_line = roof->fits ? plot_series_add(&p, "roof, from memory") : -1;
     int decode = plot_series_add(&p, "decode"), prefill = plot_series_add(&p, "prefill");
     if (decode >= 0) p.series[decode].dots = true;
     if (prefill >= 0) p.series[prefill].dots = true;
@@ -100,20 +112,25 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
     for (int i = 0; i < n; i++) {
         const roofline_row *r = &rows[i];
         double intensity = r->operations / r->bytes, steps = fmin(bandwidth / r->bytes, roof->peak / r->operations);
-        add_row(&t, r->prefill ? "prefill" : "decode", r->tokens, intensity, intensity * bandwidth < roof->peak ? "bytes" : "arithmetic", steps * r->tokens,
-                r->measured, 100 * r->measured / (steps * r->tokens));
+        add_row(&t, r->prefill ? "prefill" : "decode", r->tokens, intensity,
+                intensity * bandwidth < roof->peak ? "bytes" : "arithmetic", steps * r->tokens, r->measured,
+                100 * r->measured / (steps * r->tokens));
         plot_point(&p, r->prefill ? prefill : decode, intensity, r->measured * r->operations / r->tokens);
     }
-    say(l, "%.1f GB/s from memory, %.1f GB/s from %s (%s), %.1f GFLOP/s of matrix products from the cache. The two limits meet at %.0f "
-           "operations a byte.\n\n", 1e-9 * roof->memory, 1e-9 * roof->cached, HUMAN(llm_model_step_bytes(l->loaded)),
-        roof->fits ? "as many as the weights, which fit the processor's cache" : "as many as the weights", 1e-9 * roof->peak, roof->peak / bandwidth);
+    say(l,
+        "%.1f GB/s from memory, %.1f GB/s from %s (%s), %.1f GFLOP/s of matrix products from the cache. The two "
+        "limits meet at %.0f operations a byte.\n\n",
+        1e-9 * roof->memory, 1e-9 * roof->cached, HUMAN(llm_model_step_bytes(l->loaded)),
+        roof->fits ? "as many as the weights, which fit the processor's cache" : "as many as the weights",
+        1e-9 * roof->peak, roof->peak / bandwidth);
     fact(l, "memory_bytes_per_second", roof->memory);
     fact(l, "cached_bytes_per_second", roof->cached);
     fact(l, "peak_operations_per_second", roof->peak);
     fact(l, "weights_fit_the_cache", roof->fits);
     show_table(l, &t, "rows");
-    say(l, "\nPredicted, in tokens a second: the lower of bytes a second / bytes of a step and operations a second / operations of a step. What is missing to it: "
-           "small products, attention, and waking threads.\n");
+    say(l,
+        "\nPredicted, in tokens a second: the lower of bytes a second / bytes of a step and operations a second / "
+        "operations of a step. What is missing to it: small products, attention, and waking threads.\n");
     show_plot(l, &p);
 }
 
@@ -125,7 +142,10 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     static const int sequences[] = {1, 2, 4, 8, 16, 32}, prompts[] = {16, 64, 256};
     roofline_row rows[COUNT(sequences) + COUNT(prompts)];
     int n = 0, threads = l.engine.n_threads ? l.engine.n_threads : llm_processor_count();
-    if (chosen.device == DEVICE_EMULATED) return fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU"), lesson_end(&l, false);
+    if (chosen.device == DEVICE_EMULATED)
+        return fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU"),
+               lesson_end(&l, false);
+    if (!fits_context(&l, ROOFLINE_PROMPT, ROOFLINE_GENERATE)) return lesson_end(&l, false);
     llm_backend *device = lesson_device(&l);
     if (!device) return lesson_end(&l, false);
     l.engine.max_sequences = 32;
@@ -141,8 +161,11 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     llm_backend_free(device); /* the engine has one of its own */
     llm_engine *engine = roof.peak > 0 ? lesson_engine(l.loaded, &l.engine) : NULL;
     bool good = engine && roofline_decode(&l, engine, 1, &rows[0]); /* to warm up */
-    for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++) good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
-    for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++) good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);
+    for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++)
+        good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
+    for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++)
+        if (prompts[i] + 2 <= llm_model_config(l.loaded)->context_length)
+            good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);
     if (good && !stop_requested) roofline_show(&l, &roof, rows, n);
     free_engine(engine);
     return lesson_end(&l, good);

@@ -1,7 +1,7 @@
 /* 03-kv.c - llm lesson kv: a text with and without the cache of keys and values. Beside 03-kv.md.
  *
- * Without a cache each new token is a new request: the whole text so far goes through the model again, and only its last
- * row of logits is used. With it the same engine keeps going, and each step reads one token. */
+ * Without a cache each new token is a new request: the whole text so far goes through the model again, and only its
+ * last row of logits is used. With it the same engine keeps going, and each step reads one token. */
 
 typedef struct kv_run { /* one way of generating n tokens */
     int32_t *tokens;     /* (n) */
@@ -90,14 +90,18 @@ static void kv_show(lesson *l, int n_prompt, int n, const kv_run *without, const
 
 static int lesson_kv(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    int n_prompt = 16, n = 128;
+    int n_prompt = -1, n = -1;
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 1 << 20, "tokens of the prompt (default 16)"},
-        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate (default 128)"},
+        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 1 << 20, "tokens of the prompt (default 16, or what fits the context)"},
+        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate (default 128, or what fits)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
+    int context = llm_model_config(l.loaded)->context_length;
+    n_prompt = given_or(n_prompt, 16, 1, context / 4);
+    n = given_or(n, 128, 1, context - n_prompt);
+    if (!fits_context(&l, n_prompt, n)) return lesson_end(&l, false);
     l.engine.max_batch_tokens = n_prompt + n < 512 ? 512 : n_prompt + n;
     kv_run without = new_kv_run(n), with = new_kv_run(n);
     bool good = kv_measure(&l, n_prompt, n, &without, &with) && !stop_requested;

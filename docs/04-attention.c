@@ -1,8 +1,9 @@
 /* 04-attention.c - llm lesson attention: one real head, tile by tile. Beside 04-attention.md.
  *
- * The lesson stands at the seam: a copy of the backend's table of functions, with one of our own for attention, sees the
- * queries and the cache of every layer as the engine computes a prompt. For one head and the last token it then walks over the
- * tiles with the engine's own step, llm__base_softmax_row (the one that is compiled for every processor), and compares. */
+ * The lesson stands at the seam: a copy of the backend's table of functions, with one of our own for attention, sees
+ * the queries and the cache of every layer as the engine computes a prompt. For one head and the last token it then
+ * walks over the tiles with the engine's own step, llm__base_softmax_row (the one that is compiled for every
+ * processor), and compares. */
 
 typedef struct attention_look { /* what to look at, and what was seen */
     int layer, head;
@@ -15,8 +16,8 @@ typedef struct attention_look { /* what to look at, and what was seen */
 } attention_look;
 
 static struct { /* what stands at the seam has no argument of its own to remember things by */
-    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q, const llm_cache *cache,
-                      int layer, float *out);
+    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+                      const llm_cache *cache, int layer, float *out);
     const llm_backend *device;
     attention_look *look;
 } attention_spy;
@@ -33,12 +34,14 @@ static void *attention_download(const void *from, size_t bytes) {
 static float *attention_floats(const float *from, int n) { return attention_download(from, (size_t)n * sizeof *from); }
 
 /* The rows of one kv head from their blocks, as floats. */
-static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side, int layer, int kv_head, int n) {
+static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side, int layer, int kv_head,
+                             int n) {
     float *rows = resize(NULL, (size_t)n * (size_t)cache->head_dim * sizeof *rows);
     const llm_type_info *type = llm_type_find(cache->type);
     size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
     for (int p = 0; p < n; p++) {
-        const char *row = llm__cache_layer(cache, side, layer) + (size_t)llm__cache_row(batch, cache, 0, kv_head, p) * row_bytes;
+        const char *row =
+            llm__cache_layer(cache, side, layer) + (size_t)llm__cache_row(batch, cache, 0, kv_head, p) * row_bytes;
         void *packed = attention_download(row, row_bytes);
         type->unpack(packed, rows + (size_t)p * (size_t)cache->head_dim, cache->head_dim);
         free(packed);
@@ -105,12 +108,14 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
 
 /* Tile by tile: the largest score m, the sum l, and the weighted values so far, which shrink when m grows. */
 static double attention_walk(lesson *l, const attention_look *a, const double *exact) {
-    static const column columns[] = {
-        {"tile", "tile", "%.0f"}, {"first", "first", "%.0f"}, {"last", "last", "%.0f"}, {"largest", "m, largest score", "%.4f"},
-        {"shrink", "shrink", "%.4f"}, {"sum", "l, sum", "%.4f"}, {"distance", "from the result", "%.2g"}};
+    static const column columns[] = {{"tile", "tile", "%.0f"},
+                                     {"first", "first", "%.0f"},
+                                     {"last", "last", "%.0f"},
+                                     {"largest", "m, largest score", "%.4f"},
+                                     {"shrink", "shrink", "%.4f"},
+                                     {"sum", "l, sum", "%.4f"},
+                                     {"distance", "from the result", "%.2g"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "How far the running result is from the final one", "tiles", "largest difference");
-    int line = plot_series_add(&p, "distance");
     int d = a->head_dim, padded = (int)llm__divide_up(d, LLM__PADDING) * LLM__PADDING;
     float m = -INFINITY, total = 0, scores[LLM__TILE];
     float *sums = resize(NULL, (size_t)padded * sizeof *sums), *out = resize(NULL, (size_t)d * sizeof *out);
@@ -128,20 +133,22 @@ static double attention_walk(lesson *l, const attention_look *a, const double *e
             for (int i = 0; i < d; i++) sums[i] += scores[k] * a->values[(first + k) * d + i];
         for (int i = 0; i < d; i++) out[i] = sums[i] / total;
         distance = furthest(out, exact, d);
-        add_row(&t, (double)tile, (double)first, (double)(first + seen - 1), (double)m, first ? exp((double)before - m) : NAN, (double)total, distance);
-        plot_point(&p, line, tile, distance);
+        add_row(&t, (double)tile, (double)first, (double)(first + seen - 1), (double)m,
+                first ? exp((double)before - m) : NAN, (double)total, distance);
     }
     show_table(l, &t, "tiles");
     free(sums);
     free(out);
-    plot_free(&p);
     return distance;
 }
 
 /* Bytes of keys and values that one layer reads for a prompt of n tokens, and the scores it has in memory at a time. */
 static void attention_bytes(lesson *l, const attention_look *a) {
-    static const column columns[] = {{"form", "form", "%s"}, {"kv_bytes", "k, v bytes read", "%.0f"},
-                                     {"score_bytes", "score bytes", "%.0f"}, {"milliseconds", "ms", "%.2f"}, {"error", "error", "%.2g"}};
+    static const column columns[] = {{"form", "form", "%s"},
+                                     {"kv_bytes", "k, v bytes read", "%.0f"},
+                                     {"score_bytes", "score bytes", "%.0f"},
+                                     {"milliseconds", "ms", "%.2f"},
+                                     {"error", "error", "%.2g"}};
     const llm_config *c = llm_model_config(l->loaded);
     double n = a->n, row = 2.0 * c->head_dim * (double)llm__value_bytes(l->engine.cache_type), tiled = 0;
     int group = c->n_heads / c->n_kv_heads;
@@ -149,12 +156,15 @@ static void attention_bytes(lesson *l, const attention_look *a) {
         int end = first + LLM__QUERY_ROWS < a->n * group ? first + LLM__QUERY_ROWS : a->n * group;
         tiled += row * c->n_kv_heads * ((end - 1) / group + 1);
     }
-    double *weights = resize(NULL, (size_t)a->n * sizeof *weights), *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
+    double *weights = resize(NULL, (size_t)a->n * sizeof *weights),
+           *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
     attention_exact(a, weights, exact);
     table t = new_table(columns, COUNT(columns));
     add_row(&t, "the blackboard: n x n scores", row * c->n_heads * n * (n + 1) / 2, 4 * n * n * c->n_heads, NAN, NAN);
-    add_row(&t, "the plain loop: a row at a time", row * c->n_heads * n * (n + 1) / 2, 4 * n, 1e3 * a->naive_seconds, furthest(a->naive, exact, a->head_dim));
-    add_row(&t, "in tiles of 64", tiled, 4.0 * LLM__TILE * LLM__QUERY_ROWS, 1e3 * a->tiled_seconds, furthest(a->tiled, exact, a->head_dim));
+    add_row(&t, "the plain loop: a row at a time", row * c->n_heads * n * (n + 1) / 2, 4 * n, 1e3 * a->naive_seconds,
+            furthest(a->naive, exact, a->head_dim));
+    add_row(&t, "in tiles of 64", tiled, 4.0 * LLM__TILE * LLM__QUERY_ROWS, 1e3 * a->tiled_seconds,
+            furthest(a->tiled, exact, a->head_dim));
     say(l, "\nOne layer of this prompt, all heads; the error is against double precision:\n\n");
     show_table(l, &t, "forms");
     free(weights);
@@ -162,7 +172,8 @@ static void attention_bytes(lesson *l, const attention_look *a) {
 }
 
 static void attention_show(lesson *l, const attention_look *a) {
-    double *weights = resize(NULL, (size_t)a->n * sizeof *weights), *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
+    double *weights = resize(NULL, (size_t)a->n * sizeof *weights),
+           *exact = resize(NULL, (size_t)a->head_dim * sizeof *exact);
     attention_exact(a, weights, exact);
     plot p = plot_new(PLOT_LINES, "What the last token looks at: the weight of each position", "position", "weight");
     int line = plot_series_add(&p, "weight");
@@ -171,10 +182,14 @@ static void attention_show(lesson *l, const attention_look *a) {
         sum += weights[i];
         plot_point(&p, line, i, weights[i]);
     }
-    say(l, "Layer %d, head %d, the last of %d tokens: %d scores, in tiles of %d.\n\n", a->layer, a->head, a->n, a->n, LLM__TILE);
+    say(l, "Layer %d, head %d, the last of %d tokens: %d scores, in tiles of %d.\n\n", a->layer, a->head, a->n, a->n,
+        LLM__TILE);
     double distance = attention_walk(l, a, exact);
-    say(l, "\nWhen a tile brings a larger score, what was added before is multiplied by exp(old m - new m): shrink. After the last tile "
-           "the sums over l are the result; the difference from the blackboard form is rounding (%.1g).\n", distance);
+    say(l,
+        "\nWhen a tile brings a larger score, what was added before is multiplied by exp(old m - new m): shrink. "
+        "After the last tile the sums over l are the result; the difference from the blackboard form is rounding "
+        "(%.1g).\n",
+        distance);
     fact(l, "positions", a->n);
     fact(l, "weights_sum", sum);
     fact(l, "walk_error", distance);
@@ -186,11 +201,11 @@ static void attention_show(lesson *l, const attention_look *a) {
 
 static int lesson_attention(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    int n = 400;
-    attention_look look = {.layer = 2, .head = 1};
+    int n = -1;
+    attention_look look = {.layer = -1, .head = -1};
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'p', "prompt", "N", WHOLE, &n, 2, 1 << 20, "tokens of the prompt (default 400)"},
+        {'p', "prompt", "N", WHOLE, &n, 2, 1 << 20, "tokens of the prompt (default 400, or what fits the context)"},
         {0, "layer", "N", WHOLE, &look.layer, 0, 1 << 20, "the layer to look at, from 0 (default 2)"},
         {0, "head", "N", WHOLE, &look.head, 0, 1 << 20, "the query head, from 0 (default 1)"},
     };
@@ -198,8 +213,12 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     const llm_config *c = llm_model_config(l.loaded);
     bool good = true;
+    n = given_or(n, 400, 2, c->context_length - 1);
+    look.layer = given_or(look.layer, 2, 0, c->n_layers - 1);
+    look.head = given_or(look.head, 1, 0, c->n_heads - 1);
     if (look.layer >= c->n_layers || look.head >= c->n_heads)
-        good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer, look.head, c->n_layers - 1, c->n_heads - 1);
+        good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer, look.head,
+                     c->n_layers - 1, c->n_heads - 1);
     chosen.gpu.graphs = false; /* the seam is looked at while the step runs */
     llm_backend *device = good ? lesson_device(&l) : NULL;
     good = device != NULL;

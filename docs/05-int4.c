@@ -3,7 +3,8 @@
 enum { INT4_GROUP = 32 };
 
 typedef struct int4 {
-    const char *tensor_name;
+    const char *tensor_name;  /* --tensor; or else default_name */
+    char default_name[48];
     int group, bytes_of_text;
     const llm_tensor *tensor;
     float *values;   /* (n) of the tensor */
@@ -11,6 +12,9 @@ typedef struct int4 {
 } int4;
 
 static bool int4_find(const lesson *l, int4 *x) {
+    snprintf(x->default_name, sizeof x->default_name, "blk.%d.ffn_up.weight",
+             given_or(-1, 3, 0, llm_model_config(l->loaded)->n_layers - 1));
+    if (!x->tensor_name) x->tensor_name = x->default_name;
     x->tensor = llm_file_find_tensor(llm_model_file(l->loaded), x->tensor_name);
     if (!x->tensor) return !fail("%s has no tensor %s (llm info --tensors lists them)", l->path, x->tensor_name);
     const llm_type_info *type = llm_type_find(x->tensor->type);
@@ -18,6 +22,7 @@ static bool int4_find(const lesson *l, int4 *x) {
         return !fail("%s: the weights are %s already: give a model in f16, bf16 or f32 to start from", l->path, type->name);
     x->n = 1;
     for (int i = 0; i < 4; i++) x->n *= (int64_t)x->tensor->dims[i];
+    x->group = given_or(x->group, 100, 0, (int)fmin(100, (double)x->n / INT4_GROUP - 1));
     if (x->n % INT4_GROUP || (int64_t)x->group >= x->n / INT4_GROUP)
         return !fail("%s holds %.0f groups of 32, from 0 on", x->tensor_name, floor((double)x->n / INT4_GROUP));
     x->values = resize(NULL, (size_t)x->n * sizeof *x->values);
@@ -25,11 +30,16 @@ static bool int4_find(const lesson *l, int4 *x) {
     return true;
 }
 
-/* One group of q4_0: a scale and 32 numbers of four bits; value i in the low half of byte i, value i + 16 in the high half. */
+/* One group of q4_0: a scale and 32 numbers of four bits; value i in the low half of byte i, value i + 16 in the high
+ * half. */
 static void int4_group(lesson *l, const int4 *x) {
-    static const column columns[] = {
-        {"byte", "byte", "%.0f"}, {"low", "value i", "%.5f"}, {"low_q", "q", "%.0f"}, {"low_back", "scale x (q - 8)", "%.5f"},
-        {"high", "value i + 16", "%.5f"}, {"high_q", "q", "%.0f"}, {"high_back", "scale x (q - 8)", "%.5f"}};
+    static const column columns[] = {{"byte", "byte", "%.0f"},
+                                     {"low", "value i", "%.5f"},
+                                     {"low_q", "q", "%.0f"},
+                                     {"low_back", "scale x (q - 8)", "%.5f"},
+                                     {"high", "value i + 16", "%.5f"},
+                                     {"high_q", "q", "%.0f"},
+                                     {"high_back", "scale x (q - 8)", "%.5f"}};
     const llm_type_info *type = llm_type_find(LLM_Q4_0);
     const float *w = x->values + (int64_t)x->group * INT4_GROUP;
     uint8_t block[LLM__Q4_0_BYTES];
@@ -39,9 +49,11 @@ static void int4_group(lesson *l, const int4 *x) {
     double scale = llm__f16_to_f32(llm__read_u16(block)), worst = 0;
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < INT4_GROUP / 2; i++)
-        add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16], (double)(block[2 + i] >> 4), (double)back[i + 16]);
+        add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16],
+                (double)(block[2 + i] >> 4), (double)back[i + 16]);
     for (int i = 0; i < INT4_GROUP; i++) worst = larger(worst, fabs((double)w[i] - back[i]));
-    say(l, "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes of two numbers each.\n\n", x->group, x->tensor_name, scale);
+    say(l, "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes of two numbers each.\n\n",
+        x->group, x->tensor_name, scale);
     show_table(l, &t, "group");
     say(l, "\nThe furthest is %.5f away: %.2f of the scale.\n", worst, worst / fabs(scale));
     fact(l, "scale", scale);
@@ -75,7 +87,8 @@ static void int4_histogram(lesson *l, const int4 *x) {
     show_plot(l, &p);
 }
 
-/* Root mean square of what a type loses, over that of the weights; NAN if this tensor's rows are no whole blocks of it. */
+/* Root mean square of what a type loses, over that of the weights; NAN if this tensor's rows are no whole blocks of
+ * it. */
 static double int4_error(const int4 *x, const llm_type_info *type) {
     int64_t row = (int64_t)x->tensor->dims[0];
     if (row % type->block_values) return NAN;
@@ -109,7 +122,8 @@ static bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_te
     options.cache_bytes = 0;
     bool good = path && read_all(path, &words) && (p.engine = lesson_engine(model, &options)) != NULL;
     size_t end = good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
-    while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80) end++; /* no half of a character */
+    while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80)
+        end++; /* no half of a character */
     const char *at = words.data, *document;
     size_t length;
     while (good && !stop_requested && next_document(&at, words.data + end, &document, &length))
@@ -130,7 +144,10 @@ static llm_model *quantized_model(const char *path, llm_type type) {
     llm_error err;
     snprintf(name, sizeof name, "%s/llm-lesson-XXXXXX", folder && *folder ? folder : "/tmp");
     int descriptor = mkstemp(name);
-    if (descriptor < 0) return fail("cannot make a file in %s: %s (TMPDIR names another folder)", folder ? folder : "/tmp", strerror(errno)), NULL;
+    if (descriptor < 0)
+        return fail("cannot make a file in %s: %s (TMPDIR names another folder)", folder ? folder : "/tmp",
+                    strerror(errno)),
+               NULL;
     close(descriptor);
     llm_model *model = llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
     if (!model) fail_with(&err);
@@ -157,11 +174,16 @@ static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
 }
 
 static bool int4_types(lesson *l, const int4 *x) {
-    static const column columns[] = {
-        {"type", "type", "%s"}, {"bits_per_weight", "bits a weight", "%.2f"}, {"step_mib", "MiB a step", "%.2f"}, {"error_percent", "error %", "%.2f"},
-        {"bits_per_byte", "bits per byte", "%.4f"}, {"perplexity", "perplexity", "%.3f"}, {"tokens_per_second", "tok/s", "%.0f"}};
+    static const column columns[] = {{"type", "type", "%s"},
+                                     {"bits_per_weight", "bits a weight", "%.2f"},
+                                     {"step_mib", "MiB a step", "%.2f"},
+                                     {"error_percent", "error %", "%.2f"},
+                                     {"bits_per_byte", "bits per byte", "%.4f"},
+                                     {"perplexity", "perplexity", "%.3f"},
+                                     {"tokens_per_second", "tok/s", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "What a type costs in quality, against what a step reads", "MiB a step", "bits per byte (lower is better)");
+    plot p = plot_new(PLOT_LINES, "What a type costs in quality, against what a step reads", "MiB a step",
+                      "bits per byte (lower is better)");
     p.named_dots = true;
     bool good = true;
     for (int i = 0; llm_type_at(i) && good && !stop_requested; i++) {
@@ -169,18 +191,24 @@ static bool int4_types(lesson *l, const int4 *x) {
         if (type->type == LLM_F32 || !type->pack) continue;
         llm_model *model = type->type == x->tensor->type ? l->loaded : quantized_model(l->path, type->type);
         double bits = NAN, per_token = NAN, rate = NAN;
-        good = model && lesson_perplexity(l, model, x->bytes_of_text, &bits, &per_token) && int4_decode_rate(l, model, &rate);
+        good = model && lesson_perplexity(l, model, x->bytes_of_text, &bits, &per_token) &&
+               int4_decode_rate(l, model, &rate);
         if (good) {
             double mib = (double)llm_model_step_bytes(model) / 1048576;
-            add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib, 100 * int4_error(x, type), bits, per_token, rate);
-            int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name); /* bf16 would hide f16: as large, as good */
+            add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib, 100 * int4_error(x, type), bits,
+                    per_token, rate);
+            int one = type->type == LLM_BF16
+                          ? -1
+                          : plot_series_add(&p, type->name); /* bf16 would hide f16: as large, as good */
             if (one >= 0) p.series[one].dots = true;
             plot_point(&p, one, mib, bits);
         }
         if (model != l->loaded) llm_model_free(model);
     }
-    say(l, "\nAll of the model in each type (the token table keeps 8 bits, as llm quantize does); error: lost of %s, as a share; bits "
-           "per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n", x->tensor_name, x->bytes_of_text);
+    say(l,
+        "\nAll of the model in each type (the token table keeps 8 bits, as llm quantize does); error: lost of %s, as "
+        "a share; bits per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n",
+        x->tensor_name, x->bytes_of_text);
     show_table(l, &t, "types");
     if (good) show_plot(l, &p);
     else plot_free(&p);
@@ -189,12 +217,14 @@ static bool int4_types(lesson *l, const int4 *x) {
 
 static int lesson_int4(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    int4 x = {.tensor_name = "blk.3.ffn_up.weight", .group = 100, .bytes_of_text = 12000};
+    int4 x = {.group = -1, .bytes_of_text = 12000};
     const option options[] = {
         LESSON_OPTIONS(l),
-        {0, "tensor", "NAME", TEXT, &x.tensor_name, 0, 0, "whose weights to look at (default blk.3.ffn_up.weight)"},
+        {0, "tensor", "NAME", TEXT, &x.tensor_name, 0, 0,
+         "whose weights to look at (default blk.3.ffn_up.weight, or that of the last layer)"},
         {0, "group", "N", WHOLE, &x.group, 0, INT_MAX, "which 32 of them, from 0 (default 100)"},
-        {0, "text", "BYTES", WHOLE, &x.bytes_of_text, 100, INT_MAX, "of models/eval.txt to measure on (default 12000; it has 82706)"},
+        {0, "text", "BYTES", WHOLE, &x.bytes_of_text, 100, INT_MAX,
+         "of models/eval.txt to measure on (default 12000; it has 82706)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;

@@ -1,8 +1,8 @@
 /* 06-prefill.c - llm lesson prefill: time to the first token and time per token, by the length of the prompt. Beside
  * 06-prefill.md. */
 
-/* Additions and multiplications of one token: two for every weight of a matrix; and in attention, for each position it sees,
- * two products of head_dim per query head and layer (scores, and the weighted values). */
+/* Additions and multiplications of one token: two for every weight of a matrix; and in attention, for each position it
+ * sees, two products of head_dim per query head and layer (scores, and the weighted values). */
 static double token_operations(const llm_model *model, double positions, bool logits) {
     const llm_config *c = llm_model_config(model);
     double q = (double)c->n_heads * c->head_dim, kv = (double)c->n_kv_heads * c->head_dim;
@@ -33,20 +33,27 @@ static bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, 
 }
 
 static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) {
-    static const column columns[] = {
-        {"prompt", "prompt", "%.0f"}, {"ttft_ms", "TTFT ms", "%.1f"}, {"prefill_tokens_per_second", "tok/s", "%.0f"},
-        {"prefill_gflops", "GFLOP/s", "%.1f"}, {"prefill_intensity", "FLOP/B", "%.1f"}, {"tpot_ms", "TPOT ms", "%.2f"},
-        {"decode_tokens_per_second", "tok/s", "%.0f"}, {"decode_gbytes", "GB/s", "%.2f"}, {"decode_intensity", "FLOP/B", "%.1f"}};
+    static const column columns[] = {{"prompt", "prompt", "%.0f"},
+                                     {"ttft_ms", "TTFT ms", "%.1f"},
+                                     {"prefill_tokens_per_second", "tok/s", "%.0f"},
+                                     {"prefill_gflops", "GFLOP/s", "%.1f"},
+                                     {"prefill_intensity", "FLOP/B", "%.1f"},
+                                     {"tpot_ms", "TPOT ms", "%.2f"},
+                                     {"decode_tokens_per_second", "tok/s", "%.0f"},
+                                     {"decode_gbytes", "GB/s", "%.2f"},
+                                     {"decode_intensity", "FLOP/B", "%.1f"}};
     double weights = (double)llm_model_step_bytes(l->loaded);
     double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "Time to the first token, and time for each one after it", "tokens of prompt", "milliseconds");
+    plot p = plot_new(PLOT_LINES, "Time to the first token, and time for each one after it", "tokens of prompt",
+                      "milliseconds");
     int first = plot_series_add(&p, "TTFT: the whole prompt"), each = plot_series_add(&p, "TPOT: one token");
     p.log_x = p.log_y = true;
     for (int i = 0; i < n_rows; i++) {
         const prefill_row *r = &rows[i];
         double steps = ceil(r->prompt / l->engine.max_batch_tokens), after = r->prompt + n / 2.0;
-        double prefill = r->prompt * token_operations(l->loaded, r->prompt / 2, false), decode = token_operations(l->loaded, after, true);
+        double prefill = r->prompt * token_operations(l->loaded, r->prompt / 2, false),
+               decode = token_operations(l->loaded, after, true);
         double read = steps * weights + r->prompt * token, decode_read = weights + after * token;
         add_row(&t, r->prompt, 1e3 * r->ttft, r->prompt / r->ttft, 1e-9 * prefill / r->ttft, prefill / read, 1e3 * r->tpot,
                 1 / r->tpot, 1e-9 * decode_read / r->tpot, decode / decode_read);
@@ -67,7 +74,8 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
     int_list prompts = {0};
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'p', "prompt", "LIST", LIST, &prompts, 1, 1 << 20, "lengths of prompt (default 1,4,16,64,256,960, as far as the context goes)"},
+        {'p', "prompt", "LIST", LIST, &prompts, 1, 1 << 20,
+         "lengths of prompt (default 1,4,16,64,256,960, as far as the context goes)"},
         {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate after each (default 16)"},
         {'r', "runs", "R", WHOLE, &runs, 1, 32, "times to do each; the median is told (default 3)"},
     };
@@ -83,10 +91,13 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
             if (wanted <= limit) prompts.values[prompts.count++] = wanted;
         }
     }
+    for (int i = 0; i < prompts.count; i++)
+        if (!fits_context(&l, prompts.values[i], n + 1)) return free(prompts.values), lesson_end(&l, false);
     llm_engine *engine = lesson_engine(l.loaded, &l.engine);
     prefill_row *rows = resize(NULL, (size_t)prompts.count * sizeof *rows), warm;
     bool good = engine && prompts.count > 0 && prefill_measure(&l, engine, prompts.values[0], n, 1, &warm);
-    for (int i = 0; i < prompts.count && good; i++) good = prefill_measure(&l, engine, prompts.values[i], n, runs, &rows[i]);
+    for (int i = 0; i < prompts.count && good; i++)
+        good = prefill_measure(&l, engine, prompts.values[i], n, runs, &rows[i]);
     if (good && !stop_requested) prefill_show(&l, rows, prompts.count, n);
     free_engine(engine);
     free(rows);

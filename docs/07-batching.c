@@ -1,7 +1,8 @@
 /* 07-batching.c - llm lesson batching: the same requests under three policies. Beside 07-batching.md.
  *
- * Time is counted in ticks: one call of llm_step, which is a forward pass or, under dynamic batching, a millisecond of waiting.
- * Request i comes at tick i x gap. The map shows who got a token in which tick: each row is a place in the batch. */
+ * Time is counted in ticks: one call of llm_step, which is a forward pass or, under dynamic batching, a millisecond of
+ * waiting. Request i comes at tick i x gap. The map shows who got a token in which tick: each row is a place in the
+ * batch. */
 
 enum { BATCHING_POLICIES = 3 };
 
@@ -111,20 +112,26 @@ static bool batching_run(lesson *l, const batching *b, llm_policy policy, batchi
 }
 
 static void batching_show(lesson *l, const batching *b, batching_result *results) {
-    static const column columns[] = {
-        {"policy", "policy", "%s"}, {"ticks", "ticks", "%.0f"}, {"busy_percent", "busy %", "%.1f"},
-        {"idle_while_waiting", "idle, one waits", "%.0f"}, {"mean_wait_ticks", "mean wait", "%.1f"},
-        {"mean_latency_ticks", "latency", "%.1f"}, {"worst_latency_ticks", "worst", "%.0f"}, {"tokens_per_second", "tok/s", "%.0f"}};
+    static const column columns[] = {{"policy", "policy", "%s"},
+                                     {"ticks", "ticks", "%.0f"},
+                                     {"busy_percent", "busy %", "%.1f"},
+                                     {"idle_while_waiting", "idle, one waits", "%.0f"},
+                                     {"mean_wait_ticks", "mean wait", "%.1f"},
+                                     {"mean_latency_ticks", "latency", "%.1f"},
+                                     {"worst_latency_ticks", "worst", "%.0f"},
+                                     {"tokens_per_second", "tok/s", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     bool same = true;
     for (int i = 0; i < BATCHING_POLICIES; i++) {
         const batching_result *r = &results[i];
-        add_row(&t, policy_names[i], (double)r->ticks, 100 * r->tokens / ((double)r->ticks * b->slots), (double)r->idle_while_waiting,
-                r->mean_wait, r->mean_latency, r->worst_latency, r->tokens / r->seconds);
+        add_row(&t, policy_names[i], (double)r->ticks, 100 * r->tokens / ((double)r->ticks * b->slots),
+                (double)r->idle_while_waiting, r->mean_wait, r->mean_latency, r->worst_latency, r->tokens / r->seconds);
         same = same && r->hash == results[0].hash;
     }
-    say(l, "%d requests of %d to %d tokens, one every %d ticks, and %d places in the batch. Waits and latencies in ticks:\n\n", b->n,
-        b->lengths.low, b->lengths.high, b->gap, b->slots);
+    say(l,
+        "%d requests of %d to %d tokens, one every %d ticks, and %d places in the batch. Waits and latencies in "
+        "ticks:\n\n",
+        b->n, b->lengths.low, b->lengths.high, b->gap, b->slots);
     show_table(l, &t, "policies");
     fact(l, "slots", b->slots);
     fact(l, "same_tokens", same);
@@ -148,13 +155,16 @@ static int lesson_batching(const command *self, int argc, char **argv) {
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1024, "tokens of each prompt (default 8)"},
         {'g', "gen", "LOW-HIGH", RANGE, &b.lengths, 1, 1 << 20, "tokens of each answer (default 2-40)"},
         {0, "gap", "N", WHOLE, &b.gap, 0, 1000, "ticks from one request to the next (default 2)"},
-        {0, "window", "SECONDS", REAL, &b.window, 0, 10, "how long dynamic batching waits for a group to fill (default 0.01)"},
+        {0, "window", "SECONDS", REAL, &b.window, 0, 10,
+         "how long dynamic batching waits for a group to fill (default 0.01)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
+    if (!fits_context(&l, b.prompt, b.lengths.high)) return lesson_end(&l, false);
     l.engine.max_sequences = b.slots;
     l.engine.prefix_cache = false;
-    l.engine.max_batch_tokens = b.slots * (b.prompt + 1) > 512 ? b.slots * (b.prompt + 1) : 512; /* all prompts in one step */
+    l.engine.max_batch_tokens =
+        b.slots * (b.prompt + 1) > 512 ? b.slots * (b.prompt + 1) : 512; /* all prompts in one step */
     batching_result results[BATCHING_POLICIES];
     memset(results, 0, sizeof results);
     bool good = true;

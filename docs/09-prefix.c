@@ -1,13 +1,13 @@
 /* 09-prefix.c - llm lesson prefix: many questions behind one long instruction. Beside 09-prefix.md.
  *
- * Each request is the same n_shared tokens and then some of its own. They come one after another, so that the time to the
- * first token is each one's own; then all at once, so that one sees how many blocks they share. */
+ * Each request is the same n_shared tokens and then some of its own. They come one after another, so that the time to
+ * the first token is each one's own; then all at once, so that one sees how many blocks they share. */
 
 typedef struct prefix_run {
     double *ttft;       /* (n) seconds */
     double *hits;       /* (n) tokens of the prompt that were found */
     int32_t *tokens;    /* (n, n_tokens) */
-    double shared, used, separate; /* all at once, at its peak: blocks shared, in use, and what separate tables would hold */
+    double shared, used, separate; /* all at once, at the peak: blocks shared, in use, and in separate tables */
 } prefix_run;
 
 static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool cache, prefix_run *out) {
@@ -46,7 +46,8 @@ static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool 
     return good && status == 0;
 }
 
-static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n_tokens, const prefix_run *cold, const prefix_run *warm) {
+static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n_tokens, const prefix_run *cold,
+                        const prefix_run *warm) {
     static const column columns[] = {
         {"request", "request", "%.0f"}, {"prompt", "prompt tokens", "%.0f"}, {"found", "found in the cache", "%.0f"},
         {"ttft_cold_ms", "TTFT ms without", "%.1f"}, {"ttft_warm_ms", "with", "%.1f"}, {"times", "times", "%.1f"}};
@@ -79,15 +80,19 @@ static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n
 
 static int lesson_prefix(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    int n_shared = 512, n_own = 12, n = 5, n_tokens = 8;
+    int n_shared = -1, n_own = 12, n = 5, n_tokens = 8;
     const option options[] = {
-        LESSON_OPTIONS(l), BLOCK_OPTION(l.engine),
-        {0, "shared", "N", WHOLE, &n_shared, 1, 1 << 20, "tokens that all requests begin with (default 512)"},
+        LESSON_OPTIONS(l),
+        BLOCK_OPTION(l.engine),
+        {0, "shared", "N", WHOLE, &n_shared, 1, 1 << 20,
+         "tokens that all requests begin with (default 512, or what fits the context)"},
         {0, "own", "N", WHOLE, &n_own, 1, 1 << 20, "tokens of each request's own (default 12)"},
         {0, "requests", "N", WHOLE, &n, 1, 64, "how many (default 5)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
+    n_shared = given_or(n_shared, 512, 1, llm_model_config(l.loaded)->context_length - n_own - n_tokens);
+    if (!fits_context(&l, n_shared + n_own, n_tokens)) return lesson_end(&l, false);
     l.engine.max_sequences = n;
     task tasks[64];
     prefix_run runs[2] = {{0}, {0}};
@@ -104,7 +109,8 @@ static int lesson_prefix(const command *self, int argc, char **argv) {
         free(own);
         tasks[i] = new_task(ids, n_shared + n_own, n_tokens);
     }
-    good = good && prefix_one_by_one(&l, tasks, n, n_tokens, false, &runs[0]) && prefix_one_by_one(&l, tasks, n, n_tokens, true, &runs[1]);
+    good = good && prefix_one_by_one(&l, tasks, n, n_tokens, false, &runs[0]) &&
+           prefix_one_by_one(&l, tasks, n, n_tokens, true, &runs[1]);
     if (good && !stop_requested) prefix_show(&l, tasks, n, n_shared, n_tokens, &runs[0], &runs[1]);
     for (int i = 0; i < n; i++) free((void *)tasks[i].request.prompt);
     for (int k = 0; k < 2; k++) free(runs[k].ttft), free(runs[k].hits), free(runs[k].tokens);

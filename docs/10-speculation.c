@@ -1,8 +1,8 @@
 /* 10-speculation.c - llm lesson speculation: guesses, kept and rejected. Beside 10-speculation.md.
  *
- * The guesses are read off at the seam: a copy of the backend's table of functions, with one of our own for begin_step, sees
- * each batch before it is computed. In a step with one sequence the last batch is the target's: the last known token, and
- * behind it the guesses. */
+ * The guesses are read off at the seam: a copy of the backend's table of functions, with one of our own for
+ * begin_step, sees each batch before it is computed. In a step with one sequence the last batch is the target's: the
+ * last known token, and behind it the guesses. */
 
 enum { MOST_DEPTH = 16 };
 
@@ -62,7 +62,8 @@ static bool speculation_stream(lesson *l, const speculating *s) {
     t.request.speculate = s->depth;
     t.request.lookup = s->lookup;
     const llm_tokenizer *tokenizer = llm_model_tokenizer(l->loaded);
-    plot p = plot_new(PLOT_MAP, "Guesses by place and step: accepted, rejected, or void behind a rejected one", "steps", "guess");
+    plot p = plot_new(PLOT_MAP, "Guesses by place and step: accepted, rejected, or void behind a rejected one", "steps",
+                      "guess");
     int accepted_series = plot_series_add(&p, "accepted"), rejected_series = plot_series_add(&p, "rejected"),
         void_series = plot_series_add(&p, "void");
     if (void_series == 2) p.series[0].mark = '+', p.series[1].mark = 'x', p.series[2].mark = '-', p.series[2].colour = 7;
@@ -80,10 +81,11 @@ static bool speculation_stream(lesson *l, const speculating *s) {
         for (int i = before; i < t.n; i++) {
             accepted += t.accepted[i];
             if (!l->json && !t.accepted[i] && accepted < guesses && before > 0)
-                put_piece(plain_text(tokenizer, speculation_spy.tokens[1 + accepted], piece, sizeof piece), "\033[31;9m", "{", "}", &at);
+                put_piece(plain_text(tokenizer, speculation_spy.tokens[1 + accepted], piece, sizeof piece),
+                          "\033[31;9m", "{", "}", &at);
             if (!l->json)
-                put_piece(plain_text(tokenizer, t.tokens[i], piece, sizeof piece), t.accepted[i] ? green : "", t.accepted[i] ? "[" : "",
-                          t.accepted[i] ? "]" : "", &at);
+                put_piece(plain_text(tokenizer, t.tokens[i], piece, sizeof piece), t.accepted[i] ? green : "",
+                          t.accepted[i] ? "[" : "", t.accepted[i] ? "]" : "", &at);
         }
         if (before > 0 && t.n > before) step++;
         for (int k = 0; k < guesses && step >= 0 && t.n > before; k++)
@@ -146,13 +148,19 @@ static bool speculation_measure(lesson *l, const speculating *s, int depth, spec
 static double speculation_formula(double a, int depth) { return a >= 1 ? depth + 1 : (1 - pow(a, depth + 1)) / (1 - a); }
 
 static void speculation_show(lesson *l, const speculating *s, const speculation_row *rows) {
-    static const column columns[] = {
-        {"depth", "K", "%.0f"}, {"accepted_percent", "accepted %", "%.1f"}, {"tokens_per_step", "tokens a step", "%.2f"},
-        {"formula", "formula", "%.2f"}, {"tokens_per_second", "tok/s", "%.0f"}, {"times", "against K = 0", "%.2f"}, {"same_tokens", "same tokens", "%.0f"}};
-    static const column at_columns[] = {{"position", "guess", "%.0f"}, {"tested", "tested", "%.0f"}, {"accepted_percent", "accepted %", "%.1f"}};
+    static const column columns[] = {{"depth", "K", "%.0f"},
+                                     {"accepted_percent", "accepted %", "%.1f"},
+                                     {"tokens_per_step", "tokens a step", "%.2f"},
+                                     {"formula", "formula", "%.2f"},
+                                     {"tokens_per_second", "tok/s", "%.0f"},
+                                     {"times", "against K = 0", "%.2f"},
+                                     {"same_tokens", "same tokens", "%.0f"}};
+    static const column at_columns[] = {
+        {"position", "guess", "%.0f"}, {"tested", "tested", "%.0f"}, {"accepted_percent", "accepted %", "%.1f"}};
     table t = new_table(columns, COUNT(columns)), at = new_table(at_columns, COUNT(at_columns));
     plot p = plot_new(PLOT_LINES, "Tokens a step, and speed against no speculation, by K", "guesses a step, K", "times");
-    int measured = plot_series_add(&p, "tokens a step"), formula = plot_series_add(&p, "formula"), speed = plot_series_add(&p, "speed");
+    int measured = plot_series_add(&p, "tokens a step"), formula = plot_series_add(&p, "formula"),
+        speed = plot_series_add(&p, "speed");
     double plain = rows[0].after_first / rows[0].seconds;
     for (int k = 0; k <= s->most; k++) {
         const speculation_row *r = &rows[k];
@@ -172,21 +180,23 @@ static void speculation_show(lesson *l, const speculating *s, const speculation_
     say(l, "\nWith K = %d, by place in the row of guesses (tested: those before it were accepted):\n\n", s->most);
     show_table(l, &at, "positions");
     if (s->draft)
-        say(l, "\nA pass of the draft reads %s, one of the target %s: %.2f of it for each guess.\n", HUMAN(llm_model_step_bytes(s->draft)),
-            HUMAN(llm_model_step_bytes(l->loaded)), (double)llm_model_step_bytes(s->draft) / (double)llm_model_step_bytes(l->loaded));
+        say(l, "\nA pass of the draft reads %s, one of the target %s: %.2f of it for each guess.\n",
+            HUMAN(llm_model_step_bytes(s->draft)), HUMAN(llm_model_step_bytes(l->loaded)),
+            (double)llm_model_step_bytes(s->draft) / (double)llm_model_step_bytes(l->loaded));
 }
 
 static int lesson_speculation(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    speculating s = {.depth = 4, .n = 64, .texts = 4, .prompt = 32, .most = 8};
+    speculating s = {.depth = 4, .n = -1, .texts = 4, .prompt = 32, .most = 8};
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'d', "draft", "FILE", TEXT, &s.draft_path, 0, 0, "the model that guesses (default: the bundled one, for the bundled model)"},
+        {'d', "draft", "FILE", TEXT, &s.draft_path, 0, 0,
+         "the model that guesses (default: the bundled one, for the bundled model)"},
         {0, "lookup", NULL, FLAG, &s.lookup, 0, 0, "guess what stood behind the same words before, instead of a draft"},
         {'k', "depth", "K", WHOLE, &s.depth, 1, MOST_DEPTH, "guesses a step in the text that is shown (default 4)"},
         {0, "most", "K", WHOLE, &s.most, 1, MOST_DEPTH, "sweep 0 to K guesses (default 8)"},
         {0, "texts", "N", WHOLE, &s.texts, 1, 64, "texts to measure on (default 4)"},
-        {'n', "max-tokens", "N", WHOLE, &s.n, 2, 1 << 20, "tokens of each (default 64)"},
+        {'n', "max-tokens", "N", WHOLE, &s.n, 2, 1 << 20, "tokens of each (default 64, or what fits the context)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
@@ -203,8 +213,10 @@ static int lesson_speculation(const command *self, int argc, char **argv) {
     l.engine.max_speculation = s.depth > s.most ? s.depth : s.most;
     if (s.draft && llm_model_config(s.draft)->context_length < llm_model_config(l.loaded)->context_length)
         l.engine.context_length = llm_model_config(s.draft)->context_length;
+    int context = l.engine.context_length ? l.engine.context_length : llm_model_config(l.loaded)->context_length;
+    s.n = given_or(s.n, 64, 2, context - s.prompt);
     speculation_row rows[MOST_DEPTH + 1];
-    good = good && speculation_stream(&l, &s);
+    good = good && fits_context(&l, s.prompt, s.n) && speculation_stream(&l, &s);
     for (int k = 0; k <= s.most && good && !stop_requested; k++) good = speculation_measure(&l, &s, k, &rows[k]);
     if (good && !stop_requested) speculation_show(&l, &s, rows);
     llm_model_free(s.draft);

@@ -1,10 +1,10 @@
-/* 11-ladder.c - llm ladder: the whole course in one table, from the naive engine to the full one, one switch at a time. Beside
- * 11-ladder.md.
+/* 11-ladder.c - llm ladder: the whole course in one table, from the naive engine to the full one, one switch at a
+ * time. Beside 11-ladder.md.
  *
- * Two workloads on every rung: one request alone, and many at once that begin with the same instruction and have answers of
- * different lengths. Greedy, so the tokens of a rung must be those of the rung before (int4 is another model: there the
- * perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds few whole contexts; paged,
- * as many sequences as have room. */
+ * Two workloads on every rung: one request alone, and many at once that begin with the same instruction and have
+ * answers of different lengths. Greedy, so the tokens of a rung must be those of the rung before (int4 is another
+ * model: there the perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds
+ * few whole contexts; paged, as many sequences as have room. */
 
 enum { LADDER_REQUESTS = 12, LADDER_SHARED = 48, LADDER_OWN = 8, LADDER_CONTEXTS = 4 };
 
@@ -34,14 +34,17 @@ typedef struct rung_result {
     int n_many;
 } rung_result;
 
-/* Tokens a second of these tasks together, prompts included in the time. Without a cache every token is a request of its own: see lesson kv. */
+/* Tokens a second of these tasks together, prompts included in the time. Without a cache every token is a request of
+ * its own: see lesson kv. */
 static bool ladder_work(llm_engine *engine, task *tasks, int n, bool no_cache, double *rate) {
     double start = llm_seconds(), tokens = 0;
     bool good = true;
     if (!no_cache) good = run_tasks(engine, tasks, n);
     for (int i = 0; i < n && no_cache && good; i++) {
         kv_run r = new_kv_run(tasks[i].request.max_tokens);
-        good = kv_without(engine, tasks[i].request.prompt, tasks[i].request.n_prompt, tasks[i].request.max_tokens, &r) && !stop_requested;
+        good =
+            kv_without(engine, tasks[i].request.prompt, tasks[i].request.n_prompt, tasks[i].request.max_tokens, &r) &&
+            !stop_requested;
         tasks[i].n = tasks[i].request.max_tokens;
         tasks[i].tokens = r.tokens;
         free(r.seconds);
@@ -72,7 +75,8 @@ static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *
     llm_error err;
     llm_backend *device = NULL;
     if (x->gpu) {
-        chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused, chosen.gpu.split_attention = r->split, chosen.gpu.graphs = r->graphs;
+        chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused, chosen.gpu.split_attention = r->split,
+        chosen.gpu.graphs = r->graphs;
         if (!open_device(&device, &err)) fail_with(&err);
     } else if (!(device = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa, &err))) {
         fail_with(&err);
@@ -135,31 +139,36 @@ static const char *ladder_check(const ladder *x, const rung_result *a, const run
 }
 
 static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const rung_result *results, int n) {
-    static const column columns[] = {
-        {"rung", "rung", "%s"}, {"one_tokens_per_second", "one tok/s", "%.0f"}, {"one_times", "x", "%.2f"},
-        {"many_tokens_per_second", "many tok/s", "%.0f"}, {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"}, {"tokens", "tokens", "%s"}};
+    static const column columns[] = {{"rung", "rung", "%s"},      {"one_tokens_per_second", "one tok/s", "%.0f"},
+                                     {"one_times", "x", "%.2f"},  {"many_tokens_per_second", "many tok/s", "%.0f"},
+                                     {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"},
+                                     {"tokens", "tokens", "%s"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_BARS, "Tokens a second, rung by rung", "tokens a second", "");
+    plot p = plot_new(PLOT_BARS, "Tokens a second, rung by rung", "tokens a second, logarithmic", "");
     p.log_x = true;
     int one = plot_series_add(&p, "one request"), many = plot_series_add(&p, "many requests");
     for (int i = 0; i < n; i++) {
         const rung_result *r = &results[i], *before = i ? &results[i - 1] : NULL;
         char check[48];
-        add_row(&t, rungs[i].name, r->one, before ? r->one / before->one : NAN, r->many, before ? r->many / before->many : NAN, r->memory / 1048576,
+        add_row(&t, rungs[i].name, r->one, before ? r->one / before->one : NAN, r->many,
+                before ? r->many / before->many : NAN, r->memory / 1048576,
                 ladder_check(x, r, before, check, sizeof check));
         plot_category(&p, rungs[i].name);
         plot_bar(&p, one, r->one);
         plot_bar(&p, many, r->many);
     }
-    say(l, "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is %d whole contexts of %d. "
-           "x: against the rung before; bits: per byte of text, and before int4.\n\n", x->n, x->requests, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
+    say(l,
+        "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is "
+        "%d whole contexts of %d. x: against the rung before; bits: per byte of text, and before int4.\n\n",
+        x->n, x->requests, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
     double best_one = 0, best_many = 0;
     for (int i = 0; i < n; i++) best_one = larger(best_one, results[i].one), best_many = larger(best_many, results[i].many);
-    say(l, "\nIn total: one request %.0f times as fast, many %.0f times (at the best rung %.0f and %.0f).\n", results[n - 1].one / results[0].one,
-        results[n - 1].many / results[0].many, best_one / results[0].one, best_many / results[0].many);
+    say(l, "\nIn total: one request %.0f times as fast, many %.0f times (at the best rung %.0f and %.0f).\n",
+        results[n - 1].one / results[0].one, results[n - 1].many / results[0].many, best_one / results[0].one,
+        best_many / results[0].many);
     show_plot(l, &p);
 }
 
@@ -179,7 +188,8 @@ static bool ladder_tasks(const lesson *l, ladder *x) {
     bool good = prompt != NULL;
     x->one = new_task(prompt, 16, x->n);
     for (int i = 0; i < LADDER_REQUESTS; i++) {
-        int32_t *ids = lesson_tokens(l, 0, LADDER_SHARED + LADDER_OWN), *own = lesson_tokens(l, 3000 + 60 * i, LADDER_OWN + 1);
+        int32_t *ids = lesson_tokens(l, 0, LADDER_SHARED + LADDER_OWN),
+                *own = lesson_tokens(l, 3000 + 60 * i, LADDER_OWN + 1);
         good = good && ids && own;
         if (ids && own) memcpy(ids + LADDER_SHARED, own + 1, LADDER_OWN * sizeof *ids);
         free(own);
@@ -224,45 +234,54 @@ static const rung ladder_gpu[] = {
     {"+ speculation", LADDER_GPU_INT4, .paged = true, .prefix = true, .draft = true},
 };
 
-static int command_ladder(const command *self, int argc, char **argv) {
-    lesson l = {.engine = llm_engine_defaults()};
-    ladder x = {.n = 48, .requests = LADDER_REQUESTS};
-    int text = 6000;
-    const option options[] = {
-        LESSON_OPTIONS(l),
-        {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16, "tokens of the one request, and of a third of the many (default 48)"},
-        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 12)"},
-        {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX, "of models/eval.txt, for the perplexity of int4 (default 6000)"},
-    };
-    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
-    if (status != PARSED) return status;
-    const rung *rungs = ladder_cpu;
-    int n = COUNT(ladder_cpu);
-    llm_error err;
-    llm_backend *device = NULL;
-    if (!open_device(&device, &err)) return fail_with(&err), lesson_end(&l, false);
-    if (device) x.gpu = true, rungs = ladder_gpu, n = COUNT(ladder_gpu);
-    llm_backend_free(device);
+/* Each rung, the best of three (the machine has other work too); around the step to int4, the perplexity. */
+static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int text, rung_result *results) {
     const bool slow = chosen.device == DEVICE_EMULATED;
-    rung_result results[COUNT(ladder_gpu)];
-    memset(results, 0, sizeof results);
-    bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
-    n -= x.draft ? 0 : 1; /* the last */
-    int longest = llm_model_config(l.loaded)->context_length;
-    x.context = longest < 512 ? longest : 512;
-    if (good && LADDER_SHARED + LADDER_OWN + x.n > x.context) good = !fail("--max-tokens: at most %d", x.context - LADDER_SHARED - LADDER_OWN);
-    x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
+    bool good = true;
     for (int i = 0; i < n && good && !stop_requested; i++) {
         show_progress("ladder", (double)i / n, rungs[i].name);
-        for (int run = 0; run < (rungs[i].no_cache || slow ? 1 : 3) && good && !stop_requested; run++) /* the best of three: the machine has other work too */
-            good = ladder_rung(&l, &x, &rungs[i], &results[i]);
+        for (int run = 0; run < (rungs[i].no_cache || slow ? 1 : 3) && good && !stop_requested; run++)
+            good = ladder_rung(l, x, &rungs[i], &results[i]);
         if (good && rungs[i].int4 && !rungs[i - 1].int4) {
             double unused;
-            good = lesson_perplexity(&l, x.half, text, &results[i - 1].bits, &unused) && lesson_perplexity(&l, x.quarter, text, &results[i].bits, &unused);
+            good = lesson_perplexity(l, x->half, text, &results[i - 1].bits, &unused) &&
+                   lesson_perplexity(l, x->quarter, text, &results[i].bits, &unused);
         }
     }
     show_progress("", -1, "");
-    if (good && !stop_requested) ladder_show(&l, &x, rungs, results, n);
+    return good && !stop_requested;
+}
+
+static int command_ladder(const command *self, int argc, char **argv) {
+    lesson l = {.engine = llm_engine_defaults()};
+    ladder x = {.n = -1, .requests = LADDER_REQUESTS};
+    int text = 6000;
+    const option options[] = {
+        LESSON_OPTIONS(l),
+        {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16,
+         "tokens of the one request, and of a third of the many (default 48, or what fits)"},
+        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 12)"},
+        {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX,
+         "of models/eval.txt, for the perplexity of int4 (default 6000)"},
+    };
+    int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
+    if (status != PARSED) return status;
+    llm_error err;
+    llm_backend *device = NULL;
+    if (!open_device(&device, &err)) return fail_with(&err), lesson_end(&l, false);
+    x.gpu = device != NULL;
+    llm_backend_free(device);
+    x.context = l.engine.context_length = given_or(-1, 512, 1, llm_model_config(l.loaded)->context_length);
+    x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
+    x.n = given_or(x.n, 48, 4, x.context - LADDER_SHARED - LADDER_OWN);
+    if (!fits_context(&l, LADDER_SHARED + LADDER_OWN, x.n)) return lesson_end(&l, false);
+    rung_result results[COUNT(ladder_gpu)];
+    memset(results, 0, sizeof results);
+    bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
+    const rung *rungs = x.gpu ? ladder_gpu : ladder_cpu;
+    int n = (x.gpu ? COUNT(ladder_gpu) : COUNT(ladder_cpu)) - (x.draft ? 0 : 1); /* the last is speculation */
+    good = good && ladder_climb(&l, &x, rungs, n, text, results);
+    if (good) ladder_show(&l, &x, rungs, results, n);
     for (int i = 0; i < COUNT(results); i++) free(results[i].one_tokens), free(results[i].many_tokens);
     free((void *)x.one.request.prompt);
     for (int i = 0; i < LADDER_REQUESTS; i++) free((void *)x.many[i].request.prompt);
@@ -274,7 +293,8 @@ static int command_ladder(const command *self, int argc, char **argv) {
 static const char ladder_notes[] =
     "Every optimisation of the course, switched on one after another, on one request and on many, with a check that each rung\n"
     "gives the tokens of the rung before (int4 is another model: its bits per byte are told). Starts from an f16 model. On a GPU\n"
-    "the rungs of threads and vectors are others: tiled and fused kernels, split attention, graphs.\n"
+    "the rungs of threads and vectors are others: tiled and fused kernels, split attention, graphs. Wider vectors add up in\n"
+    "another order, so where two tokens are nearly as likely they may choose the other one: then some tokens differ.\n"
     "\n"
     "Examples:\n"
     "  llm ladder\n"

@@ -1,8 +1,8 @@
 /* 12-kernel.c - llm lesson kernel: what the threads of a kernel do to memory, counted. Beside 12-kernel.md.
  *
  * Three views, all counted on the emulated device, whose kernels were compiled with a call before each load and store
- * (tests/emulator.h): small kernels that do the same work twice (12-kernel.cu); all kernels of llm.cu that one decode step launches;
- * and one of those from near: its grid, its blocks, which lane reads which bytes. */
+ * (tests/emulator.h): small kernels that do the same work twice (12-kernel.cu); all kernels of llm.cu that one decode
+ * step launches; and one of those from near: its grid, its blocks, which lane reads which bytes. */
 #ifdef LLM_WITH_OBSERVED
 #include "../tests/emulator.h"
 
@@ -21,8 +21,8 @@ typedef struct kernel_count { /* accesses of one kind, added up */
 } kernel_count;
 
 typedef struct kernel_watch { /* what the observer adds to */
-    const char *kernel;   /* NULL: all kernels are counted, each as a whole; otherwise the first launch of this one (of the first that
-                             comes: ""), by what it accesses */
+    const char *kernel; /* NULL: all kernels are counted, each as a whole; otherwise the first launch of this one (of the
+                         * first that comes: ""), by what it accesses */
     kernel_count *counts; /* (n) in order */
     int n;
     bool kept;
@@ -71,7 +71,9 @@ static void kernel_observe(void *user, const emulator_access *a) {
     int i = 0;
     for (; i < w->n; i++) {
         const kernel_count *c = &w->counts[i];
-        if (!strcmp(c->name, key.name) && !strcmp(c->memory, key.memory) && c->shared == key.shared && c->store == key.store && c->bytes == key.bytes) break;
+        if (!strcmp(c->name, key.name) && !strcmp(c->memory, key.memory) && c->shared == key.shared &&
+            c->store == key.store && c->bytes == key.bytes)
+            break;
     }
     if (i == w->n) {
         memcpy(key.grid, a->grid, sizeof key.grid);
@@ -93,8 +95,8 @@ static const char *kernel_shape(const uint32_t n[3], char *out, size_t size) {
 /* Of 100 bytes that were moved, so many were wanted by some lane. */
 static double kernel_percent(double used, double sectors) { return sectors > 0 ? 100 * used / (32 * sectors) : NAN; }
 
-/* Which lane reads which bytes: a row for each lane, a column for each 4 bytes of the sectors that were touched (for each sector,
- * where that would be too wide); each sector has a colour of its own. */
+/* Which lane reads which bytes: a row for each lane, a column for each 4 bytes of the sectors that were touched (for
+ * each sector, where that would be too wide); each sector has a colour of its own. */
 static plot kernel_map(const emulator_access *a, const char *title) {
     plot p = plot_new(PLOT_MAP, title, "", "lane");
     uint64_t sectors[KERNEL_LANES * 8];
@@ -118,7 +120,8 @@ static plot kernel_map(const emulator_access *a, const char *title) {
         for (int k = 0; k < n; k++)
             for (int c = 0; c < per_sector; c++) {
                 uint64_t from = 32 * sectors[k] + (uint64_t)(c * 32 / per_sector), to = from + (uint64_t)(32 / per_sector);
-                if (a->lanes >> i & 1 && a->address[i] < to && a->address[i] + a->bytes > from) plot_cell(&p, i, k * per_sector + c, k % PLOT_COLOURS);
+                if (a->lanes >> i & 1 && a->address[i] < to && a->address[i] + a->bytes > from)
+                    plot_cell(&p, i, k * per_sector + c, k % PLOT_COLOURS);
             }
     return p;
 }
@@ -140,7 +143,9 @@ static bool kernel_right(const float *x, const float *out, bool sums) {
 }
 
 static bool kernel_pairs(lesson *l, emulator_access *strided) {
-    static const char *const names[KERNEL_PAIRS] = {"sum, a row per thread", "sum, a row per warp", "transpose, directly", "transpose, pitch 32", "transpose, pitch 33"};
+    static const char *const names[KERNEL_PAIRS] = {"sum, a row per thread", "sum, a row per warp",
+                                                    "transpose, directly", "transpose, pitch 32",
+                                                    "transpose, pitch 33"};
     static const column columns[] = {
         {"kernel", "kernel", "%s"}, {"sectors_per_load", "sectors/load", "%.1f"}, {"sectors_per_store", "/store", "%.1f"},
         {"moved_kib", "KiB moved", "%.0f"}, {"used_percent", "used %", "%.0f"}, {"shared_passes", "passes", "%.0f"},
@@ -155,23 +160,27 @@ static bool kernel_pairs(lesson *l, emulator_access *strided) {
         kernel_count sum[3]; /* loads, stores, shared */
         memset(sum, 0, sizeof sum);
         emulator_observe(kernel_observe, &w);
-        good = kernel_lesson_run(k, x, KERNEL_ROWS, KERNEL_COLUMNS, out, k < 2 ? KERNEL_ROWS : n) || !fail("the emulated device failed: %s", emulator_fault());
+        good = kernel_lesson_run(k, x, KERNEL_ROWS, KERNEL_COLUMNS, out, k < 2 ? KERNEL_ROWS : n) ||
+               !fail("the emulated device failed: %s", emulator_fault());
         emulator_observe(NULL, NULL);
         for (int i = 0; i < w.n; i++) {
             kernel_count *c = &w.counts[i], *to = &sum[c->shared ? 2 : c->store];
-            to->accesses += c->accesses, to->used += c->used, to->sectors += c->sectors, to->passes += c->passes, to->least += c->least;
+            to->accesses += c->accesses, to->used += c->used, to->sectors += c->sectors, to->passes += c->passes,
+                to->least += c->least;
         }
         double sectors = sum[0].sectors + sum[1].sectors;
         bool shared = sum[2].accesses > 0;
         add_row(&t, names[k], sum[0].sectors / sum[0].accesses, sum[1].sectors / sum[1].accesses, sectors * 32 / 1024,
-                kernel_percent(sum[0].used + sum[1].used, sectors), shared ? sum[2].passes : NAN, shared ? sum[2].least : NAN,
-                (double)kernel_right(x, out, k < 2));
+                kernel_percent(sum[0].used + sum[1].used, sectors), shared ? sum[2].passes : NAN,
+                shared ? sum[2].least : NAN, (double)kernel_right(x, out, k < 2));
         if (k == 0) *strided = w.widest;
         free(w.counts);
     }
     free(x);
-    say(l, "The same work done twice, on %d x %d numbers of 4 bytes. A sector is 32 bytes, the least that memory moves: 32 lanes "
-           "with 4 bytes each need 4. Passes: how often the banks of shared memory are asked; least: without conflicts.\n\n",
+    say(l,
+        "The same work done twice, on %d x %d numbers of 4 bytes. A sector is 32 bytes, the least that memory moves: "
+        "32 lanes with 4 bytes each need 4. Passes: how often the banks of shared memory are asked; least: without "
+        "conflicts.\n\n",
         KERNEL_ROWS, KERNEL_COLUMNS);
     show_table(l, &t, "pairs");
     return good;
@@ -186,7 +195,10 @@ static struct { /* what stands at the seam has no argument of its own to remembe
 
 /* So that the lesson can say what an address belongs to. */
 static void *kernel_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
-    emulator_label(!strncmp(what, "the keys", 8) ? "keys" : !strncmp(what, "the values", 10) ? "values" : strstr(what, "activations") ? "activations" : "small weights");
+    emulator_label(!strncmp(what, "the keys", 8)      ? "keys"
+                   : !strncmp(what, "the values", 10) ? "values"
+                   : strstr(what, "activations")      ? "activations"
+                                                      : "small weights");
     void *device = kernel_spy.allocate(context, bytes, what, err);
     emulator_label("scratch");
     return device;
@@ -215,7 +227,8 @@ static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch
     llm_engine *engine = lesson_engine(l->loaded, &l->engine);
     int32_t *prompt = lesson_tokens(l, 0, n_prompt);
     bool good = engine && prompt;
-    for (int run = 0; run < 2 && good; run++) { /* the same step for each watch: the second token, behind the whole prompt */
+    for (int run = 0; run < 2 && good;
+         run++) { /* the same step for each watch: the second token, behind the whole prompt */
         task t = new_task(prompt, n_prompt, 2);
         good = submit_task(engine, &t);
         while (good && t.n < 1) good = step_tasks(engine) > 0;
@@ -232,37 +245,49 @@ static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch
 }
 
 static void kernel_show_step(lesson *l, const kernel_watch *all, int n_prompt) {
-    static const column columns[] = {
-        {"kernel", "kernel", "%s"}, {"runs", "runs", "%.0f"}, {"grid", "grid", "%s"}, {"block", "block", "%s"},
-        {"used_kib", "KiB used", "%.1f"}, {"moved_kib", "moved", "%.1f"}, {"used_percent", "used %", "%.0f"}, {"shared_passes", "passes", "%.0f"},
-        {"shared_least", "least", "%.0f"}};
+    static const column columns[] = {{"kernel", "kernel", "%s"},
+                                     {"runs", "runs", "%.0f"},
+                                     {"grid", "grid", "%s"},
+                                     {"block", "block", "%s"},
+                                     {"used_kib", "KiB used", "%.1f"},
+                                     {"moved_kib", "moved", "%.1f"},
+                                     {"used_percent", "used %", "%.0f"},
+                                     {"shared_passes", "passes", "%.0f"},
+                                     {"shared_least", "least", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < all->n; i++) {
         const kernel_count *c = &all->counts[i];
         bool shared = c->passes > 0;
-        add_row(&t, c->name, (double)c->launches, KERNEL_SHAPE(c->grid), KERNEL_SHAPE(c->block), c->used / 1024, c->sectors * 32 / 1024,
-                kernel_percent(c->used, c->sectors), shared ? c->passes : NAN, shared ? c->least : NAN);
+        add_row(&t, c->name, (double)c->launches, KERNEL_SHAPE(c->grid), KERNEL_SHAPE(c->block), c->used / 1024,
+                c->sectors * 32 / 1024, kernel_percent(c->used, c->sectors), shared ? c->passes : NAN,
+                shared ? c->least : NAN);
     }
-    say(l, "\nOne step of this model, that decodes one token behind %d others. Grid (in blocks) and block (in threads) are those of the first "
-           "run.\n\n", n_prompt);
+    say(l,
+        "\nOne step of this model, that decodes one token behind %d others. Grid (in blocks) and block (in threads) "
+        "are those of the first run.\n\n",
+        n_prompt);
     show_table(l, &t, "step");
 }
 
 static void kernel_show_one(lesson *l, const kernel_watch *one) {
     static const column columns[] = {
-        {"memory", "memory", "%s"}, {"kind", "", "%s"}, {"bytes", "B/lane", "%.0f"}, {"accesses", "times", "%.0f"}, {"lanes", "lanes", "%.0f"},
-        {"sectors", "sectors", "%.0f"}, {"used_percent", "used %", "%.0f"}, {"passes", "passes", "%.0f"}, {"least", "least", "%.0f"}};
+        {"memory", "memory", "%s"},         {"kind", "", "%s"},           {"bytes", "B/lane", "%.0f"},
+        {"accesses", "times", "%.0f"},      {"lanes", "lanes", "%.0f"},   {"sectors", "sectors", "%.0f"},
+        {"used_percent", "used %", "%.0f"}, {"passes", "passes", "%.0f"}, {"least", "least", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < one->n; i++) {
         const kernel_count *c = &one->counts[i];
         char name[40];
         snprintf(name, sizeof name, "%s%s", c->shared ? "shared " : "", c->memory);
-        add_row(&t, name, c->store ? "store" : "load", (double)c->bytes, c->accesses, c->lanes / c->accesses, c->shared ? NAN : c->sectors,
-                c->shared ? NAN : kernel_percent(c->used, c->sectors), c->shared ? c->passes : NAN, c->shared ? c->least : NAN);
+        add_row(&t, name, c->store ? "store" : "load", (double)c->bytes, c->accesses, c->lanes / c->accesses,
+                c->shared ? NAN : c->sectors, c->shared ? NAN : kernel_percent(c->used, c->sectors),
+                c->shared ? c->passes : NAN, c->shared ? c->least : NAN);
     }
     const kernel_count *c = one->counts;
-    say(l, "\n%s, its first run: %s block%s of %s threads. Times: accesses of whole warps; sectors of 32 bytes in all.\n\n", c->name, KERNEL_SHAPE(c->grid),
-        strcmp(KERNEL_SHAPE(c->grid), "1") ? "s" : "", KERNEL_SHAPE(c->block));
+    say(l,
+        "\n%s, its first run: %s block%s of %s threads. Times: accesses of whole warps; sectors of 32 bytes in "
+        "all.\n\n",
+        c->name, KERNEL_SHAPE(c->grid), strcmp(KERNEL_SHAPE(c->grid), "1") ? "s" : "", KERNEL_SHAPE(c->block));
     show_table(l, &t, "one");
 }
 
@@ -272,7 +297,8 @@ static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
     bool good = kernel_step(l, n_prompt, &all, &one);
     if (good && !one.n) {
         char names[512] = "";
-        for (int i = 0; i < all.n; i++) snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", all.counts[i].name);
+        for (int i = 0; i < all.n; i++)
+            snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", all.counts[i].name);
         good = !fail("this step launches no kernel '%s', but %s", kernel, names);
     }
     good = good && kernel_pairs(l, &strided);
@@ -282,7 +308,8 @@ static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
         keep_plot(l, kernel_map(&strided, "sum, a row per thread: one load of the first warp"));
         if (one.kept) {
             char title[96];
-            snprintf(title, sizeof title, "%s: the widest load of the first warp, from %s", one.counts[0].name, one.widest.memory);
+            snprintf(title, sizeof title, "%s: the widest load of the first warp, from %s", one.counts[0].name,
+                     one.widest.memory);
             plot p = kernel_map(&one.widest, title);
             show_plot(l, &p);
         }
@@ -294,7 +321,9 @@ static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
 #else
 static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
     (void)l, (void)n_prompt, (void)kernel;
-    return !fail("this program was built without the emulated device that counts: install a C++ compiler (g++) and objcopy (binutils), then make again");
+    return !fail(
+        "this program was built without the emulated device that counts: install a C++ compiler (g++) and objcopy "
+        "(binutils), then make again");
 }
 #endif
 
@@ -310,7 +339,10 @@ static int lesson_kernel(const command *self, int argc, char **argv) {
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     if (chosen.device == DEVICE_CPU || chosen.device == DEVICE_CUDA)
-        return fail("the counters need the emulated device: a GPU has its own (ncu, of the CUDA Toolkit), and the CPU runs no kernels"), lesson_end(&l, false);
+        return fail(
+                   "the counters need the emulated device: a GPU has its own (ncu, of the CUDA Toolkit), and the CPU "
+                   "runs no kernels"),
+               lesson_end(&l, false);
     return lesson_end(&l, kernel_lesson(&l, n_prompt, kernel));
 }
 

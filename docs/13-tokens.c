@@ -1,7 +1,7 @@
 /* 13-tokens.c - llm lesson tokens: how a word becomes tokens, and how many tokens a text is. Beside 13-tokens.md.
  *
- * The word is put together in the obvious way: look at all neighbours, join the pair that was learned first, start again. What
- * comes out must be what the engine's tokenizer says, which does the same with a list and a heap. */
+ * The word is put together in the obvious way: look at all neighbours, join the pair that was learned first, start
+ * again. What comes out must be what the engine's tokenizer says, which does the same with a list and a heap. */
 
 enum { TOKENS_LONGEST = 64 };
 
@@ -41,10 +41,15 @@ static int tokens_by_hand(const llm_tokenizer *t, const char *word, int32_t *ids
 }
 
 static bool tokens_word(lesson *l, const char *word) {
-    static const column columns[] = {{"step", "step", "%.0f"}, {"pieces", "pieces", "%.0f"}, {"rank", "next pair was learned as number", "%.0f"}, {"word", "word", "%s"}};
+    static const column columns[] = {{"step", "step", "%.0f"},
+                                     {"pieces", "pieces", "%.0f"},
+                                     {"rank", "next pair was learned as number", "%.0f"},
+                                     {"word", "word", "%s"}};
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     if (!t->merges) {
-        say(l, "(The vocabulary of this model has scores and no list of merges: there the joined text with the highest score goes first.)\n");
+        say(l,
+            "(The vocabulary of this model has scores and no list of merges: there the joined text with the highest "
+            "score goes first.)\n");
         return true;
     }
     int32_t ids[TOKENS_LONGEST], *real = NULL;
@@ -55,15 +60,20 @@ static bool tokens_word(lesson *l, const char *word) {
     int64_t n_real = tokenize(t, word, strlen(word), 0, &real);
     bool same = n_real == n && !memcmp(ids, real, (size_t)n * sizeof *ids);
     free(real);
-    say(l, "A word from its bytes (_ is a space): of all neighbours the pair that was learned first is joined, until none is known.\n\n");
+    say(l,
+        "A word from its bytes (_ is a space): of all neighbours the pair that was learned first is joined, until "
+        "none is known.\n\n");
     show_table(l, &steps, "steps");
     fact(l, "same_as_the_engine", same);
-    say(l, "\nThe engine's tokenizer says %s.\n\n", same ? "the same" : "SOMETHING ELSE (it splits texts into words first: is this one word?)");
+    say(l, "\nThe engine's tokenizer says %s.\n\n",
+        same ? "the same" : "SOMETHING ELSE (it splits texts into words first: is this one word?)");
     return n_real >= 0;
 }
 
 static int32_t *tokens_counts; /* what the comparison sorts by; NULL but in tokens_share */
-static int tokens_more(const void *a, const void *b) { return tokens_counts[*(const int32_t *)b] - tokens_counts[*(const int32_t *)a]; }
+static int tokens_more(const void *a, const void *b) {
+    return tokens_counts[*(const int32_t *)b] - tokens_counts[*(const int32_t *)a];
+}
 
 /* How many different tokens make up this share of a text. */
 static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double share) {
@@ -80,49 +90,63 @@ static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double shar
     return kinds;
 }
 
+/* A row and a bar for one text. */
+static void tokens_count(const llm_tokenizer *t, const char *name, const char *data, size_t length, table *rows, plot *p) {
+    llm_error err;
+    int64_t n = llm_tokenize(t, data, length, 0, NULL, 0, &err);
+    if (n < 0) { /* a vocabulary without all bytes */
+        add_row(rows, name, (double)length, NAN, NAN, NAN, NAN, "no token");
+        return;
+    }
+    int32_t *ids = resize(NULL, (size_t)n * sizeof *ids + 1);
+    char *back = resize(NULL, length + 16);
+    llm_tokenize(t, data, length, 0, ids, n, &err);
+    int64_t n_back = llm_detokenize(t, ids, n, back, length + 16, NULL);
+    bool same = n_back == (int64_t)length && !memcmp(back, data, length);
+    double rate = n ? (double)length / (double)n : 0;
+    int32_t size = llm_tokenizer_size(t);
+    add_row(rows, name, (double)length, (double)n, rate, (double)tokens_share(ids, n, size, 1),
+            (double)tokens_share(ids, n, size, 0.5), same ? "same" : "DIFFERENT");
+    plot_category(p, name);
+    plot_bar(p, 0, rate);
+    free(back);
+    free(ids);
+}
+
 static bool tokens_texts(lesson *l, const char *own) {
-    static const column columns[] = {
-        {"text", "text", "%s"}, {"bytes", "bytes", "%.0f"}, {"tokens", "tokens", "%.0f"}, {"bytes_per_token", "bytes/token", "%.2f"},
-        {"different", "different", "%.0f"}, {"half", "make up half", "%.0f"}, {"back", "and back", "%s"}};
-    const struct { const char *name, *text; } texts[] = {
+    static const column columns[] = {{"text", "text", "%s"},
+                                     {"bytes", "bytes", "%.0f"},
+                                     {"tokens", "tokens", "%.0f"},
+                                     {"bytes_per_token", "bytes/token", "%.2f"},
+                                     {"different", "different", "%.0f"},
+                                     {"half", "make up half", "%.0f"},
+                                     {"back", "and back", "%s"}};
+    const struct { const char *name, *text;
+    } texts[] = {
         {"a tale (eval.txt)", NULL},
-        {"modern English", "The committee will publish its quarterly report on broadband infrastructure next Thursday."},
+        {"modern English",
+         "The committee will publish its quarterly report on broadband infrastructure next Thursday."},
         {"German", "Der Fischer fuhr jeden Tag auf die See hinaus, und seine Frau war mit nichts zufrieden."},
-        {"Greek", "\xCE\x9C\xCE\xB9\xCE\xB1 \xCF\x86\xCE\xBF\xCF\x81\xCE\xAC \xCE\xBA\xCE\xB1\xCE\xB9 \xCE\xAD\xCE\xBD\xCE\xB1\xCE\xBD \xCE\xBA\xCE\xB1\xCE\xB9\xCF\x81\xCF\x8C"},
+        {"Greek",
+         "\xCE\x9C\xCE\xB9\xCE\xB1 \xCF\x86\xCE\xBF\xCF\x81\xCE\xAC \xCE\xBA\xCE\xB1\xCE\xB9 \xCE\xAD\xCE\xBD\xCE\xB1\xCE\xBD \xCE\xBA\xCE\xB1\xCE\xB9\xCF\x81\xCF\x8C"},
         {"numbers", "3.14159265358979 2718281828 1999-12-31 192.168.0.1"},
         {"C", "for (int i = 0; i < n; i++) sum += row[i] * row[i];"},
         {"the text of --text", own}};
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     table rows = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Bytes for each token", "bytes", "");
-    int bars = plot_series_add(&p, "");
-    bool good = true;
-    for (int i = 0; i < COUNT(texts) && good; i++) {
-        text words = {0};
-        if (i == COUNT(texts) - 1 && !own) break;
-        char *path = texts[i].text ? NULL : bundled_path("models/eval.txt");
-        if (!texts[i].text && !(good = path && read_all(path, &words))) break;
-        const char *data = texts[i].text ? texts[i].text : words.data;
-        size_t length = texts[i].text ? strlen(data) : words.length;
-        int32_t *ids = NULL;
-        int64_t n = tokenize(t, data, length, 0, &ids);
-        char *back = resize(NULL, length + 16);
-        if ((good = n >= 0)) {
-            int64_t n_back = llm_detokenize(t, ids, n, back, length + 16, NULL);
-            bool same = n_back == (int64_t)length && !memcmp(back, data, length);
-            double rate = n ? (double)length / (double)n : 0;
-            add_row(&rows, texts[i].name, (double)length, (double)n, rate, (double)tokens_share(ids, n, llm_tokenizer_size(t), 1),
-                    (double)tokens_share(ids, n, llm_tokenizer_size(t), 0.5), same ? "same" : "DIFFERENT");
-            plot_category(&p, texts[i].name);
-            plot_bar(&p, bars, rate);
-        }
-        free(back);
-        free(ids);
-        free(words.data);
-        free(path);
+    plot_series_add(&p, "");
+    char *path = bundled_path("models/eval.txt");
+    text tales = {0};
+    if (!path || !read_all(path, &tales)) return free(path), false;
+    for (int i = 0; i < COUNT(texts); i++) {
+        const char *data = i == 0 ? tales.data : texts[i].text;
+        if (data) tokens_count(t, texts[i].name, data, i == 0 ? tales.length : strlen(data), &rows, &p);
     }
-    if (!good) return plot_free(&p), free(rows.cells), free(rows.numbers), false;
-    say(l, "%d tokens in the vocabulary; \"make up half\": the most frequent ones that are half of the text.\n\n", llm_tokenizer_size(t));
+    free(tales.data);
+    free(path);
+    say(l, "%d tokens in the vocabulary; \"make up half\": the most frequent ones that are half of the text.\n\n",
+        llm_tokenizer_size(t));
     show_table(l, &rows, "texts");
     fact(l, "vocabulary", llm_tokenizer_size(t));
     show_plot(l, &p);

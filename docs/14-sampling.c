@@ -1,7 +1,8 @@
 /* 14-sampling.c - llm lesson sampling: from logits to a token. Beside 14-sampling.md.
  *
- * The logits behind a prompt come from the engine (a logits hook); the distribution that each setting makes of them, and the draws, from
- * the functions that the engine itself draws with (llm__distribution and llm__sample of chapter 7). */
+ * The logits behind a prompt come from the engine (a logits hook); the distribution that each setting makes of them,
+ * and the draws, from the functions that the engine itself draws with (llm__distribution and llm__sample of chapter
+ * 7). */
 
 static void sampling_keep(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request, (void)sample, (void)position;
@@ -24,7 +25,8 @@ static int sampling_likelier(const void *a, const void *b) {
 
 /* How far n draws are from the distribution: the largest difference of a share, and the most that chance explains (four
  * standard deviations of the likeliest token). */
-static double sampling_draws(llm__sampler *s, const llm_sampling *p, const float *logits, const float *probabilities, int draws, int32_t *counts) {
+static double sampling_draws(llm__sampler *s, const llm_sampling *p, const float *logits, const float *probabilities,
+                             int draws, int32_t *counts) {
     double worst = 0;
     memset(counts, 0, (size_t)s->vocab_size * sizeof *counts);
     for (int i = 0; i < draws; i++) counts[llm__sample(s, p, logits, NULL, 0, 0, (uint64_t)i)]++;
@@ -37,12 +39,13 @@ static bool sampling_show(lesson *l, const float *logits, int n, int draws, cons
         {"setting", "setting", "%s"}, {"kept", "left", "%.0f"}, {"entropy", "bits", "%.2f"}, {"first", "p(first)", "%.3f"},
         {"sum", "sum", "%.4f"}, {"distance", "draws off by", "%.3f"}, {"chance", "by chance", "%.3f"}};
     static const column token_columns[] = {
-        {"token", "token", "%s"}, {"logit", "logit", "%.2f"}, {"half", "T 0.5", "%.3f"}, {"one", "T 1", "%.3f"}, {"hot", "T 1.5", "%.3f"}, {"top_p", "top-p 0.9", "%.3f"},
-        {"drawn", "drawn", "%.3f"}};
+        {"token", "token", "%s"}, {"logit", "logit", "%.2f"},     {"half", "T 0.5", "%.3f"}, {"one", "T 1", "%.3f"},
+        {"hot", "T 1.5", "%.3f"}, {"top_p", "top-p 0.9", "%.3f"}, {"drawn", "drawn", "%.3f"}};
     enum { ROWS = 7 };
-    static const struct { const char *name; float temperature; int top_k; float top_p, min_p; } rows[ROWS] = {
-        {"greedy (T 0)", 0, 0, 1, 0}, {"T 0.5", 0.5f, 0, 1, 0}, {"T 1", 1, 0, 1, 0}, {"T 1.5", 1.5f, 0, 1, 0}, {"T 1, top-k 5", 1, 5, 1, 0},
-        {"T 1, top-p 0.9", 1, 0, 0.9f, 0}, {"T 1, min-p 0.1", 1, 0, 1, 0.1f}};
+    static const struct { const char *name; float temperature; int top_k; float top_p, min_p;
+    } rows[ROWS] = {{"greedy (T 0)", 0, 0, 1, 0},     {"T 0.5", 0.5f, 0, 1, 0},     {"T 1", 1, 0, 1, 0},
+                    {"T 1.5", 1.5f, 0, 1, 0},         {"T 1, top-k 5", 1, 5, 1, 0}, {"T 1, top-p 0.9", 1, 0, 0.9f, 0},
+                    {"T 1, min-p 0.1", 1, 0, 1, 0.1f}};
     llm_error err;
     llm__sampler sampler = {0};
     if (!llm__sampler_init(&sampler, n, 1, &err)) return !fail_with(&err);
@@ -53,31 +56,37 @@ static bool sampling_show(lesson *l, const float *logits, int n, int draws, cons
     for (int i = 0; i < ROWS; i++) {
         float *p = all + (size_t)i * (size_t)n;
         llm_sampling setting = llm_sampling_defaults();
-        setting.temperature = rows[i].temperature, setting.top_k = rows[i].top_k, setting.top_p = rows[i].top_p, setting.min_p = rows[i].min_p;
+        setting.temperature = rows[i].temperature, setting.top_k = rows[i].top_k, setting.top_p = rows[i].top_p,
+        setting.min_p = rows[i].min_p;
         setting.seed = 7;
         llm__distribution(&sampler, &setting, logits, NULL, 0, p);
         double kept = 0, sum = 0, first = 0, distance = sampling_draws(&sampler, &setting, logits, p, draws, counts);
         for (int k = 0; k < n; k++) kept += p[k] > 0, sum += p[k], first = larger(first, p[k]);
-        add_row(&t, rows[i].name, kept, sampling_entropy(p, n), first, sum, distance, 4 * sqrt(first * (1 - first) / draws) + 4.0 / draws);
+        add_row(&t, rows[i].name, kept, sampling_entropy(p, n), first, sum, distance,
+                4 * sqrt(first * (1 - first) / draws) + 4.0 / draws);
         for (int k = 0; k < n && i == 2; k++) drawn[k] = (double)counts[k] / draws;
     }
     for (int i = 0; i < n; i++) order[i] = i;
     sampling_order_by = logits;
     qsort(order, (size_t)n, sizeof *order, sampling_likelier);
-    plot p = plot_new(PLOT_LINES, "Probability by rank: temperature bends the curve", "rank", "");
+    plot p = plot_new(PLOT_LINES, "Probability by rank: temperature bends the curve", "rank", "probability");
     p.log_x = p.log_y = true;
     int lines[3] = {plot_series_add(&p, "T 0.5"), plot_series_add(&p, "T 1"), plot_series_add(&p, "T 1.5")};
     for (int i = 0; i < n; i++) {
         char name[64];
         const float *at = all + order[i];
         if (i < 8)
-            add_row(&tokens, token_text(llm_model_tokenizer(l->loaded), order[i], name, sizeof name), (double)logits[order[i]], (double)at[(size_t)n], (double)at[2 * (size_t)n],
+            add_row(&tokens, token_text(llm_model_tokenizer(l->loaded), order[i], name, sizeof name),
+                    (double)logits[order[i]], (double)at[(size_t)n], (double)at[2 * (size_t)n],
                     (double)at[3 * (size_t)n], (double)at[5 * (size_t)n], drawn[order[i]]);
         bool shown = i < 16 || i % (i / 8) == 0; /* ever fewer towards the end */
         for (int k = 0; k < 3 && shown; k++)
             if (at[(size_t)(k + 1) * (size_t)n] > 1e-7f) plot_point(&p, lines[k], i + 1, at[(size_t)(k + 1) * (size_t)n]);
     }
-    say(l, "Behind \"%s\": the likeliest of %d tokens, their probability under three temperatures and under top-p; and their share of %d draws at T 1.\n\n", prompt, n, draws);
+    say(l,
+        "Behind \"%s\": the likeliest of %d tokens, their probability under three temperatures and under top-p; and "
+        "their share of %d draws at T 1.\n\n",
+        prompt, n, draws);
     show_table(l, &tokens, "tokens");
     say(l, "\nWhat each setting leaves of the distribution, and how far the shares of %d draws are from it:\n\n", draws);
     show_table(l, &t, "settings");
@@ -93,7 +102,8 @@ static int lesson_sampling(const command *self, int argc, char **argv) {
     int draws = 5000;
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'p', "prompt", "TEXT", TEXT, &prompt, 0, 0, "what the next token follows (default \"Once upon a time there was a\")"},
+        {'p', "prompt", "TEXT", TEXT, &prompt, 0, 0,
+         "what the next token follows (default \"Once upon a time there was a\")"},
         {0, "draws", "N", WHOLE, &draws, 100, 1000000, "for each setting (default 5000)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);

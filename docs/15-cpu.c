@@ -1,5 +1,5 @@
-/* 15-cpu.c - llm lesson cpu: one matrix product, from the plain loop to vectors, int8 products, many rows in one pass, matrix tiles and
- * threads. Beside 15-cpu.md. */
+/* 15-cpu.c - llm lesson cpu: one matrix product, from the plain loop to vectors, int8 products, many rows in one pass,
+ * matrix tiles and threads. Beside 15-cpu.md. */
 
 enum { CPU_SIZES = 3, CPU_CHECKED = 16 };
 static const int cpu_sizes[CPU_SIZES] = {1, 16, 512}; /* rows of x: a token; sixteen sequences; a prompt */
@@ -16,6 +16,7 @@ static const cpu_rung cpu_rungs[] = {
     {"plain loop", LLM_ISA_REFERENCE, false, false, false},
     {"vectors, f16 weights", LLM_ISA_BEST, true, false, false},
     {"int8 values, plain C", LLM_ISA_PLAIN, false, false, false},
+    {"int8, dot products", LLM_ISA_DOTPROD, false, false, false}, /* arm64 */
     {"int8, avx2", LLM_ISA_AVX2, false, false, false},
     {"int8, avx512, by row", LLM_ISA_AVX512, false, true, false},
     {"one pass for all", LLM_ISA_AVX512, false, false, false},
@@ -27,52 +28,33 @@ static const cpu_rung cpu_rungs[] = {
 
 enum { PEAK_CHAINS = 12 }; /* sums that do not wait for each other */
 
-/* Each runs n rounds and returns the operations of one; *used keeps the compiler from leaving them out. */
-static double cpu_peak_plain(int64_t n, float *used) {
-    typedef float floats __attribute__((vector_size(16)));
-    floats sums[PEAK_CHAINS] = {{0}}, factor = {0.5f, 0.25f, 0.5f, 0.25f}, term = {*used, 1, 2, 3};
-    while (n-- > 0)
-        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = sums[i] * factor + term;
-    for (int i = 0; i < PEAK_CHAINS; i++) *used += sums[i][0];
-    return PEAK_CHAINS * 4 * 2;
-}
+/* A function that takes n steps with each of PEAK_CHAINS sums and returns the operations of one round. `first` starts
+ * sum i (so that no two are the same), x is what each step adds or multiplies by, and *used keeps the compiler from
+ * leaving the loop out. */
+#define CPU_PEAK(name, attributes, vector, first, constant, step, number, multiply_adds)                     \
+    attributes static double name(int64_t n, float *used) {                                                   \
+        vector sums[PEAK_CHAINS], x = constant;                                                               \
+        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = first;                                                \
+        while (n-- > 0)                                                                                       \
+            for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = step;                                             \
+        for (int i = 0; i < PEAK_CHAINS; i++) *used += (float)number;                                         \
+        return 2.0 * PEAK_CHAINS * multiply_adds;                                                             \
+    }
+
+typedef float cpu_floats __attribute__((vector_size(16))); /* registers that every 64-bit processor has */
+static const cpu_floats cpu_halves = {0.5f, 0.5f, 0.5f, 0.5f};
+CPU_PEAK(cpu_peak_plain, , cpu_floats, cpu_halves * (float)i, cpu_halves, sums[i] * x + x, sums[i][0], 4)
 
 #ifdef LLM__X86
-__attribute__((target("avx2"))) static double cpu_peak_avx2(int64_t n, float *used) {
-    __m256i sums[PEAK_CHAINS], w = _mm256_set1_epi8((char)*used);
-    for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm256_set1_epi8((char)i);
-    while (n-- > 0)
-        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(sums[i], w));
-    for (int i = 0; i < PEAK_CHAINS; i++) *used += (float)_mm256_extract_epi16(sums[i], 0);
-    return PEAK_CHAINS * 32 * 2;
-}
-
-__attribute__((target("avx2,fma"))) static double cpu_peak_fma(int64_t n, float *used) {
-    __m256 sums[PEAK_CHAINS], factor = _mm256_set1_ps(0.5f), term = _mm256_set1_ps(*used);
-    for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm256_set1_ps((float)i);
-    while (n-- > 0)
-        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm256_fmadd_ps(sums[i], factor, term);
-    for (int i = 0; i < PEAK_CHAINS; i++) *used += _mm256_cvtss_f32(sums[i]);
-    return PEAK_CHAINS * 8 * 2;
-}
-
-__attribute__((target("avx512f"))) static double cpu_peak_fma512(int64_t n, float *used) {
-    __m512 sums[PEAK_CHAINS], factor = _mm512_set1_ps(0.5f), term = _mm512_set1_ps(*used);
-    for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm512_set1_ps((float)i);
-    while (n-- > 0)
-        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm512_fmadd_ps(sums[i], factor, term);
-    for (int i = 0; i < PEAK_CHAINS; i++) *used += _mm512_cvtss_f32(sums[i]);
-    return PEAK_CHAINS * 16 * 2;
-}
-
-__attribute__((target("avx512f,avx512vnni"))) static double cpu_peak_avx512(int64_t n, float *used) {
-    __m512i sums[PEAK_CHAINS], x = _mm512_set1_epi32((int)*used + 5), w = _mm512_set1_epi32(3);
-    for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm512_set1_epi32(i);
-    while (n-- > 0)
-        for (int i = 0; i < PEAK_CHAINS; i++) sums[i] = _mm512_dpbusd_epi32(sums[i], x, w);
-    for (int i = 0; i < PEAK_CHAINS; i++) *used += (float)_mm512_reduce_add_epi32(sums[i]);
-    return PEAK_CHAINS * 64 * 2;
-}
+#define CPU_TARGET(what) __attribute__((target(what)))
+CPU_PEAK(cpu_peak_fma, CPU_TARGET("avx2,fma"), __m256, _mm256_set1_ps((float)i), _mm256_set1_ps(0.5f),
+         _mm256_fmadd_ps(sums[i], x, x), _mm256_cvtss_f32(sums[i]), 8)
+CPU_PEAK(cpu_peak_fma512, CPU_TARGET("avx512f"), __m512, _mm512_set1_ps((float)i), _mm512_set1_ps(0.5f),
+         _mm512_fmadd_ps(sums[i], x, x), _mm512_cvtss_f32(sums[i]), 16)
+CPU_PEAK(cpu_peak_avx2, CPU_TARGET("avx2"), __m256i, _mm256_set1_epi8((char)i), _mm256_set1_epi8(3),
+         _mm256_add_epi16(sums[i], _mm256_maddubs_epi16(sums[i], x)), _mm256_extract_epi16(sums[i], 0), 32)
+CPU_PEAK(cpu_peak_avx512, CPU_TARGET("avx512f,avx512vnni"), __m512i, _mm512_set1_epi32(i), _mm512_set1_epi32(3),
+         _mm512_dpbusd_epi32(sums[i], x, x), _mm512_reduce_add_epi32(sums[i]), 64)
 
 /* Tiles 0-3 are the sums, of 16 x 16 int32; 4 and 5 the factors, of 16 x 64 and 64 x 16 int8. */
 static double cpu_peak_amx(int64_t n, float *used) {
@@ -81,7 +63,8 @@ static double cpu_peak_amx(int64_t n, float *used) {
     shapes.palette = 1;
     for (int i = 0; i < 6; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
-    __asm__ volatile("tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3\n\ttilezero %%tmm4\n\ttilezero %%tmm5" ::);
+    __asm__ volatile(
+        "tilezero %%tmm0\n\ttilezero %%tmm1\n\ttilezero %%tmm2\n\ttilezero %%tmm3\n\ttilezero %%tmm4\n\ttilezero %%tmm5" ::);
     while (n-- > 0)
         __asm__ volatile("tdpbssd %%tmm5, %%tmm4, %%tmm0\n\ttdpbssd %%tmm5, %%tmm4, %%tmm1\n\t"
                          "tdpbssd %%tmm5, %%tmm4, %%tmm2\n\ttdpbssd %%tmm5, %%tmm4, %%tmm3" ::);
@@ -89,18 +72,30 @@ static double cpu_peak_amx(int64_t n, float *used) {
     *used += 1;
     return 4 * 16 * 16 * 64 * 2;
 }
+#elif defined(__aarch64__)
+CPU_PEAK(cpu_peak_dotprod, __attribute__((target("arch=armv8.2-a+dotprod"))), int32x4_t, vdupq_n_s32(i), vdupq_n_s32(3),
+         vdotq_s32(sums[i], vreinterpretq_s8_s32(x), vreinterpretq_s8_s32(x)), vgetq_lane_s32(sums[i], 0), 16)
 #endif
+
+typedef double cpu_rounds(int64_t n, float *used);
+
+/* What measures the instructions that an instruction set's kernels use. */
+static cpu_rounds *cpu_peak_of(llm_isa isa, bool floats) {
+#ifdef LLM__X86
+    if (floats && isa >= LLM_ISA_AVX2) return isa >= LLM_ISA_AVX512 ? cpu_peak_fma512 : cpu_peak_fma;
+    if (isa == LLM_ISA_AVX2) return cpu_peak_avx2;
+    if (isa == LLM_ISA_AVX512) return cpu_peak_avx512;
+    if (isa == LLM_ISA_AMX) return cpu_peak_amx;
+#elif defined(__aarch64__)
+    if (!floats && isa == LLM_ISA_DOTPROD) return cpu_peak_dotprod;
+#endif
+    (void)isa, (void)floats;
+    return cpu_peak_plain;
+}
 
 /* Operations a second, of `threads` threads together. */
 static double cpu_peak(llm_isa isa, bool floats, int threads) {
-    double (*rounds)(int64_t, float *) = cpu_peak_plain;
-#ifdef LLM__X86
-    if (floats && isa >= LLM_ISA_AVX512) rounds = cpu_peak_fma512;
-    else if (floats && isa == LLM_ISA_AVX2) rounds = cpu_peak_fma;
-    else if (isa == LLM_ISA_AVX2) rounds = cpu_peak_avx2;
-    else if (isa == LLM_ISA_AVX512) rounds = cpu_peak_avx512;
-    else if (isa == LLM_ISA_AMX) rounds = cpu_peak_amx;
-#endif
+    cpu_rounds *rounds = cpu_peak_of(isa, floats);
     const int64_t n = 200000;
     double best = 0, sum = 0;
     for (int run = 0; run < 6; run++) {
@@ -109,20 +104,21 @@ static double cpu_peak(llm_isa isa, bool floats, int threads) {
 #pragma omp parallel for num_threads(threads) reduction(+ : sum, operations)
 #endif
         for (int thread = 0; thread < threads; thread++) {
-            float used = (float)thread;
+            float used = 0;
             operations += (double)n * rounds(n, &used);
             sum += used;
         }
         best = larger(best, operations / (llm_seconds() - start));
     }
     volatile double sink = sum;
-    (void)sink, (void)floats, (void)isa;
+    (void)sink;
     return best;
 }
 
 /* ---- The matrix and its products ---------------------------------------------------------------- */
 
-typedef struct cpu_matrix { /* the same weights in the type asked for [0] and in f16 [1]; in copies, up to 128 MiB, so that no
+typedef struct
+    cpu_matrix { /* the same weights in the type asked for [0] and in f16 [1]; in copies, up to 128 MiB, so that no
                            * near cache holds them */
     int rows, cols;
     llm_type type;
@@ -148,13 +144,15 @@ static void cpu_fill(cpu_matrix *m, const llm_type_info *type) {
     type->unpack(m->weights[0], values, n); /* so that both hold the same */
     f16->pack(values, m->weights[1], n);
     for (int k = 0; k < 2; k++)
-        for (int i = 1; i < m->copies[k]; i++) memcpy((char *)m->weights[k] + (size_t)i * m->bytes[k], m->weights[k], m->bytes[k]);
+        for (int i = 1; i < m->copies[k]; i++)
+            memcpy((char *)m->weights[k] + (size_t)i * m->bytes[k], m->weights[k], m->bytes[k]);
     m->x = resize(NULL, (size_t)n_x * sizeof *m->x);
     for (int64_t i = 0; i < n_x; i++) m->x[i] = (float)(llm_random(3, 4, (uint64_t)i) - 0.5);
     free(values);
 }
 
-/* The textbook's loop takes seconds for what the best form does in a millisecond; so it gets the first 32 rows of the matrix. */
+/* The textbook's loop takes seconds for what the best form does in a millisecond; so it gets the first 32 rows of the
+ * matrix. */
 static int cpu_rows_of(const cpu_matrix *m, llm_isa isa) { return isa == LLM_ISA_REFERENCE && m->rows > 32 ? 32 : m->rows; }
 
 typedef struct cpu_result {
@@ -162,8 +160,8 @@ typedef struct cpu_result {
     float *out;                /* (CPU_CHECKED, 32): what came out, for the first 32 rows of the matrix */
 } cpu_result;
 
-static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, const cpu_rung *rung, int n, int milliseconds, double *seconds,
-                     float *out) {
+static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, const cpu_rung *rung, int n,
+                     int milliseconds, double *seconds, float *out) {
     llm_error err;
     int copies = m->copies[rung->floats];
     double best = INFINITY, end = llm_seconds() + 1e-3 * milliseconds;
@@ -173,7 +171,8 @@ static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, c
         double start = llm_seconds();
         for (int copy = 0; copy < (n == 1 ? copies : 1); copy++)
             for (int i = 0; i < (rung->row_by_row ? n : 1); i++)
-                b->matmul(b->context, m->x + (int64_t)i * m->cols, &w[(copy + run) % copies], NULL, rung->row_by_row ? 1 : n, false, out + i * rows);
+                b->matmul(b->context, m->x + (int64_t)i * m->cols, &w[(copy + run) % copies], NULL,
+                          rung->row_by_row ? 1 : n, false, out + i * rows);
         good = b->sync(b->context, &err);
         best = fmin(best, (llm_seconds() - start) / (n == 1 ? copies : 1));
         if (rung->isa == LLM_ISA_REFERENCE && n > 1 && run == 0) break; /* slow enough to be measured once */
@@ -184,7 +183,12 @@ static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, c
 
 static bool cpu_measure(llm_backend *b, const cpu_matrix *m, const cpu_rung *rung, int milliseconds, cpu_result *result) {
     llm_error err;
-    llm_limits limits = {.max_tokens = cpu_sizes[CPU_SIZES - 1], .max_sequences = 1, .max_context = 64, .n_heads = 1, .head_dim = 64, .max_cols = m->cols};
+    llm_limits limits = {.max_tokens = cpu_sizes[CPU_SIZES - 1],
+                         .max_sequences = 1,
+                         .max_context = 64,
+                         .n_heads = 1,
+                         .head_dim = 64,
+                         .max_cols = m->cols};
     int rows = cpu_rows_of(m, rung->isa), known = m->rows < 32 ? m->rows : 32, copies = m->copies[rung->floats];
     llm_weight *w = resize(NULL, (size_t)copies * sizeof *w);
     float *out = resize(NULL, (size_t)limits.max_tokens * (size_t)rows * sizeof *out);
@@ -192,7 +196,8 @@ static bool cpu_measure(llm_backend *b, const cpu_matrix *m, const cpu_rung *run
     int loaded = 0;
     for (; good && loaded < copies; loaded += good) {
         w[loaded] = (llm_weight){.type = rung->floats ? LLM_F16 : m->type, .rows = rows, .cols = m->cols};
-        good = b->load_weight(b->context, &w[loaded], (const char *)m->weights[rung->floats] + (size_t)loaded * m->bytes[rung->floats], &err);
+        good = b->load_weight(b->context, &w[loaded],
+                              (const char *)m->weights[rung->floats] + (size_t)loaded * m->bytes[rung->floats], &err);
     }
     if (!good) fail_with(&err);
     for (int k = 0; good && k < CPU_SIZES && !stop_requested; k++) {
@@ -209,82 +214,118 @@ static bool cpu_measure(llm_backend *b, const cpu_matrix *m, const cpu_rung *run
 /* What is off, as a share of what is right, both squared and summed. */
 static double cpu_error(const float *out, const float *right) {
     double lost = 0, all = 0;
-    for (int i = 0; i < CPU_CHECKED * 32; i++) lost += ((double)out[i] - right[i]) * ((double)out[i] - right[i]), all += (double)right[i] * right[i];
+    for (int i = 0; i < CPU_CHECKED * 32; i++)
+        lost += ((double)out[i] - right[i]) * ((double)out[i] - right[i]), all += (double)right[i] * right[i];
     return all > 0 ? sqrt(lost / all) : 0;
+}
+
+typedef struct cpu_shown { /* what the rungs have come to */
+    table rows;
+    plot bars;
+    int n, threads;              /* rungs so far; threads of the last */
+    double bandwidth[2];         /* bytes a second, of one thread and of all */
+    float right[CPU_CHECKED * 32], out[2][CPU_CHECKED * 32]; /* by the plain loop, and by the last two rungs */
+    bool same_by_row, same_threads;
+} cpu_shown;
+
+static void cpu_say_peaks(lesson *l, const cpu_matrix *m, const cpu_shown *shown) {
+    say(l,
+        "One matrix of %d x %d weights in %s (%s), times 1, 16 and 512 rows of x. Memory: %.1f GB/s by one thread, "
+        "%.1f by %d. Operations a second that a core can start, from registers:\n",
+        m->rows, m->cols, llm_type_find(m->type)->name, HUMAN((double)m->bytes[0]), 1e-9 * shown->bandwidth[0],
+        1e-9 * shown->bandwidth[1], shown->threads);
+    for (int isa = LLM_ISA_PLAIN; isa <= chosen.isa; isa++) {
+        llm_error err;
+        llm_backend *b = llm_cpu_backend(1, (llm_isa)isa, &err);
+        if (b && llm_cpu_isa(b) == (llm_isa)isa)
+            say(l, "  %-7s %7.0f G%s\n", llm_isa_name((llm_isa)isa), 1e-9 * cpu_peak((llm_isa)isa, false, 1),
+                isa == LLM_ISA_PLAIN ? " (floats)" : " (int8)");
+        llm_backend_free(b);
+    }
+    say(l, "\n");
+}
+
+/* The backend for a rung; NULL where this processor (or --isa) has no such thing. */
+static llm_backend *cpu_backend_for(const cpu_rung *rung, int threads) {
+    llm_error err;
+    llm_isa wanted = rung->isa < (llm_isa)chosen.isa ? rung->isa : (llm_isa)chosen.isa;
+    llm_backend *b = llm_cpu_backend(rung->threads ? threads : 1, wanted, &err);
+    if (!b) return fail_with(&err), NULL;
+    bool best = rung->floats || rung->threads; /* of what there is; the others are of one instruction set */
+    if (best ? llm_cpu_isa(b) != LLM_ISA_REFERENCE : llm_cpu_isa(b) == rung->isa) return b;
+    llm_backend_free(b);
+    return NULL;
+}
+
+static void cpu_add_row(cpu_shown *shown, const cpu_matrix *m, const cpu_rung *rung, llm_isa isa, const cpu_result *r) {
+    double bytes = (double)m->bytes[rung->floats], operations = 2.0 * m->rows * m->cols, shares[CPU_SIZES],
+           rates[CPU_SIZES];
+    double peak = cpu_peak(isa, rung->floats, rung->threads ? shown->threads : 1);
+    char name[64];
+    plot_category(&shown->bars, rung->name);
+    for (int k = 0; k < CPU_SIZES; k++) {
+        double least = larger(bytes / shown->bandwidth[rung->threads], cpu_sizes[k] * operations / peak);
+        shares[k] = 100 * least / r->seconds[k];
+        rates[k] = 1e-9 * cpu_sizes[k] * operations / r->seconds[k];
+        plot_bar(&shown->bars, k, rates[k]);
+    }
+    if (shown->n == 0) memcpy(shown->right, r->out, sizeof shown->right);
+    snprintf(name, sizeof name, rung->threads ? "%d %s, %d of them" : "%d %s", shown->n + 1, rung->name, shown->threads);
+    add_row(&shown->rows, name, 1e-9 * bytes / r->seconds[0], shares[0], rates[1], shares[1], rates[2], shares[2],
+            100 * cpu_error(r->out, shown->right));
+    shown->n++;
+}
+
+static bool cpu_climb(const cpu_matrix *m, int milliseconds, cpu_shown *shown) {
+    bool good = true;
+    for (int i = 0; good && i < COUNT(cpu_rungs) && !stop_requested; i++) {
+        const cpu_rung *rung = &cpu_rungs[i];
+        llm_backend *b = cpu_backend_for(rung, shown->threads);
+        if (!b) continue;
+        cpu_result r = {{0}, shown->out[shown->n % 2]};
+        good = cpu_measure(b, m, rung, milliseconds, &r);
+        if (good && !stop_requested) {
+            bool like_before = memcmp(shown->out[0], shown->out[1], sizeof shown->out[0]) == 0;
+            if (i > 0 && cpu_rungs[i - 1].row_by_row) shown->same_by_row = like_before;
+            if (rung->threads) shown->same_threads = like_before;
+            cpu_add_row(shown, m, rung, llm_cpu_isa(b), &r);
+        }
+        llm_backend_free(b);
+    }
+    return good && !stop_requested;
 }
 
 static bool cpu_show(lesson *l, const cpu_matrix *m, int milliseconds) {
     static const column columns[] = {
-        {"rung", "one thread, but the last", "%s"}, {"row_gb_per_second", "1: GB/s", "%.2f"}, {"row_share_percent", "%", "%.0f"},
-        {"rows16_gop_per_second", "16: GOP/s", "%.1f"}, {"rows16_share_percent", "%", "%.0f"}, {"rows512_gop_per_second", "512: GOP/s", "%.1f"},
-        {"rows512_share_percent", "%", "%.0f"}, {"error_percent", "error %", "%.2f"}};
-    table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "One product, rung by rung", "rung (row of the table)", "operations a second");
-    p.log_y = true;
+        {"rung", "one thread, but the last", "%s"}, {"row_gb_per_second", "1: GB/s", "%.2f"},
+        {"row_share_percent", "%", "%.0f"},         {"rows16_gop_per_second", "16: GOP/s", "%.1f"},
+        {"rows16_share_percent", "%", "%.0f"},      {"rows512_gop_per_second", "512: GOP/s", "%.1f"},
+        {"rows512_share_percent", "%", "%.0f"},     {"error_percent", "error %", "%.2f"}};
+    cpu_shown shown = {.rows = new_table(columns, COUNT(columns)), .same_by_row = true, .same_threads = true};
+    shown.bars = plot_new(PLOT_BARS, "One product, rung by rung", "billions of operations a second, logarithmic", "");
+    shown.bars.log_x = true;
     for (int k = 0; k < CPU_SIZES; k++) {
         char name[48];
         snprintf(name, sizeof name, "%d row%s of x", cpu_sizes[k], cpu_sizes[k] == 1 ? "" : "s");
-        plot_series_add(&p, name);
+        plot_series_add(&shown.bars, name);
     }
-    int all = l->engine.n_threads ? l->engine.n_threads : llm_processor_count(), shown = 0;
-    double bandwidth[2] = {measure_bandwidth(1), measure_bandwidth(all)}, operations = 2.0 * m->rows * m->cols;
-    float right[CPU_CHECKED * 32] = {0}, out[2][CPU_CHECKED * 32] = {{0}};
-    bool good = bandwidth[0] > 0 && bandwidth[1] > 0, same_by_row = true, same_threads = true;
+    shown.threads = l->engine.n_threads ? l->engine.n_threads : llm_processor_count();
+    shown.bandwidth[0] = measure_bandwidth(1), shown.bandwidth[1] = measure_bandwidth(shown.threads);
+    bool good = shown.bandwidth[0] > 0 && shown.bandwidth[1] > 0;
     if (!good) fail("there is no memory to measure its speed with");
-    say(l, "One matrix of %d x %d weights in %s (%s), times 1, 16 and 512 rows of x. Memory: %.1f GB/s by one thread, %.1f by %d. Operations a second that a "
-           "core can start, from registers:\n", m->rows, m->cols, llm_type_find(m->type)->name, HUMAN((double)m->bytes[0]), 1e-9 * bandwidth[0], 1e-9 * bandwidth[1], all);
-    double peaks[LLM_ISA_BEST + 1] = {0};
-    for (int isa = LLM_ISA_PLAIN; good && isa <= chosen.isa; isa++) {
-        llm_error err;
-        llm_backend *b = llm_cpu_backend(1, (llm_isa)isa, &err);
-        if (b && llm_cpu_isa(b) == (llm_isa)isa) {
-            peaks[isa] = cpu_peak((llm_isa)isa, false, 1);
-            say(l, "  %-7s %7.0f G%s\n", llm_isa_name((llm_isa)isa), 1e-9 * peaks[isa], isa == LLM_ISA_PLAIN ? " (floats)" : " (int8)");
-        }
-        llm_backend_free(b);
-    }
-    for (int i = 0; good && i < COUNT(cpu_rungs) && !stop_requested; i++) {
-        llm_error err;
-        const cpu_rung *rung = &cpu_rungs[i];
-        llm_isa wanted = rung->isa < (llm_isa)chosen.isa ? rung->isa : (llm_isa)chosen.isa;
-        llm_backend *b = llm_cpu_backend(rung->threads ? all : 1, wanted, &err);
-        if (!b) good = !fail_with(&err);
-        bool best = rung->floats || rung->threads; /* of what there is; the others are of one instruction set */
-        if (b && (best ? llm_cpu_isa(b) == LLM_ISA_REFERENCE : llm_cpu_isa(b) != rung->isa)) { /* which is not there */
-            llm_backend_free(b);
-            continue;
-        }
-        cpu_result r = {{0}, out[shown % 2]};
-        good = good && cpu_measure(b, m, rung, milliseconds, &r);
-        if (good && !stop_requested) {
-            double peak = cpu_peak(llm_cpu_isa(b), rung->floats, rung->threads ? all : 1), shares[CPU_SIZES], rates[CPU_SIZES];
-            for (int k = 0; k < CPU_SIZES; k++) {
-                double least = larger((double)m->bytes[rung->floats] / bandwidth[rung->threads], cpu_sizes[k] * operations / peak);
-                shares[k] = 100 * least / r.seconds[k];
-                rates[k] = 1e-9 * cpu_sizes[k] * operations / r.seconds[k];
-                plot_point(&p, k, shown + 1, 1e9 * rates[k]);
-            }
-            if (shown == 0) memcpy(right, r.out, sizeof right);
-            bool like_before = memcmp(out[0], out[1], sizeof out[0]) == 0;
-            if (i > 0 && cpu_rungs[i - 1].row_by_row) same_by_row = like_before;
-            if (rung->threads) same_threads = like_before;
-            char name[64];
-            snprintf(name, sizeof name, rung->threads ? "%d %s, %d of them" : "%d %s", shown + 1, rung->name, all);
-            add_row(&t, name, 1e-9 * (double)m->bytes[rung->floats] / r.seconds[0], shares[0], rates[1], shares[1], rates[2], shares[2], 100 * cpu_error(r.out, right));
-            shown++;
-        }
-        llm_backend_free(b);
-    }
-    say(l, "\n");
-    fact(l, "memory_bytes_per_second", bandwidth[1]);
-    fact(l, "threads", all);
-    fact(l, "same_row_by_row", same_by_row);
-    fact(l, "same_with_threads", same_threads);
-    show_table(l, &t, "rungs");
-    say(l, "\n%%: of the nearer limit, bytes or the operations of the same instructions. Error: against the plain loop. Rows one by one and in one pass gave "
-           "%s, threads changed %s.\n", same_by_row ? "the same bits" : "OTHER BITS", same_threads ? "no bit" : "THE RESULT");
-    if (good) show_plot(l, &p);
-    else plot_free(&p);
+    if (good) cpu_say_peaks(l, m, &shown);
+    good = good && cpu_climb(m, milliseconds, &shown);
+    fact(l, "memory_bytes_per_second", shown.bandwidth[1]);
+    fact(l, "threads", shown.threads);
+    fact(l, "same_row_by_row", shown.same_by_row);
+    fact(l, "same_with_threads", shown.same_threads);
+    show_table(l, &shown.rows, "rungs");
+    say(l,
+        "\n%%: of the nearer limit, bytes or the operations of the same instructions. Error: against the plain loop. "
+        "Rows one by one and in one pass gave %s, threads changed %s.\n",
+        shown.same_by_row ? "the same bits" : "OTHER BITS", shown.same_threads ? "no bit" : "THE RESULT");
+    if (good) show_plot(l, &shown.bars);
+    else plot_free(&shown.bars);
     return good;
 }
 
@@ -304,9 +345,11 @@ static int lesson_cpu(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     const llm_type_info *type = llm_type_by_name(type_name);
     bool good = false;
-    if (chosen.device != DEVICE_CPU && chosen.device != DEVICE_AUTO) fail("this lesson is about the CPU: llm lesson kernel is about a GPU's threads");
+    if (chosen.device != DEVICE_CPU && chosen.device != DEVICE_AUTO)
+        fail("this lesson is about the CPU: llm lesson kernel is about a GPU's threads");
     else if (!type || !type->pack) fail("there is no type '%s' that can be written", type_name);
-    else if (m.cols % type->block_values) fail("%d columns are no whole blocks of %d values of %s", m.cols, type->block_values, type->name);
+    else if (m.cols % type->block_values)
+        fail("%d columns are no whole blocks of %d values of %s", m.cols, type->block_values, type->name);
     else {
         cpu_fill(&m, type);
         good = cpu_show(&l, &m, milliseconds);

@@ -37,7 +37,8 @@ static bool can_create(const char *path) {
 
 /* Parse the options and load the model: the given one, or else the bundled `model` (NULL: the default). PARSED, or the
  * exit status. */
-static int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc, char **argv, const char *model) {
+static int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc, char **argv,
+                        const char *model) {
     llm_error err;
     l->self = self;
     chosen.quiet = true;
@@ -47,10 +48,24 @@ static int lesson_begin(lesson *l, const command *self, const option *options, i
     if (!(l->path = l->model || !model ? model_path(l->model) : bundled_path(model))) return FAILED;
     if (!(l->loaded = llm_model_load(l->path, &err))) return free(l->path), fail_with(&err);
     if (l->json) {
-        put("{\"lesson\": \"%s\", \"model\": ", self->name[0] == 'l' && strchr(self->name, ' ') ? strchr(self->name, ' ') + 1 : self->name);
+        put("{\"lesson\": \"%s\", \"model\": ",
+            self->name[0] == 'l' && strchr(self->name, ' ') ? strchr(self->name, ' ') + 1 : self->name);
         put_json_text(l->path);
     }
     return PARSED;
+}
+
+/* An option's value, where it was given (it is -1 before); else what the lesson likes best, as far as this model goes. */
+static int given_or(int given, int wanted, int least, int most) {
+    if (given >= 0) return given;
+    return most < least ? least : wanted < most ? wanted : most;
+}
+
+/* Has the context room for so many tokens, and as many after them? */
+static bool fits_context(const lesson *l, int prompt, int generated) {
+    int context = l->engine.context_length ? l->engine.context_length : llm_model_config(l->loaded)->context_length;
+    return prompt <= context - generated ||
+           !fail("%d tokens and %d after them do not fit the context of %d: take fewer", prompt, generated, context);
 }
 
 /* Write the picture and free everything. `good`: the lesson went through. Returns the exit status. */
@@ -201,8 +216,8 @@ typedef struct task { /* a request, and what became of it */
     bool ended;
 } task;
 
-/* Text for prompts: n tokens of the bundled tales, from the start-th on (round again behind the end), after BOS if the model
- * wants one. NULL: failed, and said so. */
+/* Text for prompts: n tokens of the bundled tales, from the start-th on (round again behind the end), after BOS if the
+ * model wants one. NULL: failed, and said so. */
 static int32_t *lesson_tokens(const lesson *l, int start, int n) {
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     char *path = bundled_path("models/eval.txt");
@@ -276,11 +291,14 @@ static bool run_tasks(llm_engine *engine, task *tasks, int n) {
     return status == 0;
 }
 
-/* The device of --device as a backend of the lesson's own, for those that stand at the seam; NULL: failed, and said so. */
+/* The device of --device as a backend of the lesson's own, for those that stand at the seam; NULL: failed, and said
+ * so. */
 static llm_backend *lesson_device(const lesson *l) {
     llm_error err;
     llm_backend *device;
-    if (open_device(&device, &err) && (device || (device = llm_cpu_backend(l->engine.n_threads, (llm_isa)chosen.isa, &err)))) return device;
+    if (open_device(&device, &err) &&
+        (device || (device = llm_cpu_backend(l->engine.n_threads, (llm_isa)chosen.isa, &err))))
+        return device;
     fail_with(&err);
     return NULL;
 }

@@ -10,11 +10,11 @@
  *     plot_png("time.png", &p, 1);                // several plots: one under another
  *     plot_free(&p);
  *
- * Three kinds: lines (and points) over two axes, each linear or logarithmic; horizontal bars, grouped or stacked; and a
- * map of cells, each empty or of one of the series. Colours differ in brightness as well as in hue, so that they can be told
- * apart by everybody, and on grey paper; marks and letters tell them apart once more. stb draws the letters (stb_easy_font)
- * and packs the file (stb_image_write): two single headers in the public domain, which lie in docs/stb/ so that `make`
- * still needs nothing but a C compiler. */
+ * Three kinds: lines (and points) over two axes, each linear or logarithmic; horizontal bars, grouped or stacked; and
+ * a map of cells, each empty or of one of the series. Colours differ in brightness as well as in hue, so that they can
+ * be told apart by everybody, and on grey paper; marks and letters tell them apart once more. stb draws the letters
+ * (stb_easy_font) and packs the file (stb_image_write): two single headers in the public domain, which lie in
+ * docs/stb/ so that `make` still needs nothing but a C compiler. */
 #ifndef PLOT_H
 #define PLOT_H
 
@@ -362,7 +362,8 @@ static void plot_text_lines(const plot *p, const plot_out *o, int width) {
     for (int row = 0; row < PLOT_ROWS; row++) {
         char label[32] = "";
         for (int i = 0; i < y.n_ticks; i++)
-            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row) plot_label(&y, y.ticks[i], label, sizeof label);
+            if (PLOT_ROWS - 1 - (int)(plot_place(&y, y.ticks[i]) * (PLOT_ROWS - 1) + 0.5) == row)
+                plot_label(&y, y.ticks[i], label, sizeof label);
         plot_pad(o, label, LEFT - 1, true);
         plot_say(o, *label ? "┤" : "│");
         int end = columns;
@@ -482,10 +483,11 @@ static void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
  * Drawn at twice the size and halved at the end, which smooths the edges. All measures are in pixels of the result. */
 typedef struct plot_rgb { uint8_t r, g, b; } plot_rgb;
 
-/* Ordered so that the first few differ in brightness too: 16, 63, 46, 34, 77, 36, 31 and 74 % of white. */
-static const plot_rgb plot_palette[] = {{0x14, 0x28, 0x6e}, {0xe6, 0x9f, 0x00}, {0x2b, 0x8c, 0xbe},
-                                        {0xb0, 0x3a, 0x00}, {0x9a, 0xd1, 0xee}, {0x5c, 0x5c, 0x5c},
-                                        {0x7b, 0x2d, 0x8b}, {0xbc, 0xbc, 0xbc}};
+/* Navy, orange, blue, brick, pale blue, grey, purple, light grey. On grey paper they are 12, 63, 41, 29, 84, 52, 21
+ * and 73 % of white: no two alike, and neighbours far apart. */
+static const plot_rgb plot_palette[] = {{0x0e, 0x1e, 0x60}, {0xe6, 0x9f, 0x00}, {0x22, 0x7d, 0xb4},
+                                        {0x9c, 0x2f, 0x00}, {0xb4, 0xe0, 0xf6}, {0x85, 0x85, 0x85},
+                                        {0x5c, 0x18, 0x6e}, {0xbb, 0xbb, 0xbb}};
 static const plot_rgb plot_ink = {0x22, 0x22, 0x22}, plot_faint = {0xdd, 0xdd, 0xdd}, plot_white = {0xff, 0xff, 0xff};
 
 /* Letters on a colour: white on a dark one. */
@@ -582,6 +584,9 @@ static int plot_height(const plot *p) {
     return (int)(head + body + 66);
 }
 
+/* A long line needs none. */
+static bool plot_has_dots(const plot_series *s) { return s->dots || s->n <= 40; }
+
 static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
     double at = 20;
     if (plot_legend_height(p) == 0) return;
@@ -591,11 +596,12 @@ static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
         if (at + n > PLOT_WIDTH - 20 && at > 20) at = 20, y += 24;
         if (p->kind == PLOT_LINES) {
             if (!p->series[s].dots) plot_line(c, at, y + 7, at + 22, y + 7, 2.5, colour);
-            plot_dot(c, at + 11, y + 7, 5, s % 5, colour);
+            if (plot_has_dots(&p->series[s])) plot_dot(c, at + 11, y + 7, 5, s % 5, colour);
         } else {
             plot_fill(c, at + 4, y - 1, at + 20, y + 15, colour);
             char mark[2] = {p->series[s].mark, 0};
-            if (p->kind == PLOT_MAP) plot_letters(c, at + 12, y + 2, mark, 1.5, 0.5, false, plot_ink_on(p->series[s].colour));
+            if (p->kind == PLOT_MAP)
+                plot_letters(c, at + 12, y + 2, mark, 1.5, 0.5, false, plot_ink_on(p->series[s].colour));
         }
         plot_letters(c, at + 30, y, p->series[s].name, PLOT_LETTER, 0, false, plot_ink);
         at += n;
@@ -633,15 +639,18 @@ static void plot_draw_names(plot_canvas *c, const plot *p, const plot_axis *x, c
     }
     for (int s = 0; taken && s < p->n_series; s++) {
         const plot_rectangle *dot = &taken[s];
-        double width = plot_width_of(p->series[s].name, PLOT_LETTER), px = (dot->left + dot->right) / 2, py = (dot->top + dot->bottom) / 2;
-        const double places[4][2] = {{px + 9, py - 7}, {px - 9 - width, py - 7}, {px - width / 2, py - 25}, {px - width / 2, py + 11}};
+        double width = plot_width_of(p->series[s].name, PLOT_LETTER), px = (dot->left + dot->right) / 2,
+               py = (dot->top + dot->bottom) / 2;
+        const double places[4][2] = {
+            {px + 9, py - 7}, {px - 9 - width, py - 7}, {px - width / 2, py - 25}, {px - width / 2, py + 11}};
         int place = 0;
         for (bool free_place = false; place < 4 && !free_place; place += !free_place) {
             plot_rectangle *name = &taken[p->n_series + s];
             *name = (plot_rectangle){places[place][0], places[place][1], places[place][0] + width, places[place][1] + 15};
             free_place = name->right < b.right + 60 && name->left > b.left;
             for (int k = 0; k < p->n_series + s && free_place; k++)
-                free_place = k == s || name->right < taken[k].left || name->left > taken[k].right || name->bottom < taken[k].top || name->top > taken[k].bottom;
+                free_place = k == s || name->right < taken[k].left || name->left > taken[k].right ||
+                             name->bottom < taken[k].top || name->top > taken[k].bottom;
         }
         plot_letters(c, places[place % 4][0], places[place % 4][1], p->series[s].name, PLOT_LETTER, 0, false, plot_ink);
     }
@@ -650,7 +659,7 @@ static void plot_draw_names(plot_canvas *c, const plot *p, const plot_axis *x, c
 
 static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
     plot_axis x = plot_axis_over(p, false), y = plot_axis_over(p, true);
-    b.left = 110;
+    b.left = 122;
     plot_draw_x_axis(c, p, &x, b);
     double end = 1e9;
     for (int i = 0; i < y.n_ticks; i++) {
@@ -662,7 +671,8 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
         end = at;
     }
     plot_line(c, b.left, b.top, b.left, b.bottom, 1.5, plot_ink);
-    plot_letters(c, 14, (b.top + b.bottom) / 2 + plot_width_of(p->y_label, PLOT_LETTER) / 2, p->y_label, PLOT_LETTER, 0, true, plot_ink);
+    plot_letters(c, 14, (b.top + b.bottom) / 2 + plot_width_of(p->y_label, PLOT_LETTER) / 2, p->y_label, PLOT_LETTER, 0,
+                 true, plot_ink);
     for (int s = 0; s < p->n_series; s++) {
         const plot_series *one = &p->series[s];
         plot_rgb colour = plot_palette[p->series[s].colour % PLOT_COLOURS];
@@ -673,7 +683,7 @@ static void plot_draw_lines(plot_canvas *c, const plot *p, plot_box b) {
             double px = b.left + plot_clamp(plot_place(&x, one->x[i])) * (b.right - b.left);
             double py = b.bottom - plot_clamp(plot_place(&y, one->y[i])) * (b.bottom - b.top);
             if (there && before && !one->dots) plot_line(c, before_x, before_y, px, py, 2.5, colour);
-            if (there && (one->dots || one->n <= 40)) plot_dot(c, px, py, 5, s % 5, colour);
+            if (there && plot_has_dots(one)) plot_dot(c, px, py, 5, s % 5, colour);
             before = there;
             before_x = px;
             before_y = py;
@@ -702,7 +712,8 @@ static void plot_draw_bars(plot_canvas *c, const plot *p, plot_box b) {
             sum = p->stacked ? sum + v : v;
             double to = b.left + plot_clamp(sum > 0 || !p->log_x ? plot_place(&x, sum) : 0) * (b.right - b.left);
             double y = at + (p->stacked ? 0 : s * PLOT_BAR);
-            plot_fill(c, p->stacked ? from : b.left, y + 1, to, y + PLOT_BAR - 1, plot_palette[p->series[s].colour % PLOT_COLOURS]);
+            plot_fill(c, p->stacked ? from : b.left, y + 1, to, y + PLOT_BAR - 1,
+                      plot_palette[p->series[s].colour % PLOT_COLOURS]);
             from = to;
             if (!p->stacked || s == p->n_series - 1)
                 plot_letters(c, to + 6, y + 2, PLOT_NUMBER(sum), PLOT_LETTER, 0, false, plot_ink);
@@ -718,6 +729,11 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
     double wide = (b.right - b.left) / columns;
     if (wide > 1.2 * PLOT_CELL) wide = 1.2 * PLOT_CELL;
     b.right = b.left + wide * columns;
+    plot_axis x = {0, columns, false, {0}, 0, 0};
+    double step = columns > 200 ? 50 : columns > 80 ? 20 : columns > 30 ? 10 : 5;
+    for (double t = 0; t <= columns; t += step) plot_tick(&x, t);
+    b.bottom = b.top + p->n_categories * PLOT_CELL + 2;
+    plot_draw_x_axis(c, p, &x, b);
     for (int row = 0; row < p->n_categories; row++) {
         double y = b.top + row * PLOT_CELL;
         plot_letters(c, b.left - 10, y + 3, p->categories[row], PLOT_LETTER, 1, false, plot_ink);
@@ -731,14 +747,10 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
             plot_fill(c, x + 0.5, y + 0.5, x + wide * run - 0.5, y + PLOT_CELL - 0.5, colour);
             if (empty || run * wide < 9) continue;
             char mark[2] = {p->series[s].mark, 0}; /* in the first cell of a run */
-            plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5, false, plot_ink_on(p->series[s].colour));
+            plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5, false,
+                         plot_ink_on(p->series[s].colour));
         }
     }
-    plot_axis x = {0, columns, false, {0}, 0, 0};
-    double step = columns > 200 ? 50 : columns > 80 ? 20 : columns > 30 ? 10 : 5;
-    for (double t = 0; t <= columns; t += step) plot_tick(&x, t);
-    b.bottom = b.top + p->n_categories * PLOT_CELL + 2;
-    plot_draw_x_axis(c, p, &x, b);
     plot_letters(c, 20, b.bottom + 33, p->y_label, PLOT_LETTER, 0, false, plot_ink);
 }
 
