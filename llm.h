@@ -9884,56 +9884,81 @@ static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
     return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
 }
 
-/* The integers of rows first .. first + 7, columns column .. column + 31. */
-static void llm__int4_tile(const llm__int4 *m, int64_t first, int64_t column, uint8_t q[8][LLM__BLOCK]) {
-    uint32_t words[LLM__BLOCK];
-    if (m->awq) {
-        for (int k = 0; k < LLM__BLOCK; k++) words[k] = m->weights[(column + k) * (m->rows / 8) + first / 8];
-        for (int i = 0; i < 8; i++) {
-            int shift = llm__awq_shift(i);
-            for (int k = 0; k < LLM__BLOCK; k++) q[i][k] = (uint8_t)(words[k] >> shift & 15);
+enum {
+    LLM__INT4_ROWS = 128,               /* taken together: their words of AWQ fill a cache line, and with */
+    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns, k and k + 16 of a block, they fill a tile of bytes */
+};
+
+/* The tile (PAIRS, ROWS) of the n rows from `first` on and the block of columns from `column` on: column k in the lower four bits, k + 16
+ * in the upper ones, as q4_0 has them. Here for AWQ, where one word holds a column of eight rows: in every line of the tile first the rows
+ * in the even places of each word, then the others. */
+static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
+    const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
+    for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
+        uint32_t even[LLM__INT4_ROWS / 8] = {0}, odd[LLM__INT4_ROWS / 8] = {0};
+        for (int64_t i = 0; i < n / 8; i++) {
+            even[i] = (low[i] & lower) | (high[i] & lower) << 4;
+            odd[i] = (low[i] >> 4 & lower) | (high[i] & ~lower);
         }
-    } else if (m->columns) {
-        for (int k = 0; k < LLM__BLOCK; k++) {
-            int64_t c = m->columns[column + k];
-            for (int i = 0; i < 8; i++) q[i][k] = (uint8_t)(m->weights[c / 8 * m->rows + first + i] >> (4 * (c % 8)) & 15);
-        }
-    } else {
-        for (int i = 0; i < 8; i++)
-            for (int k = 0; k < LLM__BLOCK; k += 8) { /* eight halves of bytes drawn apart, to whole bytes */
-                uint64_t x = m->weights[(column + k) / 8 * m->rows + first + i];
-                x = (x | x << 16) & 0x0000ffff0000ffffu;
-                x = (x | x << 8) & 0x00ff00ff00ff00ffu;
-                x = (x | x << 4) & 0x0f0f0f0f0f0f0f0fu;
-                memcpy(q[i] + k, &x, sizeof x);
-            }
+        memcpy(tile + k * LLM__INT4_ROWS, even, sizeof even);
+        memcpy(tile + k * LLM__INT4_ROWS + sizeof even, odd, sizeof odd);
     }
 }
 
-/* Rows first .. end - 1 of the matrix (whole eights), as blocks of q4_0, or of q4_Z. The same columns of all rows at once, since
+/* The place of row i in such a line. */
+static int llm__int4_place_awq(int i) {
+    int nibble = llm__awq_shift(i) / 4;
+    return i / 8 * 4 + nibble / 2 + (nibble & 1) * LLM__INT4_ROWS / 2;
+}
+
+/* The same for GPTQ, with the rows in order. */
+static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
+    for (int k = 0; k < LLM__INT4_PAIRS; k++) {
+        int64_t a = column + k, b = a + LLM__INT4_PAIRS;
+        if (m->columns) a = m->columns[a], b = m->columns[b];
+        const uint32_t *low = m->weights + a / 8 * m->rows + first, *high = m->weights + b / 8 * m->rows + first;
+        for (int64_t i = 0; i < n; i++)
+            tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) | (high[i] >> (4 * (b & 7)) & 15) << 4);
+    }
+}
+
+/* (PAIRS, ROWS) to (ROWS, PAIRS). Each pass lays the two halves of the tile between each other, like a pack of cards: the highest bit of
+ * every index becomes its lowest, so after four passes the four bits of a pair are there. */
+static void llm__int4_transpose(uint8_t *tile) {
+    enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
+    uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
+    for (int pass = 0; pass < 4; pass++) {
+        for (int i = 0; i < HALF; i++) to[2 * i] = from[i], to[2 * i + 1] = from[HALF + i];
+        uint8_t *other = from;
+        from = to;
+        to = other;
+    }
+}
+
+/* n rows of the matrix (whole eights, LLM__INT4_ROWS at most) as blocks of q4_0, or of q4_Z. The same columns of all rows at once, since
  * neighbours in memory are what different rows have in one column. */
-static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t end, llm_type type, uint8_t *out) {
+static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4;
-    size_t row_bytes = llm__row_bytes(type, m->cols);
-    uint8_t q[8][LLM__BLOCK];
+    size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
+    uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0};
     for (int64_t column = 0; column < m->cols; column += LLM__BLOCK) {
         int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
-        for (int64_t row = first; row < end; row++) {
-            uint8_t *to = out + (size_t)row * row_bytes + (size_t)(column / LLM__BLOCK) * (size_t)(head + 16);
-            const uint8_t *values = q[row % 8];
-            if (row % 8 == 0) llm__int4_tile(m, row, column, q);
-            llm__write_u16(to, m->scales[group * m->rows + row]);
-            if (head == 4) llm__write_u16(to + 2, (uint16_t)llm__int4_zero(m, group, row));
-            for (int k = 0; k < 16; k++) to[head + k] = (uint8_t)(values[k] | values[k + 16] << 4);
+        if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
+        else llm__int4_tile_gptq(m, first, n, column, tile);
+        llm__int4_transpose(tile);
+        uint8_t *to = out + (size_t)first * row_bytes + (size_t)(column / LLM__BLOCK) * block_bytes;
+        for (int i = 0; i < n; i++, to += row_bytes) {
+            llm__write_u16(to, m->scales[group * m->rows + first + i]);
+            if (head == 4) llm__write_u16(to + 2, (uint16_t)llm__int4_zero(m, group, first + i));
+            memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
         }
     }
 }
 
 static bool llm__int4_symmetric(const llm__int4 *m) {
-    for (int64_t group = 0; group < m->n_groups; group++)
-        for (int64_t row = 0; row < m->rows; row++)
-            if (llm__int4_zero(m, group, row) != 8) return false;
-    return true;
+    uint32_t differs = 0;
+    for (int64_t i = 0; i < m->n_groups * (m->rows / 8); i++) differs |= m->zeros[i] ^ (m->zeros_less_one ? 0x77777777 : 0x88888888);
+    return !differs;
 }
 
 /* The source "<module>.<part>" of this dtype with n_dims dimensions; NULL, with the error set. */
@@ -10027,21 +10052,21 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     return m->groups && llm__folder_columns(f, m, module);
 }
 
-enum { LLM__INT4_ROWS = 128 }; /* whose words of AWQ fill a cache line */
-
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
     llm__int4 m;
     memset(&m, 0, sizeof m);
     if (!llm__folder_int4_sources(f, &m, module)) return false;
     llm_type type = llm__int4_symmetric(&m) ? LLM_Q4_0 : LLM_Q4_Z;
     size_t row_bytes = llm__row_bytes(type, m.cols); /* less than the sources take, twice: no overflow */
-    uint8_t *data = (uint8_t *)llm__new((size_t)m.rows, row_bytes, "4-bit weights", f->err);
-    if (!data || !llm__add_region(f->file, data, (uint64_t)m.rows * row_bytes, LLM__OWNED, f->err)) return false;
+    uint8_t *data = (uint8_t *)LLM_MALLOC((size_t)m.rows * row_bytes); /* all of which is written below */
+    if (!data) return llm__fail(f->err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for 4-bit weights", (size_t)m.rows * row_bytes);
+    if (!llm__add_region(f->file, data, (uint64_t)m.rows * row_bytes, LLM__OWNED, f->err)) return false;
+    llm__want_large_pages(data, (size_t)m.rows * row_bytes);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
     for (int64_t row = 0; row < m.rows; row += LLM__INT4_ROWS)
-        llm__int4_rows(&m, row, llm__min(row + LLM__INT4_ROWS, m.rows), type, data);
+        llm__int4_rows(&m, row, llm__min(LLM__INT4_ROWS, m.rows - row), type, data);
     llm_tensor *t = llm__folder_new_tensor(f, name);
     t->type = type;
     t->n_dims = 2;
