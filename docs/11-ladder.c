@@ -6,7 +6,7 @@
  * model: there the perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds
  * few whole contexts; paged, as many sequences as have room. */
 
-enum { LADDER_REQUESTS = 12, LADDER_SHARED = 48, LADDER_OWN = 8, LADDER_CONTEXTS = 4 };
+enum { LADDER_REQUESTS = 24, LADDER_SHARED = 96, LADDER_OWN = 8, LADDER_CONTEXTS = 4 };
 
 typedef struct rung {
     const char *name;
@@ -21,7 +21,7 @@ typedef struct rung {
 
 typedef struct ladder {
     int n, context;           /* tokens of the one request; longest sequence */
-    int requests;             /* of the many */
+    int requests, shared;     /* of the many; tokens that all of their prompts begin with */
     llm_model *half, *quarter, *draft; /* f16, int4 */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
@@ -160,7 +160,7 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
     say(l,
         "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is "
         "%d whole contexts of %d. x: against the rung before; bits: per byte of text, and before int4.\n\n",
-        x->n, x->requests, LADDER_SHARED, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
+        x->n, x->requests, x->shared, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
@@ -188,12 +188,12 @@ static bool ladder_tasks(const lesson *l, ladder *x) {
     bool good = prompt != NULL;
     x->one = new_task(prompt, 16, x->n);
     for (int i = 0; i < LADDER_REQUESTS; i++) {
-        int32_t *ids = lesson_tokens(l, 0, LADDER_SHARED + LADDER_OWN),
+        int32_t *ids = lesson_tokens(l, 0, x->shared + LADDER_OWN),
                 *own = lesson_tokens(l, 3000 + 60 * i, LADDER_OWN + 1);
         good = good && ids && own;
-        if (ids && own) memcpy(ids + LADDER_SHARED, own + 1, LADDER_OWN * sizeof *ids);
+        if (ids && own) memcpy(ids + x->shared, own + 1, LADDER_OWN * sizeof *ids);
         free(own);
-        x->many[i] = new_task(ids, LADDER_SHARED + LADDER_OWN, i % 3 == 0 ? x->n : x->n / 4);
+        x->many[i] = new_task(ids, x->shared + LADDER_OWN, i % 3 == 0 ? x->n : x->n / 4);
     }
     return good;
 }
@@ -260,7 +260,7 @@ static int command_ladder(const command *self, int argc, char **argv) {
         LESSON_OPTIONS(l),
         {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16,
          "tokens of the one request, and of a third of the many (default 48, or what fits)"},
-        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 12)"},
+        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 24)"},
         {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX,
          "of models/eval.txt, for the perplexity of int4 (default 6000)"},
     };
@@ -273,8 +273,9 @@ static int command_ladder(const command *self, int argc, char **argv) {
     llm_backend_free(device);
     x.context = l.engine.context_length = given_or(-1, 512, 1, llm_model_config(l.loaded)->context_length);
     x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
-    x.n = given_or(x.n, 48, 4, x.context - LADDER_SHARED - LADDER_OWN);
-    if (!fits_context(&l, LADDER_SHARED + LADDER_OWN, x.n)) return lesson_end(&l, false);
+    x.shared = given_or(-1, LADDER_SHARED, 1, x.context / 2);
+    x.n = given_or(x.n, 48, 4, x.context - x.shared - LADDER_OWN);
+    if (!fits_context(&l, x.shared + LADDER_OWN, x.n)) return lesson_end(&l, false);
     rung_result results[COUNT(ladder_gpu)];
     memset(results, 0, sizeof results);
     bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);

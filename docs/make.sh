@@ -3,8 +3,8 @@
 #
 #   quotes    the code behind <!-- quote FILE NAME --> is taken from FILE again
 #   all       that, the output behind <!-- run ... --> from ./llm, and the pictures
-#   check     changes nothing; fails where a quote is not what FILE says, a command, an option or a symbol that a page names does not
-#             exist, or a link is dead
+#   check     changes nothing; fails where a quote is not what FILE says, a command, an option or a symbol that a page (or any other text
+#             of the repository) names does not exist, or a link is dead
 set -u
 mode=${1:-check}
 pages=${2:-[0-9]*} # of extract: FILE NAME
@@ -59,10 +59,11 @@ if [ "$mode" = all ]; then
         grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
     done
 fi
-for page in docs/$pages.md docs/README.md; do
+[ "$mode" = check ] && all='docs/*.md README.md models/README.md' || all="docs/$pages.md docs/README.md"
+for page in $all; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
-        cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }
+        ! grep -q "^<!-- quote" "$page" || cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }
     else
         cmp -s "$page" "$work/page" || cp "$work/page" "$page"
         continue
@@ -73,7 +74,7 @@ for page in docs/$pages.md docs/README.md; do
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # links, but in code: to files, from the folder of the page
     sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
-        [ -e "docs/$link" ] || echo "$page: the link to $link is dead"
+        [ -e "$(dirname "$page")/$link" ] || echo "$page: the link to $link is dead"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # symbols in the text: `llm_name`, `llm__name`, `LLM_NAME`

@@ -20,6 +20,15 @@ check 'quotes, links, symbols, commands and options of the book' sh docs/make.sh
 for lesson in docs/[0-9]*.c; do
     page=${lesson%.c}
     check "$page.md: a page with its parts" sh -c "for part in '## The problem' '## The idea' '## In C' '## On a GPU' '## Run it' '## What it is worth' '## Exercises' 'Answers:' '## What production engines do beyond this' '## Papers'; do grep -q \"^\$part\" $page.md || { echo \"\$part\"; exit 1; }; done"
+    check "$page.md: quotes C, and what a GPU does" awk '/^## / { part = $0 } /^```c$/ || /^```cuda$/ { quotes[part]++ }
+        END { exit !(quotes["## In C"] && quotes["## On a GPU"]) }' "$page.md"
+    check "$page.md: a switch to flip, a line to change, and as many answers as exercises" awk '
+        /^## Exercises/ { part = 1 } /^Answers:/ { part = 2 } /^## What production/ { part = 0 }
+        part && /^[0-9]+\. / { n[part]++ } part == 1 && /A switch:|`llm / { flips++ } part == 1 && /A line:/ { lines++ }
+        END { print n[1] " exercises, " n[2] " answers"; exit !(n[1] >= 3 && n[1] == n[2] && flips && lines) }' "$page.md"
+    check "$page.md: what it shows fits 80 columns" env LC_ALL=C awk '
+        /^<!-- run/ { getline; shown = 1; next } shown && /^```/ { shown = 0 }
+        shown { gsub(/[\200-\277]/, ""); if (length > 80) { print; bad = 1 } } END { exit bad }' "$page.md"
     check "$page.png: there, and below 65 kB" test "$(wc -c <"$page.png" 2>/dev/null || echo 99999)" -lt 65000
     check "$page.md: shows output" sh -c "awk '/^<!-- run/ { getline; if (!/^\`\`\`/) exit 1; getline; if (/^\`\`\`/) exit 1; found = 1 } END { exit !found }' $page.md"
 done
