@@ -9895,6 +9895,8 @@ enum {
 static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
     const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
     for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
+        LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* every line lies in another page, so nobody else thinks of it */
+        LLM__PREFETCH(high + 2 * LLM__BLOCK * m->rows / 8);
         uint32_t even[LLM__INT4_ROWS / 8] = {0}, odd[LLM__INT4_ROWS / 8] = {0};
         for (int64_t i = 0; i < n / 8; i++) {
             even[i] = (low[i] & lower) | (high[i] & lower) << 4;
@@ -9917,6 +9919,10 @@ static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, in
         int64_t a = column + k, b = a + LLM__INT4_PAIRS;
         if (m->columns) a = m->columns[a], b = m->columns[b];
         const uint32_t *low = m->weights + a / 8 * m->rows + first, *high = m->weights + b / 8 * m->rows + first;
+        for (int64_t i = 0; k % 8 == 0 && i < n; i += 16) {
+            LLM__PREFETCH(low + 8 * m->rows + i);
+            LLM__PREFETCH(high + 8 * m->rows + i);
+        }
         for (int64_t i = 0; i < n; i++)
             tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) | (high[i] >> (4 * (b & 7)) & 15) << 4);
     }
@@ -9935,21 +9941,30 @@ static void llm__int4_transpose(uint8_t *tile) {
     }
 }
 
+/* What stands before the integers in the blocks of these rows and of a group: the scale, and the zero point. */
+static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group, uint8_t heads[LLM__INT4_ROWS][4]) {
+    for (int64_t i = 0; i < n; i++) {
+        llm__write_u16(heads[i], m->scales[group * m->rows + first + i]);
+        llm__write_u16(heads[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
+    }
+}
+
 /* n rows of the matrix (whole eights, LLM__INT4_ROWS at most) as blocks of q4_0, or of q4_Z. The same columns of all rows at once, since
  * neighbours in memory are what different rows have in one column. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4;
     size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
-    uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0};
-    for (int64_t column = 0; column < m->cols; column += LLM__BLOCK) {
+    uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0}, heads[LLM__INT4_ROWS][4];
+    for (int64_t column = 0, last = -1; column < m->cols; column += LLM__BLOCK) {
         int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
+        if (group != last) llm__int4_heads(m, first, n, last = group, heads);
         if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
         else llm__int4_tile_gptq(m, first, n, column, tile);
         llm__int4_transpose(tile);
         uint8_t *to = out + (size_t)first * row_bytes + (size_t)(column / LLM__BLOCK) * block_bytes;
         for (int i = 0; i < n; i++, to += row_bytes) {
-            llm__write_u16(to, m->scales[group * m->rows + first + i]);
-            if (head == 4) llm__write_u16(to + 2, (uint16_t)llm__int4_zero(m, group, first + i));
+            LLM__PREFETCH_FAR(to + 128);
+            memcpy(to, heads[i], 4); /* of which q4_0 has two; the integers go over the others */
             memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
         }
     }
