@@ -115,7 +115,7 @@ $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
 	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' LLM_KERNELS='$(B)/libkernels.a' $(if $(filter cuda,$(DEVICE)),LLM_TEST_JOBS=1) \
-		sh tests/run.sh '$(LLM)' $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) $(PROGRAMS) tests/cli.sh tests/cli_batch.sh
+		sh tests/run.sh '$(LLM)' $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) $(PROGRAMS) tests/cli.sh tests/cli_batch.sh tests/cli_chat.sh
 
 build-tests: $(LLM) $(PROGRAMS)
 

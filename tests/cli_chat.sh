@@ -1,0 +1,97 @@
+#!/bin/sh
+# tests/cli_chat.sh [LLM]: `llm chat` as a user meets it: its commands, the ends of its input, lines that are too long, a terminal.
+# Run from the top of the repository. Ends in one line, "N passed, N failed".
+set -u
+. tests/cli_lib.sh
+M=$TOP/models/tales-q4_0.gguf
+
+chat() { # name, exit status, pattern in stderr, pattern in stdout, option...: of a conversation that the file `typed` holds
+    name=$1 expected=$2 said=$3 shown=$4
+    shift 4
+    "$LLM" chat -m "$M" --temperature 0 -n 6 --template chatml "$@" <typed >out 2>err
+    status=$?
+    judge "$expected" "$said" "$shown"
+}
+answers() { # how many answers the last conversation had: each ends in a line of figures
+    name="$name: $1 answers"
+    if [ "$(grep -c ' tokens in .* s$' err)" -eq "$1" ]; then pass; else fail "$1 answers"; fi
+}
+
+: >typed
+chat "nothing is said" 0 "chat template: chatml; /help tells the commands" ""
+answers 0
+printf 'Who is there?' >typed
+chat "a message without the end of its line" 0 "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
+answers 1
+printf 'Who is there?\n\n   \nAnd who else?\n' >typed
+chat "empty lines are no messages; what was said before is in the cache" 0 "\([1-9][0-9]* from the cache\)" ""
+answers 2
+chat "--quiet" 0 "" "" --quiet
+name="--quiet: the same answers, and nothing else"
+cp out quietly
+"$LLM" chat -m "$M" --temperature 0 -n 6 --template chatml <typed 2>err | sed 's/ \.\.\.$//' >out
+if cmp out quietly >log 2>&1 && [ ! -s log ]; then pass; else fail "the same answers"; fi
+
+printf 'One\n/save one.json\n/system Be brief.\n/system\n/save two.json\nTwo \\\nand three\n//four\n/save three.json\n/reset\n/save four.json\n/quit\nFive\n' >typed
+chat "/system shows the message" 0 "^Be brief\.$" ""
+answers 3
+cat >check.py <<'EOF'
+import json
+def roles(name): return [(m["role"], m["content"]) for m in json.load(open(name))]
+one, two, three, four = (roles(n + ".json") for n in ("one", "two", "three", "four"))
+assert len(one) == 2 and one[0] == ("user", "One") and one[1][0] == "assistant" and one[1][1], one
+assert two == four == [("system", "Be brief.")], (two, four)
+assert [r for r, _ in three] == ["system", "user", "assistant", "user", "assistant"], three
+assert three[1][1] == "Two \nand three" and three[3][1] == "/four", three
+EOF
+if [ -n "$python" ]; then
+    name="/save, /system and /reset"
+    run "$python" check.py
+    judge 0 "" ""
+else
+    skip "what /save writes (no python3)"
+fi
+printf '/system\n' >typed
+chat "--system" 0 "^Be kind\.$" "" --system "Be kind."
+chat "/system where there is none" 0 "^no message of the system$" ""
+printf '/help\n/nonsense\n/save\n/save no/such/folder.json\nHello\n' >typed
+chat "/help" 0 "^/save FILE " ""
+chat "an unknown command" 0 "there is no command /nonsense of that form; /help tells which there are" ""
+chat "/save without a name" 0 "there is no command /save of that form" ""
+chat "/save where nothing can be written" 0 "cannot write no/such/folder.json: No such file" ""
+answers 1
+
+{ head -c 300000 /dev/zero | tr '\0' a; printf '\nHello\n'; } >typed
+chat "a line longer than the context" 1 "the prompt has [0-9]+ tokens, and the context 1024: shorten the prompt" ""
+answers 1
+{ for word in one two three four five six seven eight nine ten; do echo "Tell me of $word, and of the others too."; done; } >typed
+chat "a conversation longer than the context" 0 "the oldest [0-9]+ messages were forgotten, since the context holds 160 tokens" "" --context 160
+answers 10
+
+bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
+bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm
+
+if script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null; then
+    "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=1000000 --type q8_0 long.gguf >log 2>&1
+    # Ctrl-C comes when the answer does, which without it would go on for a million tokens; then a second question is asked.
+    name="Ctrl-C on a terminal stops the answer, and not the program"
+    : >out
+    {
+        printf 'Hello\n'
+        i=0
+        while [ "$(wc -c <out)" -lt 2000 ] && [ $i -lt 1000 ]; do sleep 0.02; i=$((i + 1)); done
+        printf '\003'
+        i=0
+        while ! grep -a -q 'tokens in' out && [ $i -lt 1000 ]; do sleep 0.02; i=$((i + 1)); done
+        printf '/save kept.json\n/quit\n'
+    } | TERM=xterm script -qec "'$LLM' chat -m long.gguf --temperature 0 --context 1000000 --template chatml" /dev/null >out 2>err
+    status=$?
+    judge 0 "" "2 messages are in kept.json"
+else
+    skip "a terminal (no script command, or no pseudo-terminals)"
+fi
+
+line="$passed passed, $failed failed"
+[ $skipped -eq 0 ] || line="$line, $skipped skipped"
+echo "$line"
+[ $failed -eq 0 ]
