@@ -212,7 +212,9 @@ void llm_writer_abandon(llm_writer *w);
  * decide the words. mixed: so is, in q4_K and q5_K, a half of those that are hurt most, attn_v and ffn_down (but an
  * embedding beside an output matrix is not): what files called Q4_K_M and Q5_K_M have. Where the rows
  * of a matrix are not whole blocks of 256, it gets q5_0 instead of q4_K, q5_1 of q5_K and q8_0 of q6_K; where they are not
- * whole blocks of 32, f16. progress may be NULL; it returns false to stop. */
+ * whole blocks of 32, f16 (llm_quantize_type: the type, but for what is mixed, of a matrix with such rows; output: the embedding
+ * or the output matrix). progress may be NULL; it returns false to stop. */
+llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output);
 bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
                   bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
                   llm_error *err);
@@ -5945,22 +5947,25 @@ static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
     return false;
 }
 
+llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output) {
+    bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
+    bool few_bits = groups || type == LLM_Q4_0 || type == LLM_Q4_1 || type == LLM_Q5_0 || type == LLM_Q5_1;
+    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
+    /* a row that is not a whole number of blocks cannot be cut into them */
+    if (cols % LLM__SUPER) type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
+    return cols % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
+}
+
 /* The type in which llm_quantize stores a tensor. */
 static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
     if (tensor->n_dims < 2) /* norms and biases: few bytes, and every token passes through them */
         return file->folder ? LLM_F32 : tensor->type; /* (GGUF's readers want them as f32) */
     bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
-    bool few_bits = groups || wanted == LLM_Q4_0 || wanted == LLM_Q4_1 || wanted == LLM_Q5_0 || wanted == LLM_Q5_1;
     bool output = llm__is_text(tensor->name, "output.weight");
     if (llm__is_text(tensor->name, "token_embd.weight"))
         output = !(mixed && groups && llm_file_find_tensor(file, "output.weight"));
-    llm_type type = wanted;
-    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
-    else if (mixed && groups && llm__keeps_more_bits(file, tensor->name)) type = LLM_Q6_K;
-    /* a row that is not a whole number of blocks cannot be cut into them */
-    if (tensor->dims[0] % LLM__SUPER)
-        type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
-    return tensor->dims[0] % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
+    if (mixed && groups && !output && llm__keeps_more_bits(file, tensor->name)) wanted = LLM_Q6_K;
+    return llm_quantize_type(wanted, tensor->dims[0], output);
 }
 
 /* GGUF's number for a file of this kind. */

@@ -2860,10 +2860,8 @@ static bool parse_quantized_type(const char *name, llm_type *type, bool *mixed) 
     return found && length;
 }
 
-/* What is in the new file, and which matrices could not be of the type asked for. */
-static void put_quantized(const llm_file *file, llm_type type) {
-    for (int i = 0; llm_type_at(i); i++)
-        if (sum_type(file, llm_type_at(i)).tensors) put_type_sum(llm_type_at(i)->name, sum_type(file, llm_type_at(i)));
+/* Which matrices could not be of the type asked for. */
+static void put_other_types(const llm_file *file, llm_type type) {
     const llm_tensor *first = NULL;
     int block = llm_type_find(type)->block_values, others = 0;
     for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
@@ -2876,6 +2874,13 @@ static void put_quantized(const llm_file *file, llm_type type) {
     put_foreign(first->name.data, first->name.length);
     put(", with rows of %llu, is %s%s\n", (unsigned long long)first->dims[0], llm_type_find(first->type)->name,
         others > 1 ? ", and so on (see llm info --tensors)" : "");
+}
+
+/* What is in the new file. */
+static void put_quantized(const llm_file *file, llm_type type) {
+    for (int i = 0; llm_type_at(i); i++)
+        if (sum_type(file, llm_type_at(i)).tensors) put_type_sum(llm_type_at(i)->name, sum_type(file, llm_type_at(i)));
+    put_other_types(file, type);
 }
 
 static int command_quantize(const command *self, int argc, char **argv) {
@@ -4022,16 +4027,13 @@ static const char *parse_shape(const char *s, shape *out) {
 
 enum { BYTE_TOKENS = 256, FIRST_BYTE = 2, FIRST_MERGE = FIRST_BYTE + BYTE_TOKENS, MAX_PIECE = 32 };
 
-static const char *check_shape(shape *s, llm_type type) {
-    int block = llm_type_find(type)->block_values, head_dim = s->head_dim ? s->head_dim : s->dim / s->heads;
+static const char *check_shape(shape *s) {
+    int head_dim = s->head_dim ? s->head_dim : s->dim / s->heads;
     if (!s->head_dim && s->dim % s->heads) return "dim is not a multiple of heads (or give head-dim)";
     s->head_dim = head_dim;
     if (s->heads % s->kv_heads) return "heads is not a multiple of kv-heads";
     if (head_dim % 2) return "the heads' width must be even";
     if (s->vocab < FIRST_MERGE) return "vocab must be at least 258: two special tokens and all bytes";
-    if (s->dim % block || s->hidden % block || (int64_t)s->heads * head_dim % block)
-        return block == 32 ? "dim, hidden and heads x head-dim must be multiples of 32 for this type"
-                           : "dim, hidden and heads x head-dim must be multiples of 256 for this type";
     return NULL;
 }
 
@@ -4109,6 +4111,7 @@ static bool synth_metadata(llm_writer *w, const shape *s, llm_type type) {
  * billions of values one by one would take minutes. A place is a multiple of 32 values, or of the type's block. */
 typedef struct pool {
     llm_type type;
+    bool output;     /* for the embedding and the output matrix */
     uint8_t *data;
     uint64_t place;  /* values from one place to the next */
     uint64_t places; /* a power of two; behind the last one is room for the longest row */
@@ -4117,8 +4120,8 @@ typedef struct pool {
 
 /* Weights of mean 0 and deviation 0.02: small enough that activations stay sane in any shape. A sum of three
  * uniform numbers is bell-shaped enough, and the same on every platform. */
-static pool make_pool(llm_type type, uint64_t seed, const shape *s) {
-    pool p = {.type = type, .place = 32, .places = 256};
+static pool make_pool(llm_type type, bool output, uint64_t seed, const shape *s) {
+    pool p = {.type = type, .output = output, .place = 32, .places = 256};
     uint64_t longest = (uint64_t)s->heads * (uint64_t)s->head_dim, count;
     float values[256];
     if (llm_type_find(type)->block_values > 32) p.place = (uint64_t)llm_type_find(type)->block_values;
@@ -4145,12 +4148,28 @@ typedef struct synth {
     shape shape;
     llm_writer *writer;
     bool declaring; /* the tensors are visited twice: to declare them, then to write them */
-    pool small, large; /* of the type asked for, and of that for the embedding and the output matrix */
+    pool *pools;    /* (n_pools) for each type of matrix */
+    int n_pools;
     uint64_t done, total; /* bytes */
 } synth;
 
-/* Declare or write one tensor: a matrix (rows, cols) from a pool, or where that is NULL a vector of ones. */
-static bool synth_tensor(synth *s, pool *from, const char *prefix, int layer, const char *name, int64_t cols, int64_t rows) {
+typedef enum tensor_kind { NORM, MATRIX, OUTPUT } tensor_kind;
+
+/* Where the values of a matrix come from, whose type llm_quantize would choose by the length of its rows. */
+static pool *pool_for(synth *s, bool output, int64_t cols) {
+    llm_type type = llm_quantize_type(s->type, (uint64_t)cols, output);
+    int i = 0;
+    while (i < s->n_pools && (s->pools[i].type != type || s->pools[i].output != output)) i++;
+    if (i == s->n_pools) {
+        s->pools = resize(s->pools, (size_t)++s->n_pools * sizeof *s->pools);
+        s->pools[i] = make_pool(type, output, s->seed.value + output, &s->shape);
+    }
+    return &s->pools[i];
+}
+
+/* Declare or write one tensor: a matrix (rows, cols), or as a norm a vector of ones. */
+static bool synth_tensor(synth *s, tensor_kind kind, const char *prefix, int layer, const char *name, int64_t cols, int64_t rows) {
+    pool *from = kind == NORM ? NULL : pool_for(s, kind == OUTPUT, cols);
     char full[64];
     int n = snprintf(full, sizeof full, prefix, layer);
     n += snprintf(full + n, sizeof full - (size_t)n, "%s.weight", name);
@@ -4175,29 +4194,20 @@ static bool synth_tensor(synth *s, pool *from, const char *prefix, int layer, co
 static bool synth_tensors(synth *s) {
     const shape *x = &s->shape;
     int64_t q = (int64_t)x->heads * x->head_dim, kv = (int64_t)x->kv_heads * x->head_dim;
-    bool good = synth_tensor(s, &s->large, "", 0, "token_embd", x->dim, x->vocab);
+    bool good = synth_tensor(s, OUTPUT, "", 0, "token_embd", x->dim, x->vocab);
     for (int i = 0; good && i < x->layers && !stop_requested; i++) {
-        good = synth_tensor(s, NULL, "blk.%d.", i, "attn_norm", x->dim, 1) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "attn_q", x->dim, q) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "attn_k", x->dim, kv) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "attn_v", x->dim, kv) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "attn_output", q, x->dim) &&
-               synth_tensor(s, NULL, "blk.%d.", i, "ffn_norm", x->dim, 1) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "ffn_gate", x->dim, x->hidden) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "ffn_up", x->dim, x->hidden) &&
-               synth_tensor(s, &s->small, "blk.%d.", i, "ffn_down", x->hidden, x->dim);
+        good = synth_tensor(s, NORM, "blk.%d.", i, "attn_norm", x->dim, 1) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "attn_q", x->dim, q) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "attn_k", x->dim, kv) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "attn_v", x->dim, kv) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "attn_output", q, x->dim) &&
+               synth_tensor(s, NORM, "blk.%d.", i, "ffn_norm", x->dim, 1) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "ffn_gate", x->dim, x->hidden) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "ffn_up", x->dim, x->hidden) &&
+               synth_tensor(s, MATRIX, "blk.%d.", i, "ffn_down", x->hidden, x->dim);
     }
-    good = good && synth_tensor(s, NULL, "", 0, "output_norm", x->dim, 1);
-    return good && (x->tied || synth_tensor(s, &s->large, "", 0, "output", x->dim, x->vocab));
-}
-
-/* The embedding and the output matrix get more bits, as llm_quantize has it. */
-static llm_type type_of_outputs(llm_type type) {
-    switch (type) {
-    case LLM_Q4_0: case LLM_Q4_1: case LLM_Q5_0: case LLM_Q5_1: return LLM_Q8_0;
-    case LLM_Q4_K: case LLM_Q5_K: return LLM_Q6_K;
-    default: return type;
-    }
+    good = good && synth_tensor(s, NORM, "", 0, "output_norm", x->dim, 1);
+    return good && (x->tied || synth_tensor(s, OUTPUT, "", 0, "output", x->dim, x->vocab));
 }
 
 static int synth_file(synth *s, const char *path) {
@@ -4205,15 +4215,13 @@ static int synth_file(synth *s, const char *path) {
     if (!may_write(path, NULL)) return FAILED;
     s->writer = llm_writer_create(path, &err);
     if (!s->writer) return fail_with(&err);
-    s->small = make_pool(s->type, s->seed.value, &s->shape);
-    s->large = make_pool(type_of_outputs(s->type), s->seed.value + 1, &s->shape);
     s->declaring = true;
     bool good = synth_metadata(s->writer, &s->shape, s->type) && synth_tensors(s);
     s->declaring = false;
     if (good) synth_tensors(s);
     show_progress("", -1, "");
-    free(s->small.data);
-    free(s->large.data);
+    while (s->n_pools) free(s->pools[--s->n_pools].data);
+    free(s->pools);
     if (stop_requested) {
         llm_writer_abandon(s->writer);
         return fail("interrupted: %s was not written", path);
@@ -4221,6 +4229,10 @@ static int synth_file(synth *s, const char *path) {
     if (!llm_writer_finish(s->writer, &err)) return fail_with(&err);
     put_text(path);
     put(": %s of random weights, %s, %s\n", HUMAN(s->total), s->shape.name, llm_type_find(s->type)->name);
+    llm_file *file = llm_file_open(path, &err);
+    if (!file) return fail_with(&err);
+    put_other_types(file, s->type);
+    llm_file_close(file);
     return 0;
 }
 
@@ -4241,14 +4253,15 @@ static int command_synth(const command *self, int argc, char **argv) {
         for (int i = 0; i < COUNT(shapes); i++) consider(&near, shapes[i].name);
         if (near.best) return misuse(self, "no shape is named '%s'; did you mean %s?", s.shape_name, near.best);
     }
-    if (!wrong) wrong = check_shape(&s.shape, s.type);
+    if (!wrong) wrong = check_shape(&s.shape);
     if (wrong) return misuse(self, "--shape %s: %s", s.shape_name, wrong);
     return synth_file(&s, argv[0]);
 }
 
 static const char synth_notes[] =
     "A model that says nothing sensible, but runs as fast as a real one of its shape, with a vocabulary that decodes. As\n"
-    "`llm quantize` does, q4_0 keeps the embedding and the output matrix as q8_0, q4_K as q6_K.\n"
+    "`llm quantize` does, q4_0 keeps the embedding and the output matrix as q8_0, q4_K as q6_K, and a matrix whose rows\n"
+    "are not whole blocks of the type is of another, which is said.\n"
     "\n"
     "Shapes: tales, qwen2.5-0.5b (the sizes of it, without its biases), tinyllama-1.1b, llama-3.2-1b, llama-2-7b,\n"
     "mistral-7b, llama-3.1-8b (both Llama 3 without the stretched frequencies), or sizes, such as\n"

@@ -953,6 +953,12 @@ static void test_parts(void **state) {
     assert_int_equal(llm_file_n_parts(whole), 1);
     assert_int_equal(llm_file_n_tensors(whole), 2 * COUNT_OF_PARTS - 1);
     assert_null(llm_file_find(whole, "split.count"));
+    for (int i = 0; i < 2 * COUNT_OF_PARTS - 1; i++) {
+        const llm_tensor *tensor = llm_file_tensor(whole, i);
+        float x[4];
+        llm_type_find(tensor->type)->unpack(tensor->data, x, 4);
+        assert_true(x[0] == (float)(tensor->name.data[2] - '0') && x[1] == (float)(tensor->name.data[0] == 'u') && x[3] == 3);
+    }
     llm_file_close(whole);
     unlink(path);
     remove_parts(COUNT_OF_PARTS);
