@@ -200,7 +200,7 @@ static bool int4_types(lesson *l, const int4 *x) {
             int one = type->type == LLM_BF16
                           ? -1
                           : plot_series_add(&p, type->name); /* bf16 would hide f16: as large, as good */
-            if (one >= 0) p.series[one].dots = true;
+            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* each has its name beside it */
             plot_point(&p, one, mib, bits);
         }
         if (model != l->loaded) llm_model_free(model);

@@ -66,7 +66,7 @@ static bool speculation_stream(lesson *l, const speculating *s) {
                       "guess");
     int accepted_series = plot_series_add(&p, "accepted"), rejected_series = plot_series_add(&p, "rejected"),
         void_series = plot_series_add(&p, "void");
-    if (void_series == 2) p.series[0].mark = '+', p.series[1].mark = 'x', p.series[2].mark = '-', p.series[2].colour = 7;
+    if (void_series == 2) p.series[0].mark = '+', p.series[1].mark = 'x', p.series[2].mark = '-', p.series[2].colour = 4;
     for (int k = 0; k < s->depth; k++) plot_category(&p, (char[8]){(char)(k < 9 ? '1' + k : '0' + (k + 1) % 10), 0});
     bool good = engine && prompt && submit_task(engine, &t);
     int status = 1, at = 0, step = -1;

@@ -232,7 +232,7 @@ if ! "$LLM" run -m tiny-f16.gguf --device emulated -n 1 x 2>&1 | grep -q 'built 
     emulated memory --bandwidth 10
     holds "emulated: memory: 2 x layers x kv heads x head size x bytes; weights sum up" 'd["cache_bytes_per_token"] == 2*2*1*32*2 and sum(r["bytes"] for r in d["weights"][:-1]) == d["weights"][-1]["bytes"]'
     bad "emulated: roofline" 1 "no speed to measure" "$LLM" lesson roofline -m tiny-f16.gguf --device emulated
-    run "$LLM" ladder -m tiny-f16.gguf --device emulated -n 4 --requests 3 --text 100 --json
+    run "$LLM" ladder -m tiny-f16.gguf --device emulated -n 4 --requests 2 --text 100 --json
     holds "emulated: ladder: its own rungs, each gives the tokens of the one before" '[r["rung"] for r in d["rungs"][2:6]] == ["+ tiled kernels", "+ fused kernels", "+ split attention", "+ graphs"] and len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9 and d["rungs"][6]["tokens"].startswith("bits ")'
 else
     skip "lessons on the emulated device (built without a C++ compiler)"
@@ -242,6 +242,14 @@ fi
 wide=$TOP/tests/data/golden/wide.gguf
 ok "another model: memory" "weights" "$LLM" lesson memory -m "$wide" --bandwidth 10
 ok "another model: kv" "Both gave the same" "$LLM" lesson kv -m "$wide" -n 8 -p 3
+folder=$TOP/tests/data/models/llama # of Hugging Face, with a context of 64 tokens and 2 layers: the defaults shrink
+for what in memory kv attention "int4 --text 300" prefill batching paged prefix "speculation --lookup" tokens sampling; do
+    name="a folder with a small context: $what"
+    # shellcheck disable=SC2086
+    run "$LLM" lesson $what -m "$folder"
+    judge_text
+done
+ok "a folder with a small context: ladder" "paged cache .* same" "$LLM" ladder -m "$folder" --requests 6 --text 200
 bad "speculation without a guesser" 1 "--draft FILE, or --lookup" "$LLM" lesson speculation -m "$wide"
 
 bad "no such lesson, with a guess" 2 "did you mean 'paged'" "$LLM" lesson page
@@ -255,22 +263,41 @@ bad "no number" 2 "whole number" "$LLM" lesson kv -n many
 bad "a picture into a folder" 1 "not a plain file" "$LLM" lesson kv --png .
 bad "no such model" 1 "cannot open" "$LLM" lesson kv -m no.gguf
 bad "a prompt longer than the context" 1 "context" "$LLM" lesson kv -p 5000
+bad "a text longer than the context: kv" 1 "do not fit the context of 1024" "$LLM" lesson kv -p 1000 -n 25
+bad "a text longer than the context: prefill" 1 "do not fit" "$LLM" lesson prefill -p 4,2000
+bad "a text longer than the context: batching" 1 "do not fit" "$LLM" lesson batching --gen 2-2000
+bad "a text longer than the context: prefix" 1 "do not fit" "$LLM" lesson prefix --shared 1010
+bad "a text longer than the context: speculation" 1 "do not fit" "$LLM" lesson speculation --lookup -n 1000
+bad "more tokens in a request than the pool has" 1 "blocks of 8 tokens" "$LLM" lesson paged --blocks 3
+bad "a prompt longer than the context: attention" 1 "context" "$LLM" lesson attention -p 5000
+bad "no such head" 1 "heads 0 to 3" "$LLM" lesson attention --head 4
+bad "no such group" 1 "groups of 32" "$LLM" lesson int4 --group 1000000
 bad "no such layer" 1 "layers 0 to 7" "$LLM" lesson attention --layer 8
 bad "no such tensor" 1 "has no tensor" "$LLM" lesson int4 --tensor blk.77.nothing
 bad "weights that are int4 already" 1 "are q4_0 already" "$LLM" lesson int4 -m models/tales-q4_0.gguf
 bad "a picture where nothing may be written" 1 "cannot write" "$LLM" lesson prefix --shared 20 --requests 1 --png /nowhere/x.png
 bad "a ladder longer than the context" 1 "do not fit the context of 512" "$LLM" ladder -n 5000
 
-if command -v script >/dev/null 2>&1 && script -qec true /dev/null >/dev/null 2>&1; then
-    name="colour in a terminal"
-    TERM=xterm script -qec "'$LLM' lesson prefix --shared 20 --requests 1" /dev/null >out 2>err </dev/null
+in_terminal() { # lesson and options: in a terminal of 80 columns, with colour and without
+    TERM=xterm script -qec "stty cols 80; '$LLM' lesson $*" /dev/null >out 2>err </dev/null
     status=$?
-    if grep -q "$escape" out; then pass; else fail "colour"; fi
-    name="NO_COLOR in a terminal"
-    NO_COLOR=1 TERM=xterm script -qec "'$LLM' lesson prefix --shared 20 --requests 1" /dev/null >out 2>err </dev/null
-    if grep -q "$escape\[[0-9]" out; then fail "no colour"; else pass; fi
+    name="$1 in a terminal: colour"
+    if grep -q "$escape\[[0-9;]*m" out; then pass; else fail "colour"; fi
+    name="$1 in a terminal: 80 columns"
+    if sed "s/$escape\[[0-9;]*[mK]//g; s/\r\$//; s/.*\r//" out | LC_ALL=C tr -d '\200-\277' | awk 'length > 80 { bad = 1 } END { exit bad }'
+    then pass; else fail "80 columns"; fi
+    name="$1 in a terminal: NO_COLOR"
+    NO_COLOR=1 TERM=xterm script -qec "stty cols 80; '$LLM' lesson $*" /dev/null >out 2>err </dev/null
+    status=$?
+    if grep -q "$escape\[[0-9;]*m" out; then fail "no colour"; else pass; fi
+}
+if command -v script >/dev/null 2>&1 && script -qec true /dev/null >/dev/null 2>&1; then
+    in_terminal prefix --shared 20 --requests 1
+    in_terminal speculation --texts 1 -n 16 --most 1
+    in_terminal paged
+    in_terminal kv -n 8
 else
-    skip "colour in a terminal (no script command)"
+    skip "lessons in a terminal (no script command)"
 fi
 
 line="$passed passed, $failed failed"
