@@ -10087,6 +10087,7 @@ static bool llm__folder_int4(llm__folder *f, const char *name, const char *modul
 #endif
     for (int64_t row = 0; row < m.rows; row += LLM__INT4_ROWS)
         llm__int4_rows(&m, row, llm__min(LLM__INT4_ROWS, m.rows - row), type, data);
+    llm__file_forget(f->file, m.weights, (uint64_t)(m.rows * m.cols / 2));
     llm_tensor *t = llm__folder_new_tensor(f, name);
     t->type = type;
     t->n_dims = 2;
