@@ -1336,7 +1336,6 @@ static const char run_notes[] =
     "  llm run --draft models/tales-draft.gguf --speculate 4 \"The wolf\"\n"
     "  git log -1 --format=%B | llm run -m some.gguf -\n";
 
-/* A tale, as a first sight. */
 /* ---- llm chat ------------------------------------------------------------------------------ */
 enum { CHAT_CONTEXT = 8192 };
 
@@ -1678,6 +1677,7 @@ static const char chat_notes[] =
     "  llm chat -m some.gguf --template chatml --system \"You are a pirate.\"\n"
     "  echo \"Tell me a joke.\" | llm chat -m some-instruct.gguf --quiet\n";
 
+/* A tale, as a first sight. */
 static int command_demo(const command *self, int argc, char **argv) {
     char *words[] = {"Once upon a time"};
     int status = parse(self, NULL, 0, &argc, argv, 0);

@@ -282,23 +282,6 @@ for c in synth quantize; do
     judge 1 "d.gguf.*(too large|No space)" ""
     name="... leaves no file"; if [ -e d.gguf ] || [ -e d.gguf.tmp ]; then fail "no d.gguf, no d.gguf.tmp"; else pass; fi
 done
-closed() { # name, command...: to a pipe that nobody reads any more
-    name="$1 to a closed pipe"
-    shift
-    rm -f gone code
-    {
-        while [ ! -e gone ]; do sleep 0.02; done
-        "$@" 2>err </dev/null
-        echo $? >code
-    } | {
-        exec <&-
-        : >gone
-    }
-    while [ ! -s code ]; do sleep 0.02; done
-    status=$(cat code)
-    : >out
-    judge 1 "" "" # quietly
-}
 closed "--help" "$LLM" --help
 closed "run" "$LLM" run -m "$M" -n 5 Hello
 closed "a long run" "$LLM" run -m long.gguf -n 100000 --ignore-end Hello
@@ -311,7 +294,7 @@ status=$?
 : >out
 judge 1 "cannot write to standard output" ""
 
-if script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null; then
+if has_terminal; then
     for colour in yes no; do
         name="run on a terminal, colour: $colour"
         [ $colour = yes ] || export NO_COLOR=1
@@ -355,7 +338,4 @@ run "$LLM" run -q --device cuda -n 1 -m "$M" Hello
 name="run --device cuda, with a GPU or with a reason"
 if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without CUDA' ""; fi
 
-line="$passed passed, $failed failed"
-[ $skipped -eq 0 ] || line="$line, $skipped skipped"
-echo "$line"
-[ $failed -eq 0 ]
+end

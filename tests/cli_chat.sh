@@ -1,8 +1,8 @@
 #!/bin/sh
-# tests/cli_chat.sh [LLM]: `llm chat` as a user meets it: its commands, the ends of its input, lines that are too long, a terminal.
-# Run from the top of the repository. Ends in one line, "N passed, N failed".
+# tests/cli_chat.sh [LLM]: `llm chat` as a user meets it: its commands, the ends of its input, lines that are too long
+# (tests/test_chat.c has the terminal, and Ctrl-C). Run from the top of the repository. Ends in one line, "N passed, N failed".
 set -u
-. tests/cli_lib.sh
+. "$(dirname "$0")/cli_lib.sh"
 M=$TOP/models/tales-q4_0.gguf
 
 chat() { # name, exit status, pattern in stderr, pattern in stdout, option...: of a conversation that the file `typed` holds
@@ -71,27 +71,4 @@ answers 10
 bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
 bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm
 
-if script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null; then
-    "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=1000000 --type q8_0 long.gguf >log 2>&1
-    # Ctrl-C comes when the answer does, which without it would go on for a million tokens; then a second question is asked.
-    name="Ctrl-C on a terminal stops the answer, and not the program"
-    : >out
-    {
-        printf 'Hello\n'
-        i=0
-        while [ "$(wc -c <out)" -lt 2000 ] && [ $i -lt 1000 ]; do sleep 0.02; i=$((i + 1)); done
-        printf '\003'
-        i=0
-        while ! grep -a -q 'tokens in' out && [ $i -lt 1000 ]; do sleep 0.02; i=$((i + 1)); done
-        printf '/save kept.json\n/quit\n'
-    } | TERM=xterm script -qec "'$LLM' chat -m long.gguf --temperature 0 --context 1000000 --template chatml" /dev/null >out 2>err
-    status=$?
-    judge 0 "" "2 messages are in kept.json"
-else
-    skip "a terminal (no script command, or no pseudo-terminals)"
-fi
-
-line="$passed passed, $failed failed"
-[ $skipped -eq 0 ] || line="$line, $skipped skipped"
-echo "$line"
-[ $failed -eq 0 ]
+end

@@ -58,4 +58,30 @@ json() { # name: the last output is valid JSON and nothing else
     else fail "valid JSON"
     fi
 }
+closed() { # name, command...: to a pipe that nobody reads any more
+    name="$1 to a closed pipe"
+    shift
+    rm -f gone code
+    {
+        while [ ! -e gone ]; do sleep 0.02; done
+        "$@" 2>err </dev/null
+        echo $? >code
+    } | {
+        exec <&-
+        : >gone
+    }
+    while [ ! -s code ]; do sleep 0.02; done
+    status=$(cat code)
+    : >out
+    judge 1 "" "" # quietly
+}
+has_terminal() { # is there a `script` that knows -e, and are there pseudo-terminals?
+    script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null
+}
+end() { # the line that sums it up
+    line="$passed passed, $failed failed"
+    [ $skipped -eq 0 ] || line="$line, $skipped skipped"
+    echo "$line"
+    [ $failed -eq 0 ]
+}
 python=$(command -v python3) && "$python" -c 'import json' 2>/dev/null || python=

@@ -2,8 +2,8 @@
  * opens is read to its last byte, and says a few words. Seeds: tests/data/fuzz_folder, made from tests/data/models. */
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "walk.h"
 
-static volatile uint64_t sink;
 static char folder[200];
 
 static void spit(const char *name, const void *data, size_t n) {
@@ -38,33 +38,10 @@ static void begin(void) {
     spit("tokenizer.json", text, (size_t)n);
 }
 
-static void walk(const llm_file *file) {
-    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
-        const llm_tensor *t = llm_file_tensor(file, i);
-        for (uint64_t k = 0; k < t->bytes; k++) sink += ((const uint8_t *)t->data)[k];
-        for (uint64_t k = 0; t->columns && k < t->dims[0]; k++)
-            if (t->columns[k] < 0 || (uint64_t)t->columns[k] >= t->dims[0]) abort();
-    }
-}
-
-static void run(const llm_model *model) {
-    llm_engine_options options = llm_engine_defaults();
-    options.n_threads = 1;
-    options.context_length = 8;
-    options.max_sequences = 1;
-    options.max_batch_tokens = 4;
-    llm_error err;
-    if (llm_model_config(model)->n_heads > 64 || llm_model_config(model)->dim > 4096) return;
-    llm_engine *engine = llm_engine_create(model, &options, &err);
-    llm_request request = llm_request_defaults();
-    int32_t prompt[3] = {0, 1, 0};
-    request.prompt = prompt;
-    request.n_prompt = 3;
-    request.max_tokens = 2;
-    request.ignore_end = true;
-    if (engine && llm_submit(engine, &request, NULL, &err))
-        while (llm_step(engine, &err) > 0) {}
-    llm_engine_free(engine);
+static void check(const llm_model *model) {
+    const llm_config *config = llm_model_config(model);
+    walk(llm_model_file(model));
+    if (config->n_heads <= 64 && config->dim <= 4096) say_words(model, 8, 2);
 }
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
@@ -78,7 +55,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     memset(&err, 0, sizeof err);
     llm_model *model = llm_model_load(folder, &err);
     if (!model && (err.status == LLM_OK || !err.message[0])) abort();
-    if (model) walk(llm_model_file(model)), run(model);
+    if (model) check(model);
     llm_model_free(model);
     return 0;
 }

@@ -17,18 +17,6 @@
 #include <sys/ioctl.h>
 #include <sys/wait.h>
 
-static bytes slurp(const char *path) {
-    bytes b = {0};
-    FILE *f = fopen(path, "rb");
-    if (!f) print_error("cannot open %s; run this from the repository's root\n", path);
-    assert_non_null(f);
-    char buffer[4096];
-    size_t n;
-    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) put(&b, buffer, n);
-    fclose(f);
-    return b;
-}
-
 typedef struct vocab {
     bytes data;
     llm_file *file;

@@ -9,6 +9,7 @@
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "walk.h"
 
 #include <signal.h>
 #include <sys/resource.h>
@@ -17,44 +18,6 @@
 static char path[1000], temporary[1010]; /* the file that the tests write, and the writer's own name for it */
 
 /* ---- Helpers ------------------------------------------------------------------------------ */
-
-static volatile uint64_t sink; /* keeps the reads of `walk` */
-
-/* Read everything that a file offers. */
-static void walk(const llm_file *file) {
-    for (int64_t i = 0; i < llm_file_n_values(file); i++) {
-        const llm_value *value = llm_file_value(file, i);
-        for (size_t b = 0; b < value->bytes; b++) sink += value->data[b];
-        for (size_t b = 0; b < value->key.length; b++) sink += (uint8_t)value->key.data[b];
-        for (uint64_t k = 0; k < value->count && k < 100; k++) {
-            uint64_t u;
-            int64_t s;
-            double d;
-            bool flag;
-            if (llm_value_u64(value, k, &u)) sink += u;
-            if (llm_value_i64(value, k, &s)) sink += (uint64_t)s;
-            if (llm_value_f64(value, k, &d)) sink += d > 0;
-            if (llm_value_bool(value, k, &flag)) sink += flag;
-        }
-        size_t cursor = 0;
-        llm_string s;
-        uint64_t n = 0;
-        while (llm_value_string(value, &cursor, &s)) {
-            n++;
-            for (size_t b = 0; b < s.length; b++) sink += (uint8_t)s.data[b];
-        }
-        if (value->element_type == LLM_VALUE_STRING) assert_true(n == value->count);
-        assert_true(cursor == (value->element_type == LLM_VALUE_STRING ? value->bytes : 0));
-    }
-    for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
-        const llm_tensor *tensor = llm_file_tensor(file, i);
-        for (uint64_t b = 0; b < tensor->bytes; b++) sink += ((const uint8_t *)tensor->data)[b];
-        for (size_t b = 0; b < tensor->name.length; b++) sink += (uint8_t)tensor->name.data[b];
-    }
-    assert_null(llm_file_value(file, llm_file_n_values(file)));
-    assert_null(llm_file_value(file, -1));
-    assert_null(llm_file_tensor(file, llm_file_n_tensors(file)));
-}
 
 /* In memory of exactly its size, so that the address sanitizer sees the first byte too many. */
 static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_error *err) {
@@ -85,17 +48,6 @@ static void refuse(gguf *g, const char *expected) {
 }
 
 static bool same(llm_string s, const char *text) { return s.length == strlen(text) && !memcmp(s.data, text, s.length); }
-
-static bytes slurp(const char *name) {
-    bytes b = {0};
-    FILE *f = fopen(name, "rb");
-    assert_non_null(f);
-    char piece[4096];
-    size_t n;
-    while ((n = fread(piece, 1, sizeof piece, f)) > 0) put(&b, piece, n);
-    fclose(f);
-    return b;
-}
 
 static void spit(const char *name, const void *data, size_t n) {
     FILE *f = fopen(name, "wb");

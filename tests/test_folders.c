@@ -14,16 +14,6 @@ static char folder[200]; /* the copy that is damaged */
 
 static void path_of(char path[400], const char *directory, const char *name) { snprintf(path, 400, "%s/%s", directory, name); }
 
-static bytes slurp(const char *path) {
-    bytes b = {0};
-    FILE *f = fopen(path, "rb");
-    if (!f) fail_msg("cannot read %s", path);
-    char piece[4096];
-    for (size_t n; (n = fread(piece, 1, sizeof piece, f)) > 0;) put(&b, piece, n);
-    fclose(f);
-    return b;
-}
-
 static void spit(const char *name, const void *data, size_t n) {
     char path[400];
     path_of(path, folder, name);

@@ -921,20 +921,6 @@ static void test_no_memory(void **state) {
 
 /* ---- Real vocabularies ------------------------------------------------------------------------------------ */
 
-static bytes slurp(const char *path) {
-    bytes b = {0};
-    FILE *f = fopen(path, "rb");
-    if (!f) print_error("cannot open %s; run this from the repository's root\n", path);
-    assert_non_null(f);
-    char buffer[4096];
-    size_t n;
-    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) put(&b, buffer, n);
-    fclose(f);
-    put_u8(&b, 0);
-    b.length--;
-    return b;
-}
-
 /* tests/data/tokenizers holds texts, separated by a line, and the ids that the makers' own tokenizers give them, one line a
  * text. The vocabularies themselves are not ours to pass on: LLM_SHARED says where they are. */
 static void check_cases(const char *name, const char *vocabulary) {

@@ -61,6 +61,23 @@ TEST_UNUSED static void clear_bytes(bytes *b) {
     memset(b, 0, sizeof *b);
 }
 
+/* A whole file, and a zero byte behind it. */
+TEST_UNUSED static bytes slurp(const char *path) {
+    bytes b = {0};
+    char buffer[4096];
+    size_t n;
+    FILE *f = fopen(path, "rb");
+    if (!f) {
+        fprintf(stderr, "cannot open %s; run this from the repository's root\n", path);
+        abort();
+    }
+    while ((n = fread(buffer, 1, sizeof buffer, f)) > 0) put(&b, buffer, n);
+    fclose(f);
+    put_u8(&b, 0);
+    b.length--;
+    return b;
+}
+
 /* ---- GGUF files ------------------------------------------------------------------------- */
 
 /* The file in the making. The values, declarations and data are plain bytes, so that a test can also put nonsense there. */
