@@ -138,7 +138,7 @@ static bool tokens_texts(lesson *l, const char *own) {
     plot_series_add(&p, "");
     char *path = bundled_path("models/eval.txt");
     text tales = {0};
-    if (!path || !read_all(path, &tales)) return free(path), false;
+    if (!path || !read_all(path, &tales)) return plot_free(&p), free(path), false;
     for (int i = 0; i < COUNT(texts); i++) {
         const char *data = i == 0 ? tales.data : texts[i].text;
         if (data) tokens_count(t, texts[i].name, data, i == 0 ? tales.length : strlen(data), &rows, &p);

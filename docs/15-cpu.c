@@ -297,7 +297,7 @@ static bool cpu_climb(const cpu_matrix *m, int milliseconds, cpu_shown *shown) {
 
 static bool cpu_show(lesson *l, const cpu_matrix *m, int milliseconds) {
     static const column columns[] = {
-        {"rung", "one thread, but the last", "%s"}, {"row_gb_per_second", "1: GB/s", "%.2f"},
+        {"rung", "one thread, then all", "%s"}, {"row_gb_per_second", "1: GB/s", "%.2f"},
         {"row_share_percent", "%", "%.0f"},         {"rows16_gop_per_second", "16: GOP/s", "%.1f"},
         {"rows16_share_percent", "%", "%.0f"},      {"rows512_gop_per_second", "512: GOP/s", "%.1f"},
         {"rows512_share_percent", "%", "%.0f"},     {"error_percent", "error %", "%.2f"}};

@@ -59,7 +59,8 @@ if [ "$mode" = all ]; then
         grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
     done
 fi
-[ "$mode" = check ] && all='docs/*.md README.md models/README.md' || all="docs/$pages.md docs/README.md"
+all="docs/$pages.md docs/README.md"
+[ "$mode" = check ] && [ $# -lt 2 ] && all='docs/*.md README.md models/README.md'
 for page in $all; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
@@ -81,6 +82,16 @@ for page in $all; do
     grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u | while read -r symbol; do
         grep -q "\<$symbol\>" llm.h llm.cu main.c docs/*.c docs/*.h 2>/dev/null || echo "$page: there is no $symbol"
     done >"$work/log"
+    [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
+    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there: "instead of `...`", "delete `...`", "behind `...`"
+    case $page in docs/[0-9]*)
+        sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' | sort -u | while read -r symbol; do
+            grep -q -w -e "$symbol" llm.h llm.cu main.c docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no $symbol"
+        done
+        sed -n '/^[0-9]*\. A line:/p' "$page" | grep -o '\(instead of\|[Dd]elete\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
+            grep -q -F -e "$code" llm.h llm.cu docs/*.c docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
+        done ;;
+    esac >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # options of the commands that it shows: llm lesson NAME --option
     grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' | sort -u | while read -r line; do

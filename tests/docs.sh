@@ -34,14 +34,17 @@ for lesson in docs/[0-9]*.c; do
 done
 
 # A check that cannot fail is none: each kind of mistake must be found.
-for mistake in 's/<!-- quote llm.h llm__table_match/<!-- quote llm.h llm__table_mitch/' 's/](09-prefix.c)/](09-prefux.c)/' \
-    's/`llm lesson prefix --help`/`llm lesson prefix --halp`/' 's/`llm__table_match`/`llm__table_mutch`/'; do
+for mistake in '09-prefix s/<!-- quote llm.h llm__table_match/<!-- quote llm.h llm__table_mitch/' '09-prefix s/](09-prefix.c)/](09-prefux.c)/' \
+    '09-prefix s/`llm lesson prefix --help`/`llm lesson prefix --halp`/' '09-prefix s/`llm__table_match`/`llm__table_mutch`/' \
+    '13-tokens s/`tokens_by_hand`/`tokens_by_feet`/' '04-attention s/`[*]total [*]= shrink;`/`*total *= shrank;`/' 'models s/](types.md)/](tipes.md)/'; do
+    page=${mistake%% *}.md
     mkdir -p "$work/docs"
     cp -r docs/. "$work/docs/"
     for file in llm.h llm.cu main.c models README.md; do [ ! -e "$file" ] || ln -sfn "$here/$file" "$work/$file"; done
-    sed "$mistake" docs/09-prefix.md >"$work/docs/09-prefix.md"
+    sed "${mistake#* }" "docs/$page" >"$work/docs/$page"
     case ${LLM:-./llm} in /*) program=$LLM ;; *) program=$here/${LLM:-./llm} ;; esac
-    if (cd "$work" && LLM=$program sh docs/make.sh check) >"$work/log" 2>&1; then no "a mistake is found: $mistake"; else ok; fi
+    if cmp -s "docs/$page" "$work/docs/$page"; then no "a mistake to make: $mistake"
+    elif (cd "$work" && LLM=$program sh docs/make.sh check "${mistake%% *}") >"$work/log" 2>&1; then no "a mistake is found: $mistake"; else ok; fi
 done
 
 openmp=
