@@ -6416,7 +6416,8 @@ enum {
     LLM__QUERY_ROWS = 64,   /* (token, head) pairs that share it, at most */
     LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
-    LLM__TILE_ROWS = 4,     /* rows of x from which on matrix tiles pay */
+    LLM__TILE_ROWS = 9,     /* rows of x from which on matrix tiles pay, */
+    LLM__COSTLY_ROWS = 5,   /* and if the weights take long to unpack */
     LLM__FAR_BYTES = 4096   /* memory is asked for so far ahead of its use */
 };
 
@@ -6541,7 +6542,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
  */
 enum { /* of the matrix tiles */
     LLM__CHUNK = 16,       /* blocks that are unpacked together, */
-    LLM__TILE_PANELS = 4,  /* of so many panels */
+    LLM__TILE_PANELS = 2,  /* of so many panels */
     LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
     LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
 };
@@ -7270,12 +7271,16 @@ LLM__INLINE void llm__amx_configure(int height) {
         __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::);       \
     } while (0)
 
-/* The products of four blocks to memory. */
-LLM__INLINE void llm__amx_products(const char *x, size_t x_bytes, const int8_t *w, int32_t *products) {
+/* The products of four blocks to memory, while that is asked for `lines` cache lines in each. */
+LLM__INLINE void llm__amx_products(const char *x, size_t x_bytes, const int8_t *w, int32_t *products, const uint8_t *ahead, int lines) {
     LLM__TILE_PRODUCT(0, 4, 6);
+    for (int line = 0; line < lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
     LLM__TILE_PRODUCT(1, 5, 7);
+    for (int line = lines; line < 2 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
     LLM__TILE_PRODUCT(2, 4, 6);
+    for (int line = 2 * lines; line < 3 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
     LLM__TILE_PRODUCT(3, 5, 7);
+    for (int line = 3 * lines; line < 4 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
     LLM__TILE_STORE(0, products);
     LLM__TILE_STORE(1, products + 256);
     LLM__TILE_STORE(2, products + 512);
@@ -7303,16 +7308,17 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
     for (int b = first; b < end; b++, products += 256) {
         const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
         __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
-        for (int line = 0; line < job->lines; line++) LLM__PREFETCH_FAR(job->ahead + (b * job->lines + line) * 64);
         LLM__UNROLL for (int t = 0; t < T; t++) {
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
             sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
         }
         if (!job->w_minimums) continue;
-        const int16_t *x_sums = (const int16_t *)(const void *)(x_scales + job->height);
+        float x_minimums[LLM__X_TILE]; /* the sums of both halves of a block of x, times its scale */
+        __m512i halves = _mm512_loadu_si512((const void *)(x_scales + job->height));
+        __m512 x_sums = _mm512_cvtepi32_ps(_mm512_madd_epi16(halves, _mm512_set1_epi16(1)));
+        _mm512_storeu_ps(x_minimums, _mm512_mul_ps(x_sums, _mm512_loadu_ps(x_scales)));
         __m512 minimum = _mm512_loadu_ps(job->w_minimums + b * LLM__PANEL);
-        LLM__UNROLL for (int t = 0; t < T; t++)
-            sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_scales[t] * (float)(x_sums[2 * t] + x_sums[2 * t + 1])), sums[t]);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_minimums[t]), sums[t]);
     }
 }
 
@@ -7320,12 +7326,12 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
 LLM__INLINE void llm__amx_chunk(int T, bool first, const llm__tile_job *job) {
     __m512 sums[16];
     LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(job->kept + t * 16);
-    llm__amx_products(job->x, job->x_bytes, job->w, job->products);
+    llm__amx_products(job->x, job->x_bytes, job->w, job->products, job->ahead, job->lines);
     for (int block = 0; block < job->blocks; block += LLM__GROUP) {
         int after = block + LLM__GROUP, odd = block / LLM__GROUP % 2;
         if (after < job->blocks)
             llm__amx_products(job->x + (size_t)after * job->x_bytes, job->x_bytes, job->w + after * 512,
-                              job->products + (1 - odd) * 1024);
+                              job->products + (1 - odd) * 1024, job->ahead + after * job->lines * 64, job->lines);
         llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), job->products + odd * 1024, sums);
     }
     LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
@@ -7363,7 +7369,7 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count,
     }
 }
 
-/* Up to four panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
+/* Up to two panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
  * beyond n, up to a multiple of four, are computed from whatever is there, and dropped.) */
 static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                                  char *scratch) {
@@ -8143,7 +8149,8 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     bool beside = llm__beside_last(cpu, &job);
     if (llm__stored_quads(w->type)) {
         /* a block of q6_K has two scales, which a product of the tile unit would mix */
-        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= LLM__TILE_ROWS && w->type != LLM_Q6_K;
+        bool costly = w->type != LLM_Q4_0 && w->type != LLM_Q8_0;
+        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= (costly ? LLM__COSTLY_ROWS : LLM__TILE_ROWS) && w->type != LLM_Q6_K;
         job.height = (int)llm__min(n, LLM__X_TILE);
         job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
         if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols) {
