@@ -6191,6 +6191,7 @@ typedef struct llm__attention_job {
     const llm_cache *cache;
     int layer;
     float *out;
+    bool tiles;              /* use matrix tiles */
 } llm__attention_job;
 
 /* One set of compiled kernels. Each works on a range that one thread was given. */
@@ -6325,12 +6326,16 @@ static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_
     }
 }
 
+/* (What f16 cannot hold becomes its largest value: infinity would make of a weight of 0 something that is not a number.) */
 static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
     int64_t block = slot / cache->block_size, offset = slot % cache->block_size;
     int64_t row = (block * cache->n_kv_heads + kv_head) * cache->block_size + offset;
     size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
     char *to = (char *)side + (size_t)layer * cache->layer_bytes + (size_t)row * row_bytes;
-    llm_type_find(cache->type)->pack(head, to, cache->head_dim);
+    for (int i = 0; i < cache->head_dim; i++) {
+        if (cache->type == LLM_F16) llm__write_u16(to + 2 * i, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
+        else memcpy(to + 4 * i, head + i, sizeof *head);
+    }
 }
 
 static void llm__plain_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
@@ -6400,7 +6405,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
 
 static void llm__plain_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape,
                                  const float *q, const llm_cache *cache, int layer, float *out) {
-    llm__attention_job job = {batch, *shape, q, cache, layer, out};
+    llm__attention_job job = {batch, *shape, q, cache, layer, out, false};
     llm__cpu *cpu = (llm__cpu *)context;
     for (int s = 0; s < batch->n_sequences; s++)
         for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
@@ -6413,11 +6418,12 @@ static void llm__plain_attention(void *context, const llm_batch *batch, const ll
 
 enum {
     LLM__TILE = 64,         /* positions in a tile of attention */
-    LLM__QUERY_ROWS = 64,   /* (token, head) pairs that share it, at most */
-    LLM__PADDING = 16,      /* head_dim is padded to a multiple of this: the widest register */
+    LLM__QUERY_ROWS = 128,   /* (token, head) pairs that share it, at most */
+    LLM__PADDING = 32,      /* head_dim is padded to a multiple of this: the depth of a product of matrix tiles of bf16 */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
     LLM__TILE_ROWS = 9,     /* rows of x from which on matrix tiles pay, */
     LLM__COSTLY_ROWS = 5,   /* and if the weights take long to unpack */
+    LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096   /* memory is asked for so far ahead of its use */
 };
 
@@ -7504,8 +7510,13 @@ LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, ll
 LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, char *to, const float *head) {
     int i = 0, head_dim = cache->head_dim;
     if (cache->type == LLM_F16) {
-        for (; i + LLM__W <= head_dim; i += LLM__W) LLM__K(to_f16)((uint16_t *)(void *)to + i, LLM__K(load)(head + i));
-        for (; i < head_dim; i++) llm__write_u16(to + 2 * i, llm__f32_to_f16(head[i]));
+        const llm__vf lowest = LLM__K(all)(-65504.0f);
+        for (; i + LLM__W <= head_dim; i += LLM__W)
+            LLM__K(to_f16)((uint16_t *)(void *)to + i, -LLM__K(max)(-LLM__K(max)(LLM__K(load)(head + i), lowest), lowest));
+        for (; i < head_dim; i++) {
+            float x = head[i] > -65504.0f ? head[i] : -65504.0f;
+            llm__write_u16(to + 2 * i, llm__f32_to_f16(x < 65504.0f ? x : 65504.0f));
+        }
     } else memcpy(to, head, (size_t)head_dim * sizeof *head);
 }
 
@@ -7726,20 +7737,14 @@ LLM__INLINE void LLM__K(value_rows)(int R, const float *weights, const float *va
         LLM__K(value_block)(R, 1, weights, values + d, first, end, padded_dim, sums + d);
 }
 
-/* Scores of the rows `row` .. row + R - 1 of the work item, and what weights they give the keys. Row r sees the keys
- * from[r] .. seen[r] - 1 of the tile, both ascending. */
-LLM__INLINE void LLM__K(attend_keys)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
-                                     const int *seen, int row, int head_dim, float scale) {
+/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
+LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
+                                const int *seen, int row, int head_dim, float scale) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
     LLM__K(score_rows)(R, q, a->keys, head_dim, seen[R - 1], scores);
     for (int r = 0; r < R; r++)
         LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * a->padded_dim, a->padded_dim);
-}
-
-/* The same rows: the values by these weights. */
-LLM__INLINE void LLM__K(attend_values)(int R, const LLM__K(attention_scratch) *a, const int *from, const int *seen, int row) {
-    float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
     /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
@@ -7751,47 +7756,339 @@ LLM__INLINE void LLM__K(attend_values)(int R, const LLM__K(attention_scratch) *a
                            sums + (int64_t)r * a->padded_dim);
 }
 
+typedef struct LLM__K(query_rows) { /* of a work item */
+    int n;
+    const float *q[LLM__QUERY_ROWS];
+    int position[LLM__QUERY_ROWS];
+    int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS]; /* each sees the keys from .. seen - 1 of a tile; none if from >= seen */
+} LLM__K(query_rows);
+
+static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+                              LLM__K(query_rows) *rows) {
+    const llm_batch *batch = job->batch;
+    int group = job->shape.n_heads / job->shape.n_kv_heads;
+    rows->n = end_row - first_row;
+    for (int r = 0; r < rows->n; r++) {
+        int64_t token = batch->seq_first[sequence] + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
+        rows->q[r] = job->q + (token * job->shape.n_heads + head) * job->shape.head_dim;
+        rows->position[r] = batch->positions[token];
+    }
+}
+
+/* What the rows see of the tile from position `first` on. */
+LLM__INLINE void LLM__K(see_tile)(const llm__attention_job *job, int first, LLM__K(query_rows) *rows) {
+    for (int r = 0; r < rows->n; r++) {
+        rows->from[r] = (int)llm__max(llm__first_seen(&job->shape, rows->position[r]) - first, 0);
+        rows->seen[r] = (int)llm__min(LLM__TILE, rows->position[r] + 1 - first);
+    }
+}
+
+static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows) {
+    const int *from = rows->from, *seen = rows->seen;
+    int row = 0, end = rows->n, head_dim = job->shape.head_dim;
+    while (row < end && seen[row] <= 0) row++;
+    while (end > row && from[end - 1] >= LLM__TILE) end--;
+    for (; row + LLM__ROWS <= end; row += LLM__ROWS)
+        LLM__K(attend)(LLM__ROWS, a, rows->q + row, from + row, seen + row, row, head_dim, job->shape.scale);
+    for (; row < end; row++) LLM__K(attend)(1, a, rows->q + row, from + row, seen + row, row, head_dim, job->shape.scale);
+}
+
+#if LLM__KERNEL_PASS == 2
+
+/* -- Attention in matrix tiles: AMX --
+ *
+ * The tile unit also multiplies bf16: A of 16 rows by 32, B of 32 by 16, and adds f32 sums to C, in the 16 cycles in which vector
+ * registers do 512 multiply-adds and it does 8192. But bf16 has 8 bits of precision; so every number goes in as two,
+ *
+ *     x = high + low,     high: x to 8 bits,     low: what is left, to 8 bits
+ *     x y = high high' + high low' + low high'      and at most 2^-16 of it that is not computed
+ *
+ * in three products, which are as exact as f32 for us (of a cache in f16, high + low is all there is). A pass over a tile
+ * of 64 keys does, for each 16 query rows,
+ *
+ *     C: scores (64 keys, 16 rows)  =  A: keys (64, dim)  x  B: queries (dim, 16 rows), packed once
+ *     weights                       =  exp(scores - largest), a register holding 16 rows for one key: no sums across lanes
+ *     C: sums (16 rows, dim)       +=  A: weights (16 rows, 64 keys), transposed  x  B: values (64 keys, dim)
+ *
+ * B wants its rows in pairs, {row 0, row 1} column by column. Of the values these are two neighbouring keys. Of the queries they
+ * are dimensions d and d + 16, as then also A, the keys, is made from two registers of a row without any shuffle.
+ *
+ * What a row does not see gets weight 0, and 0 times what is there is added: so nothing there may be infinite or not a number.
+ * Values were stored so (see llm__plain_store); rows that the tile does not have are zeros. */
+
+typedef struct llm__amx_tile {
+    uint16_t *queries[2];  /* high and low: (4 groups of 16 rows, padded_dim / 2, 16, 2) */
+    uint16_t *keys[2];     /* (64, padded_dim) */
+    uint16_t *values[2];   /* (32, padded_dim, 2) */
+    uint16_t *weights[2];  /* (16 rows, 64) */
+    float *scores;         /* (64, 16 rows) */
+} llm__amx_tile;
+
+/* 16 pairs of bf16, a in their low halves and b in their high ones. Adding half of the last place, then cutting off, rounds. Of
+ * what came from f16 (exact), both parts together have all 11 bits without. */
+LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000), half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
+    __m512i whole_a = _mm512_and_si512(_mm512_add_epi32((__m512i)a, half), upper);
+    __m512i whole_b = _mm512_and_si512(_mm512_add_epi32((__m512i)b, half), upper);
+    __m512i rest_a = _mm512_add_epi32((__m512i)_mm512_sub_ps(a, (__m512)whole_a), half);
+    __m512i rest_b = _mm512_add_epi32((__m512i)_mm512_sub_ps(b, (__m512)whole_b), half);
+    _mm512_storeu_si512(high, _mm512_or_si512(_mm512_srli_epi32(whole_a, 16), whole_b));
+    _mm512_storeu_si512(low, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
+}
+
+/* 16 values of a row from d on, as far as there are such; else zeros */
+LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
+    if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
+    return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d) : _mm512_setzero_ps();
+}
+
+/* Transposes (16, 16) pairs in place, with the next row so many pairs on. */
+LLM__INLINE void llm__amx_turn(uint16_t *pairs, int stride) {
+    llm__vf square[16];
+    LLM__UNROLL for (int i = 0; i < 16; i++) square[i] = LLM__K(load)((const float *)(const void *)pairs + i * stride);
+    LLM__K(transpose)(square);
+    LLM__UNROLL for (int i = 0; i < 16; i++) LLM__K(store)((float *)(void *)pairs + i * stride, square[i]);
+}
+
+static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
+    llm__amx_tile t;
+    int64_t depth = a->padded_dim;
+    t.keys[0] = (uint16_t *)(void *)a->keys; /* in two parts as large as in f32 */
+    t.values[0] = (uint16_t *)(void *)a->values;
+    t.scores = a->scores; /* (64, 16) of (64, 64) */
+    t.weights[0] = (uint16_t *)(void *)(a->scores + LLM__TILE * 16);
+    t.queries[0] = (uint16_t *)(void *)(a->zeros + depth);
+    t.keys[1] = t.keys[0] + LLM__TILE * depth;
+    t.values[1] = t.values[0] + LLM__TILE * depth;
+    t.weights[1] = t.weights[0] + LLM__TILE * 16;
+    t.queries[1] = t.queries[0] + LLM__QUERY_ROWS * depth;
+    return t;
+}
+
+/* Packs the queries, times the scale. */
+static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
+                           const llm__amx_tile *t) {
+    int depth = a->padded_dim;
+    __m512 scale = _mm512_set1_ps(job->shape.scale);
+    for (int d = 0; d < depth; d += 32)
+        for (int group = 0; group * 16 < rows->n; group++) {
+            int64_t at_group = (int64_t)group * 16 * depth + d * 16;
+            for (int r = 0; r < 16; r++) {
+                const void *q = group * 16 + r < rows->n ? rows->q[group * 16 + r] : a->zeros;
+                llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, job->shape.head_dim), scale),
+                               _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, job->shape.head_dim), scale),
+                               t->queries[0] + at_group + r * 32, t->queries[1] + at_group + r * 32);
+            }
+            for (int part = 0; part < 2; part++) llm__amx_turn(t->queries[part] + at_group, 16);
+        }
+    struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
+    memset(&shapes, 0, sizeof shapes);
+    shapes.palette = 1;
+    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
+    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
+}
+
+/* A tile from its blocks, as bf16; keys and values up to a multiple of 32. Memory is asked for the keys of the next. */
+static void llm__amx_gather(int head_dim, const LLM__K(tile_place) *tile, const LLM__K(tile_place) *next,
+                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
+    int n = (tile->n + 31) / 32 * 32, depth = a->padded_dim, whole = head_dim / 32 * 32;
+    for (int k = 0; k < n; k += 2) {
+        if (k / 2 < next->n) LLM__K(prefetch_row)(next->keys[k / 2], (size_t)head_dim * 2);
+        for (int i = k; i < k + 2; i++) {
+            const uint16_t *key = (const uint16_t *)(const void *)(i < tile->n ? tile->keys[i] : (const char *)a->zeros);
+            uint16_t *high = t->keys[0] + i * depth, *low = t->keys[1] + i * depth;
+            for (int d = 0; d < whole; d += 32)
+                llm__amx_split(true, (__m512)LLM__K(from_f16)(key + d), (__m512)LLM__K(from_f16)(key + d + 16), high + d, low + d);
+            if (whole < depth)
+                llm__amx_split(true, llm__amx_some(LLM_F16, key, whole, head_dim), llm__amx_some(LLM_F16, key, whole + 16, head_dim),
+                               high + whole, low + whole);
+        }
+    }
+    for (int k = 0; k < n; k += 2) {
+        const uint16_t *even = (const uint16_t *)(const void *)(k < tile->n ? tile->values[k] : (const char *)a->zeros);
+        const uint16_t *odd = (const uint16_t *)(const void *)(k + 1 < tile->n ? tile->values[k + 1] : (const char *)a->zeros);
+        uint16_t *high = t->values[0] + k * depth, *low = t->values[1] + k * depth;
+        if (32 + k / 2 < next->n) LLM__K(prefetch_row)(next->keys[32 + k / 2], (size_t)head_dim * 2);
+        for (int d = 0; d < whole; d += 16)
+            llm__amx_split(true, (__m512)LLM__K(from_f16)(even + d), (__m512)LLM__K(from_f16)(odd + d), high + 2 * d, low + 2 * d);
+        for (int d = whole; d < depth; d += 16)
+            llm__amx_split(true, llm__amx_some(LLM_F16, even, d, head_dim), llm__amx_some(LLM_F16, odd, d, head_dim), high + 2 * d,
+                           low + 2 * d);
+    }
+}
+
+#define LLM__TILE_LOAD(tile, p, stride)                                                                        \
+    __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)) : "memory")
+#define LLM__TILE_STORE(tile, p, stride)                                                                       \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
+#define LLM__TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
+#define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+
+/* scores (n, 16 rows) = keys times queries, n = 32 or 64. A product takes 52 cycles, and another can begin after 16: so four sums
+ * go on in turn. */
+LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, int n) {
+    int64_t stride = depth * 2;
+    LLM__TILE_ZERO(0); LLM__TILE_ZERO(1); LLM__TILE_ZERO(2); LLM__TILE_ZERO(3);
+    for (int d = 0; d < depth; d += 32)
+        for (int part = 0; part < 3; part++) { /* high high, low high, high low */
+            const uint16_t *keys = t->keys[part == 1] + d;
+            LLM__TILE_LOAD(6, t->queries[part == 2] + (int64_t)group * 16 * depth + d * 16, 64);
+            LLM__TILE_LOAD(4, keys, stride);
+            LLM__TILE_PRODUCT(0, 4, 6);
+            LLM__TILE_LOAD(5, keys + 16 * depth, stride);
+            LLM__TILE_PRODUCT(1, 5, 6);
+            if (n <= 32) continue;
+            LLM__TILE_LOAD(4, keys + 32 * depth, stride);
+            LLM__TILE_PRODUCT(2, 4, 6);
+            LLM__TILE_LOAD(5, keys + 48 * depth, stride);
+            LLM__TILE_PRODUCT(3, 5, 6);
+        }
+    LLM__TILE_STORE(0, t->scores, 64);
+    LLM__TILE_STORE(1, t->scores + 256, 64);
+    if (n <= 32) return;
+    LLM__TILE_STORE(2, t->scores + 512, 64);
+    LLM__TILE_STORE(3, t->scores + 768, 64);
+}
+
+/* sums (16 rows, padded_dim) += weights (16 rows, n keys) times values (n keys, padded_dim) */
+LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, float *sums) {
+    int64_t stride = padded_dim * 4;
+    for (int d = 0; d < padded_dim; d += 64) {
+        bool more = d + 32 < padded_dim;
+        LLM__TILE_LOAD(0, sums + d, stride);
+        LLM__TILE_LOAD(1, sums + d + 16, stride);
+        if (more) LLM__TILE_LOAD(2, sums + d + 32, stride);
+        if (more) LLM__TILE_LOAD(3, sums + d + 48, stride);
+        for (int k = 0; k < n; k += 32)
+            for (int part = 0; part < 3; part++) {
+                const uint16_t *values = t->values[part == 1] + k * padded_dim + 2 * d;
+                LLM__TILE_LOAD(4, t->weights[part == 2] + k, 2 * LLM__TILE);
+                LLM__TILE_LOAD(6, values, stride);
+                LLM__TILE_PRODUCT(0, 4, 6);
+                LLM__TILE_LOAD(7, values + 32, stride);
+                LLM__TILE_PRODUCT(1, 4, 7);
+                if (!more) continue;
+                LLM__TILE_LOAD(6, values + 64, stride);
+                LLM__TILE_PRODUCT(2, 4, 6);
+                LLM__TILE_LOAD(7, values + 96, stride);
+                LLM__TILE_PRODUCT(3, 4, 7);
+            }
+        LLM__TILE_STORE(0, sums + d, stride);
+        LLM__TILE_STORE(1, sums + d + 16, stride);
+        if (more) LLM__TILE_STORE(2, sums + d + 32, stride);
+        if (more) LLM__TILE_STORE(3, sums + d + 48, stride);
+    }
+}
+#undef LLM__TILE_PRODUCT
+#undef LLM__TILE_ZERO
+#undef LLM__TILE_STORE
+#undef LLM__TILE_LOAD
+
+/* e to the power of x <= 0 (to 1e-6): 2^k 2^r, where k is whole and |r| <= 1/2 */
+LLM__INLINE __m512 llm__amx_exp(__m512 x) {
+    const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f}; /* ln(2)^i / i! */
+    const __m512 log2_e = _mm512_set1_ps(1.44269504f);
+    x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
+    __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 r = _mm512_fmsub_ps(x, log2_e, k), sum = _mm512_set1_ps(terms[0]);
+    LLM__UNROLL for (int i = 1; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(terms[i]));
+    return _mm512_scalef_ps(sum, k);
+}
+
+/* Scores of 16 rows for n keys to weights, and what was summed up before to the new largest score. A lane is a row, which sees the
+ * keys from .. seen - 1; whole: each row sees all. */
+LLM__INLINE void llm__amx_softmax(bool whole, const llm__amx_tile *t, int n, __m512i from, __m512i seen, const LLM__K(tile_place) *next,
+                                  int head_dim, float *largest, float *total, float *sums, int padded_dim) {
+    __mmask16 sees[LLM__TILE];
+    __m512 before = _mm512_loadu_ps(largest), top = before, added = _mm512_setzero_ps();
+    for (int k = 0; k < n; k++) {
+        __m512i key = _mm512_set1_epi32(k);
+        sees[k] = whole ? 0xffff : _mm512_mask_cmple_epi32_mask(_mm512_cmpgt_epi32_mask(seen, key), from, key);
+        top = _mm512_mask_max_ps(top, sees[k], top, _mm512_loadu_ps(t->scores + k * 16));
+        if (k < next->n) LLM__K(prefetch_row)(next->values[k], (size_t)head_dim * 2);
+    }
+    for (int k = 0; k < n; k += 2) {
+        __m512 weight[2];
+        LLM__UNROLL for (int i = 0; i < 2; i++) {
+            weight[i] = llm__amx_exp(_mm512_sub_ps(_mm512_loadu_ps(t->scores + (k + i) * 16), top));
+            if (!whole) weight[i] = _mm512_maskz_mov_ps(sees[k + i], weight[i]);
+            added = _mm512_add_ps(added, weight[i]);
+        }
+        int at = k / 32 * 32 + k % 32 / 2 * LLM__TILE; /* (16 pairs, 16 rows): turned round below */
+        llm__amx_split(false, weight[0], weight[1], t->weights[0] + at, t->weights[1] + at);
+    }
+    for (int k = 0; k < n; k += 32)
+        for (int part = 0; part < 2; part++) llm__amx_turn(t->weights[part] + k, LLM__TILE / 2);
+    __mmask16 changed = _mm512_cmp_ps_mask(top, before, _CMP_NEQ_UQ);
+    float shrink[16];
+    _mm512_storeu_ps(shrink, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed, llm__amx_exp(_mm512_sub_ps(before, top))));
+    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), added));
+    _mm512_storeu_ps(largest, top);
+    for (int r = 0; r < 16; r++)
+        for (int d = 0; changed >> r & 1 && d < padded_dim; d += 16)
+            LLM__K(store)(sums + r * padded_dim + d, LLM__K(load)(sums + r * padded_dim + d) * shrink[r]);
+}
+
+/* A tile of keys and values for all rows. The values of the next one are asked for meanwhile (its keys were by llm__amx_gather). */
+static void llm__amx_attend(const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
+                            const LLM__K(tile_place) *next, int head_dim) {
+    const LLM__K(tile_place) nothing = {0};
+    for (int row = 0, group = 0; row < rows->n; row += 16, group++) {
+        int from[16] = {0}, seen[16] = {0}, n = 0, first = 0, last = LLM__TILE; /* rows that are not there see nothing */
+        for (int r = 0; r < 16 && row + r < rows->n; r++) {
+            from[r] = rows->from[row + r], seen[r] = rows->seen[row + r];
+            if (from[r] < seen[r]) n = (int)llm__max(n, seen[r]);
+            first = (int)llm__max(first, from[r]), last = (int)llm__min(last, seen[r]);
+        }
+        if (n == 0) continue;
+        n = n > 32 ? 64 : 32;
+        float *sums = a->sums + (int64_t)row * a->padded_dim, *largest = a->largest + row, *total = a->total + row;
+        __m512i lanes_from = _mm512_loadu_si512(from), lanes_seen = _mm512_loadu_si512(seen);
+        llm__amx_scores(t, a->padded_dim, group, n);
+        if (first == 0 && last >= n)
+            llm__amx_softmax(true, t, n, lanes_from, lanes_seen, next, head_dim, largest, total, sums, a->padded_dim);
+        else llm__amx_softmax(false, t, n, lanes_from, lanes_seen, next, head_dim, largest, total, sums, a->padded_dim);
+        llm__amx_values(t, a->padded_dim, n, sums);
+        next = &nothing;
+    }
+}
+#endif
+
 static void LLM__K(attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
                               void *scratch) {
-    const llm_batch *batch = job->batch;
-    int group = job->shape.n_heads / job->shape.n_kv_heads, head_dim = job->shape.head_dim;
-    int n_rows = end_row - first_row, first_token = batch->seq_first[sequence];
+    int head_dim = job->shape.head_dim;
+    LLM__K(query_rows) rows;
+    LLM__K(find_rows)(job, sequence, kv_head, first_row, end_row, &rows);
     LLM__K(attention_scratch) a = LLM__K(carve)(scratch, head_dim);
     memset(a.zeros, 0, (size_t)a.padded_dim * sizeof *a.zeros);
+    int n_rows = (rows.n + 15) / 16 * 16; /* matrix tiles hold 16 */
     memset(a.sums, 0, (size_t)n_rows * (size_t)a.padded_dim * sizeof *a.sums);
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
-
-    const float *q[LLM__QUERY_ROWS];
-    int position[LLM__QUERY_ROWS], from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
-    for (int r = 0; r < n_rows; r++) {
-        int64_t token = first_token + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
-        q[r] = job->q + (token * job->shape.n_heads + head) * head_dim;
-        position[r] = batch->positions[token];
-    }
-    int last = batch->positions[first_token + (end_row - 1) / group];
+#if LLM__KERNEL_PASS == 2
+    llm__amx_tile t = llm__amx_carve(&a);
+    if (job->tiles) llm__amx_begin(job, &rows, &a, &t);
+#endif
+    int last = rows.position[rows.n - 1], begin = llm__first_seen(&job->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     LLM__K(tile_place) tiles[2]; /* this one and the next */
-    int begin = llm__first_seen(&job->shape, position[0]) / LLM__TILE * LLM__TILE;
     LLM__K(find_tile)(job, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
-        int row = 0, end = n_rows;
         LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, last, &tiles[!now]);
-        LLM__K(gather_tile)(job, &tiles[now], &tiles[!now], &a);
-        while (row < n_rows && position[row] < first) row++;
-        while (end > row && llm__first_seen(&job->shape, position[end - 1]) >= first + LLM__TILE) end--;
-        for (int r = row; r < end; r++) {
-            from[r] = (int)llm__max(llm__first_seen(&job->shape, position[r]) - first, 0);
-            seen[r] = (int)llm__min(LLM__TILE, position[r] + 1 - first);
+        LLM__K(see_tile)(job, first, &rows);
+#if LLM__KERNEL_PASS == 2
+        if (job->tiles) {
+            llm__amx_gather(head_dim, &tiles[now], &tiles[!now], &a, &t);
+            llm__amx_attend(&rows, &a, &t, &tiles[!now], head_dim);
+            continue;
         }
-        /* keys for all rows, then values for all rows: one of the two at a time fits the first-level cache */
-        int whole = row + (end - row) / LLM__ROWS * LLM__ROWS;
-        for (int r = row; r < whole; r += LLM__ROWS)
-            LLM__K(attend_keys)(LLM__ROWS, &a, q + r, from + r, seen + r, r, head_dim, job->shape.scale);
-        for (int r = whole; r < end; r++) LLM__K(attend_keys)(1, &a, q + r, from + r, seen + r, r, head_dim, job->shape.scale);
-        for (int r = row; r < whole; r += LLM__ROWS) LLM__K(attend_values)(LLM__ROWS, &a, from + r, seen + r, r);
-        for (int r = whole; r < end; r++) LLM__K(attend_values)(1, &a, from + r, seen + r, r);
+#endif
+        LLM__K(gather_tile)(job, &tiles[now], &tiles[!now], &a);
+        LLM__K(attend_tile)(job, &a, &rows);
     }
-    for (int r = 0; r < n_rows; r++) {
-        float *out = job->out + (q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
+#if LLM__KERNEL_PASS == 2
+    if (job->tiles) __asm__ volatile("tilerelease" ::);
+#endif
+    for (int r = 0; r < rows.n; r++) {
+        float *out = job->out + (rows.q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
         for (int d = 0; d < head_dim; d++) out[d] = sums[d] / a.total[r];
     }
 }
@@ -7910,9 +8207,9 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
 static bool llm__has_matrix_tiles(void) {
 #if defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
-    enum { TILES_OF_INT8 = 1 << 24 | 1 << 25, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    enum { TILES = 1 << 22 | 1 << 24 | 1 << 25 /* bf16, tiles, int8 */, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
-    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES_OF_INT8) != TILES_OF_INT8) return false;
+    if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;
     int64_t failed; /* the call itself: strict C11 does not declare syscall() */
     __asm__ volatile("syscall" : "=a"(failed) : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION), "S"((int64_t)TILE_DATA)
                      : "rcx", "r11", "memory");
@@ -8267,7 +8564,9 @@ static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t t
 static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                                const llm_cache *cache, int layer, float *out) {
     llm__cpu *cpu = (llm__cpu *)context;
-    llm__attention_job job = {batch, *shape, q, cache, layer, out};
+    llm__attention_job job = {batch, *shape, q, cache, layer, out, false};
+    /* (What decides may not depend on the batch: all rows of a sequence are to be computed alike.) */
+    job.tiles = cpu->isa >= LLM_ISA_AMX && cache->type == LLM_F16 && shape->n_heads >= LLM__SHARING_HEADS * shape->n_kv_heads;
     int64_t items = 0;
     double work = 0.0;
     for (int s = 0; s < batch->n_sequences; s++) {
@@ -8483,7 +8782,7 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     limits.max_cols = llm__max(limits.max_cols, wanted->max_cols);
 
     uint64_t padded = (uint64_t)llm__divide_up(limits.head_dim, LLM__PADDING) * LLM__PADDING;
-    uint64_t attention = (padded * (2 * LLM__TILE + LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
+    uint64_t attention = (padded * (2 * LLM__TILE + 2 * LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
                          sizeof(float);
     uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
