@@ -623,7 +623,8 @@ struct llm_backend {
     /* -- memory ------------------------------------------------------------------------ */
     /* Device memory, not cleared; `what` says what for, in the error. NULL on failure. */
     void *(*allocate)(void *context, size_t bytes, const char *what, llm_error *err);
-    void (*release)(void *context, void *device); /* NULL is fine */
+    /* NULL is fine. Release nothing in the middle of a step: what the step has asked for so far may not be done then. */
+    void (*release)(void *context, void *device);
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
     /* Make a matrix of the file ready for matmul and embed. w comes with type, rows, cols; sets w->data.
@@ -6194,6 +6195,25 @@ typedef struct llm__attention_job {
     bool tiles;              /* use matrix tiles */
 } llm__attention_job;
 
+typedef struct llm__rows_job { /* rmsnorm and swiglu */
+    const float *a, *b;
+    float *out;
+    int64_t n, n_per_item;
+    int dim;
+    float epsilon;
+} llm__rows_job;
+
+typedef struct llm__row_job { /* embed, rope_angles, and the two that gather */
+    const llm_batch *batch;
+    const llm_weight *table;
+    const float *x;           /* or the frequencies */
+    const int32_t *rows, *columns;
+    int64_t n, width;         /* (n, width) = out */
+    int64_t n_per_item;
+    float magnitude;
+    float *out;
+} llm__row_job;
+
 /* One set of compiled kernels. Each works on a range that one thread was given. */
 typedef struct llm__kernels {
     llm_isa isa;
@@ -6424,7 +6444,8 @@ enum {
     LLM__TILE_ROWS = 9,     /* rows of x from which on matrix tiles pay, */
     LLM__COSTLY_ROWS = 5,   /* and if the weights take long to unpack */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
-    LLM__FAR_BYTES = 4096   /* memory is asked for so far ahead of its use */
+    LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
+    LLM__X_CACHE_BYTES = 1 << 20 /* of x in the second-level cache */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
@@ -8094,9 +8115,9 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
 }
 
 LLM__KERNELS const llm__kernels LLM__K(kernels) = {
-    LLM__KERNEL_PASS == 3 ? LLM_ISA_DOTPROD : LLM__KERNEL_PASS == 2 ? LLM_ISA_AVX512 : LLM__KERNEL_PASS == 1 ? LLM_ISA_AVX2 : LLM_ISA_PLAIN, LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
-    LLM__K(rope_and_store),
-    LLM__K(attention),
+    LLM__KERNEL_PASS == 0 ? LLM_ISA_PLAIN : LLM__KERNEL_PASS == 1 ? LLM_ISA_AVX2 : LLM__KERNEL_PASS == 2 ? LLM_ISA_AVX512 : LLM_ISA_DOTPROD,
+    LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
+    LLM__K(rope_and_store), LLM__K(attention),
 };
 
 #ifdef __clang__
@@ -8268,11 +8289,11 @@ typedef void (*llm__work)(llm__cpu *cpu, const void *job, int64_t item, void *sc
 
 enum {
     LLM__MAX_TASKS = 256,         /* more are done in several goes */
-    LLM__JOB_BYTES = 160,
+    LLM__JOB_BYTES = 160,         /* for a copy of the largest job */
     LLM__LARGE_WORK = 4000000,    /* from which on a product is dealt out so that threads end together, though it costs a little */
     LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
     LLM__THREADS_WORK = 400000,   /* and a list, at all */
-    LLM__SPINS = 4096             /* looks at the clock of the others before a thread offers its core to somebody else */
+    LLM__SPINS = 4096             /* looks at how many have arrived, before a thread offers its core to somebody else */
 };
 
 typedef struct llm__task {
@@ -8289,7 +8310,8 @@ typedef struct llm__task {
 
 /* (An array of -1 elements where a job does not fit: the compiler then says so.) */
 typedef char llm__jobs_fit[sizeof(llm__matmul_job) <= LLM__JOB_BYTES && sizeof(llm__rope_job) <= LLM__JOB_BYTES &&
-                           sizeof(llm__attention_job) <= LLM__JOB_BYTES && sizeof(llm_weight) <= LLM__JOB_BYTES ? 1 : -1];
+                           sizeof(llm__attention_job) <= LLM__JOB_BYTES && sizeof(llm__rows_job) <= LLM__JOB_BYTES &&
+                           sizeof(llm__row_job) <= LLM__JOB_BYTES && sizeof(llm_weight) <= LLM__JOB_BYTES ? 1 : -1];
 
 #ifdef _OPENMP
 /* Wait until `all` have arrived here and at earlier meetings. *waited: seconds beyond the first microseconds. */
@@ -8348,12 +8370,11 @@ static void llm__run_tasks_together(llm__cpu *cpu) {
 
 /* Do what is queued. */
 static void llm__run_tasks(llm__cpu *cpu) {
-    bool any_shared = false;
     cpu->rounded_x = NULL;
-    for (int i = 0; i < cpu->n_tasks; i++) any_shared = any_shared || cpu->tasks[i].shared;
 #ifdef _OPENMP
+    bool any_shared = false;
     double work = 0;
-    for (int i = 0; i < cpu->n_tasks; i++) work += cpu->tasks[i].amount;
+    for (int i = 0; i < cpu->n_tasks; i++) any_shared = any_shared || cpu->tasks[i].shared, work += cpu->tasks[i].amount;
     if (any_shared && work >= LLM__THREADS_WORK && (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
         cpu->alone_until = 0;
         llm__run_tasks_together(cpu);
@@ -8373,7 +8394,8 @@ static void llm__drop_tasks(llm__cpu *cpu) {
     cpu->rounded_x = NULL;
 }
 
-/* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once. */
+/* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once.
+ * (The factors in the calls, so much for each element, are rough, from `llm bench --profile`: they only decide what is worth sharing.) */
 static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, bool beside, llm__work work, const void *job, size_t job_bytes) {
     if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
     llm__task *task = &cpu->tasks[cpu->n_tasks++];
@@ -8404,22 +8426,28 @@ static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void 
                                  (char *)cpu->rounded + (size_t)(row / job->height) * job->x_tile_bytes);
 }
 
-/* An item is some rows of x, or some rows of the matrix: a long run, or a short one of what is left. */
+/* An item is some rows of x, or some rows of the matrix: a long run, or a short one of what is left. Of a long prompt, so many rows of
+ * x are taken at once that they stay in the second-level cache, since all of x passes by for every few panels. */
 static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     llm__matmul_job job = *(const llm__matmul_job *)job_;
-    int64_t first = 0, rows = job.w->rows;
+    int64_t first = 0, rows = job.w->rows, x_row = 0, x_end = job.n, together = job.n;
     if (job.x_rows_per_item > 0) {
-        int64_t x_row = item * job.x_rows_per_item;
-        job.n = (int)llm__min(job.x_rows_per_item, job.n - x_row);
-        job.x += x_row * job.w->cols;
-        job.x_tiles = (const char *)job.x_tiles + (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
-        job.out += x_row * job.w->rows;
+        x_row = item * job.x_rows_per_item;
+        x_end = llm__min(x_row + job.x_rows_per_item, job.n);
     } else {
         int64_t large = llm__min(item, cpu->n_threads);
         first = large * job.rows_per_thread + (item - large) * job.rows_per_item;
         rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
     }
-    if (rows > 0) cpu->kernels->matmul(&job, first, llm__min(first + rows, job.w->rows), scratch);
+    if (job.w->packed) together = llm__max(LLM__X_CACHE_BYTES / (llm__x_blocks(job.w->cols) * LLM__X_BYTES) / LLM__X_TILE, 1) * LLM__X_TILE;
+    const llm__matmul_job whole = job;
+    for (; rows > 0 && x_row < x_end; x_row += together) {
+        job.n = (int)llm__min(together, x_end - x_row);
+        job.x = whole.x + x_row * job.w->cols;
+        job.x_tiles = (const char *)whole.x_tiles + (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
+        job.out = whole.out + x_row * job.w->rows;
+        cpu->kernels->matmul(&job, first, llm__min(first + rows, job.w->rows), scratch);
+    }
 }
 
 /* Whether a product may run at the same time as the task before it: that is a product of the same x, and those that run with it do not
@@ -8454,8 +8482,8 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
             int64_t tiles = llm__divide_up(n, job.height);
             if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
             else job.x_rows_per_item = llm__share_of_rows(cpu, n);
-            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, (double)n * (double)w->cols, false, llm__round_item, &job,
-                          sizeof job);
+            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, (double)n * (double)w->cols, false,
+                          llm__round_item, &job, sizeof job);
             job.x_rows_per_item = 0;
             beside = false;
             if (cpu->queueing) cpu->rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols;
@@ -8480,14 +8508,6 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     }
     llm__add_task(cpu, items, work, beside, llm__matmul_item, &job, sizeof job);
 }
-
-typedef struct llm__rows_job { /* rmsnorm and swiglu */
-    const float *a, *b;
-    float *out;
-    int64_t n, n_per_item;
-    int dim;
-    float epsilon;
-} llm__rows_job;
 
 static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__rows_job *job = (const llm__rows_job *)job_;
@@ -8527,8 +8547,9 @@ static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const
                                     const float *k_norm, float epsilon, float *q, float *k, const float *v,
                                     const llm_cache *cache, int layer) {
     llm__rope_job job = {batch, *shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
-    llm__add_task((llm__cpu *)context, llm__divide_up(batch->n_tokens, llm__share_of_rows((llm__cpu *)context, batch->n_tokens)),
-                  30.0 * batch->n_tokens * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim, false, llm__rope_item, &job, sizeof job);
+    double amount = 30.0 * batch->n_tokens * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
+    llm__add_task((llm__cpu *)context, llm__divide_up(batch->n_tokens, llm__share_of_rows((llm__cpu *)context, batch->n_tokens)), amount,
+                  false, llm__rope_item, &job, sizeof job);
 }
 
 /* An item of attention is one kv head and up to 64 (token, head) rows of one sequence. Counted from the end, because the
@@ -8586,17 +8607,6 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
 
 /* ---- Operations with one form: there is nothing to gain in them ----------------------------- */
 
-typedef struct llm__row_job { /* embed, rope_angles, and the two that gather */
-    const llm_batch *batch;
-    const llm_weight *table;
-    const float *x;           /* or the frequencies */
-    const int32_t *rows, *columns;
-    int64_t n, width;         /* (n, width) = out */
-    int64_t n_per_item;
-    float magnitude;
-    float *out;
-} llm__row_job;
-
 static void llm__embed_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__row_job *job = (const llm__row_job *)job_;
     const llm_type_info *type = llm_type_find(job->table->type);
@@ -8607,8 +8617,10 @@ static void llm__embed_item(llm__cpu *cpu, const void *job_, int64_t item, void 
 }
 
 static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    llm__row_job job = {batch, table, NULL, NULL, NULL, batch->n_tokens, table->cols, llm__share_of_rows((llm__cpu *)context, batch->n_tokens), 0, out};
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, job.n_per_item), 50.0 * (double)(job.n * job.width), false, llm__embed_item, &job, sizeof job);
+    int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
+    llm__row_job job = {batch, table, NULL, NULL, NULL, batch->n_tokens, table->cols, share, 0, out};
+    double amount = 50.0 * (double)(job.n * job.width);
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, false, llm__embed_item, &job, sizeof job);
 }
 
 static void llm__rope_angles_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -8624,8 +8636,10 @@ static void llm__rope_angles_item(llm__cpu *cpu, const void *job_, int64_t item,
 
 static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
                                  float magnitude, float *angles) {
-    llm__row_job job = {batch, NULL, frequencies, NULL, NULL, batch->n_tokens, rope_dim / 2, llm__share_of_rows((llm__cpu *)context, batch->n_tokens), magnitude, angles};
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, job.n_per_item), 600.0 * (double)(job.n * job.width), false, llm__rope_angles_item, &job, sizeof job);
+    int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
+    llm__row_job job = {batch, NULL, frequencies, NULL, NULL, batch->n_tokens, rope_dim / 2, share, magnitude, angles};
+    double amount = 600.0 * (double)(job.n * job.width);
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, false, llm__rope_angles_item, &job, sizeof job);
 }
 
 static void llm__gather_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
