@@ -360,7 +360,7 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
     LLM_ISA_AVX2,    /* with FMA and F16C */
     LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
-    LLM_ISA_AMX,     /* and matrix tiles of int8 */
+    LLM_ISA_AMX,     /* and matrix tiles, of int8 and bf16 */
     LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
