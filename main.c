@@ -3240,16 +3240,28 @@ static void bench_defaults(bench *b) {
     }
 }
 
+/* What all of them end with: the rows of a JSON text are whole, or not. Returns the exit status. */
+static int end_bench(bool json, bool good) {
+    good = good && !stop_requested;
+    if (json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
+    return good ? 0 : FAILED;
+}
+
+static bool bench_fits(const llm_model *model, int prompt, int more) {
+    int context = llm_model_config(model)->context_length;
+    if ((int64_t)prompt + more <= context) return true;
+    return !fail("a prompt of %d and %d more tokens are longer than the model's context of %d: give a shorter --prompt or --gen", prompt,
+                 more, context);
+}
+
 static int bench_model(bench *b, const char *path) {
     llm_error err;
     b->loaded = llm_model_load(path, &err);
     if (!b->loaded) return fail_with(&err);
     bench_defaults(b);
-    int longest = 0, context = llm_model_config(b->loaded)->context_length;
+    int longest = 0;
     for (int i = 0; i < b->prompts.count; i++) longest = b->prompts.values[i] > longest ? b->prompts.values[i] : longest;
-    if ((int64_t)longest + b->generate + 1 > context)
-        return fail("a prompt of %d and %d more tokens are longer than the model's context of %d: "
-                    "give a shorter --prompt or --gen", longest, b->generate + 1, context);
+    if (!bench_fits(b->loaded, longest, b->generate + 1)) return FAILED;
     b->engine.context_length = longest + b->generate + 1;
     b->engine.max_sequences = 1;
     if (b->profile) return bench_profile(b, b->threads.values[b->threads.count - 1]) ? 0 : FAILED;
@@ -3271,8 +3283,7 @@ static int bench_model(bench *b, const char *path) {
     bool good = true;
     for (int i = 0; good && i < b->threads.count && !stop_requested && !output.error; i++)
         good = bench_threads(b, b->threads.values[i]);
-    if (b->json) put("\n ], \"complete\": %s}\n", good && !stop_requested ? "true" : "false");
-    return good && !stop_requested ? 0 : FAILED;
+    return end_bench(b->json, good);
 }
 
 /* ---- llm bench batch: how many sequences share a step ------------------------------------------
@@ -3372,35 +3383,34 @@ static bool bench_batch_rows(bench_batch *b, llm_engine *engine) {
     return good;
 }
 
+static void bench_batch_head(const bench_batch *b, const char *path, int threads) {
+    if (b->json) {
+        put_text("{\"model\": ");
+        put_json_text(path);
+        put(", \"threads\": %d, \"prompt\": %d, \"generate\": %d, \"runs\": %d, \"rows\": [", threads, b->prompt, b->generate, b->runs);
+    } else {
+        put_text(path);
+        put(": prompts of %d, then %d tokens; %d threads; medians of %d runs\n", b->prompt, b->generate, threads, b->runs);
+        put_text("sequences prefill tok/s  decode tok/s  ... for each   ms/step  against 1\n");
+    }
+    flush_output();
+}
+
 static int bench_batch_model(bench_batch *b, const char *path) {
     llm_error err;
     if (!(b->loaded = llm_model_load(path, &err))) return fail_with(&err);
-    int most = 0, context = llm_model_config(b->loaded)->context_length;
+    int most = 0;
     for (int i = 0; i < b->sequences.count; i++) most = b->sequences.values[i] > most ? b->sequences.values[i] : most;
     b->engine.context_length = b->prompt + b->generate + 2;
     b->engine.max_sequences = most;
     if (b->engine.max_batch_tokens < most) b->engine.max_batch_tokens = most;
-    if (b->engine.context_length > context)
-        return fail("a prompt of %d and %d more tokens are longer than the model's context of %d: "
-                    "give a shorter --prompt or --gen", b->prompt, b->generate + 2, context);
+    if (!bench_fits(b->loaded, b->prompt, b->generate + 2)) return FAILED;
     llm_engine *engine = create_engine(b->loaded, &b->engine, &err);
     if (!engine) return fail_with(&err);
-    if (b->json) {
-        put_text("{\"model\": ");
-        put_json_text(path);
-        put(", \"threads\": %d, \"prompt\": %d, \"generate\": %d, \"runs\": %d, \"rows\": [",
-            llm_cpu_threads(llm_engine_settings(engine)->backend), b->prompt, b->generate, b->runs);
-    } else {
-        put_text(path);
-        put(": prompts of %d, then %d tokens; %d threads; medians of %d runs\n", b->prompt, b->generate,
-            llm_cpu_threads(llm_engine_settings(engine)->backend), b->runs);
-        put_text("sequences prefill tok/s  decode tok/s  ... for each   ms/step  against 1\n");
-    }
-    flush_output();
-    bool good = bench_batch_rows(b, engine) && !stop_requested;
-    if (b->json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
+    bench_batch_head(b, path, llm_cpu_threads(llm_engine_settings(engine)->backend));
+    int status = end_bench(b->json, bench_batch_rows(b, engine));
     free_engine(engine);
-    return good ? 0 : FAILED;
+    return status;
 }
 
 static int command_bench_batch(const command *self, int argc, char **argv) {
@@ -3666,11 +3676,9 @@ static int serve_model(serve *v, const char *path) {
     for (int k = 0; k < v->runs && good && !stop_requested; k++) /* in turn: a machine that is busy for a while is so to all */
         for (int p = 0; p < n && good && !stop_requested; p++) good = serve_once(v, first + p, figures + (p * v->runs + k) * N_FIGURES);
     show_progress("bench", -1, "");
-    good = good && !stop_requested;
-    if (good) serve_print(v, figures, first, n);
-    if (v->json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
+    if (good && !stop_requested) serve_print(v, figures, first, n);
     free(figures);
-    return good ? 0 : FAILED;
+    return end_bench(v->json, good);
 }
 
 static int command_bench_serve(const command *self, int argc, char **argv) {
@@ -3836,20 +3844,7 @@ static bool speculate_read(bench_speculate *b) {
     return b->n_prompts > 0 || !fail("%s holds no text of %d tokens", b->file, b->prompt);
 }
 
-static int speculate_model(bench_speculate *b, const char *path) {
-    llm_error err;
-    if (!load_models(path, b->speculation.path, &b->loaded, &b->draft) || !speculate_read(b)) return FAILED;
-    llm_engine_options *e = &b->engine_options;
-    int context = llm_model_config(b->loaded)->context_length;
-    e->draft = b->draft;
-    e->max_sequences = 1;
-    e->prefix_cache = false;
-    e->context_length = b->prompt + b->generate + 1;
-    if (e->context_length > context)
-        return fail("a prompt of %d and %d more tokens are longer than the model's context of %d: "
-                    "give a shorter --prompt or --gen", b->prompt, b->generate + 1, context);
-    llm_engine *engine = create_engine(b->loaded, e, &err);
-    if (!engine) return fail_with(&err);
+static void speculate_head(const bench_speculate *b, const char *path) {
     if (b->json) {
         put_text("{\"model\": ");
         put_json_text(path);
@@ -3869,10 +3864,23 @@ static int speculate_model(bench_speculate *b, const char *path) {
         put_text("   K    tokens/s  against 0   accepted  tokens a step   formula\n");
     }
     flush_output();
-    bool good = speculate_rows(b, engine) && !stop_requested;
-    if (b->json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
+}
+
+static int speculate_model(bench_speculate *b, const char *path) {
+    llm_error err;
+    if (!load_models(path, b->speculation.path, &b->loaded, &b->draft) || !speculate_read(b)) return FAILED;
+    llm_engine_options *e = &b->engine_options;
+    e->draft = b->draft;
+    e->max_sequences = 1;
+    e->prefix_cache = false;
+    e->context_length = b->prompt + b->generate + 1;
+    if (!bench_fits(b->loaded, b->prompt, b->generate + 1)) return FAILED;
+    llm_engine *engine = create_engine(b->loaded, e, &err);
+    if (!engine) return fail_with(&err);
+    speculate_head(b, path);
+    int status = end_bench(b->json, speculate_rows(b, engine));
     free_engine(engine);
-    return good ? 0 : FAILED;
+    return status;
 }
 
 static int command_bench_speculate(const command *self, int argc, char **argv) {
