@@ -47,11 +47,10 @@ static const char *plain_text(const llm_tokenizer *t, int32_t id, char *out, siz
 
 /* One text, guess by guess. */
 static bool speculation_stream(lesson *l, const speculating *s) {
-    llm_error err;
-    llm_backend *cpu = llm_cpu_backend(l->engine.n_threads, LLM_ISA_BEST, &err);
-    if (!cpu) return !fail_with(&err);
-    llm_backend spy = *cpu;
-    speculation_spy.begin_step = cpu->begin_step;
+    llm_backend *device = lesson_device(l);
+    if (!device) return false;
+    llm_backend spy = *device;
+    speculation_spy.begin_step = device->begin_step;
     spy.begin_step = speculation_begin_step;
     llm_engine_options options = l->engine;
     options.backend = &spy;
@@ -97,8 +96,8 @@ static bool speculation_stream(lesson *l, const speculating *s) {
     else plot_free(&p);
     free_task(&t);
     free(prompt);
-    free_engine(engine);
-    llm_backend_free(cpu);
+    llm_engine_free(engine);
+    llm_backend_free(device);
     return good;
 }
 

@@ -77,7 +77,7 @@ static int lesson_end(lesson *l, bool good) {
     free(l->plots);
     llm_model_free(l->loaded);
     free(l->path);
-    if (good && stop_requested) good = !fail("interrupted");
+    if (stop_requested) good = !fail("interrupted");
     return good ? 0 : FAILED;
 }
 

@@ -221,7 +221,7 @@ if ! "$LLM" run -m tiny-f16.gguf --device emulated -n 1 x 2>&1 | grep -q 'built 
     holds "emulated: paged: blocks are conserved, copies, hits" 'all(s["used"] + s["free"] == 28 and s["references"] == s["table_entries"] for s in d["steps"]) and d["blocks_copied"] == 2 and d["prefix_hits"] == 16 and d["steps"][-1]["used"] == 0 and all(s["tokens"] <= s["slots"] and s["slots"] - s["tokens"] <= s["sequences"] * d["block_size"] for s in d["steps"]) and d["waste_paged"] < d["waste_contiguous"]'
     emulated prefix --shared 40 --requests 2
     holds "emulated: prefix: the same tokens; whole blocks are found" 'd["same_tokens"] == 1 and [r["found"] for r in d["requests"]] == [0, 32] and d["blocks_shared"] == 2 and d["blocks_used"] == d["blocks_used_without"] - 2'
-    emulated speculation --lookup --texts 1 -n 6 --most 2
+    emulated speculation --lookup --texts 1 -n 32 --most 2
     holds "emulated: speculation: the same tokens at every depth, the formula" 'all(r["same_tokens"] == 1 and 1 <= r["tokens_per_step"] <= r["depth"] + 1 for r in d["depths"]) and all(abs(r["formula"] - (1 - (r["accepted_percent"]/100)**(r["depth"]+1)) / (1 - r["accepted_percent"]/100)) < 1e-9 for r in d["depths"][1:] if r["accepted_percent"] < 100)'
     emulated int4 --tensor blk.1.ffn_up.weight --text 100
     holds "emulated: int4: fewer bits, more error" '(lambda t: 0 == t["f16"]["error_percent"] < t["q8_0"]["error_percent"] < t["q4_0"]["error_percent"])({r["type"]: r for r in d["types"]})'
