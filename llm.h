@@ -7261,11 +7261,11 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory. q4_0 must be brought to
  * signed bytes first: with its offset flipped away, a nibble in the high half of a byte is 16 w, and the 16 is taken out of
  * the scale. What is left for the vector registers is, for each of the 16 rows of C, to make floats of the sums and to
- * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take 3 times as long as
- * the tile unit. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit. Prompts ran 1.5 times
- * as fast and 16 sequences 1.2 times; but as all rows must be rounded alike, a single one has to pass the tiles too, and to make
- * bf16 of 512 weights takes 17 ns where vpdpbusd is done with them in 5: one sequence took 1.2 times as long from memory,
- * 1.8 times from the cache.)
+ * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take longer than the
+ * tile unit, and do not overlap with it: with tile instructions about, those of 512 bits run at half their rate. So four blocks
+ * go through the one, then four through the other. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile
+ * unit. Prompts ran 1.5 times as fast and 16 sequences 1.2 times; but as all rows must be rounded alike, a single one has to pass
+ * the tiles too: it took 1.2 times as long from memory, 1.8 times from the cache.)
  *
  * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
  * memory has nothing to do otherwise, the next chunk is asked for. */
