@@ -13,7 +13,7 @@ typedef struct tiny { /* start from tiny_defaults() */
     bool constant;   /* the logits are the same after every token */
 } tiny;
 
-enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 2, TINY_KV_HEADS = 1 };
+enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 }; /* so many share: matrix tiles */
 
 static TEST_UNUSED tiny tiny_defaults(void) {
     tiny t = {40, 512, 1, 'a', 1, 0, 4, false};
@@ -59,8 +59,8 @@ static TEST_UNUSED tiny_model tiny_model_new(tiny t) {
     static const struct {
         const char *name;
         int rows, cols;
-    } parts[] = {{"attn_norm", 0, TINY_DIM}, {"attn_q", TINY_DIM, TINY_DIM}, {"attn_k", TINY_DIM / 2, TINY_DIM},
-                 {"attn_v", TINY_DIM / 2, TINY_DIM}, {"attn_output", TINY_DIM, TINY_DIM}, {"ffn_norm", 0, TINY_DIM},
+    } parts[] = {{"attn_norm", 0, TINY_DIM}, {"attn_q", TINY_DIM, TINY_DIM}, {"attn_k", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM},
+                 {"attn_v", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM}, {"attn_output", TINY_DIM, TINY_DIM}, {"ffn_norm", 0, TINY_DIM},
                  {"ffn_gate", TINY_HIDDEN, TINY_DIM}, {"ffn_up", TINY_HIDDEN, TINY_DIM}, {"ffn_down", TINY_DIM, TINY_HIDDEN}};
     gguf g;
     memset(&g, 0, sizeof g);
