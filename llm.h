@@ -7575,7 +7575,7 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
  *
  *                 positions   0 .. 63     64 .. 127    128 .. 191        cache, through the block table
  *     query rows             +---------+ +----------+ +----------+       K tile, transposed: (head_dim, 64)
- *     (token, head) x 64     | scores  | |          | |    \ .   |       V tile: (64, head_dim)
+ *     (token, head) x 128    | scores  | |          | |    \ .   |       V tile: (64, head_dim)
  *                            +---------+ +----------+ +----------+
  *                             m, l, acc -> m, l, acc -> m, l, acc / l -> out
  *
@@ -7591,9 +7591,9 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
     float *values; /* (64, padded_dim) */
-    float *sums;   /* (64 rows, padded_dim) */
-    float *scores; /* (64 rows, 64) */
-    float *largest, *total; /* (64 rows) */
+    float *sums;   /* (128 rows, padded_dim) */
+    float *scores; /* (128 rows, 64) */
+    float *largest, *total; /* (128 rows) */
     float *zeros;  /* (padded_dim) a key that is not there */
     int padded_dim;
 } LLM__K(attention_scratch);
@@ -7838,7 +7838,7 @@ static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(atte
  * Values were stored so (see llm__plain_store); rows that the tile does not have are zeros. */
 
 typedef struct llm__amx_tile {
-    uint16_t *queries[2];  /* high and low: (4 groups of 16 rows, padded_dim / 2, 16, 2) */
+    uint16_t *queries[2];  /* high and low: (8 groups of 16 rows, padded_dim / 2, 16, 2) */
     uint16_t *keys[2];     /* (64, padded_dim) */
     uint16_t *values[2];   /* (32, padded_dim, 2) */
     uint16_t *weights[2];  /* (16 rows, 64) */
@@ -8552,7 +8552,7 @@ static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const
                   false, llm__rope_item, &job, sizeof job);
 }
 
-/* An item of attention is one kv head and up to 64 (token, head) rows of one sequence. Counted from the end, because the
+/* An item of attention is one kv head and up to 128 (token, head) rows of one sequence. Counted from the end, because the
  * last rows of a prompt see the most positions, and long items should start first. */
 static int64_t llm__attention_chunks(const llm__attention_job *job, int sequence) {
     int64_t group = job->shape.n_heads / job->shape.n_kv_heads;
