@@ -6560,7 +6560,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
         }
 }
 
-/* x is rounded to int8, 32 values to a scale, and kept in tiles of `height` rows (16, or n if there are fewer). Of a tile,
+/* x is rounded to int8, 32 values to a scale, and kept in tiles of `height` rows (16; or n, from 5 on up to a multiple of 4). Of a tile,
  * each block of 32 columns stands together:
  *
  *     values      (height, 32)   int8
@@ -7332,6 +7332,7 @@ typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
 
 /* Add the products of the blocks first to end - 1, T rows each, to the sums. */
 LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, const int32_t *products, __m512 *sums) {
+    const __mmask16 rows = (__mmask16)((1u << job->height) - 1);
     for (int b = first; b < end; b++, products += 256) {
         const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
         __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
@@ -7341,9 +7342,9 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
         }
         if (!job->w_minimums) continue;
         float x_minimums[LLM__X_TILE]; /* the sums of both halves of a block of x, times its scale */
-        __m512i halves = _mm512_loadu_si512((const void *)(x_scales + job->height));
+        __m512i halves = _mm512_maskz_loadu_epi32(rows, x_scales + job->height);
         __m512 x_sums = _mm512_cvtepi32_ps(_mm512_madd_epi16(halves, _mm512_set1_epi16(1)));
-        _mm512_storeu_ps(x_minimums, _mm512_mul_ps(x_sums, _mm512_loadu_ps(x_scales)));
+        _mm512_storeu_ps(x_minimums, _mm512_mul_ps(x_sums, _mm512_maskz_loadu_ps(rows, x_scales)));
         __m512 minimum = _mm512_loadu_ps(job->w_minimums + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_minimums[t]), sums[t]);
     }
@@ -7397,7 +7398,7 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count,
 }
 
 /* Up to two panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
- * beyond n, up to a multiple of four, are computed from whatever is there, and dropped.) */
+ * beyond n, up to a multiple of four, have scales of 0, and are dropped.) */
 static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                                  char *scratch) {
     int64_t blocks = llm__x_blocks(job->w->cols), kept_rows = job->n + LLM__X_TILE;
@@ -7498,6 +7499,12 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int height, int row
         LLM__UNROLL for (int i = 0; i < 2; i++)
             sums[i] = (int16_t)LLM__K(sum)(__builtin_convertvector(half[i], llm__vf));
         *scale = range / 127.0f;
+    }
+    /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
+     * hundred cycles for each. */
+    for (int64_t block = first_block; block < end_block; block++) {
+        float *scales = (float *)(void *)(tile + (size_t)block * (size_t)height * LLM__X_BYTES + height * LLM__BLOCK);
+        for (int r = rows; r < height; r++) scales[r] = 0.0f, memset(scales + height + r, 0, 2 * sizeof(int16_t));
     }
 }
 
@@ -8476,7 +8483,7 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         /* a block of q6_K has two scales, which a product of the tile unit would mix */
         bool costly = w->type != LLM_Q4_0 && w->type != LLM_Q8_0;
         job.tiles = cpu->isa >= LLM_ISA_AMX && n >= (costly ? LLM__COSTLY_ROWS : LLM__TILE_ROWS) && w->type != LLM_Q6_K;
-        job.height = (int)llm__min(n, LLM__X_TILE);
+        job.height = (int)llm__min(n < LLM__COSTLY_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE); /* (so matrix tiles count) */
         job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
         if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols) {
             int64_t tiles = llm__divide_up(n, job.height);
