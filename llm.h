@@ -7270,14 +7270,14 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
  * memory has nothing to do otherwise, the next chunk is asked for. */
 
-/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C, 4-5 A, 6-7 B. */
-LLM__INLINE void llm__amx_configure(int height) {
+/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C and 4-5 A, so many rows high, 6-7 B. C and B are 64 bytes wide. */
+LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
     memset(&shapes, 0, sizeof shapes);
     shapes.palette = 1;
     for (int i = 0; i < 8; i++) {
-        shapes.row_bytes[i] = i == 4 || i == 5 ? LLM__BLOCK : 64;
-        shapes.rows[i] = (uint8_t)(i < 6 ? height : 8);
+        shapes.row_bytes[i] = (uint16_t)(i == 4 || i == 5 ? a_bytes : 64);
+        shapes.rows[i] = (uint8_t)(i < 6 ? rows : b_rows);
     }
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
@@ -7443,7 +7443,7 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
 #if LLM__KERNEL_PASS == 2
-    if (tiles) llm__amx_configure(job->height);
+    if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
         together = tiles && job->n > LLM__X_TILE ? llm__min(llm__divide_up(end - row, LLM__PANEL), LLM__TILE_PANELS) : 1;
@@ -7878,6 +7878,7 @@ LLM__INLINE void llm__amx_turn(uint16_t *pairs, int stride) {
     LLM__UNROLL for (int i = 0; i < 16; i++) LLM__K(store)((float *)(void *)pairs + i * stride, square[i]);
 }
 
+/* The same scratch memory as of the form above, but for the queries, which stand behind it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
@@ -7909,11 +7910,6 @@ static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_row
             }
             for (int part = 0; part < 2; part++) llm__amx_turn(t->queries[part] + at_group, 16);
         }
-    struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
-    memset(&shapes, 0, sizeof shapes);
-    shapes.palette = 1;
-    for (int i = 0; i < 8; i++) shapes.row_bytes[i] = 64, shapes.rows[i] = 16;
-    __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
 /* A tile from its blocks, as bf16; keys and values up to a multiple of 32. Memory is asked for the keys of the next. */
@@ -7936,7 +7932,8 @@ static void llm__amx_gather(int head_dim, const LLM__K(tile_place) *tile, const 
         const uint16_t *even = (const uint16_t *)(const void *)(k < tile->n ? tile->values[k] : (const char *)a->zeros);
         const uint16_t *odd = (const uint16_t *)(const void *)(k + 1 < tile->n ? tile->values[k + 1] : (const char *)a->zeros);
         uint16_t *high = t->values[0] + k * depth, *low = t->values[1] + k * depth;
-        if (32 + k / 2 < next->n) LLM__K(prefetch_row)(next->keys[32 + k / 2], (size_t)head_dim * 2);
+        int later = (LLM__TILE + k) / 2; /* the other half of the keys */
+        if (later < next->n) LLM__K(prefetch_row)(next->keys[later], (size_t)head_dim * 2);
         for (int d = 0; d < whole; d += 16)
             llm__amx_split(true, (__m512)LLM__K(from_f16)(even + d), (__m512)LLM__K(from_f16)(odd + d), high + 2 * d, low + 2 * d);
         for (int d = whole; d < depth; d += 16)
@@ -8014,7 +8011,8 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 
 /* e to the power of x <= 0 (to 1e-6): 2^k 2^r, where k is whole and |r| <= 1/2 */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
-    const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f}; /* ln(2)^i / i! */
+    /* ln(2)^i / i!, from i = 6 down: the series of 2^r */
+    const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
     const __m512 log2_e = _mm512_set1_ps(1.44269504f);
     x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
     __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
@@ -8094,7 +8092,7 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 #if LLM__KERNEL_PASS == 2
     llm__amx_tile t = llm__amx_carve(&a);
-    if (job->tiles) llm__amx_begin(job, &rows, &a, &t);
+    if (job->tiles) llm__amx_configure(16, 64, 16), llm__amx_begin(job, &rows, &a, &t);
 #endif
     int last = rows.position[rows.n - 1], begin = llm__first_seen(&job->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     LLM__K(tile_place) tiles[2]; /* this one and the next */
