@@ -117,9 +117,8 @@ static double cpu_peak(llm_isa isa, bool floats, int threads) {
 
 /* ---- The matrix and its products ---------------------------------------------------------------- */
 
-typedef struct
-    cpu_matrix { /* the same weights in the type asked for [0] and in f16 [1]; in copies, up to 128 MiB, so that no
-                           * near cache holds them */
+/* The same weights in the type asked for [0] and in f16 [1]; in copies, up to 128 MiB, so that no near cache holds them. */
+typedef struct cpu_matrix {
     int rows, cols;
     llm_type type;
     int copies[2];
