@@ -103,7 +103,7 @@ typedef enum llm_type {
     LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
     LLM_BF16 = 30,
     /* The engine's own, for the 4-bit integers of AWQ and GPTQ; in no GGUF file, and not in llm_type_at: */
-    LLM_Q4_Z = 0x1000 /* 32 values: one f16 scale, a 16-bit zero point, 32 4-bit integers = 20 bytes */
+    LLM_Q4_Z = 0x1000 /* 32 values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20 bytes */
 } llm_type;
 
 typedef struct llm_type_info {
@@ -824,6 +824,7 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 /* Ask for memory before it is used. */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* to the first-level cache */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* to the second */
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1)
 
 static void *llm__zeroed(size_t bytes) {
 #ifdef LLM__CALLOC
@@ -5798,7 +5799,7 @@ static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
 
 /* ---- q4_Z: the integers of AWQ and GPTQ, exactly ------------------------------------------
  * Laid out as q4_1, but with a whole number for zero in place of the minimum: value = scale x (q - zero). In f16
- * a minimum of -scale x zero would have to be rounded. */
+ * a minimum of -scale x zero would have to be rounded. It is 0 to 16 (GPTQ stores one less than it means). */
 
 static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -6218,8 +6219,8 @@ typedef struct llm__row_job { /* embed, rope_angles, and the two that gather */
 typedef struct llm__kernels {
     llm_isa isa;
     int lanes;                       /* floats in a register */
-    /* Rows 0 to rows - 1 of x (of at most 16), blocks first_block to end_block - 1, into their tile of x, which is `height` high */
-    void (*round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block, char *tile);
+    /* Rows 0 to rows - 1 of x (of at most 16), stripes first to end - 1, `group` values to a scale, into their tile of x, which is `height` high */
+    void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile);
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
@@ -6248,6 +6249,7 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     bool queueing;                   /* a step has begun */
     const float *rounded_x;          /* whose (rounded_n, rounded_cols) will stand in `rounded` after the last task; NULL: nobody's */
     int64_t rounded_n, rounded_cols;
+    int rounded_group;               /* values to a scale */
     double alone_until;              /* on the clock; see llm__run_tasks */
     llm_error failure;               /* the first since the last sync */
 } llm__cpu;
@@ -6443,6 +6445,7 @@ enum {
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
     LLM__TILE_ROWS = 9,     /* rows of x from which on matrix tiles pay, */
     LLM__COSTLY_ROWS = 5,   /* and if the weights take long to unpack */
+    LLM__MANY_ROWS = 64,    /* and from which on weights are multiplied by their multipliers first */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
     LLM__X_CACHE_BYTES = 1 << 20 /* of x in the second-level cache */
@@ -6465,23 +6468,35 @@ enum {
  * one column of x serves 16 rows. So the rows are packed, 16 to a "panel". Inside, a panel is a run of
  * stripes of 64 columns, which hold two blocks b of 32 columns:
  *
- *     scales      (2, 16)      f16    one per block and row (q4_1, q5_1: and as many minimums; q4_Z: zero points)
+ *     scales      (2, 16)      f16    one per block and row (q4_1, q5_1: and as many minimums)
  *     quads       (2, Q, 16)   u32    four neighbouring columns of one row each; q8_0: Q = 8. In q4_0, Q = 4: the low
  *                                     nibbles of quad q are columns 4q to 4q + 3, the high ones those 16 further on
  *
- * These are the bits of the file, merely in another order: a stripe of q4_0 is 576 bytes, nine cache lines. The other types
- * have the same nibbles, q5_0, q5_1 and q5_K and then a fifth word with the fifth bits (of column 4q + i at bit 8i + q), q6_K two
- * words with the high two bits (of 16 columns each, at bit 8i + 2q). The K formats begin with
+ * The other types have the same nibbles, q5_0, q5_1 and q5_K and then a fifth word with the fifth bits (of column 4q + i at bit
+ * 8i + q), q6_K two words with the high two bits (of 16 columns each, at bit 8i + 2q).
  *
- *     scale, minimum   (2, 16)      f16    of the whole 256 columns (q6_K has no minimum)
- *     group scales     (2, 2, 16)   u8     of a block: its scale and its minimum (q6_K: the scales of its halves)
+ * The K formats give 256 columns of a row one scale in floating point; their blocks of 32 or 16 columns have whole multiples of it. That
+ * saves arithmetic: a sum over 256 columns can be taken in integers (see "Integer products"). So q4_0, and q4_Z, are brought into
+ * the same form: of the eight scales of 256 columns, the one of largest magnitude stands for 2048, and the others are
+ * rounded to a whole number of 2048ths of it. That is as fine as f16 is there; a scale that is a hundredth of the largest may be off
+ * by 2.4 %, of that little. Of these types, each eight stripes are preceded by
  *
- * which spends half a bit more per weight than the file. The last rows and columns are filled up with zeros. Packing costs a
+ *     scale            (2, 16)      f16    of 256 columns of each row (q4_K, q5_K: and as many minimums)
+ *
+ * and a stripe begins not with scales but with
+ *
+ *     multipliers      (2, 16)      i16    of the blocks: q4_0, q4_Z (and then as many zero points)
+ *     or               (2, 2, 16)   u8     q4_K, q5_K: of a block the multiplier of the scale and the one of the minimum;
+ *                                          q6_K: the two of its halves
+ *
+ * A stripe of q4_0 is 576 bytes, nine cache lines. The last rows and columns are filled up with zeros. Packing costs a
  * second copy of the matrix in memory, so it can be switched off; the kernels then pack each panel just before they use it. */
 
 enum {
     LLM__PANEL = 16,        /* rows of weights */
     LLM__STRIPE = 64,       /* columns */
+    LLM__SPAN = 8,          /* stripes that share a head */
+    LLM__FULL_SCALE = 2048, /* the multiplier of the largest scale */
     LLM__X_TILE = 16        /* rows of x */
 };
 
@@ -6496,29 +6511,44 @@ static int llm__stored_quads(llm_type type) {
     }
 }
 
+/* The K formats */
 static bool llm__has_groups(llm_type type) { return type == LLM_Q4_K || type == LLM_Q5_K || type == LLM_Q6_K; }
+
+/* Whether the scales of blocks are whole multiples of one for 256 columns */
+static bool llm__has_multipliers(llm_type type) { return llm__has_groups(type) || type == LLM_Q4_0 || type == LLM_Q4_Z; }
 
 static bool llm__has_minimum(llm_type type) {
     return type == LLM_Q4_1 || type == LLM_Q4_Z || type == LLM_Q5_1 || type == LLM_Q4_K || type == LLM_Q5_K;
 }
+
+/* q4_K and q5_K: the minimums of blocks are multiples too. */
+static bool llm__has_group_minimums(llm_type type) { return llm__has_groups(type) && llm__has_minimum(type); }
 
 /* The q that means zero, where there is no minimum. */
 LLM__INLINE int llm__zero_level(llm_type type) {
     return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
 }
 
+/* What stands before eight stripes. */
+static size_t llm__span_head(llm_type type) {
+    if (!llm__has_multipliers(type)) return 0;
+    return 2 * LLM__PANEL * (llm__has_group_minimums(type) ? 4 : 2);
+}
+
 /* What stands before the quads of a stripe. */
 static size_t llm__stripe_head(llm_type type) {
-    if (llm__has_groups(type)) return LLM__PANEL * (llm__has_minimum(type) ? 4 : 2) + 4 * LLM__PANEL;
-    return 2 * LLM__PANEL * (llm__has_minimum(type) ? 4 : 2);
+    return 2 * LLM__PANEL * (llm__has_minimum(type) && !llm__has_groups(type) ? 4 : 2);
 }
 
 static size_t llm__stripe_bytes(llm_type type) {
     return llm__stripe_head(type) + 2 * LLM__PANEL * (size_t)llm__stored_quads(type) * sizeof(uint32_t);
 }
 
+static size_t llm__span_bytes(llm_type type) { return llm__span_head(type) + LLM__SPAN * llm__stripe_bytes(type); }
+
 static size_t llm__panel_bytes(llm_type type, int64_t cols) {
-    return (size_t)llm__divide_up(cols, LLM__STRIPE) * llm__stripe_bytes(type);
+    size_t stripes = (size_t)llm__divide_up(cols, LLM__STRIPE);
+    return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(type) + stripes * llm__stripe_bytes(type);
 }
 
 /* One block of one row as words: see above. */
@@ -6536,48 +6566,82 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
     }
 }
 
+/* The multipliers of up to eight blocks, whose scales are f16; returns the scale that stands for LLM__FULL_SCALE. */
+static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *multipliers) {
+    uint16_t largest = 0;
+    for (int i = 0; i < n; i++)
+        if ((scales[i] & 0x7fff) > (largest & 0x7fff)) largest = scales[i];
+    float all = llm__f16_to_f32(largest);
+    bool finite = (largest & 0x7fff) < 0x7c00; /* else all products are NaN, or infinite */
+    for (int i = 0; i < n; i++) {
+        float part = finite && all != 0.0f ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE) : (float)!finite;
+        multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE); /* 2048 x -16 just fits into 16 bits */
+    }
+    return largest;
+}
+
 /* Rows first_row to first_row + 15 of the matrix, as far as there are such. */
 static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
-    int quads = llm__stored_quads(w->type);
-    bool groups = llm__has_groups(w->type), minimum = llm__has_minimum(w->type);
-    size_t row_bytes = llm__row_bytes(w->type, w->cols), stripe_bytes = llm__stripe_bytes(w->type);
+    enum { BLOCKS = LLM__SUPER / LLM__BLOCK };
+    const llm_type type = w->type;
+    int quads = llm__stored_quads(type);
+    bool groups = llm__has_groups(type), minimum = llm__has_minimum(type), whole = llm__has_multipliers(type);
+    size_t row_bytes = llm__row_bytes(type, w->cols), stripe_bytes = llm__stripe_bytes(type);
     int64_t rows = llm__min(LLM__PANEL, w->rows - first_row), blocks = w->cols / LLM__BLOCK;
-    if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(w->type, w->cols));
+    if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(type, w->cols));
     for (int64_t row = 0; row < rows; row++)
-        for (int64_t block = 0; block < blocks; block++) {
-            uint8_t *stripe = panel + (size_t)(block / 2) * stripe_bytes;
-            uint8_t *to = stripe + llm__stripe_head(w->type) + block % 2 * LLM__PANEL * 4 * quads;
-            uint8_t *scales = stripe + (groups ? 0 : block % 2 * LLM__PANEL * 2);
-            llm__levels levels;
-            uint32_t words[8];
-            llm__read_levels(w->type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, block, &levels);
-            llm__pack_quads(w->type, levels.q, words);
-            llm__write_u16(scales + 2 * row, levels.scale);
-            if (minimum) llm__write_u16(scales + LLM__PANEL * (groups ? 2 : 4) + 2 * row, levels.minimum);
-            for (int i = 0; groups && i < 2; i++)
-                stripe[LLM__PANEL * (minimum ? 4 : 2) + (block % 2 * 2 + i) * LLM__PANEL + row] = levels.group[i];
-            for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
+        for (int64_t first = 0; first < blocks; first += BLOCKS) {
+            uint8_t *span = panel + (size_t)(first / (2 * LLM__SPAN)) * llm__span_bytes(type);
+            uint8_t *head = span + first / BLOCKS % 2 * LLM__PANEL * 2 + 2 * row;
+            llm__levels levels[BLOCKS];
+            int n = (int)llm__min(BLOCKS, blocks - first);
+            for (int b = 0; b < n; b++)
+                llm__read_levels(type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, first + b, &levels[b]);
+            if (groups) {
+                llm__write_u16(head, levels[0].scale);
+                if (minimum) llm__write_u16(head + LLM__PANEL * 4, levels[0].minimum);
+            } else if (whole) {
+                uint16_t scales[BLOCKS];
+                int16_t multipliers[BLOCKS];
+                for (int b = 0; b < n; b++) scales[b] = levels[b].scale;
+                llm__write_u16(head, llm__find_multipliers(scales, n, multipliers));
+                for (int b = 0; b < n; b++) levels[b].scale = (uint16_t)multipliers[b];
+            }
+            for (int b = 0; b < n; b++) {
+                int64_t block = first + b;
+                uint8_t *stripe = span + llm__span_head(type) + (size_t)(block / 2 % LLM__SPAN) * stripe_bytes;
+                uint8_t *to = stripe + llm__stripe_head(type) + block % 2 * LLM__PANEL * 4 * quads;
+                uint8_t *scales = stripe + block % 2 * LLM__PANEL * 2;
+                uint32_t words[8];
+                llm__pack_quads(type, levels[b].q, words);
+                for (int i = 0; groups && i < 2; i++) scales[i * LLM__PANEL + row] = levels[b].group[i];
+                if (!groups) llm__write_u16(scales + 2 * row, levels[b].scale);
+                if (!groups && minimum) llm__write_u16(scales + LLM__PANEL * 4 + 2 * row, levels[b].minimum);
+                for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
+            }
         }
 }
 
-/* x is rounded to int8, 32 values to a scale, and kept in tiles of `height` rows (16; or n, from 5 on up to a multiple of 4). Of a tile,
- * each block of 32 columns stands together:
+/* x is rounded to int8, 32 values to a scale, or 256 where the weights have multipliers, and kept in tiles of `height` rows (16; or n,
+ * from 5 on up to a multiple of 4). Of a tile, each stripe stands together:
  *
- *     values      (height, 32)   int8
- *     scales      (height)       f32
- *     sums        (height, 2)    i16    of the first 16 values, and of the others
+ *     values      (height, 64)     int8
+ *     scales      (height, 2)      f32    of its two blocks (the same for all of 256 columns)
+ *     sums        (height, 2, 2)   i16    of the first 16 values of each block, and of the others
  */
+enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) }; /* of one row of x in a stripe */
+
 enum { /* of the matrix tiles */
-    LLM__CHUNK = 16,       /* blocks that are unpacked together, */
-    LLM__TILE_PANELS = 2,  /* of so many panels */
+    LLM__CHUNK = 2 * LLM__SPAN, /* blocks that are unpacked together, by halves half as many, */
+    LLM__TILE_PANELS = 4,  /* of so many panels, block by block half as many */
     LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
-    LLM__TILES_BYTES = LLM__GROUP * 1024 * 2 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
+    LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
 };
 
-enum { LLM__X_BYTES = LLM__BLOCK + sizeof(float) + 2 * sizeof(int16_t) }; /* of one row of x in a block */
+static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* Blocks in a row of x: whole stripes. */
-static int64_t llm__x_blocks(int64_t cols) { return 2 * llm__divide_up(cols, LLM__STRIPE); }
+/* How many values of x have one scale */
+static int llm__x_group(llm_type type) { return llm__has_multipliers(type) ? LLM__SUPER : LLM__BLOCK; }
 
 LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
     return (const char *)job->x_tiles + (size_t)tile * job->x_tile_bytes;
@@ -7038,12 +7102,16 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
 /* -- Integer products: the block formats ------------------------------------------------------
  *
  * Weights are stored as small integers, and processors multiply small integers four at a time per lane; so x is
- * rounded to int8 too, 32 values to a scale, and then
+ * rounded to int8 too, and then
  *
  *     sum w x  =  sum over blocks of   w_scale x_scale  (sum of 32 integer products)
  *
- * where the inner sum is exact: it may be taken in any order, by any instruction. Only the outer sum is
- * rounded, so it has one order: block after block, in one lane per row of weights. That is why a row
+ * where the inner sum is exact: it may be taken in any order, by any instruction. Where blocks have multipliers (see "Panels"), 256 values
+ * of x share a scale, and the sum over their eight blocks is exact too, as 32 bits hold it:
+ *
+ *     sum w x  =  sum over 256s of   w_scale x_scale  (sum over blocks of   multiplier (sum of 32 integer products))
+ *
+ * Only the outer sum is rounded, so it has one order: one after the other, in one lane per row of weights. That is why a row
  * of x gets the same result, to the last bit, from all of the forms below. With AVX-512 and q4_0, one block is
  *
  *     lane                    0              1                   15
@@ -7054,10 +7122,10 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  *
  * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
  * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
- * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums become floats and are
- * added up, times w_scale x_scale: 28 instructions for 512 products of one row of x, of which 12 unpack the weights and are
- * shared by up to 8 rows of x. In decode memory is slower than that by far (the 288 bytes of the block are 50 cycles of one core's
- * share of it), and bytes are the limit.
+ * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: by
+ * vpdpwssd in one instruction, since 32 x 8 x 127 is within 16 bits (in more where they are not, or become floats). About 24
+ * instructions for 512 products of one row of x, of which 13 unpack the weights and are shared by up to 8 rows of x. In decode memory is
+ * slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
  *
  * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
  * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up.
@@ -7071,7 +7139,8 @@ typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #else
     llm__vi w[LLM__BLOCK / 4]; /* or quads of columns */
 #endif
-    llm__vf scale, other;      /* other: what is added to each value; q6_K: the scale of columns 16 to 31 */
+    llm__vf scale, minimum;    /* minimum: what is added to each value */
+    llm__vi multiplier, other; /* in place of both; other: what the sum of x is multiplied by; in q6_K the multiplier of columns 16 to 31 */
 } LLM__K(w_block);
 
 LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
@@ -7080,30 +7149,62 @@ LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
     return v;
 }
 
-/* LLM__W bytes as floats */
-LLM__INLINE llm__vf LLM__K(from_bytes)(const uint8_t *p, bool has_sign) {
+/* LLM__W bytes, or 16-bit integers */
+LLM__INLINE llm__vi LLM__K(from_bytes)(const uint8_t *p, bool has_sign) {
     llm__vi v = {0};
     for (int i = 0; i < LLM__W; i++) v[i] = has_sign ? (int8_t)p[i] : p[i];
-    return __builtin_convertvector(v, llm__vf);
+    return v;
 }
 
-/* Scales and minimums of half `half` of a stripe, rows part * LLM__W and following. */
+LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
+#if LLM__KERNEL_PASS == 2
+    return (llm__vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
+#else
+    llm__vi v = {0};
+    for (int i = 0; i < LLM__W; i++) v[i] = (int16_t)p[i];
+    return v;
+#endif
+}
+
+/* sum + a b, where a and b are of 16 bits with sign. x86 multiplies pairs of such and adds them up; that a, as a product, comes with copies
+ * of its sign above does not matter where b has zeros there: it must have gone through as_factor. */
+LLM__INLINE llm__vi LLM__K(as_factor)(llm__vi b) { return LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2 ? b & 0xffff : b; }
+
+LLM__INLINE llm__vi LLM__K(add_small)(llm__vi sum, llm__vi a, llm__vi b) {
+#if LLM__KERNEL_PASS == 2
+    return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#elif LLM__KERNEL_PASS == 1
+    return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sum + a * b;
+#endif
+}
+
+/* Scales and minimums, or multipliers, of half `half` of a stripe, rows part * LLM__W and following. */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
-    const bool groups = llm__has_groups(type), minimum = llm__has_minimum(type);
-    const uint16_t *scales = (const uint16_t *)(const void *)stripe + (groups ? 0 : half * LLM__PANEL) + part * LLM__W;
-    w->scale = LLM__K(from_f16)(scales);
-    w->other = (llm__vf){0};
-    if (type == LLM_Q4_Z) {
-        llm__vf zero = {0};
-        for (int i = 0; i < LLM__W; i++) zero[i] = (float)scales[2 * LLM__PANEL + i];
-        w->other = -(w->scale * zero);
-    } else if (minimum) w->other = LLM__K(from_f16)(scales + LLM__PANEL * (groups ? 1 : 2));
-    if (groups) {
-        const uint8_t *p = stripe + LLM__PANEL * (minimum ? 4 : 2) + half * 2 * LLM__PANEL + part * LLM__W;
-        llm__vf first = LLM__K(from_bytes)(p, !minimum), second = LLM__K(from_bytes)(p + LLM__PANEL, !minimum);
-        w->other = minimum ? -(w->other * second) : w->scale * second;
-        w->scale *= first;
+    const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL + part * LLM__W;
+    w->scale = w->minimum = (llm__vf){0};
+    w->multiplier = w->other = (llm__vi){0};
+    if (llm__has_groups(type)) {
+        const uint8_t *p = stripe + half * 2 * LLM__PANEL + part * LLM__W;
+        w->multiplier = LLM__K(from_bytes)(p, type == LLM_Q6_K);
+        w->other = LLM__K(from_bytes)(p + LLM__PANEL, type == LLM_Q6_K);
+    } else if (llm__has_multipliers(type)) {
+        w->multiplier = LLM__K(from_i16)(scales);
+        if (type == LLM_Q4_0) w->multiplier = LLM__K(as_factor)(w->multiplier);
+        else w->other = LLM__K(as_factor)(-(w->multiplier * LLM__K(from_i16)(scales + 2 * LLM__PANEL)));
+    } else {
+        w->scale = LLM__K(from_f16)(scales);
+        if (llm__has_minimum(type)) w->minimum = LLM__K(from_f16)(scales + 2 * LLM__PANEL);
     }
+}
+
+/* The scale of 256 columns, and what their minimums are multiples of. */
+LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
+    const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL + part * LLM__W;
+    *scale = LLM__K(from_f16)(scales);
+    if (!llm__has_groups(type)) *scale *= 1.0f / LLM__FULL_SCALE;
+    else if (llm__has_minimum(type)) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
 }
 
 /* Half `half` of a stripe, rows part * LLM__W and following. */
@@ -7138,7 +7239,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
 }
 
 /* The products of columns 4 * first to 4 * end - 1 of a block of LLM__W rows of weights with x, whose sum is x_sum. */
-LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
+LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
                                       int32_t x_sum) {
 #if LLM__KERNEL_PASS == 2
     __m512i sum = _mm512_set1_epi32(-(type == LLM_Q8_0 ? 128 : llm__zero_level(type)) * x_sum);
@@ -7147,7 +7248,7 @@ LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         memcpy(&quad, x + 4 * q, 4);
         sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], _mm512_set1_epi32(quad));
     }
-    return __builtin_convertvector((llm__vi)sum, llm__vf);
+    return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 1
     const int fit = type == LLM_Q4_0 ? 8 : type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
@@ -7162,7 +7263,7 @@ LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
         pairs = _mm256_setzero_si256();
     }
-    return __builtin_convertvector((llm__vi)sum, llm__vf);
+    return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 3
     int32x4_t sum = vdupq_n_s32(-llm__zero_level(type) * x_sum);
     LLM__UNROLL for (int q = first; q < end; q++) {
@@ -7170,25 +7271,39 @@ LLM__INLINE llm__vf LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         memcpy(&quad, x + 4 * q, 4);
         sum = vdotq_s32(sum, (int8x16_t)w->w[q], vreinterpretq_s8_s32(vdupq_n_s32(quad)));
     }
-    return (llm__vf)vcvtq_f32_s32(sum);
+    return (llm__vi)sum;
 #else
     llm__vf sum = {0};
     (void)type, (void)x_sum;
     LLM__UNROLL for (int i = 4 * first; i < 4 * end; i++) sum = LLM__K(fma)(w->w[i], LLM__K(all)(x[i]), sum);
-    return sum;
+    return __builtin_convertvector(sum, llm__vi);
 #endif
 }
 
 /* sum += the products of a block of LLM__W rows of weights with 32 values of x. */
 LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, float scale,
                                       const int16_t *x_sums, llm__vf sum) {
-    if (type == LLM_Q6_K) {
-        sum = LLM__K(fma)(LLM__K(dot_quads)(type, w, 0, 4, x, x_sums[0]), w->scale * scale, sum);
-        return LLM__K(fma)(LLM__K(dot_quads)(type, w, 4, 8, x, x_sums[1]), w->other * scale, sum);
-    }
     int32_t x_sum = x_sums[0] + x_sums[1];
-    sum = LLM__K(fma)(LLM__K(dot_quads)(type, w, 0, 8, x, x_sum), w->scale * scale, sum);
-    return llm__has_minimum(type) ? LLM__K(fma)(w->other, LLM__K(all)(scale * (float)x_sum), sum) : sum;
+    llm__vf products = __builtin_convertvector(LLM__K(dot_quads)(type, w, 0, 8, x, x_sum), llm__vf);
+    sum = LLM__K(fma)(products, w->scale * scale, sum);
+    return llm__has_minimum(type) ? LLM__K(fma)(w->minimum, LLM__K(all)(scale * (float)x_sum), sum) : sum;
+}
+
+/* The same in integers, where there are multipliers; q4_K and q5_K: and minimums += the sum of x times theirs. */
+LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, const int16_t *x_sums,
+                                         llm__vi *sum, llm__vi *minimums) {
+    int32_t x_sum = x_sums[0] + x_sums[1];
+    if (type == LLM_Q6_K) {
+        *sum += LLM__K(dot_quads)(type, w, 0, 4, x, x_sums[0]) * w->multiplier;
+        *sum += LLM__K(dot_quads)(type, w, 4, 8, x, x_sums[1]) * w->other;
+        return;
+    }
+    llm__vi products = LLM__K(dot_quads)(type, w, 0, 8, x, x_sum);
+    if (type == LLM_Q4_0) *sum = LLM__K(add_small)(*sum, products, w->multiplier); /* 32 x 8 x 127 is within 16 bits */
+    else *sum += products * w->multiplier;
+    if (!llm__has_minimum(type)) return;
+    llm__vi *to = type == LLM_Q4_Z ? sum : minimums;
+    *to = LLM__K(add_small)(*to, x_sum - (llm__vi){0}, w->other);
 }
 
 /* The end of every product: bias and residual, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
@@ -7211,26 +7326,55 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int
 /* One panel against T rows of x from row i on, which lie in one tile of x. T is a constant. */
 LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
                                     int64_t i) {
-    const size_t stripe_bytes = llm__stripe_bytes(type), x_bytes = (size_t)job->height * LLM__X_BYTES;
-    int64_t blocks = llm__x_blocks(job->w->cols);
-    const char *x = llm__x_tile(job, i / job->height);
+    const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type);
+    const size_t stripe_bytes = llm__stripe_bytes(type), head = llm__span_head(type), x_bytes = (size_t)job->height * LLM__X_BYTES;
+    int64_t stripes = llm__stripes(job->w->cols);
+    const uint8_t *stripe = panel;
     int first = (int)(i % job->height);
+    const char *x = llm__x_tile(job, i / job->height) + first * LLM__STRIPE;
+    const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
+    llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
-    for (int64_t block = 0; block < blocks; block++, x += x_bytes) {
-        const uint8_t *stripe = panel + (size_t)(block / 2) * stripe_bytes;
-        const int8_t *values = (const int8_t *)x + first * LLM__BLOCK;
-        const float *scales = (const float *)(const void *)(x + job->height * LLM__BLOCK) + first;
-        const int16_t *x_sums = (const int16_t *)(const void *)(x + job->height * (LLM__BLOCK + 4)) + 2 * first;
-        if (block % 2 == 0)
+    for (int64_t start = 0; start < stripes; start += LLM__SPAN / 2) {
+        const uint8_t *span = stripe - (start % LLM__SPAN ? head + LLM__SPAN / 2 * stripe_bytes : 0);
+        if (whole) {
+            if (stripe == span) {
+                for (size_t line = 0; line < head; line += 64)
+                    LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(type) + line);
+                stripe += head;
+            }
+            LLM__UNROLL for (int t = 0; t < T; t++)
+                LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++)
+                    products[t][part] = (llm__vi){0}, lower[t][part] = (llm__vi){0};
+        }
+        const float *scales = (const float *)(const void *)(x + x_scales);
+        for (int64_t s = start; s < llm__min(start + LLM__SPAN / 2, stripes); s++, x += x_bytes, stripe += stripe_bytes) {
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
+            for (int half = 0; half < 2; half++) {
+                const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
+                const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
+                const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
+                LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
+                    LLM__K(w_block) w;
+                    LLM__K(unpack_block)(type, stripe, half, part, &w);
+                    LLM__UNROLL for (int t = 0; t < T; t++)
+                        if (whole)
+                            LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
+                        else sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__STRIPE, block_scales[2 * t], block_sums + 4 * t, sums[t][part]);
+                }
+            }
+        }
+        if (!whole) continue;
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
-            LLM__K(w_block) w;
-            LLM__K(unpack_block)(type, stripe, (int)(block % 2), part, &w);
-            LLM__UNROLL for (int t = 0; t < T; t++)
-                sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__BLOCK, scales[t], x_sums + 2 * t, sums[t][part]);
+            llm__vf scale, minimum = {0};
+            LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
+            LLM__UNROLL for (int t = 0; t < T; t++) {
+                sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
+                if (minimums) sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf), minimum * scales[2 * t], sums[t][part]);
+            }
         }
     }
     LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
@@ -7258,19 +7402,35 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  *     A: 16 rows of x,         B: 8 quads of 16 rows of weights               C: 16 rows of x by 16 rows of weights
  *        32 columns            row q: w[0] quad q | w[1] quad q | ...         row t: x[t].w[0]  x[t].w[1]  ...  x[t].w[15]
  *
- * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory. q4_0 must be brought to
- * signed bytes first: with its offset flipped away, a nibble in the high half of a byte is 16 w, and the 16 is taken out of
- * the scale. What is left for the vector registers is, for each of the 16 rows of C, to make floats of the sums and to
- * add them up, times w_scale x_scale: 48 instructions, and 16 more to bring C there through memory. They take longer than the
- * tile unit, and do not overlap with it: with tile instructions about, those of 512 bits run at half their rate. So four blocks
- * go through the one, then four through the other. (Tried and dropped: weights and x as bf16, whose sums need not leave the tile
- * unit. Prompts ran 1.5 times as fast and 16 sequences 1.2 times; but as all rows must be rounded alike, a single one has to pass
- * the tiles too: it took 1.2 times as long from memory, 1.8 times from the cache.)
+ * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory, once it is unpacked to signed bytes.
+ * There are two ways from here, and both give the same bits, since they add the same integers.
  *
- * Work goes in chunks of 512 columns: unpacked weights (8 KB) and a tile of x (10 KB) stay in the first-level cache. While
- * memory has nothing to do otherwise, the next chunk is asked for. */
+ * Block by block, below 64 rows: after each block of 32 columns C goes to memory, and the vector registers multiply it by the
+ * scales of the block. With q4_0 that is one instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16
+ * bits, multiply and add; types without multipliers take three instructions (five with a minimum), to make floats of it. C of one group of four blocks is added up while the next group is in the tile unit.
+ *
+ * By two halves, for more: a weight times its multiplier is a number of 16 bits. It is unpacked to that, once, and cut into a high and
+ * a low byte, each of which is multiplied in the tile unit. That takes as many tile products as before, since now all 64 columns
+ * of a tile are used, but C leaves it only once in 256 columns:
+ *
+ *     sum of w x  =  256 (sum of high x)  +  (sum of low x)        high: -128 .. 127, low: 0 .. 255
+ *
+ *     tile registers:   0, 1: low    of 16 + 16 rows of x     4, 5: x, 16 + 16 rows, 64 columns
+ *                       2, 3: high                            6: low bytes of 16 rows of weights, 7: high
+ *
+ * (A product of full tiles took 5.5 ns here with zeros for numbers and 7 ns with random ones, which cost power; with stores and sums
+ * between them 8 to 10. In a prompt it is 14 to 20: x comes from the second-level cache, and the results need their cache lines from
+ * memory before they can be written.)
+ *
+ * (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit either. But as all rows must be rounded alike, a single
+ * one has to do as the tile unit does: it took 1.2 times as long from memory, 1.8 times from the cache. Integers have no such order.)
+ *
+ * Work goes in chunks of 512 columns, by halves of 256. Either way that is 8 KB of a panel, unpacked, and 10 KB of x (by halves of two
+ * tiles), which stay in the first-level cache; by halves four panels are taken together. The weights of the next chunk are asked
+ * for meanwhile. */
 
-/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C and 4-5 A, so many rows high, 6-7 B. C and B are 64 bytes wide. */
+/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C and 4-5 A, so many rows high, 6-7 B. C and B are 64 bytes wide; A has 32
+ * or 64 bytes, a block or two. */
 LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
     memset(&shapes, 0, sizeof shapes);
@@ -7286,147 +7446,307 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
  * instruction: hence macros.) */
 #define LLM__TILE_LOAD(tile, p, stride)                                                    \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
-                     "m"(*(const char(*)[512])(const void *)(p)))
+                     "m"(*(const char(*)[1024])(const void *)(p)))
 #define LLM__TILE_STORE(tile, p)                            \
     __asm__ volatile("tilestored %%tmm" #tile ", (%1,%2,1)" \
                      : "=m"(*(char(*)[1024])(void *)(p)) : "r"(p), "r"((int64_t)64))
-#define LLM__TILE_PRODUCT(c, a, b)                                               \
-    do {                                                                         \
-        __asm__ volatile("tilezero %%tmm" #c ::);                                \
-        LLM__TILE_LOAD(a, x + (size_t)(c) * x_bytes, LLM__BLOCK);                \
-        LLM__TILE_LOAD(b, w + (c) * 512, 64);                                    \
-        __asm__ volatile("tdpbssd %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::);       \
-    } while (0)
-
-/* The products of four blocks to memory, while that is asked for `lines` cache lines in each. */
-LLM__INLINE void llm__amx_products(const char *x, size_t x_bytes, const int8_t *w, int32_t *products, const uint8_t *ahead, int lines) {
-    LLM__TILE_PRODUCT(0, 4, 6);
-    for (int line = 0; line < lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
-    LLM__TILE_PRODUCT(1, 5, 7);
-    for (int line = lines; line < 2 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
-    LLM__TILE_PRODUCT(2, 4, 6);
-    for (int line = 2 * lines; line < 3 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
-    LLM__TILE_PRODUCT(3, 5, 7);
-    for (int line = 3 * lines; line < 4 * lines; line++) LLM__PREFETCH_FAR(ahead + line * 64);
-    LLM__TILE_STORE(0, products);
-    LLM__TILE_STORE(1, products + 256);
-    LLM__TILE_STORE(2, products + 512);
-    LLM__TILE_STORE(3, products + 768);
-}
-#undef LLM__TILE_PRODUCT
-#undef LLM__TILE_STORE
-#undef LLM__TILE_LOAD
+#define LLM__TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
+#define LLM__TILE_ADD(low, c, a, b) __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
+    llm_type type;
     const char *x;
-    size_t x_bytes;           /* of a block of the tile */
+    size_t x_bytes;           /* of a stripe of the tile */
     int height, blocks;
-    const int8_t *w;          /* (blocks, 8, 16, 4) */
-    const float *w_scales;    /* (blocks, 16) */
-    const float *w_minimums;  /* (blocks, 16), or NULL */
-    int32_t *products;        /* (2, group, 16, 16) */
+    const int8_t *w;          /* (blocks, 8, 16, 4); by halves (2, 4, 16, 16, 4): the low bytes, the high ones */
+    const float *scales;      /* (blocks, 16): scales, or int32 multipliers */
+    const float *others;      /* (blocks, 16): minimums, or what the sums of halves of x are multiplied by, twice in 32 bits */
+    const uint8_t *span;      /* of the panel */
+    int32_t *products;        /* (group, 16, 16) */
     float *kept;              /* (T, 16) sums, from one chunk to the next */
     const uint8_t *ahead;     /* what memory should bring meanwhile: so many cache lines per block */
     int lines;
 } llm__tile_job;
 
+LLM__INLINE const float *llm__tile_scales(const llm__tile_job *job, int block) {
+    return (const float *)(const void *)(job->x + (size_t)(block / 2) * job->x_bytes + job->height * LLM__STRIPE) + block % 2;
+}
+
+/* The sums of both halves of block `block` of row t of x, as 16 + 16 bits. */
+LLM__INLINE __m512i llm__tile_sums(const llm__tile_job *job, int block, int t) {
+    int32_t pair;
+    memcpy(&pair, job->x + (size_t)(block / 2) * job->x_bytes + job->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
+    return _mm512_set1_epi32(pair);
+}
+
+/* The products of four blocks, while memory is asked for `lines` cache lines in each. Those of the four before go to memory. */
+LLM__INLINE void llm__amx_products(const llm__tile_job *job, int first) {
+    const size_t x_bytes = job->x_bytes;
+    const char *x = job->x + (size_t)(first / 2) * x_bytes;
+    const int8_t *w = job->w + first * 512;
+    const int lines = job->lines;
+    const uint8_t *ahead = job->ahead + first * lines * 64;
+    int32_t *products = job->products;
+#define LLM__TILE_BLOCK(c, a, b)                                                              \
+    if (first > 0) LLM__TILE_STORE(c, products + (c) * 256);                                 \
+    LLM__TILE_ZERO(c);                                                                       \
+    LLM__TILE_LOAD(a, x + (c) / 2 * x_bytes + (c) % 2 * LLM__BLOCK, LLM__STRIPE);              \
+    LLM__TILE_LOAD(b, w + (c) * 512, 64);                                                    \
+    LLM__TILE_ADD("ss", c, a, b);                                                            \
+    for (int line = 0; line < lines; line++) LLM__PREFETCH_FAR(ahead + ((c) * lines + line) * 64);
+    LLM__TILE_BLOCK(0, 4, 6)
+    LLM__TILE_BLOCK(1, 5, 7)
+    LLM__TILE_BLOCK(2, 4, 6)
+    LLM__TILE_BLOCK(3, 5, 7)
+#undef LLM__TILE_BLOCK
+}
+
+LLM__INLINE void llm__amx_store(int32_t *products) {
+    LLM__TILE_STORE(0, products);
+    LLM__TILE_STORE(1, products + 256);
+    LLM__TILE_STORE(2, products + 512);
+    LLM__TILE_STORE(3, products + 768);
+}
+
 /* Add the products of the blocks first to end - 1, T rows each, to the sums. */
-LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, const int32_t *products, __m512 *sums) {
-    const __mmask16 rows = (__mmask16)((1u << job->height) - 1);
+LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, __m512 *sums) {
+    const int32_t *products = job->products;
     for (int b = first; b < end; b++, products += 256) {
-        const float *x_scales = (const float *)(const void *)(job->x + (size_t)b * job->x_bytes + job->height * LLM__BLOCK);
-        __m512 w_scale = _mm512_loadu_ps(job->w_scales + b * LLM__PANEL);
+        const float *x_scales = llm__tile_scales(job, b);
+        __m512 w_scale = _mm512_loadu_ps(job->scales + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < T; t++) {
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
-            sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[t])), sums[t]);
+            sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[2 * t])), sums[t]);
         }
-        if (!job->w_minimums) continue;
-        float x_minimums[LLM__X_TILE]; /* the sums of both halves of a block of x, times its scale */
-        __m512i halves = _mm512_maskz_loadu_epi32(rows, x_scales + job->height);
-        __m512 x_sums = _mm512_cvtepi32_ps(_mm512_madd_epi16(halves, _mm512_set1_epi16(1)));
-        _mm512_storeu_ps(x_minimums, _mm512_mul_ps(x_sums, _mm512_maskz_loadu_ps(rows, x_scales)));
-        __m512 minimum = _mm512_loadu_ps(job->w_minimums + b * LLM__PANEL);
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_fmadd_ps(minimum, _mm512_set1_ps(x_minimums[t]), sums[t]);
+        if (!llm__has_minimum(job->type)) continue;
+        __m512 minimum = _mm512_loadu_ps(job->others + b * LLM__PANEL);
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            __m512 x_sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(llm__tile_sums(job, b, t), _mm512_set1_epi16(1)));
+            sums[t] = _mm512_fmadd_ps(minimum, _mm512_mul_ps(_mm512_set1_ps(x_scales[2 * t]), x_sum), sums[t]);
+        }
     }
 }
 
-/* T rows of the tile count. */
-LLM__INLINE void llm__amx_chunk(int T, bool first, const llm__tile_job *job) {
+/* The same in integers, where the weights have multipliers. */
+LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, int end, __m512i *sums) {
+    const int32_t *products = job->products;
+    const float *multipliers = job->scales + first * LLM__PANEL;
+    for (int b = first; b < end; b++, products += 256, multipliers += LLM__PANEL) {
+        __m512i multiplier = _mm512_loadu_si512((const void *)multipliers);
+        if (job->type == LLM_Q4_0)
+            LLM__UNROLL for (int t = 0; t < T; t++)
+                sums[t] = _mm512_dpwssd_epi32(sums[t], _mm512_loadu_si512((const void *)(products + t * 16)), multiplier);
+        else
+            LLM__UNROLL for (int t = 0; t < T; t++)
+                sums[t] = _mm512_add_epi32(sums[t], _mm512_mullo_epi32(_mm512_loadu_si512((const void *)(products + t * 16)), multiplier));
+        if (job->type != LLM_Q4_Z) continue;
+        __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(job, b, t), other);
+    }
+}
+
+/* The sums of 256 columns, from block `first` of the chunk on, become floats and are added to those before; and q4_K's and q5_K's
+ * minimums. */
+LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, const __m512i *sums) {
+    const float *x_scales = llm__tile_scales(job, first);
+    float *kept = job->kept;
+    llm__vf scale, minimum = {0};
+    LLM__K(unpack_head)(job->type, job->span, first / LLM__SPAN, 0, &scale, &minimum);
+    LLM__UNROLL for (int t = 0; t < T; t++) {
+        __m512 factor = _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x_scales[2 * t]));
+        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, _mm512_loadu_ps(kept + t * 16)));
+    }
+    if (!llm__has_group_minimums(job->type)) return;
+    __m512i lower[16];
+    LLM__UNROLL for (int t = 0; t < T; t++) lower[t] = _mm512_setzero_si512();
+    for (int b = first; b < llm__min(first + LLM__SPAN, job->blocks); b++) {
+        __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
+        LLM__UNROLL for (int t = 0; t < T; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(job, b, t), other);
+    }
+    LLM__UNROLL for (int t = 0; t < T; t++) {
+        __m512 factor = _mm512_mul_ps((__m512)minimum, _mm512_set1_ps(x_scales[2 * t]));
+        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[t]), factor, _mm512_loadu_ps(kept + t * 16)));
+    }
+}
+
+/* Block by block: T rows of the tile count. Without multipliers the sums of all the chunk are floats, */
+LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
     __m512 sums[16];
-    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = first ? _mm512_setzero_ps() : _mm512_loadu_ps(job->kept + t * 16);
-    llm__amx_products(job->x, job->x_bytes, job->w, job->products, job->ahead, job->lines);
-    for (int block = 0; block < job->blocks; block += LLM__GROUP) {
-        int after = block + LLM__GROUP, odd = block / LLM__GROUP % 2;
-        if (after < job->blocks)
-            llm__amx_products(job->x + (size_t)after * job->x_bytes, job->x_bytes, job->w + after * 512,
-                              job->products + (1 - odd) * 1024, job->ahead + after * job->lines * 64, job->lines);
-        llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), job->products + odd * 1024, sums);
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
+    for (int block = 0, after; block < job->blocks; block = after) {
+        after = block + LLM__GROUP;
+        if (after < job->blocks) llm__amx_products(job, after);
+        else llm__amx_store(job->products);
+        llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), sums);
     }
     LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
 }
 
-/* The first blocks of (what is left of) a panel to signed bytes, f32 scales and minimums. */
-LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *panel, int count, int8_t *w, float *scales, float *minimums) {
-    const __m512i sign = _mm512_set1_epi8((char)0x80), high = _mm512_set1_epi8((char)0xf0);
-    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
-    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, minimums += LLM__PANEL) {
-        int half = b % 2;
-        const uint8_t *stripe = panel + (size_t)(b / 2) * llm__stripe_bytes(type);
-        const uint8_t *p = stripe + llm__stripe_head(type) + half * LLM__PANEL * 4 * llm__stored_quads(type);
-        if (type != LLM_Q4_0 && type != LLM_Q8_0) {
-            LLM__K(w_block) block;
-            LLM__K(unpack_block)(type, stripe, half, 0, &block);
-            for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
-            LLM__K(store)(scales, block.scale);
-            LLM__K(store)(minimums, block.other);
-            continue;
+/* with them, those of 256 columns are integers. */
+LLM__INLINE void llm__amx_whole_chunk(int T, const llm__tile_job *job) {
+    for (int first = 0; first < job->blocks; first += LLM__SPAN) {
+        __m512i sums[16];
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_si512();
+        for (int block = first, after; block < llm__min(first + LLM__SPAN, job->blocks); block = after) {
+            after = block + LLM__GROUP;
+            if (after < job->blocks) llm__amx_products(job, after);
+            else llm__amx_store(job->products);
+            llm__amx_add_whole(T, job, block, (int)llm__min(after, job->blocks), sums);
         }
-        __m512 scale = (__m512)LLM__K(from_f16)((const uint16_t *)(const void *)(stripe + half * 2 * LLM__PANEL));
-        if (type == LLM_Q4_0) {
-            LLM__UNROLL for (int q = 0; q < 4; q++) { /* 0x28: (v ^ sign) & high */
-                __m512i v = _mm512_loadu_si512((const void *)(p + q * 64));
-                __m512i low = _mm512_ternarylogic_epi32(_mm512_slli_epi16(v, 4), sign, high, 0x28);
-                _mm512_storeu_si512((void *)(w + q * 64), low);
-                _mm512_storeu_si512((void *)(w + q * 64 + 256), _mm512_ternarylogic_epi32(v, sign, high, 0x28));
-            }
-            scale = _mm512_mul_ps(scale, _mm512_set1_ps(0.0625f));
-        } else
-            LLM__UNROLL for (int q = 0; q < 8; q++)
-                _mm512_storeu_si512((void *)(w + q * 64), _mm512_loadu_si512((const void *)(p + q * 64)));
-        _mm512_storeu_ps(scales, scale);
+        llm__amx_finish(T, job, first, sums);
     }
 }
 
-/* Up to two panels against all the rows of x: a tile of x that has come to the first-level cache is used for all of them. (Rows
- * beyond n, up to a multiple of four, have scales of 0, and are dropped.) */
-static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
-                                 char *scratch) {
-    int64_t blocks = llm__x_blocks(job->w->cols), kept_rows = job->n + LLM__X_TILE;
+LLM__INLINE void llm__amx_chunk(int T, const llm__tile_job *job) {
+    llm__amx_products(job, 0);
+    if (llm__has_multipliers(job->type)) llm__amx_whole_chunk(T, job);
+    else llm__amx_float_chunk(T, job);
+}
+
+/* `count` blocks, from a stripe on, to signed bytes, and their scales or multipliers. */
+LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
+    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
+    for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, others += LLM__PANEL) {
+        int half = b % 2;
+        LLM__K(w_block) block;
+        if (type == LLM_Q8_0) {
+            memcpy(w, stripe + llm__stripe_head(type) + half * 512, 512);
+            LLM__K(unpack_scales)(type, stripe, half, 0, &block);
+        } else {
+            LLM__K(unpack_block)(type, stripe, half, 0, &block);
+            LLM__UNROLL for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
+        }
+        if (llm__has_multipliers(type)) {
+            _mm512_storeu_si512((void *)scales, (__m512i)block.multiplier);
+            if (type != LLM_Q4_0) _mm512_storeu_si512((void *)others, (__m512i)(block.other | block.other << 16));
+        } else {
+            LLM__K(store)(scales, block.scale);
+            if (llm__has_minimum(type)) LLM__K(store)(others, block.minimum);
+        }
+        if (half) stripe += llm__stripe_bytes(type);
+    }
+}
+
+/* ... and to the low and high bytes of their products with the multipliers, each (4, 16, 16, 4). */
+LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
+    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type)), bytes = _mm512_set1_epi16(255);
+    for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
+        LLM__K(w_block) block;
+        LLM__K(unpack_block)(type, stripe, b % 2, 0, &block);
+        __m512i factor = (__m512i)((block.multiplier & 0xffff) | block.multiplier << 16), offset = _mm512_setzero_si512();
+        __m512i second = type == LLM_Q6_K ? (__m512i)((block.other & 0xffff) | block.other << 16) : factor;
+        if (type == LLM_Q4_Z) offset = (__m512i)(block.other | block.other << 16);
+        else if (llm__has_minimum(type)) _mm512_storeu_si512((void *)others, (__m512i)(block.other | block.other << 16));
+        LLM__UNROLL for (int q = 0; q < 8; q++) {
+            __m512i v = _mm512_sub_epi8((__m512i)block.w[q], zero), f = q < 4 ? factor : second;
+            __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), f), offset);
+            __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(v, 8), f), offset);
+            _mm512_storeu_si512((void *)(low + q * 64), _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
+            _mm512_storeu_si512((void *)(high + q * 64), _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
+        }
+        if (b % 2 == 0) continue;
+        for (size_t line = 0; line < llm__stripe_bytes(type); line += 64) /* the next 256 columns */
+            LLM__PREFETCH_FAR(stripe + LLM__SPAN / 2 * llm__stripe_bytes(type) + line);
+        stripe += llm__stripe_bytes(type);
+    }
+}
+
+/* The sums of tile k of two, by halves, from memory to the others of its rows. */
+LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
+    const int32_t *low = tiles->products + k * 256, *high = low + 512;
+    __m512i sums[16];
+    LLM__UNROLL for (int t = 0; t < 16; t++) {
+        __m512i sum = _mm512_slli_epi32(_mm512_loadu_si512((const void *)(high + t * 16)), 8);
+        sums[t] = _mm512_add_epi32(sum, _mm512_loadu_si512((const void *)(low + t * 16)));
+    }
+    llm__amx_finish(16, &tiles[k], 0, sums);
+}
+
+/* By halves: 256 columns of two tiles of x times a panel. The sums of the two before (NULL: none) are still in the tile registers: they go
+ * to memory as the registers are needed, and are added up while the tile unit has work. */
+LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job *before) {
+    const size_t x_bytes = tiles->x_bytes;
+    const char *x0 = tiles[0].x, *x1 = tiles[1].x;
+    const int8_t *low = tiles->w, *high = low + LLM__CHUNK / 2 * 512;
+    int32_t *products = tiles->products;
+#define LLM__TILE_START(c)                                   \
+    if (before) LLM__TILE_STORE(c, products + (c) * 256);   \
+    LLM__TILE_ZERO(c);
+#define LLM__TILE_GO_ON(c)
+#define LLM__TILE_STRIPE(k, START)                                                        \
+    LLM__TILE_LOAD(6, low + (k) * 1024, 64);                                             \
+    LLM__TILE_LOAD(4, x0 + (k) * x_bytes, 64); START(0) LLM__TILE_ADD("su", 0, 4, 6);      \
+    LLM__TILE_LOAD(5, x1 + (k) * x_bytes, 64); START(1) LLM__TILE_ADD("su", 1, 5, 6);      \
+    LLM__TILE_LOAD(7, high + (k) * 1024, 64);                                            \
+    START(2) LLM__TILE_ADD("ss", 2, 4, 7); START(3) LLM__TILE_ADD("ss", 3, 5, 7);
+    LLM__TILE_STRIPE(0, LLM__TILE_START)
+    if (tiles->blocks > 2) { LLM__TILE_STRIPE(1, LLM__TILE_GO_ON) }
+    if (before) llm__amx_add_halves(before, 0);
+    if (tiles->blocks > 4) { LLM__TILE_STRIPE(2, LLM__TILE_GO_ON) }
+    if (before) llm__amx_add_halves(before, 1);
+    if (tiles->blocks > 6) { LLM__TILE_STRIPE(3, LLM__TILE_GO_ON) }
+#undef LLM__TILE_START
+#undef LLM__TILE_GO_ON
+#undef LLM__TILE_STRIPE
+}
+#undef LLM__TILE_LOAD
+#undef LLM__TILE_STORE
+#undef LLM__TILE_ZERO
+#undef LLM__TILE_ADD
+
+/* Up to four panels (block by block two) against all the rows of x: a tile of x that has come to the first-level cache is used for all of
+ * them. (Rows beyond n have scales of 0, or are those of the tile before once more, and are dropped.) */
+static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+                            char *scratch) {
+    int64_t blocks = 2 * llm__stripes(job->w->cols), kept_rows = job->n + 2 * LLM__X_TILE;
     size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
-    size_t chunk_bytes = LLM__CHUNK / 2 * llm__stripe_bytes(type);
-    int32_t *products = (int32_t *)(void *)scratch;                          /* (2, group, 16, 16) */
-    int8_t *w = (int8_t *)(products + 2 * LLM__GROUP * 256);                 /* (panels, chunk, 8, 16, 4) */
+    int32_t *products = (int32_t *)(void *)scratch;                             /* (group, 16, 16) */
+    int8_t *w = (int8_t *)(products + LLM__GROUP * 256);                        /* (panels, chunk, 8, 16, 4); by halves (panels, 2, chunk / 2, ...) */
     float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512); /* (panels, chunk, 16) */
-    float *minimums = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;   /* the same */
-    float *sums = minimums + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;     /* (panels, kept_rows, 16) */
-    for (int64_t block = 0; block < blocks; block += LLM__CHUNK, panels += chunk_bytes) {
-        int count = (int)llm__min(LLM__CHUNK, blocks - block);
-        for (int p = 0; p < n_panels; p++)
-            llm__amx_unpack(type, panels + (size_t)p * panel_bytes, count, w + p * LLM__CHUNK * 512,
-                            scales + p * LLM__CHUNK * LLM__PANEL, minimums + p * LLM__CHUNK * LLM__PANEL);
-        for (int64_t i = 0; i < job->n; i += job->height)
+    float *others = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;        /* the same */
+    float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;          /* (panels, kept_rows, 16) */
+    int chunk = halves ? LLM__CHUNK / 2 : LLM__CHUNK, x_tiles = halves ? 2 : 1;
+    memset(sums, 0, (size_t)(n_panels * kept_rows * LLM__PANEL) * sizeof *sums);
+    for (int64_t block = 0; block < blocks; block += chunk) {
+        llm__tile_job tiles[2], before[2];
+        const uint8_t *span = panels + (size_t)(block / LLM__CHUNK) * llm__span_bytes(type);
+        const uint8_t *stripe = span + llm__span_head(type) + (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(type);
+        int count = (int)llm__min(chunk, blocks - block);
+        for (int p = 0; p < n_panels; p++) {
+            int8_t *w_p = w + p * LLM__CHUNK * 512;
+            float *scales_p = scales + p * LLM__CHUNK * LLM__PANEL, *others_p = others + p * LLM__CHUNK * LLM__PANEL;
+            if (halves) llm__amx_unpack_halves(type, stripe + (size_t)p * panel_bytes, count, w_p, w_p + LLM__CHUNK / 2 * 512, others_p);
+            else llm__amx_unpack(type, stripe + (size_t)p * panel_bytes, count, w_p, scales_p, others_p);
+        }
+        for (int64_t i = 0; i < job->n; i += x_tiles * job->height)
             for (int p = 0; p < n_panels; p++) {
-                llm__tile_job t = {llm__x_tile(job, i / job->height) + (size_t)block * x_bytes, x_bytes, job->height, count,
-                                   w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL,
-                                   llm__has_minimum(type) ? minimums + p * LLM__CHUNK * LLM__PANEL : NULL, products,
-                                   sums + (p * kept_rows + i) * LLM__PANEL, panels + (size_t)p * panel_bytes + chunk_bytes,
-                                   i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
+                for (int k = 0; k < x_tiles; k++) {
+                    llm__tile_job t = {type, llm__x_tile(job, i / job->height) + (size_t)(block / 2) * x_bytes, x_bytes, job->height, count,
+                                       w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, others + p * LLM__CHUNK * LLM__PANEL,
+                                       span + (size_t)p * panel_bytes + (size_t)(block % LLM__CHUNK / 8 * LLM__PANEL * 2), products,
+                                       sums + (p * kept_rows + i + k * LLM__X_TILE) * LLM__PANEL,
+                                       span + (size_t)p * panel_bytes + llm__span_bytes(type),
+                                       i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
+                    if (k == 1 && i + LLM__X_TILE < job->n) t.x += job->x_tile_bytes;
+                    tiles[k] = t;
+                }
                 int64_t rows = job->n - i;
-                if (rows > 12) llm__amx_chunk(16, block == 0, &t);
-                else if (rows > 8) llm__amx_chunk(12, block == 0, &t);
-                else if (rows > 4) llm__amx_chunk(8, block == 0, &t);
-                else llm__amx_chunk(4, block == 0, &t);
+                /* The results will be written all at once, to as many places as there are rows of x: each needs its cache line from memory
+                 * first. Some are asked for with each chunk. */
+                for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, job->n); r += llm__divide_up(blocks, chunk))
+                    LLM__PREFETCH_TO_WRITE(job->out + r * job->w->rows + row + p * LLM__PANEL);
+                if (halves) {
+                    llm__amx_halves(tiles, i + p > 0 ? before : NULL);
+                    memcpy(before, tiles, sizeof before);
+                } else if (rows > 12) llm__amx_chunk(16, tiles);
+                else if (rows > 8) llm__amx_chunk(12, tiles);
+                else if (rows > 4) llm__amx_chunk(8, tiles);
+                else llm__amx_chunk(4, tiles);
             }
+        if (!halves) continue;
+        llm__amx_store(products);
+        llm__amx_add_halves(before, 0);
+        llm__amx_add_halves(before, 1);
     }
     for (int64_t i = 0; i < job->n; i++)
         for (int p = 0; p < n_panels; p++) {
@@ -7434,19 +7754,20 @@ static void llm__amx_panels(llm_type type, const llm__matmul_job *job, const uin
             LLM__K(finish_panel)(job, i, row + p * LLM__PANEL, &sum);
         }
 }
-
 #endif
 
 /* Rows first to end - 1 of the weights, whole panels. */
 LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
-    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
+    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles, halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS || type == LLM_Q6_K);
 #if LLM__KERNEL_PASS == 2
-    if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
+    if (tiles && halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
+    else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
-        together = tiles && job->n > LLM__X_TILE ? llm__min(llm__divide_up(end - row, LLM__PANEL), LLM__TILE_PANELS) : 1;
+        together = !tiles || job->n <= LLM__X_TILE ? 1 : halves ? LLM__TILE_PANELS : LLM__TILE_PANELS / 2;
+        together = llm__min(llm__divide_up(end - row, LLM__PANEL), together);
         const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
         if (!w->packed) {
             for (int64_t p = 0; p < together; p++)
@@ -7455,7 +7776,7 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
         }
 #if LLM__KERNEL_PASS == 2
         if (tiles) {
-            llm__amx_panels(type, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            llm__amx_panels(type, halves, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
             continue;
         }
 #endif
@@ -7468,43 +7789,42 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
 
 /* Rows of x to int8: see llm__kernels.round_rows. Values too small for a float to hold their products with the
  * scales of weights (1e-25) count as zero. */
-static void LLM__K(round_rows)(const float *x, int64_t cols, int height, int rows, int64_t first_block, int64_t end_block,
-                            char *tile) {
+static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
-    for (int64_t item = first_block * rows; item < end_block * rows; item++) {
-        int64_t block = item / rows, r = item % rows;
-        char *to = tile + (size_t)block * (size_t)height * LLM__X_BYTES;
-        const float *from = x + r * cols + block * LLM__BLOCK;
-        int8_t *values = (int8_t *)to + r * LLM__BLOCK;
-        float *scale = (float *)(void *)(to + height * LLM__BLOCK) + r;
-        int16_t *sums = (int16_t *)(void *)(to + height * (LLM__BLOCK + 4)) + 2 * r;
-        llm__vf largest = {0};
-        bool there = block * LLM__BLOCK < cols;
-        for (int i = 0; there && i < PARTS; i++)
-            largest = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i * LLM__W)), largest);
-        float range = LLM__K(largest)(largest);
-        *scale = 0.0f;
-        sums[0] = sums[1] = 0;
-        if (!(range > 1e-25f)) {
-            memset(values, 0, LLM__BLOCK);
-            continue;
+    const size_t stripe_bytes = (size_t)height * LLM__X_BYTES;
+    for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group)
+        for (int r = 0; r < rows; r++) {
+            const float *from = x + r * cols;
+            int64_t stop = llm__min(start + group, cols);
+            llm__vf most = {0};
+            for (int64_t i = start; i < stop; i += LLM__W) most = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i)), most);
+            float range = LLM__K(largest)(most), inverse = range > 1e-25f ? 127.0f / range : 0.0f;
+            for (int64_t i = start; i < llm__min(start + group, end * LLM__STRIPE); i += LLM__BLOCK) {
+                char *to = tile + (size_t)(i / LLM__STRIPE) * stripe_bytes;
+                int half = (int)(i / LLM__BLOCK % 2);
+                int8_t *values = (int8_t *)to + r * LLM__STRIPE + half * LLM__BLOCK;
+                float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r + half;
+                int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
+                *scale = range > 1e-25f ? range / 127.0f : 0.0f; /* of an infinite value too, so that it shows */
+                sums[0] = sums[1] = 0;
+                if (i >= stop || !(inverse > 0.0f)) {
+                    memset(values, 0, LLM__BLOCK);
+                    continue;
+                }
+                llm__vi parts[2] = {{0}, {0}};
+                for (int k = 0; k < PARTS; k++) {
+                    llm__vi v = LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse);
+                    LLM__K(to_int8)(values + k * LLM__W, v);
+                    parts[2 * k / PARTS] += v;
+                }
+                LLM__UNROLL for (int k = 0; k < 2; k++) sums[k] = (int16_t)LLM__K(sum)(__builtin_convertvector(parts[k], llm__vf));
+            }
         }
-        float inverse = 127.0f / range;
-        llm__vi half[2] = {{0}, {0}};
-        for (int i = 0; i < PARTS; i++) {
-            llm__vi whole = LLM__K(nearest)(LLM__K(load)(from + i * LLM__W) * inverse);
-            LLM__K(to_int8)(values + i * LLM__W, whole);
-            half[2 * i / PARTS] += whole;
-        }
-        LLM__UNROLL for (int i = 0; i < 2; i++)
-            sums[i] = (int16_t)LLM__K(sum)(__builtin_convertvector(half[i], llm__vf));
-        *scale = range / 127.0f;
-    }
     /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
      * hundred cycles for each. */
-    for (int64_t block = first_block; block < end_block; block++) {
-        float *scales = (float *)(void *)(tile + (size_t)block * (size_t)height * LLM__X_BYTES + height * LLM__BLOCK);
-        for (int r = rows; r < height; r++) scales[r] = 0.0f, memset(scales + height + r, 0, 2 * sizeof(int16_t));
+    for (int64_t stripe = first; stripe < end; stripe++) {
+        char *scales = tile + (size_t)stripe * stripe_bytes + height * LLM__STRIPE, *sums = scales + height * 8;
+        for (int r = rows; r < height; r++) memset(scales + 8 * r, 0, 8), memset(sums + 8 * r, 0, 8);
     }
 }
 
@@ -8422,12 +8742,14 @@ static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
 /* An item is the tiles of some rows of x, or of one tile a part of the columns. */
 static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
-    int64_t cols = job->w->cols, blocks = llm__x_blocks(cols), part = item % job->x_parts;
-    int64_t first = item / job->x_parts * job->x_rows_per_item, end = llm__min(first + job->x_rows_per_item, job->n);
+    int64_t cols = job->w->cols, stripes = llm__stripes(cols), part = item % job->x_parts;
+    int64_t groups = llm__divide_up(stripes, LLM__SPAN / 2), begin = groups * part / job->x_parts * (LLM__SPAN / 2);
+    int64_t end = llm__min(groups * (part + 1) / job->x_parts * (LLM__SPAN / 2), stripes);
+    int64_t row = item / job->x_parts * job->x_rows_per_item, end_row = llm__min(row + job->x_rows_per_item, job->n);
     (void)scratch;
-    for (int64_t row = first; row < end; row += job->height)
-        cpu->kernels->round_rows(job->x + row * cols, cols, job->height, (int)llm__min(job->height, job->n - row),
-                                 blocks * part / job->x_parts, blocks * (part + 1) / job->x_parts,
+    for (; row < end_row; row += job->height)
+        cpu->kernels->round_rows(job->x + row * cols, cols, llm__x_group(job->w->type), job->height,
+                                 (int)llm__min(job->height, job->n - row), begin, end,
                                  (char *)cpu->rounded + (size_t)(row / job->height) * job->x_tile_bytes);
 }
 
@@ -8444,7 +8766,7 @@ static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void
         first = large * job.rows_per_thread + (item - large) * job.rows_per_item;
         rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
     }
-    if (job.w->packed) together = llm__max(LLM__X_CACHE_BYTES / (llm__x_blocks(job.w->cols) * LLM__X_BYTES) / LLM__X_TILE, 1) * LLM__X_TILE;
+    if (job.w->packed) together = llm__max(LLM__X_CACHE_BYTES / (llm__stripes(job.w->cols) * LLM__X_BYTES) / LLM__X_TILE, 1) * LLM__X_TILE;
     const llm__matmul_job whole = job;
     for (; rows > 0 && x_row < x_end; x_row += together) {
         job.n = (int)llm__min(together, x_end - x_row);
@@ -8478,12 +8800,13 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, 0, 0, 0, cpu->tile_bytes};
     bool beside = llm__beside_last(cpu, &job);
     if (llm__stored_quads(w->type)) {
-        /* a block of q6_K has two scales, which a product of the tile unit would mix */
-        bool costly = w->type != LLM_Q4_0 && w->type != LLM_Q8_0;
-        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= (costly ? LLM__COSTLY_ROWS : LLM__TILE_ROWS) && w->type != LLM_Q6_K;
+        /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
+        int enough = w->type == LLM_Q6_K ? LLM__MANY_ROWS : w->type == LLM_Q4_0 || w->type == LLM_Q8_0 ? LLM__TILE_ROWS : LLM__COSTLY_ROWS;
+        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= enough;
         job.height = (int)llm__min(n < LLM__COSTLY_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE); /* (so matrix tiles count) */
-        job.x_tile_bytes = (size_t)(llm__x_blocks(w->cols) * LLM__X_BYTES * job.height);
-        if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols) {
+        job.x_tile_bytes = (size_t)(llm__stripes(w->cols) * LLM__X_BYTES * job.height);
+        int group = llm__x_group(w->type);
+        if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols || cpu->rounded_group != group) {
             int64_t tiles = llm__divide_up(n, job.height);
             if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
             else job.x_rows_per_item = llm__share_of_rows(cpu, n);
@@ -8491,7 +8814,7 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
                           llm__round_item, &job, sizeof job);
             job.x_rows_per_item = 0;
             beside = false;
-            if (cpu->queueing) cpu->rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols;
+            if (cpu->queueing) cpu->rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols, cpu->rounded_group = group;
         }
     }
     double work = (double)w->rows * (double)w->cols * n;
@@ -8806,15 +9129,15 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
     uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, limits.max_cols) + LLM__TILES_BYTES +
-                     ((uint64_t)limits.max_tokens + LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL * sizeof(float);
+                     ((uint64_t)limits.max_tokens + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL * sizeof(float);
     uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive), llm__max((int64_t)tile, (int64_t)panel));
     scratch = (scratch + 4095) / 4096 * 4096;
     uint64_t all_scratch, rounded = 0;
     bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
     if (cpu->kernels) /* whole tiles of x; and the last group of blocks may be read past its end */
-        fits = fits && llm__multiply((uint64_t)llm__x_blocks(limits.max_cols) * LLM__X_BYTES,
+        fits = fits && llm__multiply((uint64_t)llm__stripes(limits.max_cols) * LLM__X_BYTES,
                                      (uint64_t)limits.max_tokens + LLM__X_TILE, &rounded) &&
-               (rounded += LLM__GROUP * LLM__X_TILE * LLM__X_BYTES) <= SIZE_MAX / 2;
+               (rounded += LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES) <= SIZE_MAX / 2;
     if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
 
     char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);

@@ -163,10 +163,10 @@ static double packed_error(const golden *g, const char *path, llm_isa isa) {
 
 /* The bounds. f16 and bf16 weights are unpacked exactly and multiplied in f32: float rounding again, 1e-4.
  *
- * The block formats: the activations of every product are rounded to int8, 32 to a scale. The largest of 32
- * normal values is about 2.1 of their deviation, so a step is 2.1/127 = 0.017 of it and the rounding error, spread evenly over a step,
- * step/sqrt(12) = 0.005. That is the relative error of one product, as its errors are independent. A layer
- * has four products in a row, the models here up to three layers and the output: 13, so sqrt(13) x 0.005 = 0.018, and
+ * The block formats: the activations of every product are rounded to int8, 32 to a scale, or 256, which here is a whole row of at most
+ * 96. The largest of 96 normal values is about 2.7 of their deviation, so a step is 2.7/127 = 0.021 of it and the rounding error,
+ * spread evenly over a step, step/sqrt(12) = 0.006. That is the relative error of one product, as its errors are independent. A layer
+ * has four products in a row, the models here up to three layers and the output: 13, so sqrt(13) x 0.006 = 0.022, and
  * attention and the gate, whose inputs are wide here, sharpen it by two or three. Hence 0.06. An indexing or
  * scaling mistake gives an error near 1. */
 static double bound_of(llm_type type) { return llm_type_find(type)->block_values > 1 ? 0.06 : 1e-4; }

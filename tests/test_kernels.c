@@ -34,8 +34,8 @@ static float *random_floats(int64_t n) {
     return x;
 }
 
-static const llm_limits limits = {.max_tokens = 128, .max_sequences = 8, .max_context = 400,
-                                  .n_heads = 16, .head_dim = 160, .max_cols = 1500};
+static const llm_limits limits = {.max_tokens = 256, .max_sequences = 8, .max_context = 400,
+                                  .n_heads = 16, .head_dim = 160, .max_cols = 4096};
 
 /* A backend of exactly this instruction set, or NULL where the machine has none. */
 static llm_backend *open_backend(llm_isa isa, int threads) {
@@ -91,15 +91,40 @@ static void check_same(const char *what, llm_isa isa, const void *a, const void 
     if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: not the same bits", what, llm_isa_name(isa));
 }
 
-/* x as the block formats see it: rounded to int8, 32 to a scale */
-static float *rounded_to_int8(const float *x, int64_t n) {
-    float *out = malloc((size_t)n * sizeof *out);
-    for (int64_t block = 0; block < n; block += 32) {
-        float range = 0.0f;
-        for (int i = 0; i < 32; i++) range = fabsf(x[block + i]) > range ? fabsf(x[block + i]) : range;
-        float inverse = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
-        for (int i = 0; i < 32; i++) out[block + i] = rintf(x[block + i] * inverse) * scale;
-    }
+/* x as the block formats see it: rounded to int8, `group` to a scale */
+static float *rounded_to_int8(const float *x, int n, int cols, int group) {
+    float *out = malloc((size_t)n * (size_t)cols * sizeof *out);
+    for (int row = 0; row < n; row++, x += cols)
+        for (int first = 0; first < cols; first += group) {
+            int end = first + group < cols ? first + group : cols;
+            float range = 0.0f;
+            for (int i = first; i < end; i++) range = fabsf(x[i]) > range ? fabsf(x[i]) : range;
+            float inverse = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
+            for (int i = first; i < end; i++) out[(int64_t)row * cols + i] = rintf(x[i] * inverse) * scale;
+        }
+    return out;
+}
+
+/* The weights as the kernels see them, as f32: of q4_0 and q4_Z, the scales of 256 columns are whole multiples of a 2048th of the largest. */
+static float *weights_seen(llm_type type, const void *data, int rows, int cols) {
+    const llm_type_info *info = llm_type_find(type);
+    int64_t count = (int64_t)rows * cols;
+    float *out = malloc((size_t)count * sizeof *out);
+    info->unpack(data, out, count);
+    if (type != LLM_Q4_0 && type != LLM_Q4_Z) return out;
+    for (int row = 0; row < rows; row++)
+        for (int first = 0; first < cols; first += 256) {
+            float largest = 0.0f;
+            for (int pass = 0; pass < 2; pass++)
+                for (int b = first; b < first + 256 && b < cols; b += 32) {
+                    int64_t at = (int64_t)row * cols + b;
+                    float scale = llm__f16_to_f32(llm__read_u16((const uint8_t *)data + at / 32 * info->block_bytes));
+                    if (pass == 0) largest = fabsf(scale) > fabsf(largest) ? scale : largest;
+                    else
+                        for (int i = 0; i < 32 && scale != 0.0f; i++)
+                            out[at + i] = rintf(out[at + i] / scale) * fmaxf(rintf(scale / largest * 2048.0f), -2047.0f) * largest / 2048.0f;
+                }
+        }
     return out;
 }
 
@@ -126,13 +151,14 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     llm_weight w = {type, rows, cols, NULL, NULL, NULL, false};
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
-    float *x_seen = blocks ? rounded_to_int8(x, (int64_t)n * cols) : x;
+    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__has_multipliers(type) ? 256 : 32) : x, *w_seen = weights_seen(type, data, rows, cols);
+    llm_weight seen = {LLM_F32, rows, cols, w_seen, NULL, NULL, false};
 
     llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
     assert_true(reference->load_weight(reference->context, &w, data, &err));
     memcpy(expected, start, bytes);
     memcpy(exact, start, bytes);
-    reference->matmul(reference->context, x_seen, &w, bias, n, true, expected);
+    reference->matmul(reference->context, x_seen, &seen, bias, n, true, expected);
     reference->matmul(reference->context, x, &w, bias, n, true, exact);
     close_backend(reference);
 
@@ -167,6 +193,12 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                     memcpy(out, start, bytes);
                     b->matmul(b->context, x, &w, bias, n, true, out);
                 }
+                llm_weight packed = {type, rows, cols, NULL, NULL, NULL, false}; /* in the kernels' order */
+                assert_true(b->load_weight(b->context, &packed, data, &err));
+                memcpy(other, start, bytes);
+                b->matmul(b->context, x, &packed, bias, n, true, other);
+                check_same("matmul with packed weights", isa, other, out, bytes);
+                b->free_weight(b->context, &packed);
             } else {
                 memcpy(other, start, bytes);
                 b->matmul(b->context, x, &w, bias, n, true, other);
@@ -176,6 +208,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
         }
     }
     if (x_seen != x) free(x_seen);
+    free(w_seen);
     free(values), free(x), free(bias), free(start), free(data), free(expected), free(exact), free(out), free(other);
 }
 
@@ -187,7 +220,11 @@ static void test_matmul(void **state) {
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
         check_matmul(type->type, repeats(300, 70), block > 32 ? 1280 : 1376, repeats(128, 20));
+        check_matmul(type->type, 70, block > 32 ? 1280 : 1376, 64); /* so many that matrix tiles multiply by halves; 5 panels, */
+        check_matmul(type->type, 70, block > 32 ? 1280 : 1376, 77); /* ... and a tile without a second */
+        check_matmul(type->type, 20, 4096, repeats(250, 65));       /* x in parts */
         if (block <= 32) {
+            check_matmul(type->type, 65, 160, 65);
             check_matmul(type->type, 7, 96, 3);
             check_matmul(type->type, 130, 128, 4);
             check_matmul(type->type, 321, 1440, 13); /* more than one tile; 45 blocks: a last group of one */
@@ -252,11 +289,11 @@ static void test_matmul_extremes(void **state) {
 /* The same for all of them: blocks of the largest and smallest integers, with scales and minimums of 1 */
 static void test_matmul_extremes_of_all(void **state) {
     (void)state;
-    enum { COLS = 512, ROWS = 20, N = 5 };
+    enum { COLS = 512, ROWS = 20, N = 80 };
     const llm_type_info *type;
     static float x[N * COLS], expected[N * ROWS], out[N * ROWS];
     static uint8_t data[ROWS * COLS * 2];
-    for (int k = 0; (type = llm_type_at(k)) != NULL; k++) {
+    for (int k = -1; (type = k < 0 ? llm_type_find(LLM_Q4_Z) : llm_type_at(k)) != NULL; k++) {
         if (!llm__stored_quads(type->type)) continue;
         llm_weight w = {type->type, ROWS, COLS, data, NULL, NULL, false};
         int blocks = COLS / type->block_values, last = type->type == LLM_Q6_K ? 208 : 0;
@@ -266,7 +303,10 @@ static void test_matmul_extremes_of_all(void **state) {
                 for (int i = 0; i < type->block_bytes; i++)
                     p[i] = row == 0 ? 0xff : row == 1 ? 0 : row == 2 ? 0x7f : row == 3 ? 0x80 : (uint8_t)random_u32();
                 llm__write_u16(p + last, llm__f32_to_f16(1.0f));
-                if (llm__has_minimum(type->type)) llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
+                if (type->type == LLM_Q4_Z) { /* zero points from end to end, and scales of both signs */
+                    llm__write_u16(p, llm__f32_to_f16(row % 5 == 4 ? -1.0f : 1.0f));
+                    llm__write_u16(p + 2, (uint16_t)(row % 3 == 0 ? 0 : row % 3 == 1 ? 16 : b % 17));
+                } else if (llm__has_minimum(type->type)) llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
             }
         for (int i = 0; i < N * COLS; i++) x[i] = (float)((i / COLS % 2 ? -1 : 1) * (i / COLS < 3 ? 127 : random_int(-127, 127)));
         for (int i = 0; i < N * COLS; i += 32) x[i] = x[i] < 0.0f ? -127.0f : 127.0f; /* so that rounding changes nothing */
@@ -278,6 +318,10 @@ static void test_matmul_extremes_of_all(void **state) {
             if (!b) continue;
             b->matmul(b->context, x, &w, NULL, N, false, out);
             check_close(type->name, isa, out, expected, N * ROWS, 1e-6);
+            x[0] = INFINITY; /* shows in its row of x, and in no other */
+            b->matmul(b->context, x, &w, NULL, N, false, out);
+            for (int i = 0; i < N * ROWS; i++) assert_true(i < ROWS ? !isfinite(out[i]) : isfinite(out[i]));
+            x[0] = x[1] < 0.0f ? -127.0f : 127.0f;
             close_backend(b);
         }
     }

@@ -111,14 +111,15 @@ static golden golden_open(const char *name) {
 }
 
 /* All ways of running it. With weights that are not quantized nothing is rounded but f32 itself. Quantized ones are multiplied
- * with activations rounded to 8 bits by the fast kernels (see test_golden.c; zero points make
- * the bound larger), but not by the textbook's. */
+ * with activations rounded to 8 bits by the fast kernels (see test_golden.c), but not by the textbook's. The bound for those is wide: zero
+ * points make the error larger, and so do the gates of these random models, of whose products a few are far larger than the
+ * other 255 that share their scale. test_kernels.c has the sharp one. */
 static void check(const char *name, const char *path, bool quantized) {
     golden g = golden_open(name);
     double worst = 0, textbook = 0;
     for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2; naive++) {
-            double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.15 : 1e-4;
+            double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.3 : 1e-4;
             double whole = worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
             double decoded = worst_error(path, (llm_isa)isa, naive, 16, g.n_prompt, g.ids, g.n_ids, g.logits);
             if (!(whole <= bound && decoded <= bound))
