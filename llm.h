@@ -6448,7 +6448,7 @@ enum {
     LLM__MANY_ROWS = 64,    /* and from which on weights are multiplied by their multipliers first */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
-    LLM__X_CACHE_BYTES = 1 << 20 /* of x in the second-level cache */
+    LLM__X_CACHE_BYTES = 7 << 18 /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
@@ -7787,18 +7787,39 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
 #endif
 }
 
+/* The sums of 16 values and of 16 others */
+LLM__INLINE void LLM__K(add_halves)(const int8_t *values, int16_t *sums) {
+#if LLM__KERNEL_PASS == 2
+    __m128i v[2];
+    for (int half = 0; half < 2; half++)
+        v[half] = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)(const void *)(values + 16 * half)));
+    v[0] = _mm_hadd_epi32(v[0], v[1]);
+    v[0] = _mm_hadd_epi32(v[0], v[0]);
+    sums[0] = (int16_t)_mm_extract_epi32(v[0], 0);
+    sums[1] = (int16_t)_mm_extract_epi32(v[0], 1);
+#else
+    for (int half = 0; half < 2; half++) {
+        int sum = 0;
+        for (int i = 0; i < 16; i++) sum += values[16 * half + i];
+        sums[half] = (int16_t)sum;
+    }
+#endif
+}
+
 /* Rows of x to int8: see llm__kernels.round_rows. Values too small for a float to hold their products with the
  * scales of weights (1e-25) count as zero. */
 static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
     const size_t stripe_bytes = (size_t)height * LLM__X_BYTES;
-    for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group)
-        for (int r = 0; r < rows; r++) {
+    for (int r = 0; r < rows; r++)
+        for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group) {
             const float *from = x + r * cols;
             int64_t stop = llm__min(start + group, cols);
-            llm__vf most = {0};
-            for (int64_t i = start; i < stop; i += LLM__W) most = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i)), most);
-            float range = LLM__K(largest)(most), inverse = range > 1e-25f ? 127.0f / range : 0.0f;
+            llm__vf most[2] = {{0}, {0}}; /* not one, which would wait for itself */
+            for (int64_t i = start; i < stop; i += LLM__BLOCK)
+                LLM__UNROLL for (int k = 0; k < PARTS; k++)
+                    most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)), most[k % 2]);
+            float range = LLM__K(largest)(LLM__K(max)(most[0], most[1])), inverse = range > 1e-25f ? 127.0f / range : 0.0f;
             for (int64_t i = start; i < llm__min(start + group, end * LLM__STRIPE); i += LLM__BLOCK) {
                 char *to = tile + (size_t)(i / LLM__STRIPE) * stripe_bytes;
                 int half = (int)(i / LLM__BLOCK % 2);
@@ -7811,13 +7832,9 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                     memset(values, 0, LLM__BLOCK);
                     continue;
                 }
-                llm__vi parts[2] = {{0}, {0}};
-                for (int k = 0; k < PARTS; k++) {
-                    llm__vi v = LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse);
-                    LLM__K(to_int8)(values + k * LLM__W, v);
-                    parts[2 * k / PARTS] += v;
-                }
-                LLM__UNROLL for (int k = 0; k < 2; k++) sums[k] = (int16_t)LLM__K(sum)(__builtin_convertvector(parts[k], llm__vf));
+                for (int k = 0; k < PARTS; k++)
+                    LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
+                LLM__K(add_halves)(values, sums);
             }
         }
     /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
@@ -8766,7 +8783,10 @@ static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void
         first = large * job.rows_per_thread + (item - large) * job.rows_per_item;
         rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
     }
-    if (job.w->packed) together = llm__max(LLM__X_CACHE_BYTES / (llm__stripes(job.w->cols) * LLM__X_BYTES) / LLM__X_TILE, 1) * LLM__X_TILE;
+    if (job.w->packed) { /* parts of about the same height, whole pairs of tiles */
+        int64_t most = llm__max(LLM__X_CACHE_BYTES / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1), pair = 2 * LLM__X_TILE;
+        together = llm__divide_up(llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) * pair;
+    }
     const llm__matmul_job whole = job;
     for (; rows > 0 && x_row < x_end; x_row += together) {
         job.n = (int)llm__min(together, x_end - x_row);
