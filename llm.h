@@ -5389,7 +5389,8 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
  *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
  *
  * All but the first three are block formats: 32 neighbours share a scale, because weights that lie close
- * to each other in a row have similar sizes, and one outlier spoils only its own 31 neighbours.
+ * to each other in a row have similar sizes, and one outlier spoils only its own 31 neighbours. (What the CPU's kernels make of that for
+ * speed, in x and for some types, stands in chapter 4.)
  *
  *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
  *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
