@@ -220,15 +220,15 @@ static void test_matmul(void **state) {
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
         check_matmul(type->type, repeats(300, 70), block > 32 ? 1280 : 1376, repeats(128, 20));
-        check_matmul(type->type, 70, block > 32 ? 1280 : 1376, 64); /* so many that matrix tiles multiply by halves; 5 panels, */
-        check_matmul(type->type, 70, block > 32 ? 1280 : 1376, 77); /* ... and a tile without a second */
-        check_matmul(type->type, 20, 4096, repeats(250, 65));       /* x in parts */
+        /* so many rows of x that matrix tiles multiply by halves; of 77, the last tile has no second. 5 panels */
+        check_matmul(type->type, repeats(70, 20), block > 32 ? 768 : 608, 77);
         if (block <= 32) {
             check_matmul(type->type, 65, 160, 65);
             check_matmul(type->type, 7, 96, 3);
             check_matmul(type->type, 130, 128, 4);
             check_matmul(type->type, 321, 1440, 13); /* more than one tile; 45 blocks: a last group of one */
         }
+        if (!getenv("LLM_TEST_LESS")) check_matmul(type->type, 20, 4096, 250); /* x in parts */
         if (block == 1) check_matmul(type->type, 33, 1, 2);
         if (block == 1) check_matmul(type->type, 37, 1003, 9);
         for (int k = 0; k < repeats(12, 4); k++)
