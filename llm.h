@@ -824,7 +824,7 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 /* Ask for memory before it is used. */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* to the first-level cache */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* to the second */
-#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1)
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* a line that is written in part, or in parts, is read first */
 
 static void *llm__zeroed(size_t bytes) {
 #ifdef LLM__CALLOC
@@ -7761,9 +7761,10 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
 LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
-    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles, halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS || type == LLM_Q6_K);
+    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
+    bool halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS || type == LLM_Q6_K);
 #if LLM__KERNEL_PASS == 2
-    if (tiles && halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
+    if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
     else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
@@ -7789,7 +7790,7 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
 }
 
 /* The sums of 16 values and of 16 others */
-LLM__INLINE void LLM__K(add_halves)(const int8_t *values, int16_t *sums) {
+LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #if LLM__KERNEL_PASS == 2
     __m128i v[2];
     for (int half = 0; half < 2; half++)
@@ -7835,7 +7836,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 }
                 for (int k = 0; k < PARTS; k++)
                     LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
-                LLM__K(add_halves)(values, sums);
+                LLM__K(sum_halves)(values, sums);
             }
         }
     /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
