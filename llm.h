@@ -149,9 +149,10 @@ typedef struct llm_tensor { /* one tensor of a file */
     llm_type type;
     int n_dims;        /* 1 to 4 */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
-    const void *data;  /* inside the mapping, checked */
-    uint64_t bytes;
+    const void *data;  /* inside the mapping, checked; NULL: the file has it in another form (int4), see llm_tensor_rows */
+    uint64_t bytes;    /* of data, or of all its rows as llm_tensor_rows gives them */
     const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to input j */
+    const struct llm__int4 *int4; /* the engine's own: of 4-bit integers as AWQ and GPTQ store them; else NULL */
 } llm_tensor;
 
 typedef struct llm_file llm_file;
@@ -176,6 +177,11 @@ const llm_value *llm_file_find(const llm_file *file, const char *key); /* NULL: 
 int64_t llm_file_n_tensors(const llm_file *file);
 const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
+
+/* out = the rows first .. first + n - 1 of a tensor, of dims[0] values each, in its type: a copy of its data where it has any, and
+ * otherwise (the 4-bit integers of AWQ and GPTQ) brought into that form by all cores, 128 rows at once. False, with the error set,
+ * where there are no such rows. */
+bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
  * index is past its end, or the conversion would lose the value. */
@@ -337,8 +343,7 @@ typedef struct llm_config { /* what a model's file says of its shape */
 
 typedef struct llm_model llm_model;
 
-/* Map a model, a GGUF file or a Hugging Face folder: its weights (nothing is copied, but the 4-bit integers of AWQ and GPTQ,
- * which are put into another order), its shape, its tokenizer. */
+/* Map a model, a GGUF file or a Hugging Face folder: its weights (nothing is copied), its shape, its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_model_free(llm_model *model);
@@ -628,7 +633,8 @@ struct llm_backend {
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
     /* Make a matrix of the file ready for matmul and embed. w comes with type, rows, cols; sets w->data.
-     * The host memory stays mapped as long as the weight lives, so the CPU just points to it. */
+     * The host memory stays mapped as long as the weight lives, so the CPU just points to it; but memory that was made for this call
+     * (of 4-bit integers) goes at once where w->packed is set, or w->data is elsewhere. */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
     /* Called before the first step, with the largest of everything to expect, so that a step allocates nothing.
@@ -6026,12 +6032,25 @@ static void llm__reorder_values(float *values, float *copy, int64_t n, const int
         else values[j] = copy[llm__reordered_row(j, head_dim)];
 }
 
-/* Rewrite one tensor, some rows at a time. */
-static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
+static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor); /* chapter 6 */
+
+/* All rows of a tensor, in memory of their own. */
+static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
+    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* all of which is written */
+    if (!rows) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
+        return NULL;
+    }
+    llm__want_large_pages(rows, (size_t)tensor->bytes);
+    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL); /* there are so many */
+    return rows;
+}
+
+/* Rewrite one tensor, whose rows are at data, some rows at a time. */
+static bool llm__quantize_rows(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, const void *data, llm_type type) {
     int64_t head_dim = llm__reordered_head(file, tensor);
     if (type == tensor->type && !head_dim && !tensor->columns)
-        return llm_writer_data(q->writer, tensor->data, (size_t)tensor->bytes) &&
-               llm__quantize_progress(q, tensor->bytes);
+        return llm_writer_data(q->writer, data, (size_t)tensor->bytes) && llm__quantize_progress(q, tensor->bytes);
     const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
     int64_t cols = (int64_t)tensor->dims[0];
     int64_t rows = (int64_t)(tensor->dims[1] * tensor->dims[2] * tensor->dims[3]);
@@ -6045,7 +6064,7 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const 
 #endif
         for (int64_t r = 0; r < n; r++) {
             int64_t source = head_dim && rows > 1 ? llm__reordered_row(first + r, head_dim) : first + r;
-            in->unpack((const uint8_t *)tensor->data + source * in_bytes, q->values + r * cols, cols);
+            in->unpack((const uint8_t *)data + source * in_bytes, q->values + r * cols, cols);
         }
         if (tensor->columns || (head_dim && rows == 1))
             for (int64_t r = 0; r < n; r++)
@@ -6059,6 +6078,15 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const 
             return false;
     }
     return true;
+}
+
+static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
+    if (tensor->data) return llm__quantize_rows(q, file, tensor, tensor->data, type);
+    void *rows = llm__new_rows(tensor, &q->writer->err);
+    bool good = rows && llm__quantize_rows(q, file, tensor, rows, type);
+    LLM_FREE(rows);
+    llm__tensor_forget(file, tensor);
+    return good;
 }
 
 /* Metadata, declarations, data. */
@@ -10624,20 +10652,22 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
     }
 }
 
-/* n rows of the matrix (whole eights, LLM__INT4_ROWS at most) as blocks of q4_0, or of q4_Z. The same columns of all rows at once, since
- * neighbours in memory are what different rows have in one column. */
+/* n rows of the matrix (between two multiples of LLM__INT4_ROWS) as blocks of q4_0, or of q4_Z. The same columns of all rows at once,
+ * since neighbours in memory are what different rows have in one column; so it is done for whole eights. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
-    int head = type == LLM_Q4_0 ? 2 : 4;
+    int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
     size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
     uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0}, heads[LLM__INT4_ROWS][4];
+    first -= skipped;
+    n = llm__divide_up(end, 8) * 8;
     for (int64_t column = 0, last = -1; column < m->cols; column += LLM__BLOCK) {
         int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
         if (group != last) llm__int4_heads(m, first, n, last = group, heads);
         if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
         else llm__int4_tile_gptq(m, first, n, column, tile);
         llm__int4_transpose(tile);
-        uint8_t *to = out + (size_t)first * row_bytes + (size_t)(column / LLM__BLOCK) * block_bytes;
-        for (int i = 0; i < n; i++, to += row_bytes) {
+        uint8_t *to = out + (size_t)(column / LLM__BLOCK) * block_bytes;
+        for (int i = skipped; i < end; i++, to += row_bytes) {
             LLM__PREFETCH_FAR(to + 128);
             memcpy(to, heads[i], 4); /* of which q4_0 has two; the integers go over the others */
             memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
@@ -10742,31 +10772,53 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     return m->groups && llm__folder_columns(f, m, module);
 }
 
+/* Noted and checked; the integers are read where they are wanted. */
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
-    llm__int4 m;
-    memset(&m, 0, sizeof m);
-    if (!llm__folder_int4_sources(f, &m, module)) return false;
-    llm_type type = llm__int4_symmetric(&m) ? LLM_Q4_0 : LLM_Q4_Z;
-    size_t row_bytes = llm__row_bytes(type, m.cols); /* less than the sources take, twice: no overflow */
-    uint8_t *data = (uint8_t *)LLM_MALLOC((size_t)m.rows * row_bytes); /* all of which is written below */
-    if (!data) return llm__fail(f->err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for 4-bit weights", (size_t)m.rows * row_bytes);
-    if (!llm__add_region(f->file, data, (uint64_t)m.rows * row_bytes, LLM__OWNED, f->err)) return false;
-    llm__want_large_pages(data, (size_t)m.rows * row_bytes);
+    llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
+    if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
+    llm_tensor *t = llm__folder_new_tensor(f, name);
+    t->type = llm__int4_symmetric(m) ? LLM_Q4_0 : LLM_Q4_Z;
+    t->n_dims = 2;
+    t->dims[0] = (uint64_t)m->cols;
+    t->dims[1] = (uint64_t)m->rows;
+    t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* less than the sources take, twice: no overflow */
+    t->columns = m->columns;
+    t->int4 = m;
+    return true;
+}
+
+bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err) {
+    llm__clear(err);
+    if (!tensor || (n && !out)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %s is NULL", tensor ? "out" : "the tensor");
+    uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3], row_bytes = tensor->bytes / rows;
+    if (first > rows || n > rows - first)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %llu rows of %s from row %llu on, but it has %llu",
+                         (unsigned long long)n, llm__show(tensor->name).text, (unsigned long long)first, (unsigned long long)rows);
+    if (!tensor->int4) {
+        if (n) memcpy(out, (const uint8_t *)tensor->data + first * row_bytes, (size_t)(n * row_bytes));
+        return true;
+    }
+    int64_t begin = (int64_t)first, end = (int64_t)(first + n);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
-    for (int64_t row = 0; row < m.rows; row += LLM__INT4_ROWS)
-        llm__int4_rows(&m, row, llm__min(LLM__INT4_ROWS, m.rows - row), type, data);
-    llm__file_forget(f->file, m.weights, (uint64_t)(m.rows * m.cols / 2));
-    llm_tensor *t = llm__folder_new_tensor(f, name);
-    t->type = type;
-    t->n_dims = 2;
-    t->dims[0] = (uint64_t)m.cols;
-    t->dims[1] = (uint64_t)m.rows;
-    t->data = data;
-    t->bytes = (uint64_t)m.rows * row_bytes;
-    t->columns = m.columns;
+    for (int64_t tile = begin / LLM__INT4_ROWS; tile < llm__divide_up(end, LLM__INT4_ROWS); tile++) {
+        int64_t from = llm__max(tile * LLM__INT4_ROWS, begin), to = llm__min((tile + 1) * LLM__INT4_ROWS, end);
+        llm__int4_rows(tensor->int4, from, to - from, tensor->type, (uint8_t *)out + (uint64_t)(from - begin) * row_bytes);
+    }
     return true;
+}
+
+/* See llm__file_forget. */
+static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
+    const llm__int4 *m = tensor->int4;
+    if (!m) {
+        llm__file_forget(file, tensor->data, tensor->bytes);
+        return;
+    }
+    llm__file_forget(file, m->weights, (uint64_t)(m->rows * m->cols / 2));
+    llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
+    llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
 
 /* What config.json says of the quantization; only what is implemented passes. */
@@ -10929,9 +10981,11 @@ typedef struct llm__network {
     llm_backend *backend;
     llm_weight embedding, output;
     llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
-    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data NULL: absent */
+    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data and packed NULL: absent */
     float *frequencies;     /* device, (rope_dim/2) */
     llm_cache cache;
+    void **rows;            /* (n_rows) memory of weights that the device reads in place, and the file has in another form */
+    int64_t n_rows, rows_capacity;
 } llm__network;
 
 /* The activations of a step, on the device: one allocation, sized once for the largest batch. */
@@ -10977,13 +11031,29 @@ static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, ll
     return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
 }
 
+/* The rows of a matrix that the file has in another form; they are the network's. */
+static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
+    void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows, "the rows of matrices", err);
+    if (!grown) return NULL;
+    net->rows = (void **)grown;
+    void *rows = llm__new_rows(tensor, err);
+    if (rows) net->rows[net->n_rows++] = rows;
+    return rows;
+}
+
 static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     llm_backend *backend = net->backend;
+    const void *host = tensor->data ? tensor->data : llm__network_rows(net, tensor, err);
     w->type = tensor->type;
     w->rows = (int64_t)tensor->dims[1];
     w->cols = (int64_t)tensor->dims[0];
-    if (!backend->load_weight(backend->context, w, tensor->data, err)) return false;
-    if (w->packed || w->data != tensor->data) llm__file_forget(net->model->file, tensor->data, tensor->bytes);
+    if (!host || !backend->load_weight(backend->context, w, host, err)) return false;
+    bool copied = w->packed || w->data != host;
+    if (copied && !tensor->data) { /* then the rows are wanted no more */
+        if (w->data == host) w->data = NULL;
+        LLM_FREE(net->rows[--net->n_rows]);
+    }
+    if (copied || !tensor->data) llm__tensor_forget(net->model->file, tensor);
     return !tensor->columns || llm__load_columns(backend, tensor, w, err);
 }
 
@@ -11088,9 +11158,11 @@ static void llm__network_free(llm__network *net) {
         if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
         else {
             b->release(b->context, (void *)(uintptr_t)w->columns);
-            if (w->data) b->free_weight(b->context, w);
+            if (w->data || w->packed) b->free_weight(b->context, w);
         }
     }
+    while (net->n_rows > 0) LLM_FREE(net->rows[--net->n_rows]);
+    LLM_FREE(net->rows);
     LLM_FREE(net->parts);
     b->release(b->context, net->frequencies);
     b->release(b->context, net->cache.keys);

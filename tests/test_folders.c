@@ -446,6 +446,125 @@ static void test_memory(void **state) {
     }
 }
 
+/* ---- Matrices that the file has in another form: 4-bit integers ---------------------------------- */
+
+enum { WORDS = 12 };
+
+static llm_engine *new_engine(const llm_model *model, llm_backend *backend, llm_error *err) {
+    llm_engine_options o = llm_engine_defaults();
+    o.backend = backend;
+    o.context_length = 32;
+    o.max_sequences = 1;
+    o.max_batch_tokens = 8;
+    return llm_engine_create(model, &o, err);
+}
+
+static void submit_words(llm_engine *engine) {
+    static const int32_t prompt[] = {5, 7, 11, 13, 2, 3, 17, 19, 23, 31};
+    llm_error err;
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt;
+    r.n_prompt = sizeof prompt / sizeof *prompt;
+    r.max_tokens = WORDS;
+    r.ignore_end = true;
+    if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+}
+
+/* Whether there is more to come. */
+static bool step_words(llm_engine *engine, llm_event *events, int *n) {
+    llm_error err;
+    int more = llm_step(engine, &err);
+    if (more < 0) fail_msg("%s", err.message);
+    while (llm_next_event(engine, &events[*n])) *n += events[*n].token >= 0;
+    assert_true(*n <= WORDS);
+    return more > 0;
+}
+
+/* Two engines on one model at the same time. The one whose backend packs keeps no rows, the other those of every matrix of a layer; they
+ * say the same, and no later engine sees what the first have done. */
+static void test_rows_of_engines(void **state) {
+    static const char *const models[] = {"gptq_g32_act_sym", "awq_g32", "gptq_v2", "llama"};
+    (void)state;
+    for (int m = 0; m < 4; m++) {
+        copy_model(models[m]);
+        long live = test_live;
+        llm_error err;
+        llm_model *model = llm_model_load(folder, &err);
+        if (!model) fail_msg("%s", err.message);
+        int matrices = m < 3 ? 7 * llm_model_config(model)->n_layers : 0;
+        for (int round = 0; round < 2; round++) {
+            llm_backend *packs = llm_cpu_backend(1, LLM_ISA_BEST, &err), *points = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+            llm_event said[2][WORDS + 1];
+            int n[2] = {0, 0};
+            llm_cpu_pack_weights(points, false);
+            llm_engine *one = new_engine(model, packs, &err), *other = new_engine(model, points, &err);
+            if (!one || !other) fail_msg("%s", err.message);
+            assert_int_equal(one->network.n_rows, 0);
+            assert_int_equal(other->network.n_rows, matrices);
+            for (int i = 0; matrices && i < llm_model_config(model)->n_layers * LLM__N_PARTS; i++)
+                if (one->network.parts[i].packed) assert_null(one->network.parts[i].data); /* what it pointed to is gone */
+            submit_words(one);
+            submit_words(other);
+            for (bool more = true; more;) {
+                more = step_words(one, said[0], &n[0]);
+                more = step_words(other, said[1], &n[1]) || more;
+            }
+            assert_true(n[0] == WORDS && n[1] == WORDS);
+            for (int i = 0; i < WORDS; i++) {
+                assert_int_equal(said[0][i].token, said[1][i].token);
+                assert_true(said[0][i].logprob == said[1][i].logprob);
+            }
+            llm_engine_free(one);
+            assert_int_equal(((llm__cpu *)packs->context)->n_slabs, 0);
+            llm_backend_free(packs);
+            llm_engine_free(other);
+            llm_backend_free(points);
+        }
+        llm_model_free(model);
+        assert_int_equal(test_live, live);
+    }
+}
+
+/* Each allocation of an engine, and of a file rewritten, fails once: it is told, and nothing is left. */
+static void test_memory_of_rows(void **state) {
+    char path[400];
+    (void)state;
+    copy_model("gptq_g32_act_sym");
+    path_of(path, folder, "generation_config.json"); /* which clear_folder knows */
+    for (int kind = 0; kind < 3; kind++) {
+        llm_error err;
+        llm_model *model = llm_model_load(folder, &err);
+        if (!model) fail_msg("%s", err.message);
+        long live = test_live;
+        int failures = 0, of_rows = 0;
+        for (int i = 0;; i++) {
+            err.status = LLM_OK;
+            llm_backend *backend = llm_cpu_backend(1, LLM_ISA_BEST, NULL);
+            llm_engine *engine = NULL;
+            llm_cpu_pack_weights(backend, kind == 0);
+            test_fail_in = i;
+            test_failed = false;
+            bool good = kind == 2 ? llm_quantize(folder, path, LLM_Q8_0, false, NULL, NULL, &err)
+                                  : (engine = new_engine(model, backend, &err)) != NULL;
+            test_fail_in = -1;
+            bool failed = test_failed;
+            llm_engine_free(engine);
+            llm_backend_free(backend);
+            assert_int_equal(test_live, live);
+            if (!failed) break;
+            if (good) continue; /* something that can do without */
+            failures++;
+            of_rows += err.status == LLM_ERROR_MEMORY && strstr(err.message, "bytes for blk.") != NULL;
+            if (err.status == LLM_OK || (kind < 2 && err.status != LLM_ERROR_MEMORY)) /* (opening again may miss a file: test_memory) */
+                fail_msg("allocation %d: error %d: %s", i, (int)err.status, err.message);
+        }
+        llm_model_free(model);
+        assert_int_equal(of_rows, 14); /* of two layers */
+        assert_true(failures > 14);
+        unlink(path);
+    }
+}
+
 /* 8 GB in two sparse files: mapped, not read. */
 static void test_large(void **state) {
     (void)state;
@@ -524,7 +643,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
         cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_memory), cmocka_unit_test(test_large), cmocka_unit_test(test_count),
+        cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
+        cmocka_unit_test(test_large), cmocka_unit_test(test_count),
     };
     return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
 }

@@ -177,20 +177,87 @@ static void test_int4_values(void **state) {
         assert_int_equal(t->type, symmetric ? LLM_Q4_0 : LLM_Q4_Z);
         assert_int_equal(t->columns != NULL, act && !wide); /* with groups of 128 there is one in this matrix, and two in ffn_down */
         assert_int_equal(llm_file_find_tensor(file, "blk.0.ffn_down.weight")->columns != NULL, act);
+        assert_null(t->data);
         float *row = (float *)malloc(t->dims[0] * sizeof *row);
+        char *rows = (char *)malloc(t->bytes);
         const llm_type_info *type = llm_type_find(t->type);
+        if (!llm_tensor_rows(t, 0, t->dims[1], rows, &err)) fail_msg("%s", err.message);
         for (uint64_t r = 0; r < t->dims[1]; r++) {
-            const char *blocks = (const char *)t->data + r * t->dims[0] / (uint64_t)type->block_values * (uint64_t)type->block_bytes;
-            type->unpack(blocks, row, (int64_t)t->dims[0]);
+            type->unpack(rows + r * t->bytes / t->dims[1], row, (int64_t)t->dims[0]);
             for (uint64_t c = 0; c < t->dims[0]; c++) {
                 float wanted = ((const float *)right->data)[r * t->dims[0] + (t->columns ? (uint64_t)t->columns[c] : c)];
                 if (row[c] != wanted) fail_msg("%s: (%d, %d) is %g, not %g", int4[i], (int)r, (int)c, (double)row[c], (double)wanted);
             }
         }
         free(row);
+        free(rows);
         llm_file_close(file);
         llm_file_close(g.file);
     }
+}
+
+/* n rows from `first` on are those among all rows, and nothing is written around them. */
+static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, uint64_t n) {
+    enum { MARGIN = 64 };
+    uint64_t row_bytes = t->bytes / t->dims[1];
+    size_t size = (size_t)(n * row_bytes);
+    uint8_t *rows = (uint8_t *)malloc(size + 2 * MARGIN);
+    llm_error err = {LLM_ERROR_DEVICE, "old"};
+    memset(rows, 0xa5, size + 2 * MARGIN);
+    if (!llm_tensor_rows(t, first, n, rows + MARGIN, &err)) fail_msg("%s", err.message);
+    assert_int_equal(err.status, LLM_OK);
+    assert_memory_equal(rows + MARGIN, all + first * row_bytes, size);
+    for (int i = 0; i < MARGIN; i++) assert_true(rows[i] == 0xa5 && rows[MARGIN + size + (size_t)i] == 0xa5);
+    free(rows);
+}
+
+static void refused_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *out, const char *words) {
+    llm_error err = {LLM_OK, ""};
+    if (llm_tensor_rows(t, first, n, out, &err)) fail_msg("rows %llu, %llu", (unsigned long long)first, (unsigned long long)n);
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    if (!strstr(err.message, words)) fail_msg("wanted \"%s\", got \"%s\"", words, err.message);
+    assert_false(llm_tensor_rows(t, first, n, out, NULL));
+}
+
+/* Any rows of any tensor: of the 4-bit integers those that test_int4_values has checked, of the others the data itself. */
+static void test_rows(void **state) {
+    (void)state;
+    int64_t n_int4 = 0, n_large = 0;
+    for (int i = 0; i < N_INT4 + 1; i++) {
+        char path[200];
+        llm_error err;
+        snprintf(path, sizeof path, "tests/data/models/%s", i < N_INT4 ? int4[i] : "qwen3.gguf");
+        llm_file *file = llm_file_open(path, &err);
+        if (!file) fail_msg("%s", err.message);
+        for (int64_t k = 0; k < llm_file_n_tensors(file); k++) {
+            const llm_tensor *t = llm_file_tensor(file, k);
+            uint64_t n = t->dims[1];
+            uint8_t *all = (uint8_t *)malloc(t->bytes);
+            if (!llm_tensor_rows(t, 0, n, all, &err)) fail_msg("%s", err.message);
+            if (t->data) assert_memory_equal(all, t->data, t->bytes);
+            assert_true(t->data || t->int4);
+            n_int4 += !t->data;
+            n_large += !t->data && n > 128;
+            for (uint64_t r = 0; r < n; r++) check_rows(t, all, r, 1);
+            for (uint64_t trial = 0; trial < 60; trial++) {
+                uint64_t first = (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial) * (double)(n + 1));
+                check_rows(t, all, first, (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial + 1) * (double)(n - first + 1)));
+            }
+            check_rows(t, all, n, 0);
+            assert_true(llm_tensor_rows(t, 0, 0, NULL, &err));
+            refused_rows(t, n, 1, all, "1 rows of ");
+            refused_rows(t, 0, n + 1, all, "but it has ");
+            refused_rows(t, n + 1, 0, all, "but it has ");
+            refused_rows(t, 1, UINT64_MAX, all, "but it has ");
+            refused_rows(t, UINT64_MAX, 1, all, "but it has ");
+            refused_rows(t, UINT64_MAX, UINT64_MAX, all, "but it has ");
+            refused_rows(t, 0, 1, NULL, "out is NULL");
+            refused_rows(NULL, 0, 1, all, "the tensor is NULL");
+            free(all);
+        }
+        llm_file_close(file);
+    }
+    assert_true(n_int4 >= 7 * N_INT4 && n_large >= 8);
 }
 
 /* A folder rewritten as a GGUF file of f32 is the same model, though for llama the rows of q and k change places. */
@@ -237,7 +304,7 @@ static void test_folder_to_gguf(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_folders), cmocka_unit_test(test_gguf), cmocka_unit_test(test_int4), cmocka_unit_test(test_int4_values),
-        cmocka_unit_test(test_folder_to_gguf),
+        cmocka_unit_test(test_rows), cmocka_unit_test(test_folder_to_gguf),
     };
     return cmocka_run_group_tests_name("models", tests, NULL, NULL);
 }

@@ -35,7 +35,15 @@ static void walk(const llm_file *file) {
     for (int64_t i = 0; i < llm_file_n_tensors(file); i++) {
         const llm_tensor *tensor = llm_file_tensor(file, i);
         read_all(tensor->name.data, tensor->name.length);
-        read_all(tensor->data, tensor->bytes);
+        uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3];
+        uint8_t *row = (uint8_t *)malloc(tensor->bytes / rows);
+        if (!row || (tensor->data != NULL) == (tensor->int4 != NULL)) abort();
+        if (tensor->data) read_all(tensor->data, tensor->bytes);
+        for (uint64_t k = 0; tensor->int4 && k < rows; k++) { /* each alone: whatever else stands in the words */
+            if (!llm_tensor_rows(tensor, k, 1, row, NULL)) abort();
+            read_all(row, tensor->bytes / rows);
+        }
+        free(row);
         for (uint64_t k = 0; tensor->columns && k < tensor->dims[0]; k++)
             if (tensor->columns[k] < 0 || (uint64_t)tensor->columns[k] >= tensor->dims[0]) abort();
     }
