@@ -668,7 +668,8 @@ struct llm_backend {
     /* out (T, n_heads, head_dim): each token's query attends to the cached positions of its sequence up to its own */
     void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                       const llm_cache *cache, int layer, float *out);
-    /* out (n) = silu(gate) x up, elementwise; out may be gate */
+    /* out (n) = silu(gate) x up, elementwise; out may be gate. What is in up afterwards is not said: where both were queued as
+     * products just before, it may never be written. */
     void (*swiglu)(void *context, const float *gate, const float *up, int64_t n, float *out);
     /* out (n, dim) = the rows x[rows[i]] for i in first .. first + n - 1 of the batch's logit_rows */
     void (*gather_rows)(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out);
@@ -6196,6 +6197,7 @@ typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, c
     bool add;
     int n;
     float *out;
+    const struct llm__matmul_job *gate; /* another product, with the same out: it is done first, and then out = silu(out) x this one. NULL: none */
     int64_t x_rows_per_item; /* 0: an item is rows of w: */
     int64_t rows_per_thread; /* so many in the first items, one for each thread, */
     int64_t rows_per_item;   /* and so many in all others */
@@ -6477,7 +6479,8 @@ enum {
     LLM__MANY_ROWS = 64,    /* and from which on weights are multiplied by their multipliers first */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
-    LLM__X_CACHE_BYTES = 7 << 18 /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
+    LLM__X_CACHE_BYTES = 7 << 18,    /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
+    LLM__GATE_CACHE_BYTES = 1 << 17  /* and of a gate's results */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
@@ -7335,20 +7338,20 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
     *to = LLM__K(add_small)(*to, x_sum - (llm__vi){0}, w->other);
 }
 
-/* The end of every product: bias and residual, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
+/* The end of every product: bias, and residual or gate, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
     float *out = job->out + i * job->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, out += LLM__W) {
         int rest = (int)(job->w->rows - row) - part * LLM__W;
-        const float *bias = job->bias ? job->bias + row + part * LLM__W : NULL;
-        if (rest >= LLM__W) {
-            llm__vf sum = bias ? sums[part] + LLM__K(load)(bias) : sums[part];
-            LLM__K(store)(out, job->add ? LLM__K(load)(out) + sum : sum);
-        } else
-            for (int lane = 0; lane < rest; lane++) {
-                float sum = bias ? sums[part][lane] + bias[lane] : sums[part][lane];
-                out[lane] = job->add ? out[lane] + sum : sum;
-            }
+        bool whole = rest >= LLM__W;
+        if (rest <= 0) return;
+        llm__vf sum = sums[part], before = {0};
+        if (job->bias) sum += whole ? LLM__K(load)(job->bias + row + part * LLM__W) : LLM__K(load_some)(job->bias + row + part * LLM__W, rest);
+        if (job->add || job->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, rest);
+        if (job->add) sum = before + sum;
+        else if (job->gate) sum = LLM__K(silu_times)(before, sum);
+        if (whole) LLM__K(store)(out, sum);
+        else LLM__K(store_some)(out, sum, rest);
     }
 }
 
@@ -8818,12 +8821,26 @@ static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void
         together = llm__divide_up(llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) * pair;
     }
     const llm__matmul_job whole = job;
+    const int64_t end = llm__min(first + rows, job.w->rows);
     for (; rows > 0 && x_row < x_end; x_row += together) {
         job.n = (int)llm__min(together, x_end - x_row);
         job.x = whole.x + x_row * job.w->cols;
         job.x_tiles = (const char *)whole.x_tiles + (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
         job.out = whole.out + x_row * job.w->rows;
-        cpu->kernels->matmul(&job, first, llm__min(first + rows, job.w->rows), scratch);
+        /* with a gate, as many rows as its results for all of x stay in the second-level cache until they are wanted */
+        int64_t step = job.gate ? llm__max(LLM__GATE_CACHE_BYTES / (job.n * (int64_t)sizeof *job.out) / 64, 1) * 64 : rows;
+        for (int64_t row = first, to; row < end; row = to) {
+            to = llm__min(row + step, end);
+            if (job.gate) {
+                llm__matmul_job gate = job;
+                gate.w = job.gate->w;
+                gate.bias = job.gate->bias;
+                gate.tiles = job.gate->tiles;
+                gate.gate = NULL;
+                cpu->kernels->matmul(&gate, row, to, scratch);
+            }
+            cpu->kernels->matmul(&job, row, to, scratch);
+        }
     }
 }
 
@@ -8847,7 +8864,7 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         return;
     }
     if (n < 1 || w->rows < 1) return;
-    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, 0, 0, 0, cpu->tile_bytes};
+    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
     bool beside = llm__beside_last(cpu, &job);
     if (llm__stored_quads(w->type)) {
         /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
@@ -8908,7 +8925,26 @@ static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void
     cpu->kernels->swiglu(job->a + first, job->b + first, llm__min(job->n_per_item, job->n - first), job->out + first);
 }
 
+/* If the last two tasks are the products that make gate and up, they become one, which takes the gate where it finishes up: so up, which is
+ * large for a prompt, is never written, and gate is read while it is in the cache. (TinyLlama's shape in q4_0, a prompt of 512: XXX % of the
+ * time. Of types that are multiplied as floats, results come one by one, which would make exp slow.) */
+static bool llm__gate_products(const llm__cpu *cpu, const float *gate, const float *up, int64_t n, const float *out) {
+    if (!cpu->queueing || cpu->n_tasks < 2 || out != gate) return false;
+    llm__task *second = cpu->tasks + cpu->n_tasks - 1, *first = second - 1;
+    if (first->work != llm__matmul_item || second->work != llm__matmul_item || !second->beside) return false;
+    llm__matmul_job *of_gate = (llm__matmul_job *)(void *)first->job.bytes, *of_up = (llm__matmul_job *)(void *)second->job.bytes;
+    if (of_gate->out != gate || of_up->out != up || of_gate->w->rows != of_up->w->rows || n != of_up->n * of_up->w->rows) return false;
+    if (of_gate->add || of_up->add || !llm__stored_quads(of_gate->w->type) || !llm__stored_quads(of_up->w->type)) return false;
+    of_up->gate = of_gate; /* whose task stays in the list, with nothing to do */
+    of_up->out = of_gate->out;
+    second->amount += first->amount;
+    first->amount = 0;
+    first->items = 0;
+    return true;
+}
+
 static void llm__cpu_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
+    if (llm__gate_products((llm__cpu *)context, gate, up, n, out)) return;
     llm__rows_job job = {gate, up, out, n, llm__divide_up(n, 64 * ((llm__cpu *)context)->n_threads) * 64, 0, 0.0f};
     llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 30.0 * (double)n, false, llm__swiglu_item, &job, sizeof job);
 }

@@ -34,6 +34,15 @@ static float *random_floats(int64_t n) {
     return x;
 }
 
+/* So many of them, a whole number of rows, in the form of a file. */
+static void *random_weights(llm_type type, int64_t n) {
+    float *values = random_floats(n);
+    void *data = malloc((size_t)n * sizeof *values);
+    llm_type_find(type)->pack(values, data, n);
+    free(values);
+    return data;
+}
+
 static const llm_limits limits = {.max_tokens = 256, .max_sequences = 8, .max_context = 400,
                                   .n_heads = 16, .head_dim = 160, .max_cols = 4096};
 
@@ -795,13 +804,7 @@ static void test_queue(void **state) {
             llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0};
             float *start = random_floats(QUEUE_N * QUEUE_COLS), *results[3][3];
             void *data[3];
-            for (int i = 0; i < 3; i++) {
-                float *values = random_floats(QUEUE_COLS * QUEUE_COLS);
-                data[i] = malloc((size_t)QUEUE_COLS * QUEUE_COLS * 4);
-                const llm_type_info *type = llm_type_find(types[i]);
-                type->pack(values, data[i], (int64_t)QUEUE_COLS * QUEUE_COLS);
-                free(values);
-            }
+            for (int i = 0; i < 3; i++) data[i] = random_weights(types[i], QUEUE_COLS * QUEUE_COLS);
             for (int run = 0; run < 3; run++) { /* at once by one thread, queued by one, queued by three */
                 llm_backend *device = b[run == 2];
                 llm_weight weights[3];
@@ -821,6 +824,52 @@ static void test_queue(void **state) {
             for (int i = 0; i < 3; i++) free(data[i]);
             free(start);
         }
+        close_backend(b[0]), close_backend(b[1]);
+    }
+}
+
+/* In a step, the gate is taken where the product beside it is finished: the same bits, and that product is not written. */
+static void test_gate(void **state) {
+    static const llm_type pairs[][2] = {{LLM_Q4_0, LLM_Q4_0}, {LLM_Q4_K, LLM_Q6_K}, {LLM_Q8_0, LLM_Q8_0}, {LLM_Q5_1, LLM_Q8_0}, {LLM_F16, LLM_F16}};
+    static const int counts[] = {1, 3, 9, 33, 70};
+    enum { COLS = 256 };
+    (void)state;
+    llm_error err;
+    FOR_EACH_ISA(isa) {
+        llm_backend *b[2] = {open_backend(isa, 1), open_backend(isa, 3)};
+        if (!b[0]) continue;
+        for (int pair = 0; pair < 5; pair++)
+            for (int i = 0; i < 5; i += repeats(1, 2)) {
+                int n = counts[i];
+                int64_t rows = i % 2 ? 1043 : 96, size = n * rows; /* the last panel is not full; many rows are more than the cache is to keep */
+                float *x = random_floats(n * COLS), *bias = random_floats(rows), *results[3], *up = malloc((size_t)size * sizeof *up);
+                void *data[2];
+                for (int k = 0; k < 2; k++) data[k] = random_weights(pairs[pair][k], rows * COLS);
+                for (int run = 0; run < 3; run++) { /* at once by one thread, queued by one, queued by three */
+                    llm_backend *device = b[run == 2];
+                    llm_batch batch = {0};
+                    llm_weight weights[2];
+                    for (int k = 0; k < 2; k++) {
+                        weights[k] = (llm_weight){pairs[pair][k], rows, COLS, NULL, NULL, NULL, false};
+                        assert_true(device->load_weight(device->context, &weights[k], data[k], &err));
+                    }
+                    results[run] = malloc((size_t)size * sizeof(float));
+                    for (int64_t v = 0; v < size; v++) up[v] = 77;
+                    if (run > 0) assert_true(device->begin_step(device->context, &batch, &err));
+                    device->matmul(device->context, x, &weights[0], bias, n, false, results[run]);
+                    device->matmul(device->context, x, &weights[1], i % 3 ? bias : NULL, n, false, up);
+                    device->swiglu(device->context, results[run], up, size, results[run]);
+                    if (run > 0) assert_true(device->end_step(device->context, &err));
+                    assert_true(device->sync(device->context, &err));
+                    assert_memory_equal(results[run], results[0], (size_t)size * sizeof(float));
+                    bool fused = run > 0 && isa > LLM_ISA_REFERENCE && pairs[pair][0] != LLM_F16;
+                    for (int64_t v = 0; v < size; v++) assert_true(fused ? up[v] == 77 : up[v] != 77);
+                    for (int k = 0; k < 2; k++) device->free_weight(device->context, &weights[k]);
+                }
+                free(x), free(bias), free(up);
+                for (int k = 0; k < 2; k++) free(data[k]);
+                for (int run = 0; run < 3; run++) free(results[run]);
+            }
         close_backend(b[0]), close_backend(b[1]);
     }
 }
@@ -935,7 +984,7 @@ int main(void) {
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
-        cmocka_unit_test(test_no_allocation_in_a_step), cmocka_unit_test(test_queue),
+        cmocka_unit_test(test_no_allocation_in_a_step), cmocka_unit_test(test_queue), cmocka_unit_test(test_gate),
         cmocka_unit_test(test_step_given_up),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
