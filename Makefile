@@ -16,7 +16,9 @@
 
 OPTIMIZE = -O3
 WARN     = -Wall -Wextra
-CFLAGS   = $(OPTIMIZE) -g $(WARN)
+# -g1: lines and functions, which is what a backtrace, a profile and a sanitizer's report show. To know of each variable where it is
+# would take the compiler as long again; who wants that says OPTIMIZE='-O0 -g'.
+CFLAGS   = -g1 $(OPTIMIZE) $(WARN)
 SECONDS  = 60
 # The device that the tests run on: DEVICE=emulated or cuda. If nothing is said, the engine's tests run on the CPU, and those of
 # llm.cu's kernels on the emulated device.
@@ -54,6 +56,9 @@ DEVICE_LIBS  = $(if $(NVCC),$(addprefix -L,$(wildcard $(CUDA)/lib64 $(CUDA)/lib)
 TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
+# What takes long comes first, so that no processor has nothing to do while the last one runs.
+SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) tests/cli_batch.sh tests/cli.sh
+LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels)
 SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
 llm $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(SHARED) $(DEVICES) | $(B)/have-cc
@@ -99,12 +104,15 @@ demo: $(B)/have-cc
 
 # ---- Tests ----------------------------------------------------------------------------
 # A test either includes the implementation itself, to reach inside, or takes it from the library. Its own copy is compiled with -O1,
-# in a third of the time; the library, its kernels and the program are what users get.
+# in a third of the time; the library, its kernels and the program are what users get. It is an object by itself, which does not wait for the library.
 CMOCKA   = -lcmocka
 COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
 
-$(B)/test_%: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) $(B)/libkernels.a $(B)/libllm.a | $(if $(CMOCKA),$(B)/have-cmocka)
-	$(COMPILE_TEST) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %.o,$^),$(DEVICE_LIBS))
+$(B)/test_%.o: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
+	$(COMPILE_TEST) -c $< -o $@
+
+$(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
+	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %cuda_on_cpu.o %llm_cuda.o,$^),$(DEVICE_LIBS))
 
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
@@ -115,7 +123,7 @@ $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu
 test: $(B)/have-cmocka $(B)/have-c++
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-tests
 	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' LLM_KERNELS='$(B)/libkernels.a' $(if $(filter cuda,$(DEVICE)),LLM_TEST_JOBS=1) \
-		sh tests/run.sh '$(LLM)' $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) $(PROGRAMS) tests/cli.sh tests/cli_batch.sh tests/cli_chat.sh
+		sh tests/run.sh '$(LLM)' $(SCRIPTS) $(LONG) $(filter-out $(LONG),$(PROGRAMS)) tests/cli_chat.sh
 
 build-tests: $(LLM) $(PROGRAMS)
 
@@ -124,21 +132,23 @@ sanitize:
 		NVCC= OBSERVED= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # On arm64, which qemu plays where the machine is another one. There is no cmocka for it here: tests/cross/ stands in.
-ARM64_TESTS = kernels numbers tokenizer files golden
+ARM64_TESTS = kernels golden tokenizer numbers files
 arm64: build/have-arm64 build/have-qemu
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) B=build/arm64 CC=aarch64-linux-gnu-gcc \
 		OPTIMIZE=-O2 WARN='-Wall -Wextra -Werror' NVCC= EMULATED= CMOCKA= CPPFLAGS='-isystem tests/cross' $(ARM64_TESTS:%=build/arm64/test_%) build/arm64/llm
 	@LLM_TEST_LESS=1 LLM_TEST_RUNNER='qemu-aarch64 -L /usr/aarch64-linux-gnu' sh tests/run.sh build/arm64/llm $(ARM64_TESTS:%=build/arm64/test_%) tests/arm64.sh
 
 # ---- Fuzzing: libFuzzer, so clang. Each fuzzer runs for SECONDS. ------------------------------
-FUZZ     = clang -std=gnu11 -O1 -g $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
+FUZZ     = clang -std=gnu11 -O1 -g1 $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
 # (the kernels without a note of every comparison, which would take half of the time and tell the fuzzer nothing)
 $(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
 	$(call LIBRARY,$(call FUZZ,-no-link) -fno-sanitize-coverage=trace-cmp)
 $(B)/fuzzed-kernels.o: $(B)/fuzzed-llm.o
 	$(OBJCOPY) $(KERNELS) $< $@
-$(B)/fuzz_%: tests/fuzz_%.c llm.h $(B)/fuzzed-kernels.o
-	$(FUZZ) -DLLM_KERNELS_EXTERN $< $(B)/fuzzed-kernels.o -o $@ -lm
+$(B)/fuzz_%.o: tests/fuzz_%.c llm.h $(wildcard tests/*.h) | $(B)/have-fuzzer
+	$(FUZZ) -DLLM_KERNELS_EXTERN -c $< -o $@
+$(B)/fuzz_%: $(B)/fuzz_%.o $(B)/fuzzed-kernels.o
+	$(FUZZ) $^ -o $@ -lm
 
 fuzz:
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) build-fuzzers
@@ -163,5 +173,5 @@ clean:
 	rm -rf build llm
 
 .PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers clean
-.PRECIOUS: $(B)/have-%
+.PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/fuzz_%.o
 .DELETE_ON_ERROR:

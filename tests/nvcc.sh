@@ -11,10 +11,14 @@ passed=0 failed=0
 filter=cat
 command -v c++filt >/dev/null 2>&1 && filter='c++filt -p'
 
+for arch in ${*:-80 90}; do # all at once
+    nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v -gencode "arch=compute_$arch,code=sm_$arch" \
+        -I. -c llm.cu -o "$work/llm_$arch.o" >"$work/log_$arch" 2>&1 && : >"$work/compiled_$arch" &
+done
+wait
 for arch in ${*:-80 90}; do
-    if ! nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v -gencode "arch=compute_$arch,code=sm_$arch" \
-        -I. -c llm.cu -o "$work/llm.o" >"$work/log" 2>&1; then
-        cat "$work/log"
+    if [ ! -e "$work/compiled_$arch" ]; then
+        cat "$work/log_$arch"
         echo "sm_$arch: does not compile"
         failed=$((failed + 1))
         continue
@@ -28,7 +32,7 @@ for arch in ${*:-80 90}; do
              for (i = 2; i <= NF; i++) { if ($i == "registers," || $i == "registers") registers = $(i - 1); if ($i == "smem" || $i == "smem,") shared = $(i - 2) }
              printf "%s %s %s %s\n", registers, shared, spilled, name
              name = ""
-         }' "$work/log" >"$work/table"
+         }' "$work/log_$arch" >"$work/table"
     awk '{ print $4 }' "$work/table" | $filter | sed 's/(.*//; s/^void //' >"$work/names"
     paste -d' ' "$work/table" "$work/names" | awk '{ name = $5; for (i = 6; i <= NF; i++) name = name " " $i
         printf "        %9d  %6d  %7d  %s\n", $1, $2, $3, name }' | sort -k4 >"$work/shown"
