@@ -13,6 +13,15 @@
 
 #define UNUSED __attribute__((unused))
 
+/* Has this machine the instruction set? Where not, asking for it gives a lesser one, which a loop over all of them has tried already. */
+static UNUSED bool has_isa(llm_isa isa) {
+    llm_error err;
+    llm_backend *b = llm_cpu_backend(1, isa, &err);
+    bool has = b && llm_cpu_isa(b) == isa;
+    llm_backend_free(b);
+    return has;
+}
+
 /* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in order. */
 typedef struct sample_record {
     int n_tokens, n_rows, vocab, n_ends;
