@@ -6475,7 +6475,7 @@ enum {
     LLM__PADDING = 32,      /* head_dim is padded to a multiple of this: the depth of a product of matrix tiles of bf16 */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
     LLM__TILE_ROWS = 5,     /* rows of x from which on matrix tiles pay, */
-    LLM__MANY_ROWS = 64,    /* and from which on weights are multiplied by their multipliers first */
+    LLM__MANY_ROWS = 32,    /* and from which on weights are multiplied by their multipliers first (q4_0: twice as many) */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
     LLM__X_CACHE_BYTES = 7 << 18,    /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
@@ -7450,7 +7450,7 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory, once it is unpacked to signed bytes.
  * There are two ways from here, and both give the same bits, since they add the same integers.
  *
- * Block by block, below 64 rows: after each block of 32 columns C goes to memory, and the vector registers multiply it by the
+ * Block by block, below 32 rows (q4_0: 64): after each block of 32 columns C goes to memory, and the vector registers multiply it by the
  * scales of the block. With q4_0 that is one instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16
  * bits, multiply and add; types without multipliers take three instructions (five with a minimum), to make floats of it. C of one group of four blocks is added up while the next group is in the tile unit.
  *
@@ -7472,7 +7472,8 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  *
  * Work goes in chunks of 512 columns, by halves of 256. Either way that is 8 KB of a panel, unpacked, and 10 KB of x (by halves of two
  * tiles), which stay in the first-level cache; by halves four panels are taken together. The weights of the next chunk are asked
- * for meanwhile. */
+ * for meanwhile. Where all of x is one tile, as in the decoding of a batch, there is nobody to share a chunk with, and work goes in groups of
+ * four blocks: see llm__amx_alone. */
 
 /* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C and 4-5 A, so many rows high, 6-7 B. C and B are 64 bytes wide; A has 32
  * or 64 bytes, a block or two. */
@@ -7713,8 +7714,9 @@ LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *j
 }
 
 /* Block by block, where all of x is one tile, of which T rows count: while a group is in the tile unit, the one before is added up and the
- * next is unpacked. (By chunks, which pay where a chunk serves several tiles, unpacking waits for the products and they for it: 16 rows
- * took 30 ns for each block in place of 27, and 40 in place of 32 from memory, which was asked in bursts.) */
+ * next is unpacked. (By chunks, which pay where a chunk serves several tiles, unpacking waits for the products and they for it, and memory is
+ * asked in bursts; and a tile load waits for what was loaded before it, so memory has to be asked early. 16 rows of q4_0 took 30 ns for each
+ * block in place of 26, and 36 in place of 29 from memory.) */
 LLM__INLINE void llm__amx_alone(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int32_t *products, int8_t *w,
                                 float *scales, float *others, float *kept) {
     const int64_t blocks = 2 * llm__stripes(job->w->cols);
@@ -7871,7 +7873,7 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
-    bool halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS || type == LLM_Q6_K);
+    bool halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS * (1 + (type == LLM_Q4_0)) || type == LLM_Q6_K);
 #if LLM__KERNEL_PASS == 2
     if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
     else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
@@ -8946,7 +8948,7 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     bool beside = llm__beside_last(cpu, &job);
     if (llm__stored_quads(w->type)) {
         /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
-        int enough = w->type == LLM_Q6_K ? LLM__MANY_ROWS : LLM__TILE_ROWS;
+        int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS; /* by halves, a tile of x is of full height */
         job.tiles = cpu->isa >= LLM_ISA_AMX && n >= enough;
         job.height = (int)llm__min(n < LLM__TILE_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE); /* (so matrix tiles count) */
         job.x_tile_bytes = (size_t)(llm__stripes(w->cols) * LLM__X_BYTES * job.height);

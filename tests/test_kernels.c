@@ -34,15 +34,6 @@ static float *random_floats(int64_t n) {
     return x;
 }
 
-/* So many of them, a whole number of rows, in the form of a file. */
-static void *random_weights(llm_type type, int64_t n) {
-    float *values = random_floats(n);
-    void *data = malloc((size_t)n * sizeof *values);
-    llm_type_find(type)->pack(values, data, n);
-    free(values);
-    return data;
-}
-
 static const llm_limits limits = {.max_tokens = 256, .max_sequences = 8, .max_context = 400,
                                   .n_heads = 16, .head_dim = 160, .max_cols = 4096};
 
@@ -150,6 +141,13 @@ static void *packed_weights(llm_type type, const float *values, int64_t count) {
     return packed;
 }
 
+static void *random_weights(llm_type type, int64_t count) {
+    float *values = random_floats(count);
+    void *packed = packed_weights(type, values, count);
+    free(values);
+    return packed;
+}
+
 static void check_matmul(llm_type type, int rows, int cols, int n) {
     bool blocks = llm__stored_quads(type) > 0; /* x is rounded for these */
     llm_error err;
@@ -181,7 +179,9 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                 check_products("matmul", isa, type, out, expected, (int64_t)n * rows, cols, 2e-6);
                 check_products("matmul against unrounded x", isa, type, out, exact, (int64_t)n * rows, cols, 1.5e-2);
                 /* row by row, and in groups of any size */
-                for (int step = 1; step <= 7; step += 2) {
+                static const int steps[] = {1, 3, 5, 7, 13, 16, 29}; /* with matrix tiles there are forms for up to 16 rows, 31, 63 and more */
+                for (int k = 0; k < 7; k++) {
+                    int step = steps[k];
                     memcpy(other, start, bytes);
                     for (int i = 0; i < n; i += step)
                         b->matmul(b->context, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i), true,
