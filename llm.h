@@ -371,8 +371,11 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
 
 typedef enum llm_policy { /* when waiting requests may enter */
     LLM_POLICY_CONTINUOUS, /* at every step */
-    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended */
-    LLM_POLICY_DYNAMIC     /* the same, but a group waits to be full, or for batch_window seconds */
+    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended. Blocks for all that each sequence may ever
+                              need (prompt and max_tokens) are set aside until the group has ended, so none is preempted;
+                              only a request whose samples might need more than the pool has runs alone, and may be */
+    LLM_POLICY_DYNAMIC     /* the same, but a group waits to be full (no sequence or no block is left for the next),
+                              or for batch_window seconds */
 } llm_policy;
 
 typedef enum llm_preempt { /* what becomes of the cache of a sequence that must make room */
@@ -514,11 +517,12 @@ typedef struct llm_statistics {
     uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
                                             prefix cache */
     int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
-    double kv_waste;              /* part of the slots of the blocks in use that holds no token, now */
+    double kv_waste;              /* part of the slots of the blocks in use that holds no token of a sequence that runs, now */
     uint64_t decode_steps;        /* rounds of single sequences, after their first token */
     uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
     uint64_t proposed_at[16], accepted_at[16]; /* by position in the proposal; 15: and later */
-    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once */
+    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once. Those that a policy of
+                                                       groups has set aside are in use */
     int block_size;
     int64_t slots_used;           /* slots of the blocks in use that hold a token (shared ones once) */
     uint64_t weight_bytes;        /* of the file's tensors */
@@ -11837,6 +11841,7 @@ typedef struct llm__scheduler {
     llm__sequence **sequences; /* (max_sequences) the admitted ones, oldest first; some may be preempted */
     int n_sequences, n_preempted;
     int promised_sequences;    /* of the running jobs: also those that are yet to be forked */
+    int64_t promised_blocks;   /* set aside for the group that runs; may be more than there are: see llm__blocks_to_enter */
     int turn;                  /* who is first, where not all fit into a step */
     llm__network *networks[2]; /* whose caches are swapped: the target's, the draft's (or NULL) */
     /* Blocks in host memory, for preemption by swapping. */
@@ -12013,22 +12018,38 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
 
 /* ---- Admission ----------------------------------------------------------------------------- */
 
+static bool llm__by_groups(const llm__scheduler *s) { return s->options->policy != LLM_POLICY_CONTINUOUS; }
+
+/* The blocks that a request must find in order to enter. A group is a rectangle: each of its sequences has all that it may
+ * ever need (n > 1: as if the samples shared nothing), until the last of the group has ended. With pages it is enough that
+ * the prompt fits and a token behind it: more are taken when they are needed. */
+static int64_t llm__blocks_to_enter(const llm__scheduler *s, const llm__job *job) {
+    return llm__by_groups(s) ? job->n_live * llm__blocks_for(&s->pool, job->limit)
+                             : llm__blocks_for(&s->pool, job->request.n_prompt + 1);
+}
+
+/* Blocks that are taken, or promised. */
+static int64_t llm__blocks_used(const llm__scheduler *s) {
+    return llm__max(s->pool.n_blocks - s->pool.n_free, llm__min(s->promised_blocks, s->pool.n_blocks));
+}
+
 /* The policies differ in when the door is open. Static batching lets a group in and nobody else until all of it
- * has ended; dynamic batching also waits for the group to fill, up to a time. Both leave places idle, which is
- * the reason for continuous batching; they are here to be compared with it. */
+ * has ended; dynamic batching also waits for the group to fill, up to a time. Both leave places idle and memory empty, which
+ * is the reason for continuous batching and for pages; they are here to be compared with them. */
 static bool llm__door_open(const llm__scheduler *s) {
     const llm_engine_options *o = s->options;
     if (!s->waiting.first) return false;
     if (o->policy == LLM_POLICY_CONTINUOUS) return true;
     if (s->running.first) return false;
     if (o->policy == LLM_POLICY_STATIC) return true;
-    int64_t waiting = 0;
+    int64_t sequences = o->max_sequences, blocks = s->pool.n_blocks;
     double oldest = s->waiting.first->submitted;
-    for (const llm__job *job = s->waiting.first; job && waiting < o->max_sequences; job = job->next) {
-        waiting += job->n_live;
+    for (const llm__job *job = s->waiting.first; job && sequences > 0 && blocks > 0; job = job->next) {
+        sequences -= job->n_live;
+        blocks -= llm__blocks_to_enter(s, job);
         if (job->submitted < oldest) oldest = job->submitted;
     }
-    return waiting >= o->max_sequences || llm_seconds() - oldest >= o->batch_window;
+    return sequences <= 0 || blocks <= 0 || llm_seconds() - oldest >= o->batch_window;
 }
 
 static void llm__admit_job(llm__scheduler *s, llm__job *job) {
@@ -12053,11 +12074,16 @@ static void llm__admit(llm__scheduler *s) {
     int64_t free = s->pool.n_free - llm__blocks_missing(s);
     for (llm__job *job; (job = s->waiting.first) != NULL;) {
         if (s->promised_sequences + job->n_live > s->options->max_sequences) return;
-        int64_t before = s->pool.n_free, wanted = llm__blocks_for(&s->pool, job->request.n_prompt + 1);
+        int64_t before = s->pool.n_free, wanted = llm__blocks_to_enter(s, job);
         if (wanted > free && s->n_sequences > 0) return;
         llm__admit_job(s, job);
-        /* what of the prompt was found in the prefix cache is shared, or was free */
-        free -= wanted - job->sequences[0].table.n_blocks + (before - s->pool.n_free);
+        free -= wanted;
+        if (llm__by_groups(s)) {
+            s->promised_blocks += wanted;
+            s->pool.peak = llm__max(s->pool.peak, llm__blocks_used(s));
+        } else { /* what of the prompt was found in the prefix cache is shared, or was free */
+            free += job->sequences[0].table.n_blocks - (before - s->pool.n_free);
+        }
     }
 }
 
@@ -12216,6 +12242,7 @@ static void llm__drop_ended(llm__scheduler *s) {
             n++;
         }
     s->n_sequences = n;
+    if (!s->running.first) s->promised_blocks = 0;
 }
 
 /* =====================================================================================
@@ -13289,12 +13316,12 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
     s.prefix_tokens = scheduler->prefix_tokens;
     s.prefix_hits = scheduler->prefix_hits;
     s.blocks_total = pool->n_blocks;
-    s.blocks_free = pool->n_free;
+    s.blocks_free = pool->n_blocks - llm__blocks_used(scheduler);
     s.blocks_peak = pool->peak;
     s.block_size = pool->block_size;
     for (int64_t i = 0; i < pool->n_blocks; i++) s.blocks_shared += pool->references[i] > 1;
     s.slots_used = llm__slots_used(scheduler);
-    int64_t slots = (pool->n_blocks - pool->n_free) * pool->block_size;
+    int64_t slots = (s.blocks_total - s.blocks_free) * pool->block_size;
     s.kv_waste = slots ? 1 - (double)s.slots_used / (double)slots : 0;
     s.proposed = sp->proposed;
     s.accepted = sp->accepted;

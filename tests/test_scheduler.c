@@ -85,7 +85,7 @@ typedef struct workload {
 } workload;
 
 typedef struct totals {
-    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared;
+    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared, rectangles;
 } totals;
 
 static int pick(workload *w, int n) { return random_below(&w->random, n); }
@@ -206,6 +206,16 @@ static void run_together(workload *w, llm_engine *engine) {
     }
 }
 
+/* Can a group of its own hold each request, as a rectangle? Then no sequence is ever preempted. */
+static bool all_rectangles(const workload *w, int64_t n_blocks) {
+    for (int i = 0; i < w->n_jobs; i++) {
+        const llm_request *r = &w->jobs[i].request;
+        int longest = r->n_prompt + r->max_tokens < WALK_CONTEXT ? r->n_prompt + r->max_tokens : WALK_CONTEXT;
+        if (r->n_samples * ((longest + w->options.block_size - 1) / w->options.block_size) > n_blocks) return false;
+    }
+    return w->options.policy != LLM_POLICY_CONTINUOUS;
+}
+
 /* All is given back, and what was counted is what was told. */
 static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     llm_statistics s = llm_engine_statistics(engine);
@@ -213,6 +223,7 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     assert_idle(engine);
     assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
     assert_int_equal(engine->scheduler.promised_sequences, 0);
+    assert_int_equal(engine->scheduler.promised_blocks, 0);
     assert_int_equal(engine->scheduler.n_preempted, 0);
     assert_int_equal(s.requests_submitted, w->n_jobs);
     for (int i = 0; i < w->n_jobs; i++) {
@@ -235,6 +246,10 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     }
     assert_int_equal(at, s.proposed);
     assert_true(w->options.preempt == LLM_PREEMPT_SWAP || s.blocks_swapped == 0);
+    if (all_rectangles(w, s.blocks_total)) {
+        assert_int_equal(s.preemptions, 0);
+        t->rectangles++;
+    }
     t->preemptions += (long)s.preemptions;
     t->swapped += (long)s.blocks_swapped;
     t->prefix_hits += (long)s.prefix_hits;
@@ -299,7 +314,7 @@ static void test_random_workloads(void **state) {
     print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
                   t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
     /* the workloads do reach what they are for */
-    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50);
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50 && t.rectangles > 5);
 }
 
 /* ---- Order --------------------------------------------------------------------------------- */
@@ -423,6 +438,90 @@ static void test_static_policy(void **state) {
     llm_engine_free(engine);
 }
 
+/* A pool of 20 blocks, and 9 requests of 5 blocks each, most of which end long before they have used them. */
+static llm_engine *submit_nine(llm_policy policy) {
+    int32_t prompt[8];
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.policy = policy;
+    o.max_sequences = 8;
+    o.block_size = 4;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 80;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < 9; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, i == 3 ? 12 : 9));
+    return engine;
+}
+
+/* What a group may ever need is set aside until it has ended: so fewer enter, nobody is preempted, and what one of them gives back
+ * is of no use to those who wait. */
+static void test_groups_hold_their_memory(void **state) {
+    (void)state;
+    llm_engine *engine = submit_nine(LLM_POLICY_CONTINUOUS);
+    step(engine);
+    assert_int_equal(llm_engine_statistics(engine).running, 6); /* 3 blocks each, to begin with */
+    drain(engine);
+    assert_true(llm_engine_statistics(engine).preemptions > 0);
+    assert_idle(engine);
+    llm_engine_free(engine);
+
+    engine = submit_nine(LLM_POLICY_STATIC);
+    static const int ends[] = {4, 8, 9}; /* 4 x 5 blocks; 4 x 5; 5 */
+    int ended = 0;
+    for (int group = 0; group < 3; group++) {
+        int begin = ended, size = ends[group] - begin;
+        while (ended < ends[group]) {
+            llm_event event;
+            step(engine);
+            while (llm_next_event(engine, &event)) ended += event.finish != 0;
+            llm_statistics s = llm_engine_statistics(engine);
+            assert_int_equal(s.running, ends[group] - ended);
+            assert_int_equal(s.blocks_total - s.blocks_free, ended < ends[group] ? 5 * size : 0);
+            assert_true(s.slots_used <= s.running * 20);
+        }
+    }
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.preemptions, 0);
+    assert_int_equal(s.blocks_peak, 20);
+    assert_int_equal(step(engine), 0);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Samples that share their prompt may fit where rectangles would not: then the request runs, and alone. */
+static void test_large_request_runs_alone(void **state) {
+    int32_t prompt[40];
+    (void)state;
+    for (int policy = LLM_POLICY_STATIC; policy <= LLM_POLICY_DYNAMIC; policy++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.policy = (llm_policy)policy;
+        o.batch_window = 0;
+        o.block_size = 4;
+        o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 60; /* 15 blocks */
+        llm_engine *engine = engine_new(target, &o);
+        llm_request small = plain_request(ids(prompt, 40, 1), 4, 4), large = plain_request(prompt, 40, 20);
+        large.n_samples = 4; /* 60 blocks as a rectangle */
+        large.sampling.temperature = 1;
+        submit(engine, small);
+        uint64_t id = submit(engine, large);
+        submit(engine, small);
+        int open[4] = {0, 1, 4, 1}; /* samples that have not ended, by id */
+        while (step(engine)) {
+            llm_event event;
+            while (llm_next_event(engine, &event)) {
+                assert_true(event.request == 1 || open[1] == 0);
+                assert_true(event.request != 3 || open[id] == 0);
+                open[event.request] -= event.finish != 0;
+            }
+        }
+        for (int i = 0; i < 4; i++) assert_int_equal(open[i], 0);
+        assert_true(llm_engine_statistics(engine).preemptions > 0);
+        assert_int_equal(llm_engine_statistics(engine).blocks_peak, 15);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
 /* Dynamic: a group starts when it is full, or when the first has waited for the window. */
 static void test_dynamic_policy(void **state) {
     int32_t prompt[8];
@@ -447,6 +546,20 @@ static void test_dynamic_policy(void **state) {
     submit(engine, r);
     step(engine);
     assert_int_equal(llm_engine_statistics(engine).waiting, 3); /* full, but the first group is still at it */
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+
+    /* a group is also full when it has no blocks left */
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 2 * 16;
+    o.context_length = 32;
+    engine = engine_new(target, &o);
+    submit(engine, r);
+    for (int i = 0; i < 5; i++) assert_int_equal(step(engine), 1);
+    assert_int_equal(llm_engine_statistics(engine).running, 0);
+    submit(engine, r);
+    step(engine);
+    assert_int_equal(llm_engine_statistics(engine).running, 2);
     drain(engine);
     assert_idle(engine);
     llm_engine_free(engine);
@@ -862,6 +975,8 @@ int main(void) {
         cmocka_unit_test(test_nobody_starves),
         cmocka_unit_test(test_whole_prompts_do_not_starve),
         cmocka_unit_test(test_static_policy),
+        cmocka_unit_test(test_groups_hold_their_memory),
+        cmocka_unit_test(test_large_request_runs_alone),
         cmocka_unit_test(test_dynamic_policy),
         cmocka_unit_test(test_decoding_keeps_its_pace),
         cmocka_unit_test(test_steps_allocate_nothing),
