@@ -371,9 +371,10 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
 
 typedef enum llm_policy { /* when waiting requests may enter */
     LLM_POLICY_CONTINUOUS, /* at every step */
-    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended. Blocks for all that each sequence may ever
-                              need (prompt and max_tokens) are set aside until the group has ended, so none is preempted;
-                              only a request whose samples might need more than the pool has runs alone, and may be */
+    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended. A group is a rectangle: blocks for all that
+                              each sequence may ever need (prompt and max_tokens) are set aside until the group has ended, so
+                              none is preempted, and one that has ended is still computed, as padding. Only a request whose
+                              samples might need more blocks than there are runs alone, and as if continuous */
     LLM_POLICY_DYNAMIC     /* the same, but a group waits to be full (no sequence or no block is left for the next),
                               or for batch_window seconds */
 } llm_policy;
@@ -517,6 +518,7 @@ typedef struct llm_statistics {
     uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
                                             prefix cache */
     int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
+    uint64_t padding_tokens;      /* put through the model for sequences that had ended, by a policy of groups */
     double kv_waste;              /* part of the slots of the blocks in use that holds no token of a sequence that runs, now */
     uint64_t decode_steps;        /* rounds of single sequences, after their first token */
     uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
@@ -11788,6 +11790,7 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_scheduled;        /* known ones in the step that is being made */
     int depth, n_proposed;  /* proposals wanted in this step; made */
     int n_checked;          /* rows of logits that this step has brought so far */
+    bool padding;           /* it had ended before this step, and is computed all the same */
     bool rejected;          /* a proposal of this step: what follows it is void */
     double acceptance;      /* running mean of the share of proposals that were accepted */
     int place;              /* in llm__scheduler.sequences */
@@ -11857,7 +11860,7 @@ typedef struct llm__scheduler {
     int32_t *seq_first, *seq_count;                                  /* (max_sequences) each */
     int32_t *block_tables;                                           /* (max_sequences, blocks of a context) */
     double proposal_cost; /* of one proposal, in passes of the target over one row */
-    uint64_t n_preemptions, n_blocks_swapped, prefix_tokens, prefix_hits;
+    uint64_t n_preemptions, n_blocks_swapped, n_padding, prefix_tokens, prefix_hits;
 } llm__scheduler;
 
 static void llm__scheduler_free(llm__scheduler *s) {
@@ -12034,8 +12037,8 @@ static int64_t llm__blocks_used(const llm__scheduler *s) {
 }
 
 /* The policies differ in when the door is open. Static batching lets a group in and nobody else until all of it
- * has ended; dynamic batching also waits for the group to fill, up to a time. Both leave places idle and memory empty, which
- * is the reason for continuous batching and for pages; they are here to be compared with them. */
+ * has ended; dynamic batching also waits for the group to fill, up to a time. Both compute places for nothing and hold memory
+ * that nobody uses, which is the reason for continuous batching and for pages; they are here to be compared with these. */
 static bool llm__door_open(const llm__scheduler *s) {
     const llm_engine_options *o = s->options;
     if (!s->waiting.first) return false;
@@ -12102,13 +12105,16 @@ static bool llm__in_prompt(const llm__sequence *sequence) {
 
 /* Who takes part. Decoding sequences first, so that they keep their pace; prompts share what is left of the
  * budget. The turn goes round, so that with more sequences than tokens in a step each has its share. What a
- * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. */
+ * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. Padding computes the last
+ * token of a sequence once more, and what it writes goes into that sequence's own blocks. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     for (int i = 0; i < n; i++) {
         llm__sequence *sequence = s->sequences[i];
         sequence->n_scheduled = sequence->depth = sequence->n_proposed = sequence->n_checked = 0;
         sequence->rejected = false;
+        sequence->padding = sequence->finish != LLM_FINISH_NONE;
+        if (sequence->padding) sequence->n_cached = (int)llm__min(sequence->n_cached, sequence->n_tokens - 1);
         sequence->n_drafted =
             (int)llm__min(sequence->n_drafted, sequence->n_cached); /* ahead, where a step has failed */
     }
@@ -12118,7 +12124,7 @@ static void llm__select(llm__scheduler *s) {
                               ? pass == 1
                               : pass == 0; /* a prompt in one piece might never fit behind the others */
             llm__sequence *sequence = s->sequences[prompts ? i : (i + s->turn) % n];
-            if (sequence->preempted || llm__in_prompt(sequence) != (prompts == 1)) continue;
+            if (sequence->padding || sequence->preempted || llm__in_prompt(sequence) != (prompts == 1)) continue;
             int missing = sequence->n_tokens - sequence->n_cached;
             if (prompts && sequence->job->forked)
                 missing--; /* what is known again first; then, as ever, a step for the next token */
@@ -12129,6 +12135,11 @@ static void llm__select(llm__scheduler *s) {
             sequence->depth = depth;
             budget -= sequence->n_scheduled + depth;
         }
+    for (int i = 0; i < n && budget > 0; i++) { /* last, so that padding keeps nobody from getting on */
+        if (!s->sequences[i]->padding) continue;
+        s->sequences[i]->n_scheduled = 1;
+        budget--;
+    }
     s->turn = n ? (s->turn + 1) % n : 0;
 }
 
@@ -12221,12 +12232,18 @@ static void llm__batch_target(llm__scheduler *s) {
 
 /* ---- Ends ------------------------------------------------------------------------------------------ */
 
-/* A sequence has ended: its blocks are free at once, its place in the lists after the step. */
+/* Does an ended sequence stay in its place, with its memory, until the last of its group has ended? That is static batching as
+ * the field knows it: the group is one array (sequences, longest), and a step computes a column of it, whoever may have ended.
+ * Not so for a request that is too large to be a rectangle. */
+static bool llm__keeps_ended(const llm__scheduler *s) {
+    return llm__by_groups(s) && s->running.first && s->promised_blocks <= s->pool.n_blocks;
+}
+
+/* A sequence has ended: its blocks and its place in the lists are free after the step, or when its group has ended. */
 static void llm__end_sequence(llm__scheduler *s, llm__sequence *sequence, llm_finish finish) {
     llm__job *job = sequence->job;
     sequence->finish = finish;
     llm__swap_release(s, sequence);
-    llm__table_clear(&s->pool, &sequence->table);
     if (sequence->preempted) s->n_preempted--;
     sequence->preempted = false;
     job->n_live--;
@@ -12235,14 +12252,18 @@ static void llm__end_sequence(llm__scheduler *s, llm__sequence *sequence, llm_fi
 
 static void llm__drop_ended(llm__scheduler *s) {
     int n = 0;
-    for (int i = 0; i < s->n_sequences; i++)
-        if (!s->sequences[i]->finish) {
-            s->sequences[n] = s->sequences[i];
-            s->sequences[n]->place = n;
-            n++;
+    if (llm__keeps_ended(s)) return;
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *sequence = s->sequences[i];
+        if (sequence->finish) {
+            llm__table_clear(&s->pool, &sequence->table);
+        } else {
+            sequence->place = n;
+            s->sequences[n++] = sequence;
         }
+    }
     s->n_sequences = n;
-    if (!s->running.first) s->promised_blocks = 0;
+    if (n == 0) s->promised_blocks = 0;
 }
 
 /* =====================================================================================
@@ -12603,7 +12624,7 @@ struct llm_engine {
     llm__speculator speculator;
     float *logits;     /* (arena.max_logits, vocab_size) host */
     float *hooked;     /* (vocab_size) a copy that a hook may change */
-    llm__queue ended;  /* jobs whose last event may still be unread; freed by the next step */
+    llm__queue ended;  /* jobs whose last event may still be unread, or that are padding; freed by a later step */
     llm_event *events; /* (max_events) */
     int n_events, next_event, max_events;
     int64_t n_live; /* samples that have not ended, of all jobs */
@@ -13099,7 +13120,7 @@ bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
 /* Between steps: what the last one told is over, and what ended in it can go. */
 static void llm__forget_events(llm_engine *e) {
     llm__scheduler *s = &e->scheduler;
-    llm__free_jobs(&e->ended);
+    if (!llm__keeps_ended(s)) llm__free_jobs(&e->ended);
     e->n_events = e->next_event = 0;
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *sequence = s->sequences[i];
@@ -13168,12 +13189,12 @@ static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) 
     llm__sequence *sequence = s->batch_sequences[s->row_sequence[row]];
     llm__job *job = sequence->job;
     int position = s->positions[s->logit_rows[row]];
+    if (sequence->finish || sequence->rejected) return;
     if (position < sequence->n_tokens - 1) {
         job->request.logits_hook(job->request.user, job->id, sequence->sample, position, outcomes[0].logits);
         sequence->n_seen = position + 1;
         return;
     }
-    if (sequence->finish || sequence->rejected) return;
     if (job->forked) {
         llm__take_token(e, sequence, outcomes);
         return;
@@ -13229,6 +13250,10 @@ static bool llm__run_logits(llm_engine *e, llm_error *err) {
 static void llm__settle(llm_engine *e, llm__sequence *sequence) {
     llm__scheduler *s = &e->scheduler;
     llm__job *job = sequence->job;
+    if (sequence->padding) {
+        s->n_padding++;
+        return;
+    }
     int prompt_left = job->request.n_prompt - sequence->n_cached;
     if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, sequence->n_scheduled);
     if (job->forked && sequence->n_checked > 0) e->statistics.decode_steps++;
@@ -13293,7 +13318,7 @@ static int64_t llm__slots_used(const llm__scheduler *s) {
     double used = 0;
     for (int i = 0; i < s->n_sequences; i++) {
         const llm__sequence *sequence = s->sequences[i];
-        for (int k = 0; k < sequence->table.n_blocks; k++) {
+        for (int k = 0; k < sequence->table.n_blocks && !sequence->finish; k++) {
             int64_t tokens = llm__min(sequence->n_cached - (int64_t)k * s->pool.block_size, s->pool.block_size);
             if (tokens > 0) used += (double)tokens / s->pool.references[sequence->table.blocks[k]];
         }
@@ -13309,10 +13334,11 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
     const llm__scheduler *scheduler = &e->scheduler;
     const llm__pool *pool = &scheduler->pool;
     const llm__speculator *sp = &e->speculator;
-    s.running = scheduler->n_sequences;
+    for (int i = 0; i < scheduler->n_sequences; i++) s.running += !scheduler->sequences[i]->finish;
     s.waiting = scheduler->n_waiting;
     s.preemptions = scheduler->n_preemptions;
     s.blocks_swapped = scheduler->n_blocks_swapped;
+    s.padding_tokens = scheduler->n_padding;
     s.prefix_tokens = scheduler->prefix_tokens;
     s.prefix_hits = scheduler->prefix_hits;
     s.blocks_total = pool->n_blocks;

@@ -3451,7 +3451,7 @@ static const char bench_batch_notes[] =
 /* ---- llm bench serve: requests that come and go ---------------------------------------------------
  * The same requests, at the same times, for each policy. TTFT is counted from the time at which a request was to arrive. */
 enum {
-    SECONDS, THROUGHPUT, TTFT_50, TTFT_90, TTFT_99, TPOT_50, TPOT_90, TPOT_99, BATCH, OCCUPANCY, STEPS, PREEMPTIONS_MADE,
+    SECONDS, THROUGHPUT, TTFT_50, TTFT_90, TTFT_99, TPOT_50, TPOT_90, TPOT_99, BATCH, OCCUPANCY, PADDING, STEPS, PREEMPTIONS_MADE,
     HIT_RATE, WASTE, SCHEDULER, ACCEPTANCE, PER_STEP, N_FIGURES
 };
 
@@ -3463,7 +3463,8 @@ static const struct {
     {"seconds", "seconds", 1, 2}, {"tokens/s", "tokens_per_second", 1, 1},
     {"TTFT p50, ms", "ttft_p50_seconds", 1e3, 1}, {"TTFT p90, ms", "ttft_p90_seconds", 1e3, 1}, {"TTFT p99, ms", "ttft_p99_seconds", 1e3, 1},
     {"TPOT p50, ms", "tpot_p50_seconds", 1e3, 2}, {"TPOT p90, ms", "tpot_p90_seconds", 1e3, 2}, {"TPOT p99, ms", "tpot_p99_seconds", 1e3, 2},
-    {"sequences in a step, mean", "sequences_per_step", 1, 2}, {"... of the most, %", "occupancy", 100, 1}, {"steps", "steps", 1, 0},
+    {"sequences in a step, mean", "sequences_per_step", 1, 2}, {"... of the most, %", "occupancy", 100, 1},
+    {"... ended, and still computed", "padding_per_step", 1, 2}, {"steps", "steps", 1, 0},
     {"preemptions", "preemptions", 1, 0}, {"prompt tokens cached, %", "prefix_hit_rate", 100, 1},
     {"cache slots wasted, mean, %", "kv_waste", 100, 2}, {"scheduler's share of time, %", "scheduler_share", 100, 3},
     {"proposals accepted, %", "acceptance", 100, 1}, {"tokens per sequence's step", "tokens_per_step", 1, 2},
@@ -3558,6 +3559,7 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
     figures[STEPS] = (double)s.steps;
     figures[BATCH] /= (double)s.steps;
     figures[OCCUPANCY] = figures[BATCH] / v->engine_options.max_sequences;
+    figures[PADDING] = (double)s.padding_tokens / (double)s.steps;
     figures[WASTE] /= (double)s.steps;
     figures[PREEMPTIONS_MADE] = (double)s.preemptions;
     figures[HIT_RATE] = s.prefix_tokens ? (double)s.prefix_hits / (double)s.prefix_tokens : 0;
@@ -3721,6 +3723,9 @@ static const char bench_serve_notes[] =
     "Requests of random tokens and random lengths, as a server would get them, through one engine for each policy. TTFT is\n"
     "the time from the arrival of a request to its first token; TPOT the time per token after it; p90: nine of ten requests have\n"
     "no more. A step's time that is spent neither in the models nor in choosing tokens is the scheduler's.\n"
+    "\n"
+    "Static and dynamic batching work in groups, as one array: a sequence has memory for all it may need from the first step\n"
+    "on, and who has ended is still computed, and keeps this memory, until the last of the group has ended.\n"
     "\n"
     "Examples:\n"
     "  llm bench serve\n"

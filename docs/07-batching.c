@@ -179,8 +179,9 @@ static int lesson_batching(const command *self, int argc, char **argv) {
 }
 
 static const char batching_notes[] =
-    "Static batching fills the places as a group and waits for the longest of it; dynamic batching also waits for the group to\n"
-    "fill; continuous batching gives a place away in the step after it became free. A letter is a request; a row, a place.\n"
+    "Static batching fills the places as a group and computes all of them until the longest has ended; dynamic batching also\n"
+    "waits for the group to fill; continuous batching gives a place away in the step after it became free. A letter is a\n"
+    "request; a row, a place.\n"
     "\n"
     "Examples:\n"
     "  llm lesson batching\n"

@@ -40,8 +40,10 @@ static llm_request some_request(int i, int32_t *prompt) {
     return r;
 }
 
-/* Small enough to preempt; swap: by copying. */
-static llm_engine_options some_options(bool swap) {
+enum { RECOMPUTE, SWAP, GROUPS, N_KINDS };
+
+/* Small enough to preempt, in one way or the other; or by groups, in a pool that lets several requests share one. */
+static llm_engine_options some_options(int kind) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
     o.draft = draft;
@@ -50,9 +52,10 @@ static llm_engine_options some_options(bool swap) {
     o.max_sequences = 6;
     o.max_batch_tokens = 24;
     o.max_speculation = 4;
-    o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+    o.preempt = kind == SWAP ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+    o.policy = kind == GROUPS ? LLM_POLICY_STATIC : LLM_POLICY_CONTINUOUS;
     o.swap_bytes = 1 << 20;
-    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 80;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (kind == GROUPS ? 160 : 80);
     return o;
 }
 
@@ -62,7 +65,7 @@ static int prepare(void **state) {
     draft = model_load(DRAFT);
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
-        llm_engine_options o = some_options(false);
+        llm_engine_options o = some_options(RECOMPUTE);
         o.cache_bytes = 0;
         llm_engine *engine = engine_new(target, &o);
         llm_request r = some_request(i, prompt);
@@ -90,9 +93,9 @@ static void check_memory_error(const llm_error *err, long k) {
 }
 
 /* A whole life, in which allocation k fails. What fails is done again, and everything comes out right. Returns whether an allocation failed. */
-static bool life_with_failing_allocation(bool swap, long k) {
+static bool life_with_failing_allocation(int kind, long k) {
     llm_error err;
-    llm_engine_options o = some_options(swap);
+    llm_engine_options o = some_options(kind);
     record *got[N_REQUESTS];
     long live = test_live;
     memset(&err, 0x55, sizeof err);
@@ -139,9 +142,9 @@ static bool life_with_failing_allocation(bool swap, long k) {
 
 static void test_failing_allocations(void **state) {
     (void)state;
-    for (int swap = 0; swap < 2; swap++) {
+    for (int kind = 0; kind < N_KINDS; kind++) {
         long n = 0;
-        while (life_with_failing_allocation(swap, n)) n++;
+        while (life_with_failing_allocation(kind, n)) n++;
         print_message("%ld allocations, each failed once\n", n);
         assert_true(n > 40);
     }
@@ -151,7 +154,7 @@ static void test_failing_allocations(void **state) {
 static void test_failing_text(void **state) {
     (void)state;
     llm_error err;
-    llm_engine_options o = some_options(false);
+    llm_engine_options o = some_options(RECOMPUTE);
     llm_engine *engine = engine_new(target, &o);
     char *text = NULL;
     size_t length = 0;
@@ -233,9 +236,9 @@ static llm_backend failing_backend(void) {
 }
 
 /* A whole life, in which call k of the device fails. Returns whether one did. */
-static bool life_with_failing_device(bool swap, long k) {
+static bool life_with_failing_device(int kind, long k) {
     llm_error err;
-    llm_engine_options o = some_options(swap);
+    llm_engine_options o = some_options(kind);
     record *got[N_REQUESTS];
     long live = test_live;
     int n_failed = 0, more;
@@ -268,6 +271,7 @@ static bool life_with_failing_device(bool swap, long k) {
     assert_int_equal(n_failed, calls > k && k >= 0);
     assert_idle(engine);
     assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
+    assert_int_equal(llm_engine_statistics(engine).padding_tokens > 0, kind == GROUPS);
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);
@@ -285,12 +289,12 @@ static bool life_with_failing_device(bool swap, long k) {
 
 static void test_failing_device(void **state) {
     (void)state;
-    for (int swap = 0; swap < 2; swap++) {
-        life_with_failing_device(swap, -1);
+    for (int kind = 0; kind < N_KINDS; kind++) {
+        life_with_failing_device(kind, -1);
         long n = calls, tried = 0;
-        test_random random = {1 + (uint64_t)swap};
+        test_random random = {1 + (uint64_t)kind};
         for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++) /* not all, since most are alike */
-            assert_true(life_with_failing_device(swap, k));
+            assert_true(life_with_failing_device(kind, k));
         print_message("%ld calls of the device, %ld of them failed once\n", n, tried);
         assert_true(n > 300 && tried > 50);
     }

@@ -85,7 +85,7 @@ typedef struct workload {
 } workload;
 
 typedef struct totals {
-    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared, rectangles;
+    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared, rectangles, padding;
 } totals;
 
 static int pick(workload *w, int n) { return random_below(&w->random, n); }
@@ -189,6 +189,19 @@ static void check_running(const workload *w, const llm_engine *engine) {
     assert_true(s.kv_waste >= 0 && s.kv_waste <= 1);
 }
 
+/* No two tokens of a step are written to the same place, and none of padding's to a block that somebody else may read. */
+static void check_slots(const llm_engine *engine) {
+    const llm__scheduler *s = &engine->scheduler;
+    assert_true(s->batch.n_tokens <= s->options->max_batch_tokens);
+    for (int a = 0; a < s->batch.n_tokens; a++)
+        for (int b = 0; b < a; b++) assert_int_not_equal(s->slots[a], s->slots[b]);
+    for (int i = 0; i < s->n_sequences; i++) {
+        const llm__sequence *sequence = s->sequences[i];
+        if (!sequence->padding || !sequence->n_scheduled) continue;
+        assert_int_equal(s->pool.references[sequence->table.blocks[sequence->n_cached / s->pool.block_size]], 1);
+    }
+}
+
 /* All of it on one engine: requests arrive and are cancelled at random moments. */
 static void run_together(workload *w, llm_engine *engine) {
     int submitted = 0, more = 1;
@@ -202,6 +215,7 @@ static void run_together(workload *w, llm_engine *engine) {
         record_events(engine);
         if (submitted && chance(w, 2)) cancel(engine, &w->jobs[pick(w, submitted)]);
         check_running(w, engine);
+        if (more) check_slots(engine);
         assert_true(n < 100000); /* else nobody gets on */
     }
 }
@@ -250,6 +264,8 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
         assert_int_equal(s.preemptions, 0);
         t->rectangles++;
     }
+    assert_true(w->options.policy != LLM_POLICY_CONTINUOUS || s.padding_tokens == 0);
+    t->padding += (long)s.padding_tokens;
     t->preemptions += (long)s.preemptions;
     t->swapped += (long)s.blocks_swapped;
     t->prefix_hits += (long)s.prefix_hits;
@@ -311,10 +327,10 @@ static void test_random_workloads(void **state) {
         }
     }
     free(w);
-    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
-                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
+    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted; %ld rows of padding\n",
+                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed, t.padding);
     /* the workloads do reach what they are for */
-    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50 && t.rectangles > 5);
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50 && t.rectangles > 5 && t.padding > 100);
 }
 
 /* ---- Order --------------------------------------------------------------------------------- */
@@ -487,6 +503,116 @@ static void test_groups_hold_their_memory(void **state) {
     llm_engine_free(engine);
 }
 
+/* Who has ended is told so at once, and is computed on until the last of the group has ended: a row and its logits in each step. */
+static void test_padding(void **state) {
+    enum { N = 5 };
+    static const int lengths[N] = {3, 9, 1, 20, 6};
+    int32_t prompt[8];
+    (void)state;
+    for (int policy = 0; policy < 3; policy++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.max_sequences = N;
+        o.policy = (llm_policy)policy;
+        llm_engine *engine = engine_new(target, &o);
+        for (int i = 0; i < N; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, lengths[i]));
+        for (int n = 1; n <= 20; n++) {
+            llm_event event;
+            llm_error err;
+            int rows = 0; /* of those that live: the last will be cancelled after 4 tokens */
+            for (int i = 0; i < N; i++) rows += n <= (i == 4 ? 4 : lengths[i]);
+            assert_int_equal(step(engine), 1);
+            assert_int_equal(engine->scheduler.batch.n_logits, policy ? N : rows);
+            if (n > 1) assert_int_equal(engine->scheduler.batch.n_tokens, policy ? N : rows);
+            while (llm_next_event(engine, &event)) {
+                assert_int_equal(event.index, n - 1);
+                assert_int_equal(event.finish, n == lengths[event.request - 1] ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
+                rows--;
+            }
+            assert_int_equal(rows, 0); /* each got its token, and padding none */
+            if (n == 4) {
+                assert_true(llm_cancel(engine, 5, &err));
+                assert_true(llm_next_event(engine, &event));
+                assert_int_equal(event.finish, LLM_FINISH_CANCELLED);
+                assert_false(llm_cancel(engine, 1, &err)); /* it has ended, wherever its row may be */
+            }
+        }
+        assert_int_equal(step(engine), 0);
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_int_equal(s.steps, 20);
+        assert_int_equal(s.generated_tokens, 3 + 9 + 1 + 20 + 4);
+        assert_int_equal(s.prompt_tokens, 8 * N);
+        assert_true(s.decode_steps <= s.generated_tokens);
+        assert_int_equal(s.padding_tokens, policy ? 20 * N - s.generated_tokens : 0);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
+/* More places than tokens in a step: padding waits for the prompts, not they for it. */
+static void test_padding_comes_last(void **state) {
+    int32_t prompt[30];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 8;
+    o.max_batch_tokens = 4;
+    o.policy = LLM_POLICY_STATIC;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < 8; i++) submit(engine, plain_request(ids(prompt, 30, (uint64_t)i), i < 5 ? 1 : 30, 1 + i % 3));
+    int steps = 0;
+    while (step(engine)) assert_true(++steps < 100);
+    assert_true(llm_engine_statistics(engine).padding_tokens > 0);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Cancelled in the middle of its prompt, as the last one but one; then all of them. */
+static void test_padding_of_cancelled_prompts(void **state) {
+    int32_t prompt[60];
+    (void)state;
+    for (int all = 0; all < 2; all++) {
+        llm_engine_options o = llm_engine_defaults();
+        llm_error err;
+        o.n_threads = 1;
+        o.max_sequences = 8;
+        o.max_batch_tokens = 16;
+        o.block_size = 4;
+        o.policy = LLM_POLICY_STATIC;
+        llm_engine *engine = engine_new(target, &o);
+        record *r = record_new(target), *hooked = record_new(target);
+        llm_request long_one = plain_request(ids(prompt, 60, 1), 60, 5), short_one = plain_request(prompt, 5, 12);
+        long_one.n_samples = 3;
+        record *expected = run_alone(target, NULL, short_one);
+        record_submit(engine, r, short_one, true);
+        record_submit(engine, hooked, long_one, true);
+        for (int n = 0; n < 3; n++) step(engine), record_events(engine);
+        assert_true(engine->scheduler.sequences[1]->n_cached < 60);
+        assert_true(llm_cancel(engine, hooked->id, &err));
+        record_events(engine);
+        int rows = hooked->samples[0].n_rows;
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_int_equal(s.running, 1);
+        assert_int_equal(s.blocks_total - s.blocks_free, 5 + 3 * 17); /* still set aside */
+        if (all) {
+            assert_true(llm_cancel(engine, r->id, &err));
+            record_events(engine);
+            assert_idle(engine); /* at once, not after a step */
+        } else {
+            uint64_t prompts = s.prompt_tokens;
+            record_drain(engine);
+            s = llm_engine_statistics(engine);
+            assert_same(expected, r);
+            assert_int_equal(s.prompt_tokens, prompts);
+            assert_int_equal(s.padding_tokens, s.steps - 3);
+            assert_idle(engine);
+        }
+        assert_int_equal(hooked->samples[0].n_rows, rows); /* padding is nothing to a hook */
+        record_free(r), record_free(hooked), record_free(expected);
+        llm_engine_free(engine);
+    }
+}
+
 /* Samples that share their prompt may fit where rectangles would not: then the request runs, and alone. */
 static void test_large_request_runs_alone(void **state) {
     int32_t prompt[40];
@@ -517,6 +643,7 @@ static void test_large_request_runs_alone(void **state) {
         for (int i = 0; i < 4; i++) assert_int_equal(open[i], 0);
         assert_true(llm_engine_statistics(engine).preemptions > 0);
         assert_int_equal(llm_engine_statistics(engine).blocks_peak, 15);
+        assert_int_equal(llm_engine_statistics(engine).padding_tokens, 0);
         assert_idle(engine);
         llm_engine_free(engine);
     }
@@ -976,6 +1103,9 @@ int main(void) {
         cmocka_unit_test(test_whole_prompts_do_not_starve),
         cmocka_unit_test(test_static_policy),
         cmocka_unit_test(test_groups_hold_their_memory),
+        cmocka_unit_test(test_padding),
+        cmocka_unit_test(test_padding_comes_last),
+        cmocka_unit_test(test_padding_of_cancelled_prompts),
         cmocka_unit_test(test_large_request_runs_alone),
         cmocka_unit_test(test_dynamic_policy),
         cmocka_unit_test(test_decoding_keeps_its_pace),
