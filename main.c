@@ -3482,6 +3482,7 @@ typedef struct serve {
     speculation speculation;
     int policy; /* of POLICIES; their number: all of them, side by side */
     int n_requests, shared, runs;
+    int ask; /* for so many tokens; 0: for those that it will get */
     float rate;
     int_range prompt, generate;
     seed_value seed;
@@ -3522,10 +3523,20 @@ static bool serve_submit(serve *v, llm_engine *engine, int index) {
     apply_speculation(&v->speculation, &v->engine_options, &request);
     request.prompt = v->ids;
     request.n_prompt = r->n_prompt;
-    request.max_tokens = r->n_generate;
+    request.max_tokens = v->ask ? v->ask : r->n_generate;
     request.ignore_end = true;
     request.user = r;
     return llm_submit(engine, &request, NULL, &err) || !fail_with(&err);
+}
+
+/* What has come of a request. One that asks for more than it is to get ends as if by an end token. */
+static void serve_event(llm_engine *engine, const llm_event *event, double now) {
+    llm_error unused;
+    serve_request *r = event->user;
+    if (event->token < 0 || r->n_tokens == r->n_generate) return;
+    if (r->n_tokens++ == 0) r->first = now;
+    r->last = now;
+    if (r->n_tokens == r->n_generate && !event->finish) llm_cancel(engine, event->request, &unused);
 }
 
 /* The value that a share p of them do not exceed. Sorts them. */
@@ -3583,9 +3594,7 @@ static bool serve_requests(serve *v, llm_engine *engine, const char *what, doubl
         if (status == 0) poll(NULL, 0, (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0))); /* nobody is here */
         now = llm_seconds();
         while (llm_next_event(engine, &event)) {
-            serve_request *r = event.user;
-            if (event.token >= 0 && r->n_tokens++ == 0) r->first = now;
-            r->last = now;
+            serve_event(engine, &event, now);
             ended += event.finish != LLM_FINISH_NONE;
         }
         n_ended += ended;
@@ -3618,8 +3627,9 @@ static void serve_print_head(const serve *v, const char *path) {
     put_text(v->json ? "{\"model\": " : "");
     if (v->json) {
         put_json_text(path);
-        put(", \"requests\": %d, \"rate\": %g, \"prompt\": [%d, %d], \"generate\": [%d, %d], \"shared\": %d, \"seed\": %llu, ", v->n_requests,
-            (double)v->rate, v->prompt.low, v->prompt.high, v->generate.low, v->generate.high, v->shared, (unsigned long long)v->seed.value);
+        put(", \"requests\": %d, \"rate\": %g, \"prompt\": [%d, %d], \"generate\": [%d, %d], \"ask\": %d, \"shared\": %d, \"seed\": %llu, ", v->n_requests,
+            (double)v->rate, v->prompt.low, v->prompt.high, v->generate.low, v->generate.high, v->ask, v->shared,
+            (unsigned long long)v->seed.value);
         put("\"max_sequences\": %d, \"runs\": %d, \"rows\": [", v->engine_options.max_sequences, v->runs);
         return;
     }
@@ -3629,8 +3639,9 @@ static void serve_print_head(const serve *v, const char *path) {
     else put_text("all at once");
     put(", prompts of %d to %d", v->prompt.low, v->prompt.high);
     if (v->shared) put(" after the same %d", v->shared);
-    put(", %d to %d tokens each; up to %d sequences; medians of %d runs\n", v->generate.low, v->generate.high,
-        v->engine_options.max_sequences, v->runs);
+    put(", %d to %d tokens each", v->generate.low, v->generate.high);
+    if (v->ask) put(" of %d asked for", v->ask);
+    put("; up to %d sequences; medians of %d runs\n", v->engine_options.max_sequences, v->runs);
 }
 
 /* figures (policies, runs, N_FIGURES) */
@@ -3661,9 +3672,9 @@ static void serve_print(const serve *v, const double *figures, int first, int n)
 
 static int serve_model(serve *v, const char *path) {
     if (!load_models(path, v->speculation.path, &v->loaded, &v->draft)) return FAILED;
-    int longest = v->shared + v->prompt.high + v->generate.high, context = llm_model_config(v->loaded)->context_length;
+    int longest = v->shared + v->prompt.high + (v->ask ? v->ask : v->generate.high), context = llm_model_config(v->loaded)->context_length;
     if (longest > context)
-        return fail("a request may have %d tokens, and the model's context is %d: give a shorter --prompt, --gen or --shared", longest, context);
+        return fail("a request may have %d tokens, and the model's context is %d: give a shorter --prompt, --gen, --ask or --shared", longest, context);
     llm_request unused = llm_request_defaults();
     apply_speculation(&v->speculation, &v->engine_options, &unused);
     v->engine_options.context_length = longest;
@@ -3694,6 +3705,8 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
         {0, "rate", "R", REAL, &v.rate, 0, 1e6, "that come in a second, at random times (default 0: all at once)"},
         {'p', "prompt", "LOW-HIGH", RANGE, &v.prompt, 1, 1 << 20, "tokens of a prompt (default 16-128)"},
         {'g', "gen", "LOW-HIGH", RANGE, &v.generate, 1, 1 << 20, "tokens to generate after it (default 10-200)"},
+        {0, "ask", "N", WHOLE, &v.ask, 1, 1 << 20,
+         "tokens that each request asks for, not knowing how soon it will end (default: what it will get)"},
         {0, "shared", "N", WHOLE, &v.shared, 0, 1 << 20, "tokens that all prompts begin with, besides (default 0)"},
         {'s', "seed", "N", SEED, &v.seed, 0, 0, "of the times, lengths and tokens (default 1)"},
         {'r', "runs", "R", WHOLE, &v.runs, 1, 1000, "times to do each; the medians are told (default 1)"},
@@ -3708,6 +3721,8 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED) status = check_speculation(self, &v.speculation);
+    if (status == PARSED && v.ask && v.ask < v.generate.high)
+        status = misuse(self, "--ask is %d, and --gen gives up to %d tokens: ask for as many, or more", v.ask, v.generate.high);
     e->batch_window = (double)window;
     char *path = status == PARSED ? model_path(v.model) : NULL;
     if (status == PARSED) status = path ? serve_model(&v, path) : FAILED;
@@ -3725,11 +3740,13 @@ static const char bench_serve_notes[] =
     "no more. A step's time that is spent neither in the models nor in choosing tokens is the scheduler's.\n"
     "\n"
     "Static and dynamic batching work in groups, as one array: a sequence has memory for all it may need from the first step\n"
-    "on, and who has ended is still computed, and keeps this memory, until the last of the group has ended.\n"
+    "on, and who has ended is still computed, and keeps this memory, until the last of the group has ended. How much it may\n"
+    "need is what it asks for; nobody knows beforehand when a model will end a text, so requests mostly ask for more (--ask).\n"
     "\n"
     "Examples:\n"
     "  llm bench serve\n"
     "  llm bench serve --requests 100 --rate 5 --gen 10-500 --runs 3\n"
+    "  llm bench serve --requests 100 --gen 10-500 --ask 500 --max-sequences 32 --cache-memory 16M\n"
     "  llm bench serve --policy continuous --shared 256 --no-prefix-cache\n"
     "  llm bench serve --policy continuous --cache-memory 4M --preempt swap --json\n";
 

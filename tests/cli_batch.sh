@@ -271,6 +271,10 @@ ok "bench serve" "continuous +static +dynamic" "$LLM" bench serve -m "$M" --requ
 ok "bench serve --rate" "200 a second" "$LLM" bench serve -m "$M" --requests 12 --rate 200 --prompt 4-20 --gen 2-30 --shared 32 --policy continuous
 ok "bench serve --json" '"policy": "dynamic".*"complete": true|"complete": true' "$LLM" bench serve -m "$M" --requests 12 --prompt 4 --gen 1-30 --cache-memory 64K --preempt swap --runs 2 --json
 json "bench serve --json is JSON"
+# those that ended before they had what they asked for: all of them have their tokens, and a group computes what continuous batching does not
+ok "bench serve --ask" "of 60 asked for" "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --max-sequences 4
+name="bench serve: padding under static and dynamic only"; judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
+bad "bench serve: asking for less" 2 "ask is 20, and --gen gives up to 30 tokens" "$LLM" bench serve -m "$M" --gen 2-30 --ask 20
 ok "bench serve --draft" "proposals accepted" "$LLM" bench serve -m "$M" --requests 6 --prompt 4-20 --gen 2-30 --draft "$D" --policy static
 bad "bench serve beyond the context" 1 "context is 128" "$LLM" bench serve -m "$M" --gen 10-500
 bad "bench serve of a wrong range" 2 "gen needs a whole number, or two of them as LOW-HIGH" "$LLM" bench serve -m "$M" --gen 9-3
