@@ -61,16 +61,21 @@ SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) test
 LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels)
 SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
-llm $(B)/llm: main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(SHARED) $(DEVICES) | $(B)/have-cc
-	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) main.c $(SHARED) $(DEVICES) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
+# The program is an object by itself, which does not wait for the kernels, and is another one with other devices.
+MAIN     = $(B)/main$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSERVED),_observed).o
+llm $(B)/llm: $(MAIN) $(SHARED) $(DEVICES)
+	$(COMPILE) $^ -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
+
+$(MAIN): main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h | $(B)/have-cc
+	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
 
 # The kernels take the compiler most of its time, so they are compiled once, for the program and for all tests: libkernels.a is the
 # library with all names but theirs hidden.
 KERNELS  = $(addprefix --keep-global-symbol=llm__,base_kernels avx2_kernels avx512_kernels dotprod_kernels base_softmax_row)
-LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -DLLM_KERNELS_SHARED -x c -c - -o $@
+LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -x c -c - -o $@
 
 $(B)/llm.o: llm.h | $(B)/have-cc
-	$(call LIBRARY,$(COMPILE))
+	$(call LIBRARY,$(COMPILE) -DLLM_KERNELS_SHARED)
 $(B)/kernels.o: $(B)/llm.o
 	$(OBJCOPY) $(KERNELS) $< $@
 $(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
@@ -104,18 +109,21 @@ demo: $(B)/have-cc
 
 # ---- Tests ----------------------------------------------------------------------------
 # A test either includes the implementation itself, to reach inside, or takes it from the library. Its own copy is compiled with -O1,
-# in a third of the time; the library, its kernels and the program are what users get. It is an object by itself, which does not wait for the library.
+# in a third of the time; the library, its kernels and the program are what users get. It is an object by itself, which does not wait for
+# the library, and of which the compiler (if it is gcc) leaves out what the test does not reach, but where a device's object wants it.
 CMOCKA   = -lcmocka
+REACHED  = $(if $(DEVICE),,$(shell echo 'int main(void){return 0;}' | $(CC) -Werror -fwhole-program -x c - -o /dev/null 2>/dev/null && echo -fwhole-program))
 COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
 
 $(B)/test_%.o: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
-	$(COMPILE_TEST) -c $< -o $@
+	$(COMPILE_TEST) $(REACHED) -c $< -o $@
 
 $(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %cuda_on_cpu.o %llm_cuda.o,$^),$(DEVICE_LIBS))
 
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
+$(B)/test_device.o $(B)/test_device_sampling.o: REACHED =
 
 $(B)/test_emulator: tests/test_emulator.cpp tests/cuda_on_cpu.h $(B)/cuda_on_cpu.o $(B)/libllm.a | $(B)/have-cmocka
 	$(COMPILE_CXX) $< -o $@ $(LDFLAGS) $(filter %.o,$^) $(B)/libllm.a $(OPENMP) -lcmocka -lm
@@ -140,14 +148,19 @@ arm64: build/have-arm64 build/have-qemu
 
 # ---- Fuzzing: libFuzzer, so clang. Each fuzzer runs for SECONDS. ------------------------------
 FUZZ     = clang -std=gnu11 -O1 -g1 $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
-# (the kernels without a note of every comparison, which would take half of the time and tell the fuzzer nothing)
-$(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
-	$(call LIBRARY,$(call FUZZ,-no-link) -fno-sanitize-coverage=trace-cmp)
-$(B)/fuzzed-kernels.o: $(B)/fuzzed-llm.o
+# The kernels without a note of every comparison, which would tell the fuzzer nothing, and with calls of the address sanitizer where it would
+# put the same checks in line: the compiler needs a fraction of the time, and they are no slower.
+$(B)/fuzzed-passes.o: llm.h | $(B)/have-fuzzer
+	$(call LIBRARY,$(call FUZZ,-no-link) -fno-sanitize-coverage=trace-cmp -mllvm -asan-instrumentation-with-call-threshold=0 -DLLM_KERNELS_SHARED)
+$(B)/fuzzed-kernels.o: $(B)/fuzzed-passes.o
 	$(OBJCOPY) $(KERNELS) $< $@
+$(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
+	$(call LIBRARY,$(call FUZZ,-no-link) -DLLM_KERNELS_EXTERN)
+$(B)/libfuzzed.a: $(B)/fuzzed-kernels.o $(B)/fuzzed-llm.o
+	$(AR) rcs $@ $^
 $(B)/fuzz_%.o: tests/fuzz_%.c llm.h $(wildcard tests/*.h) | $(B)/have-fuzzer
 	$(FUZZ) -DLLM_KERNELS_EXTERN -c $< -o $@
-$(B)/fuzz_%: $(B)/fuzz_%.o $(B)/fuzzed-kernels.o
+$(B)/fuzz_%: $(B)/fuzz_%.o $(B)/libfuzzed.a
 	$(FUZZ) $^ -o $@ -lm
 
 fuzz:

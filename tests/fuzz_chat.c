@@ -2,7 +2,6 @@
  * special token, in that template nor in another. The input is the template, a zero byte, and the text of the messages, whose length
  * chooses the other template. Seeds: tests/data/fuzz_chat. */
 #include "test_util.h"
-#define LLM_IMPLEMENTATION
 #include "../llm.h"
 
 static void check(bool fine) {

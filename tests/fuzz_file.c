@@ -1,8 +1,9 @@
 /* libFuzzer: any bytes as a GGUF file. Whatever opens is read through to its last byte; if it holds a tokenizer it
  * tokenizes; if it is a whole model it says a few words. Seeds: tests/data/fuzz_file, made by make_seeds.c. */
-#define LLM_IMPLEMENTATION
 #include "../llm.h"
 #include "walk.h"
+
+#include <string.h>
 
 static void speak(const llm_tokenizer *t) {
     static const char text[] = "Once </s> ab aaaa\xE6\x97\xA5\xFF 12<tool>";

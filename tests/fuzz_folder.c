@@ -1,8 +1,12 @@
 /* libFuzzer: a Hugging Face folder. The input is config.json, a zero byte, and model.safetensors; tokenizer.json stays the same. What
  * opens is read to its last byte, and says a few words. Seeds: tests/data/fuzz_folder, made from tests/data/models. */
-#define LLM_IMPLEMENTATION
 #include "../llm.h"
 #include "walk.h"
+
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+#include <unistd.h>
 
 static char folder[200];
 

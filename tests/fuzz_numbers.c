@@ -3,8 +3,11 @@
  * the same bits, and packed again.
  *
  * Input: type, rows, blocks in a row, rows of x and the set of kernels (a byte each), then the weights, repeated as often as they are needed. */
-#define LLM_IMPLEMENTATION
 #include "../llm.h"
+
+#include <math.h>
+#include <stdlib.h>
+#include <string.h>
 
 static void *get_memory(size_t bytes) { /* of exact size, so that a sanitizer sees a read past the end */
     void *p = malloc(bytes);

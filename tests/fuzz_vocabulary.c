@@ -1,7 +1,6 @@
 /* libFuzzer: a tokenizer.json, of which a vocabulary is made or an error; then a text is tokenized with it and comes back without a
  * crash. Seeds: tests/data/fuzz_vocabulary. */
 #include "test_util.h"
-#define LLM_IMPLEMENTATION
 #include "../llm.h"
 
 static void check(bool fine) {

@@ -3,6 +3,8 @@
 #ifndef WALK_H
 #define WALK_H
 
+#include <stdlib.h>
+
 static volatile uint64_t sink; /* keeps what is read */
 
 static void read_all(const void *data, uint64_t n) {
