@@ -583,13 +583,15 @@ typedef struct llm_batch {
     const int32_t *logit_rows;   /* (n_logits) the tokens whose logits are wanted, ascending */
 } llm_batch;
 
-/* The cache of one model: keys and values of every layer, (layer, block, kv head, slot, head_dim). */
+/* The cache of one model: keys and values of every layer, (layer, block, kv head, slot, head_dim); or, if the backend wants its
+ * keys transposed, these as (layer, block, kv head, head_dim, slot). */
 typedef struct llm_cache {
     llm_type type;         /* LLM_F16 or LLM_F32 */
     int n_layers, n_kv_heads, head_dim, block_size;
     int64_t n_blocks;
     size_t layer_bytes;    /* of the keys (or the values) of one layer */
     void *keys, *values;   /* device */
+    bool keys_transposed;
 } llm_cache;
 
 typedef struct llm_attention_shape {
@@ -630,6 +632,7 @@ typedef struct llm_draw {  /* a token to be drawn */
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's own; first argument of every function */
+    bool keys_transposed;  /* what its attention wants of a cache: see llm_cache */
 
     /* -- memory ------------------------------------------------------------------------ */
     /* Device memory, not cleared; `what` says what for, in the error. NULL on failure. */
@@ -6327,6 +6330,14 @@ static const char *llm__cache_layer(const llm_cache *cache, const void *side, in
     return (const char *)side + (size_t)layer * cache->layer_bytes;
 }
 
+/* A row's first value in its layer; the next one lies *stride values on. */
+static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row, int64_t *stride) {
+    bool transposed = side == cache->keys && cache->keys_transposed;
+    int64_t slot = row % cache->block_size;
+    *stride = transposed ? cache->block_size : 1;
+    return transposed ? (row - slot) * cache->head_dim + slot : row * cache->head_dim;
+}
+
 /* A context that fails here goes on, so that a step can be abandoned in one place: at the next sync. */
 static void llm__cpu_failed(llm__cpu *cpu, const char *what) {
     if (cpu->failure.status == LLM_OK)
@@ -6387,13 +6398,12 @@ static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_
 
 /* (What f16 cannot hold becomes its largest value: infinity would make of a weight of 0 something that is not a number.) */
 static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
-    int64_t block = slot / cache->block_size, offset = slot % cache->block_size;
-    int64_t row = (block * cache->n_kv_heads + kv_head) * cache->block_size + offset;
-    size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
-    char *to = (char *)side + (size_t)layer * cache->layer_bytes + (size_t)row * row_bytes;
-    for (int i = 0; i < cache->head_dim; i++) {
-        if (cache->type == LLM_F16) llm__write_u16(to + 2 * i, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
-        else memcpy(to + 4 * i, head + i, sizeof *head);
+    int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
+    int64_t at = llm__cache_place(cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
+    char *to = (char *)side + (size_t)layer * cache->layer_bytes;
+    for (int i = 0; i < cache->head_dim; i++, at += stride) {
+        if (cache->type == LLM_F16) llm__write_u16(to + 2 * at, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
+        else memcpy(to + 4 * at, head + i, sizeof *head);
     }
 }
 
@@ -6417,10 +6427,10 @@ static void llm__plain_rope_and_store(void *context, const llm_batch *batch, con
     }
 }
 
-static float llm__cache_value(const llm_cache *cache, const char *row, int i) {
-    if (cache->type == LLM_F16) return llm__f16_to_f32(llm__read_u16(row + 2 * i));
+static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t i) {
+    if (cache->type == LLM_F16) return llm__f16_to_f32(llm__read_u16(layer + 2 * i));
     float x;
-    memcpy(&x, row + 4 * i, sizeof x);
+    memcpy(&x, layer + 4 * i, sizeof x);
     return x;
 }
 
@@ -6437,7 +6447,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     const llm_cache *cache = job->cache;
     int head_dim = shape->head_dim, position = job->batch->positions[token];
     int kv_head = head / (shape->n_heads / shape->n_kv_heads);
-    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
+    int64_t stride;
     const float *q = job->q + ((int64_t)token * shape->n_heads + head) * head_dim;
     float *out = job->out + ((int64_t)token * shape->n_heads + head) * head_dim;
     const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
@@ -6446,9 +6456,9 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     float largest = -INFINITY;
     int first = llm__first_seen(shape, position);
     for (int p = first; p <= position; p++) {
-        const char *key = keys + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
+        int64_t at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
         double dot = 0.0;
-        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, key, i);
+        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
         scores[p] = (float)(dot * shape->scale);
         if (scores[p] > largest) largest = scores[p];
     }
@@ -6456,9 +6466,9 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
     for (int p = first; p <= position; p++) {
-        const char *value = values + (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, p) * row_bytes;
+        int64_t at = llm__cache_place(cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
         float share = (float)(scores[p] / total);
-        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, value, i);
+        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, values, at + i * stride);
     }
 }
 
@@ -6755,33 +6765,6 @@ LLM__INLINE float LLM__K(sum)(llm__vf v) {
 }
 LLM__INLINE float LLM__K(largest)(llm__vf v) { return _mm512_reduce_max_ps((__m512)v); }
 
-/* 16 x 16 floats, rows to columns: pairs, then pairs of pairs, then quarters of the registers. */
-LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
-    __m512 a[16], b[16];
-    LLM__UNROLL for (int i = 0; i < 16; i += 2) {
-        a[i] = _mm512_unpacklo_ps((__m512)rows[i], (__m512)rows[i + 1]);
-        a[i + 1] = _mm512_unpackhi_ps((__m512)rows[i], (__m512)rows[i + 1]);
-    }
-    LLM__UNROLL for (int i = 0; i < 16; i += 4) {
-        b[i] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[i]), _mm512_castps_pd(a[i + 2])));
-        b[i + 1] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[i]), _mm512_castps_pd(a[i + 2])));
-        b[i + 2] = _mm512_castpd_ps(_mm512_unpacklo_pd(_mm512_castps_pd(a[i + 1]), _mm512_castps_pd(a[i + 3])));
-        b[i + 3] = _mm512_castpd_ps(_mm512_unpackhi_pd(_mm512_castps_pd(a[i + 1]), _mm512_castps_pd(a[i + 3])));
-    }
-    LLM__UNROLL for (int i = 0; i < 4; i++) {
-        a[i] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0x88);
-        a[i + 4] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0x88);
-        a[i + 8] = _mm512_shuffle_f32x4(b[i], b[i + 4], 0xdd);
-        a[i + 12] = _mm512_shuffle_f32x4(b[i + 8], b[i + 12], 0xdd);
-    }
-    LLM__UNROLL for (int i = 0; i < 4; i++) {
-        rows[i] = (llm__vf)_mm512_shuffle_f32x4(a[i], a[i + 4], 0x88);
-        rows[i + 8] = (llm__vf)_mm512_shuffle_f32x4(a[i], a[i + 4], 0xdd);
-        rows[i + 4] = (llm__vf)_mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0x88);
-        rows[i + 12] = (llm__vf)_mm512_shuffle_f32x4(a[i + 8], a[i + 12], 0xdd);
-    }
-}
-
 #elif LLM__KERNEL_PASS == 1
 
 LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
@@ -6816,25 +6799,6 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
     __m128 z = _mm_max_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
     z = _mm_max_ps(z, _mm_movehl_ps(z, z));
     return _mm_cvtss_f32(_mm_max_ss(z, _mm_shuffle_ps(z, z, 1)));
-}
-
-/* 8 x 8 floats, rows to columns. */
-LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
-    __m256 a[8], b[8];
-    LLM__UNROLL for (int i = 0; i < 8; i += 2) {
-        a[i] = _mm256_unpacklo_ps((__m256)rows[i], (__m256)rows[i + 1]);
-        a[i + 1] = _mm256_unpackhi_ps((__m256)rows[i], (__m256)rows[i + 1]);
-    }
-    LLM__UNROLL for (int i = 0; i < 8; i += 4) {
-        b[i] = _mm256_shuffle_ps(a[i], a[i + 2], 0x44);
-        b[i + 1] = _mm256_shuffle_ps(a[i], a[i + 2], 0xee);
-        b[i + 2] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0x44);
-        b[i + 3] = _mm256_shuffle_ps(a[i + 1], a[i + 3], 0xee);
-    }
-    LLM__UNROLL for (int i = 0; i < 4; i++) {
-        rows[i] = (llm__vf)_mm256_permute2f128_ps(b[i], b[i + 4], 0x20);
-        rows[i + 4] = (llm__vf)_mm256_permute2f128_ps(b[i], b[i + 4], 0x31);
-    }
 }
 
 #else
@@ -6879,15 +6843,6 @@ LLM__INLINE float LLM__K(sum)(llm__vf v) { return (v[0] + v[2]) + (v[1] + v[3]);
 LLM__INLINE float LLM__K(largest)(llm__vf v) {
     float a = v[0] > v[1] ? v[0] : v[1], b = v[2] > v[3] ? v[2] : v[3];
     return a > b ? a : b;
-}
-LLM__INLINE void LLM__K(transpose)(llm__vf *rows) {
-    llm__vf columns[LLM__W];
-    LLM__UNROLL for (int i = 0; i < LLM__W; i++) {
-        llm__vf column = {0};
-        LLM__UNROLL for (int j = 0; j < LLM__W; j++) column[j] = rows[j][i];
-        columns[i] = column;
-    }
-    LLM__UNROLL for (int i = 0; i < LLM__W; i++) rows[i] = columns[i];
 }
 
 #endif
@@ -7991,25 +7946,30 @@ LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, ll
         }
 }
 
-LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, char *to, const float *head) {
-    int i = 0, head_dim = cache->head_dim;
-    if (cache->type == LLM_F16) {
-        const llm__vf lowest = LLM__K(all)(-65504.0f);
-        for (; i + LLM__W <= head_dim; i += LLM__W)
-            LLM__K(to_f16)((uint16_t *)(void *)to + i, -LLM__K(max)(-LLM__K(max)(LLM__K(load)(head + i), lowest), lowest));
-        for (; i < head_dim; i++) {
-            float x = head[i] > -65504.0f ? head[i] : -65504.0f;
-            llm__write_u16(to + 2 * i, llm__f32_to_f16(x < 65504.0f ? x : 65504.0f));
+/* A head of keys or values into a row of the cache. */
+LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int layer, int64_t row, const float *head) {
+    int64_t stride, at = llm__cache_place(cache, side, row, &stride);
+    char *to = (char *)side + (size_t)layer * cache->layer_bytes;
+    uint16_t *half = (uint16_t *)(void *)to + at;
+    float *whole = (float *)(void *)to + at;
+    const llm__vf lowest = LLM__K(all)(-65504.0f);
+    for (int i = 0, n; i < cache->head_dim; i += n) {
+        n = (int)llm__min(LLM__W, cache->head_dim - i);
+        uint16_t some[LLM__W];
+        if (cache->type == LLM_F32) {
+            for (int k = 0; k < n; k++) whole[(i + k) * stride] = head[i + k];
+            continue;
         }
-    } else memcpy(to, head, (size_t)head_dim * sizeof *head);
+        llm__vf x = n == LLM__W ? LLM__K(load)(head + i) : LLM__K(load_some)(head + i, n);
+        LLM__K(to_f16)(some, -LLM__K(max)(-LLM__K(max)(x, lowest), lowest));
+        if (stride == 1) memcpy(half + i, some, (size_t)n * sizeof *some);
+        else for (int k = 0; k < n; k++) half[(i + k) * stride] = some[k];
+    }
 }
 
 static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token) {
     int n_heads = job->shape.n_heads, n_kv_heads = job->shape.n_kv_heads, head_dim = job->shape.head_dim;
     const llm_cache *cache = job->cache;
-    size_t row_bytes = (size_t)head_dim * llm__value_bytes(cache->type);
-    char *keys = (char *)cache->keys + (size_t)job->layer * cache->layer_bytes;
-    char *values = (char *)cache->values + (size_t)job->layer * cache->layer_bytes;
     for (int64_t token = first_token; token < end_token; token++) {
         const float *angles = job->angles + token * (job->rope_dim / 2) * 2;
         float *q = job->q + token * n_heads * head_dim, *k = job->k + token * n_kv_heads * head_dim;
@@ -8020,10 +7980,10 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
             LLM__K(rope)(q + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
         int64_t block = job->batch->slots[token] / cache->block_size, offset = job->batch->slots[token] % cache->block_size;
         for (int head = 0; head < n_kv_heads; head++) {
-            size_t row = (size_t)((block * n_kv_heads + head) * cache->block_size + offset);
+            int64_t row = (block * n_kv_heads + head) * cache->block_size + offset;
             LLM__K(rope)(k + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
-            LLM__K(store_head)(cache, keys + row * row_bytes, k + (int64_t)head * head_dim);
-            LLM__K(store_head)(cache, values + row * row_bytes, v + (int64_t)head * head_dim);
+            LLM__K(store_head)(cache, cache->keys, job->layer, row, k + (int64_t)head * head_dim);
+            LLM__K(store_head)(cache, cache->values, job->layer, row, v + (int64_t)head * head_dim);
         }
     }
 }
@@ -8043,9 +8003,16 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
  *                             m, l, acc -> m, l, acc -> m, l, acc / l -> out
  *
  * All the query heads that share a kv head, and neighbouring tokens of the prompt, use a tile while it is in
- * the cache of the processor; it is gathered from its blocks and converted to f32 once for all of them. Keys
- * are transposed on the way, so that one register holds one dimension of LLM__W keys and a score is a plain
- * sequential sum over the dimensions, in a lane of its own.
+ * the cache of the processor. One register holds one dimension of LLM__W keys, so that a score is a plain sequential sum
+ * over the dimensions, in a lane of its own. That is why the CPU's cache keeps the keys of a block transposed: (head_dim, slot),
+ *
+ *     block of 16 keys    dim 0: k0 k1 k2 ... k15    one register, 32 bytes of f16
+ *                         dim 1: k0 k1 k2 ... k15    ...
+ *
+ * A token's key is written once, as head_dim single numbers, and read at every later step. (Before, 64 keys were transposed
+ * each time they were read, and one token of a sequence, whose few query rows have little else to do, took four times as long.)
+ * Few rows read f16 from where it lies; for many it is first brought to f32, once for all of them: the same numbers, so the
+ * same bits. Where blocks are no multiple of LLM__W slots, keys are copied into such an order.
  *
  * Tiles begin at absolute positions of the sequence, so the order of all this does not depend on chunks, blocks or
  * neighbours. Positions after a row's own, or before its window, are never multiplied in: not as zeros either. Tiles that
@@ -8054,10 +8021,11 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
     float *values; /* (64, padded_dim) */
+    float *copies; /* (padded_dim, 64) keys from blocks that no register fits */
     float *sums;   /* (128 rows, padded_dim) */
     float *scores; /* (128 rows, 64) */
     float *largest, *total; /* (128 rows) */
-    float *zeros;  /* (padded_dim) a key that is not there */
+    float *zeros;  /* (padded_dim) a row that is not there */
     int padded_dim;
 } LLM__K(attention_scratch);
 
@@ -8067,7 +8035,8 @@ static LLM__K(attention_scratch) LLM__K(carve)(void *scratch, int head_dim) {
     a.padded_dim = (int)padded;
     a.keys = (float *)scratch;
     a.values = a.keys + padded * LLM__TILE;
-    a.sums = a.values + padded * LLM__TILE;
+    a.copies = a.values + padded * LLM__TILE;
+    a.sums = a.copies + padded * LLM__TILE;
     a.scores = a.sums + padded * LLM__QUERY_ROWS;
     a.largest = a.scores + LLM__QUERY_ROWS * LLM__TILE;
     a.total = a.largest + LLM__QUERY_ROWS;
@@ -8075,82 +8044,99 @@ static LLM__K(attention_scratch) LLM__K(carve)(void *scratch, int head_dim) {
     return a;
 }
 
-/* LLM__W keys to f32 and transposed, for every dimension: keys[d * 64 + k] for k < LLM__W */
-LLM__INLINE void LLM__K(gather_keys)(llm_type type, const void *const *rows, int head_dim, float *keys) {
-    llm__vf square[LLM__W];
-    for (int d = 0; d < head_dim; d += LLM__W) {
-        if (d + LLM__W <= head_dim) {
-            LLM__UNROLL for (int k = 0; k < LLM__W; k++) square[k] = LLM__K(load_as)(type, rows[k], d);
-        } else
-            for (int k = 0; k < LLM__W; k++) square[k] = LLM__K(load_some_as)(type, rows[k], d, head_dim - d);
-        LLM__K(transpose)(square);
-        LLM__UNROLL for (int k = 0; k < LLM__W; k++) LLM__K(store)(keys + (d + k) * LLM__TILE, square[k]);
-    }
-}
+typedef struct LLM__K(tile) { /* 64 positions: in the cache, or brought to f32 */
+    llm_type type;
+    int n;          /* so many of them are there */
+    int64_t stride; /* from one dimension of the keys to the next, in values */
+    const void *keys[LLM__TILE / LLM__W]; /* each: LLM__W keys side by side, their dimension 0 */
+    const void *values[LLM__TILE];
+} LLM__K(tile);
 
-LLM__INLINE void LLM__K(gather_value)(llm_type type, const void *row, int head_dim, float *value) {
-    int d = 0;
-    for (; d + LLM__W <= head_dim; d += LLM__W) LLM__K(store)(value + d, LLM__K(load_as)(type, row, d));
-    if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, row, d, head_dim - d));
-}
-
-typedef struct LLM__K(tile_place) { /* where the rows of a tile lie in the cache */
-    int n;
-    const char *keys[LLM__TILE], *values[LLM__TILE];
-} LLM__K(tile_place);
-
-/* The tile from position `first` on of a sequence that ends at `last`. Its rows are in one piece as far as a block goes. */
-LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last,
-                                   LLM__K(tile_place) *tile) {
+/* The tile from position `first` on of a sequence that ends at `last`. Its rows are in one piece as far as a block goes. (What is not
+ * there has an address too, so that memory can be asked for a tile without looking.) */
+LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
     const llm_cache *cache = job->cache;
-    size_t row_bytes = (size_t)job->shape.head_dim * llm__value_bytes(cache->type);
+    const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)job->shape.head_dim * value_bytes;
     const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
+    tile->type = cache->type;
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
-    for (int k = 0; k < tile->n;) {
+    int k = 0;
+    while (k < tile->n) {
         int run = (int)llm__min(tile->n - k, cache->block_size - (first + k) % cache->block_size);
-        size_t row = (size_t)llm__cache_row(job->batch, cache, sequence, kv_head, first + k);
+        int64_t row = llm__cache_row(job->batch, cache, sequence, kv_head, first + k);
+        const char *key = keys + (size_t)llm__cache_place(cache, cache->keys, row, &tile->stride) * value_bytes;
         for (int i = 0; i < run; i++, k++) {
-            tile->keys[k] = keys + (row + (size_t)i) * row_bytes;
-            tile->values[k] = values + (row + (size_t)i) * row_bytes;
+            tile->values[k] = values + (size_t)(row + i) * row_bytes;
+            if (k % LLM__W == 0) tile->keys[k / LLM__W] = key + (size_t)i * value_bytes;
         }
     }
+    for (; k < LLM__TILE; k++) tile->values[k] = values;
+    for (k = (tile->n + LLM__W - 1) / LLM__W; k < LLM__TILE / LLM__W; k++) tile->keys[k] = keys;
 }
 
-LLM__INLINE void LLM__K(prefetch_row)(const char *row, size_t bytes) {
-    for (size_t at = 0; at < bytes; at += 64) LLM__PREFETCH_FAR(row + at);
-}
-
-/* A tile from its blocks, as f32. Row by row, memory is asked for the next one: all at once, it would keep us waiting. */
-static void LLM__K(gather_tile)(const llm__attention_job *job, const LLM__K(tile_place) *tile, const LLM__K(tile_place) *next,
-                                const LLM__K(attention_scratch) *a) {
-    int head_dim = job->shape.head_dim;
-    bool half = job->cache->type == LLM_F16;
-    size_t row_bytes = (size_t)head_dim * llm__value_bytes(job->cache->type);
-    for (int base = 0; base < tile->n; base += LLM__W) {
-        const void *rows[LLM__W];
-        for (int k = 0; k < LLM__W; k++) {
-            rows[k] = base + k < tile->n ? tile->keys[base + k] : (const char *)a->zeros;
-            if (base + k < next->n) LLM__K(prefetch_row)(next->keys[base + k], row_bytes);
-        }
-        if (half) LLM__K(gather_keys)(LLM_F16, rows, head_dim, a->keys + base);
-        else LLM__K(gather_keys)(LLM_F32, rows, head_dim, a->keys + base);
-    }
+/* Keys of which LLM__W do not lie side by side, value by value */
+static void LLM__K(copy_keys)(const llm__attention_job *job, int sequence, int kv_head, int first, const LLM__K(attention_scratch) *a,
+                              LLM__K(tile) *tile) {
+    const llm_cache *cache = job->cache;
+    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
+    const size_t value_bytes = llm__value_bytes(cache->type);
     for (int k = 0; k < tile->n; k++) {
+        int64_t stride, at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, first + k), &stride);
+        const uint16_t *half = (const uint16_t *)(const void *)keys + at;
+        const float *whole = (const float *)(const void *)keys + at;
+        for (int d = 0; d < job->shape.head_dim; d++) {
+            if (cache->type == LLM_F16) ((uint16_t *)(void *)a->copies)[d * LLM__TILE + k] = half[d * stride];
+            else a->copies[d * LLM__TILE + k] = whole[d * stride];
+        }
+    }
+    for (int g = 0; g < LLM__TILE / LLM__W; g++) tile->keys[g] = (const char *)a->copies + (size_t)(g * LLM__W) * value_bytes;
+    tile->stride = LLM__TILE;
+}
+
+/* Memory is asked for what the next tile needs while this one is computed, bit by bit: all at once, it would keep us waiting. */
+LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
+    if (next) LLM__PREFETCH_FAR((const char *)next->keys[group] + (size_t)(d * next->stride) * llm__value_bytes(type));
+}
+
+LLM__INLINE void LLM__K(ask_for_value)(llm_type type, const LLM__K(tile) *next, int k, int head_dim) {
+    size_t bytes = (size_t)head_dim * llm__value_bytes(type);
+    for (size_t at = 0; next && at < bytes; at += 64) LLM__PREFETCH_FAR((const char *)next->values[k] + at);
+}
+
+/* The tile as f32 */
+LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(tile) *from, const LLM__K(tile) *next,
+                                    const LLM__K(attention_scratch) *a, LLM__K(tile) *to) {
+    to->type = LLM_F32, to->n = from->n, to->stride = LLM__TILE;
+    for (int g = 0; g < LLM__TILE / LLM__W; g++) {
+        to->keys[g] = a->keys + g * LLM__W;
+        for (int d = 0; g * LLM__W < from->n && d < head_dim; d++) {
+            LLM__K(store)(a->keys + d * LLM__TILE + g * LLM__W, LLM__K(load_as)(type, from->keys[g], d * from->stride));
+            LLM__K(ask_for_keys)(type, next, g, d);
+        }
+    }
+    for (int k = 0; k < from->n; k++) {
         float *value = a->values + (int64_t)k * a->padded_dim;
-        if (k < next->n) LLM__K(prefetch_row)(next->values[k], row_bytes);
-        if (half) LLM__K(gather_value)(LLM_F16, tile->values[k], head_dim, value);
-        else LLM__K(gather_value)(LLM_F32, tile->values[k], head_dim, value);
+        int d = 0;
+        for (; d + LLM__W <= head_dim; d += LLM__W) LLM__K(store)(value + d, LLM__K(load_as)(type, from->values[k], d));
+        if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, from->values[k], d, head_dim - d));
+        LLM__K(ask_for_value)(type, next, k, head_dim);
+        to->values[k] = value;
     }
 }
 
-/* Scores of R query rows for V registers of keys; R and V are constants. */
-LLM__INLINE void LLM__K(score_block)(int R, int V, const float *const *q, const float *keys, int head_dim, float *scores) {
+/* Scores of R query rows for V registers of keys, from number `group` on; R and V are constants. */
+LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q, const LLM__K(tile) *tile,
+                                     const LLM__K(tile) *next, int group, int head_dim, float *scores) {
     llm__vf sums[LLM__ROWS][4];
+    const void *keys[4];
+    LLM__UNROLL for (int v = 0; v < V; v++) keys[v] = tile->keys[group + v];
     LLM__UNROLL for (int r = 0; r < R; r++)
         LLM__UNROLL for (int v = 0; v < V; v++) sums[r][v] = (llm__vf){0};
-    for (int d = 0; d < head_dim; d++) {
+    int64_t at = 0, stride = tile->stride;
+    for (int d = 0; d < head_dim; d++, at += stride) {
         llm__vf key[4];
-        LLM__UNROLL for (int v = 0; v < V; v++) key[v] = LLM__K(load)(keys + d * LLM__TILE + v * LLM__W);
+        LLM__UNROLL for (int v = 0; v < V; v++) key[v] = LLM__K(load_as)(type, keys[v], at);
+        LLM__UNROLL for (int v = 0; v < V; v += 2) LLM__K(ask_for_keys)(type, next, group + v + (V > 1 ? d % 2 : 0), d);
         LLM__UNROLL for (int r = 0; r < R; r++) {
             llm__vf query = LLM__K(all)(q[r][d]);
             LLM__UNROLL for (int v = 0; v < V; v++) sums[r][v] = LLM__K(fma)(query, key[v], sums[r][v]);
@@ -8160,11 +8146,11 @@ LLM__INLINE void LLM__K(score_block)(int R, int V, const float *const *q, const 
         LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(scores + r * LLM__TILE + v * LLM__W, sums[r][v]);
 }
 
-LLM__INLINE void LLM__K(score_rows)(int R, const float *const *q, const float *keys, int head_dim, int n_keys,
-                                    float *scores) {
-    int k = 0;
-    for (; k + 3 * LLM__W < n_keys; k += 4 * LLM__W) LLM__K(score_block)(R, 4, q, keys + k, head_dim, scores + k);
-    for (; k < n_keys; k += LLM__W) LLM__K(score_block)(R, 1, q, keys + k, head_dim, scores + k);
+LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q, const LLM__K(tile) *tile, const LLM__K(tile) *next,
+                                    int head_dim, int n_keys, float *scores) {
+    int g = 0, end = (n_keys + LLM__W - 1) / LLM__W;
+    for (; g + 4 <= end; g += 4) LLM__K(score_block)(R, 4, type, q, tile, next, g, head_dim, scores + g * LLM__W);
+    for (; g < end; g++) LLM__K(score_block)(R, 1, type, q, tile, next, g, head_dim, scores + g * LLM__W);
 }
 
 /* (Not inlined, so that there is one compiled form of it, and all rows are rounded alike.)
@@ -8193,51 +8179,33 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     *largest = new_largest;
 }
 
-/* sums[r] += weights of keys first .. end - 1 times their values, for R rows and V registers of dimensions. */
-LLM__INLINE void LLM__K(value_block)(int R, int V, const float *weights, const float *values, int first, int end,
-                                     int padded_dim, float *sums) {
+/* sums[r] += weights of keys first .. end - 1 times their values, for R rows and V registers of dimensions from d on. */
+LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
+                                     int d, int first, int end, int head_dim, int padded_dim, float *sums) {
     llm__vf acc[LLM__ROWS][4];
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(load)(sums + r * padded_dim + v * LLM__W);
+        LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(load)(sums + r * padded_dim + d + v * LLM__W);
     for (int k = first; k < end; k++) {
         llm__vf value[4];
-        LLM__UNROLL for (int v = 0; v < V; v++) value[v] = LLM__K(load)(values + (int64_t)k * padded_dim + v * LLM__W);
+        LLM__UNROLL for (int v = 0; v < V; v++) value[v] = LLM__K(load_as)(type, tile->values[k], d + v * LLM__W);
+        if (d == 0) LLM__K(ask_for_value)(type, next, k, head_dim);
         LLM__UNROLL for (int r = 0; r < R; r++) {
             llm__vf weight = LLM__K(all)(weights[r * LLM__TILE + k]);
             LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(fma)(weight, value[v], acc[r][v]);
         }
     }
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(sums + r * padded_dim + v * LLM__W, acc[r][v]);
+        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(sums + r * padded_dim + d + v * LLM__W, acc[r][v]);
 }
 
-LLM__INLINE void LLM__K(value_rows)(int R, const float *weights, const float *values, int first, int end,
-                                    int padded_dim, float *sums) {
+LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
+                                    int first, int end, int head_dim, int padded_dim, float *sums) {
     int d = 0;
     if (first >= end) return;
-    for (; d + 4 * LLM__W <= padded_dim; d += 4 * LLM__W)
-        LLM__K(value_block)(R, 4, weights, values + d, first, end, padded_dim, sums + d);
-    for (; d < padded_dim; d += LLM__W)
-        LLM__K(value_block)(R, 1, weights, values + d, first, end, padded_dim, sums + d);
-}
-
-/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
-LLM__INLINE void LLM__K(attend)(int R, const LLM__K(attention_scratch) *a, const float *const *q, const int *from,
-                                const int *seen, int row, int head_dim, float scale) {
-    float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
-    LLM__K(score_rows)(R, q, a->keys, head_dim, seen[R - 1], scores);
-    for (int r = 0; r < R; r++)
-        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], scale, &a->largest[row + r], &a->total[row + r],
-                            sums + (int64_t)r * a->padded_dim, a->padded_dim);
-    /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
-    int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
-    for (int r = 0; r < R - 1; r++)
-        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, from[r], common < seen[r] ? common : seen[r], a->padded_dim,
-                           sums + (int64_t)r * a->padded_dim);
-    LLM__K(value_rows)(R, scores, a->values, common, seen[0], a->padded_dim, sums);
-    for (int r = 1; r < R; r++)
-        LLM__K(value_rows)(1, scores + r * LLM__TILE, a->values, end, seen[r], a->padded_dim,
-                           sums + (int64_t)r * a->padded_dim);
+    for (; d + 4 * LLM__W <= head_dim; d += 4 * LLM__W)
+        LLM__K(value_block)(R, 4, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
+    for (; d < head_dim; d += LLM__W)
+        LLM__K(value_block)(R, 1, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
 }
 
 typedef struct LLM__K(query_rows) { /* of a work item */
@@ -8246,6 +8214,26 @@ typedef struct LLM__K(query_rows) { /* of a work item */
     int position[LLM__QUERY_ROWS];
     int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS]; /* each sees the keys from .. seen - 1 of a tile; none if from >= seen */
 } LLM__K(query_rows);
+
+/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
+LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
+                                const LLM__K(query_rows) *rows, int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+    float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
+    const int *from = rows->from + row, *seen = rows->seen + row, head_dim = job->shape.head_dim, padded_dim = a->padded_dim;
+    LLM__K(score_rows)(R, type, rows->q + row, tile, next, head_dim, seen[R - 1], scores);
+    for (int r = 0; r < R; r++)
+        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], job->shape.scale, &a->largest[row + r], &a->total[row + r],
+                            sums + (int64_t)r * padded_dim, padded_dim);
+    /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
+    int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
+    for (int r = 0; r < R - 1; r++)
+        LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
+                           sums + (int64_t)r * padded_dim);
+    LLM__K(value_rows)(R, type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
+    for (int r = 1; r < R; r++)
+        LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim, padded_dim,
+                           sums + (int64_t)r * padded_dim);
+}
 
 static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
                               LLM__K(query_rows) *rows) {
@@ -8267,14 +8255,27 @@ LLM__INLINE void LLM__K(see_tile)(const llm__attention_job *job, int first, LLM_
     }
 }
 
-static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows) {
-    const int *from = rows->from, *seen = rows->seen;
-    int row = 0, end = rows->n, head_dim = job->shape.head_dim;
-    while (row < end && seen[row] <= 0) row++;
-    while (end > row && from[end - 1] >= LLM__TILE) end--;
-    for (; row + LLM__ROWS <= end; row += LLM__ROWS)
-        LLM__K(attend)(LLM__ROWS, a, rows->q + row, from + row, seen + row, row, head_dim, job->shape.scale);
-    for (; row < end; row++) LLM__K(attend)(1, a, rows->q + row, from + row, seen + row, row, head_dim, job->shape.scale);
+LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
+                                     const LLM__K(query_rows) *rows, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+    int row = 0, end = rows->n;
+    while (row < end && rows->seen[row] <= 0) row++;
+    while (end > row && rows->from[end - 1] >= LLM__TILE) end--;
+    for (; row + LLM__ROWS <= end; row += LLM__ROWS) LLM__K(attend)(LLM__ROWS, type, job, a, rows, row, tile, next);
+    for (; LLM__ROWS > 2 && row + 2 <= end; row += 2) LLM__K(attend)(LLM__ROWS > 2 ? 2 : 1, type, job, a, rows, row, tile, next);
+    for (; row < end; row++) LLM__K(attend)(1, type, job, a, rows, row, tile, next);
+}
+
+/* A tile for all rows: for few of them as it lies in the cache, if whole registers do */
+static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
+                                const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+    if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && job->shape.head_dim % LLM__W == 0) {
+        LLM__K(attend_rows)(LLM_F16, job, a, rows, tile, next);
+        return;
+    }
+    LLM__K(tile) wide;
+    if (tile->type == LLM_F16) LLM__K(widen_tile)(LLM_F16, job->shape.head_dim, tile, next, a, &wide);
+    else LLM__K(widen_tile)(LLM_F32, job->shape.head_dim, tile, next, a, &wide);
+    LLM__K(attend_rows)(LLM_F32, job, a, rows, &wide, NULL);
 }
 
 #if LLM__KERNEL_PASS == 2
@@ -8290,22 +8291,23 @@ static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(atte
  * in three products, which are as exact as f32 for us (of a cache in f16, high + low is all there is). A pass over a tile
  * of 64 keys does, for each 16 query rows,
  *
- *     C: scores (64 keys, 16 rows)  =  A: keys (64, dim)  x  B: queries (dim, 16 rows), packed once
- *     weights                       =  exp(scores - largest), a register holding 16 rows for one key: no sums across lanes
- *     C: sums (16 rows, dim)       +=  A: weights (16 rows, 64 keys), transposed  x  B: values (64 keys, dim)
+ *     C: scores (16 rows, 64 keys)  =  A: queries (16 rows, dim), packed once  x  B: keys (dim, 64)
+ *     weights                       =  exp(scores - largest)
+ *     C: sums (16 rows, dim)       +=  A: weights (16 rows, 64 keys)  x  B: values (64 keys, dim)
  *
- * B wants its rows in pairs, {row 0, row 1} column by column. Of the values these are two neighbouring keys. Of the queries they
- * are dimensions d and d + 16, as then also A, the keys, is made from two registers of a row without any shuffle.
+ * so keys and values lie as in the cache. B wants its rows in pairs, {row 0, row 1} column by column: dimensions of the keys, keys of
+ * the values. We pair row i with row i + 16, as then a row of A, in the same order, is made from two registers without any shuffle.
+ * Where there are less than 16 rows (one token of 8 heads that share a kv head), a product takes less time, too.
  *
  * What a row does not see gets weight 0, and 0 times what is there is added: so nothing there may be infinite or not a number.
  * Values were stored so (see llm__plain_store); rows that the tile does not have are zeros. */
 
 typedef struct llm__amx_tile {
-    uint16_t *queries[2];  /* high and low: (8 groups of 16 rows, padded_dim / 2, 16, 2) */
-    uint16_t *keys[2];     /* (64, padded_dim) */
+    uint16_t *queries[2];  /* high and low: (8 groups of 16 rows, padded_dim / 32, 16, 32) */
+    uint16_t *keys[2];     /* (4 groups of 16 keys, padded_dim / 2, 16, 2) */
     uint16_t *values[2];   /* (32, padded_dim, 2) */
     uint16_t *weights[2];  /* (16 rows, 64) */
-    float *scores;         /* (64, 16 rows) */
+    float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
 /* 16 pairs of bf16, a in their low halves and b in their high ones. Adding half of the last place, then cutting off, rounds. Of
@@ -8326,21 +8328,13 @@ LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d) : _mm512_setzero_ps();
 }
 
-/* Transposes (16, 16) pairs in place, with the next row so many pairs on. */
-LLM__INLINE void llm__amx_turn(uint16_t *pairs, int stride) {
-    llm__vf square[16];
-    LLM__UNROLL for (int i = 0; i < 16; i++) square[i] = LLM__K(load)((const float *)(const void *)pairs + i * stride);
-    LLM__K(transpose)(square);
-    LLM__UNROLL for (int i = 0; i < 16; i++) LLM__K(store)((float *)(void *)pairs + i * stride, square[i]);
-}
-
 /* The same scratch memory as of the form above, but for the queries, which stand behind it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
     t.keys[0] = (uint16_t *)(void *)a->keys; /* in two parts as large as in f32 */
     t.values[0] = (uint16_t *)(void *)a->values;
-    t.scores = a->scores; /* (64, 16) of (64, 64) */
+    t.scores = a->scores; /* (16, 64) of (128, 64) */
     t.weights[0] = (uint16_t *)(void *)(a->scores + LLM__TILE * 16);
     t.queries[0] = (uint16_t *)(void *)(a->zeros + depth);
     t.keys[1] = t.keys[0] + LLM__TILE * depth;
@@ -8353,48 +8347,52 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
 /* Packs the queries, times the scale. */
 static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
                            const llm__amx_tile *t) {
-    int depth = a->padded_dim;
     __m512 scale = _mm512_set1_ps(job->shape.scale);
-    for (int d = 0; d < depth; d += 32)
-        for (int group = 0; group * 16 < rows->n; group++) {
-            int64_t at_group = (int64_t)group * 16 * depth + d * 16;
-            for (int r = 0; r < 16; r++) {
-                const void *q = group * 16 + r < rows->n ? rows->q[group * 16 + r] : a->zeros;
-                llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, job->shape.head_dim), scale),
-                               _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, job->shape.head_dim), scale),
-                               t->queries[0] + at_group + r * 32, t->queries[1] + at_group + r * 32);
-            }
-            for (int part = 0; part < 2; part++) llm__amx_turn(t->queries[part] + at_group, 16);
+    for (int r = 0; r < (rows->n + 15) / 16 * 16; r++)
+        for (int d = 0; d < a->padded_dim; d += 32) {
+            const void *q = r < rows->n ? rows->q[r] : a->zeros;
+            int64_t at = (int64_t)(r / 16) * 16 * a->padded_dim + d * 16 + r % 16 * 32;
+            llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, job->shape.head_dim), scale),
+                           _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, job->shape.head_dim), scale),
+                           t->queries[0] + at, t->queries[1] + at);
         }
 }
 
-/* A tile from its blocks, as bf16; keys and values up to a multiple of 32. Memory is asked for the keys of the next. */
-static void llm__amx_gather(int head_dim, const LLM__K(tile_place) *tile, const LLM__K(tile_place) *next,
-                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
-    int n = (tile->n + 31) / 32 * 32, depth = a->padded_dim, whole = head_dim / 32 * 32;
-    for (int k = 0; k < n; k += 2) {
-        if (k / 2 < next->n) LLM__K(prefetch_row)(next->keys[k / 2], (size_t)head_dim * 2);
-        for (int i = k; i < k + 2; i++) {
-            const uint16_t *key = (const uint16_t *)(const void *)(i < tile->n ? tile->keys[i] : (const char *)a->zeros);
-            uint16_t *high = t->keys[0] + i * depth, *low = t->keys[1] + i * depth;
-            for (int d = 0; d < whole; d += 32)
-                llm__amx_split(true, (__m512)LLM__K(from_f16)(key + d), (__m512)LLM__K(from_f16)(key + d + 16), high + d, low + d);
-            if (whole < depth)
-                llm__amx_split(true, llm__amx_some(LLM_F16, key, whole, head_dim), llm__amx_some(LLM_F16, key, whole + 16, head_dim),
-                               high + whole, low + whole);
+/* A group of 16 keys of a tile, as bf16 */
+LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
+                                      int group) {
+    for (int first = 0; first < depth; first += 32) {
+        const uint16_t *key = (const uint16_t *)tile->keys[group] + first * tile->stride, *other = key + 16 * tile->stride;
+        const char *wanted = (const char *)next->keys[group] + 2 * (first + group % 2) * next->stride;
+        for (int d = first; d < first + 16; d++) { /* and d + 16 */
+            int64_t at = (int64_t)(group * depth + 2 * d - first) * 16;
+            __m512 a = _mm512_setzero_ps(), b = a;
+            if (d < head_dim) a = (__m512)LLM__K(from_f16)(key);
+            if (d + 16 < head_dim) b = (__m512)LLM__K(from_f16)(other);
+            llm__amx_split(true, a, b, t->keys[0] + at, t->keys[1] + at);
+            LLM__PREFETCH_FAR(wanted);
+            key += tile->stride, other += tile->stride, wanted += 4 * next->stride;
         }
     }
-    for (int k = 0; k < n; k += 2) {
-        const uint16_t *even = (const uint16_t *)(const void *)(k < tile->n ? tile->values[k] : (const char *)a->zeros);
-        const uint16_t *odd = (const uint16_t *)(const void *)(k + 1 < tile->n ? tile->values[k + 1] : (const char *)a->zeros);
-        uint16_t *high = t->values[0] + k * depth, *low = t->values[1] + k * depth;
-        int later = (LLM__TILE + k) / 2; /* the other half of the keys */
-        if (later < next->n) LLM__K(prefetch_row)(next->keys[later], (size_t)head_dim * 2);
-        for (int d = 0; d < whole; d += 16)
-            llm__amx_split(true, (__m512)LLM__K(from_f16)(even + d), (__m512)LLM__K(from_f16)(odd + d), high + 2 * d, low + 2 * d);
-        for (int d = whole; d < depth; d += 16)
-            llm__amx_split(true, llm__amx_some(LLM_F16, even, d, head_dim), llm__amx_some(LLM_F16, odd, d, head_dim), high + 2 * d,
+}
+
+/* Its values, up to a multiple of 32 rows */
+LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next,
+                                        const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
+    int depth = a->padded_dim;
+    for (int i = 0; i < (tile->n + 31) / 32 * 16; i++) { /* keys k and k + 16 */
+        int k = i / 16 * 32 + i % 16;
+        const void *a_value = k < tile->n ? tile->values[k] : a->zeros, *b_value = k + 16 < tile->n ? tile->values[k + 16] : a->zeros;
+        uint16_t *high = t->values[0] + i * 2 * depth, *low = t->values[1] + i * 2 * depth;
+        int d = 0;
+        for (; d + 16 <= head_dim; d += 16)
+            llm__amx_split(true, (__m512)LLM__K(from_f16)((const uint16_t *)a_value + d),
+                           (__m512)LLM__K(from_f16)((const uint16_t *)b_value + d), high + 2 * d, low + 2 * d);
+        for (; d < depth; d += 16)
+            llm__amx_split(true, llm__amx_some(LLM_F16, a_value, d, head_dim), llm__amx_some(LLM_F16, b_value, d, head_dim), high + 2 * d,
                            low + 2 * d);
+        LLM__K(ask_for_value)(LLM_F16, next, k, head_dim);
+        LLM__K(ask_for_value)(LLM_F16, next, k + 16, head_dim);
     }
 }
 
@@ -8405,30 +8403,45 @@ static void llm__amx_gather(int head_dim, const LLM__K(tile_place) *tile, const 
 #define LLM__TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
 #define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-/* scores (n, 16 rows) = keys times queries, n = 32 or 64. A product takes 52 cycles, and another can begin after 16: so four sums
+/* scores (16 rows, n) = queries times keys, n = 32 or 64. A product takes 52 cycles, and another can begin after 16: so four sums
  * go on in turn. */
 LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, int n) {
-    int64_t stride = depth * 2;
     LLM__TILE_ZERO(0); LLM__TILE_ZERO(1); LLM__TILE_ZERO(2); LLM__TILE_ZERO(3);
     for (int d = 0; d < depth; d += 32)
-        for (int part = 0; part < 3; part++) { /* high high, low high, high low */
-            const uint16_t *keys = t->keys[part == 1] + d;
-            LLM__TILE_LOAD(6, t->queries[part == 2] + (int64_t)group * 16 * depth + d * 16, 64);
-            LLM__TILE_LOAD(4, keys, stride);
+        for (int part = 0; part < 3; part++) { /* high high, high low, low high */
+            const uint16_t *keys = t->keys[part == 1] + d * 16;
+            LLM__TILE_LOAD(4, t->queries[part == 2] + (int64_t)group * 16 * depth + d * 16, 64);
+            LLM__TILE_LOAD(6, keys, 64);
             LLM__TILE_PRODUCT(0, 4, 6);
-            LLM__TILE_LOAD(5, keys + 16 * depth, stride);
-            LLM__TILE_PRODUCT(1, 5, 6);
+            LLM__TILE_LOAD(7, keys + 16 * depth, 64);
+            LLM__TILE_PRODUCT(1, 4, 7);
             if (n <= 32) continue;
-            LLM__TILE_LOAD(4, keys + 32 * depth, stride);
+            LLM__TILE_LOAD(6, keys + 32 * depth, 64);
             LLM__TILE_PRODUCT(2, 4, 6);
-            LLM__TILE_LOAD(5, keys + 48 * depth, stride);
-            LLM__TILE_PRODUCT(3, 5, 6);
+            LLM__TILE_LOAD(7, keys + 48 * depth, 64);
+            LLM__TILE_PRODUCT(3, 4, 7);
         }
-    LLM__TILE_STORE(0, t->scores, 64);
-    LLM__TILE_STORE(1, t->scores + 256, 64);
+    const int stride = LLM__TILE * 4;
+    LLM__TILE_STORE(0, t->scores, stride);
+    LLM__TILE_STORE(1, t->scores + 16, stride);
     if (n <= 32) return;
-    LLM__TILE_STORE(2, t->scores + 512, 64);
-    LLM__TILE_STORE(3, t->scores + 768, 64);
+    LLM__TILE_STORE(2, t->scores + 32, stride);
+    LLM__TILE_STORE(3, t->scores + 48, stride);
+}
+
+/* The same for one group of keys. Sums are added up in the same order. */
+LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int group) {
+    LLM__TILE_ZERO(0);
+    for (int d = 0; d < depth; d += 32) {
+        LLM__TILE_LOAD(4, t->queries[0] + d * 16, 64);
+        LLM__TILE_LOAD(6, t->keys[0] + (group * depth + d) * 16, 64);
+        LLM__TILE_PRODUCT(0, 4, 6);
+        LLM__TILE_LOAD(7, t->keys[1] + (group * depth + d) * 16, 64);
+        LLM__TILE_PRODUCT(0, 4, 7);
+        LLM__TILE_LOAD(5, t->queries[1] + d * 16, 64);
+        LLM__TILE_PRODUCT(0, 5, 6);
+    }
+    LLM__TILE_STORE(0, t->scores + group * 16, LLM__TILE * 4);
 }
 
 /* sums (16 rows, padded_dim) += weights (16 rows, n keys) times values (n keys, padded_dim) */
@@ -8477,61 +8490,75 @@ LLM__INLINE __m512 llm__amx_exp(__m512 x) {
     return _mm512_scalef_ps(sum, k);
 }
 
-/* Scores of 16 rows for n keys to weights, and what was summed up before to the new largest score. A lane is a row, which sees the
- * keys from .. seen - 1; whole: each row sees all. */
-LLM__INLINE void llm__amx_softmax(bool whole, const llm__amx_tile *t, int n, __m512i from, __m512i seen, const LLM__K(tile_place) *next,
-                                  int head_dim, float *largest, float *total, float *sums, int padded_dim) {
-    __mmask16 sees[LLM__TILE];
-    __m512 before = _mm512_loadu_ps(largest), top = before, added = _mm512_setzero_ps();
-    for (int k = 0; k < n; k++) {
-        __m512i key = _mm512_set1_epi32(k);
-        sees[k] = whole ? 0xffff : _mm512_mask_cmple_epi32_mask(_mm512_cmpgt_epi32_mask(seen, key), from, key);
-        top = _mm512_mask_max_ps(top, sees[k], top, _mm512_loadu_ps(t->scores + k * 16));
-        if (k < next->n) LLM__K(prefetch_row)(next->values[k], (size_t)head_dim * 2);
+LLM__INLINE __m512 llm__amx_both(bool largest, __m512 a, __m512 b) { return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b); }
+
+/* Lane r: the sum, or the largest, of the lanes of rows[r]. Each level puts two registers into one: half of the work is left. */
+LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
+    __m512 a[8], b[4], c[2];
+    LLM__UNROLL for (int i = 0; i < 8; i++)
+        a[i] = llm__amx_both(largest, _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]), _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+    LLM__UNROLL for (int i = 0; i < 4; i++) {
+        __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
+        b[i] = llm__amx_both(largest, _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
     }
-    for (int k = 0; k < n; k += 2) {
-        __m512 weight[2];
-        LLM__UNROLL for (int i = 0; i < 2; i++) {
-            weight[i] = llm__amx_exp(_mm512_sub_ps(_mm512_loadu_ps(t->scores + (k + i) * 16), top));
-            if (!whole) weight[i] = _mm512_maskz_mov_ps(sees[k + i], weight[i]);
-            added = _mm512_add_ps(added, weight[i]);
-        }
-        int at = k / 32 * 32 + k % 32 / 2 * LLM__TILE; /* (16 pairs, 16 rows): turned round below */
-        llm__amx_split(false, weight[0], weight[1], t->weights[0] + at, t->weights[1] + at);
+    LLM__UNROLL for (int i = 0; i < 2; i++)
+        c[i] = llm__amx_both(largest, _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return llm__amx_both(largest, _mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+}
+
+/* Scores of n_rows rows for n keys to weights; sees: a bit for each key that the row sees. What was summed up before is brought to the new
+ * largest score. */
+LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees, float *largest, float *total, float *sums,
+                                  int padded_dim) {
+    __m512 rows[16], before = _mm512_loadu_ps(largest);
+    for (int r = 0; r < 16; r++) {
+        rows[r] = _mm512_set1_ps(-INFINITY);
+        for (int k = 0; r < n_rows && k < n; k += 16)
+            rows[r] = _mm512_mask_max_ps(rows[r], (__mmask16)(sees[r] >> k), rows[r], _mm512_loadu_ps(t->scores + r * LLM__TILE + k));
     }
-    for (int k = 0; k < n; k += 32)
-        for (int part = 0; part < 2; part++) llm__amx_turn(t->weights[part] + k, LLM__TILE / 2);
+    __m512 top = _mm512_max_ps(before, llm__amx_reduce(true, rows));
     __mmask16 changed = _mm512_cmp_ps_mask(top, before, _CMP_NEQ_UQ);
     float shrink[16];
     _mm512_storeu_ps(shrink, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed, llm__amx_exp(_mm512_sub_ps(before, top))));
-    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), added));
     _mm512_storeu_ps(largest, top);
-    for (int r = 0; r < 16; r++)
+    for (int r = 0; r < 16; r++) {
+        __m512 weight[2], most = _mm512_set1_ps(largest[r]);
+        rows[r] = _mm512_setzero_ps();
+        for (int k = 0; r < n_rows && k < n; k += 32) {
+            LLM__UNROLL for (int i = 0; i < 2; i++) {
+                __m512 score = _mm512_loadu_ps(t->scores + r * LLM__TILE + k + 16 * i);
+                weight[i] = _mm512_maskz_mov_ps((__mmask16)(sees[r] >> (k + 16 * i)), llm__amx_exp(_mm512_sub_ps(score, most)));
+                rows[r] = _mm512_add_ps(rows[r], weight[i]);
+            }
+            llm__amx_split(false, weight[0], weight[1], t->weights[0] + r * LLM__TILE + k, t->weights[1] + r * LLM__TILE + k);
+        }
         for (int d = 0; changed >> r & 1 && d < padded_dim; d += 16)
             LLM__K(store)(sums + r * padded_dim + d, LLM__K(load)(sums + r * padded_dim + d) * shrink[r]);
+    }
+    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), llm__amx_reduce(false, rows)));
 }
 
-/* A tile of keys and values for all rows. The values of the next one are asked for meanwhile (its keys were by llm__amx_gather). */
-static void llm__amx_attend(const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
-                            const LLM__K(tile_place) *next, int head_dim) {
-    const LLM__K(tile_place) nothing = {0};
-    for (int row = 0, group = 0; row < rows->n; row += 16, group++) {
-        int from[16] = {0}, seen[16] = {0}, n = 0, first = 0, last = LLM__TILE; /* rows that are not there see nothing */
+/* A tile for all rows. If they are no more than one matrix tile, keys are multiplied group by group: the tile unit works on one while
+ * the vector unit brings the next to bf16. */
+static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
+                            const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+    int depth = a->padded_dim;
+    for (int group = 0; group * 16 < tile->n; group++) {
+        llm__amx_gather_keys(head_dim, tile, next, depth, t, group);
+        if (rows->n <= 16) llm__amx_group_scores(t, depth, group);
+    }
+    llm__amx_gather_values(head_dim, tile, next, a, t);
+    for (int row = 0; row < rows->n; row += 16) {
+        uint64_t sees[16] = {0}, all = 0;
         for (int r = 0; r < 16 && row + r < rows->n; r++) {
-            from[r] = rows->from[row + r], seen[r] = rows->seen[row + r];
-            if (from[r] < seen[r]) n = (int)llm__max(n, seen[r]);
-            first = (int)llm__max(first, from[r]), last = (int)llm__min(last, seen[r]);
+            int from = rows->from[row + r], seen = rows->seen[row + r];
+            if (from < seen) all |= sees[r] = UINT64_MAX >> (64 - seen) & UINT64_MAX << from;
         }
-        if (n == 0) continue;
-        n = n > 32 ? 64 : 32;
-        float *sums = a->sums + (int64_t)row * a->padded_dim, *largest = a->largest + row, *total = a->total + row;
-        __m512i lanes_from = _mm512_loadu_si512(from), lanes_seen = _mm512_loadu_si512(seen);
-        llm__amx_scores(t, a->padded_dim, group, n);
-        if (first == 0 && last >= n)
-            llm__amx_softmax(true, t, n, lanes_from, lanes_seen, next, head_dim, largest, total, sums, a->padded_dim);
-        else llm__amx_softmax(false, t, n, lanes_from, lanes_seen, next, head_dim, largest, total, sums, a->padded_dim);
-        llm__amx_values(t, a->padded_dim, n, sums);
-        next = &nothing;
+        if (all == 0) continue;
+        int n = all >> 32 ? 64 : 32;
+        if (rows->n > 16) llm__amx_scores(t, depth, row / 16, n);
+        llm__amx_softmax(t, rows->n > 16 ? 16 : rows->n, n, sees, a->largest + row, a->total + row, a->sums + (int64_t)row * depth, depth);
+        llm__amx_values(t, depth, n, a->sums + (int64_t)row * depth);
     }
 }
 #endif
@@ -8548,23 +8575,24 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 #if LLM__KERNEL_PASS == 2
     llm__amx_tile t = llm__amx_carve(&a);
-    if (job->tiles) llm__amx_configure(16, 64, 16), llm__amx_begin(job, &rows, &a, &t);
+    if (job->tiles) llm__amx_configure((int)llm__min(rows.n, 16), 64, 16), llm__amx_begin(job, &rows, &a, &t);
 #endif
     int last = rows.position[rows.n - 1], begin = llm__first_seen(&job->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
-    LLM__K(tile_place) tiles[2]; /* this one and the next */
+    bool as_it_lies = job->cache->keys_transposed && job->cache->block_size % LLM__W == 0;
+    LLM__K(tile) tiles[2]; /* this one and the next */
     LLM__K(find_tile)(job, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
-        LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, last, &tiles[!now]);
+        LLM__K(tile) *tile = &tiles[now], *next = &tiles[!now];
+        LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, last, next);
+        if (!as_it_lies) LLM__K(copy_keys)(job, sequence, kv_head, first, &a, tile);
         LLM__K(see_tile)(job, first, &rows);
 #if LLM__KERNEL_PASS == 2
         if (job->tiles) {
-            llm__amx_gather(head_dim, &tiles[now], &tiles[!now], &a, &t);
-            llm__amx_attend(&rows, &a, &t, &tiles[!now], head_dim);
+            llm__amx_attend(head_dim, &rows, &a, &t, tile, next);
             continue;
         }
 #endif
-        LLM__K(gather_tile)(job, &tiles[now], &tiles[!now], &a);
-        LLM__K(attend_tile)(job, &a, &rows);
+        LLM__K(attend_tile)(job, &a, &rows, tile, next);
     }
 #if LLM__KERNEL_PASS == 2
     if (job->tiles) __asm__ volatile("tilerelease" ::);
@@ -9296,7 +9324,7 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     limits.max_cols = llm__max(limits.max_cols, wanted->max_cols);
 
     uint64_t padded = (uint64_t)llm__divide_up(limits.head_dim, LLM__PADDING) * LLM__PADDING;
-    uint64_t attention = (padded * (2 * LLM__TILE + 2 * LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
+    uint64_t attention = (padded * (3 * LLM__TILE + 2 * LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
                          sizeof(float);
     uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
@@ -9396,6 +9424,7 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     llm_backend *b = &cpu->backend;
     b->name = "cpu";
     b->context = cpu;
+    b->keys_transposed = true;
     b->allocate = llm__cpu_allocate;
     b->release = llm__cpu_release;
     b->upload = llm__cpu_upload;
@@ -11233,6 +11262,7 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
     cache->head_dim = c->head_dim;
     cache->block_size = block_size;
     cache->n_blocks = n_blocks;
+    cache->keys_transposed = b->keys_transposed;
     uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 / (uint64_t)c->n_layers, layer,
              all;
     if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||

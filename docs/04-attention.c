@@ -38,13 +38,14 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
                              int n) {
     float *rows = resize(NULL, (size_t)n * (size_t)cache->head_dim * sizeof *rows);
     const llm_type_info *type = llm_type_find(cache->type);
-    size_t row_bytes = (size_t)cache->head_dim * llm__value_bytes(cache->type);
+    size_t value_bytes = llm__value_bytes(cache->type);
     for (int p = 0; p < n; p++) {
-        const char *row =
-            llm__cache_layer(cache, side, layer) + (size_t)llm__cache_row(batch, cache, 0, kv_head, p) * row_bytes;
-        void *packed = attention_download(row, row_bytes);
-        type->unpack(packed, rows + (size_t)p * (size_t)cache->head_dim, cache->head_dim);
-        free(packed);
+        int64_t stride, at = llm__cache_place(cache, side, llm__cache_row(batch, cache, 0, kv_head, p), &stride);
+        for (int d = 0; d < cache->head_dim; d++, at += stride) {
+            void *packed = attention_download(llm__cache_layer(cache, side, layer) + (size_t)at * value_bytes, value_bytes);
+            type->unpack(packed, rows + (size_t)p * (size_t)cache->head_dim + (size_t)d, 1);
+            free(packed);
+        }
     }
     return rows;
 }

@@ -409,7 +409,7 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
     for (int s = 0; s < c->n_sequences; s++)
         for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++) d.tables[s * d.table_stride + i] = order[next++];
     free(order);
-    d.cache = (llm_cache){LLM_F16, 1, c->n_kv_heads, c->head_dim, c->block_size, n_blocks, 0, NULL, NULL};
+    d.cache = (llm_cache){LLM_F16, 1, c->n_kv_heads, c->head_dim, c->block_size, n_blocks, 0, NULL, NULL, false};
     d.cache_bytes = d.cache.layer_bytes = (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
     d.cache.keys = malloc(d.cache_bytes), d.cache.values = malloc(d.cache_bytes);
     memset(d.cache.keys, 0xff, d.cache_bytes), memset(d.cache.values, 0xff, d.cache_bytes);

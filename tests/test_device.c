@@ -505,7 +505,7 @@ typedef struct cache_case {
 enum { LAYERS = 2, LAYER = 1 };
 
 static llm_cache cache_of(const cache_case *c) {
-    llm_cache cache = {c->cache_type, LAYERS, c->shape.n_kv_heads, c->shape.head_dim, c->batch.batch.block_size, c->batch.n_blocks, 0, NULL, NULL};
+    llm_cache cache = {c->cache_type, LAYERS, c->shape.n_kv_heads, c->shape.head_dim, c->batch.batch.block_size, c->batch.n_blocks, 0, NULL, NULL, false};
     cache.layer_bytes = (size_t)c->batch.n_blocks * (size_t)(cache.n_kv_heads * cache.block_size * cache.head_dim) * (c->cache_type == LLM_F16 ? 2 : 4);
     return cache;
 }

@@ -432,8 +432,9 @@ static void run_attention(llm_backend *b, const world *w, const int *first, cons
         stride = blocks > stride ? blocks : stride;
         n_blocks += blocks;
     }
-    llm_cache cache = {w->cache_type, 2, n_kv, head_dim, block_size, n_blocks, 0, NULL, NULL};
+    llm_cache cache = {w->cache_type, 2, n_kv, head_dim, block_size, n_blocks, 0, NULL, NULL, false};
     size_t value_bytes = w->cache_type == LLM_F16 ? 2 : 4;
+    cache.keys_transposed = random_int(0, 3) > 0; /* (a layout is not to matter either) */
     int64_t layer_values = (int64_t)n_blocks * n_kv * block_size * head_dim;
     cache.layer_bytes = (size_t)layer_values * value_bytes;
     cache.keys = malloc(2 * cache.layer_bytes);
@@ -623,9 +624,10 @@ static void test_attention_extremes(void **state) {
 static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type) {
     enum { TOKENS = 37, HEADS = 6, KV = 2, BLOCK = 5, BLOCKS = 9 };
     llm_attention_shape shape = {HEADS, KV, head_dim, 1.0f, false, 0};
-    llm_cache cache = {cache_type, 2, KV, head_dim, BLOCK, BLOCKS, 0, NULL, NULL};
+    llm_cache cache = {cache_type, 2, KV, head_dim, BLOCK, BLOCKS, 0, NULL, NULL, false};
     size_t cache_values = (size_t)(BLOCKS * BLOCK * KV * head_dim), value_bytes = cache_type == LLM_F16 ? 2 : 4;
     cache.layer_bytes = cache_values * value_bytes;
+    cache.keys_transposed = random_int(0, 1);
     int32_t positions[TOKENS], slots[TOKENS];
     for (int t = 0; t < TOKENS; t++) positions[t] = random_int(0, 4000), slots[t] = (t * 7 + 3) % (BLOCKS * BLOCK);
     llm_batch batch = {.n_tokens = TOKENS, .positions = positions, .slots = slots, .block_size = BLOCK};
@@ -743,7 +745,7 @@ static void test_movements(void **state) {
     uint8_t keys[LAYERS][BLOCKS][BLOCK_BYTES], copies[LAYERS][BLOCKS][BLOCK_BYTES];
     for (size_t i = 0; i < sizeof keys; i++) ((uint8_t *)keys)[i] = (uint8_t)random_u32();
     memcpy(copies, keys, sizeof keys);
-    llm_cache cache = {LLM_F16, LAYERS, 2, 6, 4, BLOCKS, BLOCKS * BLOCK_BYTES, keys, copies};
+    llm_cache cache = {LLM_F16, LAYERS, 2, 6, 4, BLOCKS, BLOCKS * BLOCK_BYTES, keys, copies, false};
     int32_t from[] = {0, 4}, to[] = {2, 1};
     b->copy_blocks(b->context, &cache, from, to, 2);
     for (int layer = 0; layer < LAYERS; layer++) {
