@@ -12135,8 +12135,8 @@ static bool llm__in_prompt(const llm__sequence *sequence) {
 
 /* Who takes part. Decoding sequences first, so that they keep their pace; prompts share what is left of the
  * budget. The turn goes round, so that with more sequences than tokens in a step each has its share. What a
- * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. Padding computes the last
- * token of a sequence once more, and what it writes goes into that sequence's own blocks. */
+ * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. Padding goes on where
+ * a sequence has ended, with its last token, as far as that has memory: into its own blocks. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     for (int i = 0; i < n; i++) {
@@ -13280,8 +13280,11 @@ static bool llm__run_logits(llm_engine *e, llm_error *err) {
 static void llm__settle(llm_engine *e, llm__sequence *sequence) {
     llm__scheduler *s = &e->scheduler;
     llm__job *job = sequence->job;
-    if (sequence->padding) {
+    if (sequence->padding) { /* the next column: what ended a sequence, again, as far as it has memory */
         s->n_padding++;
+        if (++sequence->n_cached < sequence->n_tokens || sequence->n_tokens == job->limit) return;
+        sequence->tokens[sequence->n_tokens] = sequence->tokens[sequence->n_tokens - 1];
+        sequence->n_tokens++;
         return;
     }
     int prompt_left = job->request.n_prompt - sequence->n_cached;

@@ -198,7 +198,7 @@ static void check_slots(const llm_engine *engine) {
     for (int i = 0; i < s->n_sequences; i++) {
         const llm__sequence *sequence = s->sequences[i];
         if (!sequence->padding || !sequence->n_scheduled) continue;
-        assert_int_equal(s->pool.references[sequence->table.blocks[sequence->n_cached / s->pool.block_size]], 1);
+        assert_int_equal(s->pool.references[sequence->table.blocks[(sequence->n_cached - 1) / s->pool.block_size]], 1);
     }
 }
 
@@ -524,6 +524,8 @@ static void test_padding(void **state) {
             assert_int_equal(step(engine), 1);
             assert_int_equal(engine->scheduler.batch.n_logits, policy ? N : rows);
             if (n > 1) assert_int_equal(engine->scheduler.batch.n_tokens, policy ? N : rows);
+            for (int i = 0; policy && n > 1 && i < N; i++) /* one column of a rectangle, as far as each has memory */
+                assert_int_equal(engine->scheduler.batch.positions[i], llm__min(8 + n - 2, 8 + lengths[i] - 1));
             while (llm_next_event(engine, &event)) {
                 assert_int_equal(event.index, n - 1);
                 assert_int_equal(event.finish, n == lengths[event.request - 1] ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
