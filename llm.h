@@ -6491,7 +6491,8 @@ enum {
     LLM__PADDING = 32,      /* head_dim is padded to a multiple of this: the depth of a product of matrix tiles of bf16 */
     LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
     LLM__TILE_ROWS = 5,     /* rows of x from which on matrix tiles pay, */
-    LLM__MANY_ROWS = 32,    /* and from which on weights are multiplied by their multipliers first (q4_0: twice as many) */
+    LLM__MANY_ROWS = 32,    /* and from which on weights are multiplied by their multipliers first; */
+    LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
     LLM__X_CACHE_BYTES = 7 << 18,    /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
@@ -7411,9 +7412,11 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory, once it is unpacked to signed bytes.
  * There are two ways from here, and both give the same bits, since they add the same integers.
  *
- * Block by block, below 32 rows (q4_0: 64): after each block of 32 columns C goes to memory, and the vector registers multiply it by the
- * scales of the block. With q4_0 that is one instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16
- * bits, multiply and add; types without multipliers take three instructions (five with a minimum), to make floats of it. C of one group of four blocks is added up while the next group is in the tile unit.
+ * Block by block, below 32 rows (q4_0: 64; not q6_K, whose blocks have two scales: it takes the other way only): after each
+ * block of 32 columns C goes to memory, and the vector registers multiply it by the scales of the block. With q4_0 that is one
+ * instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16 bits, multiply and add; types without
+ * multipliers take three instructions (five with a minimum), to make floats of it. C of one group of four blocks is added up
+ * while the next group is in the tile unit.
  *
  * By two halves, for more: a weight times its multiplier is a number of 16 bits. It is unpacked to that, once, and cut into a high and
  * a low byte, each of which is multiplied in the tile unit. That takes as many tile products as before, since now all 64 columns
@@ -7834,7 +7837,7 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
-    bool halves = tiles && llm__has_multipliers(type) && (job->n >= LLM__MANY_ROWS * (1 + (type == LLM_Q4_0)) || type == LLM_Q6_K);
+    bool halves = tiles && llm__has_multipliers(type) && (type == LLM_Q6_K || job->n >= (type == LLM_Q4_0 ? LLM__MANY_ROWS_Q4_0 : LLM__MANY_ROWS));
 #if LLM__KERNEL_PASS == 2
     if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
     else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
