@@ -8062,6 +8062,7 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, 
     const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)job->shape.head_dim * value_bytes;
     const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
     tile->type = cache->type;
+    tile->stride = 0; /* of an empty one */
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
     int k = 0;
     while (k < tile->n) {
