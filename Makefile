@@ -58,7 +58,9 @@ FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
 # What takes long comes first, so that no processor has nothing to do while the last one runs.
 SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh) tests/cli_batch.sh tests/cli.sh
-LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels)
+# The kernels once more, with matrix tiles that an emulator plays (tests/tiles_on_cpu.c).
+TILES    = $(if $(DEVICE),,$(if $(findstring x86_64-linux,$(subst -pc-,-,$(shell $(CC) -dumpmachine))),$(B)/tiles_kernels))
+LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels) $(TILES)
 SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
 # The program is an object by itself, which does not wait for the kernels, and is another one with other devices.
@@ -121,6 +123,13 @@ $(B)/test_%.o: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(if
 $(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %cuda_on_cpu.o %llm_cuda.o,$^),$(DEVICE_LIBS))
 
+$(B)/tiles_on_cpu.o: tests/tiles_on_cpu.c | $(B)/have-cc
+	$(COMPILE) -c $< -o $@
+$(B)/tiles_%.o: tests/test_%.c llm.h $(wildcard tests/*.h) | $(B)/have-cmocka
+	$(COMPILE_TEST) $(REACHED) -DLLM_EMULATED_TILES -c $< -o $@
+$(B)/tiles_%: $(B)/tiles_%.o $(B)/tiles_on_cpu.o $(B)/libkernels.a $(B)/libllm.a
+	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm
+
 $(PROGRAMS): $(if $(filter emulated,$(DEVICE)),$(EMULATOR)) $(if $(filter cuda,$(DEVICE)),$(B)/llm_cuda.o)
 $(B)/test_device $(B)/test_device_sampling $(B)/test_cuda_kernels $(B)/test_device_engine: $(EMULATOR)
 $(B)/test_device.o $(B)/test_device_sampling.o: REACHED =
@@ -133,7 +142,7 @@ test: $(B)/have-cmocka $(B)/have-c++
 	@CC='$(CC)' LLM_TEST_DEVICE='$(DEVICE)' LLM_KERNELS='$(B)/libkernels.a' $(if $(filter cuda,$(DEVICE)),LLM_TEST_JOBS=1) \
 		sh tests/run.sh '$(LLM)' $(SCRIPTS) $(LONG) $(filter-out $(LONG),$(PROGRAMS)) tests/cli_chat.sh
 
-build-tests: $(LLM) $(PROGRAMS)
+build-tests: $(LLM) $(PROGRAMS) $(TILES)
 
 sanitize:
 	@LLM_TEST_LESS=1 UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
@@ -186,5 +195,5 @@ clean:
 	rm -rf build llm
 
 .PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers clean
-.PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/fuzz_%.o
+.PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/tiles_%.o $(B)/fuzz_%.o
 .DELETE_ON_ERROR:

@@ -8013,7 +8013,7 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
  *                         dim 1: k0 k1 k2 ... k15    ...
  *
  * A token's key is written once, as head_dim single numbers, and read at every later step. (Before, 64 keys were transposed
- * each time they were read, and one token of a sequence, whose few query rows have little else to do, took four times as long.)
+ * each time they were read, and one token of a sequence, whose query rows are few, took nearly twice as long.)
  * Few rows read f16 from where it lies; for many it is first brought to f32, once for all of them: the same numbers, so the
  * same bits. Where blocks are no multiple of LLM__W slots, keys are copied into such an order.
  *
@@ -8720,7 +8720,9 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 
 /* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
 static bool llm__has_matrix_tiles(void) {
-#if defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
+#if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c carries out what the processor refuses */
+    return true;
+#elif defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
     enum { TILES = 1 << 22 | 1 << 24 | 1 << 25 /* bf16, tiles, int8 */, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;

@@ -36,16 +36,17 @@ static float *attention_floats(const float *from, int n) { return attention_down
 /* The rows of one kv head from their blocks, as floats. */
 static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side, int layer, int kv_head,
                              int n) {
-    float *rows = resize(NULL, (size_t)n * (size_t)cache->head_dim * sizeof *rows);
+    int head_dim = cache->head_dim;
+    float *rows = resize(NULL, (size_t)n * (size_t)head_dim * sizeof *rows);
     const llm_type_info *type = llm_type_find(cache->type);
     size_t value_bytes = llm__value_bytes(cache->type);
     for (int p = 0; p < n; p++) {
         int64_t stride, at = llm__cache_place(cache, side, llm__cache_row(batch, cache, 0, kv_head, p), &stride);
-        for (int d = 0; d < cache->head_dim; d++, at += stride) {
-            void *packed = attention_download(llm__cache_layer(cache, side, layer) + (size_t)at * value_bytes, value_bytes);
-            type->unpack(packed, rows + (size_t)p * (size_t)cache->head_dim + (size_t)d, 1);
-            free(packed);
-        }
+        size_t span = (size_t)((head_dim - 1) * stride + 1); /* keys may lie transposed: what is between belongs to others */
+        char *packed = attention_download(llm__cache_layer(cache, side, layer) + (size_t)at * value_bytes, span * value_bytes);
+        for (int d = 0; d < head_dim; d++)
+            type->unpack(packed + (size_t)(d * stride) * value_bytes, rows + (size_t)p * (size_t)head_dim + (size_t)d, 1);
+        free(packed);
     }
     return rows;
 }
