@@ -235,6 +235,8 @@ __device__ __forceinline__ void llm__take_over() {
 
 __device__ static inline float llm__f16_bits_to_f32(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 __device__ static inline uint16_t llm__f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
+/* For the cache: what is larger than f16's largest value becomes that. Infinite, it would turn a weight of 0 into not-a-number. */
+__device__ static inline uint16_t llm__stored_f16(float x) { return llm__f32_to_f16_bits(fmaxf(fminf(x, 65504.0f), -65504.0f)); }
 __device__ static inline float llm__bf16_bits_to_f32(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 
 /* Value i of a row of weights in the file's own layout, which is f32, f16 or bf16. */
@@ -792,7 +794,7 @@ __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
             int64_t row = llm__slot_row(&a, a.slots[token], kv_head);
             char *side = is_value ? a.values : a.keys;
             for (int i = lane; row >= 0 && i < a.head_dim; i += 32)
-                if (a.cache_type == LLM_F16) ((uint16_t *)(void *)side)[row * a.head_dim + i] = llm__f32_to_f16_bits(head[i]);
+                if (a.cache_type == LLM_F16) ((uint16_t *)(void *)side)[row * a.head_dim + i] = llm__stored_f16(head[i]);
                 else ((float *)(void *)side)[row * a.head_dim + i] = head[i];
         }
         __syncwarp();
@@ -813,7 +815,7 @@ __global__ static void llm__store_kernel(llm__rope_arguments a, const float *x, 
     int64_t row = llm__slot_row(&a, a.slots[item / a.n_kv_heads], (int)(item % a.n_kv_heads));
     for (int i = threadIdx.x % 32; row >= 0 && i < a.head_dim; i += 32)
         if (a.cache_type == LLM_F16)
-            ((uint16_t *)(void *)side)[row * a.head_dim + i] = llm__f32_to_f16_bits(x[item * a.head_dim + i]);
+            ((uint16_t *)(void *)side)[row * a.head_dim + i] = llm__stored_f16(x[item * a.head_dim + i]);
         else ((float *)(void *)side)[row * a.head_dim + i] = x[item * a.head_dim + i];
 }
 

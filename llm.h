@@ -518,9 +518,10 @@ typedef struct llm_statistics {
     uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
                                             prefix cache */
     int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
+    uint64_t sequence_steps;      /* single sequences that took part in a step, of all steps: by steps, the mean batch */
     uint64_t padding_tokens;      /* put through the model for sequences that had ended, by a policy of groups */
     double kv_waste;              /* part of the slots of the blocks in use that holds no token of a sequence that runs, now */
-    uint64_t decode_steps;        /* rounds of single sequences, after their first token */
+    uint64_t decode_steps;        /* rounds of single sequences that drew tokens, one or, with speculation, several */
     uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
     uint64_t proposed_at[16], accepted_at[16]; /* by position in the proposal; 15: and later */
     int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once. Those that a policy of
@@ -13293,6 +13294,7 @@ static void llm__settle(llm_engine *e, llm__sequence *sequence) {
         sequence->n_tokens++;
         return;
     }
+    e->statistics.sequence_steps++;
     int prompt_left = job->request.n_prompt - sequence->n_cached;
     if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, sequence->n_scheduled);
     if (job->forked && sequence->n_checked > 0) e->statistics.decode_steps++;

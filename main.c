@@ -3568,7 +3568,7 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
     figures[SECONDS] = last - start;
     figures[THROUGHPUT] = (double)tokens / (last - start);
     figures[STEPS] = (double)s.steps;
-    figures[BATCH] /= (double)s.steps;
+    figures[BATCH] = (double)s.sequence_steps / (double)s.steps;
     figures[OCCUPANCY] = figures[BATCH] / v->engine_options.max_sequences;
     figures[PADDING] = (double)s.padding_tokens / (double)s.steps;
     figures[WASTE] /= (double)s.steps;
@@ -3589,19 +3589,17 @@ static bool serve_requests(serve *v, llm_engine *engine, const char *what, doubl
         double now = llm_seconds() - start;
         while (next < v->n_requests && v->requests[next].arrival <= now)
             if (!serve_submit(v, engine, next++)) return false;
-        int status = llm_step(engine, &err), ended = 0;
+        int status = llm_step(engine, &err);
         if (status < 0) return !fail_with(&err);
         if (status == 0) poll(NULL, 0, (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0))); /* nobody is here */
         now = llm_seconds();
         while (llm_next_event(engine, &event)) {
             serve_event(engine, &event, now);
-            ended += event.finish != LLM_FINISH_NONE;
+            n_ended += event.finish != LLM_FINISH_NONE;
         }
-        n_ended += ended;
         llm_statistics s = llm_engine_statistics(engine);
         if (s.steps == steps) continue;
         steps = s.steps;
-        figures[BATCH] += s.running + ended;
         figures[WASTE] += s.kv_waste;
         char note[64];
         snprintf(note, sizeof note, "%s, %d of %d requests", what, n_ended, v->n_requests);

@@ -549,13 +549,16 @@ static void run_rope_and_store(llm_backend *b, const void *arguments, float *out
     free(zeros);
 }
 
-static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type, int n_kv, int group) {
+/* `huge`: with values that f16 does not have, which stores its largest instead (see llm__plain_store). */
+static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type, int n_kv, int group, bool huge) {
     cache_case c = {.cache_type = cache_type, .pairing = pairing, .rope_dim = rope_dim, .magnitude = 1.0f};
     c.shape = (llm_attention_shape){n_kv * group, n_kv, head_dim, 1.0f, false, 0};
     c.batch = batch_of(random_int(1, 30), 10);
     int tokens = c.batch.batch.n_tokens;
     c.q = random_floats((int64_t)tokens * n_kv * group * head_dim, 1.0f);
-    c.k = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f), c.v = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f);
+    float *v = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f);
+    c.k = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f), c.v = v;
+    if (huge) v[0] = 1e6f, v[1] = -INFINITY;
     if (norms) c.q_norm = random_floats(head_dim, 1.0f), c.k_norm = random_floats(head_dim, 1.0f);
     float *frequencies = malloc((size_t)rope_dim * sizeof(float) + 4), *angles = malloc((size_t)(tokens * rope_dim) * sizeof(float) + 4);
     for (int i = 0; i < rope_dim / 2; i++) frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
@@ -576,11 +579,12 @@ static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, boo
 static void test_rope(void **state) {
     (void)state;
     for (int pairing = 0; pairing < 2; pairing++) {
-        check_rope((llm_rope_pairing)pairing, 64, 64, false, LLM_F16, 2, 3);
-        check_rope((llm_rope_pairing)pairing, 128, 32, true, LLM_F32, 1, 4);
-        check_rope((llm_rope_pairing)pairing, 19, 10, true, LLM_F16, 2, 1);
-        check_rope((llm_rope_pairing)pairing, 3, 0, false, LLM_F32, 1, 1);
-        check_rope((llm_rope_pairing)pairing, 256, 256, true, LLM_F16, 1, 2);
+        check_rope((llm_rope_pairing)pairing, 64, 64, false, LLM_F16, 2, 3, false);
+        check_rope((llm_rope_pairing)pairing, 128, 32, true, LLM_F32, 1, 4, false);
+        check_rope((llm_rope_pairing)pairing, 19, 10, true, LLM_F16, 2, 1, false);
+        check_rope((llm_rope_pairing)pairing, 3, 0, false, LLM_F32, 1, 1, false);
+        check_rope((llm_rope_pairing)pairing, 256, 256, true, LLM_F16, 1, 2, false);
+        check_rope((llm_rope_pairing)pairing, 16, 16, false, LLM_F16, 2, 2, true);
     }
 }
 

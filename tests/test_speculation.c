@@ -373,7 +373,8 @@ static void test_drawn_in_the_engine(void **state) {
         check_statistics(&s);
         double d = chi_squared(counts, expected, VOCAB), e = chi_squared(pair_counts, pairs, VOCAB * VOCAB);
         double rate = (double)s.accepted / (double)s.proposed, formula = (1 - pow(a, depth + 1)) / (1 - a);
-        double in_a_step = (double)(s.generated_tokens - (uint64_t)requests) / (double)s.decode_steps;
+        uint64_t firsts = (uint64_t)requests; /* tokens that came at the end of a prompt, before there were proposals */
+        double in_a_step = (double)(s.generated_tokens - firsts) / (double)(s.decode_steps - firsts);
         print_message("K = %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted (%.3f expected), %.3f tokens in a step (%.3f)\n",
                       depth, (long)s.generated_tokens, d, e, rate, a, in_a_step, formula);
         assert_int_equal(s.generated_tokens, requests * TOKENS);
