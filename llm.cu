@@ -318,9 +318,11 @@ static void llm__cuda_clear(llm_error *err) {
 /* Did a call of the CUDA library go well? If not, say what was being done. */
 static bool llm__cuda_check(const llm__cuda *cuda, cudaError_t code, const char *doing, llm_error *err) {
     if (code == cudaSuccess) return true;
-    cudaGetLastError(); /* what was told is told: the library must not report it once more at the next launch */
-    cudaError_t now = cuda->stream ? cudaStreamQuery(cuda->stream) : cudaSuccess;
+    cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
+    if (cuda->stream) cudaStreamIsCapturing(cuda->stream, &capture);
+    cudaError_t now = cuda->stream && capture == cudaStreamCaptureStatusNone ? cudaStreamQuery(cuda->stream) : cudaSuccess;
     bool lost = now != cudaSuccess && now != cudaErrorNotReady;
+    cudaGetLastError(); /* what was told is told (and "not ready" is no error): the library must not report it at the next launch */
     return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s (%s): %s failed: %s%s", cuda->backend.name, cuda->device_name, doing,
                           cudaGetErrorString(code), lost ? ": the GPU is lost to this program, which has to be started again" : "");
 }
@@ -2150,9 +2152,11 @@ LLM_UNROLL
 
 /* ---- Which kernel -------------------------------------------------------------------------- */
 
-/* A kernel may use more than 48 KB of shared memory only if that is said beforehand. */
+/* A kernel may use more than 48 KB of shared memory only if that is said beforehand; the arrays that it has of its own, besides the
+ * `bytes` of its launch, count. */
 template <class Kernel> static void llm__allow_shared(llm__cuda *cuda, Kernel kernel, size_t bytes) {
-    if (bytes > 48 << 10)
+    enum { OWN_ARRAYS = 2 << 10 }; /* at most, in the kernels that call this */
+    if (bytes + OWN_ARRAYS > 48 << 10)
         llm__cuda_note(cuda, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes),
                        "asking for shared memory");
 }

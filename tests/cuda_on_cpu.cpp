@@ -773,6 +773,11 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
     d.static_bytes += bytes;
     if (d.static_bytes > 48 * 1024)
         thread_fault(file, line, "the static shared memory of a block is %zu bytes with %s; 49152 is the most", d.static_bytes, name);
+    /* A GPU would refuse the launch. Here we learn of an array only when a thread comes to it. */
+    size_t most = d.dynamic_limit.count(d.launch->function) ? d.shared_limit : 48 * 1024;
+    if (d.static_bytes + d.launch->shared_bytes > most)
+        thread_fault(file, line, "the shared memory of a block is %zu bytes with %s, and %zu from the launch; %zu in all is the most%s",
+                     d.static_bytes, name, d.launch->shared_bytes, most, most == 48 * 1024 ? " without cudaFuncSetAttribute" : "");
     size_t offset = (d.arena_used + alignment - 1) / alignment * alignment, end = offset + bytes + GAP;
     if (end > d.arena_bytes) thread_fault(file, line, "the emulator's shared memory is full");
 #ifdef EMU_ASAN

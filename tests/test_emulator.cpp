@@ -249,6 +249,12 @@ static void past_the_dynamic_end_kernel(const float *in, float *out) {
     __syncthreads();
     out[threadIdx.x] = all[N - 1 - threadIdx.x];
 }
+static void both_shared_kernel(const float *in, float *out) { /* an array of its own, and what the launch gives */
+    LLM_SHARED(float, own, N);
+    LLM_DYNAMIC_SHARED(float, all);
+    own[threadIdx.x] = all[threadIdx.x] = in[threadIdx.x];
+    out[threadIdx.x] = own[threadIdx.x] + all[threadIdx.x];
+}
 static void past_global_kernel(const float *in, float *out) { out[threadIdx.x + 1] = in[threadIdx.x]; }
 static void before_global_kernel(const float *in, float *out) { (out - 1)[threadIdx.x] = in[threadIdx.x]; }
 
@@ -281,6 +287,13 @@ static void test_memory_bounds(void **) {
     assert_int_equal(run(0, out, N, N * sizeof(float), past_the_dynamic_end_kernel), cudaSuccess);
     assert_true(out[0] == N - 1);
     assert_caught(past_the_dynamic_end_kernel, N * sizeof(float) - 4, "past the end of the dynamic shared memory");
+    size_t beside = 48 * 1024 - N * sizeof(float);
+    assert_int_equal(run(0, out, N, beside, both_shared_kernel), cudaSuccess);
+    assert_int_equal(run(0, out, N, beside + 4, both_shared_kernel), cudaErrorLaunchFailure);
+    assert_non_null(strstr(emulator_fault(), "without cudaFuncSetAttribute"));
+    emulator_recover();
+    assert_int_equal(cudaFuncSetAttribute(both_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)beside + 4), cudaSuccess);
+    assert_int_equal(run(0, out, N, beside + 4, both_shared_kernel), cudaSuccess);
     assert_caught(past_global_kernel, 0, "past the end of an allocation of 1024 bytes");
     assert_caught(before_global_kernel, 0, "before an allocation of 1024 bytes");
     /* memory that nobody has written is NaN */
