@@ -181,7 +181,8 @@ typedef struct llm__cuda { /* the context of the backend */
     double wait_seconds;         /* that the CPU has waited for the device */
     uint64_t launches, replays;  /* of kernels one by one, and of graphs */
     char *raw, *rounded, *parts; /* device, scratch: weights on their way in, rounded activations, parts of attention */
-    size_t raw_bytes, rounded_bytes, parts_bytes;
+    char *pairs;                 /* ... and the blocks to copy */
+    size_t raw_bytes, rounded_bytes, parts_bytes, pairs_bytes;
     llm__rounded_input last;     /* what is in `rounded` */
     llm_error failure;           /* the first since the last sync */
 } llm__cuda;
@@ -934,11 +935,11 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
     llm_error err;
     if (n < 1) return;
     size_t bytes = cache->layer_bytes / (size_t)cache->n_blocks;
-    int32_t *pairs = (int32_t *)llm__cuda_allocate(cuda, 2 * (size_t)n * sizeof *pairs, "a list of blocks to copy", &err);
-    if (!pairs || !llm__cuda_upload(cuda, pairs, from, (size_t)n * sizeof *pairs, &err) ||
-        !llm__cuda_upload(cuda, pairs + n, to, (size_t)n * sizeof *pairs, &err)) {
+    size_t list_bytes = (size_t)n * sizeof(int32_t), usual = 4096 * sizeof(int32_t);
+    bool room = llm__cuda_scratch(cuda, &cuda->pairs, &cuda->pairs_bytes, 2 * (list_bytes > usual ? list_bytes : usual), "a list of blocks to copy", &err);
+    int32_t *pairs = (int32_t *)(void *)cuda->pairs;
+    if (!room || !llm__cuda_upload(cuda, pairs, from, list_bytes, &err) || !llm__cuda_upload(cuda, pairs + n, to, list_bytes, &err)) {
         if (cuda->failure.status == LLM_OK) cuda->failure = err;
-        llm__cuda_release(cuda, pairs);
         return;
     }
     bool wide = bytes % sizeof(uint4) == 0;
@@ -949,7 +950,6 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
                cache->layer_bytes, words, pairs, pairs + n, n);
     llm__cuda_launched(cuda, "copy_blocks");
     llm__cuda_note(cuda, cudaStreamSynchronize(cuda->stream), "copy_blocks");
-    llm__cuda_release(cuda, pairs);
 }
 
 /* =====================================================================================
@@ -2179,10 +2179,13 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
                      dim3((unsigned)shape::threads), shared, p, x, token_tiles);
 }
 
+/* A test sets this, to have the kernels of large matrices for small ones; 0: as many as the GPU has. */
+int llm__pretended_processors = 0;
+
 /* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
 template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
     constexpr int large = Layout::scaled ? 64 : 128; /* tokens: where integers are unpacked, registers are short */
-    int64_t processors = cuda->n_processors;
+    int64_t processors = llm__pretended_processors ? llm__pretended_processors : cuda->n_processors;
     if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, p, x);
     else if (x.n <= 8 && llm__all_row_blocks(p, 2) < 4 * processors) llm__launch_few<Layout, 1, 1, false>(cuda, p, x);
     else if (x.n <= 8) llm__launch_few<Layout, 2, 1, false>(cuda, p, x);
@@ -3372,6 +3375,7 @@ static void llm__run_commands(llm__cuda *cuda) {
 /* Record the launches of the list without doing them. */
 static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
     uint64_t launches = cuda->launches;
+    bool failed_before = cuda->failure.status != LLM_OK;
     cudaGraph_t captured = NULL;
     if (cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return cudaGetLastError(), false;
     llm__run_commands(cuda);
@@ -3382,6 +3386,7 @@ static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
     if (!good) {
         cudaGetLastError();
         graph->exec = NULL;
+        if (!failed_before) llm__cuda_clear(&cuda->failure); /* nothing was run: the same one by one may go well, and tells if not */
     }
     return good;
 }
@@ -3654,6 +3659,7 @@ static void llm__cuda_destroy(llm_backend *backend) {
     cudaFree(cuda->raw);
     cudaFree(cuda->rounded);
     cudaFree(cuda->parts);
+    cudaFree(cuda->pairs);
     if (cuda->stream) cudaStreamDestroy(cuda->stream);
     cudaGetLastError();
     free(cuda);

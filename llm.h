@@ -395,7 +395,8 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
     uint64_t cache_bytes;  /* budget of the pool; 0: max_sequences whole contexts,
                               but at most 1 GiB (and never less than one context); on a device with memory of its
-                              own: memory_share of what is left there.
+                              own: memory_share of what is left there, but not beyond a million blocks, if that
+                              is more than max_sequences whole contexts.
                               A draft's cache, of as many blocks, comes on top (but not of a memory_share). */
     float memory_share;    /* the part of the device memory, free after weights and activations, that the pool
                               takes where cache_bytes is 0; default 0.9 */
@@ -509,9 +510,9 @@ typedef struct llm_statistics {
     double draft_seconds;         /* ... the draft's proposals, */
     double sampling_seconds;      /* ... choosing tokens, */
     double schedule_seconds;      /* ... deciding what to do */
-    double wait_seconds;          /* of step_seconds: waiting for a device that works by itself (a GPU). What is left is the
-                                     time that the CPU took for the steps. */
-    uint64_t device_launches;     /* kernels that were launched one by one, */
+    double wait_seconds;          /* since the engine is there: waiting for a device that works by itself (a GPU). What is left of
+                                     step_seconds is the time that the CPU took for the steps. */
+    uint64_t device_launches;     /* (since then, too) kernels that were launched one by one, */
     uint64_t device_replays;      /* and graphs that were replayed: see llm.cu, chapter [8] */
     uint64_t device_bytes, device_free_bytes; /* the device's memory, and what nobody has of it; 0: it has none of its own */
     uint64_t preemptions, blocks_swapped;
@@ -12667,6 +12668,7 @@ struct llm_engine {
     int64_t n_live; /* samples that have not ended, of all jobs */
     uint64_t last_id;
     llm_statistics statistics;
+    llm_device_state device; /* as it was when the engine came: what it has done before is not ours */
 };
 
 llm_engine_options llm_engine_defaults(void) {
@@ -12741,6 +12743,10 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
+/* Without being asked for more, no more blocks than this, or than all sequences together could use: the host keeps some hundred bytes for
+ * each, and a small model on a large GPU would get a hundred million. */
+enum { LLM__MANY_BLOCKS = 1 << 20 };
+
 /* How many blocks the pool gets: as many as its budget allows, or as fit into its share of the device memory, beside those
  * of the draft, or as all sequences together could use. */
 static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
@@ -12752,7 +12758,8 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
     if (!o->cache_bytes && device.total_bytes) {
         uint64_t both = block;
         if (o->draft) both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
-        n = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both;
+        uint64_t fit = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both, enough = context * (uint64_t)o->max_sequences;
+        n = (uint64_t)llm__min((int64_t)fit, llm__max((int64_t)enough, LLM__MANY_BLOCKS));
         if (n == 0)
             return llm__fail(err, LLM_ERROR_MEMORY,
                              "%s: %.1f MiB of device memory are free after weights and activations: too little for a cache (one "
@@ -12772,10 +12779,13 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
     return true;
 }
 
-/* Rows of logits that are made at a time: 16 MB of them, and at least one. */
+/* Rows of logits that are made at a time: 16 MB of them, and at least one. A device that draws tokens itself is to do so for all
+ * sequences at once: each time again costs it a pass over the output matrix and us a wait. (On the host, memory that no logits come to is
+ * never touched.) */
 static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
-    int64_t rows = (16 << 20) / (int64_t)sizeof(float) / c->vocab_size;
-    return (int)llm__min(llm__max(rows, 1), o->max_batch_tokens);
+    int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
+    if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
+    return (int)llm__min(rows, o->max_batch_tokens);
 }
 
 static bool llm__engine_init(llm_engine *e, llm_error *err) {
@@ -12806,6 +12816,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
             (double)llm_model_step_bytes(o->draft) / (double)llm_model_step_bytes(e->model);
     e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float), "logits", err);
     e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
+    e->device = llm__device_state(o->backend);
     return e->logits && e->hooked;
 }
 
@@ -13400,9 +13411,9 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
         s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
     s.arena_bytes = e->arena.bytes + sp->arena.bytes;
     llm_device_state device = llm__device_state(e->options.backend);
-    s.wait_seconds = device.wait_seconds;
-    s.device_launches = device.launches;
-    s.device_replays = device.replays;
+    s.wait_seconds = device.wait_seconds - e->device.wait_seconds;
+    s.device_launches = device.launches - e->device.launches;
+    s.device_replays = device.replays - e->device.replays;
     s.device_bytes = device.total_bytes;
     s.device_free_bytes = device.free_bytes;
     return s;

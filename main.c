@@ -767,7 +767,7 @@ static int parse(const command *self, const option *options, int n_options, int 
 #define NAIVE_OPTION(e) {0, "naive-attention", NULL, FLAG, &(e).naive_attention, 0, 0, "the plain attention loop, for comparison"}
 #define CACHE_TYPE_OPTION(e) {0, "cache-type", "TYPE", TYPE, &(e).cache_type, 0, 0, "of keys and values: f16 (default) or f32"}
 #define CACHE_OPTION(e, fallback) \
-    {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, "for keys and values (default: " fallback ", up to 1G)"}
+    {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
 #define BLOCK_OPTION(e) {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, "tokens in a block of the cache (default 16)"}
 #define STEP_OPTION(e) {0, "max-batch-tokens", "N", WHOLE, &(e).max_batch_tokens, 1, 1 << 20, "tokens in one forward pass (default 512)"}
 #define SCHEDULE_OPTIONS(e, window) \

@@ -1363,7 +1363,15 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return wait_for(resolve(stream));
 }
 
-cudaError_t cudaStreamQuery(cudaStream_t stream) { return cudaStreamSynchronize(stream); }
+/* As on a GPU that was not done yet: that is told like an error, and kept like one. */
+cudaError_t cudaStreamQuery(cudaStream_t stream) {
+    guard hold(gpu().lock);
+    if (cudaError_t error = usable()) return error;
+    emu_stream *s = resolve(stream);
+    bool busy = !s->queue.empty();
+    if (cudaError_t error = wait_for(s)) return error;
+    return busy ? failed(cudaErrorNotReady) : cudaSuccess;
+}
 
 cudaError_t cudaDeviceSynchronize(void) {
     guard hold(gpu().lock);

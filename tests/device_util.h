@@ -55,6 +55,7 @@ static __attribute__((unused)) llm_backend *device_of_engines(void) {
 static __attribute__((unused)) llm_engine *device_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
     llm_engine_options o = options ? *options : llm_engine_defaults();
     if (!o.backend) o.backend = device_of_engines();
+    if (!o.cache_bytes && o.backend) o.cache_bytes = (uint64_t)64 << 20; /* of a large GPU, the usual share would be millions of blocks */
     return llm_engine_create(model, &o, err);
 }
 #define llm_engine_create device_engine_create

@@ -14,6 +14,8 @@
 
 #include "device_util.h"
 
+extern int llm__pretended_processors; /* llm.cu */
+
 static llm_backend *open_device(bool plain, bool split) {
     llm_gpu_options options = llm_gpu_defaults();
     options.plain = plain;
@@ -608,7 +610,7 @@ static void test_attention_range(void **state) {
 }
 
 int main(void) {
-    setenv("LLM_EMU_PROCESSORS", "2", 0); /* of the emulated device: which kernel is chosen depends on how many rows there are for each */
+    llm__pretended_processors = 2; /* which kernel is chosen depends on how many rows there are for each */
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_wide),
@@ -624,5 +626,11 @@ int main(void) {
         cmocka_unit_test(test_attention_range),
         cmocka_unit_test(test_thousands),
     };
-    return cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
+    const char *device = device_name("emulated");
+    int failed = 0;
+    for (int order = getenv("LLM_TEST_LESS") ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+        device_set_order(device, order);
+        failed += cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
+    }
+    return failed;
 }
