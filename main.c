@@ -3452,7 +3452,7 @@ static const char bench_batch_notes[] =
  * The same requests, at the same times, for each policy. TTFT is counted from the time at which a request was to arrive. */
 enum {
     SECONDS, THROUGHPUT, TTFT_50, TTFT_90, TTFT_99, TPOT_50, TPOT_90, TPOT_99, BATCH, OCCUPANCY, PADDING, STEPS, PREEMPTIONS_MADE,
-    HIT_RATE, WASTE, SCHEDULER, ACCEPTANCE, PER_STEP, N_FIGURES
+    HIT_RATE, WASTE, SCHEDULER, HOST, ACCEPTANCE, PER_STEP, N_FIGURES
 };
 
 static const struct {
@@ -3467,6 +3467,7 @@ static const struct {
     {"... ended, and still computed", "padding_per_step", 1, 2}, {"steps", "steps", 1, 0},
     {"preemptions", "preemptions", 1, 0}, {"prompt tokens cached, %", "prefix_hit_rate", 100, 1},
     {"cache slots wasted, mean, %", "kv_waste", 100, 2}, {"scheduler's share of time, %", "scheduler_share", 100, 3},
+    {"a step's time of the CPU, us", "host_seconds_per_step", 1e6, 1}, /* of a GPU's step */
     {"proposals accepted, %", "acceptance", 100, 1}, {"tokens per sequence's step", "tokens_per_step", 1, 2},
 };
 
@@ -3571,10 +3572,10 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
     figures[BATCH] = (double)s.sequence_steps / (double)s.steps;
     figures[OCCUPANCY] = figures[BATCH] / v->engine_options.max_sequences;
     figures[PADDING] = (double)s.padding_tokens / (double)s.steps;
-    figures[WASTE] /= (double)s.steps;
     figures[PREEMPTIONS_MADE] = (double)s.preemptions;
     figures[HIT_RATE] = s.prefix_tokens ? (double)s.prefix_hits / (double)s.prefix_tokens : 0;
     figures[SCHEDULER] = (s.step_seconds - s.forward_seconds - s.draft_seconds - s.sampling_seconds) / s.step_seconds;
+    figures[HOST] = s.device_launches + s.device_replays ? (s.step_seconds - s.wait_seconds) / (double)s.steps : NAN;
     figures[ACCEPTANCE] = s.proposed ? acceptance(&s) : NAN;
     figures[PER_STEP] = tokens_per_step(&s);
 }
@@ -3583,7 +3584,7 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
 static bool serve_requests(serve *v, llm_engine *engine, const char *what, double *figures) {
     llm_error err;
     llm_event event;
-    uint64_t steps = 0;
+    int n_steps = 0, n_looks = 0;
     double start = llm_seconds();
     for (int next = 0, n_ended = 0; n_ended < v->n_requests && !stop_requested;) {
         double now = llm_seconds() - start;
@@ -3597,14 +3598,14 @@ static bool serve_requests(serve *v, llm_engine *engine, const char *what, doubl
             serve_event(engine, &event, now);
             n_ended += event.finish != LLM_FINISH_NONE;
         }
-        llm_statistics s = llm_engine_statistics(engine);
-        if (s.steps == steps) continue;
-        steps = s.steps;
-        figures[WASTE] += s.kv_waste;
+        if (status == 0 || n_steps++ % 8) continue; /* a look at the pool takes time, of a large one too much for each step */
+        figures[WASTE] += llm_engine_statistics(engine).kv_waste;
+        n_looks++;
         char note[64];
         snprintf(note, sizeof note, "%s, %d of %d requests", what, n_ended, v->n_requests);
         show_progress("bench", (double)n_ended / v->n_requests, note);
     }
+    figures[WASTE] /= n_looks;
     if (!stop_requested) serve_summary(v, engine, start, figures);
     return true;
 }

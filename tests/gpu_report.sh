@@ -45,6 +45,7 @@ work=$(mktemp -d) || exit 1
 sampler=
 trap 'rm -rf "$work"; [ -z "$sampler" ] || kill "$sampler" 2>/dev/null' EXIT
 failed=0 unfinished=0
+: >"$work/figures" # of the operations, for comparison
 
 say() { printf '%s\n' "$*" | tee -a "$REPORT"; }
 left() { echo $((BUDGET - SECONDS)); }
@@ -208,17 +209,21 @@ run_kernels() {
     for piece in ceilings layers matmul attention host; do # each a program of its own: where one fails, the others do not
         attempt 90 "$B/gpu_bench" "$piece"
         status=$?
-        grep '^|' "$work/log" | tee -a "$REPORT"
+        grep '^|' "$work/log" | tee -a "$REPORT" "$work/figures"
         [ "$status" -eq 0 ] || say "| $piece | ended with status $status: $(last_line) | |"
         went "$status" "gpu_bench $piece"
         [ "$piece" != ceilings ] || copy_rate=$(sed -n 's/.*copy of .* | \([0-9.]*\) TB.*/\1/p' "$work/log")
     done
 }
 
-run_torch() { # PyTorch's fused attention on the same shapes, if there is a PyTorch
-    [ "$DEVICE" = cuda ] && timeout 60 python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null || return
+run_torch() { # PyTorch's fused attention on the same shapes, and our share of its rate, if there is a PyTorch
+    if [ "$DEVICE" != cuda ] || ! timeout 60 python3 -c 'import torch; assert torch.cuda.is_available()' 2>/dev/null; then
+        say '' && say "PyTorch's attention: not measured, there is no PyTorch with CUDA here."
+        return
+    fi
     cat >"$work/attention.py" <<'PYTHON'
-import torch
+import re, sys, torch
+ours = {int(n): float(rate) for n, rate in re.findall(r"prefill attention, (\d+) tokens[^|]*\| [\d.]+ ms, (\d+) TFLOP", open(sys.argv[1]).read())}
 for n in (1024, 4096, 16384):
     q, k, v = (torch.randn(1, heads, n, 128, device="cuda", dtype=torch.float16) for heads in (32, 8, 8))
     k, v = k.repeat_interleave(4, 1), v.repeat_interleave(4, 1)
@@ -232,10 +237,12 @@ for n in (1024, 4096, 16384):
         if i > 1: best = min(best, start.elapsed_time(end) / 10)
     work = 4 * n * (n + 1) / 2 * 32 * 128
     what = f"PyTorch {torch.__version__}, scaled_dot_product_attention, {n} tokens, causal"
-    print(f"| {what} | {best:.2f} ms, {work / best * 1e-9:.0f} TFLOP/s | |", flush=True)
+    rate = work / best * 1e-9
+    share = f"ours does {100 * ours[n] / rate:.0f} % of that" if n in ours else ""
+    print(f"| {what} | {best:.2f} ms, {rate:.0f} TFLOP/s | {share} |", flush=True)
 PYTHON
     say '' && say '| for comparison | figure | |' && say '|---|---|---|'
-    attempt 60 python3 "$work/attention.py"
+    attempt 60 python3 "$work/attention.py" "$work/figures"
     went $? PyTorch
     grep '^|' "$work/log" | tee -a "$REPORT"
 }
@@ -251,11 +258,16 @@ run_decode() {
     say '' && say '## One sequence' && say ''
     say '| model | command | prefill, tokens/s | decode, tokens/s | GB/s of weights and cache | share of the copy |'
     say '|---|---|---|---|---|---|'
-    local model shape type form options='-p 512,4096 -g 128 -r 3 --max-batch-tokens 4096'
+    local model shape type form began options='-p 512,4096 -g 128 -r 3 --max-batch-tokens 4096'
     [ "$DEVICE" = cuda ] || options='-p 8 -g 2 -r 1'
     for model in $MODELS; do
         shape=${model%:*} type=${model##*:}
         write_model "$shape" "$type" || continue
+        began=$(date +%s.%N)
+        attempt 60 "$B/llm" run -m "$work/model.gguf" --device "$DEVICE" -n 1 Hello
+        went $? "llm run $model"
+        say "| $shape $type | from the command to the first token, $(wc -c <"$work/model.gguf" | awk '{ printf "%.1f", $1 * 1e-9 }') GB from the page cache:" \
+            "$(date +%s.%N | awk -v b="$began" '{ printf "%.2f", $1 - b }') s | | | | |"
         for form in '' --overlap; do
             # shellcheck disable=SC2086
             attempt 60 "$B/llm" bench -m "$work/model.gguf" --device "$DEVICE" -t 1 $options $form --json
@@ -322,7 +334,10 @@ run_sanitizer() {
         'racecheck test_device' 'memcheck test_cuda_kernels'; do
         tool=${what% *} program=("$B/${what#* }")
         [ "${what#* }" != tale ] || program=("${tale[@]}")
-        attempt 100 "$sanitizer" --tool "$tool" --error-exitcode 9 "${program[@]}"
+        # (some tests ask for more memory than there is, on purpose: a call that says no is not memcheck's business)
+        local quiet=()
+        [ "$tool" != memcheck ] || quiet=(--report-api-errors no)
+        attempt 100 "$sanitizer" --tool "$tool" "${quiet[@]}" --error-exitcode 9 "${program[@]}"
         status=$?
         say "| $tool | ${what#* } | $(grep -aE 'ERROR SUMMARY|RACECHECK SUMMARY|Device not supported' "$work/log" | tail -n 1 | sed 's/=* *//'), exit status $status |"
         [ "$status" -eq 0 ] || grep -aE '=========' "$work/log" | head -n 15 | cut -c1-300
