@@ -118,7 +118,23 @@ static int fail(const char *format, ...) {
     return FAILED;
 }
 
-static int fail_with(const llm_error *err) { return fail("%s", err->message); }
+/* What the engine says of its settings, in the words of our options. */
+static int fail_with(const llm_error *err) {
+    static const struct { const char *setting, *option; } words[] = {
+        {"cache_bytes", "--cache-memory"}, {"max_batch_tokens", "--max-batch-tokens"}, {"max_sequences", "--max-sequences"},
+        {"context_length", "--context"},   {"max_speculation", "--speculate"}};
+    char message[2 * sizeof err->message];
+    bool settings = err->status == LLM_ERROR_ARGUMENT || err->status == LLM_ERROR_MEMORY;
+    size_t n = 0;
+    for (const char *p = err->message; *p;) {
+        int i = settings ? 0 : COUNT(words);
+        while (i < COUNT(words) && strncmp(p, words[i].setting, strlen(words[i].setting))) i++;
+        if (i == COUNT(words)) message[n++] = *p++;
+        else n += (size_t)sprintf(message + n, "%s", words[i].option), p += strlen(words[i].setting);
+    }
+    message[n] = 0;
+    return fail("%s", message);
+}
 
 static bool is_terminal(int descriptor) {
     const char *term = getenv("TERM");

@@ -201,6 +201,8 @@ bad "no input" 2 "the prompts are missing: -f FILE" batch
 bad "an input that is not there" 1 "cannot read nowhere.jsonl: No such file" batch -f nowhere.jsonl
 bad "an input that is a directory" 1 "cannot read .*: Is a directory" batch -f "$T"
 bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch -f many.jsonl -o nowhere/o.jsonl
+bad "a cache of one byte" 1 "^llm: --cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1
+bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch -f many.jsonl --context 1000000
 bad "an unknown policy" 2 "policy needs one of continuous\|static\|dynamic, not 'random'" batch -f many.jsonl --policy random
 
 mkfifo fifo
