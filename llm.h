@@ -11593,6 +11593,7 @@ typedef struct llm__sampler { /* scratch, one per engine */
     uint32_t n_draws;
     llm_draw *draws;         /* (max_draws) what a slice of logits is for, and ... */
     llm__outcome *outcomes;  /* ... what came of it */
+    llm_draw *device_draws;  /* those of them that the device does */
     int32_t *ids;
     float *logprobs;
 } llm__sampler;
@@ -11603,6 +11604,7 @@ static void llm__sampler_free(llm__sampler *s) {
     LLM_FREE(s->seen);
     LLM_FREE(s->draws);
     LLM_FREE(s->outcomes);
+    LLM_FREE(s->device_draws);
     LLM_FREE(s->ids);
     LLM_FREE(s->logprobs);
     memset(s, 0, sizeof *s);
@@ -11625,9 +11627,10 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
     s->draws = (llm_draw *)llm__new(draws, sizeof *s->draws, "the sampler", err);
     s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
+    s->device_draws = (llm_draw *)llm__new(draws, sizeof *s->device_draws, "the sampler", err);
     s->ids = (int32_t *)llm__new(draws, sizeof *s->ids, "the sampler", err);
     s->logprobs = (float *)llm__new(draws, sizeof *s->logprobs, "the sampler", err);
-    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->ids && s->logprobs) return true;
+    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->device_draws && s->ids && s->logprobs) return true;
     llm__sampler_free(s);
     return false;
 }
@@ -12413,35 +12416,43 @@ static llm_draw llm__draw_of(const llm__sequence *sequence, int sample, int row,
 }
 
 /* Note what the rows first .. first + n - 1 of the batch's logits are for: one draw each, but several where the samples of a
- * request part. Returns how many; *by_device: the device can do them all. */
-static int llm__plan_draws(llm__sampler *sampler, const llm__scheduler *s, int first, int n, bool *by_device) {
+ * request part. Returns how many. An outcome gets the place of its logits in `host`, if they have to come there: NULL, where the device draws. */
+static int llm__plan_draws(llm__sampler *sampler, const llm__scheduler *s, bool device, float *host, int first, int n) {
     int n_draws = 0;
     for (int row = 0; row < n; row++) {
         const llm__sequence *sequence = s->batch_sequences[s->row_sequence[first + row]];
         const llm__job *job = sequence->job;
         int position = s->positions[s->logit_rows[first + row]];
         bool parting = !job->forked && position == sequence->n_tokens - 1;
-        *by_device = *by_device && llm__device_draws(sequence);
-        for (int i = 0; i < (parting ? job->request.n_samples : 1); i++)
-            sampler->draws[n_draws++] = llm__draw_of(sequence, parting ? i : sequence->sample, row, position);
+        for (int i = 0; i < (parting ? job->request.n_samples : 1); i++, n_draws++) {
+            sampler->draws[n_draws] = llm__draw_of(sequence, parting ? i : sequence->sample, row, position);
+            sampler->outcomes[n_draws].logits = device && llm__device_draws(sequence) ? NULL : host + (int64_t)row * sampler->vocab_size;
+        }
     }
     return n_draws;
 }
 
-/* What comes of n rows of logits in device memory: all the logits in `host`, or just the tokens. Returns the number of
- * outcomes; -1 on failure. */
+/* What comes of n rows of logits in device memory: of some just the tokens, of the others all the logits, in `host`. Returns the number
+ * of outcomes; -1 on failure. */
 static int llm__fetch_outcomes(llm__sampler *sampler, const llm__scheduler *s, llm_backend *b, float *logits, float *host,
                                int first, int n, llm_error *err) {
-    bool by_device = b->sample && !s->options->host_sampling;
-    int n_draws = llm__plan_draws(sampler, s, first, n, &by_device), vocab = sampler->vocab_size;
-    if (!(by_device ? b->sample(b->context, logits, vocab, sampler->draws, n_draws, sampler->ids, sampler->logprobs, err)
-                    : b->download(b->context, host, logits, (size_t)n * (size_t)vocab * sizeof *host, err)))
+    int n_draws = llm__plan_draws(sampler, s, b->sample && !s->options->host_sampling, host, first, n), n_drawn = 0, drawn = 0;
+    llm__outcome *outcomes = sampler->outcomes;
+    for (int i = 0; i < n_draws; i++)
+        if (!outcomes[i].logits) sampler->device_draws[n_drawn++] = sampler->draws[i];
+    if (n_drawn && !b->sample(b->context, logits, sampler->vocab_size, sampler->device_draws, n_drawn, sampler->ids, sampler->logprobs, err))
         return -1;
     for (int i = 0; i < n_draws; i++) {
-        llm__outcome *outcome = &sampler->outcomes[i];
-        outcome->logits = by_device ? NULL : host + (size_t)sampler->draws[i].row * (size_t)vocab;
-        outcome->id = by_device ? sampler->ids[i] : -1;
-        outcome->logprob = by_device ? sampler->logprobs[i] : 0;
+        outcomes[i].id = outcomes[i].logits ? -1 : sampler->ids[drawn];
+        outcomes[i].logprob = outcomes[i].logits ? 0 : sampler->logprobs[drawn];
+        drawn += !outcomes[i].logits;
+    }
+    for (int i = 0, end; i < n_draws; i = end) { /* rows side by side come together */
+        for (end = i; end < n_draws && outcomes[end].logits;) end++;
+        const int row = sampler->draws[i].row, rows = end > i ? sampler->draws[end - 1].row + 1 - row : 0;
+        const int64_t at = (int64_t)row * sampler->vocab_size;
+        if (rows && !b->download(b->context, host + at, logits + at, (size_t)rows * (size_t)sampler->vocab_size * sizeof *host, err)) return -1;
+        end += end == i;
     }
     return n_draws;
 }
