@@ -3300,6 +3300,7 @@ struct llm_tokenizer {
     const struct llm__chat_format *chat; /* NULL: it is not known */
     char *chat_usual;          /* the system message that it has for where there is none; NULL: none */
     bool chat_begins_bos;      /* does it begin with BOS, where its format does not say? */
+    bool chat_begins_line;     /* ... or with an empty line? */
     /* the special tokens to look for, sorted by text: [0] user-defined ones alone, [1] all */
     const llm_string **specials[2];
     int64_t n_specials[2];
@@ -4924,7 +4925,7 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
  * few ways of writing down a conversation, so here each is a row of a table, and the file's program is looked through for
  * the expressions that make it one of them. What is not found there is not guessed.
  *
- * In the patterns of the table %s stands for the message, %b and %e for the tokens BOS and EOS, %d for today's date. Only the
+ * In the patterns of the table %s stands for the message, %b and %e for the tokens BOS and EOS, %d for a date. Only the
  * patterns' own text may become special tokens; that of the messages never does, so that no message can end itself and go
  * on in another's name. (Where a template's marks are no tokens, as in Zephyr's "<|user|>", it is but text, and can be imitated.) */
 
@@ -4934,7 +4935,9 @@ enum { /* what becomes of the messages */
     LLM__CHAT_ALTERNATES = 4,    /* a system message, if any, then user and assistant in turn */
     LLM__CHAT_JOINS_LAST = 8,    /* the system message goes into the last message of the user, not the first */
     LLM__CHAT_FORGETS = 16,      /* what the assistant thought in earlier answers is left out */
-    LLM__CHAT_KEEPS_USUAL = 32   /* the file's template may bring a system message for where there is none */
+    LLM__CHAT_KEEPS_USUAL = 32,  /* the file's template may bring a system message for where there is none */
+    LLM__CHAT_THINKS = 64,       /* but need not: an empty thought in front of the answer keeps it from that */
+    LLM__CHAT_PRINTS = 128       /* the template has text outside of its tags, which its marks tell */
 };
 
 typedef struct llm__chat_format {
@@ -4948,70 +4951,133 @@ typedef struct llm__chat_format {
     const char *open;       /* the beginning of the answer */
     const char *usual;      /* the system message where there is none; NULL: then none */
     const char *end;        /* what the model ends its answer with */
-    const char *marks[5];   /* all these are in the template, as llm__skeleton writes it; "!x": but not x */
+    const char *date;       /* %d; NULL: today's */
 } llm__chat_format;
 
 #define LLM__CHATML(role) "<|im_start|>" role "\n%s<|im_end|>\n"
+#define LLM__CHATML_MESSAGES LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant")
 #define LLM__LLAMA3(role) "<|start_header_id|>" role "<|end_header_id|>\n\n%s<|eot_id|>"
+#define LLM__LLAMA3_MESSAGES LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"), LLM__LLAMA3("assistant")
+#define LLM__LLAMA3_OPEN "<|start_header_id|>assistant<|end_header_id|>\n\n"
 #define LLM__LLAMA3_DATED "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n" \
                           "Today Date: %d\n\n%s<|eot_id|>"
-#define LLM__LLAMA3_MARK "'<|start_header_id|>'+message.role+'<|end_header_id|>\n\n'+message.content|trim+'<|eot_id|>'"
 static const llm__chat_format llm__chat_formats[] = {
-    {"chatml", LLM__CHAT_KEEPS_USUAL, "", NULL, LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant"),
-     "<|im_start|>assistant\n", NULL, "<|im_end|>",
-     {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!}}\n"}},
-    {"qwen3", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant"),
-     "<|im_start|>assistant\n", NULL, "<|im_end|>",
-     {"'<|im_start|>'+message.role+'\n'+content+'<|im_end|>\n'", "'<think>\n\n</think>\n\n'", "last_query_index"}},
-    {"llama3", LLM__CHAT_TRIMS, "%b", NULL, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"), LLM__LLAMA3("assistant"),
-     "<|start_header_id|>assistant<|end_header_id|>\n\n", NULL, "<|eot_id|>", {LLM__LLAMA3_MARK, "!Cutting Knowledge Date"}},
-    {"llama3.1", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"),
-     LLM__LLAMA3("assistant"), "<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>",
-     {LLM__LLAMA3_MARK, "'Cutting Knowledge Date: December 2023\n'", "'Today Date: '+date_string+'\n\n'", "'26 Jul 2024'",
-      "!strftime_now"}},
-    {"llama3.2", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"),
-     LLM__LLAMA3("assistant"), "<|start_header_id|>assistant<|end_header_id|>\n\n", "", "<|eot_id|>",
-     {LLM__LLAMA3_MARK, "'Cutting Knowledge Date: December 2023\n'", "'Today Date: '+date_string+'\n\n'",
-      "strftime_now('%d %b %Y')"}},
+    {"chatml", LLM__CHAT_KEEPS_USUAL, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
+    {"qwen3", LLM__CHAT_FORGETS | LLM__CHAT_THINKS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
+    {"qwen3-instruct", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
+    {"qwen3-thinking", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n<think>\n", NULL, "<|im_end|>", NULL},
+    {"llama3", LLM__CHAT_TRIMS, "%b", NULL, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, NULL, "<|eot_id|>", NULL},
+    {"llama3.1", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", "26 Jul 2024"},
+    {"llama3.1-unsloth", 0, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", "26 July 2024"},
+    {"llama3.2", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", NULL},
     {"llama2", LLM__CHAT_TRIMS | LLM__CHAT_ALTERNATES, "", NULL, NULL, "<<SYS>>\n%s\n<</SYS>>\n\n", "%b[INST] %s [/INST]",
-     " %s %e", "", NULL, "%e",
-     {"'<<SYS>>\n'+system_message+'\n<</SYS>>\n\n'+message.content", "bos_token+'[INST] '+content.strip()+' [/INST]'",
-      "' '+content.strip()+' '+eos_token", "!setsystem_message='"}},
-    {"mistral-v0.1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e ", "", NULL, "%e",
-     {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token+' '}"}},
-    {"mistral-v0.2", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e", "", NULL, "%e",
-     {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token}"}},
-    {"mistral-v1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, "%s\n\n", " [INST] %s [/INST]", " %s%e", "", NULL, "%e",
-     {"' [INST] '+message.content+' [/INST]'", "' [INST] '+system_message+'\n\n'+message.content+' [/INST]'",
-      "' '+message.content+eos_token", "loop.firstandsystem_messageisdefined"}},
+     " %s %e", "", NULL, "%e", NULL},
+    {"mistral-v0.1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e ", "", NULL, "%e", NULL},
+    {"mistral-v0.2", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e", "", NULL, "%e", NULL},
+    {"mistral-v1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, "%s\n\n", " [INST] %s [/INST]", " %s%e", "", NULL, "%e", NULL},
     {"mistral-v3", LLM__CHAT_ALTERNATES | LLM__CHAT_TRIMS_ANSWERS | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n",
-     "[INST] %s[/INST]", " %s%e", "", NULL, "%e",
-     {"'[INST] '+message.content+'[/INST]'", "'[INST] '+system_message+'\n\n'+message.content+'[/INST]'",
-      "' '+message.content|trim+eos_token", "loop.lastandsystem_messageisdefined"}},
+     "[INST] %s[/INST]", " %s%e", "", NULL, "%e", NULL},
     {"mistral-v3-tekken", LLM__CHAT_ALTERNATES | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n", "[INST]%s[/INST]", "%s%e",
-     "", NULL, "%e",
-     {"'[INST]'+message.content+'[/INST]'", "'[INST]'+system_message+'\n\n'+message.content+'[/INST]'",
-      "message.content+eos_token", "loop.lastandsystem_messageisdefined"}},
-    {"mistral-v7", 0, "%b", NULL, "[SYSTEM_PROMPT] %s[/SYSTEM_PROMPT]", NULL, "[INST] %s[/INST]", " %s%e", "", NULL, "%e",
-     {"'[SYSTEM_PROMPT] '+message.content+'[/SYSTEM_PROMPT]'", "'[INST] '+message.content+'[/INST]'",
-      "' '+message.content+eos_token"}},
-    {"zephyr", 0, "", NULL, "<|system|>\n%s%e\n", NULL, "<|user|>\n%s%e\n", "<|assistant|>\n%s%e\n", "<|assistant|>\n", NULL,
-     "%e",
-     {"{{'<|user|>\n'+message.content+eos_token}}\n{%", "{{'<|system|>\n'+message.content+eos_token}}\n{%",
-      "{{'<|assistant|>\n'+message.content+eos_token}}\n{%", "{{'<|assistant|>'}}\n{%"}},
+     "", NULL, "%e", NULL},
+    {"mistral-v7", 0, "%b", NULL, "[SYSTEM_PROMPT] %s[/SYSTEM_PROMPT]", NULL, "[INST] %s[/INST]", " %s%e", "", NULL, "%e", NULL},
+    {"zephyr", LLM__CHAT_PRINTS, "", NULL, "<|system|>\n%s%e\n", NULL, "<|user|>\n%s%e\n", "<|assistant|>\n%s%e\n", "<|assistant|>\n",
+     NULL, "%e", NULL},
 };
 #undef LLM__CHATML
+#undef LLM__CHATML_MESSAGES
 #undef LLM__LLAMA3
+#undef LLM__LLAMA3_MESSAGES
+#undef LLM__LLAMA3_OPEN
 #undef LLM__LLAMA3_DATED
-#undef LLM__LLAMA3_MARK
 enum { LLM__N_CHAT_FORMATS = sizeof llm__chat_formats / sizeof *llm__chat_formats };
+
+/* What the formats look like in a file. Programs that do the same are written in several ways. What is between the marks may be
+ * anything about tools, which a conversation of text never reaches; so the longer a mark, the less passes that does something else. */
+typedef struct llm__chat_marks {
+    const char *name;     /* of the format */
+    const char *marks[9]; /* all these are in the template, as llm__skeleton writes it; "!x": but not x */
+} llm__chat_marks;
+
+#define LLM__QWEN3_USER(content) "{%if(message.role=='user')or(message.role=='system'andnotloop.first)%}" \
+                                 "{{'<|im_start|>'+message.role+'\n'+" content "+'<|im_end|>\n'}}{%elifmessage.role=='assistant'%}"
+#define LLM__QWEN3_MESSAGES "{%formessageinmessages%}{%ifmessage.contentisstring%}{%setcontent=message.content%}" \
+                            "{%else%}{%setcontent=''%}{%endif%}" LLM__QWEN3_USER("content")
+#define LLM__QWEN3_THOUGHT(is) "{%setreasoning_content=''%}{%ifmessage.reasoning_content" is "%}" \
+                               "{%setreasoning_content=message.reasoning_content%}{%else%}{%if'</think>'in"
+#define LLM__QWEN3_LAST "{%ifns.multi_step_toolandmessage.role=='user'and", "{%endif%}{%endif%}{%ifloop.index0>ns.last_query_index%}"
+#define LLM__QWEN3_SPLIT LLM__QWEN3_MESSAGES LLM__QWEN3_THOUGHT("isstring") "content%}", LLM__QWEN3_LAST, \
+                         "{%setcontent=content.split('</think>')[-1].lstrip('\n')%}{%endif%}{%endif%}"
+#define LLM__QWEN3_GGUF(split) "{%formessageinmessages%}" LLM__QWEN3_USER("message.content") "{%setcontent=message.content%}" \
+                               LLM__QWEN3_THOUGHT("isdefinedandmessage.reasoning_contentisnotnone") "message.content%}" \
+                               "{%setcontent=" split ".lstrip('\n')%}", LLM__QWEN3_LAST
+#define LLM__QWEN3_ANSWER "{{'<|im_start|>'+message.role+'\n'+content}}"
+#define LLM__QWEN3_FORGETS "{%else%}" LLM__QWEN3_ANSWER "{%endif%}{%else%}" LLM__QWEN3_ANSWER "{%endif%}"
+#define LLM__QWEN3(open) "{%ifmessages[0].role=='system'%}{{'<|im_start|>system\n'+messages[0].content+'<|im_end|>\n'}}{%endif%}", \
+                         "{%endif%}{{'<|im_end|>\n'}}{%e", "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n" open "{%endif%}", "!trim"
+#define LLM__QWEN3_MAY_THINK "'}}{%ifenable_thinkingisdefinedandenable_thinkingisfalse%}{{'<think>\n\n</think>\n\n'}}{%endif%}"
+#define LLM__LLAMA3_MARK(content) "'<|start_header_id|>'+message.role+'<|end_header_id|>\n\n'+" content "+'<|eot_id|>'"
+#define LLM__LLAMA3(trim) \
+    "{%ifmessages[0].role=='system'%}{%setsystem_message=messages[0].content" trim "%}{%setmessages=messages[1:]%}" \
+    "{%else%}{%setsystem_message=''%}{%endif%}{{'<|start_header_id|>system<|end_header_id|>\n\n'}}{%", \
+    "{%endif%}{{'Cutting Knowledge Date: December 2023\n'}}{{'Today Date: '+date_string+'\n\n'}}", "{{system_message}}{{'<|eot_id|>'}}{%", \
+    "{%formessageinmessages%}{%ifnot(message.role=='ipython'ormessage.role=='tool'or'tool_calls'inmessage)%}" \
+    "{{" LLM__LLAMA3_MARK("message.content" trim) "}}{%e", \
+    "{%ifadd_generation_prompt%}{{'<|start_header_id|>assistant<|end_header_id|>\n\n'}}{%endif%}", "{{bos_token}}{%"
+static const llm__chat_marks llm__chat_marked[] = {
+    {"chatml", {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!think>"}},
+    {"chatml", /* Qwen3-Instruct-2507 */
+     {LLM__QWEN3_MESSAGES LLM__QWEN3_ANSWER "{%", LLM__QWEN3("'}}"), "!strip(", "!think>"}},
+    {"chatml", /* role by role */
+     {"{%formessageinmessages%}{%ifmessage.role=='user'%}{{'<|im_start|>user\n'+message.content+'<|im_end|>\n'}}"
+      "{%elifmessage.role=='assistant'%}{{'<|im_start|>assistant\n'+message.content+'<|im_end|>\n'}}"
+      "{%else%}{{'<|im_start|>system\n'+message.content+'<|im_end|>\n'}}{%endif%}{%endfor%}"
+      "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n'}}{%endif%}", "!trim", "!strip(", "!think>"}},
+    {"qwen3", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
+    {"qwen3", /* of Qwen's own GGUF files */
+     {LLM__QWEN3_GGUF("message.content.split('</think>')[-1]"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
+    {"qwen3", /* Unsloth's */
+     {LLM__QWEN3_GGUF("(message.content.split('</think>')|last)"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
+    {"qwen3-instruct", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("'}}")}}, /* as Unsloth tunes it */
+    {"qwen3-thinking", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("<think>\n'}}")}},
+    {"llama3", {LLM__LLAMA3_MARK("message.content|trim"), "!Cutting Knowledge Date", "!date_string"}},
+    {"llama3.1", {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%setdate_string='26 Jul 2024'%}{%endif%}"}},
+    {"llama3.1-unsloth", {LLM__LLAMA3(""), "{%ifnotdate_stringisdefined%}{%setdate_string='26 July 2024'%}{%endif%}"}},
+    {"llama3.2",
+     {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%ifstrftime_nowisdefined%}{%setdate_string=strftime_now('%d %b %Y')%}{%else%}"}},
+    {"llama2", {"'<<SYS>>\n'+system_message+'\n<</SYS>>\n\n'+message.content", "bos_token+'[INST] '+content.strip()+' [/INST]'",
+                "' '+content.strip()+' '+eos_token", "!setsystem_message='"}},
+    {"mistral-v0.1", {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token+' '}"}},
+    {"mistral-v0.2", {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token}"}},
+    {"mistral-v1", {"' [INST] '+message.content+' [/INST]'", "' [INST] '+system_message+'\n\n'+message.content+' [/INST]'",
+                    "' '+message.content+eos_token", "loop.firstandsystem_messageisdefined"}},
+    {"mistral-v3", {"'[INST] '+message.content+'[/INST]'", "'[INST] '+system_message+'\n\n'+message.content+'[/INST]'",
+                    "' '+message.content|trim+eos_token", "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v3-tekken", {"'[INST]'+message.content+'[/INST]'", "'[INST]'+system_message+'\n\n'+message.content+'[/INST]'",
+                           "message.content+eos_token", "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v7", {"'[SYSTEM_PROMPT] '+message.content+'[/SYSTEM_PROMPT]'", "'[INST] '+message.content+'[/INST]'",
+                    "' '+message.content+eos_token"}},
+    {"zephyr", {"{{'<|user|>\n'+message.content+eos_token}}\n{%", "{{'<|system|>\n'+message.content+eos_token}}\n{%",
+                "{{'<|assistant|>\n'+message.content+eos_token}}\n{%", "{{'<|assistant|>'}}\n{%"}},
+};
+#undef LLM__QWEN3_USER
+#undef LLM__QWEN3_MESSAGES
+#undef LLM__QWEN3_THOUGHT
+#undef LLM__QWEN3_LAST
+#undef LLM__QWEN3_SPLIT
+#undef LLM__QWEN3_GGUF
+#undef LLM__QWEN3_ANSWER
+#undef LLM__QWEN3_FORGETS
+#undef LLM__QWEN3
+#undef LLM__QWEN3_MAY_THINK
+#undef LLM__LLAMA3_MARK
+#undef LLM__LLAMA3
 
 const char *llm_chat_template_at(int index) {
     return index >= 0 && index < LLM__N_CHAT_FORMATS ? llm__chat_formats[index].name : NULL;
 }
 
 /* White space between two tags of a template: Hugging Face has blocks swallow it (Jinja's trim_blocks and lstrip_blocks), and
- * a '-' in a tag swallows all. before, after: '%' a block, '{' an expression, '-' with a minus, 0 the end of the template. */
+ * a '-' in a tag swallows all. before, after: '%' a block, '{' an expression, '-' with a minus, 0 the template's beginning or end. */
 static llm_string llm__template_text(llm_string s, char before, char after) {
     size_t end = s.length;
     while (end && strchr(" \t\r\n", s.data[end - 1])) end--;
@@ -5068,9 +5134,10 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
 }
 
 /* A template in a form in which what does the same looks the same: text that it prints as it is, and tags without comments
- * and white space, in which x['y'] is x.y, and neighbouring strings are one. Zero-terminated. */
-static bool llm__skeleton(llm_string source, llm__bytes *out, llm_error *err) {
-    char before = '%';
+ * and white space, in which x['y'] is x.y, and neighbouring strings are one. Zero-terminated. *printed: how much such text? */
+static bool llm__skeleton(llm_string source, llm__bytes *out, size_t *printed, llm_error *err) {
+    char before = 0; /* a line end at its beginning is printed */
+    *printed = 0;
     for (size_t at = 0, next; at < source.length || !at; at = next) {
         const char *begin = source.data + at, *end = source.data + source.length, *tag = begin;
         while (tag < end && !(*tag == '{' && tag + 1 < end && strchr("{%#", tag[1]) && tag[1])) tag++;
@@ -5079,6 +5146,7 @@ static bool llm__skeleton(llm_string source, llm__bytes *out, llm_error *err) {
         text = llm__template_text(text, before, tag == end ? 0 : minus ? '-' : tag[1] == '#' ? '%' : tag[1]);
         next = (size_t)(tag - source.data);
         if (!llm__append(out, text.data, text.length, err)) return false;
+        *printed += text.length;
         if (tag == end) break;
         before = tag[1] == '{' ? '{' : '%';
         if (tag[1] == '#') {
@@ -5095,14 +5163,21 @@ static bool llm__skeleton(llm_string source, llm__bytes *out, llm_error *err) {
     return llm__append(out, "", 1, err);
 }
 
-static const llm__chat_format *llm__find_format(const char *skeleton) {
-    for (int i = 0; i < LLM__N_CHAT_FORMATS; i++) {
-        const llm__chat_format *format = &llm__chat_formats[i];
-        bool fits = true;
-        for (int k = 0; k < 5 && format->marks[k] && fits; k++) {
-            const char *mark = format->marks[k];
-            fits = *mark == '!' ? !strstr(skeleton, mark + 1) : strstr(skeleton, mark) != NULL;
-        }
+static const llm__chat_format *llm__format_called(const char *name) {
+    for (int i = 0; i < LLM__N_CHAT_FORMATS; i++)
+        if (!strcmp(name, llm__chat_formats[i].name)) return &llm__chat_formats[i];
+    return NULL;
+}
+
+/* The format of a template; of text outside of its tags only what the format knows of. */
+static const llm__chat_format *llm__find_format(const char *skeleton, size_t printed) {
+    for (size_t i = 0; i < sizeof llm__chat_marked / sizeof *llm__chat_marked; i++) {
+        const char *const *marks = llm__chat_marked[i].marks;
+        const llm__chat_format *format = llm__format_called(llm__chat_marked[i].name);
+        size_t line = (format->flags & LLM__CHAT_KEEPS_USUAL) && *skeleton == '\n'; /* llm__load_chat keeps it */
+        bool fits = format->flags & LLM__CHAT_PRINTS ? *skeleton == '{' : printed == line;
+        for (int k = 0; k < 9 && marks[k] && fits; k++)
+            fits = *marks[k] == '!' ? !strstr(skeleton, marks[k] + 1) : strstr(skeleton, marks[k]) != NULL;
         if (fits) return format;
     }
     return NULL;
@@ -5129,15 +5204,16 @@ static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err
 static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
     llm__bytes skeleton = {NULL, 0, 0};
     llm_error none;
-    size_t cursor = 0;
+    size_t cursor = 0, printed;
     t->has_chat = llm_value_string(llm_file_find(t->file, "tokenizer.chat_template"), &cursor, &t->chat_source);
     if (!t->has_chat || t->chat_source.length > 1 << 20) return true;
-    bool ok = llm__skeleton(t->chat_source, &skeleton, err);
+    bool ok = llm__skeleton(t->chat_source, &skeleton, &printed, err);
     const char *text = (const char *)skeleton.data;
-    if (ok) t->chat = llm__find_format(text);
+    if (ok) t->chat = llm__find_format(text, printed);
     if (t->chat && (t->chat->flags & LLM__CHAT_KEEPS_USUAL)) {
         static const char bos[] = "{{bos_token}}";
         const char *found = strstr(text, "bos_token");
+        t->chat_begins_line = *text == '\n';
         t->chat_begins_bos = found && !strncmp(text, bos, strlen(bos));
         llm__clear(&none);
         bool clear = llm__usual_system(text, &t->chat_usual, &none) && (!found || t->chat_begins_bos) &&
@@ -5170,10 +5246,10 @@ typedef struct llm__rendering { /* a conversation becoming text */
 
 static const llm__chat_format *llm__chat_of(const llm_tokenizer *t, const llm_chat_options *options, llm_error *err) {
     const char *name = options ? options->template_name : NULL;
-    char known[300] = "";
-    if (!name && t->chat) return t->chat;
+    const llm__chat_format *format = name ? llm__format_called(name) : t->chat;
+    char known[400] = "";
+    if (format) return format;
     for (int i = 0; i < LLM__N_CHAT_FORMATS; i++) {
-        if (name && !strcmp(name, llm__chat_formats[i].name)) return &llm__chat_formats[i];
         size_t used = strlen(known);
         snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", llm__chat_formats[i].name);
     }
@@ -5302,7 +5378,7 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     const char *usual = own && r->t->chat_usual ? r->t->chat_usual : f->usual;
     int joined_at = !has_system || f->system ? -1 : f->flags & LLM__CHAT_JOINS_LAST ? n - 1 : 1;
     llm_string first = {messages[0].text, messages[0].length};
-    bool ok = llm__write_pattern(r, own && r->t->chat_begins_bos ? "%b" : f->begin, 0);
+    bool ok = llm__write_pattern(r, own && r->t->chat_begins_bos ? "%b" : own && r->t->chat_begins_line ? "\n" : f->begin, 0);
     if (ok && !has_system && usual) ok = llm__write_message(r, f->first ? f->first : f->system, llm__string(usual));
     for (int i = 0; ok && i < n; i++) {
         llm_string text = {messages[i].text, messages[i].length};
@@ -5335,17 +5411,17 @@ static void llm__today(char *text, size_t size) {
 /* Renders into r->text and r->trusted, which the caller frees in any case. */
 static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages,
                         int n, llm_error *err) {
-    char today[40] = "26 Jul 2024"; /* what the template of Llama 3.1 says every day */
+    char today[40];
     memset(r, 0, sizeof *r);
     if (!t || (!messages && n > 0)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_chat: an argument is NULL");
     r->t = t;
     r->err = err;
     r->format = llm__chat_of(t, options, err);
     if (!r->format || !llm__check_conversation(r->format, messages, n, err)) return false;
-    if (!strcmp(r->format->name, "llama3.2")) llm__today(today, sizeof today);
-    r->date = options && options->date ? options->date : today;
+    llm__today(today, sizeof today);
+    r->date = options && options->date ? options->date : r->format->date ? r->format->date : today;
     bool ok = llm__write_conversation(r, messages, n);
-    if (ok && options && options->no_thinking && (r->format->flags & LLM__CHAT_FORGETS))
+    if (ok && options && options->no_thinking && (r->format->flags & LLM__CHAT_THINKS))
         ok = llm__write_text(r, llm__string("<think>\n\n</think>\n\n"), true);
     r->date = NULL;
     return ok;

@@ -90,6 +90,97 @@ QWEN3 = """{%- if messages[0].role == 'system' %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
+QWEN3_LAST = QWEN3[QWEN3.index("{%- for message in messages[::-1] %}"):QWEN3.index("{%- for message in messages %}")]
+QWEN3_ANSWER = QWEN3[QWEN3.index("    {%- if message.content is string %}"):QWEN3.index("        {%- if loop.index0 >")]
+QWEN3_OPEN = QWEN3[QWEN3.index("    {%- if enable_thinking"):]
+QWEN3_GGUF_LAST = """{%- for index in range(ns.last_query_index, -1, -1) %}
+    {%- set message = messages[index] %}
+    {%- if ns.multi_step_tool and message.role == "user" and not('<tool_response>' in message.content and '</tool_response>' in message.content) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+"""
+QWEN3_GGUF_ANSWER = """    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {%- set content = message.content %}
+        {%- set reasoning_content = '' %}
+        {%- if message.reasoning_content is defined and message.reasoning_content is not none %}
+            {%- set reasoning_content = message.reasoning_content %}
+        {%- else %}
+            {%- if '</think>' in message.content %}
+                {%- set content = message.content.split('</think>')[-1].lstrip('\\n') %}
+                {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+            {%- endif %}
+        {%- endif %}
+"""
+QWEN3_GGUF = QWEN3.replace(QWEN3_LAST, QWEN3_GGUF_LAST).replace(QWEN3_ANSWER, QWEN3_GGUF_ANSWER)
+QWEN3_FIRST = QWEN3_GGUF.replace("""{%- for index in range(ns.last_query_index, -1, -1) %}
+    {%- set message = messages[index] %}
+""", """{%- for message in messages[::-1] %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+""")
+# Unsloth's has line ends in its strings, and one in front, and fewer of Python's ways with lists
+QWEN3_UNSLOTH = "\n" + QWEN3_GGUF.replace(QWEN3_GGUF_LAST, """{%- for forward_message in messages %}
+    {%- set index = (messages|length - 1) - loop.index0 %}
+    {%- set message = messages[index] %}
+    {%- set current_content = message.content if message.content is not none else '' %}
+    {%- set tool_start = '<tool_response>' %}
+    {%- set tool_start_length = tool_start|length %}
+    {%- set start_of_message = current_content[:tool_start_length] %}
+    {%- set tool_end = '</tool_response>' %}
+    {%- set tool_end_length = tool_end|length %}
+    {%- set start_pos = (current_content|length) - tool_end_length %}
+    {%- if start_pos < 0 %}
+        {%- set start_pos = 0 %}
+    {%- endif %}
+    {%- set end_of_message = current_content[start_pos:] %}
+    {%- if ns.multi_step_tool and message.role == "user" and not(start_of_message == tool_start and end_of_message == tool_end) %}
+        {%- set ns.multi_step_tool = false %}
+        {%- set ns.last_query_index = index %}
+    {%- endif %}
+{%- endfor %}
+""").replace("""message.content.split('</think>')[-1].lstrip""", """(message.content.split('</think>')|last).lstrip""").replace(
+    """                {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
+""", """                {%- set reasoning_content = (message.content.split('</think>')|first).rstrip('\\n') %}
+                {%- set reasoning_content = (reasoning_content.split('<think>')|last).lstrip('\\n') %}
+""").replace("\\n", "\n")
+QWEN3_PLAIN = QWEN3.replace(QWEN3_OPEN, "{%- endif %}")
+QWEN3_THINKING = QWEN3_PLAIN.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
+QWEN3_INSTRUCT_UNSLOTH = QWEN3_PLAIN.replace("loop.last or (not loop.last and reasoning_content)", "reasoning_content")
+QWEN3_INSTRUCT = """{%- if messages[0].role == 'system' %}
+    {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
+{%- endif %}
+{%- for message in messages %}
+    {%- if message.content is string %}
+        {%- set content = message.content %}
+    {%- else %}
+        {%- set content = '' %}
+    {%- endif %}
+    {%- if (message.role == "user") or (message.role == "system" and not loop.first) %}
+        {{- '<|im_start|>' + message.role + '\\n' + content + '<|im_end|>' + '\\n' }}
+    {%- elif message.role == "assistant" %}
+        {{- '<|im_start|>' + message.role + '\\n' + content }}
+        {%- if message.tool_calls %}
+            {{- '\\n' }}
+        {%- endif %}
+        {{- '<|im_end|>\\n' }}
+    {%- endif %}
+{%- endfor %}
+{%- if add_generation_prompt %}
+    {{- '<|im_start|>assistant\\n' }}
+{%- endif %}"""
+CHATML_ROLES = """{% for message in messages %}{% if message['role'] == 'user' %}{{'<|im_start|>user
+' + message['content'] + '<|im_end|>
+'}}{% elif message['role'] == 'assistant' %}{{'<|im_start|>assistant
+' + message['content'] + '<|im_end|>
+' }}{% else %}{{ '<|im_start|>system
+' + message['content'] + '<|im_end|>
+' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
+' }}{% endif %}"""
+YI_UNSLOTH = """
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}""" + CHATML.replace("\\n", "\n") + "\n"
 LLAMA3 = ("{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
           "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
           "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
@@ -133,6 +224,7 @@ LLAMA32 = LLAMA31.replace("""    {%- set date_string = "26 Jul 2024" %}
         {%- set date_string = "26 Jul 2024" %}
     {%- endif %}
 """)
+LLAMA31_UNSLOTH = (LLAMA31.replace("|trim", "").replace(" | trim", "").replace("26 Jul 2024", "26 July 2024").replace("\\n", "\n"))
 LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
           "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
           "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate "
@@ -204,9 +296,18 @@ TEMPLATES = [  # model, the name that llm.h gives it (None: not known), BOS, EOS
     ("Qwen2.5", "chatml", "", "<|im_end|>", QWEN25),
     ("SmolLM2", "chatml", "<|im_start|>", "<|im_end|>",
      QWEN2.replace("SYSTEM", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")),
+    ("chatml, role by role", "chatml", "", "<|im_end|>", CHATML_ROLES),
+    ("Yi, Unsloth's", "chatml", "", "<|im_end|>", YI_UNSLOTH),
+    ("Qwen3-Instruct-2507", "chatml", "", "<|im_end|>", QWEN3_INSTRUCT),
     ("Qwen3", "qwen3", "", "<|im_end|>", QWEN3),
+    ("Qwen3, at first", "qwen3", "", "<|im_end|>", QWEN3_FIRST),
+    ("Qwen3, GGUF", "qwen3", "", "<|im_end|>", QWEN3_GGUF),
+    ("Qwen3, Unsloth's", "qwen3", "", "<|im_end|>", QWEN3_UNSLOTH),
+    ("Qwen3-Instruct-2507, Unsloth's", "qwen3-instruct", "", "<|im_end|>", QWEN3_INSTRUCT_UNSLOTH),
+    ("Qwen3-Thinking-2507", "qwen3-thinking", "", "<|im_end|>", QWEN3_THINKING),
     ("Llama 3", "llama3", "<|begin_of_text|>", "<|eot_id|>", LLAMA3),
     ("Llama 3.1", "llama3.1", "<|begin_of_text|>", "<|eot_id|>", LLAMA31),
+    ("Llama 3.1, Unsloth's", "llama3.1-unsloth", "<|begin_of_text|>", "<|eot_id|>", LLAMA31_UNSLOTH),
     ("Llama 3.2", "llama3.2", "<|begin_of_text|>", "<|eot_id|>", LLAMA32),
     ("Llama 2", "llama2", "<s>", "</s>", LLAMA2),
     ("Mistral 7B v0.1", "mistral-v0.1", "<s>", "</s>", MISTRAL_OLD.replace("eos_token}}", "eos_token + ' ' }}")),
@@ -222,6 +323,31 @@ TEMPLATES = [  # model, the name that llm.h gives it (None: not known), BOS, EOS
     ("chatml, no line ends", None, "", "<|im_end|>", CHATML.replace(" + '\\n'}}", "}}")),
     ("chatml, stray line ends", None, "", "<|im_end|>", CHATML.replace("'\\n'}}", "'\\n'}}\n")),
     ("a system message by a rule", None, "", "<|im_end|>", QWEN2.replace("SYSTEM<", "It is ' + today + '.<")),
+    ("chatml, text in front", None, "", "<|im_end|>", "Begin. " + CHATML),
+    ("chatml, a line end and BOS in front", None, "<s>", "<|im_end|>", "\n{{bos_token}}" + CHATML),
+    ("chatml that opens a thought", None, "", "<|im_end|>", CHATML.replace("assistant\\n'", "assistant\\n' }}{{ '<think>\\n'")),
+    ("chatml that drops thoughts", None, "", "<|im_end|>", CHATML.replace("message['content']", "message['content'].split('</think>')[-1]", 1)),
+    ("chatml, role by role, trimmed", None, "", "<|im_end|>", CHATML_ROLES.replace("message['content']", "message['content']|trim", 2)),
+    ("Qwen3-Instruct-2507, trimmed", None, "", "<|im_end|>", QWEN3_INSTRUCT.replace("content = message.content", "content = message.content|trim")),
+    ("Qwen3, trimmed", None, "", "<|im_end|>", QWEN3.replace("content = message.content", "content = message.content|trim")),
+    ("Qwen3 that keeps thoughts", None, "", "<|im_end|>", QWEN3.replace("loop.index0 > ns.last_query_index", "true")),
+    ("Qwen3 that keeps the line ends", None, "", "<|im_end|>",
+     QWEN3_GGUF.replace("[-1].lstrip('\\n') %}\n                {%- set r", "[-1] %}\n                {%- set r")),
+    ("Qwen3 that may open a thought", None, "", "<|im_end|>", QWEN3_THINKING.replace("{%- if add_generation_prompt %}",
+     "{%- if add_generation_prompt and enable_thinking %}")),
+    ("Qwen3 without the ends of answers", None, "", "<|im_end|>", QWEN3_GGUF.replace("        {{- '<|im_end|>\\n' }}\n", "")),
+    ("Qwen3 that always says not to think", None, "", "<|im_end|>", QWEN3_UNSLOTH.replace("enable_thinking is defined and ", "not ")),
+    ("Qwen3-Thinking-2507, answers in capitals", None, "", "<|im_end|>", QWEN3_THINKING.replace("content }}", "content | upper }}")),
+    ("Qwen3-Instruct-2507, Unsloth's, another role", None, "", "<|im_end|>", QWEN3_INSTRUCT_UNSLOTH.replace('role == "system"', 'role == "rules"')),
+    ("Qwen3-Instruct-2507, the system's message last", None, "", "<|im_end|>", QWEN3_INSTRUCT.replace("messages[0]", "messages[-1]")),
+    ("chatml, role by role, another role", None, "", "<|im_end|>", CHATML_ROLES.replace("== 'assistant'", "== 'model'")),
+    ("Llama 3.1 without BOS", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace("{{- bos_token }}\n", "")),
+    ("Llama 3.1 with one date", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31.replace('{{- "Cutting Knowledge Date: December 2023\\n" }}\n', "")),
+    ("Llama 3.1, Unsloth's, another date", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31_UNSLOTH.replace("26 July", "27 July")),
+    ("Llama 3.2 in capitals", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA32.replace("{{- system_message }}", "{{- system_message|upper }}")),
+    ("Llama 3.1, another system message", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace('message = ""', 'message = "Be good."')),
+    ("Llama 3.1, the answers alone trimmed", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace("['content']|trim", "['content']")),
     ("Zephyr in one line", None, "<s>", "</s>", ZEPHYR.replace("}}\n", "}}")),
     ("Gemma", None, "<bos>", "<eos>", "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + "
      "'\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{{'<start_of_turn>model\\n'}}"),
@@ -271,7 +397,7 @@ def main():
         entry = {"model": model, "name": name, "bos": bos, "eos": eos, "template": template}
         if name:
             entry["rendered"] = [render(template, bos, eos, c, **more) for c in cs]
-        if name == "qwen3":
+        if name and name.startswith("qwen3"):
             entry["no_thinking"] = [render(template, bos, eos, c, enable_thinking=False) for c in cs]
         templates.append(entry)
     with open(path, "w", encoding="utf-8") as f:
