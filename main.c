@@ -1391,27 +1391,32 @@ static void chat_reset(chat *c) {
     if (c->system && *c->system) chat_add(c, LLM_ROLE_SYSTEM, c->system, strlen(c->system));
 }
 
-/* The conversation as tokens, with room for an answer; where it is too long for that, without its oldest messages. */
+/* The conversation as tokens, with room for an answer; where it is too long for that, without its oldest messages. One that is
+ * too long by its last message alone is refused, and forgets nothing. */
 static bool chat_prompt(chat *c, int32_t **ids) {
     const llm_tokenizer *t = llm_model_tokenizer(c->loaded);
-    int64_t context = llm_engine_settings(c->running)->context_length, room = context / 4 < 512 ? context / 4 : 512;
+    int64_t context = llm_engine_settings(c->running)->context_length, room = context / 4 < 512 ? context / 4 : 512, n;
+    int longest = llm_model_config(c->loaded)->context_length, n_kept = c->n_messages;
+    int oldest = n_kept && c->messages[0].role == LLM_ROLE_SYSTEM;
+    llm_message *kept = resize(NULL, (size_t)n_kept * sizeof *kept);
     llm_error err;
-    int forgotten = 0;
-    for (;;) {
-        int64_t n = llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err);
-        if (n < 0) return !fail_with(&err);
-        int oldest = c->n_messages && c->messages[0].role == LLM_ROLE_SYSTEM;
-        if (n + room <= context || c->n_messages - oldest < 3) {
-            if (forgotten) fprintf(stderr, "llm: the oldest %d messages were forgotten, since the context holds %lld tokens\n", forgotten, (long long)context);
-            *ids = resize(NULL, (size_t)n * sizeof **ids);
-            c->request.n_prompt = (int)llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, *ids, n, &err);
-            c->request.prompt = *ids;
-            return c->request.n_prompt == n || !fail_with(&err);
-        }
-        chat_drop(c, oldest); /* a question, */
-        chat_drop(c, oldest); /* and its answer */
-        forgotten += 2;
+    memcpy(kept, c->messages, (size_t)n_kept * sizeof *kept);
+    while ((n = llm_chat_tokenize(t, &c->options, kept, n_kept, NULL, 0, &err)) + room > context && n_kept - oldest >= 3) {
+        n_kept -= 2; /* a question, and its answer */
+        memmove(kept + oldest, kept + oldest + 2, (size_t)(n_kept - oldest) * sizeof *kept);
     }
+    free(kept);
+    if (n < 0) return !fail_with(&err);
+    if (n >= context)
+        return !fail("this message alone makes a prompt of %lld tokens, even after /reset, and the context holds %lld: send a shorter one%s",
+                     (long long)n, (long long)context, context < longest ? ", or start again with a larger --context" : "");
+    if (n_kept < c->n_messages)
+        fprintf(stderr, "llm: the oldest %d messages were forgotten, since the context holds %lld tokens\n", c->n_messages - n_kept, (long long)context);
+    while (n_kept < c->n_messages) chat_drop(c, oldest);
+    *ids = resize(NULL, (size_t)n * sizeof **ids);
+    c->request.n_prompt = (int)llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, *ids, n, &err);
+    c->request.prompt = *ids;
+    return c->request.n_prompt == n || !fail_with(&err);
 }
 
 static void chat_take(chat *c, const llm_event *event) {
@@ -1622,6 +1627,8 @@ static int chat_model(chat *c) {
     if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
         return fail("%s%s", err.message, name ? "" : " (--template NAME)");
     chat_reset(c);
+    if (c->options.no_thinking && strcmp(name, "qwen3"))
+        return fail("--no-thinking is for the chat template qwen3; this model's, %s, has no form for it: leave it out", name);
     if ((stop = llm_chat_stop(t, &c->options)) != NULL) {
         c->stop.items = resize(c->stop.items, (size_t)(c->stop.count + 1) * sizeof *c->stop.items);
         c->stop.items[c->stop.count++] = stop;

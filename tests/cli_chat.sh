@@ -62,13 +62,19 @@ chat "/save where nothing can be written" 0 "cannot write no/such/folder.json: N
 answers 1
 
 { head -c 300000 /dev/zero | tr '\0' a; printf '\nHello\n'; } >typed
-chat "a line longer than the context" 1 "the prompt has [0-9]+ tokens, and the context 1024: shorten the prompt" ""
+chat "a line longer than the context" 1 "prompt of [0-9]+ tokens, even after /reset, and the context holds 1024: send a shorter one$" ""
 answers 1
+{ echo One; head -c 3000 /dev/zero | tr '\0' a; printf '\n/save kept.json\n'; } >typed
+chat "a longer context may help" 1 "holds 160: send a shorter one, or start again with a larger --context$" "" --context 160
+name="what does not fit makes nothing forgotten"
+if grep -q '"One"' kept.json; then pass; else fail "the messages before it"; fi
 { for word in one two three four five six seven eight nine ten; do echo "Tell me of $word, and of the others too."; done; } >typed
 chat "a conversation longer than the context" 0 "the oldest [0-9]+ messages were forgotten, since the context holds 160 tokens" "" --context 160
 answers 10
 
 bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
+bad "--no-thinking where thinking is no matter" 1 "for the chat template qwen3; .* chatml, has no form for it" \
+    "$LLM" chat -m "$M" --template chatml --no-thinking
 bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm
 
 end
