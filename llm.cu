@@ -464,7 +464,7 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
     cuda->last.x = NULL;
     llm__cuda_clear(err);
     llm__cuda_flush(cuda);
-    if (!cuda->stage_bytes) llm__stages_create(cuda);
+    if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda); /* for less, pinning them takes longer than the copy */
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
         char *to = (char *)device + first;
@@ -2389,14 +2389,13 @@ typedef struct llm__query_tile {
     int first_row, n_rows;
 } llm__query_tile;
 
-/* The tile-th tile of tile_rows rows, counting through all sequences with more than `above` and at most `most` rows. A warp looks at 32
- * sequences at a time, and adds up how many tiles come before each. */
-__device__ static inline llm__query_tile llm__find_tile(const llm__attention_arguments *a, int tile, int tile_rows, int above,
-                                                        int most) {
+/* The tile-th tile of tile_rows rows, counting through all sequences with more than few_rows rows. A warp looks at 32 sequences at a
+ * time, and adds up how many tiles come before each. */
+__device__ static inline llm__query_tile llm__many_tile(const llm__attention_arguments *a, int tile, int tile_rows) {
     int lane = threadIdx.x % 32, group = a->n_heads / a->n_kv_heads;
     for (int first = 0; first < a->n_sequences; first += 32) {
         int rows = first + lane < a->n_sequences ? a->seq_count[first + lane] * group : 0;
-        if (rows <= above || rows > most) rows = 0;
+        if (rows <= a->few_rows) rows = 0;
         int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* those of the lanes up to this one ... */
         for (int other = 1; other < 32; other *= 2) {
             int sum = __shfl_up_sync(0xffffffffu, before, other);
@@ -2415,6 +2414,16 @@ __device__ static inline llm__query_tile llm__find_tile(const llm__attention_arg
     }
     llm__query_tile none = {-1, 0, 0};
     return none;
+}
+
+/* The same where no sequence has many rows: each gets as many blocks as the one with the most needs, so that nobody has to search. */
+__device__ static inline llm__query_tile llm__few_tile(const llm__attention_arguments *a, int tile, int tile_rows) {
+    int each = (a->max_rows + tile_rows - 1) / tile_rows;
+    llm__query_tile t = {tile / each, tile % each * tile_rows, 0};
+    int rows = a->seq_count[t.sequence] * (a->n_heads / a->n_kv_heads);
+    if (rows > a->few_rows || t.first_row >= rows) t.sequence = -1;
+    t.n_rows = min(tile_rows, rows - t.first_row);
+    return t;
 }
 
 /* The token of a row, and where its query (and result) begins. */
@@ -2584,7 +2593,8 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
     LLM_SHARED(int, table, Stages * T);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
     /* the last rows of a prompt see the most positions: they begin first */
-    llm__query_tile tile = llm__find_tile(&a, gridDim.x - 1 - blockIdx.x, shape::rows, Few ? 0 : a.few_rows, Few ? a.few_rows : INT32_MAX);
+    int nth = (int)(gridDim.x - 1 - blockIdx.x);
+    llm__query_tile tile = Few ? llm__few_tile(&a, nth, shape::rows) : llm__many_tile(&a, nth, shape::rows);
     if (tile.sequence < 0) return;
 
     /* Positions that any row of the block sees, and those that a sequence has. */
@@ -2891,10 +2901,22 @@ typedef struct llm__tally { /* a sum over tokens */
     unsigned long long mass, count;
 } llm__tally;
 
+/* Shared memory adds 32 bits in one instruction; 64 take a loop in which threads that want the same bin wait for one another, and most
+ * logits fall into a few bins. So a mass is kept as two words, with the carry added by hand. */
 typedef struct llm__histogram {
-    unsigned long long mass[LLM__BINS];
+    unsigned low[LLM__BINS], high[LLM__BINS]; /* of the mass */
     unsigned count[LLM__BINS];
 } llm__histogram;
+
+__device__ static inline unsigned long long llm__bin_mass(const llm__histogram *h, int bin) {
+    return (unsigned long long)h->high[bin] << 32 | h->low[bin];
+}
+
+__device__ static inline void llm__bin_add(llm__histogram *h, int bin, unsigned long long mass) {
+    unsigned low = (unsigned)mass, before = atomicAdd(&h->low[bin], low), high = (unsigned)(mass >> 32) + (before + low < before);
+    if (high) atomicAdd(&h->high[bin], high);
+    atomicAdd(&h->count[bin], 1u);
+}
 
 typedef struct llm__draw_shared {
     llm__histogram first, finer; /* by the first 11 bits; by later ones, inside one bin of the first */
@@ -3001,8 +3023,7 @@ __device__ static inline float llm__block_best(const float *row, int n, llm__dra
 __device__ static inline void llm__histogram_clear(llm__histogram *h) {
     __syncthreads();
     for (int i = threadIdx.x; i < LLM__BINS; i += blockDim.x) {
-        h->mass[i] = 0;
-        h->count[i] = 0;
+        h->low[i] = h->high[i] = h->count[i] = 0;
     }
     __syncthreads();
 }
@@ -3014,7 +3035,7 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = LLM__BINS / (int)blockDim.x, first = (int)threadIdx.x * own;
     llm__tally sum = {0, 0};
     for (int i = first; i < first + own; i++) {
-        sum.mass += h->mass[i];
+        sum.mass += llm__bin_mass(h, i);
         sum.count += h->count[i];
     }
     llm__tally before = sum; /* up to this lane's end, to begin with */
@@ -3037,12 +3058,12 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
         before.count += s->warps[i].count;
     }
     for (int i = first; i < first + own; i++) {
-        unsigned long long from = by_count ? before.count : before.mass, width = by_count ? h->count[i] : h->mass[i];
+        unsigned long long from = by_count ? before.count : before.mass, width = by_count ? h->count[i] : llm__bin_mass(h, i);
         if (from <= t && t - from < width) { /* true for one bin of all */
             s->found = before;
             s->bin = i;
         }
-        before.mass += h->mass[i];
+        before.mass += llm__bin_mass(h, i);
         before.count += h->count[i];
     }
     __syncthreads();
@@ -3061,8 +3082,7 @@ __device__ static inline void llm__histogram_fill(llm__histogram *h, const float
         unsigned long long mass = llm__device_likelihood(odds, logit);
         if (mass == 0) return;
         int bin = (int)(k >> shift & ((1u << width) - 1));
-        atomicAdd(&h->mass[bin], mass);
-        atomicAdd(&h->count[bin], 1u);
+        llm__bin_add(h, bin, mass);
     });
     __syncthreads();
 }
@@ -3128,7 +3148,7 @@ __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared 
     uint32_t key;
     llm__tally before;
     unsigned long long total = 0, mass, top = 1ull << odds->bits;
-    for (int i = threadIdx.x; i < LLM__BINS; i += blockDim.x) total += s->first.mass[i];
+    for (int i = threadIdx.x; i < LLM__BINS; i += blockDim.x) total += llm__bin_mass(&s->first, i);
     total = llm__block_sum_whole(total, s->warps);
     if (p->top_k && p->top_k < n &&
         llm__find(s, row, n, odds, (unsigned long long)p->top_k - 1, true, &key, &before))
@@ -3646,8 +3666,13 @@ static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const 
  * ================================================================================== */
 
 static void llm__cuda_destroy(llm_backend *backend) {
-    llm__cuda *cuda = llm__cuda_of(backend->context);
-    if (cuda->stream) cudaStreamSynchronize(cuda->stream);
+    llm__cuda *cuda = (llm__cuda *)backend->context;
+    if (!cuda->stream) { /* refused; to choose a GPU would take hundreds of MB on it, for as long as the program runs */
+        free(cuda);
+        return;
+    }
+    cudaSetDevice(cuda->device);
+    cudaStreamSynchronize(cuda->stream);
     llm__graphs_forget(cuda);
     free(cuda->graphs);
     free(cuda->commands);
@@ -3660,7 +3685,7 @@ static void llm__cuda_destroy(llm_backend *backend) {
     cudaFree(cuda->rounded);
     cudaFree(cuda->parts);
     cudaFree(cuda->pairs);
-    if (cuda->stream) cudaStreamDestroy(cuda->stream);
+    cudaStreamDestroy(cuda->stream);
     cudaGetLastError();
     free(cuda);
 }
@@ -3749,8 +3774,11 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
         llm__cuda_check(cuda, cudaStreamCreateWithFlags(&cuda->stream, cudaStreamNonBlocking), "creating a stream", err) &&
         llm__cuda_check(cuda, cudaFuncSetAttribute(llm__sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(llm__draw_shared)),
-                        "preparing the kernels", err))
+                        "preparing the kernels", err)) {
+        cudaFuncAttributes facts; /* code made for older GPUs does not wait for the kernel ahead of it */
+        if (cudaFuncGetAttributes(&facts, llm__merge_kernel) != cudaSuccess || facts.ptxVersion < 90) cuda->options.overlap = false;
         return b;
+    }
     llm__cuda_destroy(b);
     return NULL;
 }

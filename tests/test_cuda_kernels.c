@@ -133,7 +133,8 @@ static double compare_matmul(llm_backend *b, const matmul_case *c, test_random *
 }
 
 /* x is rounded to 11 bits, but for f32 weights to 22 */
-static double limit_of(llm_type type) { return type == LLM_F32 ? 3e-6 : 4e-4; }
+/* (Real matrix units cut off where they add, which the emulated one does not: with f32 weights a few last places more.) */
+static double limit_of(llm_type type) { return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5; }
 
 static void check_case(const matmul_case *c, test_random *r) {
     llm_backend *b = open_device(false, true);
