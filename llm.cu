@@ -2389,13 +2389,14 @@ typedef struct llm__query_tile {
     int first_row, n_rows;
 } llm__query_tile;
 
-/* The tile-th tile of tile_rows rows, counting through all sequences with more than few_rows rows. A warp looks at 32 sequences at a
- * time, and adds up how many tiles come before each. */
-__device__ static inline llm__query_tile llm__many_tile(const llm__attention_arguments *a, int tile, int tile_rows) {
+/* The tile-th tile of tile_rows rows, counting through all sequences with more than `above` and at most `most` rows. A warp looks at 32
+ * sequences at a time, and adds up how many tiles come before each. */
+__device__ static inline llm__query_tile llm__find_tile(const llm__attention_arguments *a, int tile, int tile_rows, int above,
+                                                        int most) {
     int lane = threadIdx.x % 32, group = a->n_heads / a->n_kv_heads;
     for (int first = 0; first < a->n_sequences; first += 32) {
         int rows = first + lane < a->n_sequences ? a->seq_count[first + lane] * group : 0;
-        if (rows <= a->few_rows) rows = 0;
+        if (rows <= above || rows > most) rows = 0;
         int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* those of the lanes up to this one ... */
         for (int other = 1; other < 32; other *= 2) {
             int sum = __shfl_up_sync(0xffffffffu, before, other);
@@ -2414,16 +2415,6 @@ __device__ static inline llm__query_tile llm__many_tile(const llm__attention_arg
     }
     llm__query_tile none = {-1, 0, 0};
     return none;
-}
-
-/* The same where no sequence has many rows: each gets as many blocks as the one with the most needs, so that nobody has to search. */
-__device__ static inline llm__query_tile llm__few_tile(const llm__attention_arguments *a, int tile, int tile_rows) {
-    int each = (a->max_rows + tile_rows - 1) / tile_rows;
-    llm__query_tile t = {tile / each, tile % each * tile_rows, 0};
-    int rows = a->seq_count[t.sequence] * (a->n_heads / a->n_kv_heads);
-    if (rows > a->few_rows || t.first_row >= rows) t.sequence = -1;
-    t.n_rows = min(tile_rows, rows - t.first_row);
-    return t;
 }
 
 /* The token of a row, and where its query (and result) begins. */
@@ -2593,8 +2584,7 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
     LLM_SHARED(int, table, Stages * T);
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
     /* the last rows of a prompt see the most positions: they begin first */
-    int nth = (int)(gridDim.x - 1 - blockIdx.x);
-    llm__query_tile tile = Few ? llm__few_tile(&a, nth, shape::rows) : llm__many_tile(&a, nth, shape::rows);
+    llm__query_tile tile = llm__find_tile(&a, gridDim.x - 1 - blockIdx.x, shape::rows, Few ? 0 : a.few_rows, Few ? a.few_rows : INT32_MAX);
     if (tile.sequence < 0) return;
 
     /* Positions that any row of the block sees, and those that a sequence has. */
