@@ -10448,12 +10448,18 @@ static llm__printable llm__show_node(const llm__json_node *node) {
     return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
 }
 
+/* Off: null, false, or a list or an object of nothing. */
+static bool llm__node_is_off(const llm__json_node *node) {
+    bool holds = node->kind == LLM__JSON_ARRAY || node->kind == LLM__JSON_OBJECT;
+    return node->kind == LLM__JSON_NULL || node->kind == LLM__JSON_FALSE || (holds && !node->length);
+}
+
 /* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
  * with a NULL. */
 static bool llm__folder_known(const llm__folder *f, const llm__json_node *object, const char *where, const char *const *known) {
     for (const llm__json_node *n = llm__json_first(object); n; n = llm__json_next(object, n)) {
         llm_string key = llm__json_key(n);
-        bool found = n->kind == LLM__JSON_NULL || n->kind == LLM__JSON_FALSE || (key.length && key.data[0] == '_');
+        bool found = llm__node_is_off(n) || (key.length && key.data[0] == '_');
         for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
         if (!found)
             return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"%s\": %s in %s is an option that is not supported",
@@ -10471,11 +10477,16 @@ static bool llm__folder_known_config(const llm__folder *f) {
         "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "quantization_config",
         "bos_token_id", "eos_token_id",
         /* how it was trained, where it came from, how others run it */
-        "architectures", "attention_dropout", "auto_map", "chunk_size_feed_forward", "dtype", "hidden_dropout", "id2label",
-        "initializer_range", "is_decoder", "is_encoder_decoder", "label2id", "max_sequence_length", "model_max_length",
-        "name_or_path", "pad_token_id", "pretraining_tp", "problem_type", "return_dict", "rope_interleaved", "seq_length",
-        "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side", "torch_dtype", "transformers.js_config",
-        "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache", NULL};
+        "architectures", "attention_dropout", "attn_pdrop", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
+        "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+        "is_llama_config", "label2id", "max_sequence_length", "model_max_length", "name_or_path", "neftune_noise_alpha", "pad_token_id",
+        "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
+        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+        /* how to choose words, which stood here before generation_config.json was invented: that is the request's to say */
+        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",
+        "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+        "repetition_penalty", "temperature", "top_k", "top_p", "typical_p", NULL};
     return llm__folder_known(f, f->config.nodes, "config.json", known);
 }
 
@@ -11059,22 +11070,28 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
 /* What config.json says of the quantization; only what is implemented passes. */
 static bool llm__folder_quantization(llm__folder *f) {
     static const char *const known[] = {
-        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version",
+        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version", "data_type",
         /* how it was made, and how others run it */
-        "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs", "damp_percent", "dataset", "do_fuse", "exllama_config",
-        "format", "fuse_max_seq_len", "is_marlin_format", "lm_head", "max_input_length", "meta", "model_file_base_name",
-        "model_name_or_path", "model_seqlen", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
-        "pack_dtype", "pad_token_id", "provider", "quantizer", "static_groups", "tokenizer", "true_sequential", "use_cuda_fp16",
-        "use_exllama", NULL};
+        "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+        "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+        "exllama_config", "format", "fuse_max_seq_len", "gradient_accumulate_steps", "iters", "lm_head", "low_cpu_mem_usage",
+        "low_gpu_mem_usage", "lr", "max_input_length", "meta", "method", "minmax_lr", "model_file_base_name", "model_name_or_path",
+        "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
+        "nsamples", "pack_dtype", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
+        "static_groups", "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16", "use_exllama", NULL};
     const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
-    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q);
+    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q), *type = llm__folder_entry(q, "data_type");
     int64_t bits = 0;
     if (!q) return true;
     f->gptq = llm__json_is(method, "gptq");
     f->int4 = f->gptq || llm__json_is(method, "awq");
     if (!f->int4)
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
-                                 method ? llm__show_node(method).text : "?");
+        return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
+                                          llm__show_node(method).text)
+                      : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
+    if (type && !llm__json_is(type, "int")) /* AutoRound's word for what the bits are */
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
+                                 llm__show_node(type).text);
     if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
                                  (long long)bits);

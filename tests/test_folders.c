@@ -169,6 +169,11 @@ static void test_damaged_settings(void **state) {
         {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
         {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
         {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"", "\"dynamic\": {...} in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"", "gptq of the data_type \"fp\" is not supported"},
+        {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"", "the quantization_config in config.json does not say its quant_method"},
+        {"llama_mha", "config.json", "\"hidden_act\"", "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"", "\"pruned_heads\": {...} in config.json"},
         {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the format \"gemv\" of awq is not supported"},
         {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the format \"gemm\" of gptq is not supported"},
         {"awq_g32", "config.json", "\"quant_method\": \"awq\"", "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
@@ -381,6 +386,25 @@ static void test_accepted(void **state) {
     copy_model("llama_mha");
     replace("config.json", "\"hidden_act\"", "\"_name_or_path\": \"x\", \"unsloth_version\": \"2024.9\", \"new_option\": false, \"another\": null, \"hidden_act\"");
     accepted("settings that say nothing of the result");
+    copy_model("llama_mha");
+    replace("config.json", "\"hidden_act\"", "\"is_llama_config\": true, \"rope_interleaved\": false, \"hidden_act\""); /* SmolLM2's */
+    accepted("SmolLM2's settings");
+    copy_model("llama_mha");
+    replace("config.json", "\"hidden_act\"",
+            "\"max_length\": 4096, \"do_sample\": true, \"temperature\": 0.9, \"top_p\": 0.6, \"top_k\": 50, \"num_beams\": 1, "
+            "\"task_specific_params\": {\"x\": 1}, \"pruned_heads\": {}, \"neftune_noise_alpha\": 5.0, \"bad_words\": [], \"hidden_act\"");
+    accepted("settings of generation and training");
+    copy_model("gptq_g32");
+    replace("config.json", "\"damp_percent\"",
+            "\"act_group_aware\": true, \"pack_impl\": \"cpu\", \"module_name_preceding_first_block\": [\"model.embed_tokens\"], "
+            "\"disable_exllama\": true, \"method\": \"gptq\", \"dynamic\": {}, \"adapter\": null, \"damp_percent\"");
+    accepted("what GPTQModel and transformers write of a quantization");
+    copy_model("gptq_g32");
+    replace("config.json", "\"damp_percent\"",
+            "\"autoround_version\": \"0.4.2\", \"iters\": 200, \"lr\": 0.005, \"minmax_lr\": 0.005, \"nsamples\": 128, \"seqlen\": 2048, "
+            "\"batch_size\": 8, \"gradient_accumulate_steps\": 1, \"low_gpu_mem_usage\": true, \"amp\": true, \"data_type\": \"int\", "
+            "\"enable_quanted_input\": true, \"enable_minmax_tuning\": true, \"scale_dtype\": \"torch.float16\", \"damp_percent\"");
+    accepted("what AutoRound writes of a quantization");
     copy_model("llama31"); /* tied, and lm_head is there all the same */
     char path[400];
     path_of(path, folder, "model.safetensors");
