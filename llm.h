@@ -3744,7 +3744,6 @@ static const struct llm__split {
 } llm__splits[] = {
     {"gpt-2", llm__split_gpt2, false, false, false},
     {"gpt2", llm__split_gpt2, false, false, false},
-    {"default", llm__split_gpt2, false, false, false},
     {"phi-2", llm__split_gpt2, false, false, false},
     {"olmo", llm__split_gpt2, false, false, false},
     {"mpt", llm__split_gpt2, false, false, false},
@@ -3765,11 +3764,17 @@ static const struct llm__split {
 
 static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.ggml.pre");
-    llm_string name = llm__string("default");
+    llm_string name;
     char known[300] = "";
     size_t cursor = 0;
     if (value && !llm_value_string(value, &cursor, &name))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
+    /* Early files of Llama 3 and others are such. By a guessed rule the words would be wrong here and there, which nobody would see. */
+    if (!value || llm__is_text(name, "default"))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: the vocabulary does not say by which rule words are split (tokenizer.ggml.pre is %s), as in files that early "
+                         "converters made; get a newer conversion of the model",
+                         t->name, value ? "'default', whatever the model" : "missing");
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
         const struct llm__split *rule = &llm__splits[i];
         if (llm__is_text(name, rule->name)) {

@@ -104,7 +104,6 @@ int main(void) {
     tiny_vocabulary(&g, true);
     save_file(&g, "llama.gguf");
     tiny_vocabulary(&g, false);
-    gguf_string(&g, "tokenizer.ggml.pre", "gpt-2");
     save_file(&g, "gpt2.gguf");
     model(&g, Q4_0, true, true);
     save_file(&g, "model-q4_0.gguf");

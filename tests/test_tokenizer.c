@@ -734,8 +734,10 @@ static void test_refused(void **state) {
     put_arrays(&g, "llama", 4, -1, 4);
     refuse(&g, "the vocabulary has no tokenizer.ggml.scores");
     put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_string(&g, "tokenizer.ggml.pre", "gpt-2");
     refuse(&g, "the vocabulary has no tokenizer.ggml.merges");
     put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_string(&g, "tokenizer.ggml.pre", "gpt-2");
     gguf_array(&g, "tokenizer.ggml.merges", T_F32, 0, NULL, 0);
     refuse(&g, "the vocabulary has no tokenizer.ggml.merges");
     gpt2_vocabulary(&g);
@@ -744,7 +746,12 @@ static void test_refused(void **state) {
     memset(&g, 0, sizeof g);
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_string(&g, "tokenizer.ggml.pre", "jais-2");
-    refuse(&g, "splits words by the rule 'jais-2', which is not supported; supported are gpt-2, gpt2, default, ");
+    refuse(&g, "splits words by the rule 'jais-2', which is not supported; supported are gpt-2, gpt2, phi-2, ");
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    refuse(&g, "does not say by which rule words are split (tokenizer.ggml.pre is missing), as in files that early converters made; get a newer");
+    put_arrays(&g, "gpt2", 4, -1, -1);
+    gguf_string(&g, "tokenizer.ggml.pre", "default");
+    refuse(&g, "does not say by which rule words are split (tokenizer.ggml.pre is 'default'");
     put_arrays(&g, "gpt2", 4, -1, -1);
     gguf_u32(&g, "tokenizer.ggml.pre", 2);
     refuse(&g, "tokenizer.ggml.pre is not a string");

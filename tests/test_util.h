@@ -202,6 +202,8 @@ TEST_UNUSED static void spell(const uint8_t *data, size_t n, char *out) {
 /* Adds the metadata of the vocabulary to a file, and frees it. */
 TEST_UNUSED static void gguf_vocabulary(gguf *g, vocabulary *v, const char *model) {
     gguf_string(g, "tokenizer.ggml.model", model);
+    /* ("default" is what converters write for a vocabulary that has no words to split) */
+    gguf_string(g, "tokenizer.ggml.pre", strcmp(model, "llama") ? "gpt-2" : "default");
     gguf_array(g, "tokenizer.ggml.tokens", T_STRING, (uint64_t)v->n, v->tokens.data, v->tokens.length);
     gguf_array(g, "tokenizer.ggml.token_type", T_I32, (uint64_t)v->n, v->kinds.data, v->kinds.length);
     if (!strcmp(model, "llama")) gguf_array(g, "tokenizer.ggml.scores", T_F32, (uint64_t)v->n, v->scores.data, v->scores.length);
@@ -251,7 +253,6 @@ TEST_UNUSED static void gpt2_vocabulary(gguf *g) {
         add_merge(&v, text);
     }
     gguf_vocabulary(g, &v, "gpt2");
-    gguf_string(g, "tokenizer.ggml.pre", "gpt-2");
     gguf_u32(g, "tokenizer.ggml.bos_token_id", V_BOS);
     gguf_u32(g, "tokenizer.ggml.eos_token_id", V_EOS);
 }
