@@ -2633,6 +2633,20 @@ static bool tokenize_all(const tokenizing *t, int argc, char **argv) {
     return good;
 }
 
+/* Where the vocabulary is. Of a folder the tokenizer.json will do, which the engine reads together with its neighbours: the weights may be
+ * missing, or of a kind that is not read. */
+static char *vocabulary_path(const char *given) {
+    static const char name[] = "/tokenizer.json";
+    char *path = model_path(given);
+    text inside = {0};
+    if (!path) return NULL;
+    append(&inside, path, strlen(path));
+    append(&inside, name, sizeof name);
+    bool there = !access(inside.data, F_OK);
+    free(there ? path : inside.data);
+    return there ? inside.data : path;
+}
+
 static int command_tokenize(const command *self, int argc, char **argv) {
     tokenizing t = {0};
     const option options[] = {
@@ -2652,7 +2666,7 @@ static int command_tokenize(const command *self, int argc, char **argv) {
         return misuse(self, "--json reads standard input, and no other text");
     if (argc > 1 && !t.decode) return misuse(self, "one argument too many: '%s' (quote a text that has spaces)", argv[1]);
     if (t.pieces && (t.json || t.decode)) return misuse(self, "--pieces goes with neither --json nor --decode");
-    char *path = model_path(t.model);
+    char *path = vocabulary_path(t.model);
     if (!path) return FAILED;
     llm_error err;
     llm_file *file = llm_file_open(path, &err);
@@ -2667,7 +2681,8 @@ static int command_tokenize(const command *self, int argc, char **argv) {
 }
 
 static const char tokenize_notes[] =
-    "Without TEXT, standard input is read. The model's file needs no weights, a vocabulary is enough.\n"
+    "Without TEXT, standard input is read. The model's file needs no weights, a vocabulary is enough: a GGUF file,\n"
+    "a tokenizer.json, or a folder that holds one.\n"
     "With --json --decode each line is an array of ids, and the answer a string, in which a byte that is not\n"
     "part of UTF-8 becomes U+FFFD; without --json the bytes come out as they are.\n"
     "\n"

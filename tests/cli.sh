@@ -182,6 +182,15 @@ ok "tokenize --special" "^1$" "$LLM" tokenize -m "$M" --special "<|endoftext|>"
 ok "tokenize, not special" "^[0-9]+( [0-9]+)+$" "$LLM" tokenize -m "$M" "<|endoftext|>"
 ok "tokenize --pieces" '"Ġ?[a-z]+"$' "$LLM" tokenize -m "$M" --pieces "hello there"
 ok "tokenize nothing" "^$" "$LLM" tokenize -m "$M" ""
+cp -r "$F/llama_mha" words # a folder whose weights did not come yet, or are of a kind that is not read
+echo '{"bos_token": "<|end|>", "add_bos_token": true}' >words/tokenizer_config.json
+ok "tokenize with a folder" "^95 66 67$" "$LLM" tokenize -m words --bos "ab"
+rm words/model.safetensors
+ok "tokenize with a folder without weights" "^95 66 67$" "$LLM" tokenize -m words/ --bos "ab"
+sed 's/"llama"/"mamba"/' "$F/llama_mha/config.json" >words/config.json
+ok "tokenize with a folder of an unknown model" "^95 66 67$" "$LLM" tokenize -m words --bos "ab"
+rm words/tokenizer.json
+bad "tokenize with a folder without a vocabulary" 1 "^llm: words: .*" "$LLM" tokenize -m words "ab"
 printf '"Hello"\n\n"\\u00e9\\ud83d\\ude00\\n\\"\\\\"\n  "" \n' >lines
 name="tokenize --json"; "$LLM" tokenize -m "$M" --json <lines >ids 2>err; status=$?; cp ids out; judge 0 "" '^\[[0-9]+(, [0-9]+)*\]$'
 name="tokenize --json --decode"; "$LLM" tokenize -m "$M" --json --decode <ids >out 2>err; status=$?
