@@ -3940,9 +3940,10 @@ typedef struct llm__vocabulary {
     const char *name;        /* of the tokenizer.json, for errors */
     llm_writer *w;
     llm_error *err;
-    llm__json json, config;  /* tokenizer.json, tokenizer_config.json */
+    llm__json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
     llm_string *texts;       /* (size) */
     int32_t *kinds;          /* (size) 0: no such token */
+    uint8_t *strips;         /* (size) white space that it swallows: 1 in front, 2 behind */
     uint64_t size;
     llm__splitter split;
     bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos, adds_eos;
@@ -4098,13 +4099,16 @@ static bool llm__read_decoder(llm__vocabulary *v, const llm__json_node *node) {
 }
 
 /* The id of a token, given its text; -1: there is none. */
+static int32_t llm__vocabulary_find_text(const llm__vocabulary *v, llm_string text) {
+    for (uint64_t id = 0; id < v->size; id++)
+        if (v->kinds[id] && !llm__compare_strings(&v->texts[id], &text)) return (int32_t)id;
+    return -1;
+}
+
 static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm__json_node *text) {
     llm_string wanted;
     if (llm__json_has_kind(text, LLM__JSON_OBJECT)) text = llm__json_member(text, "content"); /* {"content": "</s>", ...} */
-    if (!llm__json_string(text, &wanted)) return -1;
-    for (uint64_t id = 0; id < v->size; id++)
-        if (v->kinds[id] && !llm__compare_strings(&v->texts[id], &wanted)) return (int32_t)id;
-    return -1;
+    return llm__json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
 }
 
 /* "single": the text, with at most one token in front (BOS) and one behind (EOS) */
@@ -4132,9 +4136,24 @@ static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *n
     return true;
 }
 
-static bool llm__add_entry(llm__vocabulary *v, const llm__json_node *id_node, llm_string text, int32_t kind) {
-    uint64_t id = UINT64_MAX;
-    if (!llm__json_u64(id_node, &id) || id >= v->size)
+/* An id as a number; UINT64_MAX: it is none. */
+static uint64_t llm__entry_id(const llm__json_node *node) {
+    uint64_t id;
+    return llm__json_u64(node, &id) ? id : UINT64_MAX;
+}
+
+/* The same as a key: "96". */
+static uint64_t llm__key_id(llm_string key) {
+    uint64_t id = 0;
+    for (size_t i = 0; i < key.length; i++) {
+        if (i == 9 || key.data[i] < '0' || key.data[i] > '9') return UINT64_MAX;
+        id = id * 10 + (uint64_t)(key.data[i] - '0');
+    }
+    return key.length ? id : UINT64_MAX;
+}
+
+static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int32_t kind) {
+    if (id >= v->size)
         return llm__fail(v->err, LLM_ERROR_FORMAT,
                          "%s: the token '%s' has no id, or one that leaves most ids below it without a token", v->name,
                          llm__show(text).text);
@@ -4146,29 +4165,72 @@ static bool llm__add_entry(llm__vocabulary *v, const llm__json_node *id_node, ll
     return true;
 }
 
+/* A token that is found in a text before that is split. `token` says how; NULL: as usual. */
+static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
+    int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
+    if (!text.length) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
+    if (llm__is_on(token, "single_word", false))
+        return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
+                         v->name, llm__show(text).text);
+    /* (by Hugging Face's rules it would be looked for with a U+2581 in front) */
+    if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
+        return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
+                         "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
+                         llm__show(text).text);
+    if (!llm__add_entry(v, id, text, kind)) return false;
+    v->strips[id] = (uint8_t)(llm__is_on(token, "lstrip", false) | llm__is_on(token, "rstrip", false) << 1);
+    return true;
+}
+
+/* One that a file beside the tokenizer.json adds. Mostly the latter has it too, and then what it says of it counts; if it has it as an
+ * ordinary token, that is made an added one; else it comes behind all others. */
+static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
+    bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
+    int32_t found = same ? (int32_t)id : llm__vocabulary_find_text(v, text);
+    if (found >= 0 && (v->kinds[found] == LLM__TOKEN_CONTROL || v->kinds[found] == LLM__TOKEN_USER)) return true;
+    return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
+}
+
+/* tokenizer_config.json has them as {"96": {"content": "<|x|>", ...}}; without, older tools' added_tokens.json as {"<|x|>": 96}. */
+static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, const llm__json_node *encoder) {
+    uint64_t first = v->size, end;
+    while (first && !v->kinds[first - 1]) first--;
+    for (const llm__json_node *token = llm__json_first(decoder); token; token = llm__json_next(decoder, token)) {
+        llm_string text = {"", 0};
+        llm__json_string(llm__json_member(token, "content"), &text);
+        if (!llm__add_beside(v, llm__key_id(llm__json_key(token)), text, token)) return false;
+    }
+    for (const llm__json_node *id = llm__json_first(encoder); id; id = llm__json_next(encoder, id))
+        if (!llm__add_beside(v, llm__entry_id(id), llm__json_key(id), NULL)) return false;
+    for (end = v->size; end > first && !v->kinds[end - 1];) end--;
+    for (; first < end; first++)
+        if (!v->kinds[first])
+            return llm__fail(v->err, LLM_ERROR_FORMAT,
+                             "%s: the token '%s' of %s beside it has the id %llu, but there is none with the id %llu", v->name,
+                             llm__show(v->texts[end - 1]).text, decoder ? "tokenizer_config.json" : "added_tokens.json",
+                             (unsigned long long)end - 1, (unsigned long long)first);
+    return true;
+}
+
 /* The texts of all tokens, by id. */
 static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, const llm__json_node *added) {
-    v->size = ((uint64_t)vocab->length + (added ? added->length : 0)) * 2 + 256; /* room for a few ids without a token */
+    const llm__json_node *decoder = llm__json_member(v->config.nodes, "added_tokens_decoder"), *encoder = v->added.nodes;
+    if (!llm__json_has_kind(decoder, LLM__JSON_OBJECT)) decoder = NULL;
+    if (decoder || !llm__json_has_kind(encoder, LLM__JSON_OBJECT)) encoder = NULL;
+    uint64_t n_beside = (decoder ? decoder->length : 0) + (uint64_t)(encoder ? encoder->length : 0);
+    v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256; /* room for a few ids without a token */
     v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
     v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
-    if (!v->kinds) return false;
+    v->strips = v->kinds ? (uint8_t *)llm__new((size_t)v->size, 1, "the vocabulary", v->err) : NULL;
+    if (!v->strips) return false;
     for (const llm__json_node *id = llm__json_first(vocab); id; id = llm__json_next(vocab, id))
-        if (!llm__add_entry(v, id, llm__json_key(id), LLM__TOKEN_NORMAL)) return false;
+        if (!llm__add_entry(v, llm__entry_id(id), llm__json_key(id), LLM__TOKEN_NORMAL)) return false;
     for (const llm__json_node *token = llm__json_first(added); token; token = llm__json_next(added, token)) {
-        llm_string text;
-        int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
-        if (!llm__json_string(llm__json_member(token, "content"), &text) || !text.length)
-            return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
-        if (llm__is_on(token, "single_word", false))
-            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
-                             v->name, llm__show(text).text);
-        /* (by Hugging Face's rules it would be looked for with a U+2581 in front) */
-        if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
-            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
-                             "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
-                             llm__show(text).text);
-        if (!llm__add_entry(v, llm__json_member(token, "id"), text, kind)) return false;
+        llm_string text = {"", 0};
+        llm__json_string(llm__json_member(token, "content"), &text);
+        if (!llm__add_token(v, llm__entry_id(llm__json_member(token, "id")), text, token)) return false;
     }
+    if (!llm__read_beside(v, decoder, encoder)) return false;
     while (v->size && !v->kinds[v->size - 1]) v->size--;
     if (!v->size) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "the vocabulary is empty");
     for (uint64_t id = 0; id < v->size; id++)
@@ -4251,13 +4313,10 @@ static void llm__put_ids(llm__vocabulary *v, const char *key) {
     v->ids.length = 0;
 }
 
-static bool llm__put_strips(llm__vocabulary *v, const char *flag, const char *key) {
-    const llm__json_node *added = llm__setting(v, "added_tokens");
-    for (const llm__json_node *token = llm__json_first(added); token; token = llm__json_next(added, token)) {
-        uint64_t id;
-        if (!llm__is_on(token, flag, false) || !llm__json_u64(llm__json_member(token, "id"), &id)) continue;
+static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
+    for (uint64_t id = 0; id < v->size; id++) {
         int32_t number = (int32_t)id;
-        if (!llm__append(&v->ids, &number, sizeof number, v->err)) return false;
+        if (v->strips[id] & side && !llm__append(&v->ids, &number, sizeof number, v->err)) return false;
     }
     llm__put_ids(v, key);
     return true;
@@ -4274,15 +4333,26 @@ static bool llm__put_scores(llm__vocabulary *v) {
     return true;
 }
 
-/* tokenizer_config.json names tokens by their text, and may switch BOS on and off. */
-static void llm__read_config(llm__vocabulary *v) {
+/* A token that tokenizer_config.json names by its text. One that is none would be made of pieces, and never end anything. */
+static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *id) {
+    const llm__json_node *node = llm__json_member(v->config.nodes, key);
+    llm_string text = {"", 0};
+    int32_t found = llm__vocabulary_find(v, node);
+    if (llm__json_has_kind(node, LLM__JSON_OBJECT)) node = llm__json_member(node, "content");
+    if (found < 0 && llm__json_string(node, &text) && text.length)
+        return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: the %s of tokenizer_config.json beside it, '%s', is not one of the tokens", v->name,
+                         key, llm__show(text).text);
+    if (found >= 0) *id = found;
+    return true;
+}
+
+/* tokenizer_config.json may also switch BOS on and off. */
+static bool llm__read_config(llm__vocabulary *v) {
     const llm__json_node *config = v->config.nodes;
-    int32_t bos = llm__vocabulary_find(v, llm__json_member(config, "bos_token")),
-            eos = llm__vocabulary_find(v, llm__json_member(config, "eos_token"));
-    if (bos >= 0) v->bos = bos;
-    if (eos >= 0) v->eos = eos;
+    if (!llm__read_named(v, "bos_token", &v->bos) || !llm__read_named(v, "eos_token", &v->eos)) return false;
     v->adds_bos = llm__is_on(config, "add_bos_token", v->adds_bos) && v->bos >= 0;
     v->adds_eos = llm__is_on(config, "add_eos_token", v->adds_eos) && v->eos >= 0;
+    return true;
 }
 
 /* The template for conversations: a string, or several, of which the one called "default" counts. */
@@ -4307,8 +4377,7 @@ static bool llm__put_named(llm__vocabulary *v) {
         llm_writer_bool(v->w, "tokenizer.llm.fuse_unknown", llm__is_on(llm__setting(v, "model"), "fuse_unk", false));
     }
     llm_writer_u32(v->w, "tokenizer.llm.prefix", (uint32_t)v->prefix);
-    return llm__put_strips(v, "lstrip", "tokenizer.llm.strip_left") &&
-           llm__put_strips(v, "rstrip", "tokenizer.llm.strip_right");
+    return llm__put_strips(v, 1, "tokenizer.llm.strip_left") && llm__put_strips(v, 2, "tokenizer.llm.strip_right");
 }
 
 static bool llm__put_vocabulary(llm__vocabulary *v) {
@@ -4331,9 +4400,8 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
                                      "this combination of normalizer and pre_tokenizer is not supported; supported: "
                                      "byte-level BPE (ByteLevel), and SentencePiece BPE (U+2581 for spaces)");
     if (!llm__read_decoder(v, llm__setting(v, "decoder")) ||
-        !llm__read_post_processor(v, llm__setting(v, "post_processor")))
+        !llm__read_post_processor(v, llm__setting(v, "post_processor")) || !llm__read_config(v))
         return false;
-    llm__read_config(v);
     llm_writer_string(v->w, "tokenizer.ggml.model", v->byte_level ? "gpt2" : "llama");
     llm__put_rule(v, llm__is_on(model, "ignore_merges", false));
     llm_writer_string_array(v->w, "tokenizer.ggml.tokens", v->texts, v->size);
@@ -4426,14 +4494,18 @@ static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t le
     v.w = w;
     v.err = err;
     v.bos = v.eos = v.unknown = -1;
-    if (folder) ok = llm__read_json(&v.config, folder, "tokenizer_config.json", &found, err);
+    if (folder)
+        ok = llm__read_json(&v.config, folder, "tokenizer_config.json", &found, err) &&
+             llm__read_json(&v.added, folder, "added_tokens.json", &found, err);
     ok = ok && llm__json_parse(&v.json, (const char *)text, length, name, err) && llm__put_vocabulary(&v) &&
          (!folder || llm__put_siblings(&v, folder));
     if (ok && w->err.status != LLM_OK) ok = llm__fail(err, w->err.status, "%s: %s", name, w->err.message);
     llm__json_free(&v.json);
     llm__json_free(&v.config);
+    llm__json_free(&v.added);
     LLM_FREE(v.texts);
     LLM_FREE(v.kinds);
+    LLM_FREE(v.strips);
     LLM_FREE(v.ids.data);
     return ok;
 }

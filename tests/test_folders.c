@@ -23,7 +23,8 @@ static void spit(const char *name, const void *data, size_t n) {
 }
 
 static const char *const files[] = {"config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json",
-                                    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "generation_config.json"};
+                                    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "generation_config.json",
+                                    "tokenizer_config.json", "added_tokens.json"};
 
 static void clear_folder(void) {
     char path[400];
@@ -371,7 +372,7 @@ static void test_shards(void **state) {
     unlink(path);
     if (symlink("model-00001-of-00002.safetensors", path)) fail_msg("symlink");
     refused("a file twice", "two of the files have a tensor called");
-    for (size_t i = 0; i < sizeof files / sizeof *files - 1; i++) { /* each file missing */
+    for (size_t i = 0; i < 6; i++) { /* each file missing */
         if (i == 2) continue;
         copy_model("llama");
         path_of(path, folder, files[i]);
@@ -444,12 +445,74 @@ static void test_accepted(void **state) {
     llm_file_close(file);
 }
 
+/* Added tokens that only the neighbours of a tokenizer.json know: the ids below are transformers 5.23's. */
+static void test_added_tokens(void **state) {
+    (void)state;
+#define ADDED(text, more) "{\"content\": \"" text "\", \"single_word\": false, \"normalized\": false, \"special\": true" more "}"
+    static const struct {
+        const char *name, *content;
+        int32_t ids[32]; /* of "ab <|x|> c", up to a -1 */
+        const char *words; /* or it is refused */
+    } cases[] = {
+        {"tokenizer_config.json", "{}", {66, 67, 1, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"95\": " ADDED("<|end|>", "") ", \"96\": " ADDED("<|x|>", "") "}, \"eos_token\": \"<|x|>\"}",
+         {66, 67, 1, 96, 1, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"lstrip\": true") "}}", {66, 67, 96, 1, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"rstrip\": true") "}}", {66, 67, 1, 96, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"67\": " ADDED("a", ", \"rstrip\": true") "}}", {66, 67, 1, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"67\": " ADDED("b", ", \"rstrip\": true") "}}", {66, 67, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
+        {"added_tokens.json", "{\"<|y|>\": 97, \"<|x|>\": 96, \"<|end|>\": 95}", {66, 67, 1, 96, 1, 68, -1}, NULL},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"99\": " ADDED("<|x|>", "") "}}", {0}, "'<|x|>' of tokenizer_config.json beside it has the id 99, but there is none with the id 96"},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"66\": " ADDED("<|x|>", "") "}}", {0}, "the tokens 'a' and '<|x|>' have the same id, 66"},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"x\": " ADDED("<|x|>", "") "}}", {0}, "the token '<|x|>' has no id, or one that"},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"99999999999999999999\": " ADDED("<|x|>", "") "}}", {0}, "the token '<|x|>' has no id, or one that"},
+        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": 7}}", {0}, "an entry of added_tokens has no content"},
+        {"added_tokens.json", "{\"<|y|>\": 97}", {0}, "'<|y|>' of added_tokens.json beside it has the id 97, but there is none with the id 96"},
+        {"added_tokens.json", "{\"<|y|>\": -1}", {0}, "the token '<|y|>' has no id, or one that"},
+        {"added_tokens.json", "{\"<|y|>\": ", {0}, "added_tokens.json, line 1"},
+        {"tokenizer_config.json", "{\"eos_token\": \"<|x|>\"}", {0}, "the eos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+        {"tokenizer_config.json", "{\"bos_token\": {\"content\": \"<|x|>\"}}", {0}, "the bos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+    };
+#undef ADDED
+    copy_model("llama_mha");
+    char path[400];
+    path_of(path, folder, "model.safetensors"); /* a vocabulary is enough */
+    unlink(path);
+    path_of(path, folder, "config.json");
+    unlink(path);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm_error err;
+        path_of(path, folder, "tokenizer_config.json");
+        unlink(path);
+        path_of(path, folder, "added_tokens.json");
+        unlink(path);
+        spit(cases[i].name, cases[i].content, strlen(cases[i].content));
+        if (cases[i].words) {
+            refused(cases[i].content, cases[i].words);
+            continue;
+        }
+        llm_file *file = llm_file_open(folder, &err);
+        llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
+        if (!t) fail_msg("%s: %s", cases[i].content, err.message);
+        int32_t ids[32];
+        int64_t n = llm_tokenize(t, "ab <|x|> c", 10, LLM_TOKENIZE_SPECIAL, ids, 31, &err);
+        assert_true(n > 0 && n < 32);
+        ids[n] = -1;
+        for (int64_t k = 0; k <= n; k++)
+            if (ids[k] != cases[i].ids[k]) fail_msg("%s: token %d is %d, not %d", cases[i].content, (int)k, (int)ids[k], (int)cases[i].ids[k]);
+        if (strstr(cases[i].content, "eos_token")) assert_true(llm_tokenizer_eos(t) == 96 && llm_tokenizer_is_end(t, 96));
+        llm_tokenizer_free(t);
+        llm_file_close(file);
+    }
+}
+
 /* Each allocation fails once. */
 static void test_memory(void **state) {
     static const char *const models[] = {"llama", "gptq_g32_act_sym"};
     (void)state;
     for (int m = 0; m < 2; m++) {
         copy_model(models[m]);
+        spit("added_tokens.json", "{\"<|end|>\": 95}", 15);
         long live = test_live;
         int failures = 0;
         for (int i = 0;; i++) {
@@ -667,7 +730,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
         cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
+        cmocka_unit_test(test_added_tokens), cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
         cmocka_unit_test(test_large), cmocka_unit_test(test_count),
     };
     return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
