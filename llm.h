@@ -10320,6 +10320,12 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
     /* some models have rows that no token of the vocabulary uses */
     uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
     if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
+    if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: %s has %llu tokens, but the embedding (token_embd.weight) only %llu rows: tokens were added without resizing "
+                         "the model; give it the vocabulary of the model that it was made from",
+                         llm_file_path(model->file), model->file->folder ? "tokenizer.json (with what lies beside it)" : "the vocabulary",
+                         (unsigned long long)vocab, (unsigned long long)embedding->dims[1]);
     c->vocab_size = (int)vocab;
 
     model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);

@@ -161,6 +161,8 @@ static void test_damaged_settings(void **state) {
         {"qwen3", "config.json", "\"qwen3\"", "\"qwen2\"", "is missing"},
         {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
+        {"llama_mha", "tokenizer.json", "\"added_tokens\":[", "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
+         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (token_embd.weight) only 96 rows"},
         {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "gptq with 8 bits is not supported; supported: 4"},
         {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
