@@ -1180,7 +1180,8 @@ static const char *llm__type_name(uint32_t type) {
         "f32",    "f16",   "q4_0",  "q4_1",   NULL,    NULL,    "q5_0",    "q5_1",   "q8_0",    "q8_1",
         "q2_k",   "q3_k",  "q4_k",  "q5_k",   "q6_k",  "q8_k",  "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s",
         "iq4_nl", "iq3_s", "iq2_s", "iq4_xs", "i8",    "i16",   "i32",     "i64",    "f64",     "iq1_m",
-        "bf16",   NULL,    NULL,    NULL,     "tq1_0", "tq2_0", NULL,      NULL,     NULL,      "mxfp4"};
+        "bf16",   "q4_0_4_4", "q4_0_4_8", "q4_0_8_8", "tq1_0", "tq2_0", "iq4_nl_4_4", "iq4_nl_4_8", "iq4_nl_8_8", "mxfp4",
+        "nvfp4"};
     const char *name = type < sizeof names / sizeof *names ? names[type] : NULL;
     return name ? name : "unknown";
 }
@@ -1316,9 +1317,27 @@ static bool llm__place_tensors(llm__reader *r, const uint64_t *offsets) {
     return llm__check_overlap(r);
 }
 
+/* What git brings in place of a large file, where its extension for these is not installed: three lines of text. */
+static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
+    static const char beginning[] = "version https://git-lfs";
+    return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
+}
+
+/* The length of a header (u64), and the header, which is an object. */
+static bool llm__is_safetensors(const void *data, uint64_t size) {
+    uint64_t length = 0;
+    if (size > 8) memcpy(&length, data, sizeof length);
+    return size > 8 && length <= size - 8 && ((const char *)data)[8] == '{';
+}
+
 static bool llm__read_magic(llm__reader *r) {
     const llm_file *file = r->file;
     if (!file->size) return llm__format_error(r, "not a GGUF file: it is empty");
+    if (llm__is_lfs_pointer(file->data, file->size))
+        return llm__format_error(r, "not a GGUF file, but what git without LFS brings in place of a large one; get the file itself (git lfs pull)");
+    if (llm__is_safetensors(file->data, file->size))
+        return llm__format_error(r, "a safetensors file is only a part of a model; give the folder that it lies in, which must also hold a "
+                                    "config.json and a tokenizer.json");
     if (file->size < 4 || memcmp(file->data, "GGUF", 4)) {
         llm_string beginning = {(const char *)file->data, file->size < 16 ? (size_t)file->size : 16};
         return llm__format_error(r, "not a GGUF file: it starts with \"%s\" instead of \"GGUF\"",
@@ -2059,6 +2078,9 @@ static bool llm__json_parse(llm__json *json, const char *text, size_t length, co
     if (length > LLM__JSON_BYTES)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: %zu bytes of JSON are more than the %d that are read", name, length,
                          LLM__JSON_BYTES);
+    if (llm__is_lfs_pointer(text, length))
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: not the file, but what git without LFS brings in place of a large one; get the file "
+                         "itself (git lfs pull)", name);
     json->text = (char *)LLM_MALLOC(length + 1);
     if (!json->text) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", length, name);
     llm__want_large_pages(json->text, length);
@@ -4384,6 +4406,8 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
     static const char *const known[] = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
                                         "post_processor", "decoder", "model"};
     const llm__json_node *root = v->json.nodes, *model = llm__setting(v, "model");
+    if (!model && (llm__setting(v, "model_type") || llm__setting(v, "weight_map")))
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "this file is only a part of a model; give the folder that it lies in");
     for (const llm__json_node *item = llm__json_has_kind(root, LLM__JSON_OBJECT) ? llm__json_first(root) : NULL; item;
          item = llm__json_next(root, item)) {
         size_t i = 0;
@@ -4515,7 +4539,13 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
     llm__bytes text = {NULL, 0, 0};
     char *path = llm__copy_text(folder, "/tokenizer.json", err);
     bool found = false, ok = path && llm__read_text(folder, "tokenizer.json", &text, &found, err);
-    if (ok && !found) ok = llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a directory without a tokenizer.json", folder);
+    if (ok && !found) {
+        char *pieces = llm__copy_text(folder, "/tokenizer.model", err);
+        ok = pieces && llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a directory without a tokenizer.json%s", folder,
+                                 access(pieces, F_OK) ? "" : "; there is a tokenizer.model, which is not read: with Hugging Face's transformers, "
+                                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json of it");
+        LLM_FREE(pieces);
+    }
     ok = ok && llm__translate_vocabulary(w, text.data, text.length, path, folder, err);
     LLM_FREE(path);
     LLM_FREE(text.data);
@@ -11200,6 +11230,19 @@ static bool llm__folder_wants(const llm__folder *f, int part) {
            (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
 }
 
+/* The tensor "X.weight" (or "X.bias", which nobody quantizes) is missing: why? */
+static bool llm__folder_missing(const llm__folder *f, const char *name) {
+    char quantized[160];
+    snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")), name);
+    const char *why = !llm__find_source(&f->sources, quantized) ? ""
+                      : f->int4 ? "; it is quantized, which is supported for the matrices of the layers only"
+                      : llm__folder_has(f, "quantize_config.json")
+                          ? "; it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there, "
+                            "with a \"quant_method\" of \"gptq\" or \"awq\""
+                          : "; it is quantized, but config.json has no quantization_config, which says how";
+    return llm__folder_error(f, *why ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT, "the tensor %s is missing%s", name, why);
+}
+
 static bool llm__folder_part(llm__folder *f, int layer, int part) {
     char name[LLM__TENSOR_NAME], source_name[128];
     llm__part_name(name, layer, part);
@@ -11211,7 +11254,7 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
             return llm__folder_int4(f, name, source_name);
         }
         if (source) return llm__folder_tensor(f, source, name);
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", source_name);
+        return llm__folder_missing(f, source_name);
     }
     if (source && llm__all_zero(source)) source->used = true;
     return true;
@@ -11229,7 +11272,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
         if (i == 2 && tied) { /* some files hold it all the same */
             if (source) source->used = true;
         } else if (!source) {
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", names[i][0]);
+            return llm__folder_missing(f, names[i][0]);
         } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
     }
     return true;

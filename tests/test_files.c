@@ -454,6 +454,12 @@ static void test_hostile_tensors(void **state) {
     refuse_tensor(2, 256, 2, 0, 0, 10, 0, "the tensor 'weight' is of type 10 (q2_k), which is not supported; supported are f32, f16");
     refuse_tensor(1, 256, 0, 0, 0, 12345, 0, "type 12345 (unknown)");
     refuse_tensor(1, 256, 0, 0, 0, 4, 0, "type 4 (unknown)");
+    static const struct {
+        uint32_t type;
+        const char *words;
+    } gone[] = {{31, "type 31 (q4_0_4_4)"}, {32, "type 32 (q4_0_4_8)"}, {33, "type 33 (q4_0_8_8)"}, {36, "type 36 (iq4_nl_4_4)"},
+                {37, "type 37 (iq4_nl_4_8)"}, {38, "type 38 (iq4_nl_8_8)"}, {39, "type 39 (mxfp4)"}, {40, "type 40 (nvfp4)"}, {41, "type 41 (unknown)"}};
+    for (size_t i = 0; i < sizeof gone / sizeof *gone; i++) refuse_tensor(2, 256, 8, 0, 0, gone[i].type, 0, gone[i].words);
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "offset 4, which is no multiple of the alignment 32");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4096, "lies past the end of the file");
     refuse_tensor(1, 1025, 0, 0, 0, LLM_F32, 0, "(4100 bytes at offset 0");

@@ -24,7 +24,7 @@ static void spit(const char *name, const void *data, size_t n) {
 
 static const char *const files[] = {"config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json",
                                     "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "generation_config.json",
-                                    "tokenizer_config.json", "added_tokens.json"};
+                                    "tokenizer_config.json", "added_tokens.json", "tokenizer.model", "quantize_config.json"};
 
 static void clear_folder(void) {
     char path[400];
@@ -447,6 +447,51 @@ static void test_accepted(void **state) {
     llm_file_close(file);
 }
 
+/* One of the files of a folder, given as the model. */
+static void refused_file(const char *name, const char *words) {
+    char path[400];
+    llm_error err = {LLM_OK, ""};
+    long live = test_live;
+    path_of(path, folder, name);
+    assert_null(llm_model_load(path, &err));
+    if (!strstr(err.message, words)) fail_msg("%s: wanted \"%s\", got \"%s\"", name, words, err.message);
+    assert_non_null(strstr(err.message, path));
+    assert_int_equal(test_live, live);
+}
+
+/* What people give, and have, instead of a whole folder: the error says what to do. */
+static void test_incomplete(void **state) {
+    static const char pointer[] = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 9\n";
+    static const char lfs[] = "what git without LFS brings in place of a large one; get the file itself (git lfs pull)";
+    char path[400];
+    (void)state;
+    copy_model("llama");
+    refused_file("model-00001-of-00002.safetensors", "a safetensors file is only a part of a model; give the folder that it lies in");
+    refused_file("config.json", "this file is only a part of a model; give the folder that it lies in");
+    refused_file("model.safetensors.index.json", "this file is only a part of a model; give the folder that it lies in");
+    spit("tokenizer.json", pointer, sizeof pointer - 1);
+    refused("a pointer instead of a tokenizer.json", lfs);
+    refused_file("tokenizer.json", lfs);
+    copy_model("llama_mha");
+    spit("model.safetensors", pointer, sizeof pointer - 1);
+    refused("a pointer instead of a model.safetensors", "come from git without LFS");
+    copy_model("llama_mha");
+    path_of(path, folder, "tokenizer.json");
+    unlink(path);
+    spit("tokenizer.model", "x", 1);
+    refused("only a tokenizer.model", "without a tokenizer.json; there is a tokenizer.model, which is not read: with Hugging Face's transformers, "
+                                      "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json of it");
+    /* quantized, and nobody says so, or more than expected */
+    copy_model("gptq_g32");
+    replace("config.json", "\"quantization_config\"", "\"_\"");
+    refused("no quantization_config", "q_proj.weight is missing; it is quantized, but config.json has no quantization_config, which says how");
+    spit("quantize_config.json", "{\"bits\": 4}", 11);
+    refused("only a quantize_config.json", "it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there");
+    copy_model("gptq_g32");
+    replace("model.safetensors", "lm_head.weight", "lm_head.qweight");
+    refused("a quantized output", "the tensor lm_head.weight is missing; it is quantized, which is supported for the matrices of the layers only");
+}
+
 /* Added tokens that only the neighbours of a tokenizer.json know: the ids below are transformers 5.23's. */
 static void test_added_tokens(void **state) {
     (void)state;
@@ -732,7 +777,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
         cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_added_tokens), cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
+        cmocka_unit_test(test_incomplete), cmocka_unit_test(test_added_tokens), cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
         cmocka_unit_test(test_large), cmocka_unit_test(test_count),
     };
     return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
