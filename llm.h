@@ -119,7 +119,7 @@ typedef struct llm_type_info {
 
 /* The table's row of a type; NULL if the engine does not know it. */
 const llm_type_info *llm_type_find(llm_type type);
-const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" too */
+const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" and "Q4_K" too */
 /* All types, in order of the table; NULL past its end. */
 const llm_type_info *llm_type_at(int index);
 
@@ -3569,8 +3569,12 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     llm__mark_special(t, t->eos, LLM__MARK_END);
     llm__mark_special(t, eot, LLM__MARK_END);
     llm__mark_special(t, eom, LLM__MARK_END);
-    for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++)
-        llm__mark_special(t, llm__find_text(t, spellings[i]), LLM__MARK_END);
+    for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
+        int32_t id = llm__find_text(t, spellings[i]);
+        /* (byte-level vocabularies that were made from the web have an ordinary "</s>", of HTML, which ends nothing) */
+        if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>")) continue;
+        llm__mark_special(t, id, LLM__MARK_END);
+    }
     return true;
 }
 
@@ -6105,11 +6109,13 @@ const llm_type_info *llm_type_find(llm_type type) {
     return type == LLM_Q4_Z ? &llm__own_type : NULL;
 }
 
+static char llm__lower(char c) { return (char)(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c); }
+
 const llm_type_info *llm_type_by_name(const char *name) {
     const llm_type_info *info;
     for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++) {
-        size_t n = 0; /* the K of q4_K may be small: nothing else about the names is a matter of case */
-        while (name[n] && (name[n] == info->name[n] || (name[n] == 'k' && info->name[n] == 'K'))) n++;
+        size_t n = 0;
+        while (name[n] && llm__lower(name[n]) == llm__lower(info->name[n])) n++;
         if (!name[n] && !info->name[n]) return info;
     }
     return NULL;

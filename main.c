@@ -22,6 +22,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <strings.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <time.h>
@@ -2892,7 +2893,7 @@ static bool quantize_progress(void *user, uint64_t done, uint64_t total) {
 /* "q4_K_M" is q4_K mixed with q6_K, the rest are names of the table. */
 static bool parse_quantized_type(const char *name, llm_type *type, bool *mixed) {
     size_t length = strlen(name);
-    *mixed = !strcmp(name, "q4_K_M") || !strcmp(name, "q5_K_M");
+    *mixed = !strcasecmp(name, "q4_K_M") || !strcasecmp(name, "q5_K_M");
     const llm_type_info *found = *mixed ? llm_type_by_name((char[8]){name[0], name[1], '_', 'K'}) : llm_type_by_name(name);
     if (found) *type = found->type;
     return found && length;

@@ -219,7 +219,7 @@ json "bench --json"
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
 
-for type in q4_K q4_k q5_K q6_K q4_K_M q5_K_M; do # K formats want rows of whole blocks of 256, which this model has none of
+for type in q4_K q4_k q5_K q6_K q4_K_M q5_K_M Q4_K_M q5_k_m; do # K formats want rows of whole blocks of 256, which this model has none of
     ok "quantize to $type" "note: 1[5-9] of the matrices have rows that are not .* 256 values, .*" "$LLM" quantize "$M" q.gguf --type $type
     ok "run $type" "" "$LLM" run -m q.gguf -n 4 -q "Hello"
 done
@@ -243,6 +243,8 @@ for type in f32 f16 bf16 q8_0 q5_1 q5_0 q4_1 q4_0; do
     ok "synth $type" "$type" "$LLM" synth --shape $SHAPE --type $type --seed 9 y.gguf
     ok "run synthetic $type" "" "$LLM" run -m y.gguf -n 4 -q "Hello"
 done
+ok "quantize to F16, whatever the case" "^ *f16 " "$LLM" quantize "$M" q.gguf --type F16
+ok "quantize to Q8_0" "^ *q8_0 " "$LLM" quantize "$M" q.gguf --type Q8_0
 cp y.gguf z.gguf
 ok "synth again" "" "$LLM" synth --shape $SHAPE --type q4_0 --seed 9 y.gguf
 same "synth is seeded" y.gguf z.gguf

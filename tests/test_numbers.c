@@ -244,9 +244,11 @@ static void test_table(void **state) {
         assert_int_equal(type->block_bytes, expected[i].bytes);
     }
     assert_ptr_equal(llm_type_by_name("q4_k"), llm_type_find(LLM_Q4_K));
+    assert_ptr_equal(llm_type_by_name("Q4_K"), llm_type_find(LLM_Q4_K));
+    assert_ptr_equal(llm_type_by_name("BF16"), llm_type_find(LLM_BF16));
     assert_null(llm_type_find((llm_type)4));
     assert_null(llm_type_find((llm_type)-1));
-    static const char *const no_types[] = {"q8_K", "Q4_0", "q4_", "q4_KK", "kq4_K", "", NULL};
+    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K", "", NULL};
     for (int i = 0; i < 7; i++) assert_null(llm_type_by_name(no_types[i]));
     assert_null(llm_type_at(-1));
     assert_null(llm_type_at(1000));
