@@ -10600,7 +10600,7 @@ static bool llm__folder_known_config(const llm__folder *f) {
         "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
         "is_llama_config", "label2id", "max_sequence_length", "model_max_length", "name_or_path", "neftune_noise_alpha", "pad_token_id",
         "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
-        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_padding_side", "torch_dtype",
+        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "torch_dtype",
         "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
         /* how to choose words, which stood here before generation_config.json was invented: that is the request's to say */
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",

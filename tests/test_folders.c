@@ -551,6 +551,24 @@ static void test_added_tokens(void **state) {
         llm_tokenizer_free(t);
         llm_file_close(file);
     }
+    /* bytes changed: refused, or a vocabulary all the same; never worse */
+    test_random r = {9};
+    for (int i = 0; i < 400; i++) {
+        char text[400];
+        int k = i % 4 + 1, n = snprintf(text, sizeof text, "%s", cases[k == 4 ? 6 : k].content);
+        for (int flips = 1 + i % 2; flips; flips--) text[random_below(&r, n)] ^= (char)(1 << random_below(&r, 7));
+        path_of(path, folder, "tokenizer_config.json");
+        unlink(path);
+        spit(cases[k == 4 ? 6 : k].name, text, (size_t)n);
+        long live = test_live;
+        llm_error err = {LLM_OK, ""};
+        llm_file *file = llm_file_open(folder, &err);
+        llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
+        if (!t) assert_true(err.status != LLM_OK && err.message[0]);
+        llm_tokenizer_free(t);
+        llm_file_close(file);
+        assert_int_equal(test_live, live);
+    }
 }
 
 /* Each allocation fails once. */
