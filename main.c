@@ -23,6 +23,7 @@
 #include <stdlib.h>
 #include <string.h>
 #include <strings.h>
+#include <sys/select.h>
 #include <sys/stat.h>
 #include <sys/types.h>
 #include <time.h>
@@ -1551,6 +1552,20 @@ static char *edit_line(const char *prompt) {
 #endif
 
 /* A line of what is typed, without its end; false where there is no more. Ctrl-C on a terminal drops the whole message. */
+#ifndef LLM_WITH_EDITLINE
+/* Until something was typed, or Ctrl-C came: also one that came before we wait, which getline would sleep through. */
+static void wait_for_typing(void) {
+    sigset_t blocked, usual;
+    fd_set typed;
+    sigemptyset(&blocked), sigaddset(&blocked, SIGINT), sigaddset(&blocked, SIGTERM);
+    FD_ZERO(&typed);
+    FD_SET(STDIN_FILENO, &typed);
+    sigprocmask(SIG_BLOCK, &blocked, &usual);
+    if (!stop_requested) pselect(STDIN_FILENO + 1, &typed, NULL, NULL, NULL, &usual); /* which lets signals in, but only while it waits */
+    sigprocmask(SIG_SETMASK, &usual, NULL);
+}
+#endif
+
 static bool chat_line(chat *c, const char *prompt, text *line) {
     char *data = NULL;
     size_t capacity = 0;
@@ -1560,15 +1575,15 @@ static bool chat_line(chat *c, const char *prompt, text *line) {
     if (c->edits) {
         data = edit_line(prompt);
         n = data ? (ssize_t)strlen(data) : -1;
-    } else
-#endif
-    {
-        if (c->edits) {
-            put_text(prompt);
-            flush_output();
-        }
-        n = getline(&data, &capacity, stdin);
+    } else n = getline(&data, &capacity, stdin);
+#else
+    if (c->edits) {
+        put_text(prompt);
+        flush_output();
+        wait_for_typing();
     }
+    n = c->edits && stop_requested ? -1 : getline(&data, &capacity, stdin);
+#endif
     if (n > 0 && data[n - 1] == '\n') n--;
     if (n > 0 && data[n - 1] == '\r') n--;
     if (n > 0) append(line, data, (size_t)n);
