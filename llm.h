@@ -12673,11 +12673,10 @@ static int llm__fetch_outcomes(llm__sampler *sampler, const llm__scheduler *s, l
         drawn += !outcomes[i].logits;
     }
     for (int i = 0, end; i < n_draws; i = end) { /* rows side by side come together */
-        for (end = i; end < n_draws && outcomes[end].logits;) end++;
-        const int row = sampler->draws[i].row, rows = end > i ? sampler->draws[end - 1].row + 1 - row : 0;
-        const int64_t at = (int64_t)row * sampler->vocab_size;
-        if (rows && !b->download(b->context, host + at, logits + at, (size_t)rows * (size_t)sampler->vocab_size * sizeof *host, err)) return -1;
-        end += end == i;
+        for (end = i + 1; outcomes[i].logits && end < n_draws && outcomes[end].logits;) end++;
+        if (!outcomes[i].logits) continue;
+        const int64_t row = sampler->draws[i].row, rows = sampler->draws[end - 1].row + 1 - row, at = row * sampler->vocab_size;
+        if (!b->download(b->context, host + at, logits + at, (size_t)(rows * sampler->vocab_size) * sizeof *host, err)) return -1;
     }
     return n_draws;
 }
