@@ -2179,9 +2179,9 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
                      dim3((unsigned)shape::threads), shared, p, x, token_tiles);
 }
 
-/* A test sets this, to have the kernels of large matrices for small ones; 0: as many as the GPU has. (inline: a program may hold this
+/* A test sets this, to have the kernels of large matrices for small ones; 0: as many as the GPU has. (weak: a program may hold this
  * file twice, for a GPU and for the emulated one.) */
-inline int llm__pretended_processors = 0;
+__attribute__((weak)) int llm__pretended_processors = 0;
 
 /* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
 template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
