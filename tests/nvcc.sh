@@ -2,21 +2,23 @@
 # tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors, and prints what each kernel takes: registers,
 # static shared memory, bytes in local memory: spilled registers, and arrays that did not get into registers. Any fails, but for those of the plain
 # kernels, which are there for comparison, of loading weights, and of cosf, which has an array for huge angles.
-# Ends in one line, "N passed, N failed": one check per architecture.
+# Then links the program with the first one's object beside the emulated devices, as `make` does where nvcc is, and runs it on one of those.
+# Ends in one line, "N passed, N failed": one check per architecture, and that one.
 set -u
 cd "$(dirname "$0")/.." || exit 1
+[ $# -gt 0 ] || set -- 80 90
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 passed=0 failed=0
 filter=cat
 command -v c++filt >/dev/null 2>&1 && filter='c++filt -p'
 
-for arch in ${*:-80 90}; do # all at once
+for arch; do # all at once
     nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v -gencode "arch=compute_$arch,code=sm_$arch" \
         -I. -c llm.cu -o "$work/llm_$arch.o" >"$work/log_$arch" 2>&1 && : >"$work/compiled_$arch" &
 done
 wait
-for arch in ${*:-80 90}; do
+for arch; do
     if [ ! -e "$work/compiled_$arch" ]; then
         cat "$work/log_$arch"
         echo "sm_$arch: does not compile"
@@ -49,5 +51,17 @@ for arch in ${*:-80 90}; do
         passed=$((passed + 1))
     fi
 done
+
+# What both define, or neither, shows only here: the tests link one of them at a time.
+if [ -e "$work/compiled_$1" ] && make -s "DEVICES=$work/llm_$1.o \$(EMULATOR) \$(if \$(OBSERVED),build/observed.o)" build/llm &&
+    text=$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device emulated "Once upon a time") &&
+    [ "$text" = "$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device cpu "Once upon a time")" ]; then
+    echo "the program with the object for sm_$1: $text"
+    passed=$((passed + 1))
+else
+    echo "the program with the object for sm_$1 does not link, or does not say on the emulated device what it says on the CPU"
+    failed=$((failed + 1))
+fi
+rm -f build/llm
 echo "$passed passed, $failed failed"
 [ "$failed" -eq 0 ]
