@@ -6392,6 +6392,7 @@ typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, c
     size_t x_tile_bytes;
     int height;              /* rows of x in a tile */
     int x_parts;             /* in which a tile is rounded */
+    bool own_x, own_tiles;   /* of these each thread has made a copy for itself: see llm__own_copy */
     bool tiles;              /* use matrix tiles */
     const float *bias;       /* NULL: none */
     bool add;
@@ -6425,11 +6426,13 @@ typedef struct llm__attention_job {
     int layer;
     float *out;
     bool tiles;              /* use matrix tiles */
+    const llm__rope_job *rope; /* what has to be done for the item's heads first; NULL: it is done */
 } llm__attention_job;
 
 typedef struct llm__rows_job { /* rmsnorm and swiglu */
     const float *a, *b;
     float *out;
+    bool own_out;             /* each thread writes a copy for itself */
     int64_t n, n_per_item;
     int dim;
     float epsilon;
@@ -6457,7 +6460,7 @@ typedef struct llm__kernels {
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
     int32_t (*argmax)(const float *x, int n);
     double (*sum_exp)(const float *x, int n, float shift);
-    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token);
+    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head);
     /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
     void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
                       void *scratch);
@@ -6481,6 +6484,8 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     const float *rounded_x;          /* whose (rounded_n, rounded_cols) will stand in `rounded` after the last task; NULL: nobody's */
     int64_t rounded_n, rounded_cols;
     int rounded_group;               /* values to a scale */
+    bool rounded_own;                /* by each thread for itself */
+    const float *own_x;              /* of which each thread will have its own copy after the last task; NULL: of nothing */
     double alone_until;              /* on the clock; see llm__run_tasks */
     llm_error failure;               /* the first since the last sync */
 } llm__cpu;
@@ -6665,7 +6670,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
 
 static void llm__plain_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape,
                                  const float *q, const llm_cache *cache, int layer, float *out) {
-    llm__attention_job job = {batch, *shape, q, cache, layer, out, false};
+    llm__attention_job job = {batch, *shape, q, cache, layer, out, false, NULL};
     llm__cpu *cpu = (llm__cpu *)context;
     for (int s = 0; s < batch->n_sequences; s++)
         for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
@@ -8161,19 +8166,21 @@ LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int laye
     }
 }
 
-static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token) {
+static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
     int n_heads = job->shape.n_heads, n_kv_heads = job->shape.n_kv_heads, head_dim = job->shape.head_dim;
+    int group = n_heads / n_kv_heads, first_head = first_kv_head * group, end_head = end_kv_head * group;
     const llm_cache *cache = job->cache;
     for (int64_t token = first_token; token < end_token; token++) {
         const float *angles = job->angles + token * (job->rope_dim / 2) * 2;
         float *q = job->q + token * n_heads * head_dim, *k = job->k + token * n_kv_heads * head_dim;
         const float *v = job->v + token * n_kv_heads * head_dim;
-        if (job->q_norm) LLM__K(rmsnorm)(q, job->q_norm, n_heads, head_dim, job->epsilon, q);
-        if (job->k_norm) LLM__K(rmsnorm)(k, job->k_norm, n_kv_heads, head_dim, job->epsilon, k);
-        for (int head = 0; head < n_heads; head++)
+        float *some_q = q + (int64_t)first_head * head_dim, *some_k = k + (int64_t)first_kv_head * head_dim;
+        if (job->q_norm) LLM__K(rmsnorm)(some_q, job->q_norm, end_head - first_head, head_dim, job->epsilon, some_q);
+        if (job->k_norm) LLM__K(rmsnorm)(some_k, job->k_norm, end_kv_head - first_kv_head, head_dim, job->epsilon, some_k);
+        for (int head = first_head; head < end_head; head++)
             LLM__K(rope)(q + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
         int64_t block = job->batch->slots[token] / cache->block_size, offset = job->batch->slots[token] % cache->block_size;
-        for (int head = 0; head < n_kv_heads; head++) {
+        for (int head = first_kv_head; head < end_kv_head; head++) {
             int64_t row = (block * n_kv_heads + head) * cache->block_size + offset;
             LLM__K(rope)(k + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
             LLM__K(store_head)(cache, cache->keys, job->layer, row, k + (int64_t)head * head_dim);
@@ -8959,12 +8966,16 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
  * to see results, the threads are started once and go through the whole list together. After each task they meet, since
  * the next one reads what this one wrote; waiting for each other in a loop takes a tenth of a microsecond:
  *
- *     thread 0   norm round | q    k  v  | rope | attention | round | o      | norm round | gate   up  | ...
- *     thread 1              | q    k  v  |      | attention |       | o      |            | gate   up  | ...
+ *     thread 0   norm round  q    k  v  | rope  attention | round  o      | norm round  gate   up  | ...
+ *     thread 1   norm round  q    k  v  | rope  attention | round  o      | norm round  gate   up  | ...
  *
- * Tasks that are too small to be shared are left to the first thread, and products of the same input (q, k, v; gate, up) run side by
- * side, without a meeting. Each thread takes the item of its own number first, and then what is left as it comes free: so it reads the same
- * weights in each step, which may still be in its cache, and one that the system slows down does fewer.
+ * What is too small to be shared is left to the first thread; but norms and rounding, which a product waits for, every thread does for
+ * itself, into memory of its own: that takes no longer, and saves a meeting, and fetching from another core what that has written.
+ * Products of the same input (q, k, v; gate, up) run side by side, and where an item of attention has all the rows of its heads, it
+ * rotates them itself: no meeting there, either. And of a task that is the same as at its place in the step before, nothing is written, so
+ * that the list stays in all cores' caches. (The bundled model in q4_0, after 16 tokens: two threads took 92 us for a step that takes one
+ * 125, and so they take 81.) Each thread takes the item of its own number first, and then what is left as it comes free: so it reads the
+ * same weights in each step, which may still be in its cache, and one that the system slows down does fewer.
  *
  * A meeting waits for the slowest thread, and where another program wants the same core, that is a thread which the
  * system has put aside for milliseconds: a hundred times what the work took. When most of the time went into such waiting, the calling
@@ -8979,15 +8990,24 @@ enum {
     LLM__LARGE_WORK = 4000000,    /* from which on a product is dealt out so that threads end together, though it costs a little */
     LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
     LLM__THREADS_WORK = 400000,   /* and a list, at all */
+    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* the last group of blocks of x may be read past its end */
+    LLM__OWN_X_BYTES = 16 << 10,  /* of a thread's scratch memory: what it made for itself, */
+    LLM__OWN_TILES_BYTES = 64 << 10, /* and the same rounded */
     LLM__SPINS = 4096             /* looks at how many have arrived, before a thread offers its core to somebody else */
+};
+
+enum { /* what kind of task */
+    LLM__BESIDE = 1,   /* what it reads was there before the task ahead of it began: no need to meet */
+    LLM__BY_EACH = 2,  /* every thread does all of it, for itself */
+    LLM__FROM_OWN = 4  /* of what the tasks ahead of it wrote, it reads only what the same thread made for itself: no need to meet */
 };
 
 typedef struct llm__task {
     llm__work work;
     int64_t items, next;    /* the first that nobody has taken; each thread's own item aside */
     double amount;          /* of work: see llm__add_task */
-    bool shared;            /* by all threads; else the first does it */
-    bool beside;            /* what it reads was there before the task ahead of it began: no need to meet */
+    unsigned kind;
+    bool shared;            /* by all threads; else the first does it, or each */
     union {
         char bytes[LLM__JOB_BYTES];
         double aligned;
@@ -9020,18 +9040,25 @@ static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
 /* One of a team of threads on its way through the list. */
 static void llm__run_tasks_as(llm__cpu *cpu, int thread, int team, int64_t *arrived, double *waited) {
     void *scratch = cpu->scratch + (size_t)thread * cpu->scratch_bytes;
-    bool any = false, any_shared = false; /* since the last meeting */
+    bool any = false, any_together = false; /* since the last meeting; and was any done by more than the first? */
     int64_t meetings = 0;
     for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++) {
-        if (any && !task->beside && (task->shared || any_shared)) {
+        bool together = task->shared || (task->kind & LLM__BY_EACH);
+        if (!task->items) continue; /* another does its work */
+        if (any && !(task->kind & (LLM__BESIDE | LLM__FROM_OWN)) && (together || any_together)) {
             llm__meet(arrived, team * ++meetings, waited);
-            any_shared = false;
+            any_together = false;
         }
         any = true;
-        any_shared = any_shared || task->shared;
-        if (!task->shared && thread > 0) continue;
+        any_together = any_together || together;
+        if (!together && thread > 0) continue;
+        if (task->kind & LLM__BY_EACH) {
+            for (int64_t item = 0; item < task->items; item++) task->work(cpu, task->job.bytes, item, scratch);
+            continue;
+        }
         int64_t own = task->shared ? llm__min(team, task->items) : 0;
         if (thread < own) task->work(cpu, task->job.bytes, thread, scratch);
+        if (own == task->items) continue; /* no more than one for each thread */
         for (int64_t item; (item = own + __atomic_fetch_add(&task->next, 1, __ATOMIC_RELAXED)) < task->items;)
             task->work(cpu, task->job.bytes, item, scratch);
     }
@@ -9056,7 +9083,7 @@ static void llm__run_tasks_together(llm__cpu *cpu) {
 
 /* Do what is queued. */
 static void llm__run_tasks(llm__cpu *cpu) {
-    cpu->rounded_x = NULL;
+    cpu->rounded_x = cpu->own_x = NULL;
 #ifdef _OPENMP
     bool any_shared = false;
     double work = 0;
@@ -9077,21 +9104,25 @@ static void llm__run_tasks(llm__cpu *cpu) {
 static void llm__drop_tasks(llm__cpu *cpu) {
     cpu->n_tasks = 0;
     cpu->queueing = false;
-    cpu->rounded_x = NULL;
+    cpu->rounded_x = cpu->own_x = NULL;
 }
 
 /* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once.
  * (The factors in the calls, so much for each element, are rough, from `llm bench --profile`: they only decide what is worth sharing.) */
-static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, bool beside, llm__work work, const void *job, size_t job_bytes) {
+static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, unsigned kind, llm__work work, const void *job, size_t job_bytes) {
     if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
     llm__task *task = &cpu->tasks[cpu->n_tasks++];
-    task->work = work;
-    task->items = items;
-    task->next = 0;
-    task->amount = amount;
-    task->shared = items > 1 && cpu->n_threads > 1 && amount >= LLM__SHARED_WORK;
-    task->beside = beside && cpu->n_tasks > 1;
-    memcpy(task->job.bytes, job, job_bytes);
+    bool beside = (kind & LLM__BESIDE) && cpu->n_tasks > 1;
+    bool shared = items > 1 && cpu->n_threads > 1 && (amount >= LLM__SHARED_WORK || (beside && task[-1].shared));
+    if (cpu->n_tasks == 1) kind &= LLM__BY_EACH;
+    if (task->work != work) task->work = work; /* what is not written to stays in the other cores' caches */
+    if (task->items != items) task->items = items;
+    if (task->next != 0) task->next = 0;
+    if (task->amount != amount) task->amount = amount;
+    if (task->kind != kind) task->kind = kind;
+    if (task->shared != shared) task->shared = shared;
+    cpu->rounded_x = cpu->own_x = NULL; /* they may be written to; who knows better says so */
+    if (memcmp(task->job.bytes, job, job_bytes)) memcpy(task->job.bytes, job, job_bytes);
     if (!cpu->queueing) llm__run_tasks(cpu);
 }
 
@@ -9100,18 +9131,53 @@ static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
 
+/* Of what every thread makes for itself, the first one's copy is where all would look for it; those of the others are at the end of
+ * their scratch memory, and last as long as the list. */
+static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch, size_t from_end) {
+    return !own || scratch == cpu->scratch ? (void *)(uintptr_t)shared : (char *)scratch + cpu->scratch_bytes - from_end;
+}
+
+static float *llm__own_x(const llm__cpu *cpu, bool own, const float *shared, void *scratch) {
+    return (float *)llm__own_copy(cpu, own, shared, scratch, LLM__OWN_X_BYTES);
+}
+
+static char *llm__own_tiles(const llm__cpu *cpu, bool own, const void *shared, void *scratch) {
+    return (char *)llm__own_copy(cpu, own, shared, scratch, LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES);
+}
+
 /* An item is the tiles of some rows of x, or of one tile a part of the columns. */
 static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__matmul_job *job = (const llm__matmul_job *)job_;
+    const float *x = llm__own_x(cpu, job->own_x, job->x, scratch);
+    char *tiles = llm__own_tiles(cpu, job->own_tiles, job->x_tiles, scratch);
     int64_t cols = job->w->cols, stripes = llm__stripes(cols), part = item % job->x_parts;
     int64_t groups = llm__divide_up(stripes, LLM__SPAN / 2), begin = groups * part / job->x_parts * (LLM__SPAN / 2);
     int64_t end = llm__min(groups * (part + 1) / job->x_parts * (LLM__SPAN / 2), stripes);
     int64_t row = item / job->x_parts * job->x_rows_per_item, end_row = llm__min(row + job->x_rows_per_item, job->n);
-    (void)scratch;
     for (; row < end_row; row += job->height)
-        cpu->kernels->round_rows(job->x + row * cols, cols, llm__x_group(job->w->type), job->height,
-                                 (int)llm__min(job->height, job->n - row), begin, end,
-                                 (char *)cpu->rounded + (size_t)(row / job->height) * job->x_tile_bytes);
+        cpu->kernels->round_rows(x + row * cols, cols, llm__x_group(job->w->type), job->height, (int)llm__min(job->height, job->n - row),
+                                 begin, end, tiles + (size_t)(row / job->height) * job->x_tile_bytes);
+}
+
+/* Does each thread do so small a task for itself? */
+static bool llm__is_for_each(const llm__cpu *cpu, double amount) {
+    return cpu->queueing && cpu->n_threads > 1 && amount < LLM__SHARED_WORK;
+}
+
+static bool llm__last_is_by_each(const llm__cpu *cpu) {
+    return cpu->n_tasks > 0 && (cpu->tasks[cpu->n_tasks - 1].kind & LLM__BY_EACH);
+}
+
+/* May some thread still read `out`, or not have begun to, where another comes to the end of the list? So it is where each made something of
+ * it for itself, and no meeting came after. */
+static bool llm__is_being_read(const llm__cpu *cpu, const float *out) {
+    for (const llm__task *task = cpu->tasks + cpu->n_tasks - 1; task >= cpu->tasks; task--) {
+        const void *job = task->job.bytes;
+        if ((task->kind & LLM__BY_EACH) && out == (task->work == llm__round_item ? ((const llm__matmul_job *)job)->x : ((const llm__rows_job *)job)->a))
+            return true;
+        if (!(task->kind & (LLM__BESIDE | LLM__FROM_OWN))) break; /* all have met in front of it */
+    }
+    return false;
 }
 
 /* An item is some rows of x, or some rows of the matrix: a long run, or a short one of what is left. Of a long prompt, so many rows of
@@ -9119,6 +9185,8 @@ static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void 
 static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     llm__matmul_job job = *(const llm__matmul_job *)job_;
     int64_t first = 0, rows = job.w->rows, x_row = 0, x_end = job.n, together = job.n;
+    job.x = llm__own_x(cpu, job.own_x, job.x, scratch);
+    job.x_tiles = llm__own_tiles(cpu, job.own_tiles, job.x_tiles, scratch);
     if (job.x_rows_per_item > 0) {
         x_row = item * job.x_rows_per_item;
         x_end = llm__min(x_row + job.x_rows_per_item, job.n);
@@ -9162,7 +9230,7 @@ static bool llm__beside_last(const llm__cpu *cpu, const llm__matmul_job *job) {
         const llm__matmul_job *before = (const llm__matmul_job *)(const void *)task->job.bytes;
         if (task->work == llm__round_item) return before->x == job->x; /* it wrote nothing but `rounded` */
         if (task->work != llm__matmul_item || before->x != job->x || before->out == job->out || before->add) return false;
-        if (!task->beside) return true;
+        if (!(task->kind & LLM__BESIDE)) return true;
     }
     return false;
 }
@@ -9175,8 +9243,10 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         return;
     }
     if (n < 1 || w->rows < 1) return;
-    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
-    bool beside = llm__beside_last(cpu, &job);
+    if (cpu->n_tasks + 2 > LLM__MAX_TASKS) llm__run_tasks(cpu); /* own copies last as long as the list */
+    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, cpu->own_x == x, false, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
+    const float *own_x = cpu->own_x, *rounded_x = cpu->rounded_x;
+    bool beside = !llm__is_being_read(cpu, out) && llm__beside_last(cpu, &job), own = job.own_x;
     if (llm__stored_quads(w->type)) {
         /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
         int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS; /* by halves, a tile of x is of full height */
@@ -9184,16 +9254,21 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         job.height = (int)llm__min(n < LLM__TILE_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE); /* (so matrix tiles count) */
         job.x_tile_bytes = (size_t)(llm__stripes(w->cols) * LLM__X_BYTES * job.height);
         int group = llm__x_group(w->type);
-        if (!beside || cpu->rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols || cpu->rounded_group != group) {
+        if (!beside || rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols || cpu->rounded_group != group) {
             int64_t tiles = llm__divide_up(n, job.height);
-            if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
+            double amount = (double)n * (double)w->cols;
+            job.own_tiles = llm__is_for_each(cpu, amount) && (uint64_t)tiles * job.x_tile_bytes <= LLM__OWN_TILES_BYTES - LLM__TILES_MARGIN;
+            if (job.own_tiles) job.x_rows_per_item = tiles * job.height;
+            else if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
             else job.x_rows_per_item = llm__share_of_rows(cpu, n);
-            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, (double)n * (double)w->cols, false,
-                          llm__round_item, &job, sizeof job);
+            unsigned kind = !job.own_tiles ? 0 : own && llm__last_is_by_each(cpu) ? LLM__BY_EACH | LLM__FROM_OWN : LLM__BY_EACH;
+            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, amount, kind, llm__round_item, &job, sizeof job);
             job.x_rows_per_item = 0;
+            job.x_parts = 1;
             beside = false;
-            if (cpu->queueing) cpu->rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols, cpu->rounded_group = group;
+            if (cpu->queueing) rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols, cpu->rounded_group = group, cpu->rounded_own = job.own_tiles;
         }
+        own = job.own_tiles = cpu->queueing && cpu->rounded_own;
     }
     double work = (double)w->rows * (double)w->cols * n;
     int64_t share = llm__divide_up(w->rows, cpu->n_threads), items;
@@ -9212,21 +9287,27 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         int64_t rest = w->rows - job.rows_per_thread * cpu->n_threads;
         items = rest >= 0 ? cpu->n_threads + llm__divide_up(rest, job.rows_per_item) : llm__divide_up(w->rows, job.rows_per_thread);
     }
-    llm__add_task(cpu, items, work, beside, llm__matmul_item, &job, sizeof job);
+    unsigned kind = beside ? LLM__BESIDE : own && llm__last_is_by_each(cpu) && !llm__is_being_read(cpu, out) ? LLM__FROM_OWN : 0;
+    llm__add_task(cpu, items, work, kind, llm__matmul_item, &job, sizeof job);
+    cpu->own_x = out == own_x ? NULL : own_x;
+    cpu->rounded_x = out == rounded_x ? NULL : rounded_x;
 }
 
 static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__rows_job *job = (const llm__rows_job *)job_;
     int64_t first = item * job->n_per_item, n = llm__min(job->n_per_item, job->n - first);
-    (void)scratch;
     cpu->kernels->rmsnorm(job->a + first * job->dim, job->b, (int)n, job->dim, job->epsilon,
-                          job->out + first * job->dim);
+                          llm__own_x(cpu, job->own_out, job->out, scratch) + first * job->dim);
 }
 
 static void llm__cpu_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
                              float *out) {
-    llm__rows_job job = {x, weight, out, n, llm__share_of_rows((llm__cpu *)context, n), dim, epsilon};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, false, llm__rmsnorm_item, &job, sizeof job);
+    llm__cpu *cpu = (llm__cpu *)context;
+    double amount = 8.0 * n * dim;
+    bool own = llm__is_for_each(cpu, amount) && out != x && (uint64_t)n * (uint64_t)dim * sizeof *out <= LLM__OWN_X_BYTES;
+    llm__rows_job job = {x, weight, out, own, n, own ? n : llm__share_of_rows(cpu, n), dim, epsilon};
+    llm__add_task(cpu, llm__divide_up(n, job.n_per_item), amount, own ? LLM__BY_EACH : 0, llm__rmsnorm_item, &job, sizeof job);
+    cpu->own_x = own ? out : NULL;
 }
 
 static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -9242,12 +9323,13 @@ static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void
 static bool llm__gate_products(const llm__cpu *cpu, const float *gate, const float *up, int64_t n, const float *out) {
     if (!cpu->queueing || cpu->n_tasks < 2 || out != gate) return false;
     llm__task *second = cpu->tasks + cpu->n_tasks - 1, *first = second - 1;
-    if (first->work != llm__matmul_item || second->work != llm__matmul_item || !second->beside) return false;
+    if (first->work != llm__matmul_item || second->work != llm__matmul_item || !(second->kind & LLM__BESIDE)) return false;
     llm__matmul_job *of_gate = (llm__matmul_job *)(void *)first->job.bytes, *of_up = (llm__matmul_job *)(void *)second->job.bytes;
     if (of_gate->out != gate || of_up->out != up || of_gate->w->rows != of_up->w->rows || n != of_up->n * of_up->w->rows) return false;
     if (of_gate->add || of_up->add || !llm__stored_quads(of_gate->w->type) || !llm__stored_quads(of_up->w->type)) return false;
     of_up->gate = of_gate; /* whose task stays in the list, with nothing to do */
     of_up->out = of_gate->out;
+    second->kind = first->kind;
     second->amount += first->amount;
     first->amount = 0;
     first->items = 0;
@@ -9256,15 +9338,15 @@ static bool llm__gate_products(const llm__cpu *cpu, const float *gate, const flo
 
 static void llm__cpu_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
     if (llm__gate_products((llm__cpu *)context, gate, up, n, out)) return;
-    llm__rows_job job = {gate, up, out, n, llm__divide_up(n, 64 * ((llm__cpu *)context)->n_threads) * 64, 0, 0.0f};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 30.0 * (double)n, false, llm__swiglu_item, &job, sizeof job);
+    llm__rows_job job = {gate, up, out, false, n, llm__divide_up(n, 64 * ((llm__cpu *)context)->n_threads) * 64, 0, 0.0f};
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 30.0 * (double)n, 0, llm__swiglu_item, &job, sizeof job);
 }
 
 static void llm__rope_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
     const llm__rope_job *job = (const llm__rope_job *)job_;
     int64_t share = llm__share_of_rows(cpu, job->batch->n_tokens), first = item * share;
     (void)scratch;
-    cpu->kernels->rope_and_store(job, (int)first, (int)llm__min(first + share, job->batch->n_tokens));
+    cpu->kernels->rope_and_store(job, (int)first, (int)llm__min(first + share, job->batch->n_tokens), 0, job->shape.n_kv_heads);
 }
 
 static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
@@ -9274,7 +9356,7 @@ static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const
     llm__rope_job job = {batch, *shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
     double amount = 30.0 * batch->n_tokens * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
     llm__add_task((llm__cpu *)context, llm__divide_up(batch->n_tokens, llm__share_of_rows((llm__cpu *)context, batch->n_tokens)), amount,
-                  false, llm__rope_item, &job, sizeof job);
+                  0, llm__rope_item, &job, sizeof job);
 }
 
 /* An item of attention is one kv head and up to 128 (token, head) rows of one sequence. Counted from the end, because the
@@ -9292,8 +9374,10 @@ static void llm__attention_item(llm__cpu *cpu, const void *job_, int64_t item, v
         item -= llm__attention_chunks(job, sequence) * n_kv_heads;
     int64_t chunk = llm__attention_chunks(job, sequence) - 1 - item / n_kv_heads;
     int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job->batch->seq_count[sequence] * group;
-    cpu->kernels->attention(job, sequence, (int)(item % n_kv_heads), (int)first,
-                            (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
+    int kv_head = (int)(item % n_kv_heads), first_token = job->batch->seq_first[sequence];
+    if (job->rope) /* the item is all of its sequence and kv head */
+        cpu->kernels->rope_and_store(job->rope, first_token, first_token + job->batch->seq_count[sequence], kv_head, kv_head + 1);
+    cpu->kernels->attention(job, sequence, kv_head, (int)first, (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
 }
 
 static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t token, void *scratch) {
@@ -9310,13 +9394,16 @@ static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t t
 static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
                                const llm_cache *cache, int layer, float *out) {
     llm__cpu *cpu = (llm__cpu *)context;
-    llm__attention_job job = {batch, *shape, q, cache, layer, out, false};
+    if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
+    llm__attention_job job = {batch, *shape, q, cache, layer, out, false, NULL};
     /* (What decides may not depend on the batch: all rows of a sequence are to be computed alike.) */
     job.tiles = cpu->isa >= LLM_ISA_AMX && cache->type == LLM_F16 && shape->n_heads >= LLM__SHARING_HEADS * shape->n_kv_heads;
     int64_t items = 0;
     double work = 0.0;
+    bool whole = true; /* sequences: items that have all rows under their kv head */
     for (int s = 0; s < batch->n_sequences; s++) {
         if (batch->seq_count[s] < 1) continue;
+        whole = whole && llm__attention_chunks(&job, s) == 1;
         int last = batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1];
         if (last >= cpu->limits.max_context || shape->head_dim > cpu->limits.head_dim) {
             llm__cpu_failed(cpu, "attention");
@@ -9326,8 +9413,18 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
         int seen = last + 1 - llm__first_seen(shape, last);
         work += (double)(batch->seq_count[s] + 4) * seen * shape->n_heads * shape->head_dim;
     }
-    if (shape->naive) llm__add_task(cpu, batch->n_tokens, 30 * work, false, llm__naive_attention_item, &job, sizeof job);
-    else llm__add_task(cpu, items, 2 * work, false, llm__attention_item, &job, sizeof job);
+    llm__task *last = cpu->tasks + cpu->n_tasks - 1;
+    const llm__rope_job *rope = (const llm__rope_job *)(const void *)last->job.bytes;
+    work *= shape->naive ? 30 : 2;
+    if (cpu->queueing && whole && !shape->naive && cpu->n_tasks > 0 && last->work == llm__rope_item && rope->batch == batch && rope->q == q &&
+        rope->cache == cache && rope->layer == layer) {
+        job.rope = rope; /* whose task stays in the list, with nothing to do */
+        work += last->amount;
+        last->amount = 0;
+        last->items = 0;
+    }
+    if (shape->naive) llm__add_task(cpu, batch->n_tokens, work, 0, llm__naive_attention_item, &job, sizeof job);
+    else llm__add_task(cpu, items, work, 0, llm__attention_item, &job, sizeof job);
 }
 
 /* ---- Operations with one form: there is nothing to gain in them ----------------------------- */
@@ -9345,7 +9442,7 @@ static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weig
     int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
     llm__row_job job = {batch, table, NULL, NULL, NULL, batch->n_tokens, table->cols, share, 0, out};
     double amount = 50.0 * (double)(job.n * job.width);
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, false, llm__embed_item, &job, sizeof job);
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, 0, llm__embed_item, &job, sizeof job);
 }
 
 static void llm__rope_angles_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -9364,7 +9461,7 @@ static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const fl
     int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
     llm__row_job job = {batch, NULL, frequencies, NULL, NULL, batch->n_tokens, rope_dim / 2, share, magnitude, angles};
     double amount = 600.0 * (double)(job.n * job.width);
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, false, llm__rope_angles_item, &job, sizeof job);
+    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, 0, llm__rope_angles_item, &job, sizeof job);
 }
 
 static void llm__gather_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -9380,12 +9477,12 @@ static void llm__gather_item(llm__cpu *cpu, const void *job_, int64_t item, void
 static void llm__cpu_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
                                  float *out) {
     llm__row_job job = {batch, NULL, x, batch->logit_rows + first, NULL, n, dim, llm__share_of_rows((llm__cpu *)context, n), 0, out};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, false, llm__gather_item, &job, sizeof job);
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, 0, llm__gather_item, &job, sizeof job);
 }
 
 static void llm__cpu_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
     llm__row_job job = {NULL, NULL, x, NULL, columns, n, cols, llm__share_of_rows((llm__cpu *)context, n), 0, out};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 20.0 * n * (double)cols, false, llm__gather_item, &job, sizeof job);
+    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 20.0 * n * (double)cols, 0, llm__gather_item, &job, sizeof job);
 }
 
 static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
@@ -9492,7 +9589,7 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
         return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
     w->packed = llm__slab_take(cpu, bytes, err);
     if (!w->packed) return false;
-    llm__add_task(cpu, llm__divide_up(w->rows, LLM__PANEL), 1e3 * (double)w->rows * (double)w->cols, false, llm__pack_item, w, sizeof *w);
+    llm__add_task(cpu, llm__divide_up(w->rows, LLM__PANEL), 1e3 * (double)w->rows * (double)w->cols, 0, llm__pack_item, w, sizeof *w);
     return true;
 }
 
@@ -9528,13 +9625,13 @@ static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error 
     uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, limits.max_cols) + LLM__TILES_BYTES +
                      ((uint64_t)limits.max_tokens + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL * sizeof(float);
     uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive), llm__max((int64_t)tile, (int64_t)panel));
-    scratch = (scratch + 4095) / 4096 * 4096;
+    scratch = (scratch + LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES + 4095) / 4096 * 4096;
     uint64_t all_scratch, rounded = 0;
     bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
-    if (cpu->kernels) /* whole tiles of x; and the last group of blocks may be read past its end */
+    if (cpu->kernels) /* whole tiles of x */
         fits = fits && llm__multiply((uint64_t)llm__stripes(limits.max_cols) * LLM__X_BYTES,
                                      (uint64_t)limits.max_tokens + LLM__X_TILE, &rounded) &&
-               (rounded += LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES) <= SIZE_MAX / 2;
+               (rounded += LLM__TILES_MARGIN) <= SIZE_MAX / 2;
     if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
 
     char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);

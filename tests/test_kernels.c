@@ -780,66 +780,201 @@ static void test_movements(void **state) {
     free(values), free(data);
 }
 
-enum { QUEUE_N = 40, QUEUE_COLS = 256, QUEUE_OPERATIONS = 300 };
+enum { QUEUE_N = 130, QUEUE_COLS = 256, QUEUE_HEADS = 4, QUEUE_KV_HEADS = 2, QUEUE_OPERATIONS = 400, QUEUE_BUFFERS = 5, QUEUE_BLOCK = 16, QUEUE_BEFORE = 5 };
 
-/* Operations that depend on each other in every way that a step's do: several products of one x, x changed in between, a
- * product added to another's result. `step`: in a step, so they are queued; else each is done before the next is called. */
-static void run_queue(llm_backend *b, const llm_weight *weights, bool step, int n, float *x, float *h, float *out) {
-    llm_error err;
-    llm_batch batch = {0};
-    uint64_t kept = random_state;
-    random_state = 99;
-    if (step) assert_true(b->begin_step(b->context, &batch, &err));
-    for (int i = 0; i < QUEUE_OPERATIONS; i++) {
-        const llm_weight *w = &weights[random_u32() % 3];
-        switch (random_u32() % 5) {
-        case 0: b->rmsnorm(b->context, x, x, n, QUEUE_COLS, 1e-5f, h); break;
-        case 1: b->matmul(b->context, h, w, NULL, n, random_u32() % 2, x); break;
-        case 2: b->matmul(b->context, h, w, NULL, n, true, out); break;
-        case 3: b->swiglu(b->context, out, x, (int64_t)n * QUEUE_COLS, h); break;
-        default: b->matmul(b->context, x, w, NULL, n, false, h);
-        }
-        if (i % 7 == 6) b->rmsnorm(b->context, out, x, n, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
-        if (i % 5 == 4) b->rmsnorm(b->context, x, h, n, QUEUE_COLS, 1e-5f, x);
+/* The kernels, each of which now and then begins a little late: what a thread reads or writes without having met the others, it then
+ * finds too early or too late. */
+static const llm__kernels *prompt_kernels;
+static llm__cpu *moody; /* works alone through every other list; NULL: nobody */
+static void be_late(void) {
+    static _Thread_local uint64_t state;
+#ifdef _OPENMP
+    if (moody && omp_get_thread_num() == 0) moody->alone_until = omp_in_parallel() ? 1e300 : 0;
+#endif
+    if (state == 0) state = 0x9E3779B97F4A7C15ull * (uint64_t)(uintptr_t)&state | 1;
+    state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
+    if (state % 8) return;
+    for (double end = llm_seconds() + (double)(state >> 8 & 255) * 1e-7; llm_seconds() < end;) {}
+}
+static void late_round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
+    be_late();
+    prompt_kernels->round_rows(x, cols, group, height, rows, first, end, tile);
+}
+static void late_matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch) {
+    be_late();
+    prompt_kernels->matmul(job, first_row, end_row, scratch);
+}
+static void late_rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+    be_late();
+    prompt_kernels->rmsnorm(x, weight, n, dim, epsilon, out);
+}
+static void late_swiglu(const float *gate, const float *up, int64_t n, float *out) {
+    be_late();
+    prompt_kernels->swiglu(gate, up, n, out);
+}
+static void late_rope_and_store(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
+    be_late();
+    prompt_kernels->rope_and_store(job, first_token, end_token, first_kv_head, end_kv_head);
+}
+static void late_attention(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row, void *scratch) {
+    be_late();
+    prompt_kernels->attention(job, sequence, kv_head, first_row, end_row, scratch);
+}
+
+typedef struct queue_world { /* what a run reads, and what all runs start from */
+    int n;
+    llm_batch batch;
+    int32_t positions[QUEUE_N], slots[QUEUE_N], seq_first[QUEUE_N], seq_count[QUEUE_N], tables[QUEUE_N][6], columns[QUEUE_COLS];
+    float *angles, *norm, *head_norm, *start[QUEUE_BUFFERS];
+    llm_cache cache;
+    void *keys, *values;
+} queue_world;
+
+/* n tokens of as many sequences as `together` to each make, behind a few that are there; the keys of the cache as the CPU wants them. */
+static void make_queue_world(queue_world *w, int n, int together) {
+    memset(w, 0, sizeof *w);
+    w->n = n;
+    w->batch = (llm_batch){.n_tokens = n, .n_sequences = n / together, .positions = w->positions, .slots = w->slots, .seq_first = w->seq_first,
+                           .seq_count = w->seq_count, .block_tables = w->tables[0], .table_stride = 6, .block_size = QUEUE_BLOCK};
+    for (int t = 0; t < n; t++) {
+        int s = t / together, p = w->positions[t] = QUEUE_BEFORE + t % together;
+        w->seq_first[s] = s * together, w->seq_count[s] = together;
+        for (int i = 0; i < 6; i++) w->tables[s][i] = s * 6 + i;
+        w->slots[t] = w->tables[s][p / QUEUE_BLOCK] * QUEUE_BLOCK + p % QUEUE_BLOCK;
     }
-    if (step) assert_true(b->end_step(b->context, &err));
-    assert_true(b->sync(b->context, &err));
+    int64_t cached = (int64_t)w->batch.n_sequences * 6 * QUEUE_BLOCK * QUEUE_COLS / QUEUE_HEADS * QUEUE_KV_HEADS;
+    w->cache = (llm_cache){LLM_F32, 1, QUEUE_KV_HEADS, QUEUE_COLS / QUEUE_HEADS, QUEUE_BLOCK, w->batch.n_sequences * 6, (size_t)cached * 4, NULL, NULL, true};
+    w->keys = random_floats(cached), w->values = random_floats(cached);
+    w->cache.keys = malloc(w->cache.layer_bytes), w->cache.values = malloc(w->cache.layer_bytes);
+    w->angles = random_floats(n * QUEUE_COLS / QUEUE_HEADS);
+    w->norm = random_floats(QUEUE_COLS), w->head_norm = random_floats(QUEUE_COLS / QUEUE_HEADS);
+    for (int i = 0; i < QUEUE_COLS; i++) w->columns[i] = (i * 77 + 5) % QUEUE_COLS;
+    for (int i = 0; i < QUEUE_BUFFERS; i++) w->start[i] = random_floats(n * QUEUE_COLS);
+}
+
+static void free_queue_world(queue_world *w) {
+    free(w->keys), free(w->values), free(w->cache.keys), free(w->cache.values), free(w->angles), free(w->norm), free(w->head_norm);
+    for (int i = 0; i < QUEUE_BUFFERS; i++) free(w->start[i]);
+}
+
+/* Operations on buffers (n, QUEUE_COLS) that depend on each other in every way that a step's do, and some more: several products of one x, x
+ * changed in between, a product added to another's result, results written where something else was just read. `step`: in a step, so they
+ * are queued; else each is done before the next is called. */
+static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights, bool step, float **buffer) {
+    llm_error err;
+    llm_attention_shape shape = {QUEUE_HEADS, QUEUE_KV_HEADS, QUEUE_COLS / QUEUE_HEADS, 0.1f, false, 0};
+    void *context = b->context;
+    uint64_t kept = random_state;
+    int n = w->n;
+    random_state = 99 + (uint64_t)n;
+    for (int i = 0; i < QUEUE_BUFFERS; i++) memcpy(buffer[i], w->start[i], (size_t)n * QUEUE_COLS * sizeof(float));
+    memcpy(w->cache.keys, w->keys, w->cache.layer_bytes), memcpy(w->cache.values, w->values, w->cache.layer_bytes);
+    if (step) assert_true(b->begin_step(context, &w->batch, &err));
+    for (int i = 0; i < repeats(n < 20 ? QUEUE_OPERATIONS : QUEUE_OPERATIONS / 4, QUEUE_OPERATIONS / 8); i++) {
+        float *x = buffer[random_u32() % QUEUE_BUFFERS], *other = x, *out = x;
+        while (other == x) other = buffer[random_u32() % QUEUE_BUFFERS];
+        while (out == x || out == other) out = buffer[random_u32() % QUEUE_BUFFERS];
+        const llm_weight *v = &weights[random_u32() % 4], *u = &weights[random_u32() % 4];
+        switch (random_u32() % 9) {
+        case 0: b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x); break;
+        case 1: b->matmul(context, x, v, NULL, n, random_u32() % 2, out); break;
+        case 2: /* as in a model: two products of what was normalised; and one that goes where the norm has read, or to what it made */
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
+            b->matmul(context, out, v, NULL, n, false, other);
+            b->matmul(context, out, u, NULL, n, random_u32() % 2, x);
+            break;
+        case 3:
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
+            b->matmul(context, out, v, NULL, n, true, x);
+            b->matmul(context, x, u, NULL, n, false, out);
+            b->matmul(context, out, v, NULL, n, false, other);
+            break;
+        case 4: /* a product takes the gate with it, and what was in `other` is lost */
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x);
+            b->matmul(context, x, v, NULL, n, false, out);
+            b->matmul(context, x, u, NULL, n, false, other);
+            b->swiglu(context, out, other, (int64_t)n * QUEUE_COLS, out);
+            b->rmsnorm(context, out, w->norm, n, QUEUE_COLS, 1e-5f, other);
+            break;
+        case 5: b->swiglu(context, x, other, (int64_t)n * QUEUE_COLS, out); break;
+        case 6: b->gather_columns(context, x, w->columns, n, QUEUE_COLS, out); break;
+        case 7: /* what a norm made is written over */
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
+            b->matmul(context, out, v, NULL, n, false, other);
+            b->gather_columns(context, x, w->columns, n, QUEUE_COLS, out);
+            b->matmul(context, out, v, NULL, n, true, other);
+            break;
+        default: /* of keys and values, half the heads of queries: both are in `other`. What comes between the two calls may not matter */
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x); /* (or the softmax would see one key alone) */
+            b->rope_and_store(context, &w->batch, &shape, LLM_ROPE_HALVES, QUEUE_COLS / QUEUE_HEADS, w->angles, v == u ? w->head_norm : NULL, w->head_norm,
+                              1e-5f, x, other, other + n * QUEUE_COLS / 2, &w->cache, 0);
+            if (random_u32() % 3 == 0) b->rmsnorm(context, other, w->norm, n, QUEUE_COLS, 1e-5f, other);
+            b->attention(context, &w->batch, &shape, x, &w->cache, 0, out);
+            b->matmul(context, out, v, NULL, n, true, x);
+        }
+        if (i % 3 == 0) b->rmsnorm(context, out, w->norm, n, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
+    }
+    if (step) assert_true(b->end_step(context, &err));
+    assert_true(b->sync(context, &err));
     random_state = kept;
 }
 
 /* A step's operations are queued and then done by threads that go through the list together: the results are the same to the last bit. */
 static void test_queue(void **state) {
+    static const struct {
+        int n, together;
+    } sizes[] = {{1, 1}, {3, 1}, {5, 5}, {14, 7}, {27, 27}, {70, 70}, {QUEUE_N, 65}}; /* (70 with two heads to each: more rows than an item of attention has) */
+    static const llm_type types[4] = {LLM_Q4_0, LLM_F32, LLM_Q8_0, LLM_Q6_K};
     (void)state;
     llm_error err;
-    size_t bytes = QUEUE_N * QUEUE_COLS * sizeof(float);
     FOR_EACH_ISA(isa) {
-        llm_backend *b[2] = {open_backend(isa, 1), open_backend(isa, 3)};
+        enum { BACKENDS = 4 };
+        llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2), open_backend(isa, 3), open_backend(isa, 5)};
+        llm__kernels late;
         if (!b[0]) continue;
-        for (int n = 1; n <= QUEUE_N; n += repeats(13, QUEUE_N)) {
-            llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0};
-            float *start = random_floats(QUEUE_N * QUEUE_COLS), *results[3][3];
-            void *data[3];
-            for (int i = 0; i < 3; i++) data[i] = random_weights(types[i], QUEUE_COLS * QUEUE_COLS);
-            for (int run = 0; run < 3; run++) { /* at once by one thread, queued by one, queued by three */
-                llm_backend *device = b[run == 2];
-                llm_weight weights[3];
-                for (int i = 0; i < 3; i++) {
+        for (int i = 1; isa > LLM_ISA_REFERENCE && i < BACKENDS; i++) {
+            llm__cpu *cpu = (llm__cpu *)b[i]->context;
+            late = *(prompt_kernels = ((llm__cpu *)b[0]->context)->kernels);
+            late.round_rows = late_round_rows, late.matmul = late_matmul, late.rmsnorm = late_rmsnorm, late.swiglu = late_swiglu;
+            late.rope_and_store = late_rope_and_store, late.attention = late_attention;
+            cpu->kernels = &late;
+        }
+        void *data[4];
+        for (int i = 0; i < 4; i++) {
+            float *values = random_floats(QUEUE_COLS * QUEUE_COLS);
+            for (int v = 0; v < QUEUE_COLS * QUEUE_COLS; v++) values[v] /= sqrtf(QUEUE_COLS);
+            data[i] = packed_weights(types[i], values, QUEUE_COLS * QUEUE_COLS);
+            free(values);
+        }
+        for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k += (size_t)repeats(1, 2)) {
+            queue_world w;
+            make_queue_world(&w, sizes[k].n, sizes[k].together);
+            size_t bytes = (size_t)w.n * QUEUE_COLS * sizeof(float);
+            float *expected[QUEUE_BUFFERS], *found[QUEUE_BUFFERS];
+            for (int i = 0; i < QUEUE_BUFFERS; i++) expected[i] = malloc(bytes), found[i] = malloc(bytes);
+            for (int run = 0; run <= BACKENDS; run++) { /* at once by one thread, queued by one, and by more */
+                llm_backend *device = b[run ? run - 1 : 0];
+                llm_weight weights[4];
+                for (int i = 0; i < 4; i++) {
                     weights[i] = (llm_weight){types[i], QUEUE_COLS, QUEUE_COLS, NULL, NULL, NULL, false};
                     assert_true(device->load_weight(device->context, &weights[i], data[i], &err));
-                    results[run][i] = malloc(bytes);
-                    memcpy(results[run][i], start, bytes);
                 }
-                run_queue(device, weights, run > 0, n, results[run][0], results[run][1], results[run][2]);
-                for (int i = 0; i < 3; i++) {
-                    device->free_weight(device->context, &weights[i]);
-                    assert_memory_equal(results[run][i], results[0][i], bytes);
+                moody = run >= BACKENDS - 1 ? (llm__cpu *)device->context : NULL;
+                ((llm__cpu *)device->context)->alone_until = 0;
+                run_queue(device, &w, weights, run > 0, run ? found : expected);
+                for (int i = 0; i < 4; i++) device->free_weight(device->context, &weights[i]);
+                for (int i = 0; i < QUEUE_BUFFERS; i++) {
+                    double size = 0;
+                    for (int64_t v = 0; v < (int64_t)w.n * QUEUE_COLS; v++) size += fabs((double)expected[i][v]);
+                    assert_true(size > 0.01 * w.n * QUEUE_COLS && size < 1e10); /* else the same would mean nothing */
+                    if (run) check_same(run == 1 ? "a queue of operations, one thread" : "a queue of operations", isa, found[i], expected[i], bytes);
                 }
             }
-            for (int i = 0; i < 9; i++) free(results[i / 3][i % 3]);
-            for (int i = 0; i < 3; i++) free(data[i]);
-            free(start);
+            for (int i = 0; i < QUEUE_BUFFERS; i++) free(expected[i]), free(found[i]);
+            free_queue_world(&w);
         }
-        close_backend(b[0]), close_backend(b[1]);
+        for (int i = 0; i < 4; i++) free(data[i]);
+        for (int i = 0; i < BACKENDS; i++) close_backend(b[i]);
     }
 }
 

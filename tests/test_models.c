@@ -11,7 +11,9 @@
 #include <string.h>
 #include <unistd.h>
 
+#include "test_util.h"
 #include "llm.h"
+#include "tiny_model.h"
 
 static const char *const plain[] = {"llama", "llama_mha", "llama31", "llama_linear", "llama_bias", "mistral", "mistral_window",
                                     "qwen2", "qwen2_yarn", "qwen2_window", "qwen3", "qwen3_yarn"};
@@ -301,10 +303,65 @@ static void test_folder_to_gguf(void **state) {
     unlink(out);
 }
 
+/* Models whose parts do not fit each other, though each part is sound. Each is a good one with one number (found by the name in front
+ * of it; behind a key lies its type, behind a tensor's name the number of its dimensions), or one letter of a name, changed. */
+static void test_unfit_models(void **state) {
+    enum { TYPE = 4, DIMENSIONS = 4, ROWS = DIMENSIONS + 8, LETTER = -1 };
+    static const struct {
+        const char *name;
+        int at; /* bytes behind the name */
+        uint32_t value;
+        const char *says;
+    } cases[] = {
+        {"token_embd.weight", ROWS, 39, "the vocabulary has 40 tokens, but the embedding (token_embd.weight) only 39 rows"},
+        {"token_embd.weight", DIMENSIONS, TINY_DIM / 2, "token_embd.weight"},
+        {"blk.0.attn_k.weight", ROWS, 1, "blk.0.attn_k.weight"},
+        {"blk.0.ffn_up.weight", LETTER, 'T', "blk.0.ffn_up.weigh"},
+        {"output_norm.weight", LETTER, 'T', "output_norm.weight"},
+        {"llama.block_count", TYPE, 0, "block_count"},
+        {"llama.block_count", TYPE, 1, "blk.1."},
+        {"llama.block_count", TYPE, 1u << 30, "1073741824 layers, but only 21 tensors"},
+        {"llama.attention.head_count", TYPE, 0, "head_count"},
+        {"llama.attention.head_count", TYPE, 3, "a head of 5"},
+        {"llama.attention.head_count_kv", TYPE, 1u << 31, "head_count_kv"},
+        {"llama.embedding_length", TYPE, 0, "embedding_length"},
+        {"llama.embedding_length", TYPE, 1u << 31, "embedding_length"},
+        {"llama.feed_forward_length", TYPE, 0, "feed_forward_length"},
+        {"llama.context_length", TYPE, 0, "context_length"},
+    };
+    (void)state;
+    tiny t = tiny_defaults();
+    t.layers = 2;
+    tiny_model m = tiny_model_new(t);
+    llm_model_free(m.model);
+    uint8_t *good = malloc(m.file.length);
+    assert_non_null(good);
+    memcpy(good, m.file.data, m.file.length);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        size_t length = strlen(cases[i].name), at = 8;
+        uint64_t named = length; /* in front of a name: how long it is */
+        while (at + length < m.file.length && (memcmp(good + at, cases[i].name, length) || memcmp(good + at - 8, &named, 8))) at++;
+        assert_true(at + length < m.file.length);
+        at += length;
+        if (cases[i].at == LETTER) m.file.data[at - 1] = (uint8_t)cases[i].value;
+        else memcpy(m.file.data + at + cases[i].at, &cases[i].value, 4);
+        llm_error err;
+        assert_null(llm_model_from_memory(m.file.data, m.file.length, "unfit", &err));
+        if (err.status != LLM_ERROR_FORMAT && err.status != LLM_ERROR_UNSUPPORTED) fail_msg("case %zu: status %d, %s", i, err.status, err.message);
+        if (!strstr(err.message, cases[i].says) || !strstr(err.message, "unfit"))
+            fail_msg("case %zu: \"%s\" does not say \"%s\" and the file's name", i, err.message, cases[i].says);
+        memcpy(m.file.data, good, m.file.length);
+    }
+    m.model = llm_model_from_memory(m.file.data, m.file.length, "fit", NULL); /* else each case might be refused for what was changed before */
+    assert_non_null(m.model);
+    tiny_model_free(&m);
+    free(good);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_folders), cmocka_unit_test(test_gguf), cmocka_unit_test(test_int4), cmocka_unit_test(test_int4_values),
-        cmocka_unit_test(test_rows), cmocka_unit_test(test_folder_to_gguf),
+        cmocka_unit_test(test_rows), cmocka_unit_test(test_folder_to_gguf), cmocka_unit_test(test_unfit_models),
     };
     return cmocka_run_group_tests_name("models", tests, NULL, NULL);
 }
