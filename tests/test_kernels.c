@@ -786,7 +786,7 @@ enum { QUEUE_N = 130, QUEUE_COLS = 256, QUEUE_HEADS = 4, QUEUE_KV_HEADS = 2, QUE
  * finds too early or too late. */
 static const llm__kernels *prompt_kernels;
 static llm__cpu *moody; /* works alone through every other list; NULL: nobody */
-static void be_late(void) {
+static void be_late(double most) {
     static _Thread_local uint64_t state;
 #ifdef _OPENMP
     if (moody && omp_get_thread_num() == 0) moody->alone_until = omp_in_parallel() ? 1e300 : 0;
@@ -794,30 +794,31 @@ static void be_late(void) {
     if (state == 0) state = 0x9E3779B97F4A7C15ull * (uint64_t)(uintptr_t)&state | 1;
     state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
     if (state % 8) return;
-    for (double end = llm_seconds() + (double)(state >> 8 & 255) * 1e-7; llm_seconds() < end;) {}
+    double late = (double)(state >> 8 & 255) / 255; /* seldom by much */
+    for (double end = llm_seconds() + most * late * late * late * late; llm_seconds() < end;) {}
 }
 static void late_round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
-    be_late();
+    be_late(1e-3); /* products, which read it, take a while to come to where they need another thread's */
     prompt_kernels->round_rows(x, cols, group, height, rows, first, end, tile);
 }
 static void late_matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch) {
-    be_late();
+    be_late(1e-4);
     prompt_kernels->matmul(job, first_row, end_row, scratch);
 }
 static void late_rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
-    be_late();
+    be_late(1e-4);
     prompt_kernels->rmsnorm(x, weight, n, dim, epsilon, out);
 }
 static void late_swiglu(const float *gate, const float *up, int64_t n, float *out) {
-    be_late();
+    be_late(1e-4);
     prompt_kernels->swiglu(gate, up, n, out);
 }
 static void late_rope_and_store(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
-    be_late();
+    be_late(1e-4);
     prompt_kernels->rope_and_store(job, first_token, end_token, first_kv_head, end_kv_head);
 }
 static void late_attention(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row, void *scratch) {
-    be_late();
+    be_late(1e-4);
     prompt_kernels->attention(job, sequence, kv_head, first_row, end_row, scratch);
 }
 
@@ -869,8 +870,9 @@ static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights,
     random_state = 99 + (uint64_t)n;
     for (int i = 0; i < QUEUE_BUFFERS; i++) memcpy(buffer[i], w->start[i], (size_t)n * QUEUE_COLS * sizeof(float));
     memcpy(w->cache.keys, w->keys, w->cache.layer_bytes), memcpy(w->cache.values, w->values, w->cache.layer_bytes);
+    ((llm__cpu *)context)->alone_until = 0;
     if (step) assert_true(b->begin_step(context, &w->batch, &err));
-    for (int i = 0; i < repeats(n < 20 ? QUEUE_OPERATIONS : QUEUE_OPERATIONS / 4, QUEUE_OPERATIONS / 8); i++) {
+    for (int i = 0; i < repeats(QUEUE_OPERATIONS / (n < 20 ? 1 : n > 100 ? 2 : 4), QUEUE_OPERATIONS / 16); i++) {
         float *x = buffer[random_u32() % QUEUE_BUFFERS], *other = x, *out = x;
         while (other == x) other = buffer[random_u32() % QUEUE_BUFFERS];
         while (out == x || out == other) out = buffer[random_u32() % QUEUE_BUFFERS];
@@ -913,6 +915,11 @@ static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights,
             b->matmul(context, out, v, NULL, n, true, x);
         }
         if (i % 3 == 0) b->rmsnorm(context, out, w->norm, n, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
+        if (step && !moody && i % 40 == 39) {
+            assert_true(b->end_step(context, &err));
+            ((llm__cpu *)context)->alone_until = 0; /* though others were late */
+            assert_true(b->begin_step(context, &w->batch, &err));
+        }
     }
     if (step) assert_true(b->end_step(context, &err));
     assert_true(b->sync(context, &err));
@@ -928,8 +935,8 @@ static void test_queue(void **state) {
     (void)state;
     llm_error err;
     FOR_EACH_ISA(isa) {
-        enum { BACKENDS = 4 };
-        llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2), open_backend(isa, 3), open_backend(isa, 5)};
+        enum { BACKENDS = 3 };
+        llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2), open_backend(isa, 3)};
         llm__kernels late;
         if (!b[0]) continue;
         for (int i = 1; isa > LLM_ISA_REFERENCE && i < BACKENDS; i++) {
@@ -959,8 +966,7 @@ static void test_queue(void **state) {
                     weights[i] = (llm_weight){types[i], QUEUE_COLS, QUEUE_COLS, NULL, NULL, NULL, false};
                     assert_true(device->load_weight(device->context, &weights[i], data[i], &err));
                 }
-                moody = run >= BACKENDS - 1 ? (llm__cpu *)device->context : NULL;
-                ((llm__cpu *)device->context)->alone_until = 0;
+                moody = run == BACKENDS ? (llm__cpu *)device->context : NULL;
                 run_queue(device, &w, weights, run > 0, run ? found : expected);
                 for (int i = 0; i < 4; i++) device->free_weight(device->context, &weights[i]);
                 for (int i = 0; i < QUEUE_BUFFERS; i++) {
