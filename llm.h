@@ -569,7 +569,8 @@ typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
  * token per sequence, a prefill chunk many; nothing below this struct knows which is which.
  * Host memory, filled by the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose
  * positions ascend by one. Token t is written to slot slots[t] of the cache; the key of position p of sequence s lies in
- * block block_tables[s * table_stride + p / block_size], slot p % block_size. */
+ * block block_tables[s * table_stride + p / block_size], slot p % block_size. Each token belongs to one sequence, and what a
+ * step writes to the cache, no other sequence reads in that step. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
@@ -631,6 +632,7 @@ typedef struct llm_draw {  /* a token to be drawn */
     int n_recent;
 } llm_draw;
 
+/* Arguments of an operation are the same memory, where it says that they may be, or do not overlap. */
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's own; first argument of every function */
@@ -6432,7 +6434,7 @@ typedef struct llm__attention_job {
 typedef struct llm__rows_job { /* rmsnorm and swiglu */
     const float *a, *b;
     float *out;
-    bool own_out;             /* each thread writes a copy for itself */
+    bool own_out;             /* each thread writes a copy for itself; the first thread's is out */
     int64_t n, n_per_item;
     int dim;
     float epsilon;
@@ -6485,7 +6487,8 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     int64_t rounded_n, rounded_cols;
     int rounded_group;               /* values to a scale */
     bool rounded_own;                /* by each thread for itself */
-    const float *own_x;              /* of which each thread will have its own copy after the last task; NULL: of nothing */
+    const float *own_x;              /* (own_values) of which each thread will have its own copy after the last task; NULL: of nothing */
+    int64_t own_values;
     double alone_until;              /* on the clock; see llm__run_tasks */
     llm_error failure;               /* the first since the last sync */
 } llm__cpu;
@@ -8972,10 +8975,10 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
  * What is too small to be shared is left to the first thread; but norms and rounding, which a product waits for, every thread does for
  * itself, into memory of its own: that takes no longer, and saves a meeting, and fetching from another core what that has written.
  * Products of the same input (q, k, v; gate, up) run side by side, and where an item of attention has all the rows of its heads, it
- * rotates them itself: no meeting there, either. And of a task that is the same as at its place in the step before, nothing is written, so
- * that the list stays in all cores' caches. (The bundled model in q4_0, after 16 tokens: two threads took 92 us for a step that takes one
- * 125, and so they take 81.) Each thread takes the item of its own number first, and then what is left as it comes free: so it reads the
- * same weights in each step, which may still be in its cache, and one that the system slows down does fewer.
+ * rotates them itself: no meeting there, either. And what is the same in a task as in the one at its place in the step before is not
+ * written again, so that most of the list stays in all cores' caches. (The bundled model in q4_0, a step after 16 tokens: one thread 125 us;
+ * two 92 us, and with these three, 81.) Each thread takes the item of its own number first, and then what is left as it comes free: so it
+ * reads the same weights in each step, which may still be in its cache, and one that the system slows down does fewer.
  *
  * A meeting waits for the slowest thread, and where another program wants the same core, that is a thread which the
  * system has put aside for milliseconds: a hundred times what the work took. When most of the time went into such waiting, the calling
@@ -8991,15 +8994,15 @@ enum {
     LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
     LLM__THREADS_WORK = 400000,   /* and a list, at all */
     LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* the last group of blocks of x may be read past its end */
-    LLM__OWN_X_BYTES = 16 << 10,  /* of a thread's scratch memory: what it made for itself, */
+    LLM__OWN_X_BYTES = 32 << 10,  /* of a thread's scratch memory: what it made for itself, */
     LLM__OWN_TILES_BYTES = 64 << 10, /* and the same rounded */
     LLM__SPINS = 4096             /* looks at how many have arrived, before a thread offers its core to somebody else */
 };
 
 enum { /* what kind of task */
-    LLM__BESIDE = 1,   /* what it reads was there before the task ahead of it began: no need to meet */
+    LLM__BESIDE = 1,   /* what it reads was there before the task ahead of it began, in which all take part: no need to meet */
     LLM__BY_EACH = 2,  /* every thread does all of it, for itself */
-    LLM__FROM_OWN = 4  /* of what the tasks ahead of it wrote, it reads only what the same thread made for itself: no need to meet */
+    LLM__FROM_OWN = 4  /* of what was written since all met, it reads only what the same thread made for itself: no need to meet */
 };
 
 typedef struct llm__task {
@@ -9040,7 +9043,7 @@ static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
 /* One of a team of threads on its way through the list. */
 static void llm__run_tasks_as(llm__cpu *cpu, int thread, int team, int64_t *arrived, double *waited) {
     void *scratch = cpu->scratch + (size_t)thread * cpu->scratch_bytes;
-    bool any = false, any_together = false; /* since the last meeting; and was any done by more than the first? */
+    bool any = false, any_together = false; /* has anything been done? and by more than the first, since the last meeting? */
     int64_t meetings = 0;
     for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++) {
         bool together = task->shared || (task->kind & LLM__BY_EACH);
@@ -9108,13 +9111,15 @@ static void llm__drop_tasks(llm__cpu *cpu) {
 }
 
 /* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once.
- * (The factors in the calls, so much for each element, are rough, from `llm bench --profile`: they only decide what is worth sharing.) */
+ * (The factors in the calls, so much for each element, are rough, from `llm bench --profile`: they only decide what is worth sharing.)
+ * After it, no copies count as valid any more: a caller that knows that they are sets rounded_x and own_x again. */
 static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, unsigned kind, llm__work work, const void *job, size_t job_bytes) {
     if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
     llm__task *task = &cpu->tasks[cpu->n_tasks++];
     bool beside = (kind & LLM__BESIDE) && cpu->n_tasks > 1;
     bool shared = items > 1 && cpu->n_threads > 1 && (amount >= LLM__SHARED_WORK || (beside && task[-1].shared));
     if (cpu->n_tasks == 1) kind &= LLM__BY_EACH;
+    if (beside && shared && !task[-1].shared) kind &= ~(unsigned)LLM__BESIDE; /* those who skipped that one have not waited for anything yet */
     if (task->work != work) task->work = work; /* what is not written to stays in the other cores' caches */
     if (task->items != items) task->items = items;
     if (task->next != 0) task->next = 0;
@@ -9122,7 +9127,8 @@ static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, unsigned 
     if (task->kind != kind) task->kind = kind;
     if (task->shared != shared) task->shared = shared;
     cpu->rounded_x = cpu->own_x = NULL; /* they may be written to; who knows better says so */
-    if (memcmp(task->job.bytes, job, job_bytes)) memcpy(task->job.bytes, job, job_bytes);
+    if (memcmp(task->job.bytes, job, job_bytes)) /* (bytes between the members may differ: then it is copied for nothing) */
+        memcpy(task->job.bytes, job, job_bytes);
     if (!cpu->queueing) llm__run_tasks(cpu);
 }
 
@@ -9159,17 +9165,12 @@ static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void 
                                  begin, end, tiles + (size_t)(row / job->height) * job->x_tile_bytes);
 }
 
-/* Does each thread do so small a task for itself? */
-static bool llm__is_for_each(const llm__cpu *cpu, double amount) {
-    return cpu->queueing && cpu->n_threads > 1 && amount < LLM__SHARED_WORK;
-}
-
 static bool llm__last_is_by_each(const llm__cpu *cpu) {
     return cpu->n_tasks > 0 && (cpu->tasks[cpu->n_tasks - 1].kind & LLM__BY_EACH);
 }
 
-/* May some thread still read `out`, or not have begun to, where another comes to the end of the list? So it is where each made something of
- * it for itself, and no meeting came after. */
+/* A task that is added now, and begins without a meeting, must not write what a slower thread has yet to read: that is what the tasks done
+ * by each since the last meeting read. Is `out` such? */
 static bool llm__is_being_read(const llm__cpu *cpu, const float *out) {
     for (const llm__task *task = cpu->tasks + cpu->n_tasks - 1; task >= cpu->tasks; task--) {
         const void *job = task->job.bytes;
@@ -9244,8 +9245,9 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
     }
     if (n < 1 || w->rows < 1) return;
     if (cpu->n_tasks + 2 > LLM__MAX_TASKS) llm__run_tasks(cpu); /* own copies last as long as the list */
-    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, cpu->own_x == x, false, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
+    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, false, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
     const float *own_x = cpu->own_x, *rounded_x = cpu->rounded_x;
+    job.own_x = own_x == x && n * w->cols <= cpu->own_values;
     bool beside = !llm__is_being_read(cpu, out) && llm__beside_last(cpu, &job), own = job.own_x;
     if (llm__stored_quads(w->type)) {
         /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
@@ -9257,7 +9259,8 @@ static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, 
         if (!beside || rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols || cpu->rounded_group != group) {
             int64_t tiles = llm__divide_up(n, job.height);
             double amount = (double)n * (double)w->cols;
-            job.own_tiles = llm__is_for_each(cpu, amount) && (uint64_t)tiles * job.x_tile_bytes <= LLM__OWN_TILES_BYTES - LLM__TILES_MARGIN;
+            job.own_tiles = cpu->queueing && cpu->n_threads > 1 && amount < LLM__SHARED_WORK &&
+                            (uint64_t)tiles * job.x_tile_bytes <= LLM__OWN_TILES_BYTES - LLM__TILES_MARGIN;
             if (job.own_tiles) job.x_rows_per_item = tiles * job.height;
             else if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
             else job.x_rows_per_item = llm__share_of_rows(cpu, n);
@@ -9303,11 +9306,12 @@ static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, voi
 static void llm__cpu_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
                              float *out) {
     llm__cpu *cpu = (llm__cpu *)context;
-    double amount = 8.0 * n * dim;
-    bool own = llm__is_for_each(cpu, amount) && out != x && (uint64_t)n * (uint64_t)dim * sizeof *out <= LLM__OWN_X_BYTES;
-    llm__rows_job job = {x, weight, out, own, n, own ? n : llm__share_of_rows(cpu, n), dim, epsilon};
-    llm__add_task(cpu, llm__divide_up(n, job.n_per_item), amount, own ? LLM__BY_EACH : 0, llm__rmsnorm_item, &job, sizeof job);
+    int64_t share = llm__share_of_rows(cpu, n), values = (int64_t)n * dim;
+    bool own = cpu->queueing && cpu->n_threads > 1 && share >= n && out != x && values <= LLM__OWN_X_BYTES / (int64_t)sizeof *out;
+    llm__rows_job job = {x, weight, out, own, n, share, dim, epsilon};
+    llm__add_task(cpu, llm__divide_up(n, share), 8.0 * (double)values, own ? LLM__BY_EACH : 0, llm__rmsnorm_item, &job, sizeof job);
     cpu->own_x = own ? out : NULL;
+    cpu->own_values = values;
 }
 
 static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
@@ -9329,7 +9333,7 @@ static bool llm__gate_products(const llm__cpu *cpu, const float *gate, const flo
     if (of_gate->add || of_up->add || !llm__stored_quads(of_gate->w->type) || !llm__stored_quads(of_up->w->type)) return false;
     of_up->gate = of_gate; /* whose task stays in the list, with nothing to do */
     of_up->out = of_gate->out;
-    second->kind = first->kind;
+    second->kind = first->kind; /* it meets in its place */
     second->amount += first->amount;
     first->amount = 0;
     first->items = 0;
@@ -9400,7 +9404,7 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
     job.tiles = cpu->isa >= LLM_ISA_AMX && cache->type == LLM_F16 && shape->n_heads >= LLM__SHARING_HEADS * shape->n_kv_heads;
     int64_t items = 0;
     double work = 0.0;
-    bool whole = true; /* sequences: items that have all rows under their kv head */
+    bool whole = true; /* an item has all rows of its sequence and kv head */
     for (int s = 0; s < batch->n_sequences; s++) {
         if (batch->seq_count[s] < 1) continue;
         whole = whole && llm__attention_chunks(&job, s) == 1;
@@ -9413,15 +9417,16 @@ static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_
         int seen = last + 1 - llm__first_seen(shape, last);
         work += (double)(batch->seq_count[s] + 4) * seen * shape->n_heads * shape->head_dim;
     }
-    llm__task *last = cpu->tasks + cpu->n_tasks - 1;
-    const llm__rope_job *rope = (const llm__rope_job *)(const void *)last->job.bytes;
     work *= shape->naive ? 30 : 2;
-    if (cpu->queueing && whole && !shape->naive && cpu->n_tasks > 0 && last->work == llm__rope_item && rope->batch == batch && rope->q == q &&
-        rope->cache == cache && rope->layer == layer) {
-        job.rope = rope; /* whose task stays in the list, with nothing to do */
-        work += last->amount;
-        last->amount = 0;
-        last->items = 0;
+    llm__task *last = cpu->queueing && cpu->n_tasks > 0 ? &cpu->tasks[cpu->n_tasks - 1] : NULL;
+    if (last && whole && !shape->naive && last->work == llm__rope_item && (!last->shared || items >= cpu->n_threads)) {
+        const llm__rope_job *rope = (const llm__rope_job *)(const void *)last->job.bytes;
+        if (rope->batch == batch && rope->q == q && rope->cache == cache && rope->layer == layer) {
+            job.rope = rope; /* whose task stays in the list, with nothing to do */
+            work += last->amount;
+            last->amount = 0;
+            last->items = 0;
+        }
     }
     if (shape->naive) llm__add_task(cpu, batch->n_tokens, work, 0, llm__naive_attention_item, &job, sizeof job);
     else llm__add_task(cpu, items, work, 0, llm__attention_item, &job, sizeof job);
@@ -9599,7 +9604,7 @@ static void llm__cpu_free_weight(void *context, llm_weight *w) {
     w->packed = NULL;
 }
 
-/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
+/* Scratch for each thread, its own copies at the end: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
  * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query. And
  * one buffer for the rows of a matmul input as int8. */
 static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error *err) {

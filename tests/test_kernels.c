@@ -877,7 +877,7 @@ static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights,
         while (other == x) other = buffer[random_u32() % QUEUE_BUFFERS];
         while (out == x || out == other) out = buffer[random_u32() % QUEUE_BUFFERS];
         const llm_weight *v = &weights[random_u32() % 4], *u = &weights[random_u32() % 4];
-        switch (random_u32() % 9) {
+        switch (random_u32() % 10) {
         case 0: b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x); break;
         case 1: b->matmul(context, x, v, NULL, n, random_u32() % 2, out); break;
         case 2: /* as in a model: two products of what was normalised; and one that goes where the norm has read, or to what it made */
@@ -900,6 +900,13 @@ static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights,
             break;
         case 5: b->swiglu(context, x, other, (int64_t)n * QUEUE_COLS, out); break;
         case 6: b->gather_columns(context, x, w->columns, n, QUEUE_COLS, out); break;
+        case 8: /* a product too small to be shared, and beside it one that is; one row of what was normalised */
+            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x);
+            b->matmul(context, x, &weights[4], NULL, n, false, out);
+            b->matmul(context, x, v, NULL, n, false, other);
+            b->rmsnorm(context, other, w->norm, 1, QUEUE_COLS, 1e-5f, out);
+            b->matmul(context, out, u, NULL, n, false, x);
+            break;
         case 7: /* what a norm made is written over */
             b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
             b->matmul(context, out, v, NULL, n, false, other);
@@ -961,14 +968,15 @@ static void test_queue(void **state) {
             for (int i = 0; i < QUEUE_BUFFERS; i++) expected[i] = malloc(bytes), found[i] = malloc(bytes);
             for (int run = 0; run <= BACKENDS; run++) { /* at once by one thread, queued by one, and by more */
                 llm_backend *device = b[run ? run - 1 : 0];
-                llm_weight weights[4];
-                for (int i = 0; i < 4; i++) {
-                    weights[i] = (llm_weight){types[i], QUEUE_COLS, QUEUE_COLS, NULL, NULL, NULL, false};
-                    assert_true(device->load_weight(device->context, &weights[i], data[i], &err));
+                llm_weight weights[5];
+                for (int i = 0; i < 5; i++) {
+                    int k = i < 4 ? i : 1; /* the last is a small one of floats */
+                    weights[i] = (llm_weight){types[k], i < 4 ? QUEUE_COLS : 16, QUEUE_COLS, NULL, NULL, NULL, false};
+                    assert_true(device->load_weight(device->context, &weights[i], data[k], &err));
                 }
                 moody = run == BACKENDS ? (llm__cpu *)device->context : NULL;
                 run_queue(device, &w, weights, run > 0, run ? found : expected);
-                for (int i = 0; i < 4; i++) device->free_weight(device->context, &weights[i]);
+                for (int i = 0; i < 5; i++) device->free_weight(device->context, &weights[i]);
                 for (int i = 0; i < QUEUE_BUFFERS; i++) {
                     double size = 0;
                     for (int64_t v = 0; v < (int64_t)w.n * QUEUE_COLS; v++) size += fabs((double)expected[i][v]);
