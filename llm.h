@@ -9604,9 +9604,9 @@ static void llm__cpu_free_weight(void *context, llm_weight *w) {
     w->packed = NULL;
 }
 
-/* Scratch for each thread, its own copies at the end: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
- * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query. And
- * one buffer for the rows of a matmul input as int8. */
+/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
+ * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query; and behind it the thread's own copies.
+ * And one buffer for the rows of a matmul input as int8. */
 static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error *err) {
     llm__cpu *cpu = (llm__cpu *)context;
     llm_limits limits = cpu->limits;
