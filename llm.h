@@ -6873,7 +6873,8 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
  * from 5 on up to a multiple of 4). Of a tile, each stripe stands together:
  *
  *     values      (height, 64)     int8
- *     scales      (height, 2)      f32    of its two blocks (the same for all of 256 columns)
+ *     scales      (height, 2)      f32    of its two blocks; or one for all of 256 columns, and in place of the second
+ *                         (2)      i16    -8 times the sum of each block: what sums of products with weights less 8 start from
  *     sums        (height, 2, 2)   i16    of the first 16 values of each block, and of the others
  */
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) }; /* of one row of x in a stripe */
@@ -7314,10 +7315,10 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  *
  * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
  * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
- * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: by
- * vpdpwssd in one instruction, since 32 x 8 x 127 is within 16 bits (in more where they are not, or become floats). About 24
- * instructions for 512 products of one row of x, of which 13 unpack the weights and are shared by up to 8 rows of x. In decode memory is
- * slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
+ * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: of 4-bit weights
+ * those of two blocks by one instruction (see add_short_block), of others in more, or they become floats. Of 8 instructions that multiply bytes
+ * for a row of x, few others take the same units: with one row of 4-bit weights 13 unpack a block, and 8 rows of x share them. In decode
+ * memory is slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
  *
  * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
  * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up.
@@ -7358,19 +7359,31 @@ LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
 #endif
 }
 
-/* sum + a b, where a and b are of 16 bits with sign. x86 multiplies pairs of such and adds them up; that a, as a product, comes with copies
- * of its sign above does not matter where b has zeros there: it must have gone through as_factor. */
-LLM__INLINE llm__vi LLM__K(as_factor)(llm__vi b) { return LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2 ? b & 0xffff : b; }
-
-LLM__INLINE llm__vi LLM__K(add_small)(llm__vi sum, llm__vi a, llm__vi b) {
+/* In a lane two numbers of 16 bits: `first` in its low half. */
+LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
-    return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif LLM__KERNEL_PASS == 1
-    return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+    return (llm__vi)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)first, (__m512i)(second << 16));
 #else
-    return sum + a * b;
+    return (first & 0xffff) | second << 16;
 #endif
 }
+
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+/* sum + both products of such pairs: x86 multiplies numbers of 16 bits, with sign, by twos. */
+LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
+#if LLM__KERNEL_PASS == 2
+    return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
+#else
+    return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#endif
+}
+
+LLM__INLINE llm__vi LLM__K(all_pairs)(const void *p) {
+    int32_t both;
+    memcpy(&both, p, sizeof both);
+    return both - (llm__vi){0};
+}
+#endif
 
 /* Scales and minimums, or multipliers, of half `half` of a stripe, rows part * LLM__W and following. */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
@@ -7383,8 +7396,7 @@ LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int
         w->other = LLM__K(from_bytes)(p + LLM__PANEL, type == LLM_Q6_K);
     } else if (llm__has_multipliers(type)) {
         w->multiplier = LLM__K(from_i16)(scales);
-        if (type == LLM_Q4_0) w->multiplier = LLM__K(as_factor)(w->multiplier);
-        else w->other = LLM__K(as_factor)(-(w->multiplier * LLM__K(from_i16)(scales + 2 * LLM__PANEL)));
+        if (type == LLM_Q4_Z) w->other = -(w->multiplier * LLM__K(from_i16)(scales + 2 * LLM__PANEL));
     } else {
         w->scale = LLM__K(from_f16)(scales);
         if (llm__has_minimum(type)) w->minimum = LLM__K(from_f16)(scales + 2 * LLM__PANEL);
@@ -7430,14 +7442,23 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
     LLM__K(unpack_scales)(type, stripe, half, part, w);
 }
 
+/* sum + the sum of a block of x, whose halves' sums are given, times b: 16 bits in each lane. */
+LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+    return LLM__K(add_pair)(sum, LLM__K(all_pairs)(x_sums), LLM__K(pair)(b, b));
+#else
+    const int16_t *halves = (const int16_t *)x_sums;
+    return sum + (halves[0] + halves[1]) * b;
+#endif
+}
+
 /* -level times the sum of the halves of a block of x that columns 4 * first to 4 * end - 1 are in, in every lane: what dot_quads starts
- * from. x86 multiplies both sums of 16 bits at once. */
+ * from. */
 LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int16_t *x_sums) {
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-    int32_t both, factors = (first < 4 ? -level & 0xffff : 0) | (end > 4 ? -level * 65536 : 0);
-    memcpy(&both, x_sums, sizeof both);
-    return LLM__K(add_small)((llm__vi){0}, both - (llm__vi){0}, factors - (llm__vi){0});
+    int32_t factors = (first < 4 ? -level & 0xffff : 0) | (end > 4 ? -level * 65536 : 0);
+    return LLM__K(add_pair)((llm__vi){0}, LLM__K(all_pairs)(x_sums), factors - (llm__vi){0});
 #else
     return -level * ((first < 4 ? x_sums[0] : 0) + (end > 4 ? x_sums[1] : 0)) - (llm__vi){0};
 #endif
@@ -7455,7 +7476,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
     }
     return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 1
-    const int fit = type == LLM_Q4_0 ? 8 : type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
+    const int fit = type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = (__m256i)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums), pairs = _mm256_setzero_si256();
     LLM__UNROLL for (int q = first; q < end; q++) {
@@ -7497,19 +7518,82 @@ LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, c
 /* The same in integers, where there are multipliers; q4_K and q5_K: and minimums += the sum of x times theirs. */
 LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, const int16_t *x_sums,
                                          llm__vi *sum, llm__vi *minimums) {
-    int32_t x_sum = x_sums[0] + x_sums[1];
     if (type == LLM_Q6_K) {
         *sum += LLM__K(dot_quads)(type, w, 0, 4, x, x_sums) * w->multiplier;
         *sum += LLM__K(dot_quads)(type, w, 4, 8, x, x_sums) * w->other;
         return;
     }
-    llm__vi products = LLM__K(dot_quads)(type, w, 0, 8, x, x_sums);
-    if (type == LLM_Q4_0) *sum = LLM__K(add_small)(*sum, products, w->multiplier); /* 32 x 8 x 127 is within 16 bits */
-    else *sum += products * w->multiplier;
+    *sum += LLM__K(dot_quads)(type, w, 0, 8, x, x_sums) * w->multiplier;
     if (!llm__has_minimum(type)) return;
     llm__vi *to = type == LLM_Q4_Z ? sum : minimums;
-    *to = LLM__K(add_small)(*to, x_sum - (llm__vi){0}, w->other);
+    *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
 }
+
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+/* 4-bit weights with multipliers, in short. x86 multiplies two pairs of 16-bit numbers and adds them up, in every lane, by one instruction; so
+ * sums of products should fit into 16 bits. With AVX2 they do: a lane has two, of 16 products each. With AVX-512 those of 32 do not, but of
+ * weights less 8 they would (32 x 8 x 127 = 32512). So they start from -8 times the sum of x, which stands beside x (`levels`),
+ * and what they go beyond on the way comes back:
+ *
+ *     block 0:   -8 sum x + 8 vpdpbusd    . . . . |  sum      the low half of a lane counts
+ *     block 1:   the same                 . . . . |  sum
+ *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
+ *
+ * On an AMD EPYC (Zen 4), a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second: q4_0 318 to 371,
+ * q4_K 190 to 330 (of 470 from registers), with AVX2 130 to 158 and 85 to 161; each block by itself was what it was before. */
+LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) { /* (not where the type decides at run time: that is for the other ones) */
+    return __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
+}
+
+typedef struct LLM__K(short_sums) {
+    llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
+} LLM__K(short_sums);
+
+LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *levels,
+                                         LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
+#if LLM__KERNEL_PASS == 2
+    llm__vi now[LLM__X_ROWS];
+    LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_pairs)(levels + 8 * t + 2 * half);
+    LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: each sum would wait for itself */
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w->w[q], (__m512i)LLM__K(all_pairs)(x + t * LLM__STRIPE + 4 * q));
+    if (half == 1) {
+        llm__vi multipliers = LLM__K(pair)(before->multiplier, w->multiplier);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], LLM__K(pair)(before->rows[t], now[t]), multipliers);
+    }
+    LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
+    before->multiplier = w->multiplier;
+#else
+    (void)half, (void)levels, (void)before;
+    LLM__UNROLL for (int t = 0; t < T; t++) {
+        __m256i sum = _mm256_setzero_si256();
+        LLM__UNROLL for (int q = 0; q < 8; q++)
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)w->w[q], (__m256i)LLM__K(all_pairs)(x + t * LLM__STRIPE + 4 * q)));
+        sums[t][part] = LLM__K(add_pair)(sums[t][part], (llm__vi)sum, LLM__K(pair)(w->multiplier, w->multiplier));
+    }
+#endif
+}
+
+/* What the sums of a stripe still lack: with AVX2 q4_0 its levels, and with AVX-512 the others, which have none, what was taken from them too
+ * much. And what q4_Z and q4_K add to each weight; -8 times that, for q4_K (minimums). */
+LLM__INLINE void LLM__K(add_levels)(llm_type type, const uint8_t *stripe, int T, const char *levels, const char *x_sums,
+                                    llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
+    const bool centred = LLM__KERNEL_PASS == 2;
+    if (centred && type == LLM_Q4_0) return;
+    LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
+        LLM__K(w_block) w[2];
+        LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(type, stripe, half, part, &w[half]);
+        llm__vi factors = type == LLM_Q4_0 ? LLM__K(pair)(w[0].multiplier, w[1].multiplier) : LLM__K(pair)(-w[0].multiplier, -w[1].multiplier);
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            llm__vi level = LLM__K(all_pairs)(levels + 8 * t);
+            if (type == LLM_Q4_0 || centred) sums[t][part] = LLM__K(add_pair)(sums[t][part], level, factors);
+            if (type == LLM_Q4_K) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], level, LLM__K(pair)(w[0].other, w[1].other));
+            if (type == LLM_Q4_Z)
+                LLM__UNROLL for (int half = 0; half < 2; half++) sums[t][part] = LLM__K(add_x_sum)(sums[t][part], x_sums + 8 * t + 4 * half, w[half].other);
+        }
+    }
+}
+#endif
 
 /* The end of every product: bias, and residual or gate, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
@@ -7540,32 +7624,46 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+    const bool short_sums = LLM__K(has_short_sums)(type);
+    LLM__K(short_sums) before[LLM__K(parts)];
+#else
+    const bool short_sums = false;
+#endif
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
     for (int64_t start = 0; start < stripes; start += LLM__SPAN / 2) {
         const uint8_t *span = stripe - (start % LLM__SPAN ? head + LLM__SPAN / 2 * stripe_bytes : 0);
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++)
+                products[t][part] = (llm__vi){0}, lower[t][part] = (llm__vi){0};
         if (whole) {
             if (stripe == span) {
                 for (size_t line = 0; line < head; line += 64)
                     LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(type) + line);
                 stripe += head;
             }
-            LLM__UNROLL for (int t = 0; t < T; t++)
-                LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++)
-                    products[t][part] = (llm__vi){0}, lower[t][part] = (llm__vi){0};
             if (T > 4) __asm__ volatile("" : "+m"(sums)); /* they are to stay in memory meanwhile: the registers are wanted for a block */
         }
         const float *scales = (const float *)(const void *)(x + x_scales);
-        for (int64_t s = start; s < llm__min(start + LLM__SPAN / 2, stripes); s++, x += x_bytes, stripe += stripe_bytes) {
+        const int64_t end = llm__min(start + LLM__SPAN / 2, stripes);
+        for (int64_t s = start; s < end; s++, x += x_bytes, stripe += stripe_bytes) {
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
-            for (int half = 0; half < 2; half++) {
+            LLM__UNROLL for (int half = 0; half < 2; half++) {
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
                 LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
+                    __asm__("" : "+r"(values)); /* as if it were another x: or all of it is kept for the next part, but not in registers */
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+                    if (short_sums) {
+                        LLM__K(add_short_block)(T, &w, half, part, values, x + x_scales + 4, &before[part], products);
+                        continue;
+                    }
+#endif
                     LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
                             LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
@@ -7574,9 +7672,16 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
             }
         }
         if (!whole) continue;
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+        for (int64_t back = end - start; short_sums && back > 0; back--) {
+            const char *x_back = x - (size_t)back * x_bytes;
+            LLM__K(add_levels)(type, stripe - (size_t)back * stripe_bytes, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
+        }
+#endif
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
             LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
+            if (short_sums) minimum *= -0.125f;
             LLM__UNROLL for (int t = 0; t < T; t++) {
                 sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
                 if (minimums) sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf), minimum * scales[2 * t], sums[t][part]);
@@ -7827,8 +7932,8 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count
             LLM__UNROLL for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
         }
         if (llm__has_multipliers(type)) {
-            _mm512_storeu_si512((void *)scales, (__m512i)block.multiplier);
-            if (type != LLM_Q4_0) _mm512_storeu_si512((void *)others, (__m512i)(block.other | block.other << 16));
+            _mm512_storeu_si512((void *)scales, (__m512i)(type == LLM_Q4_0 ? block.multiplier & 0xffff : block.multiplier));
+            if (type != LLM_Q4_0) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
         } else {
             LLM__K(store)(scales, block.scale);
             if (llm__has_minimum(type)) LLM__K(store)(others, block.minimum);
@@ -7843,10 +7948,10 @@ LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, in
     for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
         LLM__K(w_block) block;
         LLM__K(unpack_block)(type, stripe, b % 2, 0, &block);
-        __m512i factor = (__m512i)((block.multiplier & 0xffff) | block.multiplier << 16), offset = _mm512_setzero_si512();
-        __m512i second = type == LLM_Q6_K ? (__m512i)((block.other & 0xffff) | block.other << 16) : factor;
-        if (type == LLM_Q4_Z) offset = (__m512i)(block.other | block.other << 16);
-        else if (llm__has_minimum(type)) _mm512_storeu_si512((void *)others, (__m512i)(block.other | block.other << 16));
+        __m512i factor = (__m512i)LLM__K(pair)(block.multiplier, block.multiplier), offset = _mm512_setzero_si512();
+        __m512i second = type == LLM_Q6_K ? (__m512i)LLM__K(pair)(block.other, block.other) : factor;
+        if (type == LLM_Q4_Z) offset = (__m512i)LLM__K(pair)(block.other, block.other);
+        else if (llm__has_minimum(type)) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
         LLM__UNROLL for (int q = 0; q < 8; q++) {
             __m512i v = _mm512_sub_epi8((__m512i)block.w[q], zero), f = q < 4 ? factor : second;
             __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), f), offset);
@@ -8100,17 +8205,19 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 char *to = tile + (size_t)(i / LLM__STRIPE) * stripe_bytes;
                 int half = (int)(i / LLM__BLOCK % 2);
                 int8_t *values = (int8_t *)to + r * LLM__STRIPE + half * LLM__BLOCK;
-                float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r + half;
+                float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r;
+                int16_t *levels = (int16_t *)(void *)(scale + 1); /* in place of a second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
-                *scale = range > 1e-25f ? range / 127.0f : 0.0f; /* of an infinite value too, so that it shows */
-                sums[0] = sums[1] = 0;
-                if (i >= stop || !(inverse > 0.0f)) {
+                if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f; /* of an infinite value too, so that it shows */
+                if (i < stop && inverse > 0.0f) {
+                    for (int k = 0; k < PARTS; k++)
+                        LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
+                    LLM__K(sum_halves)(values, sums);
+                } else {
                     memset(values, 0, LLM__BLOCK);
-                    continue;
+                    sums[0] = sums[1] = 0;
                 }
-                for (int k = 0; k < PARTS; k++)
-                    LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
-                LLM__K(sum_halves)(values, sums);
+                if (group > LLM__BLOCK) levels[half] = (int16_t)(-8 * (sums[0] + sums[1]));
             }
         }
     /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
@@ -8125,6 +8232,11 @@ static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t en
     switch (job->w->type) {
     case LLM_Q4_0: LLM__K(matmul_int)(LLM_Q4_0, job, first, end, (char *)scratch); break;
     case LLM_Q8_0: LLM__K(matmul_int)(LLM_Q8_0, job, first, end, (char *)scratch); break;
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+    case LLM_Q4_Z: LLM__K(matmul_int)(LLM_Q4_Z, job, first, end, (char *)scratch); break;
+    case LLM_Q4_K: LLM__K(matmul_int)(LLM_Q4_K, job, first, end, (char *)scratch); break;
+    case LLM_Q6_K: LLM__K(matmul_int)(LLM_Q6_K, job, first, end, (char *)scratch); break;
+#endif
     case LLM_F32: case LLM_F16: case LLM_BF16: LLM__K(matmul_float)(job, first, end, scratch); break;
     default: LLM__K(matmul_int)(job->w->type, job, first, end, (char *)scratch); /* the type decides at run time */
     }
