@@ -7368,13 +7368,14 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
 /* sum + both products of such pairs: x86 multiplies numbers of 16 bits, with sign, by twos. */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#else
+#elif LLM__KERNEL_PASS == 1
     return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
+#else
+    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
 #endif
 }
 
@@ -7383,7 +7384,6 @@ LLM__INLINE llm__vi LLM__K(all_pairs)(const void *p) {
     memcpy(&both, p, sizeof both);
     return both - (llm__vi){0};
 }
-#endif
 
 /* Scales and minimums, or multipliers, of half `half` of a stripe, rows part * LLM__W and following. */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
@@ -7444,12 +7444,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
 
 /* sum + the sum of a block of x, whose halves' sums are given, times b: 16 bits in each lane. */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     return LLM__K(add_pair)(sum, LLM__K(all_pairs)(x_sums), LLM__K(pair)(b, b));
-#else
-    const int16_t *halves = (const int16_t *)x_sums;
-    return sum + (halves[0] + halves[1]) * b;
-#endif
 }
 
 /* -level times the sum of the halves of a block of x that columns 4 * first to 4 * end - 1 are in, in every lane: what dot_quads starts
@@ -7529,7 +7524,14 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
     *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
 }
 
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) { /* (not where the type decides at run time: that is for the other ones) */
+    return (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2) && __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
+}
+
+typedef struct LLM__K(short_sums) {
+    llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
+} LLM__K(short_sums);
+
 /* 4-bit weights with multipliers, in short. x86 multiplies two pairs of 16-bit numbers and adds them up, in every lane, by one instruction; so
  * sums of products should fit into 16 bits. With AVX2 they do: a lane has two, of 16 products each. With AVX-512 those of 32 do not, but of
  * weights less 8 they would (32 x 8 x 127 = 32512). So they start from -8 times the sum of x, which stands beside x (`levels`),
@@ -7540,15 +7542,8 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
  *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
  *
  * On an AMD EPYC (Zen 4), a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second: q4_0 318 to 371,
- * q4_K 190 to 330 (of 470 from registers), with AVX2 130 to 158 and 85 to 161; each block by itself was what it was before. */
-LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) { /* (not where the type decides at run time: that is for the other ones) */
-    return __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
-}
-
-typedef struct LLM__K(short_sums) {
-    llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
-} LLM__K(short_sums);
-
+ * q4_K 190 to 330 (of 470 from registers), with AVX2 130 to 158 and 85 to 161. (Before, each block was multiplied by itself, and a row of x was
+ * added up before the next.) */
 LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *levels,
                                          LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
@@ -7563,7 +7558,7 @@ LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int ha
     }
     LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
     before->multiplier = w->multiplier;
-#else
+#elif LLM__KERNEL_PASS == 1
     (void)half, (void)levels, (void)before;
     LLM__UNROLL for (int t = 0; t < T; t++) {
         __m256i sum = _mm256_setzero_si256();
@@ -7571,6 +7566,8 @@ LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int ha
             sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)w->w[q], (__m256i)LLM__K(all_pairs)(x + t * LLM__STRIPE + 4 * q)));
         sums[t][part] = LLM__K(add_pair)(sums[t][part], (llm__vi)sum, LLM__K(pair)(w->multiplier, w->multiplier));
     }
+#else
+    (void)T, (void)w, (void)half, (void)part, (void)x, (void)levels, (void)before, (void)sums; /* nothing has short sums there */
 #endif
 }
 
@@ -7593,7 +7590,6 @@ LLM__INLINE void LLM__K(add_levels)(llm_type type, const uint8_t *stripe, int T,
         }
     }
 }
-#endif
 
 /* The end of every product: bias, and residual or gate, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
@@ -7615,7 +7611,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int
 /* One panel against T rows of x from row i on, which lie in one tile of x. T is a constant. */
 LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
                                     int64_t i) {
-    const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type);
+    const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type), short_sums = LLM__K(has_short_sums)(type);
     const size_t stripe_bytes = llm__stripe_bytes(type), head = llm__span_head(type), x_bytes = (size_t)job->height * LLM__X_BYTES;
     int64_t stripes = llm__stripes(job->w->cols);
     const uint8_t *stripe = panel;
@@ -7624,12 +7620,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-    const bool short_sums = LLM__K(has_short_sums)(type);
     LLM__K(short_sums) before[LLM__K(parts)];
-#else
-    const bool short_sums = false;
-#endif
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
     for (int64_t start = 0; start < stripes; start += LLM__SPAN / 2) {
@@ -7650,21 +7641,22 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         for (int64_t s = start; s < end; s++, x += x_bytes, stripe += stripe_bytes) {
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
-            LLM__UNROLL for (int half = 0; half < 2; half++) {
+#if LLM__KERNEL_PASS == 2
+            LLM__UNROLL /* the first one's sums wait in registers */
+#endif
+            for (int half = 0; half < 2; half++) {
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
-                LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
+#if LLM__KERNEL_PASS != 0
+                LLM__UNROLL /* (there are not as many registers as that, there) */
+#endif
+                for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
                     __asm__("" : "+r"(values)); /* as if it were another x: or all of it is kept for the next part, but not in registers */
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-                    if (short_sums) {
-                        LLM__K(add_short_block)(T, &w, half, part, values, x + x_scales + 4, &before[part], products);
-                        continue;
-                    }
-#endif
-                    LLM__UNROLL for (int t = 0; t < T; t++)
+                    if (short_sums) LLM__K(add_short_block)(T, &w, half, part, values, x + x_scales + 4, &before[part], products);
+                    else LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
                             LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
                         else sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__STRIPE, block_scales[2 * t], block_sums + 4 * t, sums[t][part]);
@@ -7672,12 +7664,10 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
             }
         }
         if (!whole) continue;
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
         for (int64_t back = end - start; short_sums && back > 0; back--) {
             const char *x_back = x - (size_t)back * x_bytes;
             LLM__K(add_levels)(type, stripe - (size_t)back * stripe_bytes, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
         }
-#endif
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
             LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
