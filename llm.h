@@ -6694,7 +6694,8 @@ enum {
     LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
-    LLM__X_CACHE_BYTES = 7 << 18,    /* of x in the second-level cache, which has 2 MB where there are matrix tiles */
+    LLM__X_CACHE_BYTES = 5 << 16,    /* of x in the second-level cache, */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* which has 2 MB where there are matrix tiles */
     LLM__GATE_CACHE_BYTES = 1 << 17  /* and of a gate's results */
 };
 
@@ -9299,7 +9300,7 @@ static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void
         rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
     }
     if (job.w->packed) { /* parts of about the same height, whole pairs of tiles */
-        int64_t most = llm__max(LLM__X_CACHE_BYTES / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1), pair = 2 * LLM__X_TILE;
+        int64_t most = llm__max((job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES) / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1), pair = 2 * LLM__X_TILE;
         together = llm__divide_up(llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) * pair;
     }
     const llm__matmul_job whole = job;
