@@ -144,9 +144,11 @@ test: $(B)/have-cmocka $(B)/have-c++
 
 build-tests: $(LLM) $(PROGRAMS) $(TILES)
 
+# Without two checks of the undefined-behaviour sanitizer that take the compiler as long as all others together: the address sanitizer
+# sees where a pointer that they would complain about is used.
 sanitize:
 	@LLM_TEST_LESS=1 UBSAN_OPTIONS=print_stacktrace=1 ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory test B=build/sanitize LLM=build/sanitize/llm \
-		NVCC= OBSERVED= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize-recover=all -fno-omit-frame-pointer'
+		NVCC= OBSERVED= OPTIMIZE=-O1 SANITIZE='-fsanitize=address,undefined -fno-sanitize=object-size,pointer-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer'
 
 # On arm64, which qemu plays where the machine is another one. There is no cmocka for it here: tests/cross/ stands in.
 ARM64_TESTS = kernels golden tokenizer numbers files

@@ -6694,8 +6694,8 @@ enum {
     LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 */
     LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
     LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
-    LLM__X_CACHE_BYTES = 5 << 16,    /* of x in the second-level cache, */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* which has 2 MB where there are matrix tiles */
+    LLM__X_CACHE_BYTES = 5 << 16,    /* about so much of x stays in the second-level cache, which has 512 KB or more, */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* and 2 MB where there are matrix tiles */
     LLM__GATE_CACHE_BYTES = 1 << 17  /* and of a gate's results */
 };
 
@@ -6875,7 +6875,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
  *
  *     values      (height, 64)     int8
  *     scales      (height, 2)      f32    of its two blocks; or one for all of 256 columns, and in place of the second
- *                         (2)      i16    -8 times the sum of each block: what sums of products with weights less 8 start from
+ *                         (2)      i16    -8 times the sum of each block: what short sums start from (see add_short_block)
  *     sums        (height, 2, 2)   i16    of the first 16 values of each block, and of the others
  */
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) }; /* of one row of x in a stripe */
@@ -7317,12 +7317,13 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
  * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
  * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: of 4-bit weights
- * those of two blocks by one instruction (see add_short_block), of others in more, or they become floats. Of 8 instructions that multiply bytes
- * for a row of x, few others take the same units: with one row of 4-bit weights 13 unpack a block, and 8 rows of x share them. In decode
- * memory is slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
+ * those of two blocks by one instruction (see add_short_block), of others in more, or they become floats. A block of 16 rows of 4-bit weights
+ * times one row of x is 8 vpdpbusd and half a vpdpwssd; 13 instructions unpack it, and are shared by up to 8 rows of x. In decode memory is
+ * slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
  *
  * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
- * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up.
+ * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up (and multiplies
+ * them on the way, where sums are short).
  * arm64 has sdot, which is vpdpbusd with both signed. Plain C multiplies in floats, which are exact up to 2^24. */
 
 enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers that hold a value for each row of a panel */
@@ -7360,6 +7361,14 @@ LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
 #endif
 }
 
+/* The 32 bits at p, in every lane */
+LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
+    int32_t v;
+    memcpy(&v, p, sizeof v);
+    return v - (llm__vi){0};
+}
+
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
 /* In a lane two numbers of 16 bits: `first` in its low half. */
 LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
@@ -7369,22 +7378,15 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-/* sum + both products of such pairs: x86 multiplies numbers of 16 bits, with sign, by twos. */
+/* sum + (low half of a) (low half of b) + (high half of a) (high half of b), in each lane: 16 bits with sign */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
-#elif LLM__KERNEL_PASS == 1
-    return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #else
-    return sum + (a << 16 >> 16) * (b << 16 >> 16) + (a >> 16) * (b >> 16);
+    return sum + (llm__vi)_mm256_madd_epi16((__m256i)a, (__m256i)b);
 #endif
 }
-
-LLM__INLINE llm__vi LLM__K(all_pairs)(const void *p) {
-    int32_t both;
-    memcpy(&both, p, sizeof both);
-    return both - (llm__vi){0};
-}
+#endif
 
 /* Scales and minimums, or multipliers, of half `half` of a stripe, rows part * LLM__W and following. */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
@@ -7419,6 +7421,11 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
+#if LLM__KERNEL_PASS == 1 /* so that the compiler loads it once, and not for each nibble: with one row of x, loads are the limit in the caches */
+        __asm__("" : "+x"(v));
+#elif LLM__KERNEL_PASS == 2
+        __asm__("" : "+v"(v));
+#endif
         quads[q] = stored == 8 ? v : v & 0x0f0f0f0f;
         quads[q + 4] = stored == 8 ? LLM__K(load_int)(p + (q + 4) * bytes) : v >> 4 & 0x0f0f0f0f;
     }
@@ -7445,7 +7452,12 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
 
 /* sum + the sum of a block of x, whose halves' sums are given, times b: 16 bits in each lane. */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
-    return LLM__K(add_pair)(sum, LLM__K(all_pairs)(x_sums), LLM__K(pair)(b, b));
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+    return LLM__K(add_pair)(sum, LLM__K(all_i32)(x_sums), LLM__K(pair)(b, b));
+#else
+    const int16_t *halves = (const int16_t *)x_sums;
+    return sum + (halves[0] + halves[1]) * b;
+#endif
 }
 
 /* -level times the sum of the halves of a block of x that columns 4 * first to 4 * end - 1 are in, in every lane: what dot_quads starts
@@ -7454,7 +7466,7 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     int32_t factors = (first < 4 ? -level & 0xffff : 0) | (end > 4 ? -level * 65536 : 0);
-    return LLM__K(add_pair)((llm__vi){0}, LLM__K(all_pairs)(x_sums), factors - (llm__vi){0});
+    return LLM__K(add_pair)((llm__vi){0}, LLM__K(all_i32)(x_sums), factors - (llm__vi){0});
 #else
     return -level * ((first < 4 ? x_sums[0] : 0) + (end > 4 ? x_sums[1] : 0)) - (llm__vi){0};
 #endif
@@ -7465,20 +7477,14 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
                                       const int16_t *x_sums) {
 #if LLM__KERNEL_PASS == 2
     __m512i sum = (__m512i)LLM__K(minus_level)(type == LLM_Q8_0 ? 128 : llm__zero_level(type), first, end, x_sums);
-    LLM__UNROLL for (int q = first; q < end; q++) {
-        int32_t quad;
-        memcpy(&quad, x + 4 * q, 4);
-        sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], _mm512_set1_epi32(quad));
-    }
+    LLM__UNROLL for (int q = first; q < end; q++) sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + 4 * q));
     return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 1
     const int fit = type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = (__m256i)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums), pairs = _mm256_setzero_si256();
     LLM__UNROLL for (int q = first; q < end; q++) {
-        int32_t quad;
-        memcpy(&quad, x + 4 * q, 4);
-        __m256i v = (__m256i)w->w[q], xq = _mm256_set1_epi32(quad);
+        __m256i v = (__m256i)w->w[q], xq = (__m256i)LLM__K(all_i32)(x + 4 * q);
         if (type == LLM_Q8_0) pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xq, v));
         else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
         if (q % fit != fit - 1) continue;
@@ -7488,11 +7494,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
     return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 3
     int32x4_t sum = (int32x4_t)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums);
-    LLM__UNROLL for (int q = first; q < end; q++) {
-        int32_t quad;
-        memcpy(&quad, x + 4 * q, 4);
-        sum = vdotq_s32(sum, (int8x16_t)w->w[q], vreinterpretq_s8_s32(vdupq_n_s32(quad)));
-    }
+    LLM__UNROLL for (int q = first; q < end; q++) sum = vdotq_s32(sum, (int8x16_t)w->w[q], (int8x16_t)LLM__K(all_i32)(x + 4 * q));
     return (llm__vi)sum;
 #else
     llm__vf sum = {0};
@@ -7525,7 +7527,8 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
     *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
 }
 
-LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) { /* (not where the type decides at run time: that is for the other ones) */
+/* (Not where the type is decided at run time: that code is for types without a case of their own in matmul, and should not hold this too.) */
+LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) {
     return (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2) && __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
 }
 
@@ -7533,63 +7536,70 @@ typedef struct LLM__K(short_sums) {
     llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
 } LLM__K(short_sums);
 
-/* 4-bit weights with multipliers, in short. x86 multiplies two pairs of 16-bit numbers and adds them up, in every lane, by one instruction; so
- * sums of products should fit into 16 bits. With AVX2 they do: a lane has two, of 16 products each. With AVX-512 those of 32 do not, but of
- * weights less 8 they would (32 x 8 x 127 = 32512). So they start from -8 times the sum of x, which stands beside x (`levels`),
- * and what they go beyond on the way comes back:
+/* Short sums: 4-bit weights with multipliers, on x86. One instruction multiplies two pairs of 16-bit numbers in every lane and adds both
+ * products up. So two sums can be multiplied by their multipliers at once, if they fit into 16 bits. With AVX2 they do: a lane has two, of
+ * 16 products each (16 x 15 x 127 = 30480). With AVX-512 it has one, of 32 products, which may reach 60960. With the weights less 8 it
+ * would fit: 32 x 8 x 127 = 32512. So it starts from -8 times the sum of x, which is kept beside x. Only the low half of the lane
+ * counts: it is right modulo 2^16, whatever stands above (of the second block's start, what follows it in memory), and even if the
+ * sum is out of range on the way.
  *
- *     block 0:   -8 sum x + 8 vpdpbusd    . . . . |  sum      the low half of a lane counts
- *     block 1:   the same                 . . . . |  sum
+ *     block 0:   -8 sum x + 8 vpdpbusd    . . . . |  sum 0
+ *     block 1:   the same                 . . . . |  sum 1
  *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
  *
- * On an AMD EPYC (Zen 4), a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second: q4_0 318 to 371,
- * q4_K 190 to 330 (of 470 from registers), with AVX2 130 to 158 and 85 to 161. (Before, each block was multiplied by itself, and a row of x was
- * added up before the next.) */
-LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *levels,
+ * On an AMD EPYC (Zen 4), one thread, a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second:
+ * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 159 and 86 to 163. (Before, blocks were multiplied
+ * one at a time, one row of x was finished before the next began, and q4_K had no code of its own.) */
+LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *starts,
                                          LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
     llm__vi now[LLM__X_ROWS];
-    LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_pairs)(levels + 8 * t + 2 * half);
+    LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_i32)(starts + 8 * t + 2 * half);
     LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: each sum would wait for itself */
         LLM__UNROLL for (int t = 0; t < T; t++)
-            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w->w[q], (__m512i)LLM__K(all_pairs)(x + t * LLM__STRIPE + 4 * q));
-    if (half == 1) {
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
+    if (half == 0) {
+        LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
+        before->multiplier = w->multiplier;
+    } else {
         llm__vi multipliers = LLM__K(pair)(before->multiplier, w->multiplier);
         LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], LLM__K(pair)(before->rows[t], now[t]), multipliers);
     }
-    LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
-    before->multiplier = w->multiplier;
 #elif LLM__KERNEL_PASS == 1
-    (void)half, (void)levels, (void)before;
+    (void)half, (void)starts, (void)before;
     LLM__UNROLL for (int t = 0; t < T; t++) {
         __m256i sum = _mm256_setzero_si256();
         LLM__UNROLL for (int q = 0; q < 8; q++)
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)w->w[q], (__m256i)LLM__K(all_pairs)(x + t * LLM__STRIPE + 4 * q)));
+            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)w->w[q], (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q)));
         sums[t][part] = LLM__K(add_pair)(sums[t][part], (llm__vi)sum, LLM__K(pair)(w->multiplier, w->multiplier));
     }
 #else
-    (void)T, (void)w, (void)half, (void)part, (void)x, (void)levels, (void)before, (void)sums; /* nothing has short sums there */
+    (void)T, (void)w, (void)half, (void)part, (void)x, (void)starts, (void)before, (void)sums; /* nothing has short sums there */
 #endif
 }
 
-/* What the sums of a stripe still lack: with AVX2 q4_0 its levels, and with AVX-512 the others, which have none, what was taken from them too
- * much. And what q4_Z and q4_K add to each weight; -8 times that, for q4_K (minimums). */
-LLM__INLINE void LLM__K(add_levels)(llm_type type, const uint8_t *stripe, int T, const char *levels, const char *x_sums,
-                                    llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
-    const bool centred = LLM__KERNEL_PASS == 2;
-    if (centred && type == LLM_Q4_0) return;
+/* Corrections to the short sums of a stripe. They should hold products of w less its zero level (q4_0: 8, others: 0), and do hold those of
+ * w (AVX2) or w - 8 (AVX-512): so -8 times the sum of x, times the multipliers, is still missing, or too much. Then the sum of x times
+ * what q4_Z and q4_K add to each weight, of q4_K (minimums) -8 times that. */
+LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
+                                            llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
+#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
+    const int missing = llm__zero_level(type) / 8 - (LLM__KERNEL_PASS == 2); /* 1, 0 or -1 */
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
         LLM__K(w_block) w[2];
         LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(type, stripe, half, part, &w[half]);
-        llm__vi factors = type == LLM_Q4_0 ? LLM__K(pair)(w[0].multiplier, w[1].multiplier) : LLM__K(pair)(-w[0].multiplier, -w[1].multiplier);
+        llm__vi factors = LLM__K(pair)(missing * w[0].multiplier, missing * w[1].multiplier);
         LLM__UNROLL for (int t = 0; t < T; t++) {
-            llm__vi level = LLM__K(all_pairs)(levels + 8 * t);
-            if (type == LLM_Q4_0 || centred) sums[t][part] = LLM__K(add_pair)(sums[t][part], level, factors);
-            if (type == LLM_Q4_K) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], level, LLM__K(pair)(w[0].other, w[1].other));
+            llm__vi start = LLM__K(all_i32)(starts + 8 * t);
+            if (missing) sums[t][part] = LLM__K(add_pair)(sums[t][part], start, factors);
+            if (type == LLM_Q4_K) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], start, LLM__K(pair)(w[0].other, w[1].other));
             if (type == LLM_Q4_Z)
                 LLM__UNROLL for (int half = 0; half < 2; half++) sums[t][part] = LLM__K(add_x_sum)(sums[t][part], x_sums + 8 * t + 4 * half, w[half].other);
         }
     }
+#else
+    (void)type, (void)stripe, (void)T, (void)starts, (void)x_sums, (void)sums, (void)minimums;
+#endif
 }
 
 /* The end of every product: bias, and residual or gate, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
@@ -7643,19 +7653,19 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
 #if LLM__KERNEL_PASS == 2
-            LLM__UNROLL /* the first one's sums wait in registers */
+            LLM__UNROLL /* the first half's sums stay in registers until the second's are there */
 #endif
             for (int half = 0; half < 2; half++) {
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
-#if LLM__KERNEL_PASS != 0
-                LLM__UNROLL /* (there are not as many registers as that, there) */
+#if LLM__KERNEL_PASS != 0 /* plain C has too few registers for it */
+                LLM__UNROLL
 #endif
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
-                    __asm__("" : "+r"(values)); /* as if it were another x: or all of it is kept for the next part, but not in registers */
+                    __asm__("" : "+r"(values)); /* so that the compiler loads x again for each part: it would keep all of it, in memory */
                     if (short_sums) LLM__K(add_short_block)(T, &w, half, part, values, x + x_scales + 4, &before[part], products);
                     else LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
@@ -7667,12 +7677,12 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         if (!whole) continue;
         for (int64_t back = end - start; short_sums && back > 0; back--) {
             const char *x_back = x - (size_t)back * x_bytes;
-            LLM__K(add_levels)(type, stripe - (size_t)back * stripe_bytes, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
+            LLM__K(correct_short_sums)(type, stripe - (size_t)back * stripe_bytes, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
         }
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
             LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
-            if (short_sums) minimum *= -0.125f;
+            if (short_sums) minimum *= -0.125f; /* of -8 times the sums: exact */
             LLM__UNROLL for (int t = 0; t < T; t++) {
                 sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
                 if (minimums) sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf), minimum * scales[2 * t], sums[t][part]);
@@ -7709,9 +7719,9 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  *
  * Block by block, below 32 rows (q4_0: 64; not q6_K, whose blocks have two scales: it takes the other way only): after each
  * block of 32 columns C goes to memory, and the vector registers multiply it by the scales of the block. With q4_0 that is one
- * instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16 bits, multiply and add; types without
- * multipliers take three instructions (five with a minimum), to make floats of it. C of one group of four blocks is added up
- * while the next group is in the tile unit.
+ * instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16 bits (nothing is taken off their weights here),
+ * multiply and add; types without multipliers take three instructions (five with a minimum), to make floats of it. C of one group of
+ * four blocks is added up while the next group is in the tile unit.
  *
  * By two halves, for more: a weight times its multiplier is a number of 16 bits. It is unpacked to that, once, and cut into a high and
  * a low byte, each of which is multiplied in the tile unit. That takes as many tile products as before, since now all 64 columns
@@ -8197,7 +8207,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 int half = (int)(i / LLM__BLOCK % 2);
                 int8_t *values = (int8_t *)to + r * LLM__STRIPE + half * LLM__BLOCK;
                 float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r;
-                int16_t *levels = (int16_t *)(void *)(scale + 1); /* in place of a second scale */
+                int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of a second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
                 if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f; /* of an infinite value too, so that it shows */
                 if (i < stop && inverse > 0.0f) {
@@ -8208,7 +8218,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                     memset(values, 0, LLM__BLOCK);
                     sums[0] = sums[1] = 0;
                 }
-                if (group > LLM__BLOCK) levels[half] = (int16_t)(-8 * (sums[0] + sums[1]));
+                if (group > LLM__BLOCK) starts[half] = (int16_t)(-8 * (sums[0] + sums[1]));
             }
         }
     /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
@@ -9300,7 +9310,8 @@ static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void
         rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
     }
     if (job.w->packed) { /* parts of about the same height, whole pairs of tiles */
-        int64_t most = llm__max((job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES) / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1), pair = 2 * LLM__X_TILE;
+        int64_t most = job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES, pair = 2 * LLM__X_TILE;
+        most = llm__max(most / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1);
         together = llm__divide_up(llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) * pair;
     }
     const llm__matmul_job whole = job;
