@@ -1,5 +1,5 @@
 #!/bin/sh
-# tests/fuzz.sh SECONDS FUZZER...: runs each fuzzer for so many seconds by the clock, two at a time on each processor, from its seed corpus
+# tests/fuzz.sh SECONDS FUZZER...: runs all fuzzers at once for so many seconds by the clock, each from its seed corpus
 # tests/data/<fuzzer>/ where there is one. What it finds it keeps under build/fuzz/<fuzzer>/. Ends in one line, "N passed, N failed".
 set -u
 
@@ -16,7 +16,7 @@ fi
 
 seconds=$1
 shift
-printf '%s\n' "$@" | xargs -P "$((2 * $(nproc 2>/dev/null || echo 2)))" -n 1 sh "$0" --one "$seconds" | {
+printf '%s\n' "$@" | xargs -P "$#" -n 1 sh "$0" --one "$seconds" | {
     passed=0
     while read -r status name; do
         printf '== %-20s' "$name"
