@@ -7548,7 +7548,7 @@ typedef struct LLM__K(short_sums) {
  *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
  *
  * On an AMD EPYC (Zen 4), one thread, a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second:
- * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 159 and 86 to 163. (Before, blocks were multiplied
+ * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 162 and 86 to 165. (Before, blocks were multiplied
  * one at a time, one row of x was finished before the next began, and q4_K had no code of its own.) */
 LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *starts,
                                          LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
@@ -7628,6 +7628,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const uint8_t *stripe = panel;
     int first = (int)(i % job->height);
     const char *x = llm__x_tile(job, i / job->height) + first * LLM__STRIPE;
+    /* (at x_scales + 4: the second scale, or what short sums start from) */
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
