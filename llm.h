@@ -6072,16 +6072,19 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
         out->scale = llm__read_u16(p);
         out->minimum = llm__read_u16(p + 2);
     } else {
-        const uint8_t *p = row + block * (int64_t)llm_type_find(type)->block_bytes;
         bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
+        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0;
+        const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
         out->scale = llm__read_u16(p);
         if (has_minimum) out->minimum = llm__read_u16(p + 2);
-        p += has_minimum ? 4 : 2;
+        p += head + bits;
         if (type == LLM_Q8_0) memcpy(out->q, p, LLM__BLOCK);
         else
-            for (int i = 0; i < LLM__BLOCK; i++)
-                out->q[i] = (uint8_t)((p[i % 16 + (fifth ? 4 : 0)] >> (i / 16 * 4) & 15) |
-                                      (fifth ? (p[i / 8] >> (i % 8) & 1) << 4 : 0));
+            for (int i = 0; i < LLM__BLOCK / 2; i++) {
+                out->q[i] = p[i] & 15;
+                out->q[i + LLM__BLOCK / 2] = p[i] >> 4;
+            }
+        for (int i = 0; fifth && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[i / 8 - bits] >> (i % 8) & 1) << 4);
     }
 }
 
@@ -6805,13 +6808,13 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
-    memset(words, 0, 8 * sizeof *words);
-    for (int column = 0; column < LLM__BLOCK; column++) {
-        int quad = column / 4, shift = 8 * (column % 4);
-        words[quad % 4] |= (uint32_t)(q[column] & 15) << (shift + quad / 4 * 4);
-        if (type == LLM_Q6_K) words[4 + quad / 4] |= (uint32_t)(q[column] >> 4) << (shift + quad % 4 * 2);
-        else words[4] |= (uint32_t)(q[column] >> 4) << (shift + quad);
-    }
+    uint32_t columns[8]; /* four in each */
+    memcpy(columns, q, sizeof columns);
+    for (int i = 0; i < 4; i++) words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
+    words[4] = words[5] = 0;
+    for (int i = 0; i < 8; i++)
+        if (type == LLM_Q6_K) words[4 + i / 4] |= (columns[i] >> 4 & 0x03030303) << (i % 4 * 2);
+        else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
 /* The multipliers of up to eight blocks, whose scales are f16; returns the scale that stands for LLM__FULL_SCALE. */
