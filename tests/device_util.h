@@ -7,6 +7,8 @@
 #include <stdlib.h>
 #include <string.h>
 
+#include "repeats.h"
+
 /* NULL where the test was linked without that device. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err) __attribute__((weak));
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err) __attribute__((weak));

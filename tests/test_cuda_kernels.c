@@ -629,7 +629,7 @@ int main(void) {
     };
     const char *device = device_name("emulated");
     int failed = 0;
-    for (int order = getenv("LLM_TEST_LESS") ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
         device_set_order(device, order);
         failed += cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
     }

@@ -858,14 +858,14 @@ static void expected_distribution(const llm_sampling *p, const float *logits, in
 /* Many draws against the expected distribution, by the chi-squared test: bins of at least five expected draws; the sum
  * of n bins has mean n and deviation sqrt(2 n), and five deviations happen by chance once in millions. */
 static void check_distribution(const llm_sampling *p, const float *logits, int n) {
-    enum { DRAWS = 20000 };
+    const int draws = repeats(20000, 2000);
     llm__sampler sampler;
     llm_error err;
     double *expected = (double *)malloc((size_t)n * sizeof *expected);
     int *drawn = (int *)calloc((size_t)n, sizeof *drawn);
     assert_true(expected && drawn && llm__sampler_init(&sampler, n, 1, &err));
     expected_distribution(p, logits, n, expected);
-    for (int i = 0; i < DRAWS; i++) {
+    for (int i = 0; i < draws; i++) {
         int32_t id = llm__sample(&sampler, p, logits, NULL, 0, 3, (uint64_t)i);
         assert_in_range(id, 0, n - 1);
         drawn[id]++;
@@ -876,13 +876,13 @@ static void check_distribution(const llm_sampling *p, const float *logits, int n
         if (expected[i] == 0 && drawn[i]) /* what a filter took out never comes */
             fail_msg("token %d came at temperature %g, top-k %d, top-p %g, min-p %g", i, (double)p->temperature, p->top_k,
                      (double)p->top_p, (double)p->min_p);
-        if (expected[i] * DRAWS < 5) {
-            rest_expected += expected[i] * DRAWS;
+        if (expected[i] * draws < 5) {
+            rest_expected += expected[i] * draws;
             rest_drawn += drawn[i];
             continue;
         }
         bins++;
-        chi += (drawn[i] - expected[i] * DRAWS) * (drawn[i] - expected[i] * DRAWS) / (expected[i] * DRAWS);
+        chi += (drawn[i] - expected[i] * draws) * (drawn[i] - expected[i] * draws) / (expected[i] * draws);
     }
     if (rest_expected >= 5) {
         bins++;

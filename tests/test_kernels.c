@@ -9,6 +9,7 @@
 #include <stdlib.h>
 #include <cmocka.h>
 
+#include "repeats.h"
 #include "test_memory.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
@@ -134,16 +135,6 @@ static float *weights_seen(llm_type type, const void *data, int rows, int cols) 
 }
 
 /* ---- Matrix products ---------------------------------------------------------------- */
-
-/* Fewer of what repeats, where all takes long (an emulator, the sanitizers). */
-static bool do_less(void) {
-#ifdef LLM_EMULATED_TILES
-    return true;
-#else
-    return getenv("LLM_TEST_LESS") != NULL;
-#endif
-}
-static int repeats(int usual, int less) { return do_less() ? less : usual; }
 
 static void *packed_weights(llm_type type, const float *values, int64_t count) {
     const llm_type_info *info = llm_type_find(type);

@@ -1,0 +1,18 @@
+/* Fewer of what repeats, where all takes long: with the sanitizers, on an emulator. */
+#ifndef REPEATS_H
+#define REPEATS_H
+
+#include <stdbool.h>
+#include <stdlib.h>
+
+static inline bool do_less(void) {
+#ifdef LLM_EMULATED_TILES
+    return true;
+#else
+    return getenv("LLM_TEST_LESS") != NULL;
+#endif
+}
+
+static inline int repeats(int usual, int less) { return do_less() ? less : usual; }
+
+#endif /* REPEATS_H */
