@@ -7605,20 +7605,33 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe
 #endif
 }
 
-/* The end of every product: bias, and residual or gate, for LLM__PANEL rows of weights from `row` on, as far as there are such. */
+/* The end of a product, in all cases: bias, and residual or gate, for LLM__W rows of weights from `row` on, as far as there are such. A
+ * function by itself: as a part of every form of the product it had taken the compiler a third of all its time. */
+static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float *out, int64_t row, llm__vf sum) {
+    int n = (int)llm__min(job->w->rows - row, LLM__W);
+    bool whole = n == LLM__W;
+    llm__vf before = {0};
+    if (job->bias) sum += whole ? LLM__K(load)(job->bias + row) : LLM__K(load_some)(job->bias + row, n);
+    if (job->add || job->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, n);
+    if (job->add) sum = before + sum;
+    else if (job->gate) sum = LLM__K(silu_times)(before, sum);
+    if (whole) LLM__K(store)(out, sum);
+    else LLM__K(store_some)(out, sum, n);
+}
+
+/* The same for LLM__PANEL rows. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
     float *out = job->out + i * job->w->rows + row;
-    LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, out += LLM__W) {
-        int rest = (int)(job->w->rows - row) - part * LLM__W;
-        bool whole = rest >= LLM__W;
-        if (rest <= 0) return;
-        llm__vf sum = sums[part], before = {0};
-        if (job->bias) sum += whole ? LLM__K(load)(job->bias + row + part * LLM__W) : LLM__K(load_some)(job->bias + row + part * LLM__W, rest);
-        if (job->add || job->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, rest);
-        if (job->add) sum = before + sum;
-        else if (job->gate) sum = LLM__K(silu_times)(before, sum);
-        if (whole) LLM__K(store)(out, sum);
-        else LLM__K(store_some)(out, sum, rest);
+    LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {
+        if (row >= job->w->rows) return;
+        llm__vf sum = sums[part];
+        if (job->w->rows - row < LLM__W || job->gate) {
+            LLM__K(finish_some)(job, out, row, sum);
+            continue;
+        }
+        if (job->bias) sum += LLM__K(load)(job->bias + row);
+        if (job->add) sum = LLM__K(load)(out) + sum;
+        LLM__K(store)(out, sum);
     }
 }
 
