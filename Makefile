@@ -90,7 +90,7 @@ $(B)/declarations: llm.h
 	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 
 $(B)/llm_cuda.o: llm.cu $(B)/declarations
-	$(NVCC) -O3 -lineinfo $(foreach n,$(GPUS),-gencode arch=compute_$n,code=sm_$n) -gencode arch=compute_90,code=compute_90 \
+	$(NVCC) -O3 --threads 0 -lineinfo $(foreach n,$(GPUS),-gencode arch=compute_$n,code=sm_$n) -gencode arch=compute_90,code=compute_90 \
 		-Xcompiler -Wall -I. -c $< -o $@
 
 $(B)/emulated.o: llm.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
