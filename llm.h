@@ -6878,7 +6878,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
  *
  *     values      (height, 64)     int8
  *     scales      (height, 2)      f32    of its two blocks; or one for all of 256 columns, and in place of the second
- *                         (2)      i16    -8 times the sum of each block: what short sums start from (see add_short_block)
+ *                         (2)      i16    -8 times the sum of each block: what short sums start from (see add_short_half)
  *     sums        (height, 2, 2)   i16    of the first 16 values of each block, and of the others
  */
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) }; /* of one row of x in a stripe */
@@ -7320,7 +7320,7 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
  * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
  * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
  * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: of 4-bit weights
- * those of two blocks by one instruction (see add_short_block), of others in more, or they become floats. A block of 16 rows of 4-bit weights
+ * those of two blocks by one instruction (see add_short_half), of others in more, or they become floats. A block of 16 rows of 4-bit weights
  * times one row of x is 8 vpdpbusd and half a vpdpwssd; 13 instructions unpack it, and are shared by up to 8 rows of x. In decode memory is
  * slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
  *
@@ -7492,6 +7492,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
         if (q % fit != fit - 1) continue;
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
+        __asm__("" : "+x"(sum)); /* one by one: see add_short_half */
         pairs = _mm256_setzero_si256();
     }
     return (llm__vi)sum;
@@ -7550,34 +7551,60 @@ typedef struct LLM__K(short_sums) {
  *     block 1:   the same                 . . . . |  sum 1
  *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
  *
+ * AVX2 has 16 registers, of 8 rows: four of weights at a time, the low and the high nibbles of both halves of the panel's rows, and eight
+ * sums, of four rows of x. So a value of x that is loaded serves 16 rows of weights there, too.
+ *
  * On an AMD EPYC (Zen 4), one thread, a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second:
- * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 162 and 86 to 165. (Before, blocks were multiplied
+ * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 205 and 86 to 205. (Before, blocks were multiplied
  * one at a time, one row of x was finished before the next began, and q4_K had no code of its own.) */
-LLM__INLINE void LLM__K(add_short_block)(int T, const LLM__K(w_block) *w, int half, int part, const int8_t *x, const char *starts,
-                                         LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
+LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
+                                        LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
+    LLM__K(w_block) w;
+    LLM__K(unpack_block)(type, stripe, half, 0, &w);
     llm__vi now[LLM__X_ROWS];
     LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_i32)(starts + 8 * t + 2 * half);
     LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: each sum would wait for itself */
         LLM__UNROLL for (int t = 0; t < T; t++)
-            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w.w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
     if (half == 0) {
         LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
-        before->multiplier = w->multiplier;
+        before->multiplier = w.multiplier;
     } else {
-        llm__vi multipliers = LLM__K(pair)(before->multiplier, w->multiplier);
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], LLM__K(pair)(before->rows[t], now[t]), multipliers);
+        llm__vi multipliers = LLM__K(pair)(before->multiplier, w.multiplier);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][0] = LLM__K(add_pair)(sums[t][0], LLM__K(pair)(before->rows[t], now[t]), multipliers);
     }
 #elif LLM__KERNEL_PASS == 1
-    (void)half, (void)starts, (void)before;
-    LLM__UNROLL for (int t = 0; t < T; t++) {
-        __m256i sum = _mm256_setzero_si256();
-        LLM__UNROLL for (int q = 0; q < 8; q++)
-            sum = _mm256_add_epi16(sum, _mm256_maddubs_epi16((__m256i)w->w[q], (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q)));
-        sums[t][part] = LLM__K(add_pair)(sums[t][part], (llm__vi)sum, LLM__K(pair)(w->multiplier, w->multiplier));
+    (void)starts, (void)before;
+    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16;
+    llm__vi now[LLM__X_ROWS][2];
+    LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
+        llm__vi w[2][2];
+        LLM__UNROLL for (int part = 0; part < 2; part++) {
+            llm__vi v = LLM__K(load_int)(quads + part * 4 * LLM__W);
+            __asm__("" : "+x"(v)); /* so that it is loaded once, and not for each nibble */
+            w[part][0] = v & 0x0f0f0f0f;
+            w[part][1] = v >> 4 & 0x0f0f0f0f;
+        }
+        __asm__("" : "+r"(x)); /* and x only now */
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            LLM__UNROLL for (int nibble = 0; nibble < 2; nibble++) {
+                __m256i values = (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q + 16 * nibble);
+                LLM__UNROLL for (int part = 0; part < 2; part++) {
+                    __m256i products = _mm256_maddubs_epi16((__m256i)w[part][nibble], values);
+                    now[t][part] = (llm__vi)(q + nibble ? _mm256_add_epi16((__m256i)now[t][part], products) : products);
+                    __asm__("" : "+x"(now[t][part])); /* one by one: the compiler would add them up as a tree, and keep them in memory */
+                }
+            }
+    }
+    LLM__UNROLL for (int part = 0; part < 2; part++) {
+        LLM__K(w_block) w;
+        LLM__K(unpack_scales)(type, stripe, half, part, &w);
+        llm__vi multipliers = LLM__K(pair)(w.multiplier, w.multiplier);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], now[t][part], multipliers);
     }
 #else
-    (void)T, (void)w, (void)half, (void)part, (void)x, (void)starts, (void)before, (void)sums; /* nothing has short sums there */
+    (void)type, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums; /* nothing has short sums there */
 #endif
 }
 
@@ -7648,7 +7675,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
-    LLM__K(short_sums) before[LLM__K(parts)];
+    LLM__K(short_sums) before;
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
     for (int64_t start = 0; start < stripes; start += LLM__SPAN / 2) {
@@ -7676,6 +7703,10 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
+                if (short_sums) {
+                    LLM__K(add_short_half)(type, T, stripe, half, values, x + x_scales + 4, &before, products);
+                    continue;
+                }
 #if LLM__KERNEL_PASS != 0 /* plain C has too few registers for it */
                 LLM__UNROLL
 #endif
@@ -7683,8 +7714,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
                     __asm__("" : "+r"(values)); /* so that the compiler loads x again for each part: it would keep all of it, in memory */
-                    if (short_sums) LLM__K(add_short_block)(T, &w, half, part, values, x + x_scales + 4, &before[part], products);
-                    else LLM__UNROLL for (int t = 0; t < T; t++)
+                    LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
                             LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
                         else sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__STRIPE, block_scales[2 * t], block_sums + 4 * t, sums[t][part]);
