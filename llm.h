@@ -7187,7 +7187,7 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
  *              w2    ...
  */
 
-/* The end of every product: bias and residual. */
+/* The end of a product with weights of f32, f16 or bf16: bias and residual. */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_job *job, int64_t i, int64_t row, float sum) {
     float *out = job->out + i * job->w->rows + row;
     if (job->bias) sum += job->bias[row];
@@ -7551,8 +7551,8 @@ typedef struct LLM__K(short_sums) {
  *     block 1:   the same                 . . . . |  sum 1
  *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
  *
- * AVX2 has 16 registers, of 8 rows: four of weights at a time, the low and the high nibbles of both halves of the panel's rows, and eight
- * sums, of four rows of x. So a value of x that is loaded serves 16 rows of weights there, too.
+ * AVX2 has 16 registers, each of 8 rows. Four hold weights (the low and the high nibbles, of both halves of the panel's rows), eight hold
+ * sums (two for each of four rows of x). So a value of x that is loaded serves 16 rows of weights there, too.
  *
  * On an AMD EPYC (Zen 4), one thread, a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second:
  * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 205 and 86 to 205. (Before, blocks were multiplied
@@ -7646,7 +7646,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float 
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows. */
+/* The same for LLM__PANEL rows; the common case, whole registers without a gate, in line. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
     float *out = job->out + i * job->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {

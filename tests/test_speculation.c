@@ -346,7 +346,7 @@ static void test_drawn_in_the_engine(void **state) {
         llm_engine *engine = engine_new(target.model, &o);
         llm_error err;
         static int32_t last[REQUESTS + 1];
-        int requests = depth == 3 ? repeats(REQUESTS, REQUESTS / 5) : REQUESTS / 5; /* 10^5 draws for one of them, 2 x 10^4 for the others */
+        int requests = depth == 3 ? repeats(REQUESTS, REQUESTS / 5) : REQUESTS / 5; /* 10^5 draws for one of them, 2 x 10^4 for the others, or for all */
         for (int i = 0; i < requests; i++) {
             llm_request r = llm_request_defaults();
             r.prompt = &first;

@@ -8,6 +8,7 @@
 #include <stdio.h>
 #include <stdlib.h>
 #include <string.h>
+#include <time.h>
 
 #include "test_memory.h"
 
@@ -26,6 +27,9 @@ TEST_UNUSED static uint64_t random_u64(test_random *r) {
 }
 
 TEST_UNUSED static int random_below(test_random *r, int n) { return (int)(random_u64(r) % (uint64_t)n); }
+
+/* What this process has computed, in seconds: for what must not take quadratic time. By the clock on the wall it may, on a busy machine. */
+TEST_UNUSED static double computed_seconds(void) { return (double)clock() / CLOCKS_PER_SEC; }
 
 /* ---- Bytes that grow ------------------------------------------------------------------- */
 
