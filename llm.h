@@ -6073,7 +6073,7 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
         out->minimum = llm__read_u16(p + 2);
     } else {
         bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
-        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0;
+        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes: scale and minimum; then the fifth bits; then the nibbles */
         const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
         out->scale = llm__read_u16(p);
         if (has_minimum) out->minimum = llm__read_u16(p + 2);
@@ -7576,7 +7576,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
-    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16;
+    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16; /* bytes of a row's block */
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
         llm__vi w[2][2];

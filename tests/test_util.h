@@ -28,7 +28,8 @@ TEST_UNUSED static uint64_t random_u64(test_random *r) {
 
 TEST_UNUSED static int random_below(test_random *r, int n) { return (int)(random_u64(r) % (uint64_t)n); }
 
-/* What this process has computed, in seconds: for what must not take quadratic time. By the clock on the wall it may, on a busy machine. */
+/* How long this process has computed, in seconds: for what must not take quadratic time. (The clock on the wall also counts what a busy machine
+ * gives to others.) */
 TEST_UNUSED static double computed_seconds(void) { return (double)clock() / CLOCKS_PER_SEC; }
 
 /* ---- Bytes that grow ------------------------------------------------------------------- */
