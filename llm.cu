@@ -176,7 +176,7 @@ typedef struct llm__cuda { /* the context of the backend */
 
     llm__stage stages[LLM__STAGES];
     size_t stage_bytes;          /* 0: they are not there yet */
-    int next_stage;
+    unsigned next_stage;
 
     double wait_seconds;         /* that the CPU has waited for the device */
     uint64_t launches, replays;  /* of kernels one by one, and of graphs */
@@ -509,15 +509,17 @@ static void llm__cuda_state(void *context, llm_device_state *state) {
     state->replays = cuda->replays;
 }
 
-/* Scratch memory of at least so many bytes, which does not keep what it holds when it grows. */
+/* Scratch memory of at least so many bytes, which does not keep what it holds when it grows. Without memory for more it has as much as
+ * before, if that can be had again: other engines of this backend count on it. */
 static bool llm__cuda_scratch(llm__cuda *cuda, char **scratch, size_t *scratch_bytes, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= *scratch_bytes) return true;
     if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false; /* nothing on its way may still use the old one */
     llm__cuda_release(cuda, *scratch);
-    *scratch_bytes = 0;
     *scratch = (char *)llm__cuda_allocate(cuda, bytes, what, err);
-    if (*scratch) *scratch_bytes = bytes;
-    return *scratch != NULL;
+    if (*scratch) return *scratch_bytes = bytes, true;
+    if (*scratch_bytes) *scratch = (char *)llm__cuda_allocate(cuda, *scratch_bytes, what, NULL);
+    if (!*scratch) *scratch_bytes = 0;
+    return false;
 }
 
 /* ---- Limits and the batch of a step ------------------------------------------------------- */
@@ -528,6 +530,8 @@ static int llm__larger(int a, int b) { return a > b ? a : b; }
 
 static const char LLM__TABLES[] = "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)";
 static const char LLM__DRAWS[] = "the draws of a step (a smaller max_sequences needs less)";
+static const char LLM__PAIRS[] = "a list of blocks to copy";
+enum { LLM__PAIRS_BYTES = 2 * 4096 * sizeof(int32_t) }; /* usually enough */
 
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [4] */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter [6] */
@@ -543,7 +547,7 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
         return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for heads of %d dimensions: %d is the most",
                               cuda->backend.name, wanted->head_dim, (int)LLM__HEAD_DIM);
     llm__graphs_forget(cuda); /* they may use scratch memory that moves now */
-    llm_limits *l = &cuda->limits;
+    llm_limits before = cuda->limits, *l = &cuda->limits;
     l->max_tokens = llm__larger(l->max_tokens, wanted->max_tokens);
     l->max_sequences = llm__larger(l->max_sequences, wanted->max_sequences);
     l->max_context = llm__larger(l->max_context, wanted->max_context);
@@ -553,9 +557,12 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
     /* the tables of whole contexts in blocks of 16, and a usual window of penalties: a step that brings more makes more room */
     size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
     size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
-    return llm__cuda_room(cuda, &cuda->batch_room, tables, LLM__TABLES, err) &&
-           llm__cuda_room(cuda, &cuda->draw_room, draws, LLM__DRAWS, err) && llm__matmul_reserve(cuda, err) &&
-           llm__attention_reserve(cuda, err);
+    bool fine = llm__cuda_room(cuda, &cuda->batch_room, tables, LLM__TABLES, err) &&
+                llm__cuda_room(cuda, &cuda->draw_room, draws, LLM__DRAWS, err) && llm__matmul_reserve(cuda, err) &&
+                llm__attention_reserve(cuda, err) &&
+                llm__cuda_scratch(cuda, &cuda->pairs, &cuda->pairs_bytes, LLM__PAIRS_BYTES, LLM__PAIRS, err);
+    if (!fine) *l = before; /* what an engine before this one has reserved */
+    return fine;
 }
 
 /* See that a room has so many bytes. It grows by half as much again, so that it soon grows no more. */
@@ -935,8 +942,8 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
     llm_error err;
     if (n < 1) return;
     size_t bytes = cache->layer_bytes / (size_t)cache->n_blocks;
-    size_t list_bytes = (size_t)n * sizeof(int32_t), usual = 4096 * sizeof(int32_t);
-    bool room = llm__cuda_scratch(cuda, &cuda->pairs, &cuda->pairs_bytes, 2 * (list_bytes > usual ? list_bytes : usual), "a list of blocks to copy", &err);
+    size_t list_bytes = (size_t)n * sizeof(int32_t);
+    bool room = llm__cuda_scratch(cuda, &cuda->pairs, &cuda->pairs_bytes, 2 * list_bytes, LLM__PAIRS, &err);
     int32_t *pairs = (int32_t *)(void *)cuda->pairs;
     if (!room || !llm__cuda_upload(cuda, pairs, from, list_bytes, &err) || !llm__cuda_upload(cuda, pairs + n, to, list_bytes, &err)) {
         if (cuda->failure.status == LLM_OK) cuda->failure = err;
@@ -3383,34 +3390,47 @@ static void llm__run_commands(llm__cuda *cuda) {
     cuda->last.x = NULL;
 }
 
-/* Record the launches of the list without doing them. */
+/* Record the launches of the list without doing them. False: one was refused, or there is no memory for a graph. Nothing was run then, so
+ * that nothing is told either: the same one by one may go well, and tells if not. (A refused launch leaves the recording valid, but
+ * without it: every replay would lack it, and nobody would know.) */
 static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
     uint64_t launches = cuda->launches;
-    bool failed_before = cuda->failure.status != LLM_OK;
+    llm_error before = cuda->failure;
     cudaGraph_t captured = NULL;
     if (cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return cudaGetLastError(), false;
+    llm__cuda_clear(&cuda->failure);
     llm__run_commands(cuda);
     cuda->launches = launches;
-    bool good = cudaStreamEndCapture(cuda->stream, &captured) == cudaSuccess &&
+    bool good = cudaStreamEndCapture(cuda->stream, &captured) == cudaSuccess && cuda->failure.status == LLM_OK &&
                 cudaGraphInstantiate(&graph->exec, captured, 0) == cudaSuccess;
     if (captured) cudaGraphDestroy(captured);
+    cuda->failure = before;
     if (!good) {
         cudaGetLastError();
         graph->exec = NULL;
-        if (!failed_before) llm__cuda_clear(&cuda->failure); /* nothing was run: the same one by one may go well, and tells if not */
     }
     return good;
+}
+
+/* False: there is no graph, or it cannot be launched (the first time takes memory on the device). */
+static bool llm__graph_replay(llm__cuda *cuda, llm__graph *graph) {
+    if (!graph->exec && !llm__graph_capture(cuda, graph)) return false;
+    if (cudaGraphLaunch(graph->exec, cuda->stream) == cudaSuccess) {
+        cuda->replays++;
+        cuda->last.x = NULL; /* it has rounded other rows since */
+        return true;
+    }
+    cudaGetLastError();
+    cudaGraphExecDestroy(graph->exec);
+    graph->exec = NULL;
+    return false;
 }
 
 static void llm__cuda_flush(llm__cuda *cuda) {
     if (cuda->n_commands == 0) return;
     llm__graph *graph = llm__graph_find(cuda);
     if (graph) graph->last_use = cuda->n_flushes;
-    if (graph && (graph->exec || llm__graph_capture(cuda, graph))) {
-        cuda->replays++;
-        cuda->last.x = NULL; /* it has rounded other rows since */
-        llm__cuda_note(cuda, cudaGraphLaunch(graph->exec, cuda->stream), "replaying a step");
-    } else { /* for the first time; or it cannot be captured, and then this is how to do it all the same */
+    if (!graph || !llm__graph_replay(cuda, graph)) { /* for the first time; or there is no graph, and this is how to do it all the same */
         llm__run_commands(cuda);
         if (!graph) llm__graph_remember(cuda);
     }
@@ -3432,6 +3452,7 @@ static void llm__queue(llm__cuda *cuda, const llm__command *command) {
         memcpy(&cuda->commands[cuda->n_commands++], command, sizeof *command);
         return;
     }
+    cudaSetDevice(cuda->device); /* as in llm__cuda_of */
     llm__cuda_flush(cuda);
     command->run(cuda, command);
 }
@@ -3648,7 +3669,7 @@ static void llm__queue_gather_columns(void *context, const float *x, const int32
 
 /* Rare, and with arrays of the host's: never part of a graph. */
 static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
-    llm__cuda_flush((llm__cuda *)context);
+    llm__cuda_flush(llm__cuda_of(context));
     llm__cuda_copy_blocks(context, cache, from, to, n);
 }
 
@@ -3768,6 +3789,7 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
                         "preparing the kernels", err)) {
         cudaFuncAttributes facts; /* code made for older GPUs does not wait for the kernel ahead of it */
         if (cudaFuncGetAttributes(&facts, llm__merge_kernel) != cudaSuccess || facts.ptxVersion < 90) cuda->options.overlap = false;
+        cudaGetLastError();
         return b;
     }
     llm__cuda_destroy(b);

@@ -10009,6 +10009,7 @@ typedef struct llm__pool {
     /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
     int32_t *copy_from, *copy_to; /* (max_copies) */
     int n_copies, max_copies;
+    int n_copied; /* networks (target, draft) whose caches have had these copies already */
 } llm__pool;
 
 typedef struct llm__table { /* the block table of one sequence */
@@ -13749,15 +13750,19 @@ static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) 
     for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], &outcomes[i]);
 }
 
-/* Copy the blocks that this step will write to and others hold too. */
-static void llm__run_copies(llm_engine *e) {
-    llm__pool *pool = &e->scheduler.pool;
+/* Copy the blocks that this step will write to and others hold too. The block tables name the copies already, so what the device
+ * fails to do stays to be done: the next step begins with it. */
+static bool llm__run_copies(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm__pool *pool = &s->pool;
     llm_backend *b = e->options.backend;
-    if (pool->n_copies == 0) return;
-    b->copy_blocks(b->context, &e->network.cache, pool->copy_from, pool->copy_to, pool->n_copies);
-    if (e->options.draft)
-        b->copy_blocks(b->context, &e->speculator.draft.cache, pool->copy_from, pool->copy_to, pool->n_copies);
-    pool->n_copies = 0;
+    for (; pool->n_copies > 0 && pool->n_copied < 2; pool->n_copied++) {
+        if (!s->networks[pool->n_copied]) continue;
+        b->copy_blocks(b->context, &s->networks[pool->n_copied]->cache, pool->copy_from, pool->copy_to, pool->n_copies);
+        if (!b->sync(b->context, err)) return false;
+    }
+    pool->n_copies = pool->n_copied = 0;
+    return true;
 }
 
 /* The target's pass, as far as the residual stream. */
@@ -13851,8 +13856,8 @@ int llm_step(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__forget_events(e);
     if (!s->running.first && !s->waiting.first) return 0;
-    bool ok = llm__schedule(s, err);
-    llm__run_copies(e); /* the block tables name the copies already, whatever else went wrong */
+    bool ok = llm__run_copies(e, err) && llm__schedule(s, err);
+    ok = ok && llm__run_copies(e, err);
     e->statistics.schedule_seconds += llm_seconds() - start;
     if (ok && !s->running.first) llm__wait_a_little();
     else if (ok) ok = llm__run_step(e, err);

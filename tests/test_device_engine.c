@@ -242,9 +242,27 @@ static char last_error[sizeof ((llm_error *)0)->message];
 
 typedef enum failure { NONE, ALLOCATION, LAUNCH, LOSS } failure;
 
+/* Three samples of a prompt share a block that is then copied; or two do, with a draft model, which has a cache of its own. */
+static llm_request make_samples(bool speculate, int32_t prompt[64]) {
+    llm_request r = make_request(1, prompt);
+    r.n_samples = speculate ? 2 : 3;
+    r.max_tokens = 5; /* a graph is made in the second step of its kind, and replayed in the third */
+    if (speculate) r.speculate = 1, r.sampling.temperature = 0;
+    return r;
+}
+
+static void assert_same_samples(const record *expected, const record *got) {
+    for (int i = 0; i < MAX_SAMPLES; i++) {
+        assert_int_equal(expected->samples[i].n_tokens, got->samples[i].n_tokens);
+        assert_memory_equal(expected->samples[i].tokens, got->samples[i].tokens, sizeof(int32_t) * (size_t)got->samples[i].n_tokens);
+        assert_int_equal(expected->samples[i].n_ends, got->samples[i].n_ends);
+    }
+}
+
 /* A whole life in which the nth allocation or launch fails, or the device is lost. Returns whether that came to pass: then either the
- * engine did without, or there was an error that says what it was; and nothing crashed, and all was freed. */
-static bool live(failure kind, long n) {
+ * engine did without, or there was an error that says what it was, and the steps after it give the tokens that were to be expected; and
+ * nothing crashed, and all was freed. */
+static bool live(failure kind, long n, bool speculate, record **expected) {
     llm_error err;
     llm_gpu_options gpu = gpu_options();
     emulator_counts before = emulator_counted();
@@ -253,12 +271,13 @@ static bool live(failure kind, long n) {
     emulator_lose_device(kind == LOSS ? n : -1);
     llm_backend *b = llm_emulated_backend(&gpu, &err);
     llm_engine_options o = options_on(b);
+    if (speculate) o.draft = draft;
     llm_engine *engine = b ? llm_engine_create(target, &o, &err) : NULL;
     record *got = record_new(target);
     int more = engine ? 1 : -1;
     if (engine) {
         int32_t prompt[64];
-        record_submit(engine, got, make_request(1, prompt), false);
+        record_submit(engine, got, make_samples(speculate, prompt), false);
         while ((more = llm_step(engine, &err)) > 0) record_events(engine);
         record_events(engine);
     }
@@ -281,12 +300,13 @@ static bool live(failure kind, long n) {
             record_events(engine);
         }
     }
-    if (engine && kind != LOSS) assert_int_equal(got->samples[0].n_ends, 1);
+    if (engine && kind != LOSS && *expected) assert_same_samples(*expected, got);
     if (engine && kind != LOSS) assert_idle(engine);
     if (kind == LOSS && happened) assert_true(more < 0);
     llm_engine_free(engine);
     llm_backend_free(b);
-    record_free(got);
+    if (*expected) record_free(got);
+    else *expected = got;
     emulator_recover();
     emulator_counts after = emulator_counted();
     assert_int_equal(after.live_allocations, before.live_allocations);
@@ -301,15 +321,103 @@ static void test_failures(void **state) {
         print_message("SKIPPED: only the emulated device fails when it is told to\n");
         skip();
     }
-    assert_false(live(NONE, 0));
-    for (int kind = ALLOCATION; kind <= LOSS; kind++) {
-        long n = 0, happened = 0, gap;
-        last_error[0] = 0;
-        for (; live((failure)kind, n); n += gap, happened++) gap = LESS * (kind == ALLOCATION ? 1 + n / 5 : 1 + n / 2);
-        print_message("    %s: %ld of about %ld were tried\n", kind == ALLOCATION ? "failed allocations" : kind == LAUNCH ? "failed launches" : "lost devices", happened, n);
-        print_message("      the first: %s\n", last_error);
-        assert_true(happened >= 3);
+    for (int speculate = 0; speculate < 2; speculate++) {
+        record *expected = NULL;
+        assert_false(live(NONE, 0, speculate, &expected));
+        for (int kind = ALLOCATION; kind <= LOSS; kind++) {
+            long n = 0, happened = 0, gap;
+            last_error[0] = 0;
+            for (; live((failure)kind, n, speculate, &expected); n += gap, happened++) gap = LESS * (kind == LOSS ? 1 + n / 2 : 1 + n / 5);
+            print_message("    %s%s: %ld of about %ld were tried\n", kind == ALLOCATION ? "failed allocations" : kind == LAUNCH ? "failed launches" : "lost devices",
+                          speculate ? " with a draft" : "", happened, n);
+            print_message("      the first: %s\n", last_error);
+            assert_true(happened >= 3);
+        }
+        record_free(expected);
     }
+}
+
+/* The copy of a block that samples share is the first that the device does in their next step; where it fails, it is done in the one after.
+ * With a draft model there are two. */
+static void test_failed_copies(void **state) {
+    (void)state;
+    if (strcmp(device, "emulated")) {
+        print_message("SKIPPED: only the emulated device fails when it is told to\n");
+        skip();
+    }
+    for (int speculate = 0; speculate < 2; speculate++) {
+        record *expected = NULL;
+        for (int fails = -1; fails <= speculate; fails++) { /* -1: none */
+            llm_error err;
+            int32_t prompt[64];
+            llm_gpu_options gpu = gpu_options();
+            llm_backend *b = device_open(device, &gpu);
+            llm_engine_options o = options_on(b);
+            if (speculate) o.draft = draft;
+            llm_engine *engine = llm_engine_create(target, &o, &err);
+            if (!engine) fail_msg("%s", err.message);
+            record *got = record_new(target);
+            record_submit(engine, got, make_samples(speculate, prompt), false);
+            while (llm_engine_statistics(engine).blocks_shared == 0) assert_int_equal(llm_step(engine, &err), 1);
+            record_events(engine);
+            if (fails >= 0) {
+                emulator_fail_launch(fails);
+                assert_int_equal(llm_step(engine, &err), -1);
+                if (!strstr(err.message, "copy_blocks")) fail_msg("%s", err.message);
+                record_events(engine);
+            }
+            record_drain(engine);
+            assert_idle(engine);
+            if (expected) assert_same_samples(expected, got);
+            if (expected) record_free(got);
+            else expected = got;
+            llm_engine_free(engine);
+            llm_backend_free(b);
+        }
+        record_free(expected);
+    }
+}
+
+/* There is no memory for a second engine on the same backend, which would be a larger one: the first goes on. */
+static void test_second_engine(void **state) {
+    (void)state;
+    if (strcmp(device, "emulated")) {
+        print_message("SKIPPED: only the emulated device fails when it is told to\n");
+        skip();
+    }
+    record *expected = NULL;
+    int refused = 0;
+    for (long n = -1; n < 0 || refused == n; n++) { /* -1: nothing fails */
+        llm_error err;
+        int32_t prompt[64];
+        llm_gpu_options gpu = gpu_options();
+        llm_backend *b = device_open(device, &gpu);
+        llm_engine_options o = options_on(b);
+        llm_engine *first = llm_engine_create(target, &o, &err);
+        if (!first) fail_msg("%s", err.message);
+        o.max_batch_tokens = 2048;
+        o.max_sequences = 64;
+        o.context_length = 128;
+        emulator_fail_allocation(n);
+        llm_engine *second = llm_engine_create(target, &o, &err);
+        emulator_fail_allocation(-1);
+        if (!second) {
+            assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            refused++;
+        }
+        record *got = record_new(target);
+        record_submit(first, got, make_samples(false, prompt), false);
+        record_drain(first);
+        if (expected) assert_same_samples(expected, got);
+        if (expected) record_free(got);
+        else expected = got;
+        llm_engine_free(second);
+        llm_engine_free(first);
+        llm_backend_free(b);
+    }
+    print_message("    %d allocations of a second engine failed\n", refused);
+    assert_true(refused > 10);
+    record_free(expected);
 }
 
 static void test_too_little_memory(void **state) {
@@ -360,7 +468,7 @@ static void test_no_device(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures), cmocka_unit_test(test_too_little_memory),
+        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory),
         cmocka_unit_test(test_no_device),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
