@@ -17,9 +17,12 @@
  *     int main(void) {
  *         llm_error err;
  *         llm_event event;
+ *         llm_request request = llm_request_defaults();
+ *         request.max_tokens = 200;
+ *         request.sampling.temperature = 0.8f;
  *         llm_model *model = llm_model_load("models/tales-q4_0.gguf", &err);
  *         llm_engine *engine = model ? llm_engine_create(model, NULL, &err) : NULL;
- *         if (engine && llm_submit_text(engine, "Once upon a time", NULL, NULL, &err))
+ *         if (engine && llm_submit_text(engine, "Once upon a time", &request, NULL, &err))
  *             while (llm_step(engine, &err) > 0)
  *                 while (llm_next_event(engine, &event))
  *                     fwrite(event.text, 1, event.text_length, stdout);
@@ -300,7 +303,8 @@ llm_string llm_chat_template_source(const llm_tokenizer *t);
  * known, or the messages are none that it has a form for (most want user and assistant in turn). */
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
                           int32_t *ids, int64_t capacity, llm_error *err);
-/* The same as text, to look at: what the model's own template program makes of the conversation. Returns its bytes. */
+/* The same as text, to look at: what the model's own template program makes of the conversation. Returns its bytes, also where they
+ * are more than `capacity`. */
 int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
                         size_t capacity, llm_error *err);
 /* A text to stop at (llm_request.stop) where the template's end of an answer is no end token of this vocabulary; NULL: none. */
@@ -346,7 +350,7 @@ typedef struct llm_model llm_model;
 /* Map a model, a GGUF file or a Hugging Face folder: its weights (nothing is copied), its shape, its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
-void llm_model_free(llm_model *model);
+void llm_model_free(llm_model *model); /* after the engines that use it, as target or draft */
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
@@ -385,8 +389,8 @@ typedef enum llm_preempt { /* what becomes of the cache of a sequence that must 
 } llm_preempt;
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
-    const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none */
-    llm_backend *backend;  /* NULL: a CPU backend of the engine's own */
+    const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none. It must outlive the engine */
+    llm_backend *backend;  /* NULL: a CPU backend of the engine's own. One that is given stays yours: free it after the engine */
     int n_threads;         /* for that CPU backend; 0: one per processor */
     llm_isa max_isa;       /* the best instruction set that it may use; default LLM_ISA_BEST */
     bool pack_weights;     /* it keeps weights in the order in which its kernels read them: see llm_cpu_pack_weights; default true */
@@ -403,9 +407,9 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
     int max_speculation;   /* proposals for a sequence in a step, at the most; default 8 */
-    llm_policy policy;
+    llm_policy policy;     /* default LLM_POLICY_CONTINUOUS */
     double batch_window;   /* seconds (to 86400), of LLM_POLICY_DYNAMIC; default 0.05 */
-    llm_preempt preempt;
+    llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
     bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft only requests that
                               speculate with it leave blocks behind, since the draft must have read them too. */
@@ -418,12 +422,12 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
 llm_engine_options llm_engine_defaults(void);
 
 typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
-    float temperature;        /* 0: greedy (the most likely token) */
+    float temperature;        /* 0: greedy (the most likely token); to 1e6 */
     int top_k;                /* keep the k most likely; 0: all */
     float top_p;              /* then the fewest whose probabilities add up to p; 1: all */
     float min_p;              /* then those of at least min_p times the most likely; 0: all */
-    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1: none */
-    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them */
+    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1: none; to 1e6 */
+    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them; default 64 */
     uint64_t seed;            /* of this request's own random stream */
 } llm_sampling;
 
@@ -439,7 +443,8 @@ enum { LLM_SPECULATE_AUTO = -1 };
 typedef struct llm_request { /* start from llm_request_defaults() */
     const int32_t *prompt;  /* (n_prompt) token ids; copied by llm_submit */
     int n_prompt;           /* at least 1 */
-    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1: to the end of the context */
+    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1 (default): to the end
+                               of the context */
     int n_samples;          /* independent continuations; they share the prompt's blocks; default 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
@@ -480,6 +485,7 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     llm_finish finish;    /* not NONE: the last event of this sample */
 } llm_event;
 
+/* options NULL: the defaults. The model must outlive the engine, and is only read: several engines may share it. */
 llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err);
 void llm_engine_free(llm_engine *engine);
 
@@ -491,8 +497,9 @@ bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, ll
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
 /* One forward pass over whatever is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all events before
- * the next call, those of llm_cancel too: it forgets what has not been read. (Under LLM_POLICY_DYNAMIC it may return 1 after
- * a millisecond of waiting for a batch to fill.) */
+ * the next call, those of llm_cancel too: it forgets what has not been read. After an error nothing is lost: what the device failed to do
+ * is done again by the next call, which may go well (but a GPU that is lost fails each time). (Under LLM_POLICY_DYNAMIC it may return 1
+ * after a millisecond of waiting for a batch to fill.) */
 int llm_step(llm_engine *engine, llm_error *err);
 /* The next event that has not been read yet, oldest first. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
@@ -708,7 +715,8 @@ struct llm_backend {
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
 /* Whether weights that are loaded from now on are also kept in the order in which the kernels read them (default true):
- * prompts and batches run several times as fast, and a second copy of them is in memory. Results do not change. */
+ * prompts and batches run several times as fast. That is a second copy of them, but the pages of the file that were read for it are given
+ * back to the system; of f16, bf16 and f32 none is made. Results do not change. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
 int llm_cpu_threads(const llm_backend *backend);
@@ -776,6 +784,18 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #ifdef __linux__
 #include <sys/auxv.h>
 #endif
+#endif
+#endif
+
+#ifdef __linux__ /* -std=c11 hides what ISO C does not know: without the one, models would take twice the memory; without the other, time could jump */
+#ifndef MADV_HUGEPAGE
+#define MADV_DONTNEED 4
+#define MADV_HUGEPAGE 14
+int madvise(void *memory, size_t bytes, int advice);
+#endif
+#ifndef CLOCK_MONOTONIC
+#define CLOCK_MONOTONIC 1
+int clock_gettime(int clock, struct timespec *time);
 #endif
 #endif
 
@@ -2360,6 +2380,7 @@ struct llm_writer {
     int descriptor;
     llm_error err;             /* the first failure; after it nothing is done any more */
     llm__bytes values, declarations, sizes; /* sizes: u64, the bytes of each tensor */
+    llm__bytes keys, names;    /* u64, where each value begins, and each declaration: with its name */
     llm__bytes pending;        /* bytes on their way to the file */
     uint64_t n_values, n_tensors;
     uint64_t alignment;
@@ -2370,6 +2391,8 @@ struct llm_writer {
 };
 
 static void llm__writer_free(llm_writer *w) {
+    LLM_FREE(w->keys.data);
+    LLM_FREE(w->names.data);
     LLM_FREE(w->values.data);
     LLM_FREE(w->declarations.data);
     LLM_FREE(w->sizes.data);
@@ -2474,7 +2497,7 @@ bool llm_writer_value(llm_writer *w, const llm_value *value) {
     llm__bytes *b = &w->values;
     bool array = value->type == LLM_VALUE_ARRAY;
     w->n_values++;
-    return llm__append_string(b, value->key, &w->err) && llm__append_u32(b, (uint32_t)value->type, &w->err) &&
+    return llm__append_u64(&w->keys, b->length, &w->err) && llm__append_string(b, value->key, &w->err) && llm__append_u32(b, (uint32_t)value->type, &w->err) &&
            (!array || (llm__append_u32(b, (uint32_t)value->element_type, &w->err) &&
                        llm__append_u64(b, value->count, &w->err))) &&
            llm__append(b, value->data, value->bytes, &w->err);
@@ -2536,7 +2559,8 @@ bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims
                          "%s: there can be no tensor '%s' of that type and shape", w->path,
                          llm__show(name).text);
     llm__bytes *b = &w->declarations;
-    bool ok = llm__append_string(b, name, &w->err) && llm__append_u32(b, (uint32_t)n_dims, &w->err);
+    bool ok = llm__append_u64(&w->names, b->length, &w->err) && llm__append_string(b, name, &w->err) &&
+              llm__append_u32(b, (uint32_t)n_dims, &w->err);
     for (int i = 0; ok && i < n_dims; i++) ok = llm__append_u64(b, dims[i], &w->err);
     ok = ok && llm__append_u32(b, (uint32_t)type, &w->err) && llm__append_u64(b, w->declared, &w->err) &&
          llm__append_u64(&w->sizes, bytes, &w->err);
@@ -2551,10 +2575,29 @@ static uint64_t llm__writer_tensor_size(const llm_writer *w, uint64_t index) {
     return size;
 }
 
+/* No name twice among the strings that begin at these places of `text`: nobody could read such a file. */
+static bool llm__writer_names(llm_writer *w, const llm__bytes *text, const llm__bytes *places, const char *what) {
+    int64_t n = (int64_t)(places->length / sizeof(uint64_t));
+    llm_string *names = (llm_string *)llm__new((size_t)n, sizeof *names, "an index of names", &w->err);
+    for (int64_t i = 0; names && i < n; i++) {
+        uint64_t place, length;
+        memcpy(&place, places->data + (size_t)i * sizeof place, sizeof place);
+        memcpy(&length, text->data + place, sizeof length);
+        names[i] = (llm_string){(const char *)text->data + place + sizeof length, (size_t)length};
+    }
+    const llm_string **index = names ? llm__sorted_names(names, n, sizeof *names, &w->err) : NULL;
+    const llm_string *twice = index ? llm__duplicate(index, n) : NULL;
+    if (twice) llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: there are two %s called '%s'", w->path, what, llm__show(*twice).text);
+    LLM_FREE((void *)index);
+    LLM_FREE(names);
+    return index && !twice;
+}
+
 static bool llm__writer_header(llm_writer *w) {
     static const uint32_t version = 3;
     w->data_begun = true;
-    bool ok = llm__writer_put(w, "GGUF", 4) && llm__writer_put(w, &version, sizeof version) &&
+    bool ok = llm__writer_names(w, &w->values, &w->keys, "metadata values") &&
+              llm__writer_names(w, &w->declarations, &w->names, "tensors") && llm__writer_put(w, "GGUF", 4) && llm__writer_put(w, &version, sizeof version) &&
               llm__writer_put(w, &w->n_tensors, sizeof w->n_tensors) &&
               llm__writer_put(w, &w->n_values, sizeof w->n_values) &&
               llm__writer_put(w, w->values.data, w->values.length) &&
@@ -5545,7 +5588,7 @@ int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
     llm__rendering r;
     llm__clear(err);
     bool ok = llm__render(&r, t, options, messages, n, err);
-    if (ok && r.text.length) memcpy(text, r.text.data, r.text.length < capacity ? r.text.length : capacity);
+    if (ok && r.text.length && capacity) memcpy(text, r.text.data, r.text.length < capacity ? r.text.length : capacity);
     LLM_FREE(r.text.data);
     LLM_FREE(r.trusted);
     return ok ? (int64_t)r.text.length : -1;
@@ -12043,7 +12086,7 @@ llm_sampling llm_sampling_defaults(void) {
 
 static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
     if (!(s->temperature >= 0) || s->temperature > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be 0 (greedy) or more",
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be from 0 (greedy) to 1e6",
                          (double)s->temperature);
     if (s->top_k < 0)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more", s->top_k);
@@ -12053,7 +12096,7 @@ static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
     if (!(s->min_p >= 0 && s->min_p <= 1))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1", (double)s->min_p);
     if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none)",
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
                          (double)s->repetition_penalty);
     if (s->penalty_window < 0)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "penalty_window is %d: it must be 0 (all tokens) or more",
@@ -13748,6 +13791,7 @@ static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) 
     }
     llm__fork_samples(s, job); /* the end of the prompt: the first token of all samples comes from one row */
     for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], &outcomes[i]);
+    e->statistics.decode_steps += (uint64_t)job->request.n_samples - 1; /* llm__settle counts the first */
 }
 
 /* Copy the blocks that this step will write to and others hold too. The block tables name the copies already, so what the device

@@ -121,22 +121,26 @@ static int fail(const char *format, ...) {
 }
 
 /* What the engine says of its settings, in the words of our options. */
-static int fail_with(const llm_error *err) {
-    static const struct { const char *setting, *option; } words[] = {
+typedef struct words { char text[2 * sizeof ((llm_error *)0)->message]; } words;
+static words our_words(const llm_error *err) {
+    static const struct { const char *theirs, *ours; } dictionary[] = {
         {"cache_bytes", "--cache-memory"}, {"max_batch_tokens", "--max-batch-tokens"}, {"max_sequences", "--max-sequences"},
-        {"context_length", "--context"},   {"max_speculation", "--speculate"}};
-    char message[2 * sizeof err->message];
-    bool settings = err->status == LLM_ERROR_ARGUMENT || err->status == LLM_ERROR_MEMORY;
+        {"context_length", "--context"},   {"max_speculation", "--speculate"}, {"without chunked_prefill", "with --no-chunked-prefill"},
+        {"llm_engine_options.draft", "--draft"}, {"n_samples", "the number of samples"}};
+    words out;
+    bool settings = err->status == LLM_ERROR_ARGUMENT || err->status == LLM_ERROR_MEMORY || err->status == LLM_ERROR_CAPACITY;
     size_t n = 0;
-    for (const char *p = err->message; *p;) {
-        int i = settings ? 0 : COUNT(words);
-        while (i < COUNT(words) && strncmp(p, words[i].setting, strlen(words[i].setting))) i++;
-        if (i == COUNT(words)) message[n++] = *p++;
-        else n += (size_t)sprintf(message + n, "%s", words[i].option), p += strlen(words[i].setting);
+    for (const char *p = err->message; *p && n + 32 < sizeof out.text;) {
+        int i = settings ? 0 : COUNT(dictionary);
+        while (i < COUNT(dictionary) && strncmp(p, dictionary[i].theirs, strlen(dictionary[i].theirs))) i++;
+        if (i == COUNT(dictionary)) out.text[n++] = *p++;
+        else n += (size_t)sprintf(out.text + n, "%s", dictionary[i].ours), p += strlen(dictionary[i].theirs);
     }
-    message[n] = 0;
-    return fail("%s", message);
+    out.text[n] = 0;
+    return out;
 }
+
+static int fail_with(const llm_error *err) { return fail("%s", our_words(err).text); }
 
 static bool is_terminal(int descriptor) {
     const char *term = getenv("TERM");
@@ -714,7 +718,7 @@ static int parse(const command *self, const option *options, int n_options, int 
     for (int i = 0; i < *argc; i++) {
         char *word = argv[i];
         if (options_end || word[0] != '-' || !word[1]) {
-            if (n == max_arguments) return misuse(self, "one argument too many: '%s' (quote a text that has spaces)", word);
+            if (n == max_arguments) return misuse(self, "one argument too many: '%s' (a text or a path with spaces needs quotes)", word);
             argv[n++] = word;
             continue;
         }
@@ -783,7 +787,7 @@ static int parse(const command *self, const option *options, int n_options, int 
     {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, "tokens to propose in a step (default: as many as pay)"}, \
     {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, "propose what stood behind the same words before; needs no draft"}
 #define NAIVE_OPTION(e) {0, "naive-attention", NULL, FLAG, &(e).naive_attention, 0, 0, "the plain attention loop, for comparison"}
-#define CACHE_TYPE_OPTION(e) {0, "cache-type", "TYPE", TYPE, &(e).cache_type, 0, 0, "of keys and values: f16 (default) or f32"}
+#define CACHE_TYPE_OPTION(e) {0, "cache-type", "f32|f16", CHOICE, &(e).cache_type, 0, 0, "of keys and values (default f16)"} /* as llm_type numbers them */
 #define CACHE_OPTION(e, fallback) \
     {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
 #define BLOCK_OPTION(e) {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, "tokens in a block of the cache (default 16)"}
@@ -1686,6 +1690,10 @@ static int command_chat(const command *self, int argc, char **argv) {
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED) status = check_speculation(self, &c.speculation);
+    if (status == PARSED && c.options.template_name && !strcmp(c.options.template_name, "help")) {
+        for (int i = 0; llm_chat_template_at(i); i++) put("%s\n", llm_chat_template_at(i));
+        status = 0;
+    }
     if (status != PARSED) return free(c.stop.items), status;
     apply_speculation(&c.speculation, &c.engine, &c.request);
     if (!c.seed.given) c.seed.value = chance_seed();
@@ -2150,7 +2158,7 @@ static bool feed_line(batch *b, const char *data, size_t length) {
     l->submitted = llm_seconds();
     bool good = llm_submit(b->engine, &l->request, NULL, &err);
     free_line_input(l);
-    if (!good && err.status != LLM_ERROR_MEMORY) line_wrong(l, "%s", err.message);
+    if (!good && err.status != LLM_ERROR_MEMORY) line_wrong(l, "%s", our_words(&err).text);
     if (!good) return err.status != LLM_ERROR_MEMORY || !fail_with(&err);
     l->samples = make_samples(l->request.n_samples);
     l->n_live = l->request.n_samples;
@@ -2525,20 +2533,19 @@ static void info_print_json(const info *in) {
 }
 
 static int command_info(const command *self, int argc, char **argv) {
-    info in = {.cache_type = LLM_F16};
+    info in = {.cache_type = LLM_F16, .memory = UINT64_MAX};
     const option options[] = {
         MODEL_OPTION(in.model),
         {0, "tensors", NULL, FLAG, &in.tensors, 0, 0, "list the tensors too"},
         {0, "memory", "SIZE", SIZE, &in.memory, 0, 0, "tell what fits in so much memory, such as 8G (default: this machine's)"},
         {'c', "context", "N", WHOLE, &in.context, 1, INT_MAX, "tokens of a whole sequence (default: the model's context)"},
-        {0, "cache-type", "TYPE", TYPE, &in.cache_type, 0, 0, "of keys and values: f16 (default) or f32"},
+        CACHE_TYPE_OPTION(in),
         JSON_OPTION(in.json),
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status != PARSED) return status;
     if (argc && in.model) return misuse(self, "two models: '%s' and '%s'", argv[0], in.model);
-    if (in.cache_type != LLM_F16 && in.cache_type != LLM_F32) return misuse(self, "--cache-type is f16 or f32");
-    if (in.memory == 0) in.memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
+    if (in.memory == UINT64_MAX) in.memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     char *path = model_path(argc ? argv[0] : in.model);
     llm_error err;
     if (!path) return FAILED;
@@ -2546,10 +2553,11 @@ static int command_info(const command *self, int argc, char **argv) {
     if (!in.file) status = fail_with(&err);
     else {
         in.loaded = llm_model_load(path, &in.why);
-        if (in.loaded && in.context == 0) in.context = llm_model_config(in.loaded)->context_length;
-        if (in.json) info_print_json(&in);
-        else info_print(&in);
-        status = 0;
+        int most = in.loaded ? llm_model_config(in.loaded)->context_length : INT_MAX;
+        if (in.loaded && in.context == 0) in.context = most;
+        if (in.context > most) status = fail("--context is %d: the model was trained for 1 to %d tokens", in.context, most);
+        else if (in.json) info_print_json(&in), status = 0;
+        else info_print(&in), status = 0;
     }
     llm_model_free(in.loaded);
     llm_file_close(in.file);
@@ -2601,7 +2609,7 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
         fail(t->json ? "the line is not a JSON array of token ids: %.*s" : "not a list of token ids: %.*s",
              length < 60 ? (int)length : 60, data);
     } else if ((bytes = llm_detokenize(t->tokenizer, ids, n, NULL, 0, &err)) < 0) {
-        fail_with(&err);
+        fail("%s, in %.*s", err.message, length < 60 ? (int)length : 60, data);
     } else {
         out = resize(NULL, (size_t)bytes);
         llm_detokenize(t->tokenizer, ids, n, out, (size_t)bytes, &err);
@@ -2680,7 +2688,7 @@ static int command_tokenize(const command *self, int argc, char **argv) {
     if (argc && t.file) return misuse(self, "two texts: '%s' and --file %s", argv[0], t.file);
     if (t.json && (t.file || (argc && strcmp(argv[0], "-"))))
         return misuse(self, "--json reads standard input, and no other text");
-    if (argc > 1 && !t.decode) return misuse(self, "one argument too many: '%s' (quote a text that has spaces)", argv[1]);
+    if (argc > 1 && !t.decode) return misuse(self, "one argument too many: '%s' (a text with spaces needs quotes)", argv[1]);
     if (t.pieces && (t.json || t.decode)) return misuse(self, "--pieces goes with neither --json nor --decode");
     char *path = vocabulary_path(t.model);
     if (!path) return FAILED;

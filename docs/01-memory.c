@@ -9,6 +9,19 @@ static double shape_weights(const shape *s) {
     return s->layers * layer + (double)s->vocab * s->dim * (s->tied ? 1 : 2) + s->dim;
 }
 
+static double bytes_a_value(llm_type type) {
+    const llm_type_info *info = llm_type_find(type);
+    return (double)info->block_bytes / info->block_values;
+}
+
+/* Bytes in q4_0 as `llm quantize` writes it: the token table and the output matrix keep 8 bits, norms 32. A step reads all of it, but of a
+ * table that is not the output matrix too only a row. */
+static double shape_bytes(const shape *s, bool step) {
+    double table = (double)s->vocab * s->dim, tables = s->tied ? 1 : 2, norms = (2.0 * s->layers + 1) * s->dim;
+    double layers = shape_weights(s) - tables * table - norms;
+    return layers * bytes_a_value(LLM_Q4_0) + (step ? 1 : tables) * table * bytes_a_value(llm_quantize_type(LLM_Q4_0, (uint64_t)s->dim, true)) + 4 * norms;
+}
+
 /* A token of cache: a key and a value of every kv head in every layer, in f16. */
 static double shape_cache(const shape *s, int kv_heads) {
     double head_dim = s->head_dim ? s->head_dim : s->dim / s->heads;
@@ -86,7 +99,7 @@ static bool memory_activations(lesson *l) {
     return true;
 }
 
-/* Well-known shapes in 4.5 bits a weight (q4_0) and in 16, and what then fits into the card. */
+/* Well-known shapes in q4_0 and in 16 bits, and what then fits into the card. */
 static void memory_shapes(lesson *l, const shape *mine, double card, double bandwidth, double price) {
     static const column columns[] = {{"shape", "shape", "%s"},
                                      {"parameters", "weights", "%.3g"},
@@ -102,8 +115,8 @@ static void memory_shapes(lesson *l, const shape *mine, double card, double band
     p.stacked = true;
     for (int i = 0; i < COUNT(shapes); i++) {
         const shape *s = i ? &shapes[i] : mine;
-        double n = shape_weights(s), f16 = 2 * n, q4 = n * 4.5 / 8, token = shape_cache(s, s->kv_heads);
-        double fit = card > q4 ? floor((card - q4) / token) : 0, rate = bandwidth / q4;
+        double n = shape_weights(s), f16 = 2 * n, q4 = shape_bytes(s, false), token = shape_cache(s, s->kv_heads);
+        double fit = card > q4 ? floor((card - q4) / token) : 0, rate = bandwidth / shape_bytes(s, true);
         add_row(&t, s->name, n, f16 / (1 << 30), q4 / (1 << 30), token, fit, rate, price / 3600 / rate * 1e6);
         plot_category(&p, s->name);
         plot_bar(&p, weights, q4 / (1 << 30));
@@ -139,7 +152,7 @@ static int lesson_memory(const command *self, int argc, char **argv) {
     fact(&l, "cache_bytes_per_token", token);
     memory_heads(&l, &mine);
     bool good = memory_activations(&l);
-    say(&l, "\nOther shapes, in q4_0: tokens of cache that fit beside the weights in %s; the most "
+    say(&l, "\nOther shapes, in q4_0 (token table and output matrix in 8 bits): tokens of cache that fit beside the weights in %s; the most "
             "tokens a second one sequence can get from %.1f GB/s; dollars per million of these at %g an hour.\n\n",
         HUMAN(card), 1e-9 * bandwidth, (double)price);
     fact(&l, "bandwidth", bandwidth);

@@ -82,7 +82,7 @@ static bool roofline_prefill(lesson *l, llm_engine *engine, int n, roofline_row 
     prefill_row r;
     if (!prefill_measure(l, engine, n, 1, 3, &r)) return false;
     double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
-    *row = (roofline_row){true, n, n * token_operations(l->loaded, n / 2.0, false),
+    *row = (roofline_row){true, n, prompt_operations(l->loaded, n),
                           (double)llm_model_step_bytes(l->loaded) + n * token, n / r.ttft};
     return true;
 }

@@ -10,6 +10,12 @@ static double token_operations(const llm_model *model, double positions, bool lo
     return 2 * (c->n_layers * layer + (logits ? (double)c->vocab_size * c->dim : 0));
 }
 
+/* Of a prompt: its tokens see half of it at the mean, and the last one has logits. */
+static double prompt_operations(const llm_model *model, double n) {
+    const llm_config *c = llm_model_config(model);
+    return n * token_operations(model, n / 2, false) + 2.0 * c->vocab_size * c->dim;
+}
+
 typedef struct prefill_row {
     double prompt, ttft, tpot;
 } prefill_row;
@@ -52,7 +58,7 @@ static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) 
     for (int i = 0; i < n_rows; i++) {
         const prefill_row *r = &rows[i];
         double steps = ceil(r->prompt / l->engine.max_batch_tokens), after = r->prompt + n / 2.0;
-        double prefill = r->prompt * token_operations(l->loaded, r->prompt / 2, false),
+        double prefill = prompt_operations(l->loaded, r->prompt),
                decode = token_operations(l->loaded, after, true);
         double read = steps * weights + r->prompt * token, decode_read = weights + after * token;
         add_row(&t, r->prompt, 1e3 * r->ttft, r->prompt / r->ttft, 1e-9 * prefill / r->ttft, prefill / read, 1e3 * r->tpot,

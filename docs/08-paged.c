@@ -180,6 +180,14 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
+    int longest = 0;
+    for (int i = 0; i < PAGED_REQUESTS; i++)
+        if (paged_plan[i].prompt + paged_plan[i].tokens > longest) longest = paged_plan[i].prompt + paged_plan[i].tokens;
+    int fewest = (longest + l.engine.block_size - 1) / l.engine.block_size;
+    if (n_blocks < fewest) {
+        fail("--blocks is %d: the longest request alone, of %d tokens, needs %d", n_blocks, longest, fewest);
+        return lesson_end(&l, false);
+    }
     llm_backend *device = lesson_device(&l);
     if (!device) return lesson_end(&l, false);
     llm_backend spy = *device;

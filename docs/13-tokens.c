@@ -123,7 +123,7 @@ static bool tokens_texts(lesson *l, const char *own) {
                                      {"back", "and back", "%s"}};
     const struct { const char *name, *text;
     } texts[] = {
-        {"a tale (eval.txt)", NULL},
+        {"tales (eval.txt)", NULL},
         {"modern English",
          "The committee will publish its quarterly report on broadband infrastructure next Thursday."},
         {"German", "Der Fischer fuhr jeden Tag auf die See hinaus, und seine Frau war mit nichts zufrieden."},

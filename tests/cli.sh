@@ -135,10 +135,10 @@ ok "invalid UTF-8, JSON" '"prompt_tokens"' "$LLM" run -m "$M" -n 8 -q --json -f 
 json "run --json of invalid UTF-8"
 i=0; while [ $i -lt 40 ]; do printf 'QWERTY%d ' $i; i=$((i + 1)); done >longer.txt
 bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
-bad "... than the context asked for" 1 "context.*8" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
+bad "... than the context asked for" 1 "context 8: shorten the prompt, or raise --context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
 bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
-bad "cache of an impossible type" 1 "f16 or f32" "$LLM" run -m "$M" --cache-type q8_0 x
-bad "cache too small for the request" 1 "^llm: " "$LLM" run -m "$M" --cache-memory 4K -n 100 x
+bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type q8_0 x
+bad "cache too small for the request" 1 "^llm: .*--cache-memory" "$LLM" run -m "$M" --cache-memory 4K -n 100 x
 ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
 json "run --json"
 name="run --json: greedy, to the end"; judge 0 "" '"finish": "length"'
@@ -169,6 +169,8 @@ fi
 ok "info" "a sequence of 128 " "$LLM" info "$M"
 ok "info --tensors" "blk.1.ffn_down.weight +f16 +96 x 64" "$LLM" info -m "$M" --tensors
 ok "info --memory" "In 1.0 GiB of memory" "$LLM" info "$M" --memory 1G
+ok "info, no memory" "In 0 B of memory" "$LLM" info "$M" --memory 0
+bad "info, a context beyond the model's" 1 "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
 ok "info, too little memory" "the weights do not fit" "$LLM" info "$M" --memory 1k
 ok "info --json" '"bytes_per_token": 256,' "$LLM" info "$M" --json --tensors --memory 1.5GiB
 json "info --json"

@@ -75,6 +75,7 @@ answers 10
 bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
 bad "--no-thinking where thinking is no matter" 1 "for the chat template qwen3; .* chatml, has no form for it" \
     "$LLM" chat -m "$M" --template chatml --no-thinking
+ok "the templates" "^mistral-v7$" "$LLM" chat --template help
 bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm
 
 end

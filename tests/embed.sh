@@ -59,6 +59,22 @@ int main(int argc, char **argv) {
 }
 END
 
+cat >"$work/strict.c" <<'END'
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#if defined(__linux__) && !(defined(MADV_HUGEPAGE) && defined(MADV_DONTNEED))
+#error "llm.h does without madvise"
+#endif
+int main(void) {
+#ifdef __linux__
+    struct timespec now; /* of the calendar */
+    timespec_get(&now, TIME_UTC);
+    if (llm_seconds() > 0.5 * (double)now.tv_sec) return 1; /* since the machine was started */
+#endif
+    return 0;
+}
+END
+
 with() { # with C-COMPILER C++-COMPILER
     cc=$1 cxx=$2 openmp=
     if ! command -v "$cc" >/dev/null 2>&1; then
@@ -76,6 +92,10 @@ with() { # with C-COMPILER C++-COMPILER
     else
         no "... and it tells a tale ($(wc -c <"$work/out") bytes; $(head -c 200 "$work/err"))"
     fi
+    # What strict C hides of the system is used all the same: else models would take twice the memory, and time could jump.
+    # shellcheck disable=SC2086
+    if "$cc" -std=c11 $strict -I. "$work/strict.c" -o "$work/strict" -lm && "$work/strict"; then ok "$cc -std=c11 has large pages and a steady clock"
+    else no "$cc -std=c11 has large pages and a steady clock"; fi
     # Without OpenMP there must be no warning of a pragma that nobody knows.
     # shellcheck disable=SC2086
     check "$cc -std=c11, no OpenMP: the implementation" "$cc" -std=c11 $strict -I. -c "$work/one.c" -o "$work/one.o"

@@ -267,6 +267,7 @@ static void test_no_memory(void **state) {
     llm_error err;
     char text[200];
     int64_t n = llm_chat_render(v.t, NULL, &m, 1, text, sizeof text, &err);
+    assert_int_equal(n, llm_chat_render(v.t, NULL, &m, 1, NULL, 0, &err)); /* how much room it needs */
     assert_true(n > 0 && !strncmp(text, "<|im_start|>system\nBe good.<|im_end|>\n<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n", (size_t)n));
     long before = test_live;
     bool done = false;

@@ -711,6 +711,13 @@ static void test_writer_misuse(void **state) {
     assert_false(llm_writer_tensor(w, llm__string("type"), (llm_type)77, 1, shape));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "'type'");
     w = llm_writer_create(path, &err);
+    assert_true(llm_writer_u32(w, "k", 1) && llm_writer_string(w, "other", "x") && llm_writer_u32(w, "k", 2));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "there are two metadata values called 'k'");
+    w = llm_writer_create(path, &err);
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
+    assert_false(llm_writer_data(w, x, 16)); /* the header is written with the first data */
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "there are two tensors called 't'");
+    w = llm_writer_create(path, &err);
     assert_false(llm_writer_u32(w, "general.alignment", 33));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "general.alignment must be a power of two");
     w = llm_writer_create(path, &err);
