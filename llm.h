@@ -696,8 +696,8 @@ struct llm_backend {
     /* out (n, cols) = the columns of x (n, cols) in another order: out[i][j] = x[i][columns[j]], columns (cols) device. NULL
      * where the device cannot: models that need it are refused. */
     void (*gather_columns)(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out);
-    /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order: a block may be
-     * copied from and then, by a later pair, to. */
+    /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order. Where the next sync fails, the same
+     * copies are asked for again. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
 
     /* -- optional: NULL where the device has nothing to offer ----------------------------- */
@@ -793,7 +793,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #define MADV_HUGEPAGE 14
 int madvise(void *memory, size_t bytes, int advice);
 #endif
-#ifndef CLOCK_MONOTONIC
+#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* on others the function may have another name */
 #define CLOCK_MONOTONIC 1
 int clock_gettime(int clock, struct timespec *time);
 #endif
@@ -10052,7 +10052,6 @@ typedef struct llm__pool {
     /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
     int32_t *copy_from, *copy_to; /* (max_copies) */
     int n_copies, max_copies;
-    int n_copied; /* networks (target, draft) whose caches have had these copies already */
 } llm__pool;
 
 typedef struct llm__table { /* the block table of one sequence */
@@ -13791,7 +13790,16 @@ static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) 
     }
     llm__fork_samples(s, job); /* the end of the prompt: the first token of all samples comes from one row */
     for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], &outcomes[i]);
-    e->statistics.decode_steps += (uint64_t)job->request.n_samples - 1; /* llm__settle counts the first */
+    if (sequence->n_checked > 0) e->statistics.decode_steps += (uint64_t)job->request.n_samples - 1; /* llm__settle counts the first */
+}
+
+/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
+ * them reads. */
+static int llm__copies_at_once(const llm__pool *pool) {
+    for (int n = 1; n < pool->n_copies; n++)
+        for (int i = 0; i < n; i++)
+            if (pool->copy_to[n] == pool->copy_from[i]) return n;
+    return pool->n_copies;
 }
 
 /* Copy the blocks that this step will write to and others hold too. The block tables name the copies already, so what the device
@@ -13800,12 +13808,15 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__pool *pool = &s->pool;
     llm_backend *b = e->options.backend;
-    for (; pool->n_copies > 0 && pool->n_copied < 2; pool->n_copied++) {
-        if (!s->networks[pool->n_copied]) continue;
-        b->copy_blocks(b->context, &s->networks[pool->n_copied]->cache, pool->copy_from, pool->copy_to, pool->n_copies);
+    while (pool->n_copies > 0) {
+        int n = llm__copies_at_once(pool);
+        for (int i = 0; i < 2; i++)
+            if (s->networks[i]) b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to, n);
         if (!b->sync(b->context, err)) return false;
+        pool->n_copies -= n;
+        memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
+        memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
     }
-    pool->n_copies = pool->n_copied = 0;
     return true;
 }
 

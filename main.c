@@ -624,7 +624,7 @@ static bool parse_range(const char *s, double low, double high, int_range *range
 static int find_choice(const char *words, const char *s) {
     for (int i = 0;; i++, words++) {
         size_t n = strcspn(words, "|");
-        if (strlen(s) == n && !memcmp(words, s, n)) return i;
+        if (strlen(s) == n && !strncasecmp(words, s, n)) return i;
         words += n;
         if (!*words) return -1;
     }
