@@ -56,14 +56,19 @@ static void world_free(world *w) {
     free(w);
 }
 
-/* What the device does at the start of a step. */
+/* What the device does at the start of a step: each part twice, as where it was done and nobody knows. */
 static void do_copies(world *w) {
-    for (int i = 0; i < w->pool.n_copies; i++) {
-        size_t size = (size_t)w->pool.block_size;
-        memcpy(w->memory + (size_t)w->pool.copy_to[i] * size, w->memory + (size_t)w->pool.copy_from[i] * size,
-               size * sizeof *w->memory);
+    llm__pool *pool = &w->pool;
+    size_t size = (size_t)pool->block_size;
+    while (pool->n_copies > 0) {
+        int n = llm__copies_at_once(pool);
+        for (int i = 0; i < 2 * n; i++)
+            memcpy(w->memory + (size_t)pool->copy_to[i % n] * size, w->memory + (size_t)pool->copy_from[i % n] * size,
+                   size * sizeof *w->memory);
+        pool->n_copies -= n;
+        memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
+        memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
     }
-    w->pool.n_copies = 0;
 }
 
 /* What the device keeps for a token: a function of it and of what it keeps for the one before. */
@@ -412,6 +417,31 @@ static void test_forks_in_one_step(void **state) {
     world_free(w);
 }
 
+/* A block is copied, then given up by its other owner, and then another is copied to it: not twice in one go. */
+static void test_copies_that_overwrite(void **state) {
+    (void)state;
+    world *w = world_new(3, 4, false, 1);
+    for (int i = 0; i < 4; i += 2) {
+        begin(w, i);
+        w->tokens[i][0] = i / 2; /* another one for each */
+        append(w, i, 2);
+        fork_table(w, i, i + 1);
+    }
+    assert_true(llm__table_grow(&w->pool, &w->tables[1], 2, 3));
+    clear_table(w, 0);
+    assert_true(llm__table_grow(&w->pool, &w->tables[3], 2, 3));
+    assert_int_equal(w->pool.n_copies, 2);
+    assert_int_equal(w->pool.copy_to[1], w->pool.copy_from[0]);
+    assert_int_equal(llm__copies_at_once(&w->pool), 1);
+    do_copies(w);
+    for (int i = 1; i < 4; i += 2) {
+        write_tokens(w, i, 2, 3);
+        w->n_tokens[i] = 3;
+    }
+    check(w);
+    world_free(w);
+}
+
 /* A table or a pool that is too small says no, and nothing has changed. */
 static void test_refusals(void **state) {
     (void)state;
@@ -440,6 +470,7 @@ int main(void) {
         cmocka_unit_test(test_evicted_parents),
         cmocka_unit_test(test_order_of_eviction),
         cmocka_unit_test(test_forks_in_one_step),
+        cmocka_unit_test(test_copies_that_overwrite),
         cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests_name("pool", tests, NULL, NULL);
