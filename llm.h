@@ -787,7 +787,9 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #endif
 #endif
 
-#ifdef __linux__ /* -std=c11 hides what ISO C does not know: without the one, models would take twice the memory; without the other, time could jump */
+/* With -std=c11 the system's headers keep back what ISO C does not know; then it is declared here. (Without madvise a model would take twice
+ * the memory, and without a clock of its own the time between two looks could be negative.) */
+#ifdef __linux__
 #ifndef MADV_HUGEPAGE
 #define MADV_DONTNEED 4
 #define MADV_HUGEPAGE 14
@@ -10215,6 +10217,22 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
     return true;
 }
 
+/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
+ * them reads. */
+static int llm__copies_at_once(const llm__pool *pool) {
+    for (int n = 1; n < pool->n_copies; n++)
+        for (int i = 0; i < n; i++)
+            if (pool->copy_to[n] == pool->copy_from[i]) return n;
+    return pool->n_copies;
+}
+
+/* The first n of them have been done. */
+static void llm__copies_done(llm__pool *pool, int n) {
+    pool->n_copies -= n;
+    memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
+    memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
+}
+
 /* Give back the blocks behind the first n_tokens. Last ones first: so the beginnings of texts, which others
  * are likelier to share, are the last to be evicted. */
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
@@ -13793,15 +13811,6 @@ static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) 
     if (sequence->n_checked > 0) e->statistics.decode_steps += (uint64_t)job->request.n_samples - 1; /* llm__settle counts the first */
 }
 
-/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
- * them reads. */
-static int llm__copies_at_once(const llm__pool *pool) {
-    for (int n = 1; n < pool->n_copies; n++)
-        for (int i = 0; i < n; i++)
-            if (pool->copy_to[n] == pool->copy_from[i]) return n;
-    return pool->n_copies;
-}
-
 /* Copy the blocks that this step will write to and others hold too. The block tables name the copies already, so what the device
  * fails to do stays to be done: the next step begins with it. */
 static bool llm__run_copies(llm_engine *e, llm_error *err) {
@@ -13813,9 +13822,7 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
         for (int i = 0; i < 2; i++)
             if (s->networks[i]) b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to, n);
         if (!b->sync(b->context, err)) return false;
-        pool->n_copies -= n;
-        memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
-        memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
+        llm__copies_done(pool, n);
     }
     return true;
 }

@@ -787,7 +787,8 @@ static int parse(const command *self, const option *options, int n_options, int 
     {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, "tokens to propose in a step (default: as many as pay)"}, \
     {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, "propose what stood behind the same words before; needs no draft"}
 #define NAIVE_OPTION(e) {0, "naive-attention", NULL, FLAG, &(e).naive_attention, 0, 0, "the plain attention loop, for comparison"}
-#define CACHE_TYPE_OPTION(e) {0, "cache-type", "f32|f16", CHOICE, &(e).cache_type, 0, 0, "of keys and values (default f16)"} /* as llm_type numbers them */
+#define CACHE_TYPE_OPTION(e) {0, "cache-type", "f32|f16", CHOICE, &(e).cache_type, 0, 0, "of keys and values (default f16)"}
+_Static_assert(LLM_F32 == 0 && LLM_F16 == 1 && sizeof(llm_type) == sizeof(int), "the choices stand in the order of llm_type");
 #define CACHE_OPTION(e, fallback) \
     {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
 #define BLOCK_OPTION(e) {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, "tokens in a block of the cache (default 16)"}

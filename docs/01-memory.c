@@ -19,7 +19,8 @@ static double bytes_a_value(llm_type type) {
 static double shape_bytes(const shape *s, bool step) {
     double table = (double)s->vocab * s->dim, tables = s->tied ? 1 : 2, norms = (2.0 * s->layers + 1) * s->dim;
     double layers = shape_weights(s) - tables * table - norms;
-    return layers * bytes_a_value(LLM_Q4_0) + (step ? 1 : tables) * table * bytes_a_value(llm_quantize_type(LLM_Q4_0, (uint64_t)s->dim, true)) + 4 * norms;
+    llm_type type = llm_quantize_type(LLM_Q4_0, (uint64_t)s->dim, true);
+    return layers * bytes_a_value(LLM_Q4_0) + (step ? 1 : tables) * table * bytes_a_value(type) + 4 * norms;
 }
 
 /* A token of cache: a key and a value of every kv head in every layer, in f16. */

@@ -206,8 +206,8 @@ static bool int4_types(lesson *l, const int4 *x) {
         if (model != l->loaded) llm_model_free(model);
     }
     say(l,
-        "\nAll of the model in each type (up to 6 bits the token table has more: q8_0, or q6_K beside q4_K and q5_K, as llm quantize does); error: lost of %s, as "
-        "a share; bits per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n",
+        "\nAll of the model in each type (up to 6 bits the token table has more: q8_0, or q6_K beside q4_K and q5_K, as llm "
+        "quantize does); error: lost of %s, as a share; bits per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n",
         x->tensor_name, x->bytes_of_text);
     show_table(l, &t, "types");
     if (good) show_plot(l, &p);

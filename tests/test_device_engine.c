@@ -68,6 +68,13 @@ static llm_engine_options options_on(llm_backend *backend) {
     return o;
 }
 
+static llm_engine *engine_on(const llm_engine_options *options) {
+    llm_error err;
+    llm_engine *engine = llm_engine_create(target, options, &err);
+    if (!engine) fail_msg("%s", err.message);
+    return engine;
+}
+
 static llm_request make_request(int i, int32_t prompt[64]) {
     llm_request r = llm_request_defaults();
     r.prompt = prompt;
@@ -210,14 +217,12 @@ static void test_speculation(void **state) {
     r.max_tokens = 16 / LESS;
     record *expected = NULL;
     for (int kind = 0; kind < 4; kind++) { /* none, another model, itself, lookup */
-        llm_error err;
         llm_engine_options o = options_on(b);
         o.draft = kind == 1 ? draft : kind == 2 ? target : NULL;
         llm_request s = r;
         s.speculate = kind ? 3 : 0;
         s.lookup = kind == 3;
-        llm_engine *engine = llm_engine_create(target, &o, &err);
-        if (!engine) fail_msg("%s", err.message);
+        llm_engine *engine = engine_on(&o);
         record *got = record_new(target);
         record_submit(engine, got, s, false);
         record_drain(engine);
@@ -237,6 +242,12 @@ static void test_speculation(void **state) {
 }
 
 /* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
+
+static void only_emulated(void) {
+    if (!strcmp(device, "emulated")) return;
+    print_message("SKIPPED: only the emulated device fails when it is told to\n");
+    skip();
+}
 
 static char last_error[sizeof ((llm_error *)0)->message];
 
@@ -317,10 +328,7 @@ static bool live(failure kind, long n, bool speculate, record **expected) {
 
 static void test_failures(void **state) {
     (void)state;
-    if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device fails when it is told to\n");
-        skip();
-    }
+    only_emulated();
     for (int speculate = 0; speculate < 2; speculate++) {
         record *expected = NULL;
         assert_false(live(NONE, 0, speculate, &expected));
@@ -341,10 +349,7 @@ static void test_failures(void **state) {
  * With a draft model there are two. */
 static void test_failed_copies(void **state) {
     (void)state;
-    if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device fails when it is told to\n");
-        skip();
-    }
+    only_emulated();
     for (int speculate = 0; speculate < 2; speculate++) {
         record *expected = NULL;
         for (int fails = -1; fails <= speculate; fails++) { /* -1: none */
@@ -354,8 +359,7 @@ static void test_failed_copies(void **state) {
             llm_backend *b = device_open(device, &gpu);
             llm_engine_options o = options_on(b);
             if (speculate) o.draft = draft;
-            llm_engine *engine = llm_engine_create(target, &o, &err);
-            if (!engine) fail_msg("%s", err.message);
+            llm_engine *engine = engine_on(&o);
             record *got = record_new(target);
             record_submit(engine, got, make_samples(speculate, prompt), false);
             while (llm_engine_statistics(engine).blocks_shared == 0) assert_int_equal(llm_step(engine, &err), 1);
@@ -381,10 +385,7 @@ static void test_failed_copies(void **state) {
 /* A graph that cannot be launched is no failure: the step is made kernel by kernel. */
 static void test_refused_graph(void **state) {
     (void)state;
-    if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device fails when it is told to\n");
-        skip();
-    }
+    only_emulated();
     record *records[2];
     uint64_t launches[2]; /* in the step: of the draw alone; of all kernels */
     for (int fails = 0; fails < 2; fails++) {
@@ -392,8 +393,7 @@ static void test_refused_graph(void **state) {
         int32_t prompt[64];
         llm_backend *b = device_open(device, NULL);
         llm_engine_options o = options_on(b);
-        llm_engine *engine = llm_engine_create(target, &o, &err);
-        if (!engine) fail_msg("%s", err.message);
+        llm_engine *engine = engine_on(&o);
         llm_request r = make_request(0, prompt);
         r.max_tokens = 8;
         record_submit(engine, records[fails] = record_new(target), r, false);
@@ -416,10 +416,7 @@ static void test_refused_graph(void **state) {
 /* There is no memory for a second engine on the same backend, which would be a larger one: the first goes on. */
 static void test_second_engine(void **state) {
     (void)state;
-    if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device fails when it is told to\n");
-        skip();
-    }
+    only_emulated();
     record *expected = NULL;
     int refused = 0;
     bool more = true;
@@ -429,8 +426,7 @@ static void test_second_engine(void **state) {
         llm_gpu_options gpu = gpu_options();
         llm_backend *b = device_open(device, &gpu);
         llm_engine_options o = options_on(b);
-        llm_engine *first = llm_engine_create(target, &o, &err);
-        if (!first) fail_msg("%s", err.message);
+        llm_engine *first = engine_on(&o);
         o.max_batch_tokens = 2048;
         o.max_sequences = 64;
         o.context_length = 128;
@@ -503,8 +499,8 @@ static void test_no_device(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies), cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory),
-        cmocka_unit_test(test_no_device),
+        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures),          cmocka_unit_test(test_failed_copies),
+        cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
 }

@@ -65,9 +65,7 @@ static void do_copies(world *w) {
         for (int i = 0; i < 2 * n; i++)
             memcpy(w->memory + (size_t)pool->copy_to[i % n] * size, w->memory + (size_t)pool->copy_from[i % n] * size,
                    size * sizeof *w->memory);
-        pool->n_copies -= n;
-        memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
-        memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
+        llm__copies_done(pool, n);
     }
 }
 
