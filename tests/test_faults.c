@@ -10,6 +10,7 @@
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include "engine_util.h"
+#include "failing_backend.h"
 
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
 #define DRAFT "tests/data/golden/gqa_8_2.gguf"
@@ -190,50 +191,6 @@ static void test_failing_text(void **state) {
 }
 
 /* ---- A device that fails ------------------------------------------------------------------------ */
-
-/* The CPU's, but the call that is due says no (and does nothing). */
-static llm_backend *real;
-static long calls, fail_call = -1; /* fallible calls so far; which of them fails */
-
-static bool device_fails(llm_error *err) {
-    if (calls++ != fail_call) return false;
-    llm__fail(err, LLM_ERROR_DEVICE, "the device was unplugged");
-    return true;
-}
-
-static void *failing_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
-    return device_fails(err) ? NULL : real->allocate(context, bytes, what, err);
-}
-static bool failing_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
-    return !device_fails(err) && real->upload(context, device, host, bytes, err);
-}
-static bool failing_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
-    return !device_fails(err) && real->download(context, host, device, bytes, err);
-}
-static bool failing_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
-    return !device_fails(err) && real->load_weight(context, w, host, err);
-}
-static bool failing_reserve(void *context, const llm_limits *limits, llm_error *err) {
-    return !device_fails(err) && real->reserve(context, limits, err);
-}
-static bool failing_begin(void *context, const llm_batch *batch, llm_error *err) {
-    return !device_fails(err) && real->begin_step(context, batch, err);
-}
-static bool failing_end(void *context, llm_error *err) { return !device_fails(err) && real->end_step(context, err); }
-static bool failing_sync(void *context, llm_error *err) { return !device_fails(err) && real->sync(context, err); }
-
-static llm_backend failing_backend(void) {
-    llm_backend b = *real;
-    b.allocate = failing_allocate;
-    b.upload = failing_upload;
-    b.download = failing_download;
-    b.load_weight = failing_load_weight;
-    b.reserve = failing_reserve;
-    b.begin_step = failing_begin;
-    b.end_step = failing_end;
-    b.sync = failing_sync;
-    return b;
-}
 
 /* A whole life, in which call k of the device fails. Returns whether one did. */
 static bool life_with_failing_device(int kind, long k) {
