@@ -12943,11 +12943,12 @@ static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t
 
 /* ---- Who draws: the device, or the sampler of chapter 7 ------------------------------------------- */
 
-/* Can the device draw what this sequence needs? Not where a hook wants the logits; nor where a proposal was drawn and is to
- * be weighed: a greedy one is just right or wrong. */
+/* Can the device draw what this sequence needs? Not where a hook wants the logits; nor where a
+ * sampled proposal is made by the draft or weighed by the target: both take whole distributions. */
 static bool llm__device_draws(const llm__sequence *sequence) {
     const llm_request *r = &sequence->job->request;
-    return !r->logits_hook && (r->sampling.temperature == 0 || sequence->n_proposed == 0);
+    int weighed = r->lookup ? sequence->n_proposed : sequence->depth; /* a draft makes all that are wanted */
+    return !r->logits_hook && (r->sampling.temperature == 0 || weighed == 0);
 }
 
 /* The draw behind `position`, for sample `sample`. */

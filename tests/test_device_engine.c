@@ -241,6 +241,32 @@ static void test_speculation(void **state) {
     llm_backend_free(b);
 }
 
+/* Sampled speculation: the draft's distributions come to the host, whoever draws the other tokens. */
+static void test_sampled_speculation(void **state) {
+    (void)state;
+    llm_gpu_options gpu = gpu_options();
+    llm_backend *b = device_open(device, &gpu);
+    record *got[2];
+    for (int host = 0; host < 2; host++) {
+        int32_t prompt[64];
+        llm_engine_options o = options_on(b);
+        o.draft = draft;
+        o.host_sampling = host;
+        llm_request r = make_request(1, prompt);
+        r.speculate = 2;
+        llm_engine *engine = engine_on(&o);
+        got[host] = record_new(target);
+        record_submit(engine, got[host], r, false);
+        record_drain(engine);
+        assert_idle(engine);
+        assert_true(llm_engine_statistics(engine).proposed > 0);
+        llm_engine_free(engine);
+    }
+    assert_same_tokens(got[1], got[0]);
+    record_free(got[0]), record_free(got[1]);
+    llm_backend_free(b);
+}
+
 /* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
 
 static void only_emulated(void) {
@@ -499,7 +525,8 @@ static void test_no_device(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_speculation), cmocka_unit_test(test_failures),          cmocka_unit_test(test_failed_copies),
+        cmocka_unit_test(test_speculation), cmocka_unit_test(test_sampled_speculation),
+        cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies),
         cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
