@@ -4,6 +4,7 @@
 # make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
 # make fuzz SECONDS=60   each fuzzer for a minute
+# make soak MINUTES=30   random workloads, with failures, for half an hour (soak-sanitized: with the sanitizers)
 # make arm64      some of the tests on arm64, under qemu
 # make docs       the book again: its quotes, its output, its pictures (make quotes: only the first)
 # make clean
@@ -20,6 +21,7 @@ WARN     = -Wall -Wextra
 # would take the compiler as long again; who wants that says OPTIMIZE='-O0 -g'.
 CFLAGS   = -g1 $(OPTIMIZE) $(WARN)
 SECONDS  = 60
+MINUTES  = 30
 # The device that the tests run on: DEVICE=emulated or cuda. If nothing is said, the engine's tests run on the CPU, and those of
 # llm.cu's kernels on the emulated device.
 DEVICE   =
@@ -180,6 +182,19 @@ fuzz:
 
 build-fuzzers: $(FUZZERS:tests/%.c=$(B)/%)
 
+# ---- Soak: random workloads, also on the emulated device where there is a C++ compiler. SEED: of the first round. ----
+SEED     =
+$(B)/soak.o: tests/soak.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(B)/have-cc
+	$(COMPILE) -O2 -DLLM_KERNELS_EXTERN -Itests -c $< -o $@
+$(B)/soak: $(B)/soak.o $(B)/libkernels.a $(if $(EMULATED),$(EMULATOR))
+	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a -lm $(if $(EMULATED),-lstdc++)
+
+soak: $(B)/soak
+	@OMP_NUM_THREADS=2 OMP_WAIT_POLICY=passive $(B)/soak $(MINUTES) $(SEED)
+soak-sanitized:
+	@ASAN_OPTIONS=allocator_may_return_null=1 $(MAKE) --no-print-directory soak B=build/sanitize NVCC= OPTIMIZE=-O1 \
+		SANITIZE='-fsanitize=address,undefined -fno-sanitize=object-size,pointer-overflow -fno-sanitize-recover=all -fno-omit-frame-pointer'
+
 # ---- Set-up: each stamp says that something was there or has been installed -------------------
 $(B)/have-%:
 	@mkdir -p $(B)
@@ -196,6 +211,6 @@ docs: $(LLM)
 clean:
 	rm -rf build llm
 
-.PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers clean
+.PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers soak soak-sanitized clean
 .PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/tiles_%.o $(B)/fuzz_%.o
 .DELETE_ON_ERROR:

@@ -50,7 +50,7 @@ static inline int cm_equal(uintmax_t a, uintmax_t b, bool wanted, const char *wh
 #define cmocka_run_group_tests_name(group, tests, before, after) cm_run(tests, sizeof(tests) / sizeof *(tests), before, after)
 #define cmocka_run_group_tests(tests, before, after) cmocka_run_group_tests_name("", tests, before, after)
 
-static int cm_run(const struct CMUnitTest *tests, size_t n, int (*before)(void **), int (*after)(void **)) {
+static inline int cm_run(const struct CMUnitTest *tests, size_t n, int (*before)(void **), int (*after)(void **)) {
     static const char *const words[] = {"       OK", "  FAILED ", " SKIPPED "};
     volatile int count[3] = {0};
     void *state = NULL;
