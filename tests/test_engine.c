@@ -968,7 +968,42 @@ static void test_penalty(void **state) {
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 2);
 }
 
-/* The generator is part of the file format of a seed, so to speak: these numbers must never change. */
+/* SplitMix64 as published (Steele, Lea and Flood 2014): the output for a state. */
+static uint64_t splitmix64(uint64_t state) {
+    uint64_t z = state + 0x9E3779B97F4A7C15u;
+    z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9u;
+    z = (z ^ (z >> 27)) * 0x94D049BB133111EBu;
+    return z ^ (z >> 31);
+}
+
+/* A seed stands for its numbers in the files and scripts of users: they must never change. The
+ * constants were computed apart from this program, in Python. */
+static void test_random_numbers(void **state) {
+    static const struct {
+        uint64_t seed, stream, index;
+        double expected;
+    } cases[] = {
+        {0, 0, 0, 0x1.1c13ade1c7e5cp-3},        {0, 0, 1, 0x1.79953c24b633cp-3},
+        {1, 2, 3, 0x1.a0e68ea1fbc6cp-1},        {42, 7, 0, 0x1.56fa2225de082p-2},
+        {42, 7, 1, 0x1.c1e98431377d4p-3},       {3, (1ULL << 32) | 1, 5, 0x1.8d914dacd1e26p-2},
+        {UINT64_MAX, UINT64_MAX, UINT64_MAX, 0x1.656c5fd21f038p-2},
+    };
+    (void)state;
+    /* known outputs of SplitMix64 for the seeds 0 and 1234567 */
+    assert_true(splitmix64(0) == 0xE220A8397B1DCDAFu);
+    assert_true(splitmix64(1234567) == 6457827717110365317u);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        double x = llm_random(cases[i].seed, cases[i].stream, cases[i].index);
+        if (x != cases[i].expected) fail_msg("case %zu: %a, not %a", i, x, cases[i].expected);
+    }
+    for (uint64_t seed = 0; seed < 5; seed++)
+        for (uint64_t stream = 0; stream < 5; stream++)
+            for (uint64_t index = 0; index < 100; index++) {
+                uint64_t bits = splitmix64(splitmix64(splitmix64(seed) ^ stream) ^ index) >> 11;
+                assert_true(llm_random(seed, stream, index) == (double)bits / 9007199254740992.0);
+            }
+}
+
 static void test_random(void **state) {
     double sum = 0, squares = 0;
     (void)state;
@@ -1131,7 +1166,7 @@ int main(void) {
         cmocka_unit_test(test_distributions),
         cmocka_unit_test(test_odd_logits),
         cmocka_unit_test(test_penalty),
-        cmocka_unit_test(test_random),
+        cmocka_unit_test(test_random_numbers), cmocka_unit_test(test_random),
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),
         cmocka_unit_test(test_steps_allocate_nothing),
