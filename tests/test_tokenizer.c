@@ -169,6 +169,120 @@ static void test_utf8(void **state) {
     }
 }
 
+/* Every first and second byte, with continuation bytes after them: UTF-8 is what the encoder makes,
+ * and nothing else. */
+static void test_utf8_every_beginning(void **state) {
+    (void)state;
+    for (uint32_t first = 0x80; first < 0x100; first++)
+        for (uint32_t second = 0; second < 0x100; second++) {
+            uint8_t s[4] = {(uint8_t)first, (uint8_t)second, 0x80, 0xBF}, again[4];
+            uint32_t code, c = 0;
+            size_t got = llm__utf8(s, 4, &code), n = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
+            for (size_t i = 0; i < n; i++) c = c << 6 | (s[i] & (i ? 0x3Fu : 0x7Fu >> n));
+            bool valid = c < 0x110000 && (c < 0xD800 || c > 0xDFFF) && encode(c, again) == n && !memcmp(s, again, n);
+            if (valid != (code < LLM__UTF8_INVALID)) fail_msg("%02X %02X", (unsigned)first, (unsigned)second);
+            if (valid) assert_true(code == c && got == n);
+        }
+}
+
+/* Unicode's White_Space property, from PropList.txt */
+static void test_white_space(void **state) {
+    static const uint32_t spaces[] = {
+        0x9,    0xA,    0xB,    0xC,    0xD,    0x20,   0x85,   0xA0,   0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
+        0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200A, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000};
+    (void)state;
+    size_t n = 0;
+    for (uint32_t c = 0; c < 0x110000; c++) {
+        bool expected = n < sizeof spaces / sizeof *spaces && spaces[n] == c;
+        n += expected;
+        if (llm__is_space(c) != expected) fail_msg("U+%04X", (unsigned)c);
+    }
+}
+
+/* ---- Normal form C ------------------------------------------------------------------------- */
+
+/* Texts of up to four characters and their NFC, from Python's unicodedata */
+static void test_nfc(void **state) {
+    static const struct {
+        uint32_t text[5], expected[5];
+    } cases[] = {
+        {{'a', 0x301}, {0xE1}},
+        /* equal classes: the first mark blocks the second, and the order is kept */
+        {{'a', 0x305, 0x301}, {'a', 0x305, 0x301}},
+        {{'a', 0x301, 0x305}, {0xE1, 0x305}},
+        {{'a', 0x305, 0x301, 0x323}, {0x1EA1, 0x305, 0x301}},
+        /* lower classes do not block */
+        {{'e', 0x334, 0x301}, {0xE9, 0x334}},
+        {{'e', 0x301, 0x334}, {0xE9, 0x334}},
+        {{'a', 0x301, 0x323}, {0x1EA1, 0x301}},
+        {{'a', 0x31B, 0x323, 0x301}, {0x1EA1, 0x31B, 0x301}},
+        {{0xE1, 0x323}, {0x1EA1, 0x301}},
+        {{'O', 0x338, 0x308, 0x304}, {0x22A, 0x338}},
+        {{0x301, 'a'}, {0x301, 'a'}},
+        /* synonyms, and what is excluded from composition */
+        {{0x212B}, {0xC5}},
+        {{0x2126}, {0x3A9}},
+        {{0xF900}, {0x8C48}},
+        {{0x344}, {0x308, 0x301}},
+        {{0x958}, {0x915, 0x93C}},
+        {{0x915, 0x93C}, {0x915, 0x93C}},
+        {{0x1D15E}, {0x1D157, 0x1D165}},
+        {{0x11099, 0x110BA}, {0x1109A}},
+        /* Hangul: U+11A7 is the base of the trailing consonants, and not one of them; U+11C2 is the last */
+        {{0x1100, 0x1161}, {0xAC00}},
+        {{0x1100, 0x1161, 0x11A7}, {0xAC00, 0x11A7}},
+        {{0xAC00, 0x11A7}, {0xAC00, 0x11A7}},
+        {{0xAC00, 0x11A7, 0x11A8}, {0xAC00, 0x11A7, 0x11A8}},
+        {{0xAC00, 0x11A8}, {0xAC01}},
+        {{0xAC00, 0x11C2}, {0xAC1B}},
+        {{0xAC00, 0x11C3}, {0xAC00, 0x11C3}},
+        {{0xAC01, 0x11A8}, {0xAC01, 0x11A8}},
+        {{0x1112, 0x1175, 0x11C2}, {0xD7A3}},
+        {{0x1100, 0x1176}, {0x1100, 0x1176}},
+        {{0x1113, 0x1161}, {0x1113, 0x1161}},
+        {{0xAC00, 0x301, 0x11A8}, {0xAC00, 0x301, 0x11A8}},
+    };
+    (void)state;
+    llm_error err;
+    llm__normalizer *n = llm__normalizer_create(&err);
+    assert_non_null(n);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        uint8_t text[32], expected[32];
+        size_t length = 0, wanted = 0;
+        for (int k = 0; cases[i].text[k]; k++) length += encode(cases[i].text[k], text + length);
+        for (int k = 0; cases[i].expected[k]; k++) wanted += encode(cases[i].expected[k], expected + wanted);
+        for (int round = 0; round < 2; round++) { /* NFC of NFC is the same */
+            llm__codes codes = {NULL, 0, 0};
+            llm__bytes out = {NULL, 0, 0};
+            assert_true(llm__normalize(n, round ? expected : text, round ? wanted : length, &codes, &out, &err));
+            if (out.length != wanted || memcmp(out.data, expected, wanted)) fail_msg("case %zu, round %d", i, round);
+            LLM_FREE(codes.data);
+            LLM_FREE(out.data);
+        }
+    }
+    LLM_FREE(n);
+    assert_int_equal(test_live, 0);
+}
+
+/* The splitter finds the words of each case, in which they are separated by |. */
+static void check_split(const char *name, llm__splitter split, const char *const *cases, size_t n_cases) {
+    vocab v = small(false);
+    for (size_t i = 0; i < n_cases; i++) {
+        char text[256];
+        size_t n = 0;
+        for (const char *p = cases[i]; *p; p++)
+            if (*p != '|') text[n++] = *p;
+        const char *expected = cases[i];
+        for (size_t at = 0, length; at < n; at += length) {
+            size_t bar = strcspn(expected, "|");
+            length = split(v.t, (const uint8_t *)text + at, n - at);
+            if (length != bar) fail_msg("%s, case %zu, at %zu: %zu bytes instead of %zu", name, i, at, length, bar);
+            expected += bar + (expected[bar] == '|');
+        }
+    }
+    close_vocab(&v);
+}
+
 /* The words that GPT-2's own regular expression finds (made with Python's `regex`), separated by | */
 static void test_split(void **state) {
     (void)state;
@@ -180,22 +294,78 @@ static void test_split(void **state) {
         "e|\xCC\x81|a|\xE2\x80\x8D|b|\xEF\xBB\xBF|c", " 1|a| 2|b", "\x1C\x1D| a",
         /* invalid bytes count as other characters */
         "a| \xFF\xC3|b|\xE6\x97'|s"};
-    vocab v = small(false);
-    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
-        char text[256];
-        size_t n = 0;
-        for (const char *p = cases[i]; *p; p++)
-            if (*p != '|') text[n++] = *p;
-        const char *expected = cases[i];
-        for (size_t at = 0, length; at < n; at += length) {
-            size_t bar = strcspn(expected, "|");
-            length = llm__split_gpt2(v.t, (const uint8_t *)text + at, n - at);
-            if (length != bar) print_error("case %zu, at %zu: %zu bytes instead of %zu\n", i, at, length, bar);
-            assert_int_equal(length, bar);
-            expected += bar + (expected[bar] == '|');
+    check_split("gpt2", llm__split_gpt2, cases, sizeof cases / sizeof *cases);
+}
+
+/* The same for the rules of Llama 3 and of Qwen2, which differ in their numbers */
+static void test_split_llama3(void **state) {
+    (void)state;
+    static const char *const both[] = {
+        "I|'ll| SAY|'S| it|'\xC5\xBF", "don|'T| he|'LL| we|'vE", "'\xC5\xBF|o|'s", "'S", "a| '",
+        "a|\t|\tb| | c|\n\n| | d|\n", "x|!\n\n|y| ...\r\n| z", " \n \n| | q", "\r\n\r\n|x",
+        "!a| _|b| --|c", "\xC2\xA0x|\xE3\x80\x80y", "ab|\xCC\x81" "c"};
+    static const char *const threes[] = {"123|456|78| |9", "\xD9\xA3\xD9\xA4\xD9\xA5|\xD9\xA6", " | |12", " |\xC2\xB2\xC2\xBD"};
+    static const char *const ones[] = {"1|2|3|4| |9", "\xD9\xA3|\xD9\xA4|\xD9\xA5", " | |1|2", " |\xC2\xB2|\xC2\xBD"};
+    check_split("llama3", llm__split_llama3, both, sizeof both / sizeof *both);
+    check_split("qwen2", llm__split_qwen2, both, sizeof both / sizeof *both);
+    check_split("llama3", llm__split_llama3, threes, sizeof threes / sizeof *threes);
+    check_split("qwen2", llm__split_qwen2, ones, sizeof ones / sizeof *ones);
+}
+
+/* What each name of a rule (tokenizer.ggml.pre) stands for, as llama.cpp has it: into how many words
+ * "1234" is split, whether text is brought into NFC, whether a word that is a token needs no merges,
+ * and whether BOS comes in front. */
+static void test_rule_names(void **state) {
+    (void)state;
+    static const struct {
+        const char *name;
+        int words;
+        bool composes, ignores_merges, adds_bos;
+    } rules[] = {
+        {"gpt-2", 1, false, false, false},     {"gpt2", 1, false, false, false},      {"phi-2", 1, false, false, false},
+        {"olmo", 1, false, false, false},      {"mpt", 1, false, false, false},       {"smollm", 4, false, false, false},
+        {"starcoder", 4, false, false, false}, {"refact", 4, false, false, false},    {"command-r", 4, false, false, false},
+        {"codeshell", 4, false, false, false}, {"llama-bpe", 2, false, true, true},   {"llama3", 2, false, true, true},
+        {"llama-v3", 2, false, true, true},    {"falcon3", 2, false, true, true},     {"dbrx", 2, false, false, false},
+        {"smaug-bpe", 2, false, false, false}, {"qwen2", 4, true, false, false},      {"deepseek-r1-qwen", 4, true, false, false},
+    };
+    static const char *const merges[] = {"1 2", "12 3", "123 4"};
+    for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
+        gguf g = {0};
+        vocabulary w;
+        char text[8];
+        memset(&w, 0, sizeof w);
+        for (int b = 0; b < 256; b++) {
+            uint8_t byte = (uint8_t)b;
+            spell(&byte, 1, text);
+            add_token(&w, text, 0, K_NORMAL);
         }
+        add_token(&w, "12", 0, K_NORMAL);
+        add_token(&w, "123", 0, K_NORMAL);
+        add_token(&w, "1234", 0, K_NORMAL);
+        add_token(&w, "xy", 0, K_NORMAL); /* of which no merge is made */
+        for (size_t k = 0; k < sizeof merges / sizeof *merges; k++) add_merge(&w, merges[k]);
+        gguf_string(&g, "tokenizer.ggml.model", "gpt2");
+        gguf_string(&g, "tokenizer.ggml.pre", rules[i].name);
+        gguf_array(&g, "tokenizer.ggml.tokens", T_STRING, (uint64_t)w.n, w.tokens.data, w.tokens.length);
+        gguf_array(&g, "tokenizer.ggml.merges", T_STRING, (uint64_t)w.n_merges, w.merges.data, w.merges.length);
+        clear_bytes(&w.tokens);
+        clear_bytes(&w.scores);
+        clear_bytes(&w.kinds);
+        clear_bytes(&w.merges);
+        vocab v = open_vocab(&g);
+        if (!v.t) fail_msg("%s: %s", rules[i].name, v.err.message);
+        tokens r = tokenize(v.t, "1234", 4, 0);
+        if (r.n != rules[i].words) fail_msg("%s: 1234 is %d words", rules[i].name, (int)r.n);
+        free(r.ids);
+        if (rules[i].composes) EXPECT(v.t, "e\xCC\x81", 0, 0xC3, 0xA9);
+        else EXPECT(v.t, "e\xCC\x81", 0, 'e', 0xCC, 0x81);
+        if (rules[i].ignores_merges) EXPECT(v.t, "xy", 0, 259);
+        else EXPECT(v.t, "xy", 0, 'x', 'y');
+        assert_int_equal(llm_tokenizer_adds_bos(v.t), rules[i].adds_bos);
+        close_vocab(&v);
     }
-    close_vocab(&v);
+    assert_int_equal(test_live, 0);
 }
 
 /* ---- Small vocabularies ---------------------------------------------------------------------- */
@@ -326,6 +496,131 @@ static void test_special(void **state) {
         assert_true(llm_tokenizer_is_special(t, V_BOS) && llm_tokenizer_is_special(t, V_IM));
         assert_false(llm_tokenizer_is_special(t, V_TOOL) || llm_tokenizer_is_special(t, V_BYTES + 'a') || llm_tokenizer_is_special(t, -1));
         assert_true(llm_tokenizer_text(t, V_IM).length == 6 && llm_tokenizer_text(t, -1).length == 0);
+        close_vocab(&v);
+    }
+}
+
+/* ---- Special tokens against a plain loop over all of them ------------------------------------ */
+
+typedef struct special_token {
+    const char *text;
+    int32_t kind;
+} special_token;
+
+/* Each is a beginning of the next but one or two, so that which one counts depends on how far the text goes. */
+static const special_token nested[] = {{"<x", K_USER},    {"<x>", K_CONTROL},    {"<x><", K_USER}, {"<x><y>", K_CONTROL},
+                                       {"<y>", K_USER},   {"<y><x>", K_CONTROL}, {"<", K_CONTROL}, {"y>>", K_USER}};
+enum { N_NESTED = sizeof nested / sizeof *nested };
+
+/* Tokens 0 to 255 are the bytes, the nested ones follow. */
+static vocab nested_vocab(void) {
+    gguf g = {0};
+    vocabulary w;
+    char text[8];
+    memset(&w, 0, sizeof w);
+    for (int b = 0; b < 256; b++) {
+        uint8_t byte = (uint8_t)b;
+        spell(&byte, 1, text);
+        add_token(&w, text, 0, K_NORMAL);
+    }
+    for (int i = 0; i < N_NESTED; i++) add_token(&w, nested[i].text, 0, nested[i].kind);
+    gguf_vocabulary(&g, &w, "gpt2");
+    vocab v = open_vocab(&g);
+    assert_non_null(v.t);
+    return v;
+}
+
+/* The longest of the tokens that stands at text[at] and ends by `end`; -1: none */
+static int longest_nested(const char *text, size_t at, size_t end, bool control) {
+    int best = -1;
+    for (int i = 0; i < N_NESTED; i++) {
+        size_t n = strlen(nested[i].text);
+        if (nested[i].kind == K_CONTROL && !control) continue;
+        if (at + n <= end && !memcmp(text + at, nested[i].text, n) && (best < 0 || n > strlen(nested[best].text))) best = i;
+    }
+    return best;
+}
+
+/* In a trusted range the longest special token that lies in the range; elsewhere, and where there is none, the longest
+ * user-defined one; else a byte. */
+static int64_t naive_specials(const char *text, size_t n, const llm__range *trusted, int64_t n_trusted, int32_t *ids) {
+    int64_t count = 0;
+    for (size_t at = 0; at < n;) {
+        int found = -1;
+        for (int64_t r = 0; r < n_trusted; r++)
+            if (trusted[r].begin <= at && at < trusted[r].end) found = longest_nested(text, at, trusted[r].end, true);
+        if (found < 0) found = longest_nested(text, at, n, false);
+        ids[count++] = found < 0 ? (uint8_t)text[at] : 256 + found;
+        at += found < 0 ? 1 : strlen(nested[found].text);
+    }
+    return count;
+}
+
+static void check_nested(const llm_tokenizer *t, const char *text, size_t n, const llm__range *trusted, int64_t n_trusted) {
+    int32_t got[64], wanted[64];
+    llm_error err;
+    int64_t n_got = llm__tokenize_ranges(t, text, n, trusted, n_trusted, false, false, got, 64, &err);
+    int64_t n_wanted = naive_specials(text, n, trusted, n_trusted, wanted);
+    if (n_got != n_wanted || memcmp(got, wanted, (size_t)n_wanted * sizeof *got))
+        fail_msg("\"%.*s\" with %d trusted ranges", (int)n, text, (int)n_trusted);
+}
+
+static void test_longest_special(void **state) {
+    (void)state;
+    vocab v = nested_vocab();
+    EXPECT(v.t, "<x><y>", LLM_TOKENIZE_SPECIAL, 256 + 3);
+    EXPECT(v.t, "<x><y", LLM_TOKENIZE_SPECIAL, 256 + 2, 'y');
+    EXPECT(v.t, "<x>x", LLM_TOKENIZE_SPECIAL, 256 + 1, 'x');
+    EXPECT(v.t, "<x", LLM_TOKENIZE_SPECIAL, 256);
+    EXPECT(v.t, "<x><y>", 0, 256 + 2, 'y', '>');
+    /* a trusted "<x>" before an untrusted "<y>", which would make it another token */
+    llm__range first = {0, 3}, last = {3, 6};
+    int32_t ids[8];
+    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &first, 1, false, false, ids, 8, NULL), 2);
+    assert_true(ids[0] == 256 + 1 && ids[1] == 256 + 4);
+    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &last, 1, false, false, ids, 8, NULL), 3);
+    assert_true(ids[0] == 256 + 2 && ids[1] == 'y' && ids[2] == '>');
+    test_random random = {17};
+    for (int round = 0; round < 20000; round++) {
+        char text[24];
+        llm__range trusted[4];
+        int64_t n_trusted = 0;
+        size_t n = (size_t)random_below(&random, (int)sizeof text);
+        for (size_t i = 0; i < n; i++) text[i] = "<x>y><"[random_below(&random, 6)];
+        for (size_t at = 0; at < n && n_trusted < 4;) { /* in order, apart or touching */
+            size_t begin = at + (size_t)random_below(&random, 4), end = begin + 1 + (size_t)random_below(&random, 8);
+            if (end > n) break;
+            trusted[n_trusted++] = (llm__range){begin, end};
+            at = end;
+        }
+        check_nested(v.t, text, n, trusted, n_trusted);
+        trusted[0] = (llm__range){0, n};
+        check_nested(v.t, text, n, trusted, 1);
+    }
+    close_vocab(&v);
+    assert_int_equal(test_live, 0);
+}
+
+/* Neighbours without a token are one unknown token, if the file says so. A token between ends the run. */
+static void test_fused_unknown(void **state) {
+    (void)state;
+    for (int fuse = 0; fuse < 2; fuse++) {
+        gguf g = {0};
+        vocabulary w;
+        memset(&w, 0, sizeof w);
+        add_token(&w, "<unk>", 0, K_UNKNOWN);
+        add_token(&w, "a", 0, K_NORMAL);
+        gguf_vocabulary(&g, &w, "llama");
+        gguf_bool(&g, "tokenizer.ggml.add_space_prefix", false);
+        gguf_bool(&g, "tokenizer.llm.fuse_unknown", fuse);
+        vocab v = open_vocab(&g);
+        assert_non_null(v.t);
+        EXPECT(v.t, "x", 0, 0);
+        if (fuse) EXPECT(v.t, "xyz", 0, 0);
+        else EXPECT(v.t, "xyz", 0, 0, 0, 0);
+        EXPECT(v.t, "xax", 0, 0, 1, 0);
+        if (fuse) EXPECT(v.t, "axxaxxa", 0, 1, 0, 1, 0, 1);
+        else EXPECT(v.t, "axxaxxa", 0, 1, 0, 0, 1, 0, 0, 1);
         close_vocab(&v);
     }
 }
@@ -1076,12 +1371,19 @@ static void test_json_refused(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_utf8),
+        cmocka_unit_test(test_utf8_every_beginning),
+        cmocka_unit_test(test_white_space),
+        cmocka_unit_test(test_nfc),
         cmocka_unit_test(test_split),
+        cmocka_unit_test(test_split_llama3),
+        cmocka_unit_test(test_rule_names),
         cmocka_unit_test(test_gpt2_small),
         cmocka_unit_test(test_llama_small),
         cmocka_unit_test(test_space_prefix_off),
         cmocka_unit_test(test_eos),
         cmocka_unit_test(test_special),
+        cmocka_unit_test(test_longest_special),
+        cmocka_unit_test(test_fused_unknown),
         cmocka_unit_test(test_end_tokens),
         cmocka_unit_test(test_gpt2_against_naive),
         cmocka_unit_test(test_llama_against_naive),
