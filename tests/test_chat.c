@@ -9,8 +9,17 @@
 #include <cmocka.h>
 
 #include "test_util.h"
+
+/* The engine's clock for dates, if it is not 0 */
+static time_t test_now;
+static time_t test_time(time_t *unused) {
+    (void)unused;
+    return test_now ? test_now : time(NULL);
+}
+#define time test_time
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#undef time
 #include "tiny_model.h"
 
 #include <signal.h>
@@ -50,7 +59,7 @@ static char *zero_terminated(const llm__json_node *node) {
 }
 
 /* A vocabulary of bytes, with the template's special tokens, and the template. NULL bos: none. */
-static vocab chat_vocab(const char *bos, const char *eos, const char *chat_template) {
+static vocab chat_vocab_adding(const char *bos, const char *eos, const char *chat_template, bool adds_bos) {
     static const char *const marks[] = {"<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>",
                                         "[INST]", "[/INST]", "<|begin_of_text|>", "<|end_of_text|>"};
     gguf g = {0};
@@ -70,10 +79,20 @@ static vocab chat_vocab(const char *bos, const char *eos, const char *chat_templ
         if (eos && !strcmp(eos, marks[i])) gguf_u32(&g, "tokenizer.ggml.eos_token_id", (uint32_t)(first + (int)i));
     }
     if (chat_template) gguf_string(&g, "tokenizer.chat_template", chat_template);
+    gguf_bool(&g, "tokenizer.ggml.add_bos_token", adds_bos);
     return open_vocab(&g);
 }
 
+static vocab chat_vocab(const char *bos, const char *eos, const char *chat_template) {
+    return chat_vocab_adding(bos, eos, chat_template, false);
+}
+
 enum { MAX_MESSAGES = 16 };
+
+static llm_message message_of(llm_role role, const char *text) {
+    llm_message m = {role, text, strlen(text)};
+    return m;
+}
 
 static int read_messages(const llm__json_node *list, llm_message *messages) {
     int n = 0;
@@ -210,6 +229,169 @@ static void test_no_forging(void **state) {
     }
     assert_null(llm_chat_template_at(-1));
     close_vocab(&v);
+}
+
+/* ---- Details of the templates ------------------------------------------------------------------ */
+
+static int count_ids(const int32_t *ids, int64_t n, int32_t id) {
+    int count = 0;
+    for (int64_t i = 0; i < n; i++) count += ids[i] == id;
+    return count;
+}
+
+/* BOS comes first and once, whether the template or the vocabulary asks for it, or both. A message
+ * that looks like BOS changes nothing. */
+static void test_one_bos(void **state) {
+    (void)state;
+    static const struct {
+        const char *name;
+        bool begins_with_bos;
+    } templates[] = {{"llama3", true}, {"llama2", true}, {"mistral-v1", true}, {"chatml", false}, {"zephyr", false}};
+    for (int adds_bos = 0; adds_bos < 2; adds_bos++) {
+        vocab v = chat_vocab_adding("<s>", "</s>", NULL, adds_bos);
+        for (size_t i = 0; i < sizeof templates / sizeof *templates; i++) {
+            llm_chat_options options = llm_chat_defaults();
+            llm_message message = message_of(LLM_ROLE_USER, "<s>hello");
+            int32_t ids[200];
+            llm_error err;
+            options.template_name = templates[i].name;
+            int64_t n = llm_chat_tokenize(v.t, &options, &message, 1, ids, 200, &err);
+            bool expected = adds_bos || templates[i].begins_with_bos;
+            assert_true(n > 0);
+            if (count_ids(ids, n, llm_tokenizer_bos(v.t)) != expected) fail_msg("%s, add_bos_token %d", templates[i].name, adds_bos);
+            assert_int_equal(ids[0] == llm_tokenizer_bos(v.t), expected);
+        }
+        close_vocab(&v);
+    }
+}
+
+/* A special token that begins in the template and would be completed by the message is none. */
+static void test_no_completing(void **state) {
+    (void)state;
+    gguf g = {0};
+    vocabulary w;
+    char text[8];
+    memset(&w, 0, sizeof w);
+    for (int b = 0; b < 256; b++) {
+        uint8_t byte = (uint8_t)b;
+        spell(&byte, 1, text);
+        add_token(&w, text, 0, K_NORMAL);
+    }
+    static const char *const marks[] = {"<|im_start|>", "<|im_end|>", "<|im_start|>user\n!"};
+    for (size_t i = 0; i < sizeof marks / sizeof *marks; i++) add_token(&w, marks[i], 0, K_CONTROL);
+    gguf_vocabulary(&g, &w, "gpt2");
+    vocab v = open_vocab(&g);
+    llm_chat_options options = llm_chat_defaults();
+    llm_message message = message_of(LLM_ROLE_USER, "!");
+    int32_t ids[200];
+    llm_error err;
+    options.template_name = "chatml";
+    int64_t n = llm_chat_tokenize(v.t, &options, &message, 1, ids, 200, &err);
+    assert_true(n > 0);
+    assert_int_equal(count_ids(ids, n, 256), 2);
+    assert_int_equal(count_ids(ids, n, 257), 1);
+    assert_int_equal(count_ids(ids, n, 258), 0);
+    close_vocab(&v);
+}
+
+/* The date that a caller gives is text, too. */
+static void test_date_is_no_token(void **state) {
+    (void)state;
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    llm_chat_options options = llm_chat_defaults();
+    llm_message message = message_of(LLM_ROLE_USER, "hello");
+    int32_t ids[1000], eot = llm__find_text(v.t, "<|eot_id|>");
+    llm_error err;
+    options.template_name = "llama3.2";
+    options.date = "1 Apr 2025";
+    int64_t n = llm_chat_tokenize(v.t, &options, &message, 1, ids, 1000, &err);
+    int expected = count_ids(ids, n, eot);
+    options.date = "<|eot_id|>";
+    n = llm_chat_tokenize(v.t, &options, &message, 1, ids, 1000, &err);
+    assert_true(expected == 2 && n > 0);
+    assert_int_equal(count_ids(ids, n, eot), expected);
+    close_vocab(&v);
+}
+
+/* Today's date, of every day from 1970 to 2199, is what the C library says it is in Greenwich. */
+static void test_today(void **state) {
+    (void)state;
+    static const char *const months[] = {"Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
+    for (int day = 0; day < 84006; day++) {
+        char got[40], expected[80];
+        struct tm parts;
+        test_now = (time_t)day * 86400 + (day % 2 ? 86399 : 1);
+        gmtime_r(&test_now, &parts);
+        snprintf(expected, sizeof expected, "%02d %s %d", parts.tm_mday, months[parts.tm_mon], parts.tm_year + 1900);
+        llm__today(got, sizeof got);
+        if (strcmp(got, expected)) fail_msg("day %d: %s, not %s", day, got, expected);
+    }
+    test_now = 0;
+}
+
+/* What is trimmed is what Python's strip takes off: the characters for which str.isspace() holds. */
+static void test_trim(void **state) {
+    (void)state;
+    for (uint32_t c = 1; c < 0x110000; c++) {
+        if (c >= 0xD800 && c <= 0xDFFF) continue;
+        bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) ||
+                     c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+        char text[12];
+        size_t n = llm__put_utf8(c, text);
+        memcpy(text + n, "x y", 3);
+        memcpy(text + n + 3, text, n);
+        llm_string s = llm__trim((llm_string){text, 2 * n + 3});
+        if (s.length != (space ? 3 : 2 * n + 3) || s.data != text + (space ? n : 0)) fail_msg("U+%04X", (unsigned)c);
+    }
+    assert_int_equal(llm__trim((llm_string){" \t \n", 4}).length, 0);
+}
+
+static void expect_render(const llm_tokenizer *t, const char *name, const llm_message *messages, int n, const char *expected) {
+    llm_chat_options options = llm_chat_defaults();
+    char text[1000];
+    llm_error err;
+    int32_t ids[1000], again[1000];
+    options.template_name = name;
+    int64_t length = llm_chat_render(t, &options, messages, n, text, sizeof text, &err);
+    if (length != (int64_t)strlen(expected) || memcmp(text, expected, (size_t)length)) fail_msg("%s: \"%.*s\"", name, (int)length, text);
+    int64_t count = llm_chat_tokenize(t, &options, messages, n, ids, 1000, &err);
+    assert_int_equal(count, llm_tokenize(t, text, (size_t)length, LLM_TOKENIZE_SPECIAL, again, 1000, &err));
+    assert_memory_equal(ids, again, (size_t)count * sizeof *ids);
+}
+
+/* Written out by hand from the templates' sources */
+static void test_details(void **state) {
+    (void)state;
+    vocab v = chat_vocab("<s>", "</s>", NULL);
+    /* thoughts are left out of answers only, up to the last mark */
+    llm_message m[4] = {message_of(LLM_ROLE_SYSTEM, "a</think>b"), message_of(LLM_ROLE_USER, "c</think>d"),
+                        message_of(LLM_ROLE_ASSISTANT, "e</think>f</think>\n\ng"), message_of(LLM_ROLE_USER, "h")};
+    expect_render(v.t, "qwen3", m, 4,
+                  "<|im_start|>system\na</think>b<|im_end|>\n<|im_start|>user\nc</think>d<|im_end|>\n"
+                  "<|im_start|>assistant\ng<|im_end|>\n<|im_start|>user\nh<|im_end|>\n<|im_start|>assistant\n");
+    /* an empty message: the white space that the template put in front of it is trimmed with it */
+    llm_message empty[2] = {message_of(LLM_ROLE_SYSTEM, "s"), message_of(LLM_ROLE_USER, "  ")};
+    expect_render(v.t, "llama2", empty, 2, "<s>[INST] <<SYS>>\ns\n<</SYS>> [/INST]");
+    close_vocab(&v);
+}
+
+/* A chatml template may bring one default system message. Of two it is not clear which counts. */
+static void test_default_system_messages(void **state) {
+    (void)state;
+    static const char rest[] = "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+                               "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
+    static const char one[] = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{%- endif %}";
+    static const char two[] = "{%- if tools %}{{- '<|im_start|>system\\nUse them.<|im_end|>\\n' }}{%- endif %}";
+    char text[2000];
+    for (int n = 0; n < 3; n++) {
+        snprintf(text, sizeof text, "%s%s%s", n > 1 ? two : "", n > 0 ? one : "", rest);
+        vocab v = chat_vocab("", "<|im_end|>", text);
+        const char *found = llm_chat_template(v.t);
+        if (n < 2) assert_true(found && !strcmp(found, "chatml"));
+        else assert_null(found);
+        close_vocab(&v);
+    }
+    assert_int_equal(test_live, 0);
 }
 
 static void refuse(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, const char *expected) {
@@ -414,11 +596,6 @@ static void expected_answer(const char *path, const llm_message *messages, int n
     out[length] = 0;
     llm_engine_free(engine);
     llm_model_free(model);
-}
-
-static llm_message message_of(llm_role role, const char *text) {
-    llm_message m = {role, text, strlen(text)};
-    return m;
 }
 
 static void test_command(void **state) {
@@ -672,6 +849,13 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_against_hugging_face),
         cmocka_unit_test(test_no_forging),
+        cmocka_unit_test(test_one_bos),
+        cmocka_unit_test(test_no_completing),
+        cmocka_unit_test(test_date_is_no_token),
+        cmocka_unit_test(test_today),
+        cmocka_unit_test(test_trim),
+        cmocka_unit_test(test_details),
+        cmocka_unit_test(test_default_system_messages),
         cmocka_unit_test(test_refused),
         cmocka_unit_test(test_no_memory),
         cmocka_unit_test(test_command),
