@@ -44,7 +44,7 @@ static void test_golden(void **state) {
     float *x = malloc(bytes), *expected_values = malloc(room), *values = malloc(room);
     uint8_t *expected = malloc(bytes), *packed = malloc(room);
     assert_int_equal(fread(x, 1, bytes, f), bytes);
-    for (int k = 0; k < 7; k++) {
+    for (size_t k = 0; k < sizeof packed_types / sizeof *packed_types; k++) {
         const llm_type_info *type = llm_type_find(packed_types[k]);
         size_t packed_bytes = count / (size_t)type->block_values * (size_t)type->block_bytes;
         assert_int_equal(fread(expected, 1, packed_bytes, f), packed_bytes);
@@ -56,7 +56,7 @@ static void test_golden(void **state) {
         type->unpack(packed, values, count);
         check_values(type, values, expected_values, count);
     }
-    for (int k = 0; k < 3; k++) {
+    for (size_t k = 0; k < sizeof read_types / sizeof *read_types; k++) {
         const llm_type_info *type = llm_type_find(read_types[k]);
         size_t packed_bytes = READ / (size_t)type->block_values * (size_t)type->block_bytes;
         assert_int_equal(fread(packed, 1, packed_bytes, f), packed_bytes);
@@ -176,7 +176,7 @@ static void test_rounding_errors(void **state) {
     uint32_t seed = 7;
     for (int size = 0; size < 3; size++) {
         for (int i = 0; i < N; i++) x[i] = bell(&seed) * sizes[size];
-        for (int k = 0; k < 8; k++) {
+        for (size_t k = 0; k < sizeof expected / sizeof *expected; k++) {
             const llm_type_info *type = llm_type_find(expected[k].type);
             double sum = 0.0;
             type->pack(x, packed, N);
@@ -229,6 +229,103 @@ static void test_strange_input(void **state) {
     }
 }
 
+/* Halves are rounded away from zero, as ggml does it. The largest magnitude is 127, so the scale is 1. */
+static void test_q8_0_halves(void **state) {
+    static const struct { float x; int q; } cases[] = {{127, 127}, {0.5f, 1}, {1.5f, 2}, {2.5f, 3}, {-0.5f, -1}, {-1.5f, -2}, {-2.5f, -3},
+                                                       {0.25f, 0}, {-126.5f, -127}, {126.5f, 127}, {NAN, 0}};
+    float x[32] = {0};
+    uint8_t packed[LLM__Q8_0_BYTES];
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) x[i] = cases[i].x;
+    llm__pack_q8_0(x, packed, 32);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
+        if ((int8_t)packed[2 + i] != cases[i].q) fail_msg("%g became %d, not %d", (double)x[i], (int8_t)packed[2 + i], cases[i].q);
+}
+
+/* A NaN becomes zero in the formats around zero, and leaves its neighbours as they are. */
+static void test_nan_is_zero(void **state) {
+    static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q5_0};
+    (void)state;
+    for (size_t k = 0; k < sizeof types / sizeof *types; k++) {
+        const llm_type_info *type = llm_type_find(types[k]);
+        float x[32], y[32];
+        uint8_t packed[64];
+        for (int i = 0; i < 32; i++) x[i] = i == 3 || i == 20 ? NAN : i % 2 ? -4.0f : 2.0f;
+        type->pack(x, packed, 32);
+        type->unpack(packed, y, 32);
+        for (int i = 0; i < 32; i++) {
+            float expected = i == 3 || i == 20 ? 0.0f : x[i];
+            if (!(fabsf(y[i] - expected) < 0.04f)) fail_msg("%s: value %d is %g", type->name, i, (double)y[i]);
+        }
+    }
+}
+
+/* The format of AWQ and GPTQ: 16 levels of one scale around a whole zero point, which a block may have anywhere from 0 to 15.
+ * Where the values are such levels, they come back exactly. */
+static void test_q4_z(void **state) {
+    (void)state;
+    for (int zero = 0; zero < 16; zero++) {
+        float x[32], y[32];
+        uint8_t packed[LLM__Q4_Z_BYTES];
+        for (int i = 0; i < 32; i++) x[i] = 0.25f * (float)(i * 7 % 16 - zero);
+        llm__own_type.pack(x, packed, 32);
+        llm__own_type.unpack(packed, y, 32);
+        for (int i = 0; i < 32; i++)
+            if (x[i] != y[i]) fail_msg("zero %d: %g became %g", zero, (double)x[i], (double)y[i]);
+    }
+    /* the bytes of a block, by the definition: f16 scale, zero, nibbles */
+    uint8_t block[LLM__Q4_Z_BYTES] = {0x00, 0x38 /* 0.5 */, 16, 0};
+    float y[32];
+    for (int i = 0; i < 16; i++) block[4 + i] = (uint8_t)(i | (15 - i) << 4);
+    llm__unpack_q4_Z(block, y, 32);
+    for (int i = 0; i < 32; i++) assert_true(y[i] == 0.5f * (float)((i < 16 ? i : 31 - i) - 16));
+}
+
+/* The levels that kernels read of a block, multiplied out, are its values. */
+static void test_levels(void **state) {
+    (void)state;
+    static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q5_0, LLM_Q5_1, LLM_Q4_K, LLM_Q5_K, LLM_Q6_K, LLM_Q4_Z};
+    enum { COLS = 3 * 256 };
+    uint32_t seed = 5;
+    for (size_t k = 0; k < sizeof types / sizeof *types; k++) {
+        const llm_type_info *type = llm_type_find(types[k]);
+        static uint8_t row[COLS * 2];
+        float values[COLS];
+        size_t bytes = llm__row_bytes(type->type, COLS);
+        for (size_t i = 0; i < bytes; i++) {
+            seed = seed * 1664525 + 1013904223;
+            row[i] = (uint8_t)(seed >> 24);
+        }
+        for (size_t at = 0; at < bytes; at += (size_t)type->block_bytes) { /* scales of moderate size: no infinities, no NaNs */
+            uint8_t *scale = row + at + (type->type == LLM_Q6_K ? 208 : 0);
+            scale[1] = (uint8_t)(0x30 | (scale[1] & 0x8f));
+            if (type->type == LLM_Q4_1 || type->type == LLM_Q5_1 || type->type == LLM_Q4_K || type->type == LLM_Q5_K)
+                scale[3] = (uint8_t)(0x30 | (scale[3] & 0x8f));
+            if (type->type == LLM_Q4_Z) llm__write_u16(scale + 2, scale[2] % 17);
+        }
+        type->unpack(row, values, COLS);
+        for (int block = 0; block < COLS / 32; block++) {
+            llm__levels l;
+            llm__read_levels(type->type, row, block, &l);
+            double scale = f16_value(l.scale), minimum = f16_value(l.minimum);
+            for (int i = 0; i < 32; i++) {
+                double q = l.q[i], value = 0;
+                switch (type->type) {
+                case LLM_Q8_0: value = scale * (int8_t)l.q[i]; break;
+                case LLM_Q4_0: value = scale * (q - 8); break;
+                case LLM_Q5_0: value = scale * (q - 16); break;
+                case LLM_Q4_Z: value = scale * (q - l.minimum); break;
+                case LLM_Q6_K: value = scale * (int8_t)l.group[i / 16] * (q - 32); break;
+                case LLM_Q4_K: case LLM_Q5_K: value = scale * l.group[0] * q - minimum * l.group[1]; break;
+                default: value = scale * q + minimum;
+                }
+                if (!(fabs(value - (double)values[32 * block + i]) <= 1e-6 * (fabs(value) + fabs(minimum) * 64)))
+                    fail_msg("%s: value %d is %g, not %g", type->name, 32 * block + i, value, (double)values[32 * block + i]);
+            }
+        }
+    }
+}
+
 static void test_table(void **state) {
     (void)state;
     static const struct { llm_type type; const char *name; int values, bytes; } expected[] = {
@@ -236,7 +333,7 @@ static void test_table(void **state) {
         {LLM_Q8_0, "q8_0", 32, 34}, {LLM_Q4_0, "q4_0", 32, 18}, {LLM_Q4_1, "q4_1", 32, 20}, {LLM_Q5_0, "q5_0", 32, 22},
         {LLM_Q5_1, "q5_1", 32, 24}, {LLM_Q4_K, "q4_K", 256, 144}, {LLM_Q5_K, "q5_K", 256, 176}, {LLM_Q6_K, "q6_K", 256, 210},
     };
-    for (int i = 0; i < 11; i++) {
+    for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         const llm_type_info *type = llm_type_find(expected[i].type);
         assert_non_null(type);
         assert_ptr_equal(type, llm_type_by_name(expected[i].name));
@@ -248,8 +345,8 @@ static void test_table(void **state) {
     assert_ptr_equal(llm_type_by_name("BF16"), llm_type_find(LLM_BF16));
     assert_null(llm_type_find((llm_type)4));
     assert_null(llm_type_find((llm_type)-1));
-    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K", "", NULL};
-    for (int i = 0; i < 7; i++) assert_null(llm_type_by_name(no_types[i]));
+    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K", "q8", "f", "q4_", "", NULL};
+    for (size_t i = 0; i < sizeof no_types / sizeof *no_types; i++) assert_null(llm_type_by_name(no_types[i]));
     assert_null(llm_type_at(-1));
     assert_null(llm_type_at(1000));
     for (int i = 0; llm_type_at(i); i++) assert_ptr_equal(llm_type_find(llm_type_at(i)->type), llm_type_at(i));
@@ -259,7 +356,9 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_golden),       cmocka_unit_test(test_f16_every_value), cmocka_unit_test(test_f16_rounding),
         cmocka_unit_test(test_bf16),         cmocka_unit_test(test_block_errors),    cmocka_unit_test(test_rounding_errors),
-        cmocka_unit_test(test_special_blocks), cmocka_unit_test(test_strange_input), cmocka_unit_test(test_table),
+        cmocka_unit_test(test_special_blocks), cmocka_unit_test(test_strange_input), cmocka_unit_test(test_q8_0_halves),
+        cmocka_unit_test(test_nan_is_zero),  cmocka_unit_test(test_q4_z),            cmocka_unit_test(test_levels),
+        cmocka_unit_test(test_table),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
