@@ -132,6 +132,8 @@ static void test_refused(void **state) {
         {"\"\\uDC00\"", "line 1, column 2", "surrogate"},
         {"\"\\uD800\\u0041\"", "line 1, column 2", "surrogate"},
         {"\"\\uD800\\n\"", "line 1, column 2", "surrogate"},
+        {"\"\\uD800\\uD801\"", "line 1, column 2", "surrogate"},
+        {"\"\\uD800\\uE000\"", "line 1, column 2", "surrogate"},
         {"\"a\nb\"", "line 1, column 3", "control character 10"},
         {"\"\xC3\xA9\xFF\"", "line 1, column 3", "0xFF is not valid UTF-8"},
         {"\"\xC0\x80\"", "line 1, column 2", "UTF-8"},
