@@ -720,6 +720,10 @@ static void test_writer_misuse(void **state) {
     w = llm_writer_create(path, &err);
     assert_false(llm_writer_u32(w, "general.alignment", 33));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "general.alignment must be a power of two");
+    w = llm_writer_create(path, &err); /* too late: the offset of a tensor is written */
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
+    assert_false(llm_writer_u32(w, "general.alignment", 64));
+    refuse_finish(w, LLM_ERROR_ARGUMENT, "and come before the tensors");
     w = llm_writer_create(path, &err);
     assert_true(llm_writer_u32(w, "k", 1));
     llm_writer_abandon(w);
@@ -820,6 +824,80 @@ static void test_no_memory(void **state) {
     test_fail_in = -1;
     unlink(path);
     clear_bytes(&b);
+}
+
+/* ---- Types of a file rewritten ------------------------------------------------------------------- */
+
+/* A file of matrices of layers, of embedding and output, in f32 */
+static llm_file *layers_file(bytes *b, int n_layers, bool output) {
+    static const char *const parts[] = {"attn_q", "attn_v", "ffn_down"};
+    gguf g = {0};
+    llm_error err;
+    char name[40];
+    float *zeros = (float *)calloc(256, sizeof *zeros);
+    gguf_tensor(&g, "token_embd.weight", 1, 256, LLM_F32, zeros, 256 * sizeof *zeros);
+    if (output) gguf_tensor(&g, "output.weight", 1, 256, LLM_F32, zeros, 256 * sizeof *zeros);
+    for (int layer = 0; layer < n_layers; layer++)
+        for (int k = 0; k < 3; k++) {
+            snprintf(name, sizeof name, "blk.%d.%s.weight", layer, parts[k]);
+            gguf_tensor(&g, name, 1, 256, LLM_F32, zeros, 256 * sizeof *zeros);
+        }
+    gguf_tensor(&g, "output_norm.weight", 0, 256, LLM_F32, zeros, 256 * sizeof *zeros);
+    free(zeros);
+    *b = gguf_finish(&g);
+    llm_file *file = llm_file_from_memory(b->data, b->length, "layers", &err);
+    assert_non_null(file);
+    return file;
+}
+
+static llm_type quantized_type(const llm_file *file, const char *name, llm_type type, bool mixed) {
+    return llm__quantized_type(file, llm_file_find_tensor(file, name), type, mixed);
+}
+
+/* llama.cpp's Q4_K_M keeps attn_v and ffn_down as q6_K in layer i of n where
+ * i < n/8 or i >= 7n/8 or (i - n/8) % 3 == 2. */
+static void test_mixed_types(void **state) {
+    (void)state;
+    static const int counts[] = {1, 8, 22, 32};
+    for (size_t c = 0; c < sizeof counts / sizeof *counts; c++) {
+        int n = counts[c];
+        bytes b;
+        llm_file *file = layers_file(&b, n, true);
+        for (int i = 0; i < n; i++) {
+            char name[40];
+            bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
+            snprintf(name, sizeof name, "blk.%d.attn_v.weight", i);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), more ? LLM_Q6_K : LLM_Q4_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q5_K, true), more ? LLM_Q6_K : LLM_Q5_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, false), LLM_Q4_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_0, true), LLM_Q4_0);
+            snprintf(name, sizeof name, "blk.%d.ffn_down.weight", i);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), more ? LLM_Q6_K : LLM_Q4_K);
+            snprintf(name, sizeof name, "blk.%d.attn_q.weight", i);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), LLM_Q4_K);
+        }
+        assert_int_equal(quantized_type(file, "output_norm.weight", LLM_Q4_K, true), LLM_F32);
+        llm_file_close(file);
+        clear_bytes(&b);
+    }
+    /* the matrix that makes the logits keeps at least 6 bits: that is the embedding, where there is no other */
+    for (int output = 0; output < 2; output++) {
+        bytes b;
+        llm_file *file = layers_file(&b, 1, output);
+        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_K, true), output ? LLM_Q4_K : LLM_Q6_K);
+        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_K, false), LLM_Q6_K);
+        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_0, false), LLM_Q8_0);
+        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_F16, false), LLM_F16);
+        if (output) assert_int_equal(quantized_type(file, "output.weight", LLM_Q4_K, true), LLM_Q6_K);
+        llm_file_close(file);
+        clear_bytes(&b);
+    }
+    /* rows that are not whole blocks */
+    static const struct { llm_type wanted; uint64_t cols; llm_type expected; } rows[] = {
+        {LLM_Q4_K, 256, LLM_Q4_K}, {LLM_Q4_K, 288, LLM_Q5_0}, {LLM_Q5_K, 288, LLM_Q5_1}, {LLM_Q6_K, 288, LLM_Q8_0}, {LLM_Q4_0, 288, LLM_Q4_0},
+        {LLM_Q4_K, 272, LLM_F16},  {LLM_Q8_0, 40, LLM_F16},   {LLM_Q4_0, 16, LLM_F16},   {LLM_BF16, 40, LLM_BF16},  {LLM_F32, 1, LLM_F32}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) assert_int_equal(llm_quantize_type(rows[i].wanted, rows[i].cols, false), rows[i].expected);
+    assert_int_equal(test_live, 0);
 }
 
 /* ---- Models in several files -------------------------------------------------------------------- */
@@ -1017,6 +1095,7 @@ int main(void) {
         cmocka_unit_test(test_writer_misuse),
         cmocka_unit_test(test_full_disk),
         cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_mixed_types),
         cmocka_unit_test(test_parts),
         cmocka_unit_test(test_damaged_parts),
     };
