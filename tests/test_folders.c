@@ -564,6 +564,37 @@ static void test_settings(void **state) {
     }
 }
 
+/* The ids under eos_token_id of generation_config.json and config.json end an answer, one or several. They need not be
+ * special tokens. Nothing else under that key counts. */
+static void test_end_ids(void **state) {
+    static const struct {
+        const char *generation;
+        int32_t ends[4]; /* besides the one of config.json */
+    } cases[] = {{"{\"eos_token_id\": 66}", {66, -1}},
+                 {"{\"eos_token_id\": [66, 70, 95]}", {66, 70, -1}},
+                 {"{\"eos_token_id\": [66, \"67\", 9999, -1, null]}", {66, -1}},
+                 {"{\"eos_token_id\": null}", {-1}},
+                 {"{\"bos_token_id\": 66}", {-1}}};
+    (void)state;
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm_error err;
+        copy_model("llama_mha"); /* its config.json says 95 */
+        spit("generation_config.json", cases[i].generation, strlen(cases[i].generation));
+        llm_file *file = llm_file_open(folder, &err);
+        if (!file) fail_msg("%s", err.message);
+        llm_tokenizer *t = llm_tokenizer_create(file, &err);
+        if (!t) fail_msg("%s", err.message);
+        for (int32_t id = 0; id < llm_tokenizer_size(t); id++) {
+            bool expected = id == 95;
+            for (int k = 0; cases[i].ends[k] >= 0; k++) expected = expected || cases[i].ends[k] == id;
+            if (llm_tokenizer_is_end(t, id) != expected) fail_msg("case %zu: token %d", i, (int)id);
+            if (id >= 66 && id <= 70) assert_false(llm_tokenizer_is_special(t, id));
+        }
+        llm_tokenizer_free(t);
+        llm_file_close(file);
+    }
+}
+
 /* ---- 4-bit integers by their formula ----------------------------------------------------------- */
 
 typedef struct int4_model {
@@ -597,10 +628,19 @@ static float int4_value(const llm__sources *sources, const char *module, const i
     return llm__f16_to_f32(llm__read_u16(scales->data + 2 * (group * rows + r))) * (float)((int)q - (int)zero - m->zeros_less_one);
 }
 
+/* Is zero 8 everywhere? Then q4_0 holds the matrix. */
+static bool is_symmetric(const llm__sources *sources, const char *module, const int4_model *m) {
+    const llm__source *zeros = source_of(sources, module, "qzeros");
+    for (uint64_t i = 0; i < zeros->dims[0] * zeros->dims[1] * 8; i++)
+        if ((word_at(zeros, i / 8) >> 4 * (i % 8) & 15) + m->zeros_less_one != 8) return false;
+    return true;
+}
+
 static void check_int4(const llm_file *file, const llm__sources *sources, const char *module, const char *tensor, const int4_model *m) {
     const llm_tensor *t = llm_file_find_tensor(file, tensor);
     llm_error err;
     assert_non_null(t);
+    assert_int_equal(t->type, is_symmetric(sources, module, m) ? LLM_Q4_0 : LLM_Q4_Z);
     uint64_t cols = t->dims[0], rows = t->dims[1];
     uint8_t *packed = (uint8_t *)malloc((size_t)t->bytes);
     float *values = (float *)malloc((size_t)cols * sizeof *values);
@@ -997,7 +1037,7 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
         cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_same_as_converter), cmocka_unit_test(test_settings), cmocka_unit_test(test_int4_formula),
+        cmocka_unit_test(test_same_as_converter), cmocka_unit_test(test_settings), cmocka_unit_test(test_end_ids), cmocka_unit_test(test_int4_formula),
         cmocka_unit_test(test_incomplete), cmocka_unit_test(test_added_tokens), cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
         cmocka_unit_test(test_large), cmocka_unit_test(test_count),
     };
