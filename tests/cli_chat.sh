@@ -23,6 +23,10 @@ answers 0
 printf 'Who is there?' >typed
 chat "a message without the end of its line" 0 "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
 answers 1
+cp out unended
+printf 'Who is there?\n' >typed
+chat "the same message with the end of its line" 0 "prompt tokens" ""
+same "... has the same answer" unended out
 printf 'Who is there?\n\n   \nAnd who else?\n' >typed
 chat "empty lines are no messages; what was said before is in the cache" 0 "\([1-9][0-9]* from the cache\)" ""
 answers 2
@@ -71,6 +75,11 @@ if grep -q '"One"' kept.json; then pass; else fail "the messages before it"; fi
 { for word in one two three four five six seven eight nine ten; do echo "Tell me of $word, and of the others too."; done; } >typed
 chat "a conversation longer than the context" 0 "the oldest [0-9]+ messages were forgotten, since the context holds 160 tokens" "" --context 160
 answers 10
+
+echo "/save long.json" >>typed
+chat "... with a message of the system" 0 "messages were forgotten, since the context holds 160 tokens" "" --context 160 --system "Be kind."
+name="... which is not forgotten"
+if grep -A 1 '^\[$' long.json | grep -q '"system", "content": "Be kind\."'; then pass; else fail "the message of the system first"; fi
 
 bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
 bad "--no-thinking where thinking is no matter" 1 "for the chat template qwen3; .* chatml, has no form for it" \
