@@ -10,7 +10,9 @@ SHAPE=dim=64,layers=2,heads=4,kv-heads=2,hidden=96,vocab=600,context=128
 ok "synth f16" "s.gguf: .* of random weights" "$LLM" synth --shape $SHAPE --type f16 s.gguf
 ok "synth, head-dim and tied" "" "$LLM" synth --shape $SHAPE,head-dim=32,tied=1,rope-base=500000 --type f32 tied.gguf
 ok "synth, long context" "" "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=1000000 --type q8_0 long.gguf
+ok "synth, a value with = in it" "" "$LLM" synth "--shape=$SHAPE" --type=f16 equals.gguf
 M=$T/s.gguf
+same "--option=value is --option value" s.gguf equals.gguf
 
 # ---- help, version, wrong calls -----------------------------------------------------------
 ok "--version" "^llm [0-9]" "$LLM" --version
@@ -125,10 +127,12 @@ ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prom
 same "... gives the same text" first out
 name="prompt from standard input"; "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""
 same "... gives the same text" first out
+printf 'Hello\n\n' >prompt.txt
+ok "prompt from a file: one newline is dropped" '"prompt": "Hello\\n"' "$LLM" run -m "$M" -n 1 -q --json -f prompt.txt
 ok "empty prompt" "" "$LLM" run -m "$M" -n 5 -q ""
 ok "no prompt" "" "$LLM" run -m "$M" -n 5 -q
 ok "nothing to generate" "^Hello$" sh -c '"$1" run -m "$2" -n 0 Hello 2>/dev/null' - "$LLM" "$M"
-printf 'caf\351 \377\376 \360\237\230' >invalid.txt
+printf 'caf\351 \377\376 \355\240\200 \300\200 \364\220\200\200 \360\237\230' >invalid.txt
 ok "prompt of invalid UTF-8" "" "$LLM" run -m "$M" -n 8 -q "$(cat invalid.txt)"
 ok "invalid UTF-8 from a file" "" "$LLM" run -m "$M" -n 8 -q -f invalid.txt
 ok "invalid UTF-8, JSON" '"prompt_tokens"' "$LLM" run -m "$M" -n 8 -q --json -f invalid.txt
@@ -213,6 +217,23 @@ printf 'One small tale.\n<|endoftext|>\n\nAnother one, of two lines,\nand then n
 ok "perplexity" "^[0-9.]+ bits per byte, perplexity [0-9.]+ per token \(2 documents, 135 bytes" "$LLM" perplexity -m "$M" text.txt
 ok "perplexity in windows, JSON" '"complete": true' "$LLM" perplexity -m "$M" --context 16 --json text.txt
 json "perplexity --json"
+if [ -n "$python" ]; then
+    # each token but the first is predicted once, whatever the window: BOS, the text, EOS
+    name="perplexity: tokens predicted"
+    "$LLM" perplexity -m "$M" --context 16 --json text.txt >windows.json 2>err
+    "$LLM" perplexity -m "$M" --json text.txt >whole.json 2>err
+    "$python" - "$LLM" "$M" >log 2>err <<'END'
+import json, subprocess, sys
+documents = open("text.txt", encoding="utf-8").read().split("<|endoftext|>\n")
+counts = [len(subprocess.run([sys.argv[1], "tokenize", "-m", sys.argv[2], d.strip("\n")], stdout=subprocess.PIPE, check=True).stdout.split())
+          for d in documents]
+whole, windows = json.load(open("whole.json")), json.load(open("windows.json"))
+assert whole["tokens_predicted"] == windows["tokens_predicted"] == sum(n + 1 for n in counts), (whole, windows, counts)
+assert whole["bytes"] == windows["bytes"] == sum(len(d.strip("\n")) for d in documents)
+END
+    status=$?
+    if [ $status -eq 0 ]; then pass; else fail "as many as there are tokens"; fi
+fi
 bad "perplexity of no text" 1 "holds no text" "$LLM" perplexity -m "$M" empty.gguf
 ok "perplexity of invalid UTF-8" "^[0-9.]+ bits per byte" "$LLM" perplexity -m "$M" invalid.txt
 
