@@ -1973,10 +1973,13 @@ static uint64_t hash_line(const batch *b, const char *data, size_t n) {
     const llm_request *r = &b->request;
     const llm_sampling *s = &r->sampling;
     char options[256];
-    int length = snprintf(options, sizeof options, "%llu %d %d %d %d %llu %g %d %g %g %g %d",
-                          (unsigned long long)llm_file_size(llm_model_file(b->loaded)), b->engine_options.context_length, r->max_tokens,
-                          r->ignore_end, b->special, (unsigned long long)b->seed.value, (double)s->temperature, s->top_k,
-                          (double)s->top_p, (double)s->min_p, (double)s->repetition_penalty, s->penalty_window);
+    int length = snprintf(options, sizeof options, "%llu %d %d %d %d %d %llu %g %d %g %g %g %d",
+                          (unsigned long long)llm_file_size(llm_model_file(b->loaded)),
+                          b->engine_options.context_length, (int)b->engine_options.cache_type,
+                          r->max_tokens, r->ignore_end, b->special,
+                          (unsigned long long)b->seed.value, (double)s->temperature, s->top_k,
+                          (double)s->top_p, (double)s->min_p, (double)s->repetition_penalty,
+                          s->penalty_window);
     uint64_t hash = hash_bytes(0xCBF29CE484222325u, options, (size_t)length);
     for (int i = 0; i < b->stop.count; i++) hash = hash_bytes(hash, b->stop.items[i], strlen(b->stop.items[i]) + 1);
     return hash_bytes(hash, data, n);
