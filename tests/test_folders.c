@@ -434,7 +434,7 @@ static void test_accepted(void **state) {
     accepted("data at odd addresses");
     llm_file *odd = llm_file_open(folder, &err);
     if (!odd) fail_msg("%s", err.message);
-    for (int64_t i = 0; i < llm_file_n_tensors(odd); i++) { /* where kernels read them, they are aligned */
+    for (int64_t i = 0; i < llm_file_n_tensors(odd); i++) { /* kernels read aligned numbers */
         const llm_tensor *t = llm_file_tensor(odd, i);
         assert_int_equal((uintptr_t)t->data % (uintptr_t)llm_type_find(t->type)->block_bytes, 0);
     }
@@ -454,7 +454,7 @@ static void test_accepted(void **state) {
     llm_file_close(file);
 }
 
-/* ---- The same model from llama.cpp's converter ------------------------------------------------- */
+/* ---- The same model from llama.cpp's converter ---------------------------------------------- */
 
 /* Numbers are the same, up to the rounding of an f32; texts are the same. */
 static void check_same_value(const char *model, const llm_value *ours, const llm_value *theirs) {
@@ -465,18 +465,21 @@ static void check_same_value(const char *model, const llm_value *ours, const llm
     snprintf(key, sizeof key, "%.*s", (int)theirs->key.length, theirs->key.data);
     if (!ours) fail_msg("%s: there is no %s", model, key);
     if (llm_value_string(theirs, &their_at, &b)) {
-        if (!llm_value_string(ours, &at, &a) || llm__compare_strings(&a, &b)) fail_msg("%s: %s is another text", model, key);
+        if (!llm_value_string(ours, &at, &a) || llm__compare_strings(&a, &b))
+            fail_msg("%s: %s is another text", model, key);
         return;
     }
-    if (!llm_value_f64(ours, 0, &x) || !llm_value_f64(theirs, 0, &y) || fabs(x - y) > 1e-6 * fabs(y))
+    if (!llm_value_f64(ours, 0, &x) || !llm_value_f64(theirs, 0, &y) ||
+        fabs(x - y) > 1e-6 * fabs(y))
         fail_msg("%s: %s is %g, not %g", model, key, x, y);
 }
 
-/* The settings, and the names and shapes of the tensors, of tests/data/models, of each of which there is a GGUF file that
- * llama.cpp's converter made. */
+/* The settings, and the names and shapes of the tensors, of tests/data/models, of each of which
+ * there is a GGUF file that llama.cpp's converter made. */
 static void test_same_as_converter(void **state) {
-    static const char *const models[] = {"llama",       "llama_bias",   "llama_linear", "llama_mha", "llama31",   "mistral", "mistral_window",
-                                         "qwen2",       "qwen2_window", "qwen2_yarn",   "qwen3",     "qwen3_yarn"};
+    static const char *const models[] = {
+        "llama",          "llama_bias", "llama_linear", "llama_mha",  "llama31", "mistral",
+        "mistral_window", "qwen2",      "qwen2_window", "qwen2_yarn", "qwen3",   "qwen3_yarn"};
     (void)state;
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         char path[300];
@@ -489,15 +492,19 @@ static void test_same_as_converter(void **state) {
         if (!theirs) fail_msg("%s", err.message);
         size_t cursor = 0, compared = 0;
         llm_string architecture;
-        assert_true(llm_value_string(llm_file_find(theirs, "general.architecture"), &cursor, &architecture));
+        assert_true(llm_value_string(llm_file_find(theirs, "general.architecture"), &cursor,
+                                     &architecture));
         for (int64_t k = 0; k < llm_file_n_values(theirs); k++) {
             const llm_value *value = llm_file_value(theirs, k);
             char key[100];
             snprintf(key, sizeof key, "%.*s", (int)value->key.length, value->key.data);
             /* (the converter does not multiply the context by the factor of linear scaling) */
-            if (!strcmp(models[i], "llama_linear") && !strcmp(key, "llama.context_length")) continue;
+            if (!strcmp(models[i], "llama_linear") && !strcmp(key, "llama.context_length"))
+                continue;
             if (!strcmp(key, "llama.vocab_size") || !strcmp(key, "mistral.vocab_size")) continue;
-            if (strncmp(key, architecture.data, architecture.length) && strcmp(key, "general.architecture")) continue;
+            if (strncmp(key, architecture.data, architecture.length) &&
+                strcmp(key, "general.architecture"))
+                continue;
             check_same_value(models[i], llm_file_find(ours, key), value);
             compared++;
         }
@@ -508,11 +515,14 @@ static void test_same_as_converter(void **state) {
             char name[100];
             snprintf(name, sizeof name, "%.*s", (int)b->name.length, b->name.data);
             const llm_tensor *a = llm_file_find_tensor(ours, name);
-            if (!a || a->n_dims != b->n_dims || memcmp(a->dims, b->dims, sizeof a->dims)) fail_msg("%s: %s is missing, or of another shape", models[i], name);
+            if (!a || a->n_dims != b->n_dims || memcmp(a->dims, b->dims, sizeof a->dims))
+                fail_msg("%s: %s is missing, or of another shape", models[i], name);
             if (strcmp(name, "rope_freqs.weight")) continue;
             for (uint64_t j = 0; j < a->dims[0]; j++) {
-                double x = (double)((const float *)a->data)[j], y = (double)((const float *)b->data)[j];
-                if (fabs(x - y) > 1e-5 * y) fail_msg("%s: divisor %d is %g, not %g", models[i], (int)j, x, y);
+                double x = (double)((const float *)a->data)[j],
+                       y = (double)((const float *)b->data)[j];
+                if (fabs(x - y) > 1e-5 * y)
+                    fail_msg("%s: divisor %d is %g, not %g", models[i], (int)j, x, y);
             }
         }
         llm_file_close(ours);
@@ -520,7 +530,39 @@ static void test_same_as_converter(void **state) {
     }
 }
 
-/* Settings that the converter does not write, or that none of these models has */
+/* A folder rewritten as a file of f32 has the values of the converter's file: for llama the rows of
+ * q and k, and their biases, change places. */
+static void test_values_as_converter(void **state) {
+    static const char *const models[] = {"llama", "llama_bias", "mistral", "qwen2", "qwen3"};
+    (void)state;
+    char out[300], path[300];
+    snprintf(out, sizeof out, "%s.gguf", folder);
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        llm_error err;
+        snprintf(path, sizeof path, "tests/data/models/%s", models[i]);
+        if (!llm_quantize(path, out, LLM_F32, false, NULL, NULL, &err)) fail_msg("%s", err.message);
+        snprintf(path, sizeof path, "tests/data/models/%s.gguf", models[i]);
+        llm_file *ours = llm_file_open(out, &err), *theirs = llm_file_open(path, &err);
+        assert_true(ours && theirs);
+        for (int64_t k = 0; k < llm_file_n_tensors(theirs); k++) {
+            const llm_tensor *b = llm_file_tensor(theirs, k);
+            char name[100];
+            snprintf(name, sizeof name, "%.*s", (int)b->name.length, b->name.data);
+            const llm_tensor *a = llm_file_find_tensor(ours, name);
+            assert_non_null(a);
+            size_t n = (size_t)(a->bytes / sizeof(float));
+            float *values = (float *)malloc(n * sizeof *values);
+            llm_type_find(b->type)->unpack(b->data, values, (int64_t)n);
+            if (memcmp(values, a->data, n * sizeof *values)) fail_msg("%s: %s", models[i], name);
+            free(values);
+        }
+        llm_file_close(ours);
+        llm_file_close(theirs);
+        unlink(out);
+    }
+}
+
+/* Settings that the converter does not write, or that no model here has */
 static void test_settings(void **state) {
     static const struct {
         const char *model, *from, *to, *key;
@@ -528,23 +570,36 @@ static void test_settings(void **state) {
         double expected;
     } cases[] = {
         /* Qwen2: from layer max_window_layers on */
-        {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"", "qwen2.attention.sliding_window_pattern", 0, 0},
-        {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"", "qwen2.attention.sliding_window_pattern", 1, 1},
-        {"qwen2_window", "\"torch_dtype\"", "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"torch_dtype\"",
+        {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"",
+         "qwen2.attention.sliding_window_pattern", 0, 0},
+        {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"",
+         "qwen2.attention.sliding_window_pattern", 1, 1},
+        {"qwen2_window", "\"torch_dtype\"",
+         "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"torch_dtype\"",
          "qwen2.attention.sliding_window_pattern", 0, 1},
-        {"qwen2_window", "\"torch_dtype\"", "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"torch_dtype\"",
+        {"qwen2_window", "\"torch_dtype\"",
+         "\"layer_types\": [\"sliding_attention\", \"full_attention\"], \"torch_dtype\"",
          "qwen2.attention.sliding_window_pattern", 1, 0},
-        {"qwen2_window", "\"max_window_layers\": 1", "\"max_window_layers\": 0", "qwen2.attention.sliding_window", 0, 7},
-        {"qwen2_window", "\"max_window_layers\": 1", "\"max_window_layers\": 2", "qwen2.attention.sliding_window", 0, -1},
-        {"qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false", "qwen2.attention.sliding_window", 0, -1},
-        {"mistral_window", "\"sliding_window\": 9", "\"sliding_window\": null", "llama.attention.sliding_window", 0, -1},
-        {"mistral_window", "\"sliding_window\": 9,", "", "llama.attention.sliding_window", 0, 4096}, /* transformers' default */
+        {"qwen2_window", "\"max_window_layers\": 1", "\"max_window_layers\": 0",
+         "qwen2.attention.sliding_window", 0, 7},
+        {"qwen2_window", "\"max_window_layers\": 1", "\"max_window_layers\": 2",
+         "qwen2.attention.sliding_window", 0, -1},
+        {"qwen2_window", "\"use_sliding_window\": true", "\"use_sliding_window\": false",
+         "qwen2.attention.sliding_window", 0, -1},
+        {"mistral_window", "\"sliding_window\": 9", "\"sliding_window\": null",
+         "llama.attention.sliding_window", 0, -1},
+        /* transformers' default */
+        {"mistral_window", "\"sliding_window\": 9,", "", "llama.attention.sliding_window", 0, 4096},
         /* linear scaling takes more positions */
         {"llama_linear", "\"hidden_act\"", "\"hidden_act\"", "llama.context_length", 0, 160},
         {"llama_mha", "\"rope_theta\": 10000.0,", "", "llama.rope.freq_base", 0, 10000},
-        {"llama_mha", "\"rope_theta\": 10000.0", "\"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}", "llama.rope.freq_base", 0, 5e5},
-        {"llama_mha", "\"rms_norm_eps\": 1e-05,", "", "llama.attention.layer_norm_rms_epsilon", 0, 1e-6},
-        {"qwen3_yarn", "\"beta_fast\": 16.0", "\"beta_fast\": 8", "qwen3.rope.scaling.yarn_beta_fast", 0, 8},
+        {"llama_mha", "\"rope_theta\": 10000.0",
+         "\"rope_parameters\": {\"rope_type\": \"default\", \"rope_theta\": 5e5}",
+         "llama.rope.freq_base", 0, 5e5},
+        {"llama_mha", "\"rms_norm_eps\": 1e-05,", "", "llama.attention.layer_norm_rms_epsilon", 0,
+         1e-6},
+        {"qwen3_yarn", "\"beta_fast\": 16.0", "\"beta_fast\": 8",
+         "qwen3.rope.scaling.yarn_beta_fast", 0, 8},
     };
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -557,15 +612,17 @@ static void test_settings(void **state) {
         const llm_value *value = llm_file_find(file, cases[i].key);
         bool *flag = &(bool){false};
         if (!value) x = -1;
-        else if (value->element_type == LLM_VALUE_BOOL) x = llm_value_bool(value, cases[i].index, flag) && *flag;
+        else if (value->element_type == LLM_VALUE_BOOL)
+            x = llm_value_bool(value, cases[i].index, flag) && *flag;
         else assert_true(llm_value_f64(value, cases[i].index, &x));
-        if (fabs(x - cases[i].expected) > 1e-6 * fabs(cases[i].expected)) fail_msg("case %zu, %s: %g, not %g", i, cases[i].key, x, cases[i].expected);
+        if (fabs(x - cases[i].expected) > 1e-6 * fabs(cases[i].expected))
+            fail_msg("case %zu, %s: %g, not %g", i, cases[i].key, x, cases[i].expected);
         llm_file_close(file);
     }
 }
 
-/* The ids under eos_token_id of generation_config.json and config.json end an answer, one or several. They need not be
- * special tokens. Nothing else under that key counts. */
+/* The ids under eos_token_id of generation_config.json and config.json end an answer, one or
+ * several. They need not be special tokens. Nothing else under that key counts. */
 static void test_end_ids(void **state) {
     static const struct {
         const char *generation;
@@ -586,7 +643,8 @@ static void test_end_ids(void **state) {
         if (!t) fail_msg("%s", err.message);
         for (int32_t id = 0; id < llm_tokenizer_size(t); id++) {
             bool expected = id == 95;
-            for (int k = 0; cases[i].ends[k] >= 0; k++) expected = expected || cases[i].ends[k] == id;
+            for (int k = 0; cases[i].ends[k] >= 0; k++)
+                expected = expected || cases[i].ends[k] == id;
             if (llm_tokenizer_is_end(t, id) != expected) fail_msg("case %zu: token %d", i, (int)id);
             if (id >= 66 && id <= 70) assert_false(llm_tokenizer_is_special(t, id));
         }
@@ -595,18 +653,21 @@ static void test_end_ids(void **state) {
     }
 }
 
-/* ---- 4-bit integers by their formula ----------------------------------------------------------- */
+/* ---- 4-bit integers by their formula -------------------------------------------------------- */
 
 typedef struct int4_model {
     const char *name;
     bool awq, zeros_less_one;
 } int4_model;
 
-static const llm__source *source_of(const llm__sources *sources, const char *module, const char *part) {
+static const llm__source *source_of(const llm__sources *sources, const char *module,
+                                    const char *part) {
     char name[160];
     snprintf(name, sizeof name, "%s.%s", module, part);
     for (int64_t i = 0; i < sources->count; i++)
-        if (sources->items[i].name.length == strlen(name) && !memcmp(sources->items[i].name.data, name, strlen(name))) return &sources->items[i];
+        if (sources->items[i].name.length == strlen(name) &&
+            !memcmp(sources->items[i].name.data, name, strlen(name)))
+            return &sources->items[i];
     return NULL;
 }
 
@@ -616,16 +677,23 @@ static uint32_t word_at(const llm__source *source, uint64_t i) {
     return word;
 }
 
-/* scale x (q - zero) for row r and column c of a matrix, from the tensors as the tools store them */
-static float int4_value(const llm__sources *sources, const char *module, const int4_model *m, uint64_t r, uint64_t c) {
-    static const int places[8] = {0, 4, 1, 5, 2, 6, 3, 7}; /* of the rows in a word of AWQ, whose order is 0 2 4 6 1 3 5 7 */
-    const llm__source *weights = source_of(sources, module, "qweight"), *zeros = source_of(sources, module, "qzeros"),
-                      *scales = source_of(sources, module, "scales"), *groups = source_of(sources, module, "g_idx");
+/* scale x (q - zero) for row r and column c of a matrix, from the tensors as stored */
+static float int4_value(const llm__sources *sources, const char *module, const int4_model *m,
+                        uint64_t r, uint64_t c) {
+    /* where AWQ keeps each of eight rows in a word: their order there is 0 2 4 6 1 3 5 7 */
+    static const int places[8] = {0, 4, 1, 5, 2, 6, 3, 7};
+    const llm__source *weights = source_of(sources, module, "qweight"),
+                      *zeros = source_of(sources, module, "qzeros"),
+                      *scales = source_of(sources, module, "scales"),
+                      *groups = source_of(sources, module, "g_idx");
     uint64_t rows = scales->dims[1], cols = m->awq ? weights->dims[0] : 8 * weights->dims[0];
     uint64_t group = groups ? word_at(groups, c) : c / (cols / scales->dims[0]);
-    uint32_t q = m->awq ? word_at(weights, c * (rows / 8) + r / 8) >> 4 * places[r % 8] & 15 : word_at(weights, c / 8 * rows + r) >> 4 * (c % 8) & 15;
-    uint32_t zero = word_at(zeros, group * (rows / 8) + r / 8) >> 4 * (m->awq ? places[r % 8] : (int)(r % 8)) & 15;
-    return llm__f16_to_f32(llm__read_u16(scales->data + 2 * (group * rows + r))) * (float)((int)q - (int)zero - m->zeros_less_one);
+    uint32_t q = m->awq ? word_at(weights, c * (rows / 8) + r / 8) >> 4 * places[r % 8] & 15
+                        : word_at(weights, c / 8 * rows + r) >> 4 * (c % 8) & 15;
+    int place = m->awq ? places[r % 8] : (int)(r % 8);
+    uint32_t zero = word_at(zeros, group * (rows / 8) + r / 8) >> 4 * place & 15;
+    return llm__f16_to_f32(llm__read_u16(scales->data + 2 * (group * rows + r))) *
+           (float)((int)q - (int)zero - m->zeros_less_one);
 }
 
 /* Is zero 8 everywhere? Then q4_0 holds the matrix. */
@@ -636,7 +704,8 @@ static bool is_symmetric(const llm__sources *sources, const char *module, const 
     return true;
 }
 
-static void check_int4(const llm_file *file, const llm__sources *sources, const char *module, const char *tensor, const int4_model *m) {
+static void check_int4(const llm_file *file, const llm__sources *sources, const char *module,
+                       const char *tensor, const int4_model *m) {
     const llm_tensor *t = llm_file_find_tensor(file, tensor);
     llm_error err;
     assert_non_null(t);
@@ -651,37 +720,68 @@ static void check_int4(const llm_file *file, const llm__sources *sources, const 
             uint64_t column = t->columns ? (uint64_t)t->columns[c] : c;
             float expected = int4_value(sources, module, m, r, column);
             if (values[c] != expected)
-                fail_msg("%s, %s: row %d, column %d is %g, not %g", m->name, tensor, (int)r, (int)column, (double)values[c], (double)expected);
+                fail_msg("%s, %s: row %d, column %d is %g, not %g", m->name, tensor, (int)r,
+                         (int)column, (double)values[c], (double)expected);
         }
     }
     free(packed);
     free(values);
 }
 
+/* The same matrix in a file of f32 that was made of the folder: there the columns are in their own
+ * order. */
+static void check_rewritten(const llm_file *file, const llm__sources *sources, const char *module,
+                            const char *tensor, const int4_model *m) {
+    const llm_tensor *t = llm_file_find_tensor(file, tensor);
+    assert_true(t && t->type == LLM_F32);
+    for (uint64_t i = 0; i < t->dims[0] * t->dims[1]; i++)
+        if (((const float *)t->data)[i] !=
+            int4_value(sources, module, m, i / t->dims[0], i % t->dims[0]))
+            fail_msg("%s, %s: value %d of the rewritten file", m->name, tensor, (int)i);
+}
+
 static void test_int4_formula(void **state) {
-    static const int4_model models[] = {{"awq_g32", true, false},       {"awq_g32_sym", true, false},     {"awq_g128", true, false},
-                                        {"gptq_g32", false, true},      {"gptq_g32_act", false, true},    {"gptq_g32_act_sym", false, true},
-                                        {"gptq_g128_act", false, true}, {"gptq_g32_zero", false, true},   {"gptq_v2", false, false}};
-    static const char *const parts[][2] = {{"self_attn.q_proj", "attn_q"}, {"self_attn.v_proj", "attn_v"}, {"mlp.up_proj", "ffn_up"},
+    static const int4_model models[] = {
+        {"awq_g32", true, false},       {"awq_g32_sym", true, false},
+        {"awq_g128", true, false},      {"gptq_g32", false, true},
+        {"gptq_g32_act", false, true},  {"gptq_g32_act_sym", false, true},
+        {"gptq_g128_act", false, true}, {"gptq_g32_zero", false, true},
+        {"gptq_v2", false, false}};
+    static const char *const parts[][2] = {{"self_attn.q_proj", "attn_q"},
+                                           {"self_attn.v_proj", "attn_v"},
+                                           {"mlp.up_proj", "ffn_up"},
                                            {"mlp.down_proj", "ffn_down"}};
     (void)state;
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
-        char path[300], module[100], tensor[100];
+        char path[300], out[300], module[100], tensor[100];
         llm_error err;
         llm__sources sources = {0};
         llm__json header;
         snprintf(path, sizeof path, "tests/data/models/%s", models[i].name);
         llm_file *file = llm_file_open(path, &err);
         if (!file) fail_msg("%s", err.message);
+        snprintf(out, sizeof out, "%s.gguf", folder);
+        llm_file *rewritten = llm_quantize(path, out, LLM_F32, false, NULL, NULL, &err)
+                                  ? llm_file_open(out, &err)
+                                  : NULL;
+        if (!rewritten) fail_msg("%s", err.message);
         snprintf(path, sizeof path, "tests/data/models/%s/model.safetensors", models[i].name);
         bytes b = slurp(path);
         assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, path, &err));
-        for (int layer = 0; snprintf(tensor, sizeof tensor, "blk.%d.attn_q.weight", layer), llm_file_find_tensor(file, tensor); layer++)
+        for (int layer = 0;; layer++) {
+            snprintf(tensor, sizeof tensor, "blk.%d.attn_q.weight", layer);
+            if (!llm_file_find_tensor(file, tensor)) break;
             for (size_t k = 0; k < sizeof parts / sizeof *parts; k++) {
                 snprintf(module, sizeof module, "model.layers.%d.%s", layer, parts[k][0]);
                 snprintf(tensor, sizeof tensor, "blk.%d.%s.weight", layer, parts[k][1]);
                 check_int4(file, &sources, module, tensor, &models[i]);
+                /* (q changes places, see test_values_as_converter) */
+                if (strcmp(parts[k][1], "attn_q"))
+                    check_rewritten(rewritten, &sources, module, tensor, &models[i]);
             }
+        }
+        llm_file_close(rewritten);
+        unlink(out);
         LLM_FREE(sources.items);
         llm__json_free(&header);
         clear_bytes(&b);
@@ -1035,11 +1135,24 @@ static int remove_folder(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_damaged_settings), cmocka_unit_test(test_damaged_tensors), cmocka_unit_test(test_cut_files),
-        cmocka_unit_test(test_flipped_bytes), cmocka_unit_test(test_shards), cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_same_as_converter), cmocka_unit_test(test_settings), cmocka_unit_test(test_end_ids), cmocka_unit_test(test_int4_formula),
-        cmocka_unit_test(test_incomplete), cmocka_unit_test(test_added_tokens), cmocka_unit_test(test_memory), cmocka_unit_test(test_rows_of_engines), cmocka_unit_test(test_memory_of_rows),
-        cmocka_unit_test(test_large), cmocka_unit_test(test_count),
+        cmocka_unit_test(test_damaged_settings),
+        cmocka_unit_test(test_damaged_tensors),
+        cmocka_unit_test(test_cut_files),
+        cmocka_unit_test(test_flipped_bytes),
+        cmocka_unit_test(test_shards),
+        cmocka_unit_test(test_accepted),
+        cmocka_unit_test(test_same_as_converter),
+        cmocka_unit_test(test_values_as_converter),
+        cmocka_unit_test(test_settings),
+        cmocka_unit_test(test_end_ids),
+        cmocka_unit_test(test_int4_formula),
+        cmocka_unit_test(test_incomplete),
+        cmocka_unit_test(test_added_tokens),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_rows_of_engines),
+        cmocka_unit_test(test_memory_of_rows),
+        cmocka_unit_test(test_large),
+        cmocka_unit_test(test_count),
     };
     return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
 }
