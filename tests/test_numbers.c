@@ -109,6 +109,9 @@ static void test_f16_rounding(void **state) {
     assert_int_equal(llm__f32_to_f16(65520.0f), 0x7c00);
     assert_int_equal(llm__f32_to_f16(3e38f), 0x7c00);
     assert_int_equal(llm__f32_to_f16(-INFINITY), 0xfc00);
+    /* a NaN does not become infinity */
+    assert_true(isnan(llm__f16_to_f32(llm__f32_to_f16(llm__float_from_bits(0x7f800001)))));
+    assert_true(isnan(llm__f16_to_f32(llm__f32_to_f16(llm__float_from_bits(0xff801fff)))));
     assert_int_equal(llm__f32_to_f16(1e-45f), 0);
     assert_int_equal(llm__f32_to_f16(-1e-45f), 0x8000);
 }
@@ -229,17 +232,22 @@ static void test_strange_input(void **state) {
     }
 }
 
-/* Halves are rounded away from zero, as ggml does it. The largest magnitude is 127, so the scale is 1. */
+/* Halves are rounded away from zero, as ggml does it. The largest magnitude is 127, so the scale
+ * is 1. */
 static void test_q8_0_halves(void **state) {
-    static const struct { float x; int q; } cases[] = {{127, 127}, {0.5f, 1}, {1.5f, 2}, {2.5f, 3}, {-0.5f, -1}, {-1.5f, -2}, {-2.5f, -3},
-                                                       {0.25f, 0}, {-126.5f, -127}, {126.5f, 127}, {NAN, 0}};
+    static const struct {
+        float x;
+        int q;
+    } cases[] = {{127, 127},  {0.5f, 1},  {1.5f, 2},       {2.5f, 3},     {-0.5f, -1}, {-1.5f, -2},
+                 {-2.5f, -3}, {0.25f, 0}, {-126.5f, -127}, {126.5f, 127}, {NAN, 0}};
     float x[32] = {0};
     uint8_t packed[LLM__Q8_0_BYTES];
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) x[i] = cases[i].x;
     llm__pack_q8_0(x, packed, 32);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
-        if ((int8_t)packed[2 + i] != cases[i].q) fail_msg("%g became %d, not %d", (double)x[i], (int8_t)packed[2 + i], cases[i].q);
+        if ((int8_t)packed[2 + i] != cases[i].q)
+            fail_msg("%g became %d, not %d", (double)x[i], (int8_t)packed[2 + i], cases[i].q);
 }
 
 /* A NaN becomes zero in the formats around zero, and leaves its neighbours as they are. */
@@ -255,13 +263,14 @@ static void test_nan_is_zero(void **state) {
         type->unpack(packed, y, 32);
         for (int i = 0; i < 32; i++) {
             float expected = i == 3 || i == 20 ? 0.0f : x[i];
-            if (!(fabsf(y[i] - expected) < 0.04f)) fail_msg("%s: value %d is %g", type->name, i, (double)y[i]);
+            if (!(fabsf(y[i] - expected) < 0.04f))
+                fail_msg("%s: value %d is %g", type->name, i, (double)y[i]);
         }
     }
 }
 
-/* The format of AWQ and GPTQ: 16 levels of one scale around a whole zero point, which a block may have anywhere from 0 to 15.
- * Where the values are such levels, they come back exactly. */
+/* The format of AWQ and GPTQ: 16 levels of one scale around a whole zero point, which a block may
+ * have anywhere from 0 to 15. Where the values are such levels, they come back exactly. */
 static void test_q4_z(void **state) {
     (void)state;
     for (int zero = 0; zero < 16; zero++) {
@@ -284,7 +293,8 @@ static void test_q4_z(void **state) {
 /* The levels that kernels read of a block, multiplied out, are its values. */
 static void test_levels(void **state) {
     (void)state;
-    static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q5_0, LLM_Q5_1, LLM_Q4_K, LLM_Q5_K, LLM_Q6_K, LLM_Q4_Z};
+    static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q5_0, LLM_Q5_1,
+                                     LLM_Q4_K, LLM_Q5_K, LLM_Q6_K, LLM_Q4_Z};
     enum { COLS = 3 * 256 };
     uint32_t seed = 5;
     for (size_t k = 0; k < sizeof types / sizeof *types; k++) {
@@ -296,10 +306,12 @@ static void test_levels(void **state) {
             seed = seed * 1664525 + 1013904223;
             row[i] = (uint8_t)(seed >> 24);
         }
-        for (size_t at = 0; at < bytes; at += (size_t)type->block_bytes) { /* scales of moderate size: no infinities, no NaNs */
+        /* scales of moderate size: no infinities, no NaNs */
+        for (size_t at = 0; at < bytes; at += (size_t)type->block_bytes) {
             uint8_t *scale = row + at + (type->type == LLM_Q6_K ? 208 : 0);
             scale[1] = (uint8_t)(0x30 | (scale[1] & 0x8f));
-            if (type->type == LLM_Q4_1 || type->type == LLM_Q5_1 || type->type == LLM_Q4_K || type->type == LLM_Q5_K)
+            if (type->type == LLM_Q4_1 || type->type == LLM_Q5_1 || type->type == LLM_Q4_K ||
+                type->type == LLM_Q5_K)
                 scale[3] = (uint8_t)(0x30 | (scale[3] & 0x8f));
             if (type->type == LLM_Q4_Z) llm__write_u16(scale + 2, scale[2] % 17);
         }
@@ -316,11 +328,14 @@ static void test_levels(void **state) {
                 case LLM_Q5_0: value = scale * (q - 16); break;
                 case LLM_Q4_Z: value = scale * (q - l.minimum); break;
                 case LLM_Q6_K: value = scale * (int8_t)l.group[i / 16] * (q - 32); break;
-                case LLM_Q4_K: case LLM_Q5_K: value = scale * l.group[0] * q - minimum * l.group[1]; break;
+                case LLM_Q4_K:
+                case LLM_Q5_K: value = scale * l.group[0] * q - minimum * l.group[1]; break;
                 default: value = scale * q + minimum;
                 }
-                if (!(fabs(value - (double)values[32 * block + i]) <= 1e-6 * (fabs(value) + fabs(minimum) * 64)))
-                    fail_msg("%s: value %d is %g, not %g", type->name, 32 * block + i, value, (double)values[32 * block + i]);
+                if (!(fabs(value - (double)values[32 * block + i]) <=
+                      1e-6 * (fabs(value) + fabs(minimum) * 64)))
+                    fail_msg("%s: value %d is %g, not %g", type->name, 32 * block + i, value,
+                             (double)values[32 * block + i]);
             }
         }
     }
@@ -345,8 +360,10 @@ static void test_table(void **state) {
     assert_ptr_equal(llm_type_by_name("BF16"), llm_type_find(LLM_BF16));
     assert_null(llm_type_find((llm_type)4));
     assert_null(llm_type_find((llm_type)-1));
-    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K", "q8", "f", "q4_", "", NULL};
-    for (size_t i = 0; i < sizeof no_types / sizeof *no_types; i++) assert_null(llm_type_by_name(no_types[i]));
+    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K",
+                                           "q8",   "f",    "q4_",        "",      NULL};
+    for (size_t i = 0; i < sizeof no_types / sizeof *no_types; i++)
+        assert_null(llm_type_by_name(no_types[i]));
     assert_null(llm_type_at(-1));
     assert_null(llm_type_at(1000));
     for (int i = 0; llm_type_at(i); i++) assert_ptr_equal(llm_type_find(llm_type_at(i)->type), llm_type_at(i));
@@ -354,10 +371,12 @@ static void test_table(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_golden),       cmocka_unit_test(test_f16_every_value), cmocka_unit_test(test_f16_rounding),
-        cmocka_unit_test(test_bf16),         cmocka_unit_test(test_block_errors),    cmocka_unit_test(test_rounding_errors),
-        cmocka_unit_test(test_special_blocks), cmocka_unit_test(test_strange_input), cmocka_unit_test(test_q8_0_halves),
-        cmocka_unit_test(test_nan_is_zero),  cmocka_unit_test(test_q4_z),            cmocka_unit_test(test_levels),
+        cmocka_unit_test(test_golden),         cmocka_unit_test(test_f16_every_value),
+        cmocka_unit_test(test_f16_rounding),   cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_block_errors),   cmocka_unit_test(test_rounding_errors),
+        cmocka_unit_test(test_special_blocks), cmocka_unit_test(test_strange_input),
+        cmocka_unit_test(test_q8_0_halves),    cmocka_unit_test(test_nan_is_zero),
+        cmocka_unit_test(test_q4_z),           cmocka_unit_test(test_levels),
         cmocka_unit_test(test_table),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
