@@ -179,17 +179,20 @@ static void test_utf8_every_beginning(void **state) {
             uint32_t code, c = 0;
             size_t got = llm__utf8(s, 4, &code), n = first < 0xE0 ? 2 : first < 0xF0 ? 3 : 4;
             for (size_t i = 0; i < n; i++) c = c << 6 | (s[i] & (i ? 0x3Fu : 0x7Fu >> n));
-            bool valid = c < 0x110000 && (c < 0xD800 || c > 0xDFFF) && encode(c, again) == n && !memcmp(s, again, n);
-            if (valid != (code < LLM__UTF8_INVALID)) fail_msg("%02X %02X", (unsigned)first, (unsigned)second);
+            bool valid = c < 0x110000 && (c < 0xD800 || c > 0xDFFF) && encode(c, again) == n &&
+                         !memcmp(s, again, n);
+            if (valid != (code < LLM__UTF8_INVALID))
+                fail_msg("%02X %02X", (unsigned)first, (unsigned)second);
             if (valid) assert_true(code == c && got == n);
         }
 }
 
 /* Unicode's White_Space property, from PropList.txt */
 static void test_white_space(void **state) {
-    static const uint32_t spaces[] = {
-        0x9,    0xA,    0xB,    0xC,    0xD,    0x20,   0x85,   0xA0,   0x1680, 0x2000, 0x2001, 0x2002, 0x2003,
-        0x2004, 0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200A, 0x2028, 0x2029, 0x202F, 0x205F, 0x3000};
+    static const uint32_t spaces[] = {0x9,    0xA,    0xB,    0xC,    0xD,    0x20,   0x85,
+                                      0xA0,   0x1680, 0x2000, 0x2001, 0x2002, 0x2003, 0x2004,
+                                      0x2005, 0x2006, 0x2007, 0x2008, 0x2009, 0x200A, 0x2028,
+                                      0x2029, 0x202F, 0x205F, 0x3000};
     (void)state;
     size_t n = 0;
     for (uint32_t c = 0; c < 0x110000; c++) {
@@ -228,7 +231,8 @@ static void test_nfc(void **state) {
         {{0x915, 0x93C}, {0x915, 0x93C}},
         {{0x1D15E}, {0x1D157, 0x1D165}},
         {{0x11099, 0x110BA}, {0x1109A}},
-        /* Hangul: U+11A7 is the base of the trailing consonants, and not one of them; U+11C2 is the last */
+        /* Hangul: U+11A7 is the base of the trailing consonants, not one of them; U+11C2 is the
+         * last of them */
         {{0x1100, 0x1161}, {0xAC00}},
         {{0x1100, 0x1161, 0x11A7}, {0xAC00, 0x11A7}},
         {{0xAC00, 0x11A7}, {0xAC00, 0x11A7}},
@@ -250,12 +254,15 @@ static void test_nfc(void **state) {
         uint8_t text[32], expected[32];
         size_t length = 0, wanted = 0;
         for (int k = 0; cases[i].text[k]; k++) length += encode(cases[i].text[k], text + length);
-        for (int k = 0; cases[i].expected[k]; k++) wanted += encode(cases[i].expected[k], expected + wanted);
+        for (int k = 0; cases[i].expected[k]; k++)
+            wanted += encode(cases[i].expected[k], expected + wanted);
         for (int round = 0; round < 2; round++) { /* NFC of NFC is the same */
             llm__codes codes = {NULL, 0, 0};
             llm__bytes out = {NULL, 0, 0};
-            assert_true(llm__normalize(n, round ? expected : text, round ? wanted : length, &codes, &out, &err));
-            if (out.length != wanted || memcmp(out.data, expected, wanted)) fail_msg("case %zu, round %d", i, round);
+            assert_true(llm__normalize(n, round ? expected : text, round ? wanted : length, &codes,
+                                       &out, &err));
+            if (out.length != wanted || memcmp(out.data, expected, wanted))
+                fail_msg("case %zu, round %d", i, round);
             LLM_FREE(codes.data);
             LLM_FREE(out.data);
         }
@@ -265,7 +272,8 @@ static void test_nfc(void **state) {
 }
 
 /* The splitter finds the words of each case, in which they are separated by |. */
-static void check_split(const char *name, llm__splitter split, const char *const *cases, size_t n_cases) {
+static void check_split(const char *name, llm__splitter split, const char *const *cases,
+                        size_t n_cases) {
     vocab v = small(false);
     for (size_t i = 0; i < n_cases; i++) {
         char text[256];
@@ -276,21 +284,26 @@ static void check_split(const char *name, llm__splitter split, const char *const
         for (size_t at = 0, length; at < n; at += length) {
             size_t bar = strcspn(expected, "|");
             length = split(v.t, (const uint8_t *)text + at, n - at);
-            if (length != bar) fail_msg("%s, case %zu, at %zu: %zu bytes instead of %zu", name, i, at, length, bar);
+            if (length != bar)
+                fail_msg("%s, case %zu, at %zu: %zu bytes instead of %zu", name, i, at, length,
+                         bar);
             expected += bar + (expected[bar] == '|');
         }
     }
     close_vocab(&v);
 }
 
-/* The words that GPT-2's own regular expression finds (made with Python's `regex`), separated by | */
+/* The words that GPT-2's own regular expression finds (made with Python's `regex`) */
 static void test_split(void **state) {
     (void)state;
     static const char *const cases[] = {
         "I|'ll| we|'ve| they|'re| don|'t| he|'d| I|'m| it|'s| '|Sam| '|s|'| DON|'|T",
-        "a| | b|  | c| \n\n| d|\n", "x|\n \n| y", "\xC3\xA9t\xC3\xA9| 12\xC2\xB3\xC2\xBD| \xE2\x85\xA7\xD9\xA3| \xD0\xB6\xD1\x83\xD0\xBA",
-        "\xC2\xA0|\xE3\x80\x80|x| \xE2\x80\x89| y", "don|''|t|!!!| ...?", "   ", "tab|\t|here|\v\f|\xC2\x85|z", " \t| a",
-        "\xE6\x97\xA5\xE6\x9C\xAC\xE8\xAA\x9E|\xE3\x80\x82|\xE3\x83\x86\xE3\x82\xB9\xE3\x83\x88| \xED\x95\x9C\xEA\xB5\xAD\xEC\x96\xB4",
+        "a| | b|  | c| \n\n| d|\n", "x|\n \n| y",
+        "\xC3\xA9t\xC3\xA9| 12\xC2\xB3\xC2\xBD| \xE2\x85\xA7\xD9\xA3| \xD0\xB6\xD1\x83\xD0\xBA",
+        "\xC2\xA0|\xE3\x80\x80|x| \xE2\x80\x89| y", "don|''|t|!!!| ...?", "   ",
+        "tab|\t|here|\v\f|\xC2\x85|z", " \t| a",
+        "\xE6\x97\xA5\xE6\x9C\xAC\xE8\xAA\x9E|\xE3\x80\x82|\xE3\x83\x86\xE3\x82\xB9\xE3\x83\x88| "
+        "\xED\x95\x9C\xEA\xB5\xAD\xEC\x96\xB4",
         "e|\xCC\x81|a|\xE2\x80\x8D|b|\xEF\xBB\xBF|c", " 1|a| 2|b", "\x1C\x1D| a",
         /* invalid bytes count as other characters */
         "a| \xFF\xC3|b|\xE6\x97'|s"};
@@ -300,21 +313,32 @@ static void test_split(void **state) {
 /* The same for the rules of Llama 3 and of Qwen2, which differ in their numbers */
 static void test_split_llama3(void **state) {
     (void)state;
-    static const char *const both[] = {
-        "I|'ll| SAY|'S| it|'\xC5\xBF", "don|'T| he|'LL| we|'vE", "'\xC5\xBF|o|'s", "'S", "a| '",
-        "a|\t|\tb| | c|\n\n| | d|\n", "x|!\n\n|y| ...\r\n| z", " \n \n| | q", "\r\n\r\n|x",
-        "!a| _|b| --|c", "\xC2\xA0x|\xE3\x80\x80y", "ab|\xCC\x81" "c"};
-    static const char *const threes[] = {"123|456|78| |9", "\xD9\xA3\xD9\xA4\xD9\xA5|\xD9\xA6", " | |12", " |\xC2\xB2\xC2\xBD"};
-    static const char *const ones[] = {"1|2|3|4| |9", "\xD9\xA3|\xD9\xA4|\xD9\xA5", " | |1|2", " |\xC2\xB2|\xC2\xBD"};
+    static const char *const both[] = {"I|'ll| SAY|'S| it|'\xC5\xBF",
+                                       "don|'T| he|'LL| we|'vE",
+                                       "'\xC5\xBF|o|'s",
+                                       "'S",
+                                       "a| '",
+                                       "a|\t|\tb| | c|\n\n| | d|\n",
+                                       "x|!\n\n|y| ...\r\n| z",
+                                       " \n \n| | q",
+                                       "\r\n\r\n|x",
+                                       "!a| _|b| --|c",
+                                       "\xC2\xA0x|\xE3\x80\x80y",
+                                       "ab|\xCC\x81"
+                                       "c"};
+    static const char *const threes[] = {"123|456|78| |9", "\xD9\xA3\xD9\xA4\xD9\xA5|\xD9\xA6",
+                                         " | |12", " |\xC2\xB2\xC2\xBD"};
+    static const char *const ones[] = {"1|2|3|4| |9", "\xD9\xA3|\xD9\xA4|\xD9\xA5", " | |1|2",
+                                       " |\xC2\xB2|\xC2\xBD"};
     check_split("llama3", llm__split_llama3, both, sizeof both / sizeof *both);
     check_split("qwen2", llm__split_qwen2, both, sizeof both / sizeof *both);
     check_split("llama3", llm__split_llama3, threes, sizeof threes / sizeof *threes);
     check_split("qwen2", llm__split_qwen2, ones, sizeof ones / sizeof *ones);
 }
 
-/* What each name of a rule (tokenizer.ggml.pre) stands for, as llama.cpp has it: into how many words
- * "1234" is split, whether text is brought into NFC, whether a word that is a token needs no merges,
- * and whether BOS comes in front. */
+/* What each name of a rule (tokenizer.ggml.pre) means in llama.cpp: into how many
+ * words "1234" is split, whether text is brought into NFC, whether a word that is a token needs no
+ * merges, and whether BOS comes in front. */
 static void test_rule_names(void **state) {
     (void)state;
     static const struct {
@@ -322,12 +346,15 @@ static void test_rule_names(void **state) {
         int words;
         bool composes, ignores_merges, adds_bos;
     } rules[] = {
-        {"gpt-2", 1, false, false, false},     {"gpt2", 1, false, false, false},      {"phi-2", 1, false, false, false},
-        {"olmo", 1, false, false, false},      {"mpt", 1, false, false, false},       {"smollm", 4, false, false, false},
-        {"starcoder", 4, false, false, false}, {"refact", 4, false, false, false},    {"command-r", 4, false, false, false},
-        {"codeshell", 4, false, false, false}, {"llama-bpe", 2, false, true, true},   {"llama3", 2, false, true, true},
-        {"llama-v3", 2, false, true, true},    {"falcon3", 2, false, true, true},     {"dbrx", 2, false, false, false},
-        {"smaug-bpe", 2, false, false, false}, {"qwen2", 4, true, false, false},      {"deepseek-r1-qwen", 4, true, false, false},
+        {"gpt-2", 1, false, false, false},     {"gpt2", 1, false, false, false},
+        {"phi-2", 1, false, false, false},     {"olmo", 1, false, false, false},
+        {"mpt", 1, false, false, false},       {"smollm", 4, false, false, false},
+        {"starcoder", 4, false, false, false}, {"refact", 4, false, false, false},
+        {"command-r", 4, false, false, false}, {"codeshell", 4, false, false, false},
+        {"llama-bpe", 2, false, true, true},   {"llama3", 2, false, true, true},
+        {"llama-v3", 2, false, true, true},    {"falcon3", 2, false, true, true},
+        {"dbrx", 2, false, false, false},      {"smaug-bpe", 2, false, false, false},
+        {"qwen2", 4, true, false, false},      {"deepseek-r1-qwen", 4, true, false, false},
     };
     static const char *const merges[] = {"1 2", "12 3", "123 4"};
     for (size_t i = 0; i < sizeof rules / sizeof *rules; i++) {
@@ -347,8 +374,10 @@ static void test_rule_names(void **state) {
         for (size_t k = 0; k < sizeof merges / sizeof *merges; k++) add_merge(&w, merges[k]);
         gguf_string(&g, "tokenizer.ggml.model", "gpt2");
         gguf_string(&g, "tokenizer.ggml.pre", rules[i].name);
-        gguf_array(&g, "tokenizer.ggml.tokens", T_STRING, (uint64_t)w.n, w.tokens.data, w.tokens.length);
-        gguf_array(&g, "tokenizer.ggml.merges", T_STRING, (uint64_t)w.n_merges, w.merges.data, w.merges.length);
+        gguf_array(&g, "tokenizer.ggml.tokens", T_STRING, (uint64_t)w.n, w.tokens.data,
+                   w.tokens.length);
+        gguf_array(&g, "tokenizer.ggml.merges", T_STRING, (uint64_t)w.n_merges, w.merges.data,
+                   w.merges.length);
         clear_bytes(&w.tokens);
         clear_bytes(&w.scores);
         clear_bytes(&w.kinds);
@@ -415,6 +444,8 @@ static void test_llama_small(void **state) {
     EXPECT(t, "b\xC3", 0, space, b, V_BYTES + 0xC3);
     EXPECT(t, "b\xC3\xA9", 0, space, b, id_of(t, "\xC3\xA9"));
     EXPECT(t, "b<s>", 0, space, b, id_of(t, "<s"), id_of(t, ">")); /* not the control token */
+    EXPECT(t, "<0x41>", 0, space, id_of(t, "<"), V_BYTES + '0', V_BYTES + 'x', V_BYTES + '4',
+           id_of(t, "1"), id_of(t, ">")); /* not the byte */
     EXPECT(t, "ddd", 0, space, id_of(t, "ddd")); /* "dd" first, then all three */
     assert_true(llm_tokenizer_adds_bos(t));
     EXPECT(t, "a", LLM_TOKENIZE_BOS, V_BOS, space_a);
@@ -507,9 +538,11 @@ typedef struct special_token {
     int32_t kind;
 } special_token;
 
-/* Each is a beginning of the next but one or two, so that which one counts depends on how far the text goes. */
-static const special_token nested[] = {{"<x", K_USER},    {"<x>", K_CONTROL},    {"<x><", K_USER}, {"<x><y>", K_CONTROL},
-                                       {"<y>", K_USER},   {"<y><x>", K_CONTROL}, {"<", K_CONTROL}, {"y>>", K_USER}};
+/* Each is a beginning of the next but one or two, so that which one counts depends on how far the
+ * text goes. */
+static const special_token nested[] = {
+    {"<x", K_USER},  {"<x>", K_CONTROL},    {"<x><", K_USER}, {"<x><y>", K_CONTROL},
+    {"<y>", K_USER}, {"<y><x>", K_CONTROL}, {"<", K_CONTROL}, {"y>>", K_USER}};
 enum { N_NESTED = sizeof nested / sizeof *nested };
 
 /* Tokens 0 to 255 are the bytes, the nested ones follow. */
@@ -530,25 +563,29 @@ static vocab nested_vocab(void) {
     return v;
 }
 
-/* The longest of the tokens that stands at text[at] and ends by `end`; -1: none */
+/* The longest of the tokens that begins at text[at] and ends by `end`; -1: none */
 static int longest_nested(const char *text, size_t at, size_t end, bool control) {
     int best = -1;
     for (int i = 0; i < N_NESTED; i++) {
         size_t n = strlen(nested[i].text);
         if (nested[i].kind == K_CONTROL && !control) continue;
-        if (at + n <= end && !memcmp(text + at, nested[i].text, n) && (best < 0 || n > strlen(nested[best].text))) best = i;
+        if (at + n <= end && !memcmp(text + at, nested[i].text, n) &&
+            (best < 0 || n > strlen(nested[best].text)))
+            best = i;
     }
     return best;
 }
 
-/* In a trusted range the longest special token that lies in the range; elsewhere, and where there is none, the longest
- * user-defined one; else a byte. */
-static int64_t naive_specials(const char *text, size_t n, const llm__range *trusted, int64_t n_trusted, int32_t *ids) {
+/* In a trusted range the longest special token that lies in the range; elsewhere, and where there
+ * is none, the longest user-defined one; else a byte. */
+static int64_t naive_specials(const char *text, size_t n, const llm__range *trusted,
+                              int64_t n_trusted, int32_t *ids) {
     int64_t count = 0;
     for (size_t at = 0; at < n;) {
         int found = -1;
         for (int64_t r = 0; r < n_trusted; r++)
-            if (trusted[r].begin <= at && at < trusted[r].end) found = longest_nested(text, at, trusted[r].end, true);
+            if (trusted[r].begin <= at && at < trusted[r].end)
+                found = longest_nested(text, at, trusted[r].end, true);
         if (found < 0) found = longest_nested(text, at, n, false);
         ids[count++] = found < 0 ? (uint8_t)text[at] : 256 + found;
         at += found < 0 ? 1 : strlen(nested[found].text);
@@ -556,10 +593,12 @@ static int64_t naive_specials(const char *text, size_t n, const llm__range *trus
     return count;
 }
 
-static void check_nested(const llm_tokenizer *t, const char *text, size_t n, const llm__range *trusted, int64_t n_trusted) {
+static void check_nested(const llm_tokenizer *t, const char *text, size_t n,
+                         const llm__range *trusted, int64_t n_trusted) {
     int32_t got[64], wanted[64];
     llm_error err;
-    int64_t n_got = llm__tokenize_ranges(t, text, n, trusted, n_trusted, false, false, got, 64, &err);
+    int64_t n_got =
+        llm__tokenize_ranges(t, text, n, trusted, n_trusted, false, false, got, 64, &err);
     int64_t n_wanted = naive_specials(text, n, trusted, n_trusted, wanted);
     if (n_got != n_wanted || memcmp(got, wanted, (size_t)n_wanted * sizeof *got))
         fail_msg("\"%.*s\" with %d trusted ranges", (int)n, text, (int)n_trusted);
@@ -576,9 +615,11 @@ static void test_longest_special(void **state) {
     /* a trusted "<x>" before an untrusted "<y>", which would make it another token */
     llm__range first = {0, 3}, last = {3, 6};
     int32_t ids[8];
-    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &first, 1, false, false, ids, 8, NULL), 2);
+    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &first, 1, false, false, ids, 8, NULL),
+                     2);
     assert_true(ids[0] == 256 + 1 && ids[1] == 256 + 4);
-    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &last, 1, false, false, ids, 8, NULL), 3);
+    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &last, 1, false, false, ids, 8, NULL),
+                     3);
     assert_true(ids[0] == 256 + 2 && ids[1] == 'y' && ids[2] == '>');
     test_random random = {17};
     for (int round = 0; round < 20000; round++) {
@@ -588,7 +629,8 @@ static void test_longest_special(void **state) {
         size_t n = (size_t)random_below(&random, (int)sizeof text);
         for (size_t i = 0; i < n; i++) text[i] = "<x>y><"[random_below(&random, 6)];
         for (size_t at = 0; at < n && n_trusted < 4;) { /* in order, apart or touching */
-            size_t begin = at + (size_t)random_below(&random, 4), end = begin + 1 + (size_t)random_below(&random, 8);
+            size_t begin = at + (size_t)random_below(&random, 4),
+                   end = begin + 1 + (size_t)random_below(&random, 8);
             if (end > n) break;
             trusted[n_trusted++] = (llm__range){begin, end};
             at = end;
@@ -601,7 +643,8 @@ static void test_longest_special(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* Neighbours without a token are one unknown token, if the file says so. A token between ends the run. */
+/* Neighbours without a token become one unknown token, if the file says so. A known token ends
+ * the run. */
 static void test_fused_unknown(void **state) {
     (void)state;
     for (int fuse = 0; fuse < 2; fuse++) {
