@@ -128,7 +128,8 @@ same "... gives the same text" first out
 name="prompt from standard input"; "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""
 same "... gives the same text" first out
 printf 'Hello\n\n' >prompt.txt
-ok "prompt from a file: one newline is dropped" '"prompt": "Hello\\n"' "$LLM" run -m "$M" -n 1 -q --json -f prompt.txt
+ok "prompt from a file: one newline is dropped" '"prompt": "Hello\\n"' \
+    "$LLM" run -m "$M" -n 1 -q --json -f prompt.txt
 ok "empty prompt" "" "$LLM" run -m "$M" -n 5 -q ""
 ok "no prompt" "" "$LLM" run -m "$M" -n 5 -q
 ok "nothing to generate" "^Hello$" sh -c '"$1" run -m "$2" -n 0 Hello 2>/dev/null' - "$LLM" "$M"
@@ -225,10 +226,20 @@ if [ -n "$python" ]; then
     "$python" - "$LLM" "$M" >log 2>err <<'END'
 import json, subprocess, sys
 documents = open("text.txt", encoding="utf-8").read().split("<|endoftext|>\n")
-counts = [len(subprocess.run([sys.argv[1], "tokenize", "-m", sys.argv[2], d.strip("\n")], stdout=subprocess.PIPE, check=True).stdout.split())
-          for d in documents]
+def tokens(text):
+    command = [sys.argv[1], "tokenize", "-m", sys.argv[2], text]
+    return subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout.split()
+counts = [len(tokens(d.strip("\n"))) for d in documents]
 whole, windows = json.load(open("whole.json")), json.load(open("windows.json"))
-assert whole["tokens_predicted"] == windows["tokens_predicted"] == sum(n + 1 for n in counts), (whole, windows, counts)
+expected = sum(n + 1 for n in counts)
+assert whole["tokens_predicted"] == windows["tokens_predicted"] == expected, (whole, windows)
+def computed(n, context): # windows advance by half a context until the last token is predicted
+    total, start, done = 0, 0, 1
+    while done < n:
+        size = min(n - 1 - start, context)
+        total, done, start = total + size, start + size + 1, start + context // 2
+    return total
+assert windows["tokens_computed"] == sum(computed(n + 2, 16) for n in counts), (windows, counts)
 assert whole["bytes"] == windows["bytes"] == sum(len(d.strip("\n")) for d in documents)
 END
     status=$?
@@ -354,6 +365,8 @@ for signal in INT TERM; do
 done
 
 # ---- --device
+bad "a beginning of a word is not the word" 2 "cache-type needs one of f32.f16, not 'f'" \
+    "$LLM" run --cache-type f -m "$M" Hello
 bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device gpu -m "$M" Hello
 "$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err </dev/null
 run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
