@@ -186,9 +186,11 @@ head -n 100 full.jsonl >o.jsonl
 cp o.jsonl p.jsonl
 sed '50s/wolf/bear/' many.jsonl >changed.jsonl
 bad "a changed input" 1 "changed.jsonl, line 50 is not what the result in o.jsonl was made from" batch -f changed.jsonl -o o.jsonl
-for o in "--top-k 3" "--temperature 0.5" "--top-p 0.5" "--min-p 0.5" "--repetition-penalty 2" "--penalty-window 3" "-s 5" "-n 7" "-c 100" \
-    "--cache-type f32" --ignore-end --special "--stop x"; do
-    bad "another option, $o" 1 "many.jsonl, line 1 is not what the result" batch -f many.jsonl -o o.jsonl $o
+for o in "--top-k 3" "--temperature 0.5" "--top-p 0.5" "--min-p 0.5" "--repetition-penalty 2" \
+    "--penalty-window 3" "-s 5" "-n 7" "-c 100" "--cache-type f32" \
+    --ignore-end --special "--stop x"; do
+    bad "another option, $o" 1 "many.jsonl, line 1 is not what the result" \
+        batch -f many.jsonl -o o.jsonl $o
 done
 bad "another model" 1 "many.jsonl, line 1 is not what the result" "$LLM" batch -m "$D" -q -f many.jsonl -o o.jsonl
 head -n 99 many.jsonl >shorter.jsonl

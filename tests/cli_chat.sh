@@ -77,9 +77,11 @@ chat "a conversation longer than the context" 0 "the oldest [0-9]+ messages were
 answers 10
 
 echo "/save long.json" >>typed
-chat "... with a message of the system" 0 "messages were forgotten, since the context holds 160 tokens" "" --context 160 --system "Be kind."
+chat "... with a message of the system" 0 "messages were forgotten, since the context holds" "" \
+    --context 160 --system "Be kind."
 name="... which is not forgotten"
-if grep -A 1 '^\[$' long.json | grep -q '"system", "content": "Be kind\."'; then pass; else fail "the message of the system first"; fi
+if grep -A 1 '^\[$' long.json | grep -q '"system", "content": "Be kind\."'; then pass
+else fail "the message of the system first"; fi
 
 bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
 bad "--no-thinking where thinking is no matter" 1 "for the chat template qwen3; .* chatml, has no form for it" \

@@ -59,7 +59,8 @@ static char *zero_terminated(const llm__json_node *node) {
 }
 
 /* A vocabulary of bytes, with the template's special tokens, and the template. NULL bos: none. */
-static vocab chat_vocab_adding(const char *bos, const char *eos, const char *chat_template, bool adds_bos) {
+static vocab chat_vocab_adding(const char *bos, const char *eos, const char *chat_template,
+                               bool adds_bos) {
     static const char *const marks[] = {"<|im_start|>", "<|im_end|>", "<|start_header_id|>", "<|end_header_id|>", "<|eot_id|>", "<s>", "</s>",
                                         "[INST]", "[/INST]", "<|begin_of_text|>", "<|end_of_text|>"};
     gguf g = {0};
@@ -231,7 +232,7 @@ static void test_no_forging(void **state) {
     close_vocab(&v);
 }
 
-/* ---- Details of the templates ------------------------------------------------------------------ */
+/* ---- Details of the templates --------------------------------------------------------------- */
 
 static int count_ids(const int32_t *ids, int64_t n, int32_t id) {
     int count = 0;
@@ -246,7 +247,11 @@ static void test_one_bos(void **state) {
     static const struct {
         const char *name;
         bool begins_with_bos;
-    } templates[] = {{"llama3", true}, {"llama2", true}, {"mistral-v1", true}, {"chatml", false}, {"zephyr", false}};
+    } templates[] = {{"llama3", true},
+                     {"llama2", true},
+                     {"mistral-v1", true},
+                     {"chatml", false},
+                     {"zephyr", false}};
     for (int adds_bos = 0; adds_bos < 2; adds_bos++) {
         vocab v = chat_vocab_adding("<s>", "</s>", NULL, adds_bos);
         for (size_t i = 0; i < sizeof templates / sizeof *templates; i++) {
@@ -258,7 +263,8 @@ static void test_one_bos(void **state) {
             int64_t n = llm_chat_tokenize(v.t, &options, &message, 1, ids, 200, &err);
             bool expected = adds_bos || templates[i].begins_with_bos;
             assert_true(n > 0);
-            if (count_ids(ids, n, llm_tokenizer_bos(v.t)) != expected) fail_msg("%s, add_bos_token %d", templates[i].name, adds_bos);
+            if (count_ids(ids, n, llm_tokenizer_bos(v.t)) != expected)
+                fail_msg("%s, add_bos_token %d", templates[i].name, adds_bos);
             assert_int_equal(ids[0] == llm_tokenizer_bos(v.t), expected);
         }
         close_vocab(&v);
@@ -316,59 +322,69 @@ static void test_date_is_no_token(void **state) {
 /* Today's date, of every day from 1970 to 2199, is what the C library says it is in Greenwich. */
 static void test_today(void **state) {
     (void)state;
-    static const char *const months[] = {"Jan", "Feb", "Mar", "Apr", "May", "Jun", "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
+    static const char *const months[] = {"Jan", "Feb", "Mar", "Apr", "May", "Jun",
+                                         "Jul", "Aug", "Sep", "Oct", "Nov", "Dec"};
     for (int day = 0; day < 84006; day++) {
         char got[40], expected[80];
         struct tm parts;
         test_now = (time_t)day * 86400 + (day % 2 ? 86399 : 1);
         gmtime_r(&test_now, &parts);
-        snprintf(expected, sizeof expected, "%02d %s %d", parts.tm_mday, months[parts.tm_mon], parts.tm_year + 1900);
+        snprintf(expected, sizeof expected, "%02d %s %d", parts.tm_mday, months[parts.tm_mon],
+                 parts.tm_year + 1900);
         llm__today(got, sizeof got);
         if (strcmp(got, expected)) fail_msg("day %d: %s, not %s", day, got, expected);
     }
     test_now = 0;
 }
 
-/* What is trimmed is what Python's strip takes off: the characters for which str.isspace() holds. */
+/* Trimming removes what Python's strip removes: the characters for which str.isspace() holds. */
 static void test_trim(void **state) {
     (void)state;
     for (uint32_t c = 1; c < 0x110000; c++) {
         if (c >= 0xD800 && c <= 0xDFFF) continue;
-        bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || c == 0x85 || c == 0xA0 || c == 0x1680 || (c >= 0x2000 && c <= 0x200A) ||
-                     c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F || c == 0x3000;
+        bool space = (c >= 9 && c <= 13) || (c >= 28 && c <= 32) || c == 0x85 || c == 0xA0 ||
+                     c == 0x1680 || (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 ||
+                     c == 0x202F || c == 0x205F || c == 0x3000;
         char text[12];
         size_t n = llm__put_utf8(c, text);
         memcpy(text + n, "x y", 3);
         memcpy(text + n + 3, text, n);
         llm_string s = llm__trim((llm_string){text, 2 * n + 3});
-        if (s.length != (space ? 3 : 2 * n + 3) || s.data != text + (space ? n : 0)) fail_msg("U+%04X", (unsigned)c);
+        if (s.length != (space ? 3 : 2 * n + 3) || s.data != text + (space ? n : 0))
+            fail_msg("U+%04X", (unsigned)c);
     }
     assert_int_equal(llm__trim((llm_string){" \t \n", 4}).length, 0);
 }
 
-static void expect_render(const llm_tokenizer *t, const char *name, const llm_message *messages, int n, const char *expected) {
+static void expect_render(const llm_tokenizer *t, const char *name, const llm_message *messages,
+                          int n, const char *expected) {
     llm_chat_options options = llm_chat_defaults();
     char text[1000];
     llm_error err;
     int32_t ids[1000], again[1000];
     options.template_name = name;
     int64_t length = llm_chat_render(t, &options, messages, n, text, sizeof text, &err);
-    if (length != (int64_t)strlen(expected) || memcmp(text, expected, (size_t)length)) fail_msg("%s: \"%.*s\"", name, (int)length, text);
+    if (length != (int64_t)strlen(expected) || memcmp(text, expected, (size_t)length))
+        fail_msg("%s: \"%.*s\"", name, (int)length, text);
     int64_t count = llm_chat_tokenize(t, &options, messages, n, ids, 1000, &err);
-    assert_int_equal(count, llm_tokenize(t, text, (size_t)length, LLM_TOKENIZE_SPECIAL, again, 1000, &err));
+    assert_int_equal(
+        count, llm_tokenize(t, text, (size_t)length, LLM_TOKENIZE_SPECIAL, again, 1000, &err));
     assert_memory_equal(ids, again, (size_t)count * sizeof *ids);
 }
 
-/* Written out by hand from the templates' sources */
+/* The expected texts are written by hand from the templates' sources. */
 static void test_details(void **state) {
     (void)state;
     vocab v = chat_vocab("<s>", "</s>", NULL);
     /* thoughts are left out of answers only, up to the last mark */
-    llm_message m[4] = {message_of(LLM_ROLE_SYSTEM, "a</think>b"), message_of(LLM_ROLE_USER, "c</think>d"),
-                        message_of(LLM_ROLE_ASSISTANT, "e</think>f</think>\n\ng"), message_of(LLM_ROLE_USER, "h")};
-    expect_render(v.t, "qwen3", m, 4,
-                  "<|im_start|>system\na</think>b<|im_end|>\n<|im_start|>user\nc</think>d<|im_end|>\n"
-                  "<|im_start|>assistant\ng<|im_end|>\n<|im_start|>user\nh<|im_end|>\n<|im_start|>assistant\n");
+    llm_message m[4] = {
+        message_of(LLM_ROLE_SYSTEM, "a</think>b"), message_of(LLM_ROLE_USER, "c</think>d"),
+        message_of(LLM_ROLE_ASSISTANT, "e</think>f</think>\n\ng"), message_of(LLM_ROLE_USER, "h")};
+    expect_render(
+        v.t, "qwen3", m, 4,
+        "<|im_start|>system\na</think>b<|im_end|>\n<|im_start|>user\nc</think>d<|im_end|>\n"
+        "<|im_start|>assistant\ng<|im_end|>\n<|im_start|>user\nh<|im_end|>\n"
+        "<|im_start|>assistant\n");
     /* an empty message: the white space that the template put in front of it is trimmed with it */
     llm_message empty[2] = {message_of(LLM_ROLE_SYSTEM, "s"), message_of(LLM_ROLE_USER, "  ")};
     expect_render(v.t, "llama2", empty, 2, "<s>[INST] <<SYS>>\ns\n<</SYS>> [/INST]");
@@ -378,10 +394,15 @@ static void test_details(void **state) {
 /* A chatml template may bring one default system message. Of two it is not clear which counts. */
 static void test_default_system_messages(void **state) {
     (void)state;
-    static const char rest[] = "{%- for message in messages %}{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
-                               "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
-    static const char one[] = "{%- if messages[0].role != 'system' %}{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{%- endif %}";
-    static const char two[] = "{%- if tools %}{{- '<|im_start|>system\\nUse them.<|im_end|>\\n' }}{%- endif %}";
+    static const char rest[] =
+        "{%- for message in messages %}"
+        "{{- '<|im_start|>' + message.role + '\\n' + message.content + '<|im_end|>' + '\\n' }}"
+        "{%- endfor %}{%- if add_generation_prompt %}{{- '<|im_start|>assistant\\n' }}{%- endif %}";
+    static const char one[] =
+        "{%- if messages[0].role != 'system' %}"
+        "{{- '<|im_start|>system\\nBe good.<|im_end|>\\n' }}{%- endif %}";
+    static const char two[] =
+        "{%- if tools %}{{- '<|im_start|>system\\nUse them.<|im_end|>\\n' }}{%- endif %}";
     char text[2000];
     for (int n = 0; n < 3; n++) {
         snprintf(text, sizeof text, "%s%s%s", n > 1 ? two : "", n > 0 ? one : "", rest);

@@ -976,16 +976,19 @@ static uint64_t splitmix64(uint64_t state) {
     return z ^ (z >> 31);
 }
 
-/* A seed stands for its numbers in the files and scripts of users: they must never change. The
- * constants were computed apart from this program, in Python. */
+/* Users rely on a seed to repeat a result, so these numbers must never change. The constants were
+ * computed in Python, apart from this program. */
 static void test_random_numbers(void **state) {
     static const struct {
         uint64_t seed, stream, index;
         double expected;
     } cases[] = {
-        {0, 0, 0, 0x1.1c13ade1c7e5cp-3},        {0, 0, 1, 0x1.79953c24b633cp-3},
-        {1, 2, 3, 0x1.a0e68ea1fbc6cp-1},        {42, 7, 0, 0x1.56fa2225de082p-2},
-        {42, 7, 1, 0x1.c1e98431377d4p-3},       {3, (1ULL << 32) | 1, 5, 0x1.8d914dacd1e26p-2},
+        {0, 0, 0, 0x1.1c13ade1c7e5cp-3},
+        {0, 0, 1, 0x1.79953c24b633cp-3},
+        {1, 2, 3, 0x1.a0e68ea1fbc6cp-1},
+        {42, 7, 0, 0x1.56fa2225de082p-2},
+        {42, 7, 1, 0x1.c1e98431377d4p-3},
+        {3, (1ULL << 32) | 1, 5, 0x1.8d914dacd1e26p-2},
         {UINT64_MAX, UINT64_MAX, UINT64_MAX, 0x1.656c5fd21f038p-2},
     };
     (void)state;
@@ -1166,7 +1169,8 @@ int main(void) {
         cmocka_unit_test(test_distributions),
         cmocka_unit_test(test_odd_logits),
         cmocka_unit_test(test_penalty),
-        cmocka_unit_test(test_random_numbers), cmocka_unit_test(test_random),
+        cmocka_unit_test(test_random_numbers),
+        cmocka_unit_test(test_random),
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),
         cmocka_unit_test(test_steps_allocate_nothing),

@@ -826,7 +826,8 @@ static void test_no_memory(void **state) {
     clear_bytes(&b);
 }
 
-/* ---- Types of a file rewritten ------------------------------------------------------------------- */
+/* ---- Types of a file rewritten
+ * ------------------------------------------------------------------- */
 
 /* A file of matrices of layers, of embedding and output, in f32 */
 static llm_file *layers_file(bytes *b, int n_layers, bool output) {
@@ -867,12 +868,15 @@ static void test_mixed_types(void **state) {
             char name[40];
             bool more = i < n / 8 || i >= 7 * n / 8 || (i - n / 8) % 3 == 2;
             snprintf(name, sizeof name, "blk.%d.attn_v.weight", i);
-            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), more ? LLM_Q6_K : LLM_Q4_K);
-            assert_int_equal(quantized_type(file, name, LLM_Q5_K, true), more ? LLM_Q6_K : LLM_Q5_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true),
+                             more ? LLM_Q6_K : LLM_Q4_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q5_K, true),
+                             more ? LLM_Q6_K : LLM_Q5_K);
             assert_int_equal(quantized_type(file, name, LLM_Q4_K, false), LLM_Q4_K);
             assert_int_equal(quantized_type(file, name, LLM_Q4_0, true), LLM_Q4_0);
             snprintf(name, sizeof name, "blk.%d.ffn_down.weight", i);
-            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), more ? LLM_Q6_K : LLM_Q4_K);
+            assert_int_equal(quantized_type(file, name, LLM_Q4_K, true),
+                             more ? LLM_Q6_K : LLM_Q4_K);
             snprintf(name, sizeof name, "blk.%d.attn_q.weight", i);
             assert_int_equal(quantized_type(file, name, LLM_Q4_K, true), LLM_Q4_K);
         }
@@ -880,23 +884,32 @@ static void test_mixed_types(void **state) {
         llm_file_close(file);
         clear_bytes(&b);
     }
-    /* the matrix that makes the logits keeps at least 6 bits: that is the embedding, where there is no other */
+    /* the matrix that makes the logits keeps at least 6 bits: that is the embedding, where there is
+     * no other */
     for (int output = 0; output < 2; output++) {
         bytes b;
         llm_file *file = layers_file(&b, 1, output);
-        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_K, true), output ? LLM_Q4_K : LLM_Q6_K);
+        assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_K, true),
+                         output ? LLM_Q4_K : LLM_Q6_K);
         assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_K, false), LLM_Q6_K);
         assert_int_equal(quantized_type(file, "token_embd.weight", LLM_Q4_0, false), LLM_Q8_0);
         assert_int_equal(quantized_type(file, "token_embd.weight", LLM_F16, false), LLM_F16);
-        if (output) assert_int_equal(quantized_type(file, "output.weight", LLM_Q4_K, true), LLM_Q6_K);
+        if (output)
+            assert_int_equal(quantized_type(file, "output.weight", LLM_Q4_K, true), LLM_Q6_K);
         llm_file_close(file);
         clear_bytes(&b);
     }
     /* rows that are not whole blocks */
-    static const struct { llm_type wanted; uint64_t cols; llm_type expected; } rows[] = {
-        {LLM_Q4_K, 256, LLM_Q4_K}, {LLM_Q4_K, 288, LLM_Q5_0}, {LLM_Q5_K, 288, LLM_Q5_1}, {LLM_Q6_K, 288, LLM_Q8_0}, {LLM_Q4_0, 288, LLM_Q4_0},
-        {LLM_Q4_K, 272, LLM_F16},  {LLM_Q8_0, 40, LLM_F16},   {LLM_Q4_0, 16, LLM_F16},   {LLM_BF16, 40, LLM_BF16},  {LLM_F32, 1, LLM_F32}};
-    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++) assert_int_equal(llm_quantize_type(rows[i].wanted, rows[i].cols, false), rows[i].expected);
+    static const struct {
+        llm_type wanted;
+        uint64_t cols;
+        llm_type expected;
+    } rows[] = {{LLM_Q4_K, 256, LLM_Q4_K}, {LLM_Q4_K, 288, LLM_Q5_0}, {LLM_Q5_K, 288, LLM_Q5_1},
+                {LLM_Q6_K, 288, LLM_Q8_0}, {LLM_Q4_0, 288, LLM_Q4_0}, {LLM_Q4_K, 272, LLM_F16},
+                {LLM_Q8_0, 40, LLM_F16},   {LLM_Q4_0, 16, LLM_F16},   {LLM_BF16, 40, LLM_BF16},
+                {LLM_F32, 1, LLM_F32}};
+    for (size_t i = 0; i < sizeof rows / sizeof *rows; i++)
+        assert_int_equal(llm_quantize_type(rows[i].wanted, rows[i].cols, false), rows[i].expected);
     assert_int_equal(test_live, 0);
 }
 
@@ -1075,28 +1088,17 @@ int main(void) {
     snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp", (long)getpid());
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_read_v2),
-        cmocka_unit_test(test_read_v3),
-        cmocka_unit_test(test_conversions),
-        cmocka_unit_test(test_vocabulary_only),
-        cmocka_unit_test(test_many_names),
-        cmocka_unit_test(test_alignment),
-        cmocka_unit_test(test_cut_everywhere),
-        cmocka_unit_test(test_flipped_bytes),
-        cmocka_unit_test(test_not_gguf),
-        cmocka_unit_test(test_hostile_counts),
-        cmocka_unit_test(test_hostile_values),
-        cmocka_unit_test(test_hostile_tensors),
-        cmocka_unit_test(test_hostile_layout),
-        cmocka_unit_test(test_many_tensors_fast),
-        cmocka_unit_test(test_open),
-        cmocka_unit_test(test_write_and_read),
-        cmocka_unit_test(test_copy),
-        cmocka_unit_test(test_writer_misuse),
-        cmocka_unit_test(test_full_disk),
-        cmocka_unit_test(test_no_memory),
-        cmocka_unit_test(test_mixed_types),
-        cmocka_unit_test(test_parts),
+        cmocka_unit_test(test_read_v2),        cmocka_unit_test(test_read_v3),
+        cmocka_unit_test(test_conversions),    cmocka_unit_test(test_vocabulary_only),
+        cmocka_unit_test(test_many_names),     cmocka_unit_test(test_alignment),
+        cmocka_unit_test(test_cut_everywhere), cmocka_unit_test(test_flipped_bytes),
+        cmocka_unit_test(test_not_gguf),       cmocka_unit_test(test_hostile_counts),
+        cmocka_unit_test(test_hostile_values), cmocka_unit_test(test_hostile_tensors),
+        cmocka_unit_test(test_hostile_layout), cmocka_unit_test(test_many_tensors_fast),
+        cmocka_unit_test(test_open),           cmocka_unit_test(test_write_and_read),
+        cmocka_unit_test(test_copy),           cmocka_unit_test(test_writer_misuse),
+        cmocka_unit_test(test_full_disk),      cmocka_unit_test(test_no_memory),
+        cmocka_unit_test(test_mixed_types),    cmocka_unit_test(test_parts),
         cmocka_unit_test(test_damaged_parts),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
