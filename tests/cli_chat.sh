@@ -23,10 +23,8 @@ answers 0
 printf 'Who is there?' >typed
 chat "a message without the end of its line" 0 "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
 answers 1
-cp out unended
-printf 'Who is there?\n' >typed
-chat "the same message with the end of its line" 0 "prompt tokens" ""
-same "... has the same answer" unended out
+printf '/system Be kind.\n/save whole.json' >typed
+chat "a command without the end of its line" 0 "1 messages are in whole\.json$" ""
 printf 'Who is there?\n\n   \nAnd who else?\n' >typed
 chat "empty lines are no messages; what was said before is in the cache" 0 "\([1-9][0-9]* from the cache\)" ""
 answers 2
