@@ -5,6 +5,7 @@
 # make sanitize   the same with the address and undefined-behaviour sanitizers
 # make fuzz SECONDS=60   each fuzzer for a minute
 # make soak MINUTES=30   random workloads, with failures, for half an hour (soak-sanitized: with the sanitizers)
+# make mutants    do the tests notice planted bugs? ONLY=tokenizer/: those of a chapter; SAMPLE=10: so many of them
 # make arm64      some of the tests on arm64, under qemu
 # make docs       the book again: its quotes, its output, its pictures (make quotes: only the first)
 # make clean
@@ -182,6 +183,10 @@ fuzz:
 
 build-fuzzers: $(FUZZERS:tests/%.c=$(B)/%)
 
+# ---- Mutants: patches that plant one bug each (tests/mutants.sh) -------------------------------
+mutants: $(B)/have-cmocka $(B)/have-c++
+	@CC='$(CC)' ONLY='$(ONLY)' SAMPLE='$(SAMPLE)' sh tests/mutants.sh
+
 # ---- Soak: random workloads, also on the emulated device where there is a C++ compiler. SEED: of the first round. ----
 SEED     =
 $(B)/soak.o: tests/soak.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(B)/have-cc
@@ -211,6 +216,6 @@ docs: $(LLM)
 clean:
 	rm -rf build llm
 
-.PHONY: docs quotes demo test build-tests sanitize arm64 fuzz build-fuzzers soak soak-sanitized clean
+.PHONY: docs quotes demo mutants test build-tests sanitize arm64 fuzz build-fuzzers soak soak-sanitized clean
 .PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/tiles_%.o $(B)/fuzz_%.o
 .DELETE_ON_ERROR:

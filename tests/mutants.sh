@@ -1,0 +1,154 @@
+#!/bin/sh
+# tests/mutants.sh: how well do the tests notice bugs? Each patch under tests/mutants/ plants one bug (a "mutant"). This script
+# applies the patches one at a time, each in a fresh copy of the tree, builds and runs the tests that cover the patched chapter,
+# and prints whether one of them fails ("caught") or all pass ("survived").
+#
+#     ONLY=tokenizer/   only the patches whose path contains this text
+#     SAMPLE=10         only so many, drawn by SEED (default: the last commit, so that each commit draws others)
+#     JOBS=2            so many at a time (default: one per processor)
+#
+# A patch file begins with a sentence that says what is broken. A line `Tests: NAME...` replaces the chapter's list of tests, and a line
+# `Survives: REASON` explains why no test can notice it. Ends in one line, "N passed, N failed". A mutant fails if it
+# survives without a reason, does not apply, does not compile, or if its test also fails without it.
+set -u
+
+tests_of() { # chapter: its tests, the ones that notice most or take least time first
+    case $1 in
+    files) echo test_files test_folders test_json ;;
+    tokenizer) echo test_tokenizer ;;
+    chat) echo test_chat ;;
+    numbers) echo test_numbers ;;
+    kernels) echo test_kernels ;;
+    executor) echo tests/races.sh test_kernels test_engine ;;
+    cache) echo test_pool test_scheduler ;;
+    transformer) echo test_engine test_golden ;;
+    sampling) echo test_engine ;;
+    scheduler) echo test_scheduler ;;
+    speculation) echo test_speculation ;;
+    engine) echo test_engine test_scheduler test_faults ;;
+    cuda) echo test_device test_device_sampling test_cuda_kernels test_device_engine ;;
+    command) echo tests/cli.sh tests/cli_batch.sh tests/cli_chat.sh ;;
+    *) return 1 ;;
+    esac
+}
+
+build() { # what to build, and for which chapter: a change outside the kernels and for a test with an engine of its own leaves the libraries alone
+    keep='-o build/llm.o -o build/kernels.o -o build/libkernels.a -o build/libllm.a'
+    if [ "$2" = kernels ]; then keep=
+    elif [ "$2" != command ] && ! grep -q 'define LLM_IMPLEMENTATION' "tests/${1#build/}.c"; then keep=
+    fi
+    # shellcheck disable=SC2086
+    make -s $keep NVCC= OBSERVED= OPTIMIZE=-O1 "$1"
+}
+
+attempt() { # test, chapter: 0 if it passes, 1 if it fails, 2 if it does not compile; what it prints goes into ../log
+    case $1 in
+    *.sh) [ "$1" = tests/races.sh ] || build llm "$2" >../log 2>&1 || return 2
+        # shellcheck disable=SC2086
+        LLM=./llm $limit sh "$1" >../log 2>&1 </dev/null || return 1 ;;
+    *) build "build/$1" "$2" >../log 2>&1 || return 2
+        $limit "build/$1" >../log 2>&1 </dev/null || return 1 ;;
+    esac
+}
+
+fresh() { # a copy of the tree, times included, becomes the current folder
+    cd "$work" && rm -rf "$mine" && mkdir "$mine" && cp -a pristine "$mine/tree" && cd "$mine/tree"
+}
+
+passes_without() { # test, chapter: does the test pass in the tree as it is? Asked once for each test
+    while ! mkdir "$work/asking" 2>/dev/null; do sleep 1; done
+    known=$work/known.$(basename "$1")
+    if [ ! -e "$known" ]; then
+        fresh && attempt "$1" "$2"
+        echo $? >"$known"
+    fi
+    rmdir "$work/asking"
+    [ "$(cat "$known")" -eq 0 ]
+}
+
+one() { # patch: try it, and say how it went in one line
+    chapter=$(basename "$(dirname "$1")")
+    patch=$work/pristine/$1 start=$(date +%s) verdict=survived by=
+    tests=$(sed -n 's/^Tests: *//p' "$patch")
+    [ -n "$tests" ] || tests=$(tests_of "$chapter") || verdict='has no chapter of that name'
+    fresh || exit 1
+    if [ "$verdict" = survived ] && ! patch -p1 -s -f <"$patch" >../log 2>&1; then verdict='does not apply'; fi
+    if [ "$verdict" = survived ]; then
+        for test in $tests; do
+            attempt "$test" "$chapter"
+            case $? in
+            1) verdict=caught by=$test ;;
+            2) verdict='does not compile' by=$test ;;
+            *) continue ;;
+            esac
+            break
+        done
+    fi
+    seconds=$(($(date +%s) - start))
+    case $verdict in
+    'does not'*) head -n 5 ../log >"$work/why.$$" ;;
+    esac
+    if [ "$verdict" = caught ] && ! passes_without "$by" "$chapter"; then verdict='test fails without it, too:'; fi
+    reason=$(sed -n 's/^Survives: *//p' "$patch")
+    if [ "$verdict" = survived ] && [ -n "$reason" ]; then verdict=explained by="($reason)"; fi
+    printf '%-10s %-58s %3d s  %s\n' "$verdict" "${1#tests/mutants/}" "$seconds" "$by"
+    [ ! -e "$work/why.$$" ] || sed 's/^/   | /' "$work/why.$$"
+    rm -rf "${work:?}/$mine" "$work/why.$$"
+}
+
+limit=$(command -v timeout >/dev/null 2>&1 && echo timeout 300)
+export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
+if [ "${1:-}" = --one ]; then # FOLDER PATCH
+    work=$2 mine=mutant.$$
+    one "$3"
+    exit 0
+fi
+
+cd "$(dirname "$0")/.." || exit 1
+jobs=${JOBS:-$(nproc 2>/dev/null || echo 2)}
+mkdir -p build && work=$(mktemp -d "$PWD/build/mutants.XXXXXX") || exit 1
+trap 'rm -rf "$work"' EXIT
+trap 'exit 1' INT TERM
+
+find tests/mutants -name '*.patch' | sort >"$work/all"
+grep -F -e "${ONLY:-}" "$work/all" >"$work/chosen"
+if [ -n "${SAMPLE:-}" ]; then
+    seed=${SEED:-$(git rev-parse HEAD 2>/dev/null)}
+    while read -r patch; do
+        grep -q '^Survives:' "$patch" || echo "$(echo "$seed $patch" | cksum | cut -d' ' -f1) $patch"
+    done <"$work/chosen" | sort -n | head -n "$SAMPLE" | cut -d' ' -f2 >"$work/sample"
+    mv "$work/sample" "$work/chosen"
+fi
+[ -s "$work/chosen" ] || { echo "no patch under tests/mutants/ has '${ONLY:-}' in its path"; echo '0 passed, 1 failed'; exit 1; }
+
+# The tree, with what `make` and `make test` have compiled already; the rest of what mutants are linked with is compiled once, here.
+mkdir -p "$work/pristine/build"
+tar -cf - --exclude=./build --exclude=./.git . | tar -C "$work/pristine" -xf - || exit 1
+find build -maxdepth 1 -type f -exec cp -p {} "$work/pristine/build" \; || exit 1
+(cd "$work/pristine" && make -s -j"$jobs" NVCC= OBSERVED= build/libkernels.a build/libllm.a build/emulated.o build/cuda_on_cpu.o llm) || exit 1
+
+echo "$(wc -l <"$work/chosen") mutants"
+xargs -P "$jobs" -n 1 sh "$0" --one "$work" <"$work/chosen" | {
+    caught=0 explained=0 failed=0
+    while read -r line; do
+        echo "$line"
+        case $line in
+        caught*) caught=$((caught + 1)) ;;
+        explained*) explained=$((explained + 1)) ;;
+        '| '*) ;;
+        *) failed=$((failed + 1)) ;;
+        esac
+    done
+    n=$(wc -l <"$work/chosen")
+    lost=$((n - caught - explained - failed))
+    echo "caught $caught of $n; $explained survive for a stated reason"
+    [ "$lost" -eq 0 ] || echo "$lost did not say how they ended"
+    failed=$((failed + lost))
+    # An explained survivor is still a gap: at most 3 in 100, once there are enough to count.
+    if [ $((explained * 100)) -gt $((n * 3)) ] && [ "$n" -ge 100 ]; then
+        echo "more than 3 % survive"
+        failed=$((failed + 1))
+    fi
+    echo "$((caught + explained)) passed, $failed failed"
+    [ "$failed" -eq 0 ]
+}
