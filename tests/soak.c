@@ -311,6 +311,21 @@ static void draw_request(client *c) {
     for (int i = 0; i < 1200; i++) c->forced[i] = chance(10) ? below(vocab) : -1;
 }
 
+/* An earlier request again, with a stop text from what it gave: one that is sure to come. */
+static void draw_again(client *c, const client *earlier) {
+    const sample_record *sample = &earlier->got->samples[0];
+    *c = *earlier;
+    c->request.prompt = c->prompt;
+    c->request.stop = c->stops;
+    for (int i = 0; i < 2; i++) c->stops[i] = c->stop_texts[i];
+    c->disturbed = false;
+    size_t length = 1 + (size_t)below(3);
+    if (sample->text_length < length) return;
+    memset(c->stop_texts, 0, sizeof c->stop_texts);
+    memcpy(c->stop_texts[0], sample->text + below((int)(sample->text_length - length + 1)), length);
+    c->request.n_stop = c->stop_texts[0][0] != 0;
+}
+
 /* Make a request impossible. Returns the status that it must be refused with. */
 static llm_status spoil(llm_request *q) {
     const llm_engine_options *o = llm_engine_settings(now.engine);
@@ -394,7 +409,8 @@ static void submit_one(void) {
     llm_error err;
     client *c = (client *)calloc(1, sizeof *c);
     assert_non_null(c);
-    draw_request(c);
+    if (now.n_clients && chance(20)) draw_again(c, now.clients[below(now.n_clients)]);
+    else draw_request(c);
     if (chance(6)) {
         llm_request bad = c->request;
         llm_status status = spoil(&bad);
