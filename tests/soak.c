@@ -569,6 +569,8 @@ static void compare(const client *c) {
     for (int s = 0; s < c->request.n_samples; s++) {
         sample_record *got = &c->got->samples[s], *right = &expected->samples[s];
         assert_int_equal(got->n_ends, 1);
+        for (int i = 0; i < c->request.n_stop; i++)
+            assert_true(!got->text || !strstr(got->text, c->stops[i]));
         if (now.emulated && now.options.host_sampling) match_logprobs(got, right);
         if (got->finish == LLM_FINISH_CANCELLED) assert_begins(got, right, vocab);
         else assert_same_sample(got, right, vocab);
