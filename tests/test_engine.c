@@ -9,10 +9,11 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "test_memory.h"
+#include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include "engine_util.h"
+#include "tiny_model.h"
 
 #define GQA "tests/data/golden/gqa_4_2.gguf"   /* q8_0 */
 #define TIED "tests/data/golden/gqa_8_2.gguf"  /* q4_0 */
@@ -595,6 +596,158 @@ static void test_unread_events(void **state) {
     llm_model_free(model);
 }
 
+/* ---- Events, against a model of the rules ------------------------------------------------- */
+
+/* A request whose samples say what was written down for them: a hook forces each token. */
+enum { SCRIPT = 12, WRITERS = 3, LETTER = 3, TINY_END = 2 }; /* LETTER: the id of 'a' */
+
+typedef struct script {
+    int32_t tokens[WRITERS][SCRIPT];
+    float logprobs[WRITERS][SCRIPT]; /* of these tokens, under the logits before they were forced */
+    int n_prompt, vocab;
+} script;
+
+static void force_script(void *user, uint64_t request, int sample, int position, float *logits) {
+    script *s = (script *)user;
+    int i = position + 1 - s->n_prompt;
+    double sum = 0;
+    (void)request;
+    if (i < 0) return;
+    for (int v = 0; v < s->vocab; v++) {
+        assert_true(fabsf(logits[v]) < 1e3f); /* the model's own: no other call has changed them */
+        sum += exp((double)logits[v]);
+    }
+    s->logprobs[sample][i] = (float)((double)logits[s->tokens[sample][i]] - log(sum));
+    logits[s->tokens[sample][i]] = 1e30f;
+}
+
+/* What one sample has said and shown so far. */
+typedef struct writer {
+    char text[SCRIPT + 1];
+    int length, shown, n_tokens;
+    bool ended;
+} writer;
+
+/* The first character of the stop text that begins first; -1: none is there. */
+static int first_stop(const llm_request *r, const char *text) {
+    int first = -1;
+    for (int i = 0; i < r->n_stop; i++) {
+        const char *at = strstr(text, r->stop[i]);
+        if (at && (first < 0 || at - text < first)) first = (int)(at - text);
+    }
+    return first;
+}
+
+/* How much of the text can be shown: up to the longest ending with which a stop text may begin. */
+static int certain(const llm_request *r, const writer *w) {
+    int first = w->length;
+    for (int i = 0; i < r->n_stop; i++)
+        for (int at = 0; at < first; at++)
+            if (!strncmp(r->stop[i], w->text + at, (size_t)(w->length - at))) first = at;
+    return first;
+}
+
+/* The next event must be that of this sample's token (-1: cancelled). Returns how it must end. */
+static llm_finish assert_event(llm_engine *engine, const llm_request *r, const script *s,
+                               uint64_t id, int sample, writer *w, int32_t token) {
+    llm_event event;
+    bool end = token == TINY_END && !r->ignore_end;
+    llm_finish finish = LLM_FINISH_NONE;
+    if (w->n_tokens + 1 == r->max_tokens) finish = LLM_FINISH_LENGTH;
+    if (end) finish = LLM_FINISH_END;
+    if (token < 0) finish = LLM_FINISH_CANCELLED;
+    if (token >= LETTER) w->text[w->length++] = (char)('a' + token - LETTER);
+    int stop = first_stop(r, w->text), shown = finish ? w->length : certain(r, w);
+    if (stop >= 0) shown = stop, finish = LLM_FINISH_STOP;
+    assert_true(llm_next_event(engine, &event));
+    assert_int_equal(event.request, id);
+    assert_ptr_equal(event.user, s);
+    assert_int_equal(event.sample, sample);
+    assert_int_equal(event.token, token);
+    assert_int_equal(event.index, w->n_tokens);
+    assert_int_equal(event.finish, finish);
+    assert_false(event.accepted);
+    if (token >= 0) assert_true(fabsf(event.logprob - s->logprobs[sample][w->n_tokens]) < 1e-4f);
+    assert_int_equal(event.text_length, shown - w->shown);
+    if (shown > w->shown) assert_memory_equal(event.text, w->text + w->shown, event.text_length);
+    w->shown = shown;
+    w->n_tokens += token >= 0;
+    w->ended = finish != LLM_FINISH_NONE;
+    return finish;
+}
+
+/* One request of random scripts, stop texts and limits. Some are cancelled, before the events of
+ * the step are read. Counts how the samples end. */
+static void check_events(llm_engine *engine, test_random *random, int ends[5]) {
+    static const int32_t prompt[] = {5, 9, 4, 7};
+    char stops[3][5], given[3][5];
+    const char *list[] = {stops[0], stops[1], stops[2]};
+    const char *given_list[] = {given[0], given[1], given[2]};
+    script s;
+    writer w[WRITERS];
+    llm_error err;
+    llm_request r = llm_request_defaults();
+    memset(&s, 0, sizeof s);
+    memset(w, 0, sizeof w);
+    memset(stops, 0, sizeof stops);
+    r.prompt = prompt;
+    r.n_prompt = s.n_prompt = 1 + random_below(random, 4);
+    s.vocab = llm_model_config(llm_engine_model(engine))->vocab_size;
+    r.max_tokens = 1 + random_below(random, SCRIPT);
+    r.n_samples = 1 + random_below(random, WRITERS);
+    r.ignore_end = random_below(random, 2);
+    r.n_stop = random_below(random, 4);
+    for (int i = 0; i < r.n_stop; i++)
+        for (int k = random_below(random, 4); k >= 0; k--)
+            stops[i][k] = (char)('a' + random_below(random, 2));
+    for (int i = 0; i < WRITERS; i++)
+        for (int k = 0; k < SCRIPT; k++)
+            s.tokens[i][k] = random_below(random, 20) ? LETTER + random_below(random, 3) : TINY_END;
+    r.logits_hook = force_script;
+    r.user = &s;
+    r.stop = given_list;
+    memcpy(given, stops, sizeof given);
+    uint64_t id;
+    assert_true(llm_submit(engine, &r, &id, &err));
+    memset(given, 'a', sizeof given - 1); /* the engine has copies */
+    r.stop = list;
+
+    int cancelled_at = random_below(random, 2 * SCRIPT), live = r.n_samples;
+    for (int k = 0; live > 0; k++) {
+        assert_int_equal(llm_step(engine, &err), 1);
+        bool cancelled = k == cancelled_at && llm_cancel(engine, id, &err);
+        for (int i = 0; i < r.n_samples; i++) {
+            if (w[i].ended) continue;
+            ends[assert_event(engine, &r, &s, id, i, &w[i], s.tokens[i][k])]++;
+            live -= w[i].ended;
+        }
+        if (k == cancelled_at) assert_int_equal(cancelled, live > 0);
+        for (int i = 0; cancelled && i < r.n_samples; i++) {
+            if (w[i].ended) continue;
+            ends[assert_event(engine, &r, &s, id, i, &w[i], -1)]++;
+            live--;
+        }
+        llm_event none;
+        assert_false(llm_next_event(engine, &none));
+    }
+    assert_idle(engine);
+    assert_int_equal(llm_step(engine, &err), 0);
+}
+
+static void test_events(void **state) {
+    test_random random = {4};
+    int ends[5] = {0};
+    (void)state;
+    tiny_model m = tiny_model_new(tiny_defaults());
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    llm_engine *engine = engine_new(m.model, &o);
+    for (int i = 0; i < 600; i++) check_events(engine, &random, ends);
+    for (int i = LLM_FINISH_END; i <= LLM_FINISH_CANCELLED; i++) assert_true(ends[i] > 30);
+    llm_engine_free(engine);
+    tiny_model_free(&m);
+}
+
 /* ---- Mistakes of the caller ----------------------------------------------------------------- */
 
 static llm_engine *mistaken; /* the engine that has to survive */
@@ -969,7 +1122,7 @@ static void test_penalty(void **state) {
 }
 
 /* The generator is part of the file format of a seed, so to speak: these numbers must never change. */
-static void test_random(void **state) {
+static void test_random_numbers(void **state) {
     double sum = 0, squares = 0;
     (void)state;
     assert_true(llm_random(1, 2, 3) == llm_random(1, 2, 3));
@@ -1108,6 +1261,7 @@ static void test_model_from_memory(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_events),
         cmocka_unit_test(test_block_sizes),
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_threads),
@@ -1131,7 +1285,7 @@ int main(void) {
         cmocka_unit_test(test_distributions),
         cmocka_unit_test(test_odd_logits),
         cmocka_unit_test(test_penalty),
-        cmocka_unit_test(test_random),
+        cmocka_unit_test(test_random_numbers),
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),
         cmocka_unit_test(test_steps_allocate_nothing),
