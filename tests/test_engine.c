@@ -748,6 +748,89 @@ static void test_events(void **state) {
     tiny_model_free(&m);
 }
 
+/* ---- Draws of a device --------------------------------------------------------------------- */
+
+static llm_backend *cpu;
+
+/* The `sample` of a device: it draws by the definition, in plain loops, with floating point. */
+static bool plain_sample(void *context, float *logits, int vocab, const llm_draw *draws, int n,
+                         int32_t *out, float *logprobs, llm_error *err) {
+    assert_int_equal(vocab, VOCAB);
+    for (int i = 0; i < n; i++) {
+        const llm_draw *d = &draws[i];
+        const float *from = logits + (size_t)d->row * VOCAB;
+        float row[VOCAB];
+        if (!cpu->download(context, row, from, sizeof row, err)) return false;
+        double x[VOCAB], most = -INFINITY, sum = 0, all = 0;
+        bool recent[VOCAB] = {false};
+        int32_t best = 0;
+        for (int k = 0; k < d->n_recent; k++) recent[d->recent[k]] = true;
+        for (int v = 0; v < vocab; v++) {
+            double penalty = recent[v] ? (double)d->sampling.repetition_penalty : 1;
+            x[v] = row[v] > 0 ? (double)row[v] / penalty : (double)row[v] * penalty;
+            all += exp((double)row[v]);
+            if (x[v] > most) most = x[v], best = v;
+        }
+        if (d->sampling.temperature > 0) {
+            double t = (double)d->sampling.temperature, point = (double)d->random * 0x1p-64;
+            for (int v = 0; v < vocab; v++) sum += exp((x[v] - most) / t);
+            for (best = 0, point *= sum; best < vocab - 1; best++)
+                if ((point -= exp((x[best] - most) / t)) < 0) break;
+        }
+        out[i] = best;
+        logprobs[i] = (float)((double)row[best] - log(all));
+    }
+    return true;
+}
+
+/* A device draws what the host would: for each row and sample, with its window of recent tokens and
+ * its random number; also where a hook keeps some of the rows on the host. */
+static void test_device_draws(void **state) {
+    enum { N = 8 };
+    static const int windows[] = {0, 1, 2, 3, 7, 64};
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_error err;
+    cpu = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+    assert_non_null(cpu);
+    llm_backend device = *cpu;
+    device.sample = plain_sample;
+    for (int w = 0; w < 6; w++) {
+        record *r[2][N];
+        for (int host = 0; host < 2; host++) {
+            llm_engine_options o = llm_engine_defaults();
+            o.backend = &device;
+            o.host_sampling = host;
+            llm_engine *engine = engine_new(model, &o);
+            for (int i = 0; i < N; i++) {
+                llm_request request = some_request(i, 3 + 5 * i, 20);
+                request.n_samples = 1 + i % 3;
+                request.sampling.top_p = 1;
+                request.sampling.temperature = i % 2 ? 0.8f : 0;
+                request.sampling.repetition_penalty = 1.5f;
+                request.sampling.penalty_window = windows[w];
+                r[host][i] = record_new(model);
+                record_submit(engine, r[host][i], request, i == 2 || i == 5);
+            }
+            record_drain(engine);
+            llm_engine_free(engine);
+        }
+        for (int i = 0; i < N; i++) {
+            for (int k = 0; k < 1 + i % 3; k++) {
+                const sample_record *a = &r[0][i]->samples[k], *b = &r[1][i]->samples[k];
+                assert_int_equal(a->n_tokens, 20);
+                assert_memory_equal(a->tokens, b->tokens, 20 * sizeof(int32_t));
+                for (int t = 0; t < 20; t++)
+                    assert_true(fabsf(a->logprobs[t] - b->logprobs[t]) < 1e-4f);
+            }
+            record_free(r[0][i]);
+            record_free(r[1][i]);
+        }
+    }
+    llm_backend_free(cpu);
+    llm_model_free(model);
+}
+
 /* ---- Mistakes of the caller ----------------------------------------------------------------- */
 
 static llm_engine *mistaken; /* the engine that has to survive */
@@ -1262,6 +1345,7 @@ static void test_model_from_memory(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_events),
+        cmocka_unit_test(test_device_draws),
         cmocka_unit_test(test_block_sizes),
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_threads),
