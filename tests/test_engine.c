@@ -1202,12 +1202,36 @@ static void test_penalty(void **state) {
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 3); /* -1 x 1.1 < -1.05 */
     p.repetition_penalty = 0.9f;
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 2);
+
+    /* the oldest token of a window of three is the third from the end */
+    float level[4] = {1.1f, 1, 0, 0};
+    int32_t order[4] = {1, 0, 2, 3};
+    p.repetition_penalty = 2;
+    assert_int_equal(sample_once(&p, level, 4, order, 4), 1);
+
+    /* the counter of draws wraps around: the next draw penalizes as the first one did */
+    llm__sampler sampler;
+    llm_error err;
+    assert_true(llm__sampler_init(&sampler, 4, 1, &err));
+    for (int round = 0; round < 2; round++) {
+        assert_int_equal(llm__sample(&sampler, &p, level, order + 1, 1, 0, 0), 1);
+        sampler.n_draws = UINT32_MAX;
+    }
+    llm__sampler_free(&sampler);
 }
 
 /* The generator is part of the file format of a seed, so to speak: these numbers must never change. */
 static void test_random_numbers(void **state) {
     double sum = 0, squares = 0;
     (void)state;
+    static const struct { uint64_t seed, stream, index; double x; } pinned[] = {
+        {0, 0, 0, 0x4704eb7871f97p-53},
+        {1, 2, 3, 0x1a0e68ea1fbc6cp-53},
+        {42, 7, 1000, 0x5fe4c7a13c6fcp-53},
+        {UINT64_MAX, (uint64_t)1 << 32, (uint64_t)1 << 40, 0x1bcf8b7e66f4bap-53},
+    };
+    for (int i = 0; i < 4; i++)
+        assert_true(llm_random(pinned[i].seed, pinned[i].stream, pinned[i].index) == pinned[i].x);
     assert_true(llm_random(1, 2, 3) == llm_random(1, 2, 3));
     assert_true(llm_random(1, 2, 3) != llm_random(1, 2, 4));
     assert_true(llm_random(1, 2, 3) != llm_random(1, 3, 3));
