@@ -987,6 +987,35 @@ static void test_submit_text(void **state) {
     llm_model_free(model);
 }
 
+/* Where the file asks for BOS, a prompt from text begins with it; an empty text is BOS alone. */
+static void test_submit_text_with_bos(void **state) {
+    static const char *const texts[] = {"", "ab"};
+    int32_t ids[8];
+    llm_error err;
+    (void)state;
+    tiny_model m = tiny_model_new(tiny_defaults());
+    const llm_tokenizer *t = llm_model_tokenizer(m.model);
+    llm_engine *engine = engine_new(m.model, NULL);
+    ids[0] = llm_tokenizer_bos(t);
+    for (int i = 0; i < 2; i++) {
+        llm_request request = llm_request_defaults();
+        request.prompt = ids;
+        int64_t n = llm_tokenize(t, texts[i], strlen(texts[i]), 0, ids + 1, 7, &err);
+        request.n_prompt = 1 + (int)n;
+        request.max_tokens = 8;
+        record *expected = run_alone(m.model, NULL, request), *r = record_new(m.model);
+        request.user = r;
+        request.logits_hook = record_hook;
+        assert_true(llm_submit_text(engine, texts[i], &request, &r->id, &err));
+        record_drain(engine);
+        assert_same(expected, r);
+        record_free(expected);
+        record_free(r);
+    }
+    llm_engine_free(engine);
+    tiny_model_free(&m);
+}
+
 /* ---- Statistics and logprobs ------------------------------------------------------------------ */
 
 static void test_statistics(void **state) {
@@ -1388,6 +1417,7 @@ int main(void) {
         cmocka_unit_test(test_refused_options),
         cmocka_unit_test(test_wrong_calls),
         cmocka_unit_test(test_submit_text),
+        cmocka_unit_test(test_submit_text_with_bos),
         cmocka_unit_test(test_statistics),
         cmocka_unit_test(test_logprobs),
         cmocka_unit_test(test_distributions),
