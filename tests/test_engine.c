@@ -748,6 +748,70 @@ static void test_events(void **state) {
     tiny_model_free(&m);
 }
 
+/* What was not read stays where it is, whatever is submitted before it is read. */
+static void test_events_wait_while_others_come(void **state) {
+    llm_error err;
+    llm_event event;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request request = some_request(0, 5, 3);
+    for (int i = 0; i < 4; i++) assert_true(llm_submit(engine, &request, NULL, &err));
+    assert_int_equal(llm_step(engine, &err), 1);
+    assert_true(llm_next_event(engine, &event));
+    for (int i = 0; i < 100; i++) assert_true(llm_submit(engine, &request, NULL, &err));
+    for (uint64_t id = 2; id <= 4; id++) {
+        assert_true(llm_next_event(engine, &event));
+        assert_int_equal(event.request, id);
+        assert_int_equal(event.index, 0);
+    }
+    assert_false(llm_next_event(engine, &event));
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* The end of a character that never came is shown as U+FFFD, where the output ends for whatever
+ * reason. A stop text that this completes cuts the text, but a cancelled sample stays cancelled. */
+static void test_incomplete_characters(void **state) {
+    static const char *const stops[] = {"\xef\xbf\xbd"};
+    int32_t ids[2];
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_error err;
+    assert_int_equal(llm_tokenize(llm_model_tokenizer(model), "\xc3", 1, 0, ids, 2, &err), 1);
+    ids[1] = END;
+    llm_engine *engine = engine_new(model, NULL);
+    for (int kind = 0; kind < 3; kind++)
+        for (int stop = 0; stop < 2; stop++) {
+            static int32_t forced[CONTEXT];
+            static const llm_finish ends[] = {LLM_FINISH_LENGTH, LLM_FINISH_END,
+                                              LLM_FINISH_CANCELLED};
+            llm_request request = some_request(0, 4, kind == 0 ? 1 : 3);
+            for (int i = 0; i < CONTEXT; i++) forced[i] = -1;
+            memcpy(forced + 3, ids, sizeof ids);
+            request.ignore_end = false;
+            request.stop = stops;
+            request.n_stop = stop;
+            record *r = record_new(model);
+            r->forced = forced;
+            r->force_until = CONTEXT;
+            record_submit(engine, r, request, true);
+            assert_int_equal(llm_step(engine, &err), 1);
+            record_events(engine);
+            if (kind) assert_int_equal(r->samples[0].text_length, 0); /* it may still come */
+            if (kind == 2) assert_true(llm_cancel(engine, r->id, &err));
+            record_events(engine);
+            record_drain(engine);
+            assert_int_equal(r->samples[0].text_length, stop ? 0 : 3);
+            if (!stop) assert_string_equal(r->samples[0].text, stops[0]);
+            assert_int_equal(r->samples[0].finish, stop && kind < 2 ? LLM_FINISH_STOP : ends[kind]);
+            record_free(r);
+        }
+    assert_idle(engine);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
 /* ---- Draws of a device --------------------------------------------------------------------- */
 
 static llm_backend *cpu;
@@ -869,6 +933,13 @@ static void test_refused_requests(void **state) {
     r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses(r, LLM_ERROR_CAPACITY, "context");
     r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
     r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks"); /* 128 tokens into 96 slots */
+    r = good; r.max_tokens = 93;                     refuses(r, LLM_ERROR_CAPACITY, "blocks");
+    r.max_tokens = 92; /* all six blocks */
+    record *whole = record_new(model);
+    record_submit(mistaken, whole, r, false);
+    record_drain(mistaken);
+    assert_int_equal(whole->samples[0].n_tokens, 92);
+    record_free(whole);
     r = good; r.n_samples = 0;                       refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
     r = good; r.n_samples = -3;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
     r = good; r.n_samples = 17;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
@@ -1241,6 +1312,7 @@ static void test_penalty(void **state) {
     /* the counter of draws wraps around: the next draw penalizes as the first one did */
     llm__sampler sampler;
     llm_error err;
+    memset(&sampler, 0, sizeof sampler);
     assert_true(llm__sampler_init(&sampler, 4, 1, &err));
     for (int round = 0; round < 2; round++) {
         assert_int_equal(llm__sample(&sampler, &p, level, order + 1, 1, 0, 0), 1);
@@ -1398,6 +1470,8 @@ static void test_model_from_memory(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_events),
+        cmocka_unit_test(test_events_wait_while_others_come),
+        cmocka_unit_test(test_incomplete_characters),
         cmocka_unit_test(test_device_draws),
         cmocka_unit_test(test_max_tokens),
         cmocka_unit_test(test_end_token),
