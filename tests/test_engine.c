@@ -1022,8 +1022,10 @@ static void test_wrong_calls(void **state) {
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_false(llm_submit_text(engine, NULL, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    long live = test_live;
     assert_false(llm_submit_text(engine, "", NULL, NULL, &err)); /* this vocabulary's file asks for no BOS */
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_int_equal(test_live, live);
     assert_false(llm_cancel(engine, 12345, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_non_null(strstr(err.message, "12345"));
