@@ -111,11 +111,14 @@ static UNUSED void record_submit(llm_engine *engine, record *r, llm_request requ
 
 static UNUSED void record_drain(llm_engine *engine) {
     llm_error err;
-    int more;
+    int more, idle = 0; /* idle: steps in a row without a pass */
     do {
+        uint64_t before = llm_engine_statistics(engine).steps;
         more = llm_step(engine, &err);
         if (more < 0) fail_msg("%s", err.message);
         record_events(engine);
+        idle = llm_engine_statistics(engine).steps > before ? 0 : idle + 1;
+        if (idle > 1000) fail_msg("nothing moves");
     } while (more > 0);
 }
 

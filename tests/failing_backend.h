@@ -44,6 +44,12 @@ static bool failing_sample(void *context, float *logits, int vocab_size, const l
            real->sample(context, logits, vocab_size, draws, n, ids, logprobs, err);
 }
 
+/* It returns nothing: what it fails to do is reported by the next call. */
+static void failing_copy(void *context, const llm_cache *cache, const int32_t *from,
+                         const int32_t *to, int n) {
+    if (calls != fail_call) real->copy_blocks(context, cache, from, to, n);
+}
+
 static llm_backend failing_backend(void) {
     llm_backend b = *real;
     b.allocate = failing_allocate;
@@ -54,6 +60,7 @@ static llm_backend failing_backend(void) {
     b.begin_step = failing_begin;
     b.end_step = failing_end;
     b.sync = failing_sync;
+    b.copy_blocks = failing_copy;
     if (b.sample) b.sample = failing_sample;
     return b;
 }

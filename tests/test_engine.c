@@ -9,10 +9,11 @@
 #include <pthread.h>
 #include <stdlib.h>
 
-#include "test_memory.h"
+#include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include "engine_util.h"
+#include "tiny_model.h"
 
 #define GQA "tests/data/golden/gqa_4_2.gguf"   /* q8_0 */
 #define TIED "tests/data/golden/gqa_8_2.gguf"  /* q4_0 */
@@ -595,6 +596,305 @@ static void test_unread_events(void **state) {
     llm_model_free(model);
 }
 
+/* ---- Events, against a model of the rules ------------------------------------------------- */
+
+/* A request whose samples say what was written down for them: a hook forces each token. */
+enum { SCRIPT = 12, WRITERS = 3, LETTER = 3, TINY_END = 2 }; /* LETTER: the id of 'a' */
+
+typedef struct script {
+    int32_t tokens[WRITERS][SCRIPT];
+    float logprobs[WRITERS][SCRIPT]; /* of these tokens, under the logits before they were forced */
+    int n_prompt, vocab;
+} script;
+
+static void force_script(void *user, uint64_t request, int sample, int position, float *logits) {
+    script *s = (script *)user;
+    int i = position + 1 - s->n_prompt;
+    double sum = 0;
+    (void)request;
+    if (i < 0) return;
+    for (int v = 0; v < s->vocab; v++) {
+        assert_true(fabsf(logits[v]) < 1e3f); /* the model's own: no other call has changed them */
+        sum += exp((double)logits[v]);
+    }
+    s->logprobs[sample][i] = (float)((double)logits[s->tokens[sample][i]] - log(sum));
+    logits[s->tokens[sample][i]] = 1e30f;
+}
+
+/* What one sample has said and shown so far. */
+typedef struct writer {
+    char text[SCRIPT + 1];
+    int length, shown, n_tokens;
+    bool ended;
+} writer;
+
+/* The first character of the stop text that begins first; -1: none is there. */
+static int first_stop(const llm_request *r, const char *text) {
+    int first = -1;
+    for (int i = 0; i < r->n_stop; i++) {
+        const char *at = strstr(text, r->stop[i]);
+        if (at && (first < 0 || at - text < first)) first = (int)(at - text);
+    }
+    return first;
+}
+
+/* How much of the text can be shown: up to the longest ending with which a stop text may begin. */
+static int certain(const llm_request *r, const writer *w) {
+    int first = w->length;
+    for (int i = 0; i < r->n_stop; i++)
+        for (int at = 0; at < first; at++)
+            if (!strncmp(r->stop[i], w->text + at, (size_t)(w->length - at))) first = at;
+    return first;
+}
+
+/* The next event must be that of this sample's token (-1: cancelled). Returns how it must end. */
+static llm_finish assert_event(llm_engine *engine, const llm_request *r, const script *s,
+                               uint64_t id, int sample, writer *w, int32_t token) {
+    llm_event event;
+    bool end = token == TINY_END && !r->ignore_end;
+    llm_finish finish = LLM_FINISH_NONE;
+    if (w->n_tokens + 1 == r->max_tokens) finish = LLM_FINISH_LENGTH;
+    if (end) finish = LLM_FINISH_END;
+    if (token < 0) finish = LLM_FINISH_CANCELLED;
+    if (token >= LETTER) w->text[w->length++] = (char)('a' + token - LETTER);
+    int stop = first_stop(r, w->text), shown = finish ? w->length : certain(r, w);
+    if (stop >= 0) shown = stop, finish = LLM_FINISH_STOP;
+    assert_true(llm_next_event(engine, &event));
+    assert_int_equal(event.request, id);
+    assert_ptr_equal(event.user, s);
+    assert_int_equal(event.sample, sample);
+    assert_int_equal(event.token, token);
+    assert_int_equal(event.index, w->n_tokens);
+    assert_int_equal(event.finish, finish);
+    assert_false(event.accepted);
+    if (token >= 0) assert_true(fabsf(event.logprob - s->logprobs[sample][w->n_tokens]) < 1e-4f);
+    assert_int_equal(event.text_length, shown - w->shown);
+    if (shown > w->shown) assert_memory_equal(event.text, w->text + w->shown, event.text_length);
+    w->shown = shown;
+    w->n_tokens += token >= 0;
+    w->ended = finish != LLM_FINISH_NONE;
+    return finish;
+}
+
+/* One request of random scripts, stop texts and limits. Some are cancelled, before the events of
+ * the step are read. Counts how the samples end. */
+static void check_events(llm_engine *engine, test_random *random, int ends[5]) {
+    static const int32_t prompt[] = {5, 9, 4, 7};
+    char stops[3][5], given[3][5];
+    const char *list[] = {stops[0], stops[1], stops[2]};
+    const char *given_list[] = {given[0], given[1], given[2]};
+    script s;
+    writer w[WRITERS];
+    llm_error err;
+    llm_request r = llm_request_defaults();
+    memset(&s, 0, sizeof s);
+    memset(w, 0, sizeof w);
+    memset(stops, 0, sizeof stops);
+    r.prompt = prompt;
+    r.n_prompt = s.n_prompt = 1 + random_below(random, 4);
+    s.vocab = llm_model_config(llm_engine_model(engine))->vocab_size;
+    r.max_tokens = 1 + random_below(random, SCRIPT);
+    r.n_samples = 1 + random_below(random, WRITERS);
+    r.ignore_end = random_below(random, 2);
+    r.n_stop = random_below(random, 4);
+    for (int i = 0; i < r.n_stop; i++)
+        for (int k = random_below(random, 4); k >= 0; k--)
+            stops[i][k] = (char)('a' + random_below(random, 2));
+    for (int i = 0; i < WRITERS; i++)
+        for (int k = 0; k < SCRIPT; k++)
+            s.tokens[i][k] = random_below(random, 20) ? LETTER + random_below(random, 3) : TINY_END;
+    r.logits_hook = force_script;
+    r.user = &s;
+    r.stop = given_list;
+    memcpy(given, stops, sizeof given);
+    uint64_t id;
+    assert_true(llm_submit(engine, &r, &id, &err));
+    memset(given, 'a', sizeof given - 1); /* the engine has copies */
+    r.stop = list;
+
+    int cancelled_at = random_below(random, 2 * SCRIPT), live = r.n_samples;
+    for (int k = 0; live > 0; k++) {
+        assert_int_equal(llm_step(engine, &err), 1);
+        bool cancelled = k == cancelled_at && llm_cancel(engine, id, &err);
+        for (int i = 0; i < r.n_samples; i++) {
+            if (w[i].ended) continue;
+            ends[assert_event(engine, &r, &s, id, i, &w[i], s.tokens[i][k])]++;
+            live -= w[i].ended;
+        }
+        if (k == cancelled_at) assert_int_equal(cancelled, live > 0);
+        for (int i = 0; cancelled && i < r.n_samples; i++) {
+            if (w[i].ended) continue;
+            ends[assert_event(engine, &r, &s, id, i, &w[i], -1)]++;
+            live--;
+        }
+        llm_event none;
+        assert_false(llm_next_event(engine, &none));
+    }
+    assert_idle(engine);
+    assert_int_equal(llm_step(engine, &err), 0);
+}
+
+static void test_events(void **state) {
+    test_random random = {4};
+    int ends[5] = {0};
+    (void)state;
+    tiny_model m = tiny_model_new(tiny_defaults());
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    llm_engine *engine = engine_new(m.model, &o);
+    for (int i = 0; i < 600; i++) check_events(engine, &random, ends);
+    for (int i = LLM_FINISH_END; i <= LLM_FINISH_CANCELLED; i++) assert_true(ends[i] > 30);
+    llm_engine_free(engine);
+    tiny_model_free(&m);
+}
+
+/* What was not read stays where it is, whatever is submitted before it is read. */
+static void test_events_wait_while_others_come(void **state) {
+    llm_error err;
+    llm_event event;
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_engine *engine = engine_new(model, NULL);
+    llm_request request = some_request(0, 5, 3);
+    for (int i = 0; i < 4; i++) assert_true(llm_submit(engine, &request, NULL, &err));
+    assert_int_equal(llm_step(engine, &err), 1);
+    assert_true(llm_next_event(engine, &event));
+    for (int i = 0; i < 100; i++) assert_true(llm_submit(engine, &request, NULL, &err));
+    for (uint64_t id = 2; id <= 4; id++) {
+        assert_true(llm_next_event(engine, &event));
+        assert_int_equal(event.request, id);
+        assert_int_equal(event.index, 0);
+    }
+    assert_false(llm_next_event(engine, &event));
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* The end of a character that never came is shown as U+FFFD, where the output ends for whatever
+ * reason. A stop text that this completes cuts the text, but a cancelled sample stays cancelled. */
+static void test_incomplete_characters(void **state) {
+    static const char *const stops[] = {"\xef\xbf\xbd"};
+    int32_t ids[2];
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_error err;
+    assert_int_equal(llm_tokenize(llm_model_tokenizer(model), "\xc3", 1, 0, ids, 2, &err), 1);
+    ids[1] = END;
+    llm_engine *engine = engine_new(model, NULL);
+    for (int kind = 0; kind < 3; kind++)
+        for (int stop = 0; stop < 2; stop++) {
+            static int32_t forced[CONTEXT];
+            static const llm_finish ends[] = {LLM_FINISH_LENGTH, LLM_FINISH_END,
+                                              LLM_FINISH_CANCELLED};
+            llm_request request = some_request(0, 4, kind == 0 ? 1 : 3);
+            for (int i = 0; i < CONTEXT; i++) forced[i] = -1;
+            memcpy(forced + 3, ids, sizeof ids);
+            request.ignore_end = false;
+            request.stop = stops;
+            request.n_stop = stop;
+            record *r = record_new(model);
+            r->forced = forced;
+            r->force_until = CONTEXT;
+            record_submit(engine, r, request, true);
+            assert_int_equal(llm_step(engine, &err), 1);
+            record_events(engine);
+            if (kind) assert_int_equal(r->samples[0].text_length, 0); /* it may still come */
+            if (kind == 2) assert_true(llm_cancel(engine, r->id, &err));
+            record_events(engine);
+            record_drain(engine);
+            assert_int_equal(r->samples[0].text_length, stop ? 0 : 3);
+            if (!stop) assert_string_equal(r->samples[0].text, stops[0]);
+            assert_int_equal(r->samples[0].finish, stop && kind < 2 ? LLM_FINISH_STOP : ends[kind]);
+            record_free(r);
+        }
+    assert_idle(engine);
+    llm_engine_free(engine);
+    llm_model_free(model);
+}
+
+/* ---- Draws of a device --------------------------------------------------------------------- */
+
+static llm_backend *cpu;
+
+/* The `sample` of a device: it draws by the definition, in plain loops, with floating point. */
+static bool plain_sample(void *context, float *logits, int vocab, const llm_draw *draws, int n,
+                         int32_t *out, float *logprobs, llm_error *err) {
+    assert_int_equal(vocab, VOCAB);
+    for (int i = 0; i < n; i++) {
+        const llm_draw *d = &draws[i];
+        const float *from = logits + (size_t)d->row * VOCAB;
+        float row[VOCAB];
+        if (!cpu->download(context, row, from, sizeof row, err)) return false;
+        double x[VOCAB], most = -INFINITY, sum = 0, all = 0;
+        bool recent[VOCAB] = {false};
+        int32_t best = 0;
+        for (int k = 0; k < d->n_recent; k++) recent[d->recent[k]] = true;
+        for (int v = 0; v < vocab; v++) {
+            double penalty = recent[v] ? (double)d->sampling.repetition_penalty : 1;
+            x[v] = row[v] > 0 ? (double)row[v] / penalty : (double)row[v] * penalty;
+            all += exp((double)row[v]);
+            if (x[v] > most) most = x[v], best = v;
+        }
+        if (d->sampling.temperature > 0) {
+            double t = (double)d->sampling.temperature, point = (double)d->random * 0x1p-64;
+            for (int v = 0; v < vocab; v++) sum += exp((x[v] - most) / t);
+            for (best = 0, point *= sum; best < vocab - 1; best++)
+                if ((point -= exp((x[best] - most) / t)) < 0) break;
+        }
+        out[i] = best;
+        logprobs[i] = (float)((double)row[best] - log(all));
+    }
+    return true;
+}
+
+/* A device draws what the host would: for each row and sample, with its window of recent tokens and
+ * its random number; also where a hook keeps some of the rows on the host. */
+static void test_device_draws(void **state) {
+    enum { N = 8 };
+    static const int windows[] = {0, 1, 2, 3, 7, 64};
+    (void)state;
+    llm_model *model = model_load(SMALL);
+    llm_error err;
+    cpu = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+    assert_non_null(cpu);
+    llm_backend device = *cpu;
+    device.sample = plain_sample;
+    for (int w = 0; w < 6; w++) {
+        record *r[2][N];
+        for (int host = 0; host < 2; host++) {
+            llm_engine_options o = llm_engine_defaults();
+            o.backend = &device;
+            o.host_sampling = host;
+            llm_engine *engine = engine_new(model, &o);
+            for (int i = 0; i < N; i++) {
+                llm_request request = some_request(i, 3 + 5 * i, 20);
+                request.n_samples = 1 + i % 3;
+                request.sampling.top_p = 1;
+                request.sampling.temperature = i % 2 ? 0.8f : 0;
+                request.sampling.repetition_penalty = 1.5f;
+                request.sampling.penalty_window = windows[w];
+                r[host][i] = record_new(model);
+                record_submit(engine, r[host][i], request, i == 2 || i == 5);
+            }
+            record_drain(engine);
+            llm_engine_free(engine);
+        }
+        for (int i = 0; i < N; i++) {
+            for (int k = 0; k < 1 + i % 3; k++) {
+                const sample_record *a = &r[0][i]->samples[k], *b = &r[1][i]->samples[k];
+                assert_int_equal(a->n_tokens, 20);
+                assert_memory_equal(a->tokens, b->tokens, 20 * sizeof(int32_t));
+                for (int t = 0; t < 20; t++)
+                    assert_true(fabsf(a->logprobs[t] - b->logprobs[t]) < 1e-4f);
+            }
+            record_free(r[0][i]);
+            record_free(r[1][i]);
+        }
+    }
+    llm_backend_free(cpu);
+    llm_model_free(model);
+}
+
 /* ---- Mistakes of the caller ----------------------------------------------------------------- */
 
 static llm_engine *mistaken; /* the engine that has to survive */
@@ -633,6 +933,13 @@ static void test_refused_requests(void **state) {
     r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses(r, LLM_ERROR_CAPACITY, "context");
     r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
     r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks"); /* 128 tokens into 96 slots */
+    r = good; r.max_tokens = 93;                     refuses(r, LLM_ERROR_CAPACITY, "blocks");
+    r.max_tokens = 92; /* all six blocks */
+    record *whole = record_new(model);
+    record_submit(mistaken, whole, r, false);
+    record_drain(mistaken);
+    assert_int_equal(whole->samples[0].n_tokens, 92);
+    record_free(whole);
     r = good; r.n_samples = 0;                       refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
     r = good; r.n_samples = -3;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
     r = good; r.n_samples = 17;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
@@ -715,8 +1022,10 @@ static void test_wrong_calls(void **state) {
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_false(llm_submit_text(engine, NULL, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    long live = test_live;
     assert_false(llm_submit_text(engine, "", NULL, NULL, &err)); /* this vocabulary's file asks for no BOS */
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_int_equal(test_live, live);
     assert_false(llm_cancel(engine, 12345, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_non_null(strstr(err.message, "12345"));
@@ -749,6 +1058,35 @@ static void test_submit_text(void **state) {
     record_free(r);
     llm_engine_free(engine);
     llm_model_free(model);
+}
+
+/* Where the file asks for BOS, a prompt from text begins with it; an empty text is BOS alone. */
+static void test_submit_text_with_bos(void **state) {
+    static const char *const texts[] = {"", "ab"};
+    int32_t ids[8];
+    llm_error err;
+    (void)state;
+    tiny_model m = tiny_model_new(tiny_defaults());
+    const llm_tokenizer *t = llm_model_tokenizer(m.model);
+    llm_engine *engine = engine_new(m.model, NULL);
+    ids[0] = llm_tokenizer_bos(t);
+    for (int i = 0; i < 2; i++) {
+        llm_request request = llm_request_defaults();
+        request.prompt = ids;
+        int64_t n = llm_tokenize(t, texts[i], strlen(texts[i]), 0, ids + 1, 7, &err);
+        request.n_prompt = 1 + (int)n;
+        request.max_tokens = 8;
+        record *expected = run_alone(m.model, NULL, request), *r = record_new(m.model);
+        request.user = r;
+        request.logits_hook = record_hook;
+        assert_true(llm_submit_text(engine, texts[i], &request, &r->id, &err));
+        record_drain(engine);
+        assert_same(expected, r);
+        record_free(expected);
+        record_free(r);
+    }
+    llm_engine_free(engine);
+    tiny_model_free(&m);
 }
 
 /* ---- Statistics and logprobs ------------------------------------------------------------------ */
@@ -966,6 +1304,23 @@ static void test_penalty(void **state) {
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 3); /* -1 x 1.1 < -1.05 */
     p.repetition_penalty = 0.9f;
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 2);
+
+    /* the oldest token of a window of three is the third from the end */
+    float level[4] = {1.1f, 1, 0, 0};
+    int32_t order[4] = {1, 0, 2, 3};
+    p.repetition_penalty = 2;
+    assert_int_equal(sample_once(&p, level, 4, order, 4), 1);
+
+    /* the counter of draws wraps around: the next draw penalizes as the first one did */
+    llm__sampler sampler;
+    llm_error err;
+    memset(&sampler, 0, sizeof sampler);
+    assert_true(llm__sampler_init(&sampler, 4, 1, &err));
+    for (int round = 0; round < 2; round++) {
+        assert_int_equal(llm__sample(&sampler, &p, level, order + 1, 1, 0, 0), 1);
+        sampler.n_draws = UINT32_MAX;
+    }
+    llm__sampler_free(&sampler);
 }
 
 /* SplitMix64 as published (Steele, Lea and Flood 2014): the output for a state. */
@@ -1007,7 +1362,7 @@ static void test_random_numbers(void **state) {
             }
 }
 
-static void test_random(void **state) {
+static void test_random_statistics(void **state) {
     double sum = 0, squares = 0;
     (void)state;
     assert_true(llm_random(1, 2, 3) == llm_random(1, 2, 3));
@@ -1146,15 +1501,10 @@ static void test_model_from_memory(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_block_sizes),
-        cmocka_unit_test(test_chunks),
-        cmocka_unit_test(test_threads),
-        cmocka_unit_test(test_bundled_model),
-        cmocka_unit_test(test_company),
-        cmocka_unit_test(test_samples),
-        cmocka_unit_test(test_seeds),
-        cmocka_unit_test(test_random_walks),
-        cmocka_unit_test(test_model_shared_by_threads),
+        cmocka_unit_test(test_events),
+        cmocka_unit_test(test_events_wait_while_others_come),
+        cmocka_unit_test(test_incomplete_characters),
+        cmocka_unit_test(test_device_draws),
         cmocka_unit_test(test_max_tokens),
         cmocka_unit_test(test_end_token),
         cmocka_unit_test(test_streamed_text),
@@ -1164,17 +1514,27 @@ int main(void) {
         cmocka_unit_test(test_refused_options),
         cmocka_unit_test(test_wrong_calls),
         cmocka_unit_test(test_submit_text),
+        cmocka_unit_test(test_submit_text_with_bos),
         cmocka_unit_test(test_statistics),
         cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_distributions),
         cmocka_unit_test(test_odd_logits),
         cmocka_unit_test(test_penalty),
         cmocka_unit_test(test_random_numbers),
-        cmocka_unit_test(test_random),
-        cmocka_unit_test(test_failing_allocations),
-        cmocka_unit_test(test_failing_quantize),
+        cmocka_unit_test(test_random_statistics),
         cmocka_unit_test(test_steps_allocate_nothing),
         cmocka_unit_test(test_model_from_memory),
+        cmocka_unit_test(test_distributions),
+        cmocka_unit_test(test_block_sizes),
+        cmocka_unit_test(test_chunks),
+        cmocka_unit_test(test_threads),
+        cmocka_unit_test(test_bundled_model),
+        cmocka_unit_test(test_company),
+        cmocka_unit_test(test_samples),
+        cmocka_unit_test(test_seeds),
+        cmocka_unit_test(test_random_walks),
+        cmocka_unit_test(test_model_shared_by_threads),
+        cmocka_unit_test(test_failing_allocations),
+        cmocka_unit_test(test_failing_quantize),
     };
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

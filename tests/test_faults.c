@@ -257,10 +257,53 @@ static void test_failing_device(void **state) {
     }
 }
 
+/* The samples of a request write into copies of the block that they share. Each call of the device
+ * fails once, also those for the copies: what was not copied is copied by the next step. */
+static void test_failing_copies(void **state) {
+    (void)state;
+    llm_error err;
+    record *right = NULL;
+    real = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+    assert_non_null(real);
+    llm_backend device = failing_backend();
+    for (long k = -1, n = 0; k < n; k++) {
+        int32_t prompt[MAX_PROMPT];
+        llm_engine_options o = some_options(RECOMPUTE);
+        llm_request r = some_request(0, prompt); /* 6 tokens, in blocks of 4 */
+        o.backend = &device;
+        o.draft = NULL;
+        r.n_samples = 3;
+        r.max_tokens = 4;
+        r.sampling.temperature = 1;
+        fail_call = -1;
+        llm_engine *engine = engine_new(target, &o);
+        record *got = record_new(target);
+        record_submit(engine, got, r, false);
+        calls = 0;
+        fail_call = k;
+        for (int more = 1, n_failed = 0; more; record_events(engine)) {
+            more = llm_step(engine, &err);
+            if (more < 0) assert_int_equal(++n_failed, 1);
+        }
+        assert_idle(engine);
+        llm_engine_free(engine);
+        if (k < 0) {
+            right = got;
+            n = calls;
+        } else {
+            assert_same(right, got);
+            record_free(got);
+        }
+    }
+    record_free(right);
+    llm_backend_free(real);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_text),
+        cmocka_unit_test(test_failing_copies),
         cmocka_unit_test(test_failing_device),
     };
     return cmocka_run_group_tests_name("faults", tests, prepare, clean_up);

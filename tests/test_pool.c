@@ -461,6 +461,29 @@ static void test_refusals(void **state) {
     world_free(w);
 }
 
+/* Each copy has its place until it is done: when there is none left, growing is refused. */
+static void test_too_many_copies(void **state) {
+    (void)state;
+    world *w = world_new(40, 4, false, 1);
+    w->pool.max_copies = 2;
+    begin(w, 0);
+    append(w, 0, 2);
+    for (int i = 1; i < 4; i++) fork_table(w, 0, i);
+    for (int i = 0; i < 2; i++) assert_true(llm__table_grow(&w->pool, &w->tables[i], 2, 3));
+    assert_false(llm__table_grow(&w->pool, &w->tables[2], 2, 3));
+    assert_int_equal(w->pool.n_copies, 2);
+    do_copies(w);
+    assert_true(llm__table_grow(&w->pool, &w->tables[2], 2, 3));
+    assert_int_equal(w->pool.n_copies, 1);
+    do_copies(w);
+    for (int i = 0; i < 4; i++) {
+        write_tokens(w, i, 2, 3);
+        w->n_tokens[i] = 3;
+    }
+    check(w);
+    world_free(w);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_random_walks),
@@ -469,6 +492,7 @@ int main(void) {
         cmocka_unit_test(test_order_of_eviction),
         cmocka_unit_test(test_forks_in_one_step),
         cmocka_unit_test(test_copies_that_overwrite),
+        cmocka_unit_test(test_too_many_copies),
         cmocka_unit_test(test_refusals),
     };
     return cmocka_run_group_tests_name("pool", tests, NULL, NULL);

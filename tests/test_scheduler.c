@@ -43,8 +43,12 @@ static uint64_t submit(llm_engine *engine, llm_request request) {
 
 static int step(llm_engine *engine) {
     llm_error err;
+    static int idle; /* steps in a row without a pass */
+    uint64_t before = llm_engine_statistics(engine).steps;
     int more = llm_step(engine, &err);
     if (more < 0) fail_msg("%s", err.message);
+    idle = !more || llm_engine_statistics(engine).steps > before ? 0 : idle + 1;
+    if (idle > 1000) fail_msg("nothing moves");
     return more;
 }
 
@@ -333,6 +337,368 @@ static void test_random_workloads(void **state) {
     assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50 && t.rectangles > 5 && t.padding > 100);
 }
 
+/* ---- A model of the rules --------------------------------------------------------------- */
+
+/* The scheduler's rules over counts alone: blocks have no numbers, tokens no values. They hold for
+ * requests of one sample each, without a hook, speculation or the prefix cache, under the
+ * continuous policy, and with enough host memory where blocks are swapped. */
+typedef struct counted { /* a request */
+    uint64_t id;
+    int64_t rank;
+    int n_prompt, limit;
+    int known, cached;  /* tokens */
+    int blocks, saved;  /* in the pool; in host memory */
+    int scheduled;      /* tokens in this step */
+    bool preempted;
+    bool decodes;       /* it has its first token */
+} counted;
+
+typedef struct rules {
+    llm_engine_options options;
+    int pool, n_waiting, n_admitted, turn;
+    counted waiting[MAX_JOBS], admitted[MAX_JOBS]; /* by rank; by age */
+    uint64_t told[MAX_JOBS]; /* (n_told) the requests that get a token in this step, in order */
+    int n_told;
+    uint64_t steps, prompt_tokens, sequence_steps, preemptions, swapped;
+} rules;
+
+static int blocks_for(const rules *r, int n) {
+    return (n + r->options.block_size - 1) / r->options.block_size;
+}
+
+static int free_blocks(const rules *r) {
+    int n = r->pool;
+    for (int i = 0; i < r->n_admitted; i++) n -= r->admitted[i].blocks;
+    return n;
+}
+
+/* Free blocks that no admitted sequence needs for what it knows and its next token. */
+static int spare_blocks(const rules *r) {
+    int n = free_blocks(r);
+    for (int i = 0; i < r->n_admitted; i++) {
+        const counted *c = &r->admitted[i];
+        int more = blocks_for(r, c->known + 1) - c->blocks;
+        if (!c->preempted && more > 0) n -= more;
+    }
+    return n;
+}
+
+static void rules_submit(rules *r, uint64_t id, const llm_request *request) {
+    counted c;
+    memset(&c, 0, sizeof c);
+    c.id = id;
+    c.rank = (int64_t)id - 64 * request->priority;
+    c.n_prompt = c.known = request->n_prompt;
+    c.limit = c.n_prompt + request->max_tokens;
+    int at = r->n_waiting++;
+    for (; at > 0 && r->waiting[at - 1].rank >= c.rank; at--) r->waiting[at] = r->waiting[at - 1];
+    r->waiting[at] = c;
+}
+
+static bool rules_resume(rules *r) { /* returns whether all are back */
+    for (int i = 0; i < r->n_admitted; i++) {
+        counted *c = &r->admitted[i];
+        if (!c->preempted) continue;
+        if (blocks_for(r, c->known + 1) > spare_blocks(r)) return false;
+        c->preempted = false;
+        c->blocks = c->saved;
+        r->swapped += (uint64_t)c->saved;
+        if (!c->saved) c->cached = 0;
+        c->saved = 0;
+    }
+    return true;
+}
+
+static void rules_admit(rules *r) {
+    while (r->n_waiting > 0 && r->n_admitted < r->options.max_sequences &&
+           (r->n_admitted == 0 || blocks_for(r, r->waiting[0].n_prompt + 1) <= spare_blocks(r))) {
+        r->admitted[r->n_admitted++] = r->waiting[0];
+        memmove(r->waiting, r->waiting + 1, sizeof *r->waiting * (size_t)--r->n_waiting);
+    }
+}
+
+static void rules_select(rules *r) {
+    int budget = r->options.max_batch_tokens, n = r->n_admitted;
+    bool chunks = r->options.chunked_prefill;
+    for (int i = 0; i < n; i++) r->admitted[i].scheduled = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        bool prompts = chunks ? pass == 1 : pass == 0;
+        for (int i = 0; i < n; i++) {
+            counted *c = &r->admitted[prompts ? i : (i + r->turn) % n];
+            int missing = c->known - c->cached;
+            if (c->preempted || (!c->decodes || missing > 1) != prompts) continue;
+            if (c->decodes && prompts) missing--; /* the next token comes in a step of its own */
+            if ((!chunks || !prompts) && missing > budget) continue;
+            c->scheduled = missing < budget ? missing : budget;
+            budget -= c->scheduled;
+        }
+    }
+    r->turn = n ? (r->turn + 1) % n : 0;
+}
+
+static void rules_preempt(rules *r, counted *c) {
+    if (r->options.preempt == LLM_PREEMPT_SWAP) c->saved = blocks_for(r, c->cached);
+    r->swapped += (uint64_t)c->saved;
+    c->preempted = true;
+    c->blocks = c->scheduled = 0;
+    r->preemptions++;
+}
+
+static void rules_secure(rules *r) {
+    for (int i = 0; i < r->n_admitted; i++) {
+        counted *c = &r->admitted[i];
+        while (c->scheduled) {
+            int more = blocks_for(r, c->cached + c->scheduled) - c->blocks;
+            if (more <= free_blocks(r)) {
+                c->blocks += more > 0 ? more : 0;
+                break;
+            }
+            int newest = r->n_admitted - 1;
+            while (newest > i && r->admitted[newest].blocks == 0) newest--;
+            rules_preempt(r, &r->admitted[newest]);
+        }
+    }
+}
+
+static void rules_run(rules *r) {
+    int n = 0, any = 0;
+    r->n_told = 0;
+    for (int i = 0; i < r->n_admitted; i++) {
+        counted c = r->admitted[i];
+        int prompt = c.n_prompt - c.cached;
+        if (prompt > c.scheduled) prompt = c.scheduled;
+        if (prompt > 0) r->prompt_tokens += (uint64_t)prompt;
+        r->sequence_steps += c.scheduled > 0;
+        any += c.scheduled > 0;
+        c.cached += c.scheduled;
+        if (c.scheduled && c.cached == c.known) {
+            c.known++;
+            c.decodes = true;
+            r->told[r->n_told++] = c.id;
+        }
+        if (c.known < c.limit) r->admitted[n++] = c;
+    }
+    r->n_admitted = n;
+    r->steps += any > 0;
+}
+
+static void rules_step(rules *r) {
+    if (rules_resume(r)) rules_admit(r);
+    rules_select(r);
+    rules_secure(r);
+    rules_run(r);
+}
+
+static void assert_rules(const rules *r, llm_engine *engine) {
+    llm_event event;
+    for (int i = 0; i < r->n_told; i++) {
+        assert_true(llm_next_event(engine, &event));
+        assert_int_equal(event.request, r->told[i]);
+    }
+    assert_false(llm_next_event(engine, &event));
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.waiting, r->n_waiting);
+    assert_int_equal(s.running, r->n_admitted);
+    assert_int_equal(s.blocks_free, free_blocks(r));
+    assert_int_equal(s.preemptions, r->preemptions);
+    assert_int_equal(s.blocks_swapped, r->swapped);
+    assert_int_equal(s.steps, r->steps);
+    assert_int_equal(s.sequence_steps, r->sequence_steps);
+    assert_int_equal(s.prompt_tokens, r->prompt_tokens);
+}
+
+static uint64_t walk_by_the_rules(uint64_t seed) {
+    test_random random = {llm__mix(seed)};
+    int32_t prompt[20];
+    rules *r = (rules *)calloc(1, sizeof *r);
+    assert_non_null(r);
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.prefix_cache = false;
+    o.block_size = 1 + random_below(&random, 5);
+    o.max_sequences = 2 + random_below(&random, 6);
+    o.chunked_prefill = seed % 4 != 0;
+    o.max_batch_tokens = o.chunked_prefill ? 1 + random_below(&random, 20) : 36;
+    o.preempt = seed % 2 ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+    o.swap_bytes = 1 << 20;
+    r->pool = 36 / o.block_size + 1 + random_below(&random, 8);
+    o.cache_bytes = (uint64_t)(r->pool * o.block_size);
+    o.cache_bytes *= llm_model_cache_bytes_per_token(target, LLM_F16);
+    r->options = o;
+    llm_engine *engine = engine_new(target, &o);
+    int left = 12;
+    while (left > 0 || r->n_waiting + r->n_admitted > 0) {
+        for (; left > 0 && random_below(&random, 3) == 0; left--) {
+            int n = 1 + random_below(&random, 20);
+            ids(prompt, n, random_u64(&random));
+            llm_request request = plain_request(prompt, n, 1 + random_below(&random, 16));
+            request.priority = random_below(&random, 10) == 0;
+            rules_submit(r, submit(engine, request), &request);
+        }
+        int more = step(engine);
+        assert_int_equal(more, r->n_waiting + r->n_admitted > 0);
+        if (more) rules_step(r);
+        else r->n_told = 0;
+        assert_rules(r, engine);
+    }
+    assert_idle(engine);
+    llm_engine_free(engine);
+    uint64_t preemptions = r->preemptions;
+    free(r);
+    return preemptions;
+}
+
+static void test_rules(void **state) {
+    uint64_t preemptions = 0;
+    (void)state;
+    for (uint64_t seed = 1; seed <= 60; seed++) preemptions += walk_by_the_rules(seed);
+    print_message("%ld preemptions, each of the right sequence\n", (long)preemptions);
+    assert_true(preemptions > 100);
+}
+
+/* ---- Admission -------------------------------------------------------------------------- */
+
+/* A prefix in use costs a new request no block; a kept one that nobody uses takes free blocks. */
+static void test_admission_with_a_prefix(void **state) {
+    int32_t prompt[40], other[40];
+    (void)state;
+    for (int shared = 0; shared < 2; shared++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.block_size = 4;
+        o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 48; /* 12 blocks */
+        llm_engine *engine = engine_new(target, &o);
+        ids(prompt, 40, 1);
+        ids(other, 40, 2);
+        submit(engine, plain_request(prompt, 16, shared ? 20 : 1));
+        for (int i = 0; i < 2; i++) step(engine); /* 5 blocks are in use, or none and 4 are kept */
+        submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block, or the 4 kept ones and 1 */
+        /* needs 6 blocks of the 6 that are left, or 8 of 7 */
+        submit(engine, plain_request(other, shared ? 20 : 28, 1));
+        step(engine);
+        assert_int_equal(llm_engine_statistics(engine).waiting, shared ? 0 : 1);
+        assert_int_equal(llm_engine_statistics(engine).prefix_hits, 16);
+        drain(engine);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
+/* A request enters with all its samples, or waits. */
+static void test_admission_counts_samples(void **state) {
+    int32_t prompt[4];
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_sequences = 4;
+    llm_engine *engine = engine_new(target, &o);
+    llm_request r = plain_request(ids(prompt, 4, 1), 4, 3);
+    static const int samples[] = {3, 2, 1}, finished[] = {0, 0, 1, 1, 1, 3};
+    for (int i = 0; i < 3; i++) {
+        r.n_samples = samples[i];
+        submit(engine, r);
+    }
+    for (int i = 0; i < 6; i++) {
+        step(engine);
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_int_equal(s.requests_finished, finished[i]);
+        assert_int_equal(s.waiting, i < 3 ? 2 : 0); /* the last one fits, but does not overtake */
+    }
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* ---- Pace ------------------------------------------------------------------------------- */
+
+/* More sequences than tokens in a step: each has its share. */
+static void test_turns(void **state) {
+    enum { N = 5 };
+    int32_t prompt[4];
+    int tokens[N] = {0};
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.max_batch_tokens = 2;
+    llm_engine *engine = engine_new(target, &o);
+    llm_request r = plain_request(ids(prompt, 2, 1), 2, 60);
+    r.n_samples = N;
+    submit(engine, r);
+    for (int n = 0; n < 100; n++) {
+        llm_event event;
+        int least = 60, most = 0;
+        step(engine);
+        while (llm_next_event(engine, &event)) tokens[event.sample]++;
+        for (int i = 0; i < N; i++) {
+            least = tokens[i] < least ? tokens[i] : least;
+            most = tokens[i] > most ? tokens[i] : most;
+        }
+        assert_true(most - least <= 2);
+    }
+    drain(engine);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Blocks are scarce: in each step, those that get a token are older than those that do not. */
+static void test_older_goes_first(void **state) {
+    enum { N = 6 };
+    int32_t prompt[8];
+    bool ended[N + 1] = {false};
+    (void)state;
+    llm_engine_options o = llm_engine_defaults();
+    o.n_threads = 1;
+    o.block_size = 2;
+    o.prefix_cache = false;
+    o.preempt = LLM_PREEMPT_SWAP;
+    o.swap_bytes = 1 << 20;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 60;
+    llm_engine *engine = engine_new(target, &o);
+    for (int i = 0; i < N; i++) {
+        ids(prompt, 8, (uint64_t)i);
+        submit(engine, plain_request(prompt, 3 + i, 50 - 7 * i));
+    }
+    while (step(engine)) {
+        bool got[N + 1] = {false}, gap = false;
+        llm_event event;
+        while (llm_next_event(engine, &event)) {
+            got[event.request] = true;
+            if (event.finish) ended[event.request] = true;
+        }
+        for (int i = 1; i <= N; i++) {
+            if (gap) assert_false(got[i]);
+            gap = gap || !(got[i] || ended[i]);
+        }
+    }
+    assert_true(llm_engine_statistics(engine).preemptions > 3);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
+/* Dynamic: the window begins with the request that has waited longest, also where a more urgent
+ * one has come since. */
+static void test_window_of_the_oldest(void **state) {
+    int32_t prompt[4];
+    (void)state;
+    for (int round = 0; round < 3; round++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.policy = LLM_POLICY_DYNAMIC;
+        o.batch_window = 0.005;
+        llm_engine *engine = engine_new(target, &o);
+        llm_request r = plain_request(ids(prompt, 4, 1), 4, 1);
+        double start = llm_seconds();
+        submit(engine, r);
+        while (llm_seconds() - start < 0.006) {}
+        r.priority = 1;
+        submit(engine, r);
+        step(engine);
+        assert_int_equal(llm_engine_statistics(engine).steps, 1);
+        drain(engine);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
 /* ---- Order --------------------------------------------------------------------------------- */
 
 /* One at a time: they go by id - 64 x priority. */
@@ -564,7 +930,11 @@ static void test_padding_comes_last(void **state) {
     llm_engine *engine = engine_new(target, &o);
     for (int i = 0; i < 8; i++) submit(engine, plain_request(ids(prompt, 30, (uint64_t)i), i < 5 ? 1 : 30, 1 + i % 3));
     int steps = 0;
-    while (step(engine)) assert_true(++steps < 100);
+    while (step(engine)) {
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_true(++steps < 100);
+        if (s.prompt_tokens < 5 + 3 * 30) assert_int_equal(s.padding_tokens, 0);
+    }
     assert_true(llm_engine_statistics(engine).padding_tokens > 0);
     assert_idle(engine);
     llm_engine_free(engine);
@@ -786,6 +1156,34 @@ static void test_steps_allocate_nothing(void **state) {
     }
 }
 
+/* With one token in a block, no block in use is empty: those of rejected proposals are given back
+ * after each step. */
+static void test_rejected_slots(void **state) {
+    int32_t prompt[8];
+    (void)state;
+    for (int lookup = 0; lookup < 2; lookup++) {
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.block_size = 1;
+        o.draft = draft;
+        llm_engine *engine = engine_new(target, &o);
+        for (int i = 0; i < 4; i++) {
+            llm_request r = plain_request(ids(prompt, 8, (uint64_t)i), 8, 30);
+            r.speculate = 3 + i;
+            r.lookup = lookup;
+            submit(engine, r);
+        }
+        while (step(engine)) {
+            llm_statistics s = llm_engine_statistics(engine);
+            assert_int_equal(s.blocks_total - s.blocks_free, s.slots_used);
+        }
+        llm_statistics s = llm_engine_statistics(engine);
+        assert_true(s.proposed > s.accepted);
+        assert_idle(engine);
+        llm_engine_free(engine);
+    }
+}
+
 /* Sequences of mean length 200, in blocks of 16: on the average half a block of each is empty. */
 static void test_waste(void **state) {
     tiny t = tiny_defaults();
@@ -903,6 +1301,7 @@ static void test_hook_and_preemption(void **state) {
             o.max_batch_tokens = 10;
             o.context_length = 100;
             o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
+            o.swap_bytes = 1 << 20;
             o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
             llm_engine *engine = engine_new(target, &o);
             ids(prompt, 64, 1);
@@ -1102,6 +1501,13 @@ static void test_refused_engines(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_rules),
+        cmocka_unit_test(test_admission_with_a_prefix),
+        cmocka_unit_test(test_admission_counts_samples),
+        cmocka_unit_test(test_turns),
+        cmocka_unit_test(test_older_goes_first),
+        cmocka_unit_test(test_window_of_the_oldest),
+        cmocka_unit_test(test_rejected_slots),
         cmocka_unit_test(test_random_workloads),
         cmocka_unit_test(test_priority_order),
         cmocka_unit_test(test_nobody_starves),

@@ -261,6 +261,150 @@ static void test_own_draft(void **state) {
     llm_model_free(target);
 }
 
+/* ---- A model of the steps --------------------------------------------------------------- */
+
+typedef enum source { DRAFT_MODEL, LOOKUP } source;
+
+enum { STEP_PROMPT = 12, STEP_TOKENS = 90, STEP_CONTEXT = STEP_PROMPT + STEP_TOKENS };
+
+/* What a model says greedily after these tokens, without speculation. */
+static void greedy_text(llm_engine *engine, const int32_t *ids, int n, int more, int32_t *out) {
+    llm_error err;
+    llm_event event;
+    llm_request r = llm_request_defaults();
+    r.prompt = ids;
+    r.n_prompt = n;
+    r.max_tokens = more;
+    r.ignore_end = true;
+    if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    while (llm_step(engine, &err) > 0)
+        while (llm_next_event(engine, &event)) out[event.index] = event.token;
+}
+
+/* What followed the last three tokens (or two, or one) where they occurred last. */
+static int look_up(const int32_t *text, int n, int depth, int32_t *out) {
+    for (int length = 3; length > 0; length--)
+        for (int end = n - 1; end >= length; end--) {
+            int same = 0, found = 0;
+            while (same < length && text[end - 1 - same] == text[n - 1 - same]) same++;
+            if (same < length) continue;
+            for (; end + found < n && found < depth; found++) out[found] = text[end + found];
+            return found;
+        }
+    return 0;
+}
+
+/* The depth with the most tokens per cost. */
+static int best_depth(double acceptance, double cost, int most, int n) {
+    double best = 1;
+    int depth = 0;
+    for (int k = 1; k <= most; k++) {
+        double tokens = (1 - pow(acceptance, k + 1)) / (1 - acceptance);
+        double rate = tokens / (1 + k * cost);
+        if (rate <= best) continue;
+        best = rate;
+        depth = k;
+    }
+    return depth == 0 && n % 16 == 0 && most > 0 ? 1 : depth;
+}
+
+/* Compares each event and each count of a greedy request with the rules: proposals are accepted up
+ * to the first that is not the target's own token, which then follows. cost: of a proposal, where
+ * the depth is automatic. Returns how many proposals were tested. */
+static uint64_t check_steps(const llm_model *target, const llm_model *draft, source from,
+                            int speculate, double cost, const int32_t *prompt) {
+    llm_engine_options o = llm_engine_defaults(), plain = o;
+    o.n_threads = plain.n_threads = 1;
+    o.draft = draft;
+    o.max_speculation = 20;
+    llm_engine *alone = engine_new(target, &plain), *engine = engine_new(target, &o);
+    llm_engine *drafts = draft ? engine_new(draft, &plain) : NULL;
+    int32_t text[STEP_CONTEXT], proposed[20];
+    uint64_t proposed_at[16] = {0}, accepted_at[16] = {0}, all = 0;
+    double acceptance = 0.7;
+    memcpy(text, prompt, STEP_PROMPT * sizeof *text);
+    greedy_text(alone, prompt, STEP_PROMPT, STEP_TOKENS, text + STEP_PROMPT);
+
+    llm_error err;
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt;
+    r.n_prompt = STEP_PROMPT;
+    r.max_tokens = STEP_TOKENS;
+    r.ignore_end = true;
+    r.speculate = speculate;
+    r.lookup = from == LOOKUP;
+    if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    for (int n = STEP_PROMPT; n < STEP_CONTEXT;) {
+        int most = STEP_CONTEXT - n - 1, depth = 0, found = 0, accepted = 0;
+        if (n > STEP_PROMPT) { /* the first token comes with the prompt */
+            depth = speculate > 0 && speculate < most ? speculate : most < 20 ? most : 20;
+            if (speculate == LLM_SPECULATE_AUTO) depth = best_depth(acceptance, cost, depth, n);
+        }
+        if (from == LOOKUP) found = look_up(text, n, depth, proposed);
+        else if (depth > 0) greedy_text(drafts, text, n, found = depth, proposed);
+        for (bool same = true; same && accepted < found; accepted += same) {
+            int column = accepted < 15 ? accepted : 15;
+            same = proposed[accepted] == text[n + accepted];
+            proposed_at[column]++;
+            accepted_at[column] += same;
+            acceptance += 0.1 * ((same ? 1 : 0) - acceptance);
+            all++;
+        }
+        assert_int_equal(llm_step(engine, &err), 1);
+        for (int i = 0; i <= accepted; i++, n++) {
+            llm_event event;
+            assert_true(llm_next_event(engine, &event));
+            assert_int_equal(event.token, text[n]);
+            assert_int_equal(event.index, n - STEP_PROMPT);
+            assert_int_equal(event.accepted, i < accepted);
+            assert_int_equal(event.finish, n < STEP_CONTEXT - 1 ? 0 : LLM_FINISH_LENGTH);
+        }
+        llm_event none;
+        assert_false(llm_next_event(engine, &none));
+    }
+    assert_int_equal(llm_step(engine, &err), 0);
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(s.proposed, all);
+    assert_memory_equal(s.proposed_at, proposed_at, sizeof proposed_at);
+    assert_memory_equal(s.accepted_at, accepted_at, sizeof accepted_at);
+    llm_engine_free(alone);
+    llm_engine_free(drafts);
+    llm_engine_free(engine);
+    return all;
+}
+
+static void test_steps(void **state) {
+    static const int depths[] = {1, 3, 14, 15, 16, 20};
+    int32_t prompt[STEP_PROMPT], repeated[STEP_PROMPT];
+    (void)state;
+    tiny t = tiny_defaults(), d = t, constant = t;
+    d.noise = 0.2f;
+    constant.constant = true; /* one token for ever: lookup is right */
+    tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
+    tiny_model same = tiny_model_new(constant);
+    for (int i = 0; i < STEP_PROMPT; i++) {
+        prompt[i] = (int32_t)(llm_random(7, 7, (uint64_t)i) * t.vocab);
+        repeated[i] = 3 + i % 4;
+    }
+    for (int i = 0; i < 6; i++) {
+        check_steps(target.model, draft.model, DRAFT_MODEL, depths[i], 0, prompt);
+        check_steps(target.model, target.model, DRAFT_MODEL, depths[i], 0, prompt);
+        check_steps(target.model, NULL, LOOKUP, depths[i], 0, repeated);
+        check_steps(same.model, NULL, LOOKUP, depths[i], 0, repeated);
+    }
+    /* As many as pay. A row more in the target's pass costs 0.1; a draft as large as the target
+     * costs 1 more, so it never pays, and is only tried now and then. */
+    const int automatic = LLM_SPECULATE_AUTO;
+    uint64_t tried = check_steps(target.model, target.model, DRAFT_MODEL, automatic, 1.1, prompt);
+    assert_in_range(tried, 1, STEP_TOKENS / 16 + 1);
+    check_steps(target.model, NULL, LOOKUP, automatic, 0.1, prompt);
+    check_steps(target.model, NULL, LOOKUP, automatic, 0.1, repeated);
+    check_steps(same.model, NULL, LOOKUP, automatic, 0.1, repeated);
+    tiny_model_free(&target);
+    tiny_model_free(&draft);
+    tiny_model_free(&same);
+}
+
 /* ---- Drawn: the same distribution ----------------------------------------------------------------- */
 
 /* A target and a draft whose logits are the same after every token: so the tokens are independent draws from one distribution that is
@@ -556,6 +700,7 @@ static void test_lookup_proposals(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
+        cmocka_unit_test(test_steps),
         cmocka_unit_test(test_chi_squared_itself),
         cmocka_unit_test(test_rule),
         cmocka_unit_test(test_rule_at_its_ends),
