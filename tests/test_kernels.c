@@ -402,6 +402,37 @@ static void test_swiglu(void **state) {
     free(gate), free(up), free(expected), free(out), free(other);
 }
 
+/* Rows of logits of every length up to a few registers, with ties, infinities and NaNs: the first
+ * of the largest, and the sum of exponentials, by plain loops. */
+static void test_logits(void **state) {
+    (void)state;
+    FOR_EACH_ISA(isa) {
+        llm_backend *b = open_backend(isa, 1);
+        if (!b) continue;
+        const llm__kernels *kernels = ((llm__cpu *)b->context)->kernels;
+        for (int n = 1; n <= 2100; n += n < 70 ? 1 : 677)
+            for (int kind = 0; kind < 5; kind++) {
+                float *x = random_floats(n), largest = -INFINITY;
+                int best = 0;
+                for (int i = 0; i < n; i++) {
+                    if (kind == 1) x[i] = (float)random_int(0, 3); /* ties */
+                    if (kind == 2) x[i] = random_int(0, 2) ? x[i] : -INFINITY;
+                    if (kind == 3)
+                        x[i] = random_int(0, 2) ? x[i] * 30 : NAN; /* a NaN is never the largest */
+                    if (kind == 4) x[i] = -INFINITY;
+                    if (x[i] > largest) largest = x[i], best = i;
+                }
+                assert_int_equal(kernels->argmax(x, n), best);
+                double sum = 0.0;
+                for (int i = 0; i < n; i++) sum += exp((double)x[i] - largest);
+                if (kind < 3 && largest > -INFINITY)
+                    assert_true(fabs(kernels->sum_exp(x, n, largest) - sum) <= 1e-6 * sum);
+                free(x);
+            }
+        close_backend(b);
+    }
+}
+
 /* ---- The cache and attention ---------------------------------------------------------- */
 
 typedef struct world { /* some sequences, whole, as any batch may see parts of them */
@@ -1149,7 +1180,8 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_extremes), cmocka_unit_test(test_matmul_extremes_of_all),  cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu),           cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu), cmocka_unit_test(test_logits),
+        cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
