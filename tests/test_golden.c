@@ -174,7 +174,7 @@ static double bound_of(llm_type type) { return llm_type_find(type)->block_values
 static void test_packed(void **state) {
     static const char *const names[] = {"gqa_4_2", "gqa_8_2", "mha_48", "mqa_4_1", "wide", "head64", "bias"};
     (void)state;
-    for (int i = 0; i < 6; i++) {
+    for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         golden *g = golden_open(names[i]);
         for (int t = 0; llm_type_at(t); t++) {
             const llm_type_info *info = llm_type_at(t);
