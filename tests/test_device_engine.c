@@ -607,7 +607,8 @@ static void test_two_devices(void **state) {
     if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message);
     product_close(&a), product_close(&b);
     emulator_devices(1, 80, 13000);
-    product_close((a = product_open(0), &a)); /* the first device is this thread's again */
+    a = product_open(0); /* makes the first device the current one again */
+    product_close(&a);
 }
 
 /* A failure that nobody has asked for yet is still told after a step that was captured as a graph.
