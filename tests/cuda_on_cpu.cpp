@@ -209,6 +209,7 @@ struct emu_stream {
     bool blocking; /* waits for the default stream, and that for it */
     capture *into = nullptr;
     bool draining = false;
+    int device = 0; /* that it belongs to */
 };
 struct emu_event {
     std::shared_ptr<event_state> state;
@@ -1331,11 +1332,14 @@ cudaError_t cudaMemsetAsync(void *device, int value, size_t bytes, cudaStream_t 
 
 cudaError_t cudaMemset(void *device, int value, size_t bytes) { return cudaMemsetAsync(device, value, bytes, 0); }
 
+static thread_local int current_device; /* of this thread of the CPU: see cudaSetDevice */
+
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
     *stream = new emu_stream;
     (*stream)->blocking = !(flags & cudaStreamNonBlocking);
+    (*stream)->device = current_device;
     gpu().streams.push_back(*stream);
     gpu().counts.live_handles++;
     return cudaSuccess;
@@ -1547,6 +1551,10 @@ void emu::queue_launch(const launch &l, cudaStream_t stream) {
         d.last = cudaErrorLaunchOutOfResources;
         return;
     }
+    if (stream && stream->device != current_device) { /* a launch must be on the current device */
+        d.last = cudaErrorInvalidResourceHandle;
+        return;
+    }
     auto limit = d.dynamic_limit.find(l.function);
     size_t threads = (size_t)l.block.x * l.block.y * l.block.z, blocks = (size_t)l.grid.x * l.grid.y * l.grid.z;
     if (!threads || threads > 1024 || l.block.z > 64 || !blocks || l.grid.x > 2147483647u || l.grid.y > 65535 || l.grid.z > 65535) {
@@ -1598,11 +1606,13 @@ cudaError_t cudaGetDeviceCount(int *count) {
 cudaError_t cudaSetDevice(int device) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
-    return device < 0 || device >= gpu().count ? failed(cudaErrorInvalidDevice) : cudaSuccess;
+    if (device < 0 || device >= gpu().count) return failed(cudaErrorInvalidDevice);
+    current_device = device;
+    return cudaSuccess;
 }
 
 cudaError_t cudaGetDevice(int *device) {
-    *device = 0;
+    *device = current_device;
     return cudaSuccess;
 }
 

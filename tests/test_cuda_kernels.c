@@ -263,6 +263,9 @@ static void test_matmul_same_input(void **state) {
     b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* shares the rounding */
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
+    b->matmul(b->context, x_device, &w, NULL, 3, false, out);       /* fewer rows: another rounding */
+    from_device(b, got, out, sizeof got);
+    assert_memory_equal(got, first, sizeof got);
     b->matmul(b->context, out, &w, NULL, n, false, x_device);        /* another x; x_device = second */
     b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* x has been written to by a matmul */
     from_device(b, got, out, sizeof got);

@@ -477,6 +477,224 @@ static void test_second_engine(void **state) {
     record_free(expected);
 }
 
+/* ---- The seam: what is kept from call to call ------------------------------------------- */
+
+enum { ROWS = 3, WIDTH = 64 };
+
+/* A backend with one product of a step: out (ROWS, WIDTH) = x times w. */
+typedef struct product {
+    llm_backend *b;
+    llm_weight w;
+    float *x, *out;
+} product;
+
+static void reserve_for(llm_backend *b, int tokens, int width, bool expected) {
+    llm_error err;
+    llm_limits limits = {.max_tokens = tokens,
+                         .max_sequences = ROWS,
+                         .max_context = WIDTH,
+                         .n_heads = 4,
+                         .head_dim = 16,
+                         .max_cols = width};
+    bool fine = b->reserve(b->context, &limits, &err);
+    if (fine != expected) fail_msg("reserve: %s", fine ? "not refused" : err.message);
+    if (!fine) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+}
+
+static product product_open(int gpu) {
+    llm_error err;
+    llm_gpu_options options = gpu_options();
+    options.device = gpu;
+    product p = {device_open(device, &options),
+                 {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false},
+                 NULL,
+                 NULL};
+    llm_backend *b = p.b;
+    float x[8 * WIDTH], w[WIDTH * WIDTH]; /* a graph of 3 rows computes 8 */
+    for (int i = 0; i < WIDTH * WIDTH; i++) w[i] = (float)(llm_random(1, 1, (uint64_t)i) - 0.5);
+    for (int i = 0; i < 8 * WIDTH; i++) x[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
+    reserve_for(b, ROWS, WIDTH, true);
+    assert_true(b->load_weight(b->context, &p.w, w, &err));
+    p.x = (float *)b->allocate(b->context, sizeof x, "a test", &err),
+    p.out = (float *)b->allocate(b->context, sizeof x, "a test", &err);
+    assert_true(p.x && p.out && b->upload(b->context, p.x, x, sizeof x, &err));
+    return p;
+}
+
+static void product_close(product *p) {
+    p->b->release(p->b->context, p->x), p->b->release(p->b->context, p->out);
+    p->b->free_weight(p->b->context, &p->w);
+    llm_backend_free(p->b);
+}
+
+/* A step that multiplies once; returns whether a graph did it. */
+static bool product_step(product *p) {
+    static const int32_t zeros[ROWS], positions[ROWS] = {0, 1, 2}, count[1] = {ROWS};
+    llm_batch batch = {.n_tokens = ROWS,
+                       .n_sequences = 1,
+                       .tokens = zeros,
+                       .positions = positions,
+                       .slots = positions,
+                       .seq_first = zeros,
+                       .seq_count = count,
+                       .block_tables = zeros,
+                       .table_stride = 1,
+                       .block_size = 16,
+                       .logit_rows = zeros};
+    llm_error err;
+    llm_device_state before, after;
+    llm_backend *b = p->b;
+    b->state(b->context, &before);
+    assert_true(b->begin_step(b->context, &batch, &err));
+    b->matmul(b->context, p->x, &p->w, NULL, ROWS, false, p->out);
+    assert_true(b->end_step(b->context, &err));
+    b->state(b->context, &after);
+    return after.replays > before.replays;
+}
+
+static void take_product(product *p, float out[ROWS * WIDTH]) {
+    llm_error err;
+    if (!p->b->download(p->b->context, out, p->out, ROWS * WIDTH * sizeof *out, &err))
+        fail_msg("%s", err.message);
+}
+
+/* A reserve moves the scratch memory that graphs use: none from before it is replayed. */
+static void test_reserve_forgets_graphs(void **state) {
+    (void)state;
+    only_emulated();
+    product p = product_open(0);
+    float first[ROWS * WIDTH], later[ROWS * WIDTH];
+    assert_false(product_step(&p));
+    take_product(&p, first);
+    assert_true(product_step(&p));
+    reserve_for(p.b, ROWS, 64 * WIDTH, true);
+    assert_false(product_step(&p));
+    take_product(&p, later);
+    assert_memory_equal(first, later, sizeof first);
+    product_close(&p);
+}
+
+/* A reserve that is refused leaves the limits of the one before: asking for these again takes no
+ * more memory than they did. */
+static void test_refused_reserve(void **state) {
+    (void)state;
+    only_emulated();
+    for (int n = 0; n < 3;
+         n++) { /* the allocation that fails; those before it have grown, and stay so */
+        product p = product_open(0);
+        float before[ROWS * WIDTH], after[ROWS * WIDTH];
+        assert_false(product_step(&p));
+        take_product(&p, before);
+        uint64_t live = emulator_counted().live_bytes;
+        emulator_fail_allocation(n);
+        reserve_for(p.b, 1000 * ROWS, 1000 * WIDTH, false);
+        emulator_fail_allocation(-1);
+        reserve_for(p.b, ROWS, WIDTH, true);
+        if (n == 0) assert_true(emulator_counted().live_bytes <= live);
+        assert_false(product_step(&p));
+        take_product(&p, after);
+        assert_memory_equal(before, after, sizeof before);
+        product_close(&p);
+    }
+}
+
+/* After reserve, copies of blocks need no memory. */
+static void test_copies_allocate_nothing(void **state) {
+    (void)state;
+    only_emulated();
+    llm_error err;
+    product p = product_open(0);
+    static const int32_t from[] = {0}, to[] = {1};
+    llm_cache cache = {LLM_F16, 1, 1, 16, 4, 2, 2 * 4 * 16 * 2, p.x, p.out, false};
+    emulator_fail_allocation(0);
+    p.b->copy_blocks(p.b->context, &cache, from, to, 1);
+    bool fine = p.b->sync(p.b->context, &err);
+    bool allocated = emulator_failed();
+    emulator_fail_allocation(-1);
+    assert_true(fine);
+    assert_false(allocated);
+    product_close(&p);
+}
+
+/* Two GPUs in turn from one thread, whose current device is the one that was used last. */
+static void test_two_devices(void **state) {
+    (void)state;
+    only_emulated();
+    llm_error err;
+    emulator_devices(2, 80, 13000);
+    product a = product_open(0), b = product_open(1);
+    float host[WIDTH * WIDTH] = {0};
+    llm_weight w = {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false};
+    if (!a.b->load_weight(a.b->context, &w, host, &err))
+        fail_msg("%s", err.message); /* after calls to the second */
+    a.b->free_weight(a.b->context, &w);
+    b.b->rmsnorm(b.b->context, b.x, b.x, 1, WIDTH, 1e-5f,
+                 b.out); /* an operation, after calls to the first */
+    if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message);
+    product_close(&a), product_close(&b);
+    emulator_devices(1, 80, 13000);
+    a = product_open(0); /* makes the first device the current one again */
+    product_close(&a);
+}
+
+/* A failure that nobody has asked for yet is still told after a step that was captured as a graph.
+ */
+static void test_failure_before_a_capture(void **state) {
+    (void)state;
+    only_emulated();
+    llm_error err;
+    product p = product_open(0);
+    assert_false(product_step(&p));
+    emulator_fail_launch(0);
+    p.b->rmsnorm(p.b->context, p.x, p.x, 1, WIDTH, 1e-5f, p.out);
+    emulator_fail_launch(-1);
+    assert_true(product_step(&p));
+    assert_false(p.b->sync(p.b->context, &err));
+    assert_non_null(strstr(err.message, "rmsnorm"));
+    assert_true(p.b->sync(p.b->context, &err));
+    product_close(&p);
+}
+
+/* A step that begins while the last one is still on its way does not change what that one reads. */
+static void test_steps_in_a_row(void **state) {
+    (void)state;
+    enum { VOCAB_ROWS = 10 };
+    llm_error err;
+    llm_gpu_options options = gpu_options();
+    llm_backend *b = device_open(device, &options);
+    reserve_for(b, ROWS, WIDTH, true);
+    float values[VOCAB_ROWS * WIDTH], got[2][WIDTH], *out[2];
+    for (int i = 0; i < VOCAB_ROWS * WIDTH; i++) values[i] = (float)(i / WIDTH);
+    llm_weight table = {LLM_F32, VOCAB_ROWS, WIDTH, NULL, NULL, NULL, false};
+    assert_true(b->load_weight(b->context, &table, values, &err));
+    for (int i = 0; i < 2; i++)
+        out[i] = (float *)b->allocate(b->context, 8 * sizeof got[0], "a test", &err);
+    for (int i = 0; i < 2; i++) {
+        int32_t zero = 0, one = 1, token = 3 + 4 * i;
+        llm_batch batch = {.n_tokens = 1,
+                           .n_sequences = 1,
+                           .tokens = &token,
+                           .positions = &zero,
+                           .slots = &zero,
+                           .seq_first = &zero,
+                           .seq_count = &one,
+                           .block_tables = &zero,
+                           .table_stride = 1,
+                           .block_size = 16,
+                           .logit_rows = &zero};
+        assert_true(b->begin_step(b->context, &batch, &err));
+        b->embed(b->context, &batch, &table, out[i]);
+        assert_true(b->end_step(b->context, &err));
+    }
+    for (int i = 0; i < 2; i++) {
+        assert_true(b->download(b->context, got[i], out[i], sizeof got[i], &err));
+        for (int k = 0; k < WIDTH; k++) assert_true(got[i][k] == (float)(3 + 4 * i));
+        b->release(b->context, out[i]);
+    }
+    b->free_weight(b->context, &table);
+    llm_backend_free(b);
+}
+
 static void test_too_little_memory(void **state) {
     (void)state;
     llm_error err;
@@ -528,6 +746,12 @@ int main(void) {
         cmocka_unit_test(test_speculation), cmocka_unit_test(test_sampled_speculation),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies),
         cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
+        cmocka_unit_test(test_reserve_forgets_graphs),
+        cmocka_unit_test(test_refused_reserve),
+        cmocka_unit_test(test_copies_allocate_nothing),
+        cmocka_unit_test(test_two_devices),
+        cmocka_unit_test(test_failure_before_a_capture),
+        cmocka_unit_test(test_steps_in_a_row),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
 }
