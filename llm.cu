@@ -28,8 +28,8 @@
  *     grid         all blocks, in any order, on all SMs. They share the GPU's main memory ("global" memory: tens of GB,
  *                  at 2 to 5 TB/s), and cannot wait for each other: what needs the result of all is another kernel.
  *
- * Launches are queued on a stream: the GPU does them one after the other, while the CPU has long gone on. A launch costs
- * the CPU some microseconds, which is why chapter [8] records those of a step once and replays them.
+ * Launches are queued on a stream: the GPU does them in order, while the CPU goes on. A launch costs
+ * the CPU some microseconds, so chapter [8] captures those of a decode step once and replays them.
  *
  * Two numbers bound every kernel: how many bytes it must move to and from global memory, and how much arithmetic it must
  * do. An H200 moves 4.8 TB/s and does 990 TFLOP/s with its matrix instructions, so a kernel that does fewer than some 200
@@ -47,7 +47,7 @@
  *     [5]  Attention, many queries of a sequence (prefill)
  *     [6]  Attention, one query of each sequence (decode)
  *     [7]  Sampling        from logits to a token, on the device
- *     [8]  Graphs          the launches of a step, recorded once and replayed
+ *     [8]  The program     operations become launches; decode steps are captured and replayed
  *     [9]  The backend     the table of functions that llm.h calls
  *
  * The same text also compiles as plain C++17 over tests/cuda_on_cpu.h (with LLM_EMULATED defined), which runs blocks and
@@ -101,9 +101,9 @@
 #define LLM_LOOP
 #endif
 
-/* The batch of a step as kernels see it. The arrays are device memory, filled by begin_step. Where a step is replayed from
- * a graph, the counts here are rounded up (the grid of a launch cannot change), and the true ones are in `counts`: rows
- * beyond them compute something that nobody reads, and their slots are -1, so that they write nothing into the cache. */
+/* The batch of a step as kernels see it; the arrays are device memory. If the step is a graph, the
+ * counts here are rounded up (the grid of a launch cannot change), and the true ones are in `counts`.
+ * Nobody reads what the extra rows compute, and their slots are -1, so they store nothing. */
 typedef struct llm__device_batch {
     int n_tokens, n_sequences, n_logits; /* for the sizes of grids */
     int max_count;               /* the most tokens of one sequence; 1: a decode step */
@@ -119,6 +119,7 @@ typedef struct llm__device_batch {
 
 enum {
     LLM__GRAPH_TOKENS = 512, /* a step of more tokens takes so long that its launches cost nothing beside it */
+    LLM__GRAPH_COUNT = 16,   /* tokens of a sequence in a decode step, proposals included, at most */
     LLM__GRAPHS = 128        /* that are kept */
 };
 
@@ -141,8 +142,13 @@ typedef struct llm__device_draw { /* llm_draw, as the kernel of chapter [7] sees
     int first_recent, n_recent; /* in the array of all */
 } llm__device_draw;
 
-typedef struct llm__command llm__command; /* an operation with its arguments: see chapter [8] */
-typedef struct llm__graph llm__graph;
+typedef struct llm__graph llm__graph; /* see chapter [8] */
+
+typedef struct llm__largest { /* of everything, in all programs that were prepared */
+    int max_tokens, max_sequences, max_context;
+    int n_heads, head_dim;
+    int64_t max_cols;            /* of a matrix */
+} llm__largest;
 
 /* q, k and v multiply the same x, and gate and up: it is rounded once. Nothing may have been launched since, but those matmuls. */
 typedef struct llm__rounded_input {
@@ -160,14 +166,10 @@ typedef struct llm__cuda { /* the context of the backend */
     int device, n_processors;    /* SMs */
     int capability;              /* 80, 86, 89, 90, ... */
     size_t shared_bytes;         /* the most dynamic shared memory of a block */
-    llm_limits limits;           /* as reserved */
-    bool recording;              /* between begin_step and end_step: what is to be done is noted down first, for a graph */
-    int n_tokens;                /* of this step, not rounded */
-    llm__command *commands;      /* (n_commands of max_commands) noted down and not done yet */
-    int n_commands, max_commands;
+    llm__largest largest;        /* what there is room for */
     llm__graph *graphs;          /* (n_graphs of LLM__GRAPHS) */
     int n_graphs;
-    uint64_t n_flushes;          /* a clock: which graph was used last */
+    uint64_t n_runs;             /* a clock: which graph was used last */
 
     llm__room batch_room;        /* the arrays of a step */
     bool batch_on_its_way;       /* ... may still be read by a copy to the device */
@@ -357,8 +359,6 @@ static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     return fine;
 }
 
-static void llm__cuda_flush(llm__cuda *cuda); /* chapter [8]: do what has been noted down */
-static void llm__graphs_forget(llm__cuda *cuda);
 
 /* As a number that says something, of 10 bytes and of 10^11. */
 static double llm__in_units(size_t bytes, const char **unit) {
@@ -463,7 +463,6 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
     llm__cuda *cuda = llm__cuda_of(context);
     cuda->last.x = NULL;
     llm__cuda_clear(err);
-    llm__cuda_flush(cuda);
     if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda); /* for less, pinning them takes longer than the copy */
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
@@ -489,7 +488,6 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
 static bool llm__cuda_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
     llm__cuda *cuda = llm__cuda_of(context);
     llm__cuda_clear(err);
-    llm__cuda_flush(cuda);
     if (!llm__cuda_tell(cuda, err)) return false;
     return llm__cuda_check(cuda, cudaMemcpyAsync(host, device, bytes, cudaMemcpyDeviceToHost, cuda->stream),
                            "copying from the device", err) &&
@@ -538,16 +536,14 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter 
 
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err);
 
-static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error *err) {
-    llm__cuda *cuda = llm__cuda_of(context);
-    llm__cuda_clear(err);
-    if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1)
-        return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: reserve: every limit must be at least 1", cuda->backend.name);
+/* Make room for the largest of everything. What is there for other programs stays, also on failure. */
+static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_error *err) {
+    if (wanted->max_tokens < 1 || wanted->max_context < 1)
+        return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: prepare: every limit must be at least 1", cuda->backend.name);
     if (wanted->head_dim > LLM__HEAD_DIM)
         return llm__cuda_fail(err, LLM_ERROR_UNSUPPORTED, "%s: no kernel for heads of %d dimensions: %d is the most",
                               cuda->backend.name, wanted->head_dim, (int)LLM__HEAD_DIM);
-    llm__graphs_forget(cuda); /* they may use scratch memory that moves now */
-    llm_limits before = cuda->limits, *l = &cuda->limits;
+    llm__largest before = cuda->largest, *l = &cuda->largest;
     l->max_tokens = llm__larger(l->max_tokens, wanted->max_tokens);
     l->max_sequences = llm__larger(l->max_sequences, wanted->max_sequences);
     l->max_context = llm__larger(l->max_context, wanted->max_context);
@@ -561,7 +557,7 @@ static bool llm__cuda_reserve(void *context, const llm_limits *wanted, llm_error
                 llm__cuda_room(cuda, &cuda->draw_room, draws, LLM__DRAWS, err) && llm__matmul_reserve(cuda, err) &&
                 llm__attention_reserve(cuda, err) &&
                 llm__cuda_scratch(cuda, &cuda->pairs, &cuda->pairs_bytes, LLM__PAIRS_BYTES, LLM__PAIRS, err);
-    if (!fine) *l = before; /* what an engine before this one has reserved */
+    if (!fine) *l = before;
     return fine;
 }
 
@@ -605,8 +601,9 @@ static void llm__batch_copy(llm__batch_writer *writer, const int32_t *from, int 
     for (int i = n; i < rounded; i++) to[i] = padding;
 }
 
-/* The sizes of a step; rounded up where it becomes a graph, so that it looks like other steps. (Chapter [8] says why.) */
-static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
+/* The sizes of a step. Those of a decode step that may become a graph are rounded up, so that it
+ * looks like other steps. Returns whether they were. */
+static bool llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch, bool may_be_graph) {
     llm__device_batch *b = &cuda->batch;
     memset(b, 0, sizeof *b);
     b->n_tokens = batch->n_tokens;
@@ -618,7 +615,7 @@ static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
         b->max_count = llm__larger(b->max_count, batch->seq_count[s]);
         b->max_context = llm__larger(b->max_context, batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1] + 1);
     }
-    if (!cuda->recording) return;
+    if (!may_be_graph || b->n_tokens > LLM__GRAPH_TOKENS || b->max_count > LLM__GRAPH_COUNT) return false;
     b->n_tokens = llm_rounded_rows(b->n_tokens);
     b->n_sequences = llm_rounded_rows(b->n_sequences);
     b->n_logits = llm_rounded_rows(b->n_logits);
@@ -626,20 +623,14 @@ static void llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch) {
     int context = 128;
     while (context < b->max_context && context < 1 << 30) context *= 2;
     b->max_context = context;
+    return true;
 }
 
 /* All arrays of the batch in one buffer, and that in one copy: many small copies would cost some microseconds each. */
-static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_error *err) {
-    llm__cuda *cuda = llm__cuda_of(context);
+static bool llm__cuda_batch(llm__cuda *cuda, const llm_batch *batch, llm_error *err) {
     llm__device_batch *b = &cuda->batch;
-    llm__cuda_clear(err);
-    cuda->n_commands = 0; /* those of a step that failed and never ended */
-    cuda->recording = cuda->options.graphs && batch->n_tokens <= LLM__GRAPH_TOKENS;
-    cuda->n_tokens = batch->n_tokens;
-    llm__batch_sizes(cuda, batch);
-    int n_rows = b->n_logits + b->n_logits / 8 + 8; /* a slice of the logits may be rounded up from anywhere */
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
-    size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + n_rows + table) + 8 * 4;
+    size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + b->n_logits + table) + 8 * 4;
     if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), LLM__TABLES, err)) return false;
 
     /* the last step's copy must have been done before its buffer is filled anew: it has, if anybody has waited for a result */
@@ -656,7 +647,7 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
         for (int t = 0; t < batch->seq_count[s]; t++) sequence_of[batch->seq_first[s] + t] = s;
     llm__batch_copy(&writer, batch->seq_first, batch->n_sequences, b->n_sequences, 0, &b->seq_first);
     llm__batch_copy(&writer, batch->seq_count, batch->n_sequences, b->n_sequences, 0, &b->seq_count);
-    llm__batch_copy(&writer, batch->logit_rows, batch->n_logits, n_rows, 0, &b->logit_rows);
+    llm__batch_copy(&writer, batch->logit_rows, batch->n_logits, b->n_logits, 0, &b->logit_rows);
     int32_t *tables = llm__batch_array(&writer, table, &b->block_tables);
     memcpy(tables, batch->block_tables, (size_t)table * sizeof *tables);
     cuda->batch_on_its_way = true;
@@ -665,19 +656,10 @@ static bool llm__cuda_begin_step(void *context, const llm_batch *batch, llm_erro
                            "copying the tables of a step", err);
 }
 
-static bool llm__cuda_end_step(void *context, llm_error *err) {
-    llm__cuda *cuda = llm__cuda_of(context);
-    llm__cuda_clear(err);
-    llm__cuda_flush(cuda);
-    cuda->recording = false;
-    return true;
-}
-
 static bool llm__cuda_sync(void *context, llm_error *err) {
     llm__cuda *cuda = llm__cuda_of(context);
     llm_error failure;
     llm__cuda_clear(err);
-    llm__cuda_flush(cuda);
     if (!llm__cuda_wait(cuda, "what the device was doing", &failure) && cuda->failure.status == LLM_OK) cuda->failure = failure;
     return llm__cuda_tell(cuda, err);
 }
@@ -709,10 +691,8 @@ __global__ static void llm__rope_angles_kernel(const int32_t *positions, const f
     }
 }
 
-static void llm__cuda_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
+static void llm__cuda_rope_angles(llm__cuda *cuda, const float *frequencies, int rope_dim,
                                   float magnitude, float *angles) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    (void)batch;
     LLM_LAUNCH_EARLY(cuda, llm__rope_angles_kernel, dim3(cuda->batch.n_tokens), dim3(64), 0, cuda->batch.positions,
                      frequencies, rope_dim / 2, magnitude, (float2 *)(void *)angles);
     llm__cuda_launched(cuda, "rope_angles");
@@ -729,9 +709,8 @@ __global__ static void llm__rmsnorm_kernel(const float *x, const float *weight, 
     for (int i = threadIdx.x; i < dim; i += blockDim.x) out[(int64_t)blockIdx.x * dim + i] = row[i] * scale * weight[i];
 }
 
-static void llm__cuda_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
+static void llm__cuda_rmsnorm(llm__cuda *cuda, const float *x, const float *weight, int n, int dim, float epsilon,
                               float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
     if (n < 1) return;
     LLM_LAUNCH_EARLY(cuda, llm__rmsnorm_kernel, dim3(n), llm__threads(dim), 0, x, weight, dim, epsilon, out);
     llm__cuda_launched(cuda, "rmsnorm");
@@ -846,31 +825,27 @@ static void llm__cuda_rope_then_store(llm__cuda *cuda, const llm__rope_arguments
     llm__cuda_launched(cuda, "store");
 }
 
-static void llm__cuda_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                                     llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
-                                     const float *k_norm, float epsilon, float *q, float *k, const float *v,
-                                     const llm_cache *cache, int layer) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    (void)batch;
+static void llm__cuda_rope_and_store(llm__cuda *cuda, const llm_op *op, const float *angles, float *q, float *k, const float *v,
+                                     const llm_cache *cache) {
     llm__rope_arguments a;
     a.slots = cuda->batch.slots;
     a.n_tokens = cuda->batch.n_tokens;
-    a.n_heads = shape->n_heads;
-    a.n_kv_heads = shape->n_kv_heads;
-    a.head_dim = shape->head_dim;
-    a.rope_dim = rope_dim;
+    a.n_heads = op->attention.n_heads;
+    a.n_kv_heads = op->attention.n_kv_heads;
+    a.head_dim = op->attention.head_dim;
+    a.rope_dim = op->rope_dim;
     a.block_size = cache->block_size;
-    a.pairing = pairing;
+    a.pairing = op->pairing;
     a.angles = (const float2 *)(const void *)angles;
-    a.q_norm = q_norm;
-    a.k_norm = k_norm;
-    a.epsilon = epsilon;
+    a.q_norm = op->q_norm ? (const float *)op->q_norm->data : NULL;
+    a.k_norm = op->k_norm ? (const float *)op->k_norm->data : NULL;
+    a.epsilon = op->epsilon;
     a.q = q;
     a.k = k;
     a.v = v;
     a.cache_type = cache->type;
-    a.keys = (char *)cache->keys + (size_t)layer * cache->layer_bytes;
-    a.values = (char *)cache->values + (size_t)layer * cache->layer_bytes;
+    a.keys = (char *)cache->keys + (size_t)op->layer * cache->layer_bytes;
+    a.values = (char *)cache->values + (size_t)op->layer * cache->layer_bytes;
     if (!cuda->options.fused) {
         llm__cuda_rope_then_store(cuda, &a, k);
         return;
@@ -889,8 +864,7 @@ __global__ static void llm__swiglu_kernel(const float *gate, const float *up, in
         out[i] = gate[i] / (1.0f + expf(-gate[i])) * up[i];
 }
 
-static void llm__cuda_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
+static void llm__cuda_swiglu(llm__cuda *cuda, const float *gate, const float *up, int64_t n, float *out) {
     if (n < 1) return;
     LLM_LAUNCH_EARLY(cuda, llm__swiglu_kernel, dim3(llm__grid(llm__ceil_div(n, LLM__BLOCK), 1 << 20)),
                      dim3(LLM__BLOCK), 0, gate, up, n, out);
@@ -903,8 +877,7 @@ __global__ static void llm__gather_columns_kernel(const float *x, const int32_t 
         out[i] = x[i / cols * cols + columns[i % cols]];
 }
 
-static void llm__cuda_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
+static void llm__cuda_gather_columns(llm__cuda *cuda, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
     if (n < 1 || cols < 1) return;
     LLM_LAUNCH(llm__gather_columns_kernel, dim3(llm__grid(llm__ceil_div(n * cols, LLM__BLOCK), 1 << 20)), dim3(LLM__BLOCK), 0,
                cuda->stream, x, columns, n * cols, (int)cols, out);
@@ -917,10 +890,8 @@ __global__ static void llm__gather_rows_kernel(const int32_t *rows, const float 
     for (int i = threadIdx.x; i < dim; i += blockDim.x) out[(int64_t)blockIdx.x * dim + i] = row[i];
 }
 
-static void llm__cuda_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
+static void llm__cuda_gather_rows(llm__cuda *cuda, const float *x, int dim, int first, int n,
                                   float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    (void)batch;
     if (n < 1) return;
     LLM_LAUNCH_EARLY(cuda, llm__gather_rows_kernel, dim3(n), llm__threads(dim), 0, cuda->batch.logit_rows + first, x,
                      dim, out);
@@ -938,7 +909,7 @@ __global__ static void llm__copy_blocks_kernel(char *keys, char *values, size_t 
 }
 
 static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
-    llm__cuda *cuda = (llm__cuda *)context;
+    llm__cuda *cuda = llm__cuda_of(context);
     llm_error err;
     if (n < 1) return;
     size_t bytes = cache->layer_bytes / (size_t)cache->n_blocks;
@@ -2000,9 +1971,7 @@ __global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed tabl
         out[blockIdx.x * table.cols + i] = llm__packed_value(&table, tokens[blockIdx.x], i);
 }
 
-static void llm__cuda_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    (void)batch;
+static void llm__cuda_embed(llm__cuda *cuda, const llm_weight *table, float *out) {
     LLM_LAUNCH_EARLY(cuda, llm__embed_kernel, dim3(cuda->batch.n_tokens), llm__threads(table->cols), 0, cuda->batch.tokens,
                      llm__packed_of(table), out);
     llm__cuda_launched(cuda, "embed");
@@ -2209,7 +2178,7 @@ template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const ll
 /* Room for the rounded rows of x. A matmul with more rows than fit is done in parts. */
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     cuda->last.x = NULL;
-    size_t rows = (size_t)cuda->limits.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->limits.max_cols, LLM__CHUNK);
+    size_t rows = (size_t)cuda->largest.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->largest.max_cols, LLM__CHUNK);
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     return llm__cuda_scratch(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
@@ -2246,7 +2215,7 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
     last->launches = cuda->launches;
 }
 
-/* One product; or several of the same x, which llm__may_join lets go together. */
+/* One product; or several of the same x, which prepare has found to go together. */
 static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p, int n) {
     const llm__packed *w = &p->each[0].w;
     if (n < 1 || w->rows < 1) return;
@@ -2785,7 +2754,7 @@ __global__ static void llm__merge_kernel(llm__attention_arguments a) {
 
 /* Room for the parts of a step with so many rows. */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
-    const llm_limits *l = &cuda->limits;
+    const llm__largest *l = &cuda->largest;
     int64_t parts = llm__ceil_div(l->max_context, LLM__PART) + 1;
     int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
@@ -2851,11 +2820,9 @@ static llm__attention_arguments llm__attention_of(const llm__cuda *cuda, const l
     return a;
 }
 
-static void llm__cuda_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shape, const float *q,
                                 const llm_cache *cache, int layer, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
     const llm__device_batch *b = &cuda->batch;
-    (void)batch;
     llm__attention_arguments a = llm__attention_of(cuda, shape, q, cache, layer, out);
     int64_t cache_rows = cache->n_blocks * cache->n_kv_heads * cache->block_size;
     bool plain = cuda->options.plain || shape->naive || cache->type != LLM_F16 || a.head_dim % 8 ||
@@ -3242,7 +3209,6 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
     int64_t n_recent = 0;
     int n_rows = 0;
     llm__cuda_clear(err);
-    llm__cuda_flush(cuda);
     for (int i = 0; i < n; i++) n_recent += draws[i].n_recent;
     /* in this order: draws, starts, rows, ids, logprobs, recent tokens, and, on the device only, what the penalty hides */
     size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
@@ -3281,82 +3247,165 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
 }
 
 /* =====================================================================================
- * [8] Graphs: the launches of a step, recorded once and replayed
+ * [8] The program: operations become launches; decode steps are captured and replayed
  *
- * A decode step of a model of 32 layers is some 400 launches, and each costs the CPU 2 to 5 microseconds: a millisecond or two
- * in all, about as long as a GPU takes to do the step for a small model. So the GPU would wait for the CPU. A
- * graph is a list of launches that the driver has prepared, with all their arguments. To launch it whole takes some 10
- * microseconds, and the GPU goes from one kernel to the next without asking.
+ * To run a program is to launch a kernel or two for each operation: llm__launch_op, a switch.
+ * Matmuls of the same x (q, k and v; gate and up) go together in one launch; `prepare` finds them.
  *
- * But a graph is frozen: the same kernels, grids and pointers each time. What differs from step to step has to be in device
- * memory, at the same place: that is why the batch's arrays are copied to one buffer, and kernels look there for tokens,
- * positions and block tables, and for how many there are. The sizes of grids are rounded up (llm_rounded_rows), so
- * that a step of 27 tokens and one of 31 are the same graph; what runs beyond the end finds a slot of -1, or a sequence of no
- * tokens, and does no harm.
+ * A decode step of 32 layers is some 400 launches, and each costs the CPU 2 to 5 microseconds: a
+ * millisecond or two in all, about as long as a small model takes. So the GPU would wait for the
+ * CPU. A graph is a list of launches that the driver has prepared, with all their arguments. To
+ * launch it takes some 10 microseconds, and the GPU goes from kernel to kernel by itself.
  *
- * How does one know which graph a step is? By what the engine asks for. Between begin_step and the first call that
- * wants a result, the operations are not launched but noted down: function and arguments. Then the list
- * is compared, byte for byte, with those of earlier steps. If it was there before, its graph is replayed; so it can never be the
- * wrong one, whatever the engine does. If the list comes for the second time, it is captured: its launches go to a stream that
- * only writes them down. The first time it is just done, since many a list comes but once.
+ * But a graph is frozen: the same kernels, grids and pointers each time. So what differs from step to
+ * step is in device memory, at the same place: kernels look there for tokens, positions, block
+ * tables, and how many there are. The sizes of grids are rounded up (llm_rounded_rows), so that a
+ * step of 27 tokens and one of 31 are the same graph. What runs past the end finds a slot of -1, or a
+ * sequence without tokens, and does no harm.
  *
- * The draft model's steps are lists like all others: of the K passes that propose K tokens, the first may be of its own kind (it also
- * reads what the target added), and the other K - 1 are all the same graph, replayed. They are not one graph together: between two
- * passes the drawn tokens, 8 bytes for each sequence, come to the CPU, which writes them into the batch. By estimate (it is not
- * measured yet) that is 20 to 30 microseconds beside a pass of some hundreds; to save it, penalties, positions, slots and the rule of
- * how many are proposed would all have to move to the device.
+ * The address of the program and the rounded sizes of the batch identify a graph. The first time a
+ * shape comes, it is only launched: many shapes never come again. The second time, the launches go
+ * to a stream that only captures them. Steps with more than 16 tokens of one sequence are not
+ * captured: they have too many shapes, and their launches cost little next to the work.
  * ================================================================================== */
 
-struct llm__command { /* which of these a function uses is its own affair; the rest is zero, padding too */
-    void (*run)(llm__cuda *cuda, const llm__command *c);
-    const float *x, *y, *z;
-    float *out, *k;
-    llm_weight weight;
-    llm_cache cache;
-    llm_attention_shape shape;
-    int64_t n;
-    int dim, layer, pairing;
-    float scale, epsilon;
-    bool add;
-};
-
 struct llm__graph {
+    const llm_program *program;
     llm__device_batch batch;  /* the sizes and places of the batch's arrays */
-    llm__command *commands;   /* (n_commands) */
-    int n_commands;
+    int n_logits;             /* rows in the slice of the head */
     cudaGraphExec_t exec;     /* NULL: not captured yet */
     uint64_t last_use;
 };
 
+typedef struct llm__run {     /* one call of run */
+    const llm_program *program;
+    llm_part part;
+    int first;                /* of the batch's logit_rows */
+    int n_tokens, n_logits;   /* rows to work on; rounded up in a graph */
+} llm__run;
+
+static float *llm__in(const llm__run *run, const llm_op *op, int index) {
+    return op->in[index] < 0 ? NULL : run->program->buffers[op->in[index]].data;
+}
+
+/* Can matmul b go with matmul a in one launch? Buffers do not overlap. */
+static bool llm__may_join(const llm_op *a, const llm_op *b) {
+    if (b->kind != LLM_OP_MATMUL || b->in[0] != a->in[0] || b->out == a->out ||
+        b->out == a->in[0] || a->out == a->in[0])
+        return false;
+    return b->weight->cols == a->weight->cols &&
+           llm__format_of(a->weight->type)->layout == llm__format_of(b->weight->type)->layout &&
+           llm__format_of(a->weight->type)->planes == llm__format_of(b->weight->type)->planes;
+}
+
+/* How many matmuls from operation `index` on go together in one launch */
+static int llm__join(const llm__cuda *cuda, const llm_program *program, int index) {
+    int n = 1, end = index < program->n_body ? program->n_body : program->n_ops;
+    if (!cuda->options.fused || cuda->options.plain || !(program->fusions & LLM_FUSE_SIDE_BY_SIDE))
+        return 1;
+    for (bool join = true; n < LLM__PRODUCTS && index + n < end; n++) {
+        for (int i = 0; join && i < n; i++)
+            join = llm__may_join(&program->ops[index + i], &program->ops[index + n]);
+        if (!join) break;
+    }
+    return n;
+}
+
+/* Launch n operations that go together. */
+static void llm__launch_op(llm__cuda *cuda, const llm__run *run, const llm_op *op, int n) {
+    const llm_program *p = run->program;
+    const llm_weight *w = op->weight;
+    const float *x = llm__in(run, op, 0), *vector = w ? (const float *)w->data : NULL;
+    float *out = op->out < 0 ? NULL : p->buffers[op->out].data;
+    int rows = op->out >= 0 && p->buffers[op->out].head ? run->n_logits : run->n_tokens;
+    switch (op->kind) {
+    case LLM_OP_EMBED: llm__cuda_embed(cuda, w, out); break;
+    case LLM_OP_ROPE_ANGLES:
+        llm__cuda_rope_angles(cuda, vector, op->rope_dim, op->scale, out);
+        break;
+    case LLM_OP_RMSNORM:
+        llm__cuda_rmsnorm(cuda, x, vector, rows, (int)w->cols, op->epsilon, out);
+        break;
+    case LLM_OP_MATMUL: {
+        llm__products products;
+        memset(&products, 0, sizeof products);
+        products.n = n;
+        for (int i = 0; i < n; i++) {
+            products.each[i].w = llm__packed_of(op[i].weight);
+            products.each[i].o = {p->buffers[op[i].out].data,
+                                  op[i].bias ? (const float *)op[i].bias->data : NULL, op[i].add};
+        }
+        llm__cuda_matmuls(cuda, x, &products, rows);
+        break;
+    }
+    case LLM_OP_ROPE_STORE:
+        llm__cuda_rope_and_store(cuda, op, x, llm__in(run, op, 1), llm__in(run, op, 2),
+                                 llm__in(run, op, 3), p->cache);
+        break;
+    case LLM_OP_ATTENTION:
+        llm__cuda_attention(cuda, &op->attention, x, p->cache, op->layer, out);
+        break;
+    case LLM_OP_SWIGLU:
+        llm__cuda_swiglu(cuda, x, llm__in(run, op, 1), rows * p->buffers[op->out].width, out);
+        break;
+    case LLM_OP_GATHER_ROWS:
+        llm__cuda_gather_rows(cuda, x, (int)p->buffers[op->out].width, run->first, rows, out);
+        break;
+    case LLM_OP_GATHER_COLUMNS:
+        llm__cuda_gather_columns(cuda, x, w->columns, rows, w->cols, out);
+        break;
+    default: break;
+    }
+}
+
+/* Launch a part of the program. program->plan (n_ops) says how many operations go together. */
+static void llm__launch_part(llm__cuda *cuda, const llm__run *run) {
+    const llm_program *p = run->program;
+    const int *together = (const int *)p->plan;
+    int end = run->part & LLM_HEAD ? p->n_ops : p->n_body;
+    cuda->last.x = NULL; /* a graph depends on nothing from before it, and leaves nothing after it */
+    for (int i = run->part & LLM_BODY ? 0 : p->n_body; i < end; i += together[i]) {
+        double start = p->seconds ? llm_seconds() : 0;
+        llm__launch_op(cuda, run, &p->ops[i], together[i]);
+        if (!p->seconds) continue;
+        llm__cuda_note(cuda, cudaStreamSynchronize(cuda->stream), "a profiled operation");
+        p->seconds[i] += llm_seconds() - start;
+    }
+    cuda->last.x = NULL;
+}
+
+/* ---- Graphs ------------------------------------------------------------------------------- */
+
 static void llm__graph_free(llm__graph *graph) {
     if (graph->exec) cudaGraphExecDestroy(graph->exec);
-    free(graph->commands);
     memset(graph, 0, sizeof *graph);
 }
 
-static void llm__graphs_forget(llm__cuda *cuda) {
-    for (int i = 0; i < cuda->n_graphs; i++) llm__graph_free(&cuda->graphs[i]);
-    cuda->n_graphs = 0;
+/* Forget the graphs of a program; NULL: of all. */
+static void llm__graphs_forget(llm__cuda *cuda, const llm_program *program) {
+    for (int i = cuda->n_graphs - 1; i >= 0; i--) {
+        if (program && cuda->graphs[i].program != program) continue;
+        llm__graph_free(&cuda->graphs[i]);
+        cuda->graphs[i] = cuda->graphs[--cuda->n_graphs];
+        memset(&cuda->graphs[cuda->n_graphs], 0, sizeof *cuda->graphs);
+    }
 }
 
-static llm__graph *llm__graph_find(llm__cuda *cuda) {
-    size_t bytes = (size_t)cuda->n_commands * sizeof *cuda->commands;
+static llm__graph *llm__graph_find(llm__cuda *cuda, const llm__run *run) {
     for (int i = 0; i < cuda->n_graphs; i++) {
-        llm__graph *graph = &cuda->graphs[i];
-        if (graph->n_commands == cuda->n_commands && !memcmp(&graph->batch, &cuda->batch, sizeof graph->batch) &&
-            !memcmp(graph->commands, cuda->commands, bytes))
-            return graph;
+        llm__graph *g = &cuda->graphs[i];
+        if (g->program == run->program && g->n_logits == run->n_logits &&
+            !memcmp(&g->batch, &cuda->batch, sizeof cuda->batch))
+            return g;
     }
     return NULL;
 }
 
-/* Remember this list, instead of the one that was used longest ago where there are many. Without memory it is just not
- * remembered. */
-static void llm__graph_remember(llm__cuda *cuda) {
-    size_t bytes = (size_t)cuda->n_commands * sizeof *cuda->commands;
-    if (!cuda->graphs && !(cuda->graphs = (llm__graph *)calloc(LLM__GRAPHS, sizeof *cuda->graphs))) return;
-    llm__command *commands = (llm__command *)malloc(bytes);
-    if (!commands) return;
+/* Remember this shape, in place of the one that was used longest ago where there are many. Without
+ * memory it is just not remembered. */
+static void llm__graph_remember(llm__cuda *cuda, const llm__run *run) {
+    if (!cuda->graphs && !(cuda->graphs = (llm__graph *)calloc(LLM__GRAPHS, sizeof *cuda->graphs)))
+        return;
     llm__graph *graph = &cuda->graphs[cuda->n_graphs];
     if (cuda->n_graphs < LLM__GRAPHS) {
         cuda->n_graphs++;
@@ -3366,42 +3415,27 @@ static void llm__graph_remember(llm__cuda *cuda) {
             if (cuda->graphs[i].last_use < graph->last_use) graph = &cuda->graphs[i];
         llm__graph_free(graph);
     }
-    memcpy(commands, cuda->commands, bytes);
+    graph->program = run->program;
     graph->batch = cuda->batch;
-    graph->commands = commands;
-    graph->n_commands = cuda->n_commands;
-    graph->last_use = cuda->n_flushes;
+    graph->n_logits = run->n_logits;
+    graph->last_use = cuda->n_runs;
 }
 
-static void llm__run_matmul(llm__cuda *cuda, const llm__command *c);
-static int llm__run_matmuls(llm__cuda *cuda, const llm__command *c, int n);
-
-static void llm__run_commands(llm__cuda *cuda) {
-    cuda->last.x = NULL; /* a graph depends on nothing from before it, and leaves nothing behind */
-    for (int i = 0; i < cuda->n_commands;) {
-        llm__command *c = &cuda->commands[i];
-        if (c->run == llm__run_matmul) {
-            i += llm__run_matmuls(cuda, c, cuda->n_commands - i);
-            continue;
-        }
-        c->run(cuda, c);
-        i++;
-    }
-    cuda->last.x = NULL;
-}
-
-/* Record the launches of the list without doing them. False: one was refused, or there is no memory for a graph. Nothing was run then, so
- * that nothing is told either: the same one by one may go well, and tells if not. (A refused launch leaves the recording valid, but
- * without it: every replay would lack it, and nobody would know.) */
-static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
+/* Capture the launches of a run without doing them. False: one was refused, or there is no memory
+ * for a graph. Nothing was run then, so no failure is reported either: the same launches one by one
+ * may go well, and report it if not. (A capture stays valid without a refused launch; each
+ * replay would silently skip that kernel.) */
+static bool llm__graph_capture(llm__cuda *cuda, const llm__run *run, llm__graph *graph) {
     uint64_t launches = cuda->launches;
     llm_error before = cuda->failure;
     cudaGraph_t captured = NULL;
-    if (cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess) return cudaGetLastError(), false;
+    if (cudaStreamBeginCapture(cuda->stream, cudaStreamCaptureModeThreadLocal) != cudaSuccess)
+        return cudaGetLastError(), false;
     llm__cuda_clear(&cuda->failure);
-    llm__run_commands(cuda);
+    llm__launch_part(cuda, run);
     cuda->launches = launches;
-    bool good = cudaStreamEndCapture(cuda->stream, &captured) == cudaSuccess && cuda->failure.status == LLM_OK &&
+    bool good = cudaStreamEndCapture(cuda->stream, &captured) == cudaSuccess &&
+                cuda->failure.status == LLM_OK &&
                 cudaGraphInstantiate(&graph->exec, captured, 0) == cudaSuccess;
     if (captured) cudaGraphDestroy(captured);
     cuda->failure = before;
@@ -3412,9 +3446,13 @@ static bool llm__graph_capture(llm__cuda *cuda, llm__graph *graph) {
     return good;
 }
 
-/* False: there is no graph, or it cannot be launched (the first time takes memory on the device). */
-static bool llm__graph_replay(llm__cuda *cuda, llm__graph *graph) {
-    if (!graph->exec && !llm__graph_capture(cuda, graph)) return false;
+/* Replay the graph of a run. False: it has none yet, or it cannot be launched (the first time takes
+ * memory on the device). */
+static bool llm__graph_replay(llm__cuda *cuda, const llm__run *run) {
+    llm__graph *graph = llm__graph_find(cuda, run);
+    if (!graph) return llm__graph_remember(cuda, run), false;
+    graph->last_use = cuda->n_runs;
+    if (!graph->exec && !llm__graph_capture(cuda, run, graph)) return false;
     if (cudaGraphLaunch(graph->exec, cuda->stream) == cudaSuccess) {
         cuda->replays++;
         cuda->last.x = NULL; /* it has rounded other rows since */
@@ -3426,251 +3464,67 @@ static bool llm__graph_replay(llm__cuda *cuda, llm__graph *graph) {
     return false;
 }
 
-static void llm__cuda_flush(llm__cuda *cuda) {
-    if (cuda->n_commands == 0) return;
-    llm__graph *graph = llm__graph_find(cuda);
-    if (graph) graph->last_use = cuda->n_flushes;
-    if (!graph || !llm__graph_replay(cuda, graph)) { /* for the first time; or there is no graph, and this is how to do it all the same */
-        llm__run_commands(cuda);
-        if (!graph) llm__graph_remember(cuda);
-    }
-    cuda->n_flushes++;
-    cuda->n_commands = 0;
+/* ---- Prepare and run --------------------------------------------------------------------- */
+
+static void llm__cuda_forget(void *context, llm_program *program) {
+    llm__graphs_forget(llm__cuda_of(context), program);
+    free(program->plan);
+    program->plan = NULL;
 }
 
-/* Note an operation down; or do it now, outside of a step, or where there is no memory to note it. */
-static void llm__queue(llm__cuda *cuda, const llm__command *command) {
-    if (cuda->recording && cuda->n_commands == cuda->max_commands) {
-        int n = cuda->max_commands ? 2 * cuda->max_commands : 512;
-        llm__command *more = (llm__command *)realloc(cuda->commands, (size_t)n * sizeof *more);
-        if (more) {
-            cuda->commands = more;
-            cuda->max_commands = n;
+static bool llm__cuda_prepare(void *context, llm_program *program, const llm_limits *limits,
+                              llm_error *err) {
+    llm__cuda *cuda = llm__cuda_of(context);
+    llm__largest largest = {llm__larger(limits->max_tokens, limits->max_logits),
+                            limits->max_sequences,
+                            limits->max_context,
+                            1,
+                            1,
+                            1};
+    int *together = (int *)calloc((size_t)program->n_ops, sizeof *together);
+    llm__cuda_clear(err);
+    llm__cuda_forget(cuda, program);
+    program->plan = together;
+    if (!together)
+        return llm__cuda_fail(err, LLM_ERROR_MEMORY, "%s: out of memory: %zu bytes for a plan",
+                              cuda->backend.name, (size_t)program->n_ops * sizeof *together);
+    for (int i = 0; i < program->n_ops; i++) {
+        const llm_op *op = &program->ops[i];
+        if (op->kind == LLM_OP_MATMUL && op->weight->cols > largest.max_cols)
+            largest.max_cols = op->weight->cols;
+        if (op->kind == LLM_OP_ROPE_STORE || op->kind == LLM_OP_ATTENTION) {
+            largest.n_heads = llm__larger(largest.n_heads, op->attention.n_heads);
+            largest.head_dim = llm__larger(largest.head_dim, op->attention.head_dim);
         }
+        together[i] = op->kind == LLM_OP_MATMUL ? llm__join(cuda, program, i) : 1;
     }
-    if (cuda->recording && cuda->n_commands < cuda->max_commands) {
-        memcpy(&cuda->commands[cuda->n_commands++], command, sizeof *command);
-        return;
+    llm__graphs_forget(cuda, NULL); /* they may use scratch memory that moves now */
+    if (llm__cuda_reserve(cuda, &largest, err)) return true;
+    llm__cuda_forget(cuda, program);
+    return false;
+}
+
+static bool llm__cuda_run(void *context, const llm_program *program, llm_part part,
+                          const llm_batch *batch, int first, int n, llm_error *err) {
+    llm__cuda *cuda = llm__cuda_of(context);
+    llm__run run = {program, part, first, batch->n_tokens, n};
+    llm__cuda_clear(err);
+    if (!program->plan)
+        return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: run: the program is not prepared",
+                              cuda->backend.name);
+    bool graph = cuda->options.graphs && part == LLM_WHOLE && first == 0 && !program->seconds;
+    if (n < 1) run.part = (llm_part)(part & LLM_BODY);
+    if (batch->n_tokens > cuda->largest.max_tokens || n > cuda->largest.max_tokens)
+        return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s: a step of %d tokens and %d rows of logits is larger than what was prepared",
+                              cuda->backend.name, batch->n_tokens, n);
+    if (part & LLM_BODY) {
+        graph = llm__batch_sizes(cuda, batch, graph);
+        if (!llm__cuda_batch(cuda, batch, err)) return false;
     }
-    cudaSetDevice(cuda->device); /* as in llm__cuda_of */
-    llm__cuda_flush(cuda);
-    command->run(cuda, command);
-}
-
-/* How many rows to work on where n are wanted. */
-static int llm__rows(const llm__cuda *cuda, int n) { return cuda->recording ? llm_rounded_rows(n) : n; }
-
-/* Copies without the padding between members, which holds anything. */
-static void llm__keep_weight(llm__command *c, const llm_weight *w) {
-    c->weight.type = w->type;
-    c->weight.rows = w->rows;
-    c->weight.cols = w->cols;
-    c->weight.data = w->data;
-    c->weight.packed = w->packed;
-}
-
-static void llm__keep_shape(llm__command *c, const llm_attention_shape *shape, const llm_cache *cache, int layer) {
-    c->shape.n_heads = shape->n_heads;
-    c->shape.n_kv_heads = shape->n_kv_heads;
-    c->shape.head_dim = shape->head_dim;
-    c->shape.scale = shape->scale;
-    c->shape.naive = shape->naive;
-    c->shape.window = shape->window;
-    c->cache.type = cache->type;
-    c->cache.n_layers = cache->n_layers;
-    c->cache.n_kv_heads = cache->n_kv_heads;
-    c->cache.head_dim = cache->head_dim;
-    c->cache.block_size = cache->block_size;
-    c->cache.n_blocks = cache->n_blocks;
-    c->cache.layer_bytes = cache->layer_bytes;
-    c->cache.keys = cache->keys;
-    c->cache.values = cache->values;
-    c->layer = layer;
-}
-
-static void llm__begin(llm__command *c, void (*run)(llm__cuda *, const llm__command *)) {
-    memset(c, 0, sizeof *c);
-    c->run = run;
-}
-
-/* ---- Each operation: how it is done, and how it is noted down ------------------------------------ */
-
-static void llm__run_embed(llm__cuda *cuda, const llm__command *c) { llm__cuda_embed(cuda, NULL, &c->weight, c->out); }
-
-static void llm__queue_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    llm__command c;
-    (void)batch;
-    llm__begin(&c, llm__run_embed);
-    llm__keep_weight(&c, table);
-    c.out = out;
-    llm__queue((llm__cuda *)context, &c);
-}
-
-static void llm__run_rope_angles(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_rope_angles(cuda, NULL, c->x, c->dim, c->scale, c->out);
-}
-
-static void llm__queue_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
-                                   float magnitude, float *angles) {
-    llm__command c;
-    (void)batch;
-    llm__begin(&c, llm__run_rope_angles);
-    c.x = frequencies;
-    c.dim = rope_dim;
-    c.scale = magnitude;
-    c.out = angles;
-    llm__queue((llm__cuda *)context, &c);
-}
-
-static void llm__run_rmsnorm(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_rmsnorm(cuda, c->x, c->y, (int)c->n, c->dim, c->epsilon, c->out);
-}
-
-static void llm__queue_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__command c;
-    llm__begin(&c, llm__run_rmsnorm);
-    c.x = x;
-    c.y = weight;
-    c.n = llm__rows(cuda, n);
-    c.dim = dim;
-    c.epsilon = epsilon;
-    c.out = out;
-    llm__queue(cuda, &c);
-}
-
-/* Can b, which follows on the matmul a, go with it in one launch? */
-static bool llm__may_join(const llm__command *a, const llm__command *b) {
-    if (b->run != llm__run_matmul || b->x != a->x || b->n != a->n || b->weight.cols != a->weight.cols) return false;
-    if (llm__format_of(a->weight.type)->layout != llm__format_of(b->weight.type)->layout) return false;
-    if (llm__format_of(a->weight.type)->planes != llm__format_of(b->weight.type)->planes) return false;
-    return !llm__overlap(a->out, a->n * a->weight.rows, b->out, b->n * b->weight.rows) &&
-           !llm__overlap(a->out, a->n * a->weight.rows, b->x, b->n * b->weight.cols);
-}
-
-/* The first of these commands, a matmul, and those that can go with it; returns how many it did. */
-static int llm__run_matmuls(llm__cuda *cuda, const llm__command *c, int n) {
-    llm__products p;
-    memset(&p, 0, sizeof p);
-    bool join = true;
-    while (join && p.n < n) {
-        p.each[p.n].w = llm__packed_of(&c[p.n].weight);
-        p.each[p.n].o = {c[p.n].out, c[p.n].y, c[p.n].add};
-        join = ++p.n < n && p.n < LLM__PRODUCTS && cuda->options.fused && !cuda->options.plain;
-        for (int i = 0; join && i < p.n; i++) join = llm__may_join(&c[i], &c[p.n]);
-    }
-    llm__cuda_matmuls(cuda, c->x, &p, (int)c->n);
-    return p.n;
-}
-
-static void llm__run_matmul(llm__cuda *cuda, const llm__command *c) { llm__run_matmuls(cuda, c, 1); }
-
-static void llm__queue_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
-                              float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__command c;
-    llm__begin(&c, llm__run_matmul);
-    llm__keep_weight(&c, w);
-    c.x = x;
-    c.y = bias;
-    c.n = llm__rows(cuda, n);
-    c.add = add;
-    c.out = out;
-    llm__queue(cuda, &c);
-}
-
-static void llm__run_rope_and_store(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_rope_and_store(cuda, NULL, &c->shape, (llm_rope_pairing)c->pairing, c->dim, c->x, c->y, c->z, c->epsilon, c->out,
-                             c->k, (const float *)c->weight.data, &c->cache, c->layer);
-}
-
-static void llm__queue_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                                      llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
-                                      const float *k_norm, float epsilon, float *q, float *k, const float *v,
-                                      const llm_cache *cache, int layer) {
-    llm__command c;
-    (void)batch;
-    llm__begin(&c, llm__run_rope_and_store);
-    llm__keep_shape(&c, shape, cache, layer);
-    c.pairing = pairing;
-    c.dim = rope_dim;
-    c.x = angles;
-    c.y = q_norm;
-    c.z = k_norm;
-    c.epsilon = epsilon;
-    c.out = q;
-    c.k = k;
-    c.weight.data = v; /* there is no weight here, and no sixth pointer */
-    llm__queue((llm__cuda *)context, &c);
-}
-
-static void llm__run_attention(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_attention(cuda, NULL, &c->shape, c->x, &c->cache, c->layer, c->out);
-}
-
-static void llm__queue_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
-                                 const llm_cache *cache, int layer, float *out) {
-    llm__command c;
-    (void)batch;
-    llm__begin(&c, llm__run_attention);
-    llm__keep_shape(&c, shape, cache, layer);
-    c.x = q;
-    c.out = out;
-    llm__queue((llm__cuda *)context, &c);
-}
-
-static void llm__run_swiglu(llm__cuda *cuda, const llm__command *c) { llm__cuda_swiglu(cuda, c->x, c->y, c->n, c->out); }
-
-static void llm__queue_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__command c;
-    llm__begin(&c, llm__run_swiglu);
-    c.x = gate;
-    c.y = up;
-    c.n = n;
-    if (cuda->recording && cuda->n_tokens > 0 && n % cuda->n_tokens == 0) c.n = n / cuda->n_tokens * cuda->batch.n_tokens;
-    c.out = out;
-    llm__queue(cuda, &c);
-}
-
-static void llm__run_gather_rows(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_gather_rows(cuda, NULL, c->x, c->dim, c->layer, (int)c->n, c->out);
-}
-
-static void llm__queue_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
-                                   float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__command c;
-    (void)batch;
-    llm__begin(&c, llm__run_gather_rows);
-    c.x = x;
-    c.dim = dim;
-    c.layer = first; /* not a layer here: the first of the rows */
-    c.n = llm__rows(cuda, n);
-    c.out = out;
-    llm__queue(cuda, &c);
-}
-
-static void llm__run_gather_columns(llm__cuda *cuda, const llm__command *c) {
-    llm__cuda_gather_columns(cuda, c->x, (const int32_t *)c->weight.data, (int)c->n, c->dim, c->out);
-}
-
-static void llm__queue_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
-    llm__cuda *cuda = (llm__cuda *)context;
-    llm__command c;
-    llm__begin(&c, llm__run_gather_columns);
-    c.x = x;
-    c.weight.data = columns; /* no weight either */
-    c.dim = (int)cols;
-    c.n = llm__rows(cuda, n);
-    c.out = out;
-    llm__queue(cuda, &c);
-}
-
-/* Rare, and with arrays of the host's: never part of a graph. */
-static void llm__queue_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
-    llm__cuda_flush(llm__cuda_of(context));
-    llm__cuda_copy_blocks(context, cache, from, to, n);
+    if (graph) run.n_tokens = cuda->batch.n_tokens, run.n_logits = llm_rounded_rows(n);
+    cuda->n_runs++;
+    if (!graph || !llm__graph_replay(cuda, &run)) llm__launch_part(cuda, &run);
+    return true;
 }
 
 /* =====================================================================================
@@ -3685,9 +3539,8 @@ static void llm__cuda_destroy(llm_backend *backend) {
     }
     cudaSetDevice(cuda->device);
     cudaStreamSynchronize(cuda->stream);
-    llm__graphs_forget(cuda);
+    llm__graphs_forget(cuda, NULL);
     free(cuda->graphs);
-    free(cuda->commands);
     llm__stages_free(cuda);
     cudaFreeHost(cuda->batch_room.host);
     cudaFree(cuda->batch_room.device);
@@ -3763,20 +3616,11 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
     b->download = llm__cuda_download;
     b->load_weight = llm__cuda_load_weight;
     b->free_weight = llm__cuda_free_weight;
-    b->reserve = llm__cuda_reserve;
-    b->begin_step = llm__cuda_begin_step;
-    b->end_step = llm__cuda_end_step;
+    b->prepare = llm__cuda_prepare;
+    b->forget = llm__cuda_forget;
+    b->run = llm__cuda_run;
     b->sync = llm__cuda_sync;
-    b->embed = llm__queue_embed;
-    b->rope_angles = llm__queue_rope_angles;
-    b->rmsnorm = llm__queue_rmsnorm;
-    b->matmul = llm__queue_matmul;
-    b->rope_and_store = llm__queue_rope_and_store;
-    b->attention = llm__queue_attention;
-    b->swiglu = llm__queue_swiglu;
-    b->gather_rows = llm__queue_gather_rows;
-    b->gather_columns = llm__queue_gather_columns;
-    b->copy_blocks = llm__queue_copy_blocks;
+    b->copy_blocks = llm__cuda_copy_blocks;
     b->sample = llm__cuda_sample;
     b->state = llm__cuda_state;
     b->destroy = llm__cuda_destroy;

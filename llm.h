@@ -416,6 +416,7 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     bool chunked_prefill;  /* a long prompt is spread over steps; false: prompts go whole, before anything else, and
                               prompt and output together must fit into max_batch_tokens; default true */
     bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
+    unsigned fusions;      /* LLM_FUSE_...: what may be done together; default LLM_FUSE_ALL */
     bool host_sampling;    /* draw tokens on the CPU also where the device could: the same ones, but all logits travel */
 } llm_engine_options;
 
@@ -542,6 +543,9 @@ typedef struct llm_statistics {
 } llm_statistics;
 
 llm_statistics llm_engine_statistics(const llm_engine *engine);
+/* The program that the engine runs in each step, or its draft model's (NULL if it has none). The
+ * caller may set its `seconds`. */
+struct llm_program *llm_engine_program(llm_engine *engine, bool draft);
 const llm_model *llm_engine_model(const llm_engine *engine);
 const llm_engine_options *llm_engine_settings(const llm_engine *engine); /* as they came out */
 
@@ -553,14 +557,15 @@ float llm_logprob(const float *logits, int n, int32_t id);
 double llm_random(uint64_t seed, uint64_t stream, uint64_t index);
 
 /* =====================================================================================
- * [SEAM] What a device implements
+ * [SEAM] A model is a program; what a device implements
  *
- * The engine above this line of functions is the same code for every device. Pointers
- * named "device" are memory that the backend allocated: on the CPU ordinary memory. All activations
- * are f32. Operations are queued in order and return nothing: a device remembers its first failure
- * and tells it at the next `download` or `sync`.
+ * An engine compiles its model once into a program: a flat list of operations on named buffers. A
+ * step runs the program over a batch. A device (struct llm_backend) keeps memory and weights,
+ * prepares a program, and runs it; there is nothing else between the scheduler and the arithmetic.
  *
- * Below, T = tokens in the batch; a matrix (rows, cols) has its cols contiguous.
+ * Pointers named "device" are memory that the backend allocated: on the CPU, ordinary memory. All
+ * activations are f32. Below, T = tokens in the batch, R = rows whose logits are wanted; a matrix
+ * (rows, cols) has its cols contiguous.
  * ================================================================================== */
 
 typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
@@ -611,17 +616,106 @@ typedef struct llm_attention_shape {
     int window;            /* the token at position p sees the positions p - window + 1 to p; 0: all up to p */
 } llm_attention_shape;
 
-typedef struct llm_limits { /* the largest of everything that a step may bring */
-    int max_tokens;        /* in a batch */
+/* ---- The program --------------------------------------------------------------------- */
+
+typedef enum llm_op_kind {
+    LLM_OP_EMBED,          /* out (T, cols) = the rows of `weight` that the tokens name */
+    LLM_OP_ROPE_ANGLES,    /* out (T, rope_dim/2, 2) = scale x (cos, sin) of position x frequency;
+                            * `weight` (rope_dim/2) holds the frequencies */
+    LLM_OP_RMSNORM,        /* out = in[0] / sqrt(mean(in[0]^2) + epsilon) x `weight`, row by row */
+    LLM_OP_MATMUL,         /* out (n, rows) = in[0] (n, cols) x transposed `weight`, + `bias`,
+                            * + out if `add` */
+    LLM_OP_ROPE_STORE,     /* in: angles, q, k, v, cache. Per head: normalise q and k (q_norm and
+                            * k_norm), turn them by the angles, in place; store k and v */
+    LLM_OP_ATTENTION,      /* in: q, cache. out (T, n_heads, head_dim): each token's query attends
+                            * to the cached positions of its sequence up to its own */
+    LLM_OP_SWIGLU,         /* out = silu(in[0]) x in[1], elementwise */
+    LLM_OP_GATHER_ROWS,    /* out (R, cols) = the rows of in[0] whose logits are wanted */
+    LLM_OP_GATHER_COLUMNS, /* out[.][j] = in[0][.][weight->columns[j]] */
+    LLM_N_OP_KINDS
+} llm_op_kind;
+
+const char *llm_op_name(llm_op_kind kind); /* "embed", "rmsnorm", ... */
+
+enum { LLM_OP_INPUTS = 5 };
+
+typedef struct llm_op { /* one operation; rmsnorm and swiglu may be in place: out = in[0] */
+    llm_op_kind kind;
+    int layer;                 /* -1: none */
+    int in[LLM_OP_INPUTS];     /* the buffers that it reads; -1: no more */
+    int out;                   /* the buffer that it writes; -1: none but in[] (rope_store) */
+    bool add;                  /* matmul: adds to `out`, so it reads that too */
+    const llm_weight *weight;  /* a matrix, or a vector (a matrix of one row, f32); NULL: none */
+    const llm_weight *bias;    /* (weight->rows); NULL: none */
+    const llm_weight *q_norm, *k_norm; /* rope_store: (head_dim); NULL: none */
+    const char *name;          /* of the weight, for people: "attn_q"; "": none */
+    llm_attention_shape attention; /* rope_store and attention */
+    llm_rope_pairing pairing;  /* rope_store */
+    int rope_dim;              /* rope_angles and rope_store */
+    float scale;               /* rope_angles: 1, or the factor by which YaRN stretches q and k */
+    float epsilon;             /* rmsnorm and rope_store */
+} llm_op;
+
+typedef struct llm_buffer {
+    const char *name;          /* for people: "x", "q", ... */
+    int64_t width;             /* values in a row; 0: not memory (the cache) */
+    bool head;                 /* a row for each row of logits; else a row for each token */
+    float *data;               /* device (rows, width) */
+} llm_buffer;
+
+typedef enum llm_part {        /* of a program */
+    LLM_BODY = 1,              /* all layers: fills the cache and the residual stream */
+    LLM_HEAD = 2,              /* logits of a slice of the wanted rows */
+    LLM_WHOLE = LLM_BODY | LLM_HEAD
+} llm_part;
+
+enum { /* what prepare may do; results are the same bits with and without */
+    LLM_FUSE_GATE = 1,         /* the products gate and up and their activation are done together */
+    LLM_FUSE_ROPE = 2,         /* rope and store are done with attention, head by head */
+    LLM_FUSE_OWN_COPIES = 4,   /* norms and rounding of few rows: every thread for itself (CPU) */
+    LLM_FUSE_SIDE_BY_SIDE = 8, /* independent operations run at the same time */
+    LLM_FUSE_ALL = 15
+};
+
+typedef struct llm_program {
+    llm_op *ops;               /* (n_ops) the body first */
+    int n_ops, n_body;
+    llm_buffer *buffers;       /* (n_buffers) */
+    int n_buffers;
+    const llm_cache *cache;    /* what the buffer "cache" stands for */
+    unsigned fusions;          /* LLM_FUSE_...: which of them prepare may use */
+    double *seconds;           /* (n_ops) run adds the time of each operation, of fused ones to one of
+                                * them; NULL: no profile */
+    void *plan;                /* the backend's own: what prepare made; at first NULL */
+} llm_program;
+
+typedef struct llm_limits {    /* the largest of everything that a step may bring */
+    int max_tokens;            /* in a batch */
     int max_sequences;
-    int max_context;       /* positions of one sequence */
-    int n_heads;           /* query heads */
-    int head_dim;
-    int64_t max_cols;      /* of a matrix: the widest input of a matmul */
+    int max_context;           /* positions of one sequence */
+    int max_logits;            /* rows in a slice of the head */
 } llm_limits;
 
-/* A device may work on more rows than it is asked for, so that steps of about the same size look the same to it: on up to
- * llm_rounded_rows(n). All buffers of rows have room for that many; what stands in the extra ones means nothing. */
+typedef struct llm_cost {      /* what an operation moves and computes */
+    double weight_bytes;       /* of weights read, once */
+    double activation_bytes;   /* of buffers read and written */
+    double cache_bytes;        /* of keys and values read and written */
+    double operations;         /* of arithmetic: a multiply-add is two */
+} llm_cost;
+
+/* The cost of one operation of the program over a batch, of which only n_tokens, n_sequences,
+ * seq_first, seq_count, positions and n_logits are read. */
+llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_batch *batch);
+
+typedef struct llm_stage {     /* one unit of an executor's work */
+    int first, last;           /* the operations that it does, as indexes into ops */
+    bool rounds;               /* it only rounds the input of `last` */
+    bool barrier;              /* all threads wait for each other before it */
+    bool each;                 /* every thread does all of it, for itself */
+} llm_stage;
+
+/* A device may process up to llm_rounded_rows(n) rows where n are wanted, so that steps of similar
+ * size look alike. Buffers have room for them; the extra rows hold no meaningful values. */
 int llm_rounded_rows(int n);
 
 typedef struct llm_device_state { /* what a device says of itself */
@@ -639,7 +733,6 @@ typedef struct llm_draw {  /* a token to be drawn */
     int n_recent;
 } llm_draw;
 
-/* Arguments of an operation are the same memory, where it says that they may be, or do not overlap. */
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's own; first argument of every function */
@@ -657,45 +750,25 @@ struct llm_backend {
      * (of 4-bit integers) goes at once where w->packed is set, or w->data is elsewhere. */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
-    /* Called before the first step, with the largest of everything to expect, so that a step allocates nothing.
-     * A later call may ask for more (a draft model beside its target). */
-    bool (*reserve)(void *context, const llm_limits *limits, llm_error *err);
 
-    /* -- a step ------------------------------------------------------------------------ */
-    /* After a failure a step may begin again without having ended. */
-    bool (*begin_step)(void *context, const llm_batch *batch, llm_error *err);
-    bool (*end_step)(void *context, llm_error *err);
+    /* -- the program ------------------------------------------------------------------- */
+    /* Make a program ready to run: choose kernels, fuse operations, allocate scratch memory, so
+     * that a step allocates nothing. Weights and buffers are in place and stay there; the cache may
+     * be allocated later. After an error, programs that were prepared before can still be run. */
+    bool (*prepare)(void *context, llm_program *program, const llm_limits *limits, llm_error *err);
+    /* Release what prepare made. Fine for a program that is not prepared. */
+    void (*forget)(void *context, llm_program *program);
+    /* Run a part of the program over a batch. The head computes the logits of entries first to
+     * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
+     * when this returns. On a GPU, it is on its stream; the next download or sync reports failures. */
+    bool (*run)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
+                int first, int n, llm_error *err);
+    /* Stage `index` of what run does for such a batch. False: there are no more. The function may be
+     * NULL: the backend does not describe its plan. */
+    bool (*stage)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
+                  int n, int index, llm_stage *stage);
     /* Wait until all of it is done; false: something failed since the last sync. */
     bool (*sync)(void *context, llm_error *err);
-
-    /* -- operations, all on device memory ---------------------------------------------- */
-    /* out (T, table->cols) = the rows of the embedding table of the batch's tokens */
-    void (*embed)(void *context, const llm_batch *batch, const llm_weight *table, float *out);
-    /* angles (T, rope_dim/2, 2) = magnitude x (cos, sin) of position x frequency; frequencies (rope_dim/2) device.
-     * magnitude is 1, or what YaRN stretches q and k by. */
-    void (*rope_angles)(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float magnitude,
-                        float *angles);
-    /* out (n, dim) = x / sqrt(mean(x^2) + epsilon) * weight, row by row. out may be x. */
-    void (*rmsnorm)(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out);
-    /* out (n, w->rows) = x (n, w->cols) times w transposed, + bias (w->rows) unless NULL, + out itself if `add` */
-    void (*matmul)(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add, float *out);
-    /* Per head: normalise (if q_norm/k_norm (head_dim) are not NULL), turn q and k by the angles, and write k and v into
-     * the cache at the batch's slots. q (T, n_heads, head_dim) in place; k, v (T, n_kv_heads, head_dim). */
-    void (*rope_and_store)(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                           llm_rope_pairing pairing, int rope_dim, const float *angles,
-                           const float *q_norm, const float *k_norm, float epsilon,
-                           float *q, float *k, const float *v, const llm_cache *cache, int layer);
-    /* out (T, n_heads, head_dim): each token's query attends to the cached positions of its sequence up to its own */
-    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
-                      const llm_cache *cache, int layer, float *out);
-    /* out (n) = silu(gate) x up, elementwise; out may be gate. What is in up afterwards is not said: where both were queued as
-     * products just before, it may never be written. */
-    void (*swiglu)(void *context, const float *gate, const float *up, int64_t n, float *out);
-    /* out (n, dim) = the rows x[rows[i]] for i in first .. first + n - 1 of the batch's logit_rows */
-    void (*gather_rows)(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out);
-    /* out (n, cols) = the columns of x (n, cols) in another order: out[i][j] = x[i][columns[j]], columns (cols) device. NULL
-     * where the device cannot: models that need it are refused. */
-    void (*gather_columns)(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out);
     /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order. Where the next sync fails, the same
      * copies are asked for again. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
@@ -6433,7 +6506,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
  * sums advance together, never how one of them is ordered.
  * ================================================================================== */
 
-/* ---- Jobs: what the driver hands to a kernel ------------------------------------------ */
+/* ---- The arguments of kernels --------------------------------------------------------- */
 
 typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
     const llm_weight *w;
@@ -6441,31 +6514,22 @@ typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, c
     const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
     size_t x_tile_bytes;
     int height;              /* rows of x in a tile */
-    int x_parts;             /* in which a tile is rounded */
-    bool own_x, own_tiles;   /* of these each thread has made a copy for itself: see llm__own_copy */
     bool tiles;              /* use matrix tiles */
     const float *bias;       /* NULL: none */
     bool add;
     int n;
     float *out;
-    const struct llm__matmul_job *gate; /* another product, with the same out: it is done first, and then out = silu(out) x this one. NULL: none */
-    int64_t x_rows_per_item; /* 0: an item is rows of w: */
-    int64_t rows_per_thread; /* so many in the first items, one for each thread, */
-    int64_t rows_per_item;   /* and so many in all others */
+    bool gate;               /* out holds the gate: out = silu(out) x the product */
     size_t tile_bytes;       /* of scratch, for unpacked weights */
 } llm__matmul_job;
 
-typedef struct llm__rope_job {
+typedef struct llm__rope_job { /* the op's buffers, for all tokens of the batch */
     const llm_batch *batch;
-    llm_attention_shape shape;
-    llm_rope_pairing pairing;
-    int rope_dim;
-    const float *angles, *q_norm, *k_norm;
-    float epsilon;
+    const llm_op *op;
+    const llm_cache *cache;
+    const float *angles, *q_norm, *k_norm; /* norms: NULL, none */
     float *q, *k;
     const float *v;
-    const llm_cache *cache;
-    int layer;
 } llm__rope_job;
 
 typedef struct llm__attention_job {
@@ -6476,28 +6540,7 @@ typedef struct llm__attention_job {
     int layer;
     float *out;
     bool tiles;              /* use matrix tiles */
-    const llm__rope_job *rope; /* what has to be done for the item's heads first; NULL: it is done */
 } llm__attention_job;
-
-typedef struct llm__rows_job { /* rmsnorm and swiglu */
-    const float *a, *b;
-    float *out;
-    bool own_out;             /* each thread writes a copy for itself; the first thread's is out */
-    int64_t n, n_per_item;
-    int dim;
-    float epsilon;
-} llm__rows_job;
-
-typedef struct llm__row_job { /* embed, rope_angles, and the two that gather */
-    const llm_batch *batch;
-    const llm_weight *table;
-    const float *x;           /* or the frequencies */
-    const int32_t *rows, *columns;
-    int64_t n, width;         /* (n, width) = out */
-    int64_t n_per_item;
-    float magnitude;
-    float *out;
-} llm__row_job;
 
 /* One set of compiled kernels. Each works on a range that one thread was given. */
 typedef struct llm__kernels {
@@ -6524,21 +6567,11 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     bool pack;                       /* weights, as they are loaded, */
     struct llm__slab *slabs;         /* (n_slabs) into these */
     int64_t n_slabs, slab_capacity;
-    llm_limits limits;               /* as reserved */
+    uint64_t rounded_bytes;          /* of `rounded` */
     void *rounded;                   /* the rows of one matmul input as int8 */
     char *scratch;                   /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes, tile_bytes;
-    struct llm__task *tasks;         /* (LLM__MAX_TASKS) what a step has queued so far */
-    int n_tasks;
-    bool queueing;                   /* a step has begun */
-    const float *rounded_x;          /* whose (rounded_n, rounded_cols) will stand in `rounded` after the last task; NULL: nobody's */
-    int64_t rounded_n, rounded_cols;
-    int rounded_group;               /* values to a scale */
-    bool rounded_own;                /* by each thread for itself */
-    const float *own_x;              /* (own_values) of which each thread will have its own copy after the last task; NULL: of nothing */
-    int64_t own_values;
-    double alone_until;              /* on the clock; see llm__run_tasks */
-    llm_error failure;               /* the first since the last sync */
+    size_t scratch_bytes, tile_bytes; /* of a thread; of these, for unpacked weights */
+    double alone_until;              /* on the clock; see llm__run_team */
 } llm__cpu;
 
 /* Threads share the cache lines that they write to only at the borders of their parts; memory that a thread
@@ -6585,49 +6618,38 @@ static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_
     return transposed ? (row - slot) * cache->head_dim + slot : row * cache->head_dim;
 }
 
-/* A context that fails here goes on, so that a step can be abandoned in one place: at the next sync. */
-static void llm__cpu_failed(llm__cpu *cpu, const char *what) {
-    if (cpu->failure.status == LLM_OK)
-        llm__fail(&cpu->failure, LLM_ERROR_DEVICE, "cpu: %s is larger than what was reserved", what);
-}
-
 /* ---- The reference loops --------------------------------------------------------------- */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019): bring the row to length sqrt(dim), then
  * stretch each of its dimensions by a learned weight. */
-static void llm__plain_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
-                               float *out) {
-    (void)context;
+static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
+                               float epsilon, float *out) {
     for (int64_t row = 0; row < n; row++) {
         double sum = 0.0;
         for (int i = 0; i < dim; i++) sum += (double)x[row * dim + i] * x[row * dim + i];
         double scale = 1.0 / sqrt(sum / dim + epsilon);
-        for (int i = 0; i < dim; i++) out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
+        for (int i = 0; i < dim; i++)
+            out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
     }
 }
 
-static void llm__plain_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
-                              float *out) {
-    llm__cpu *cpu = (llm__cpu *)context;
+/* unpacked (cols) is scratch, for one row of w. */
+static void llm__plain_matmul(const float *x, const llm_weight *w, const float *bias, int64_t n,
+                              bool add, float *unpacked, float *out) {
     const llm_type_info *type = llm_type_find(w->type);
-    float *weights = (float *)(void *)cpu->scratch; /* (cols) one row of w */
-    if (w->cols > cpu->limits.max_cols) {
-        llm__cpu_failed(cpu, "a matrix");
-        return;
-    }
     for (int64_t row = 0; row < w->rows; row++) {
-        type->unpack((const char *)w->data + (size_t)row * llm__row_bytes(w->type, w->cols), weights, w->cols);
+        type->unpack((const char *)w->data + (size_t)row * llm__row_bytes(w->type, w->cols),
+                     unpacked, w->cols);
         for (int64_t i = 0; i < n; i++) {
             double sum = bias ? bias[row] : 0.0;
-            for (int64_t j = 0; j < w->cols; j++) sum += (double)weights[j] * x[i * w->cols + j];
+            for (int64_t j = 0; j < w->cols; j++) sum += (double)unpacked[j] * x[i * w->cols + j];
             out[i * w->rows + row] = (float)(add ? out[i * w->rows + row] + sum : sum);
         }
     }
 }
 
 /* SwiGLU (Shazeer 2020): one half of the feed-forward block decides how much of the other passes. */
-static void llm__plain_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    (void)context;
+static void llm__plain_swiglu(const float *gate, const float *up, int64_t n, float *out) {
     for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
 }
 
@@ -6654,22 +6676,26 @@ static void llm__plain_store(const llm_cache *cache, void *side, int layer, int 
     }
 }
 
-static void llm__plain_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                                      llm_rope_pairing pairing, int rope_dim, const float *angles,
-                                      const float *q_norm, const float *k_norm, float epsilon, float *q, float *k,
-                                      const float *v, const llm_cache *cache, int layer) {
-    int head_dim = shape->head_dim;
-    if (q_norm) llm__plain_rmsnorm(context, q, q_norm, batch->n_tokens * shape->n_heads, head_dim, epsilon, q);
-    if (k_norm) llm__plain_rmsnorm(context, k, k_norm, batch->n_tokens * shape->n_kv_heads, head_dim, epsilon, k);
-    for (int64_t token = 0; token < batch->n_tokens; token++) {
-        const float *turn = angles + token * (rope_dim / 2) * 2;
-        for (int head = 0; head < shape->n_heads; head++)
-            llm__plain_rope(q + (token * shape->n_heads + head) * head_dim, turn, rope_dim, pairing);
-        for (int head = 0; head < shape->n_kv_heads; head++) {
-            int64_t row = (token * shape->n_kv_heads + head) * head_dim;
-            llm__plain_rope(k + row, turn, rope_dim, pairing);
-            llm__plain_store(cache, cache->keys, layer, batch->slots[token], head, k + row);
-            llm__plain_store(cache, cache->values, layer, batch->slots[token], head, v + row);
+static void llm__plain_rope_store(const llm__rope_job *job) {
+    const llm_op *op = job->op;
+    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads,
+        head_dim = op->attention.head_dim;
+    int64_t n = job->batch->n_tokens;
+    if (job->q_norm)
+        llm__plain_rmsnorm(job->q, job->q_norm, n * n_heads, head_dim, op->epsilon, job->q);
+    if (job->k_norm)
+        llm__plain_rmsnorm(job->k, job->k_norm, n * n_kv_heads, head_dim, op->epsilon, job->k);
+    for (int64_t token = 0; token < n; token++) {
+        const float *turn = job->angles + token * (op->rope_dim / 2) * 2;
+        int slot = job->batch->slots[token];
+        for (int head = 0; head < n_heads; head++)
+            llm__plain_rope(job->q + (token * n_heads + head) * head_dim, turn, op->rope_dim,
+                            op->pairing);
+        for (int head = 0; head < n_kv_heads; head++) {
+            int64_t row = (token * n_kv_heads + head) * head_dim;
+            llm__plain_rope(job->k + row, turn, op->rope_dim, op->pairing);
+            llm__plain_store(job->cache, job->cache->keys, op->layer, slot, head, job->k + row);
+            llm__plain_store(job->cache, job->cache->values, op->layer, slot, head, job->v + row);
         }
     }
 }
@@ -6719,15 +6745,150 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     }
 }
 
-static void llm__plain_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                                 const float *q, const llm_cache *cache, int layer, float *out) {
-    llm__attention_job job = {batch, *shape, q, cache, layer, out, false, NULL};
-    llm__cpu *cpu = (llm__cpu *)context;
-    for (int s = 0; s < batch->n_sequences; s++)
-        for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
-            for (int head = 0; head < shape->n_heads; head++)
-                if (batch->positions[t] >= cpu->limits.max_context) llm__cpu_failed(cpu, "a sequence");
-                else llm__plain_attention_row(&job, s, t, head, (float *)(void *)cpu->scratch);
+/* All heads of one token. */
+static void llm__plain_attention(const llm__attention_job *job, int token, float *scores) {
+    const llm_batch *batch = job->batch;
+    int s = 0;
+    while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
+        if (++s == batch->n_sequences) return; /* it belongs to no sequence */
+    for (int head = 0; head < job->shape.n_heads; head++)
+        llm__plain_attention_row(job, s, token, head, scores);
+}
+
+/* The four operations that move rows, or compute a few numbers for each, have one form for all
+ * executors. They do the rows first to end - 1 of `out`. */
+static void llm__embed(const llm_batch *batch, const llm_weight *table, int64_t first, int64_t end,
+                       float *out) {
+    const llm_type_info *type = llm_type_find(table->type);
+    size_t row_bytes = llm__row_bytes(table->type, table->cols);
+    for (int64_t t = first; t < end; t++)
+        type->unpack((const char *)table->data + (size_t)batch->tokens[t] * row_bytes,
+                     out + t * table->cols, table->cols);
+}
+
+static void llm__rope_angles(const llm_batch *batch, const llm_op *op, int64_t first, int64_t end,
+                             float *out) {
+    const float *frequencies = (const float *)op->weight->data;
+    int n = op->rope_dim / 2;
+    for (int64_t t = first; t < end; t++)
+        for (int i = 0; i < n; i++) {
+            float angle = (float)batch->positions[t] * frequencies[i], *at = out + 2 * (t * n + i);
+            at[0] = op->scale * cosf(angle);
+            at[1] = op->scale * sinf(angle);
+        }
+}
+
+static void llm__gather_rows(const float *x, const int32_t *rows, int64_t width, int64_t first,
+                             int64_t end, float *out) {
+    for (int64_t i = first; i < end; i++)
+        memcpy(out + i * width, x + rows[i] * width, (size_t)width * sizeof *x);
+}
+
+static void llm__gather_columns(const float *x, const llm_weight *w, int64_t first, int64_t end,
+                                float *out) {
+    for (int64_t i = first; i < end; i++)
+        for (int64_t j = 0; j < w->cols; j++) out[i * w->cols + j] = x[i * w->cols + w->columns[j]];
+}
+
+/* ---- The reference executor: the program, one operation after another ------------------------ */
+
+/* One call of run: what the operations work on. */
+typedef struct llm__step {
+    llm__cpu *cpu;
+    const llm_program *program;
+    const llm_batch *batch;
+    int first, n_logits;     /* the head's slice of batch->logit_rows */
+} llm__step;
+
+/* Buffer `index` of an operation's in[]; NULL if there is none */
+static float *llm__in(const llm__step *step, const llm_op *op, int index) {
+    return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
+}
+
+static float *llm__out(const llm__step *step, const llm_op *op) {
+    return op->out < 0 ? NULL : step->program->buffers[op->out].data;
+}
+
+/* Rows that an operation works on */
+static int llm__op_rows(const llm__step *step, const llm_op *op) {
+    return op->out >= 0 && step->program->buffers[op->out].head ? step->n_logits
+                                                                : step->batch->n_tokens;
+}
+
+static const float *llm__vector(const llm_weight *w) { return w ? (const float *)w->data : NULL; }
+
+static llm__rope_job llm__rope_job_of(const llm__step *step, const llm_op *op) {
+    llm__rope_job job = {step->batch,
+                         op,
+                         step->program->cache,
+                         llm__in(step, op, 0),
+                         llm__vector(op->q_norm),
+                         llm__vector(op->k_norm),
+                         llm__in(step, op, 1),
+                         llm__in(step, op, 2),
+                         llm__in(step, op, 3)};
+    return job;
+}
+
+static llm__attention_job llm__attention_job_of(const llm__step *step, const llm_op *op) {
+    llm__attention_job job = {
+        step->batch,        op->attention, llm__in(step, op, 0), step->program->cache, op->layer,
+        llm__out(step, op), false};
+    return job;
+}
+
+/* The operations of a part of the program: *first to *end - 1 */
+static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *end) {
+    *first = part & LLM_BODY ? 0 : p->n_body;
+    *end = part & LLM_HEAD ? p->n_ops : p->n_body;
+}
+
+static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
+
+/* Run a part of the program: each operation by the loop that defines it. */
+static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
+                               const llm_batch *batch, int first, int n_logits, llm_error *err) {
+    llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
+    float *scratch = (float *)(void *)step.cpu->scratch;
+    int i, end;
+    if (!llm__check_step(&step, part, err)) return false;
+    llm__part_ops(p, part, &i, &end);
+    for (; i < end; i++) {
+        double start = p->seconds ? llm_seconds() : 0;
+        const llm_op *op = &p->ops[i];
+        const llm_weight *w = op->weight;
+        const float *x = llm__in(&step, op, 0);
+        float *out = llm__out(&step, op);
+        int64_t n = llm__op_rows(&step, op), width = out ? p->buffers[op->out].width : 0;
+        switch (op->kind) {
+        case LLM_OP_EMBED: llm__embed(batch, w, 0, n, out); break;
+        case LLM_OP_ROPE_ANGLES: llm__rope_angles(batch, op, 0, n, out); break;
+        case LLM_OP_RMSNORM:
+            llm__plain_rmsnorm(x, llm__vector(w), n, w->cols, op->epsilon, out);
+            break;
+        case LLM_OP_MATMUL:
+            llm__plain_matmul(x, w, llm__vector(op->bias), n, op->add, scratch, out);
+            break;
+        case LLM_OP_ROPE_STORE: {
+            llm__rope_job job = llm__rope_job_of(&step, op);
+            llm__plain_rope_store(&job);
+            break;
+        }
+        case LLM_OP_ATTENTION: {
+            llm__attention_job job = llm__attention_job_of(&step, op);
+            for (int t = 0; t < n; t++) llm__plain_attention(&job, t, scratch);
+            break;
+        }
+        case LLM_OP_SWIGLU: llm__plain_swiglu(x, llm__in(&step, op, 1), n * width, out); break;
+        case LLM_OP_GATHER_ROWS:
+            llm__gather_rows(x, batch->logit_rows + first, width, 0, n, out);
+            break;
+        case LLM_OP_GATHER_COLUMNS: llm__gather_columns(x, w, 0, n, out); break;
+        case LLM_N_OP_KINDS: break;
+        }
+        if (p->seconds) p->seconds[i] += llm_seconds() - start;
+    }
+    return true;
 }
 
 /* ---- What the fast kernels share --------------------------------------------------------- */
@@ -8375,24 +8536,25 @@ LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int laye
 }
 
 static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
-    int n_heads = job->shape.n_heads, n_kv_heads = job->shape.n_kv_heads, head_dim = job->shape.head_dim;
+    const llm_op *op = job->op;
+    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads, head_dim = op->attention.head_dim;
     int group = n_heads / n_kv_heads, first_head = first_kv_head * group, end_head = end_kv_head * group;
     const llm_cache *cache = job->cache;
     for (int64_t token = first_token; token < end_token; token++) {
-        const float *angles = job->angles + token * (job->rope_dim / 2) * 2;
+        const float *angles = job->angles + token * (op->rope_dim / 2) * 2;
         float *q = job->q + token * n_heads * head_dim, *k = job->k + token * n_kv_heads * head_dim;
         const float *v = job->v + token * n_kv_heads * head_dim;
         float *some_q = q + (int64_t)first_head * head_dim, *some_k = k + (int64_t)first_kv_head * head_dim;
-        if (job->q_norm) LLM__K(rmsnorm)(some_q, job->q_norm, end_head - first_head, head_dim, job->epsilon, some_q);
-        if (job->k_norm) LLM__K(rmsnorm)(some_k, job->k_norm, end_kv_head - first_kv_head, head_dim, job->epsilon, some_k);
+        if (job->q_norm) LLM__K(rmsnorm)(some_q, job->q_norm, end_head - first_head, head_dim, op->epsilon, some_q);
+        if (job->k_norm) LLM__K(rmsnorm)(some_k, job->k_norm, end_kv_head - first_kv_head, head_dim, op->epsilon, some_k);
         for (int head = first_head; head < end_head; head++)
-            LLM__K(rope)(q + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
+            LLM__K(rope)(q + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
         int64_t block = job->batch->slots[token] / cache->block_size, offset = job->batch->slots[token] % cache->block_size;
         for (int head = first_kv_head; head < end_kv_head; head++) {
             int64_t row = (block * n_kv_heads + head) * cache->block_size + offset;
-            LLM__K(rope)(k + (int64_t)head * head_dim, angles, job->rope_dim, job->pairing);
-            LLM__K(store_head)(cache, cache->keys, job->layer, row, k + (int64_t)head * head_dim);
-            LLM__K(store_head)(cache, cache->values, job->layer, row, v + (int64_t)head * head_dim);
+            LLM__K(rope)(k + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
+            LLM__K(store_head)(cache, cache->keys, op->layer, row, k + (int64_t)head * head_dim);
+            LLM__K(store_head)(cache, cache->values, op->layer, row, v + (int64_t)head * head_dim);
         }
     }
 }
@@ -9168,68 +9330,601 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
 }
 
-/* ---- The driver: operations of the seam, queued as tasks and cut into items for threads --------
- * An operation is a task: so many items, which the threads share out. Starting threads for each would cost a microsecond, and a step
- * of a small model has a hundred operations of a few microseconds. So the tasks of a step are queued, as on a GPU, and when somebody wants
- * to see results, the threads are started once and go through the whole list together. After each task they meet, since
- * the next one reads what this one wrote; waiting for each other in a loop takes a tenth of a microsecond:
+/* ---- The planned executor: stages, whose items threads share ------------------------------
+ * `prepare` cuts a program into stages. `run` starts the threads once, and all of them go through
+ * the stages together. A stage is one operation, or a few that are done together. It consists of
+ * items, which the threads share out. Before some stages the threads wait for each other, at a
+ * barrier; it takes a tenth of a microsecond where nothing else wants the processor:
  *
- *     thread 0   norm round  q    k  v  | rope  attention | round  o      | norm round  gate   up  | ...
- *     thread 1   norm round  q    k  v  | rope  attention | round  o      | norm round  gate   up  | ...
+ *     thread 0   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
+ *     thread 1   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
  *
- * What is too small to be shared is left to the first thread; but norms and rounding, which a product waits for, every thread does for
- * itself, into memory of its own: that takes no longer, and saves a meeting, and fetching from another core what that has written.
- * Products of the same input (q, k, v; gate, up) run side by side, and where an item of attention has all the rows of its heads, it
- * rotates them itself: no meeting there, either. And what is the same in a task as in the one at its place in the step before is not
- * written again, so that most of the list stays in all cores' caches. (The bundled model in q4_0, a step after 16 tokens: one thread 125 us;
- * two 92 us, and with these three, 81.) Each thread takes the item of its own number first, and then what is left as it comes free: so it
- * reads the same weights in each step, which may still be in its cache, and one that the system slows down does fewer.
+ * One rule says where a barrier is needed (llm__plan_add). It leaves q, k and v side by side. The
+ * plan also saves barriers and memory traffic in these ways, each with a switch
+ * (llm_program.fusions):
  *
- * A meeting waits for the slowest thread, and where another program wants the same core, that is a thread which the
- * system has put aside for milliseconds: a hundred times what the work took. When most of the time went into such waiting, the calling
- * thread works alone for four times as long. So on a machine that is busy all the time no more
- * than a fifth is lost, and after a passing disturbance all threads are soon back. (Results do not depend on it.) */
-
-typedef void (*llm__work)(llm__cpu *cpu, const void *job, int64_t item, void *scratch);
+ *   - every thread computes and rounds the norm of a few rows for itself, in its own memory;
+ *   - an item of attention that has all rows of its heads first applies rope to them;
+ *   - the products gate and up are one stage, which applies the activation as it finishes up.
+ *
+ * Which of these pay off depends on the number of rows, so there is a plan for each class of steps.
+ *
+ * Each thread first does the item with its own number, so that it reads the same weights in each
+ * step, which may still be in its cache. Then it takes what is left, so that a thread that the
+ * system slows down does fewer items. The first thread does a stage that is too small to share.
+ *
+ * A barrier waits for the slowest thread. Where another program wants the same core, that is a
+ * thread that the system has suspended for milliseconds: a hundred times what the work takes. When
+ * most of the time went into such waiting, the calling thread works alone for four times as long.
+ * So a busy machine costs a fifth at most, and after a passing disturbance all threads are soon
+ * back. Results do not depend on it. */
 
 enum {
-    LLM__MAX_TASKS = 256,         /* more are done in several goes */
-    LLM__JOB_BYTES = 160,         /* for a copy of the largest job */
-    LLM__LARGE_WORK = 4000000,    /* from which on a product is dealt out so that threads end together, though it costs a little */
-    LLM__SHARED_WORK = 30000,     /* multiply-adds, or what takes as long, from which on a task is shared; */
-    LLM__THREADS_WORK = 400000,   /* and a list, at all */
-    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* the last group of blocks of x may be read past its end */
-    LLM__OWN_X_BYTES = 32 << 10,  /* of a thread's scratch memory: what it made for itself, */
-    LLM__OWN_TILES_BYTES = 64 << 10, /* and the same rounded */
-    LLM__SPINS = 4096             /* looks at how many have arrived, before a thread offers its core to somebody else */
+    LLM__LARGE_WORK = 4000000,       /* a product of so many multiply-adds is worth balancing */
+    LLM__SHARED_WORK = 30000,        /* a stage of so many is worth sharing */
+    LLM__THREADS_WORK = 400000,      /* a run of so many is worth starting threads */
+    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* may be read past the end */
+    LLM__OWN_X_BYTES = 32 << 10,     /* of a thread's scratch memory, for a norm's result */
+    LLM__OWN_TILES_BYTES = 64 << 10, /* of a thread's scratch memory, for rounded rows */
+    LLM__SPINS = 4096,               /* looks at a barrier before a thread offers its core */
+    LLM__CLASSES = 9                 /* of steps: see llm__class_rows */
 };
 
-enum { /* what kind of task */
-    LLM__BESIDE = 1,   /* what it reads was there before the task ahead of it began, in which all take part: no need to meet */
-    LLM__BY_EACH = 2,  /* every thread does all of it, for itself */
-    LLM__FROM_OWN = 4  /* of what was written since all met, it reads only what the same thread made for itself: no need to meet */
+typedef struct llm__stage {
+    const llm_op *op;       /* what it does */
+    const llm_op *before;   /* what each item does before that: the gate's product, rope; or NULL */
+    bool rounds;            /* it only rounds the input of op, a product */
+    bool barrier;           /* the threads wait for each other before it */
+    bool each;              /* every thread does all of it, in its own memory */
+    bool own_x;             /* the thread's own copy is the input (of a norm: the output) */
+    bool own_tiles;         /* the same for rounded rows */
+} llm__stage;
+
+typedef struct llm__deal {  /* a stage in one run: how its items are dealt out */
+    const llm__stage *stage;
+    int64_t items;
+    int64_t next;           /* the first that no thread has taken, besides each thread's own item */
+    int64_t n;              /* rows of activations (swiglu: values) */
+    int64_t n_per_item;     /* of these in an item; 0: all, as items are rows of the matrix */
+    int64_t first_rows;     /* rows of the matrix in each thread's own item */
+    int64_t more_rows;      /* rows of the matrix in each of the other items */
+    int64_t parts;          /* rounding: items that share a tile of x, each with some columns */
+    double amount;          /* of work, in multiply-adds or what takes as long */
+    bool shared;            /* by all threads */
+} llm__deal;
+
+typedef struct llm__variant { /* a part of a program, planned for a class of steps */
+    llm__stage *stages;     /* (n) */
+    int n;
+} llm__variant;
+
+typedef struct llm__plan {  /* what prepare made of a program */
+    llm_limits limits;
+    llm__variant variants[2][LLM__CLASSES][2]; /* [head][class][rope is done with attention] */
+    llm__deal *head;        /* the head's deals, of the last run; the body's end here */
+    const llm__variant *last[2]; /* the variants that the deals belong to; body and head */
+    int last_rows[2];       /* the rows of that run */
+    void *memory;           /* of all stages and deals */
+} llm__plan;
+
+/* The most rows of each class of steps */
+static int llm__class_rows(int class_) {
+    static const int rows[LLM__CLASSES] = {1, 2, 4, 8, 16, 32, 64, 128, INT_MAX};
+    return rows[class_];
+}
+
+static int llm__class_of(int n) {
+    int class_ = 0;
+    while (n > llm__class_rows(class_)) class_++;
+    return class_;
+}
+
+/* Rows of x in an item, so that each thread has the same rows in every stage: they may still be in
+ * its cache. */
+static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
+    return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
+}
+
+/* Rows in a tile of x */
+static int llm__tile_height(int64_t n) {
+    return (int)llm__min(n < LLM__TILE_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE);
+}
+
+static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
+    return (size_t)(llm__stripes(cols) * LLM__X_BYTES * llm__tile_height(n));
+}
+
+/* ---- The plan ------------------------------------------------------------------------------- */
+
+/* What a stage does to a buffer, and what has been done to it since the last barrier */
+enum {
+    LLM__READ = 1,
+    LLM__WRITTEN = 2,
+    LLM__OWN = 4 /* each thread reads its own copy */
 };
 
-typedef struct llm__task {
-    llm__work work;
-    int64_t items, next;    /* the first that nobody has taken; each thread's own item aside */
-    double amount;          /* of work: see llm__add_task */
-    unsigned kind;
-    bool shared;            /* by all threads; else the first does it, or each */
-    union {
-        char bytes[LLM__JOB_BYTES];
-        double aligned;
-    } job;
-} llm__task;
+typedef struct llm__planner {
+    const llm__cpu *cpu;
+    const llm_program *program;
+    int rows;            /* the most of a step in this class */
+    llm__stage *stages;  /* (n_stages) */
+    int n_stages;
+    uint8_t *touched;    /* (n_buffers + 1) since the last barrier; the last one is `rounded` */
+    uint8_t *touches;    /* (n_buffers + 1) by the stage that is being planned */
+    int own;             /* the buffer that each thread has its own copy of; -1: none */
+    int rounded;         /* the buffer whose rows are in `rounded`; -1: none */
+    int group;           /* values to a scale in `rounded` */
+    bool rounded_own;    /* each thread has its own */
+} llm__planner;
 
-/* (An array of -1 elements where a job does not fit: the compiler then says so.) */
-typedef char llm__jobs_fit[sizeof(llm__matmul_job) <= LLM__JOB_BYTES && sizeof(llm__rope_job) <= LLM__JOB_BYTES &&
-                           sizeof(llm__attention_job) <= LLM__JOB_BYTES && sizeof(llm__rows_job) <= LLM__JOB_BYTES &&
-                           sizeof(llm__row_job) <= LLM__JOB_BYTES && sizeof(llm_weight) <= LLM__JOB_BYTES ? 1 : -1];
+static void llm__plan_touch(llm__planner *p, const llm_op *op) {
+    for (int i = 0; i < LLM_OP_INPUTS; i++)
+        if (op->in[i] >= 0)
+            p->touches[op->in[i]] |= op->kind == LLM_OP_ROPE_STORE && i > 0
+                                         ? LLM__READ | LLM__WRITTEN
+                                         : LLM__READ;
+    if (op->out >= 0) p->touches[op->out] |= LLM__WRITTEN | (op->add ? LLM__READ : 0);
+}
 
-#ifdef _OPENMP
-/* Wait until `all` have arrived here and at earlier meetings. *waited: seconds beyond the first microseconds. */
-static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
+/* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote what it
+ * reads or writes, or read what it writes. Only the thread itself writes its own copy, so reading
+ * that never waits. (The first thread's copy is the shared buffer, so writing own copies counts as
+ * writing the buffer.) */
+static void llm__plan_add(llm__planner *p, llm__stage stage) {
+    int n = p->program->n_buffers + 1;
+    stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
+    for (int i = 0; i < n; i++)
+        if (((p->touches[i] & (LLM__READ | LLM__OWN)) == LLM__READ &&
+             (p->touched[i] & LLM__WRITTEN)) ||
+            ((p->touches[i] & LLM__WRITTEN) && p->touched[i]))
+            stage.barrier = true;
+    for (int i = 0; i < n; i++) {
+        p->touched[i] = (stage.barrier ? 0 : p->touched[i]) |
+                        (p->touches[i] & (LLM__READ | LLM__WRITTEN));
+        if (!(p->touches[i] & LLM__WRITTEN)) continue;
+        if (p->own == i) p->own = -1; /* what was made of it is out of date */
+        if (p->rounded == i) p->rounded = -1;
+    }
+    memset(p->touches, 0, (size_t)n);
+    p->stages[p->n_stages++] = stage;
+}
+
+static void llm__plan_norm(llm__planner *p, llm__stage stage) {
+    const llm_op *op = stage.op;
+    int64_t bytes = p->rows * op->weight->cols * (int64_t)sizeof(float);
+    stage.each = stage.own_x = (p->program->fusions & LLM_FUSE_OWN_COPIES) &&
+                               p->cpu->n_threads > 1 && op->out != op->in[0] &&
+                               p->rows <= LLM__X_TILE && bytes <= LLM__OWN_X_BYTES;
+    llm__plan_touch(p, op);
+    llm__plan_add(p, stage);
+    if (stage.each) p->own = op->out;
+}
+
+/* A product. If its weights are multiplied as integers, its input is rounded first, unless that
+ * has been done. */
+static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
+    const llm_op *op = stage.op;
+    int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
+    if (!llm__stored_quads(op->weight->type)) {
+        stage.own_x = p->own == x;
+        llm__plan_touch(p, op);
+        if (stage.own_x) p->touches[x] |= LLM__OWN;
+        llm__plan_add(p, stage);
+        return;
+    }
+    if (p->rounded != x || p->group != group) {
+        llm__stage round = {op, NULL, true, false, false, p->own == x, false};
+        int64_t work = p->rows * op->weight->cols,
+                tiles = llm__divide_up(p->rows, llm__tile_height(p->rows));
+        round.each = round.own_tiles = (p->program->fusions & LLM_FUSE_OWN_COPIES) &&
+                                       p->cpu->n_threads > 1 && work < LLM__SHARED_WORK &&
+                                       tiles * (int64_t)llm__x_tile_bytes(p->rows,
+                                                                          op->weight->cols) <=
+                                           LLM__OWN_TILES_BYTES - LLM__TILES_MARGIN;
+        p->touches[x] = LLM__READ | (round.own_x ? LLM__OWN : 0);
+        p->touches[rounded] = LLM__WRITTEN;
+        llm__plan_add(p, round);
+        p->rounded = x;
+        p->group = group;
+        p->rounded_own = round.each;
+    }
+    stage.own_tiles = p->rounded_own;
+    llm__plan_touch(p, op);
+    if (stage.before) {
+        llm__plan_touch(p, stage.before);
+        p->touches[op->out] = 0; /* the result goes to the gate's buffer */
+    }
+    p->touches[x] = 0; /* the rounding stage has read it */
+    p->touches[rounded] = LLM__READ | (stage.own_tiles ? LLM__OWN : 0);
+    llm__plan_add(p, stage);
+}
+
+/* Does no operation read a buffer after operation `index`, before it is written again? */
+static bool llm__is_dead(const llm_program *p, int buffer, int index) {
+    for (int i = index + 1; i < p->n_ops; i++) {
+        for (int k = 0; k < LLM_OP_INPUTS; k++)
+            if (p->ops[i].in[k] == buffer) return false;
+        if (p->ops[i].out == buffer) return !p->ops[i].add;
+    }
+    return true;
+}
+
+/* Are this operation and the two after it the products gate and up, and their activation? Fused, up
+ * is never written, and gate is read while it is in the cache. (Float kernels finish one result at a
+ * time, so exp would not be vectorized.) */
+static bool llm__is_gated(const llm_program *p, int index, int end) {
+    const llm_op *gate = &p->ops[index], *up = gate + 1, *act = gate + 2;
+    if (!(p->fusions & LLM_FUSE_GATE) || index + 2 >= end || up->kind != LLM_OP_MATMUL ||
+        act->kind != LLM_OP_SWIGLU)
+        return false;
+    return gate->in[0] == up->in[0] && gate->out == act->in[0] && up->out == act->in[1] &&
+           act->out == gate->out && gate->out != up->out && gate->out != gate->in[0] &&
+           !gate->add && !up->add && gate->weight->rows == up->weight->rows &&
+           llm__stored_quads(gate->weight->type) && llm__stored_quads(up->weight->type) &&
+           llm__x_group(gate->weight->type) == llm__x_group(up->weight->type) &&
+           llm__is_dead(p, up->out, index + 2);
+}
+
+/* Cut a part of the program into stages, at most two for each operation, for steps of so many rows.
+ * Returns how many there are. touched (2 x (n_buffers + 1)) is scratch. */
+static int llm__plan_part(const llm__cpu *cpu, const llm_program *program, llm_part part, int rows,
+                          bool rope_inside, uint8_t *touched, llm__stage *stages) {
+    llm__planner p = {cpu, program, rows, stages, 0, touched, touched + program->n_buffers + 1,
+                      -1,  -1,      0,    false};
+    int first, end;
+    memset(touched, 0, 2 * ((size_t)program->n_buffers + 1));
+    llm__part_ops(program, part, &first, &end);
+    for (int i = first; i < end; i++) {
+        const llm_op *op = &program->ops[i];
+        llm__stage stage = {op, NULL, false, false, false, false, false};
+        if (op->kind == LLM_OP_RMSNORM) {
+            llm__plan_norm(&p, stage);
+        } else if (op->kind == LLM_OP_MATMUL) {
+            if (llm__is_gated(program, i, end)) {
+                stage.before = op;
+                stage.op = op + 1;
+                i += 2;
+            }
+            llm__plan_matmul(&p, stage);
+        } else {
+            if (op->kind == LLM_OP_ROPE_STORE && rope_inside && i + 1 < end &&
+                op[1].kind == LLM_OP_ATTENTION && op[1].in[0] == op->in[1] &&
+                op[1].layer == op->layer) {
+                llm__plan_touch(&p, op);
+                stage.before = op;
+                stage.op = &program->ops[++i];
+            }
+            llm__plan_touch(&p, stage.op);
+            llm__plan_add(&p, stage);
+        }
+    }
+    return p.n_stages;
+}
+
+/* All variants of a program's plan. */
+static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
+                                const llm_limits *limits, llm_error *err) {
+    const int most[2] = {2 * program->n_body, 2 * (program->n_ops - program->n_body)};
+    const size_t n_deals = (size_t)(most[0] + most[1]), n_stages = n_deals * LLM__CLASSES * 2;
+    llm__plan *plan = (llm__plan *)llm__new(1, sizeof *plan, "a plan", err);
+    if (plan) plan->limits = *limits;
+    if (!plan || !cpu->kernels) return plan; /* the reference executor needs no stages */
+    uint8_t *touched = (uint8_t *)llm__new(2, (size_t)program->n_buffers + 1, "a plan", err);
+    size_t bytes = n_deals * sizeof *plan->head + n_stages * sizeof(llm__stage);
+    plan->memory = touched ? llm__aligned_new(bytes, "a plan", err) : NULL;
+    if (!plan->memory) {
+        LLM_FREE(touched);
+        LLM_FREE(plan);
+        return NULL;
+    }
+    plan->head = (llm__deal *)plan->memory + most[0];
+    llm__stage *stages = (llm__stage *)(void *)(plan->head + most[1]);
+    for (int i = 0; i < 2 * LLM__CLASSES * 2; i++) {
+        int head = i % 2, class_ = i / 4, inside = i / 2 % 2;
+        int64_t rows = llm__max(head ? limits->max_logits : limits->max_tokens, 1);
+        llm__variant *v = &plan->variants[head][class_][inside];
+        v->stages = stages;
+        v->n = llm__plan_part(cpu, program, head ? LLM_HEAD : LLM_BODY,
+                              (int)llm__min(llm__class_rows(class_), rows),
+                              inside && (program->fusions & LLM_FUSE_ROPE), touched, stages);
+        stages += most[head];
+    }
+    LLM_FREE(touched);
+    return plan;
+}
+
+/* ---- How the items of a stage are dealt out ----------------------------------------------------
+ */
+
+/* An item of attention is one kv head and up to 128 (token, head) rows of one sequence. Counted
+ * from the end, because the last rows of a prompt see the most positions, and long items should
+ * start first. */
+static int64_t llm__attention_chunks(const llm_op *op, const llm_batch *batch, int sequence) {
+    int64_t group = op->attention.n_heads / op->attention.n_kv_heads;
+    return llm__divide_up(batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
+}
+
+static void llm__deal_attention(const llm__step *step, const llm_op *op, llm__deal *deal) {
+    const llm_batch *batch = step->batch;
+    for (int s = 0; s < batch->n_sequences; s++) {
+        if (batch->seq_count[s] < 1) continue;
+        int last = batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1];
+        int seen = last + 1 - llm__first_seen(&op->attention, last);
+        deal->items += llm__attention_chunks(op, batch, s) * op->attention.n_kv_heads;
+        deal->amount += (double)(batch->seq_count[s] + 4) * seen * op->attention.n_heads *
+                        op->attention.head_dim;
+    }
+    deal->amount *= op->attention.naive ? 30 : 2;
+    if (op->attention.naive) deal->items = batch->n_tokens;
+}
+
+static void llm__deal_rounding(const llm__cpu *cpu, const llm__stage *stage, llm__deal *deal) {
+    int64_t height = llm__tile_height(deal->n), tiles = llm__divide_up(deal->n, height);
+    deal->amount = (double)deal->n * (double)stage->op->weight->cols;
+    deal->parts = 1;
+    if (stage->each) deal->n_per_item = tiles * height;
+    else if (tiles < cpu->n_threads)
+        deal->parts = llm__divide_up(cpu->n_threads, tiles), deal->n_per_item = height;
+    else deal->n_per_item = llm__share_of_rows(cpu, deal->n);
+    deal->items = llm__divide_up(deal->n, deal->n_per_item) * deal->parts;
+}
+
+static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__deal *deal) {
+    const llm_weight *w = stage->op->weight;
+    int64_t share = llm__divide_up(w->rows, cpu->n_threads);
+    double work = (double)w->rows * (double)w->cols * (double)deal->n;
+    deal->amount = work;
+    if (stage->before)
+        deal->amount += (double)stage->before->weight->rows * (double)stage->before->weight->cols *
+                        (double)deal->n;
+    if (cpu->n_threads > 1 && deal->n >= 2 * LLM__X_TILE * cpu->n_threads &&
+        share * (int64_t)sizeof(float) < 4096) {
+        /* Threads that write to parts of the same page take its lines from each other, as
+         * prefetchers do not know of parts: so each gets rows of x. */
+        deal->n_per_item = llm__share_of_rows(cpu, deal->n);
+        deal->items = llm__divide_up(deal->n, deal->n_per_item);
+    } else {
+        /* Each gets one long run of rows of the matrix, because memory takes a while to get going
+         * at a new place. Of a large matrix some rows are left, and dealt out in small items of
+         * four panels, so that all threads end together. */
+        bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
+        deal->first_rows = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL
+                                 : share * 15 / 16 / 64 * 64;
+        deal->more_rows = 4 * LLM__PANEL;
+        int64_t rest = w->rows - deal->first_rows * cpu->n_threads;
+        deal->items = rest >= 0 ? cpu->n_threads + llm__divide_up(rest, deal->more_rows)
+                                : llm__divide_up(w->rows, deal->first_rows);
+    }
+}
+
+/* Operations whose items are rows of activations. The factors, work for each value, are rough: they
+ * only decide what is worth sharing. */
+static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *deal) {
+    const llm_attention_shape *a = &op->attention;
+    int64_t width = op->out >= 0 ? step->program->buffers[op->out].width
+                                 : (int64_t)(a->n_heads + 2 * a->n_kv_heads) * a->head_dim;
+    int factor = 20;
+    if (op->kind == LLM_OP_EMBED) factor = 50;
+    if (op->kind == LLM_OP_ROPE_ANGLES) factor = 300;
+    if (op->kind == LLM_OP_RMSNORM || op->kind == LLM_OP_GATHER_ROWS) factor = 8;
+    if (op->kind == LLM_OP_ROPE_STORE || op->kind == LLM_OP_SWIGLU) factor = 30;
+    deal->amount = (double)factor * (double)deal->n * (double)width;
+    deal->n_per_item = llm__share_of_rows(step->cpu, deal->n);
+    if (op->kind == LLM_OP_SWIGLU) { /* values one by one: a step of one row is shared too */
+        deal->n *= width;
+        deal->n_per_item = llm__divide_up(deal->n, 64 * step->cpu->n_threads) * 64;
+    }
+    deal->items = llm__divide_up(deal->n, deal->n_per_item);
+}
+
+static void llm__deal_out(const llm__step *step, const llm__stage *stage, const llm__deal *ahead,
+                          llm__deal *deal) {
+    const llm__cpu *cpu = step->cpu;
+    memset(deal, 0, sizeof *deal);
+    deal->stage = stage;
+    deal->n = llm__op_rows(step, stage->op);
+    if (deal->n < 1) return;
+    if (stage->rounds) llm__deal_rounding(cpu, stage, deal);
+    else if (stage->op->kind == LLM_OP_MATMUL) llm__deal_matmul(cpu, stage, deal);
+    else if (stage->op->kind == LLM_OP_ATTENTION) llm__deal_attention(step, stage->op, deal);
+    else llm__deal_rows(step, stage->op, deal);
+    /* a small product is shared too if the one beside it is */
+    bool beside = stage->op->kind == LLM_OP_MATMUL && !stage->barrier && ahead && ahead->shared;
+    deal->shared = !stage->each && deal->items > 1 && cpu->n_threads > 1 &&
+                   (deal->amount >= LLM__SHARED_WORK || beside);
+}
+
+/* ---- The work of an item -----------------------------------------------------------------------
+ */
+
+/* The first thread's own copy is the buffer itself. Those of the other threads are at the end of
+ * their scratch memory, and last as long as the run. */
+static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch,
+                           size_t from_end) {
+    return !own || scratch == cpu->scratch ? (void *)(uintptr_t)shared
+                                           : (char *)scratch + cpu->scratch_bytes - from_end;
+}
+
+static float *llm__own_x(const llm__cpu *cpu, bool own, const float *shared, void *scratch) {
+    return (float *)llm__own_copy(cpu, own, shared, scratch, LLM__OWN_X_BYTES);
+}
+
+static char *llm__own_tiles(const llm__cpu *cpu, bool own, const void *shared, void *scratch) {
+    return (char *)llm__own_copy(cpu, own, shared, scratch,
+                                 LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES);
+}
+
+/* Round some rows of x into tiles, or some columns of one tile. */
+static void llm__round_item(const llm__step *step, const llm__deal *deal, int64_t item,
+                            void *scratch) {
+    const llm__cpu *cpu = step->cpu;
+    const llm__stage *stage = deal->stage;
+    const llm_weight *w = stage->op->weight;
+    const float *x = llm__own_x(cpu, stage->own_x, llm__in(step, stage->op, 0), scratch);
+    char *tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
+    int64_t cols = w->cols, stripes = llm__stripes(cols), part = item % deal->parts,
+            height = llm__tile_height(deal->n);
+    int64_t groups = llm__divide_up(stripes, LLM__SPAN / 2),
+            begin = groups * part / deal->parts * (LLM__SPAN / 2);
+    int64_t end = llm__min(groups * (part + 1) / deal->parts * (LLM__SPAN / 2), stripes);
+    int64_t row = item / deal->parts * deal->n_per_item,
+            end_row = llm__min(row + deal->n_per_item, deal->n);
+    for (; row < end_row; row += height)
+        cpu->kernels->round_rows(x + row * cols, cols, llm__x_group(w->type), (int)height,
+                                 (int)llm__min(height, deal->n - row), begin, end,
+                                 tiles + (size_t)(row / height) * llm__x_tile_bytes(deal->n, cols));
+}
+
+/* The kernel's arguments for a product of all rows of x. */
+static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal *deal,
+                                          const llm_op *op, void *scratch) {
+    const llm__cpu *cpu = step->cpu;
+    const llm__stage *stage = deal->stage;
+    const llm_weight *w = op->weight;
+    /* (A block of q6_K has two scales, which a matrix tile would mix. So its weights are multiplied
+     * by them first, which takes a tile of x of full height to pay.) */
+    int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS;
+    llm__matmul_job job;
+    memset(&job, 0, sizeof job);
+    job.w = w;
+    job.x = llm__own_x(cpu, stage->own_x, llm__in(step, op, 0), scratch);
+    job.bias = llm__vector(op->bias);
+    job.add = op->add;
+    job.n = (int)deal->n;
+    job.out = llm__out(step, stage->before ? stage->before : op);
+    job.tile_bytes = cpu->tile_bytes;
+    if (!llm__stored_quads(w->type)) return job;
+    job.tiles = cpu->isa >= LLM_ISA_AMX && deal->n >= enough;
+    job.height = llm__tile_height(deal->n);
+    job.x_tile_bytes = llm__x_tile_bytes(deal->n, w->cols);
+    job.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
+    return job;
+}
+
+/* Some rows of x, or some rows of the matrix. Of a long prompt, so many rows of x are taken at once
+ * that they stay in the second-level cache, since each few panels need all of them. */
+static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64_t item,
+                             void *scratch) {
+    const llm__cpu *cpu = step->cpu;
+    const llm__stage *stage = deal->stage;
+    llm__matmul_job job = llm__matmul_job_of(step, deal, stage->op, scratch), gate = job;
+    int64_t first = 0, rows = job.w->rows, x_row = 0, x_end = job.n, together = job.n;
+    if (stage->before)
+        gate = llm__matmul_job_of(step, deal, stage->before, scratch), job.gate = true;
+    if (deal->n_per_item > 0) {
+        x_row = item * deal->n_per_item;
+        x_end = llm__min(x_row + deal->n_per_item, job.n);
+    } else {
+        int64_t large = llm__min(item, cpu->n_threads);
+        first = large * deal->first_rows + (item - large) * deal->more_rows;
+        rows = item < cpu->n_threads ? deal->first_rows : deal->more_rows;
+    }
+    if (job.w->packed) { /* parts of about the same height, in whole pairs of tiles */
+        int64_t most = job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES,
+                pair = 2 * LLM__X_TILE;
+        most = llm__max(most / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1);
+        together = llm__divide_up(
+                       llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) *
+                   pair;
+    }
+    const llm__matmul_job whole = job;
+    const int64_t end = llm__min(first + rows, job.w->rows);
+    for (; rows > 0 && x_row < x_end; x_row += together) {
+        job.n = (int)llm__min(together, x_end - x_row);
+        job.x = whole.x + x_row * job.w->cols;
+        job.x_tiles = (const char *)whole.x_tiles +
+                      (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
+        job.out = whole.out + x_row * job.w->rows;
+        gate.n = job.n, gate.x = job.x, gate.x_tiles = job.x_tiles, gate.out = job.out;
+        /* with a gate, so many rows that its results stay in the second-level cache */
+        int64_t run =
+            job.gate
+                ? llm__max(LLM__GATE_CACHE_BYTES / (job.n * (int64_t)sizeof *job.out) / 64, 1) * 64
+                : rows;
+        for (int64_t row = first, to; row < end; row = to) {
+            to = llm__min(row + run, end);
+            if (job.gate) cpu->kernels->matmul(&gate, row, to, scratch);
+            cpu->kernels->matmul(&job, row, to, scratch);
+        }
+    }
+}
+
+static void llm__attention_item(const llm__step *step, const llm__deal *deal, int64_t item,
+                                void *scratch) {
+    const llm__cpu *cpu = step->cpu;
+    const llm_op *op = deal->stage->op, *rope = deal->stage->before;
+    llm__attention_job job = llm__attention_job_of(step, op);
+    int n_kv_heads = op->attention.n_kv_heads, group = op->attention.n_heads / n_kv_heads;
+    if (op->attention.naive) {
+        llm__plain_attention(&job, (int)item, (float *)scratch);
+        return;
+    }
+    /* this may not depend on the batch: all rows of a sequence are computed alike */
+    job.tiles = cpu->isa >= LLM_ISA_AMX && job.cache->type == LLM_F16 &&
+                group >= LLM__SHARING_HEADS;
+    int sequence = job.batch->n_sequences - 1;
+    for (; item >= llm__attention_chunks(op, job.batch, sequence) * n_kv_heads; sequence--)
+        item -= llm__attention_chunks(op, job.batch, sequence) * n_kv_heads;
+    int64_t chunk = llm__attention_chunks(op, job.batch, sequence) - 1 - item / n_kv_heads;
+    int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job.batch->seq_count[sequence] * group;
+    int kv_head = (int)(item % n_kv_heads), first_token = job.batch->seq_first[sequence];
+    if (rope) { /* the item is all of its sequence and kv head */
+        llm__rope_job turn = llm__rope_job_of(step, rope);
+        cpu->kernels->rope_and_store(
+            &turn, first_token, first_token + job.batch->seq_count[sequence], kv_head, kv_head + 1);
+    }
+    cpu->kernels->attention(&job, sequence, kv_head, (int)first,
+                            (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
+}
+
+static void llm__rows_item(const llm__step *step, const llm__deal *deal, int64_t item,
+                           void *scratch) {
+    const llm__cpu *cpu = step->cpu;
+    const llm_op *op = deal->stage->op;
+    const float *x = llm__in(step, op, 0);
+    float *out = llm__out(step, op);
+    int64_t first = item * deal->n_per_item, end = llm__min(first + deal->n_per_item, deal->n);
+    switch (op->kind) {
+    case LLM_OP_EMBED: llm__embed(step->batch, op->weight, first, end, out); break;
+    case LLM_OP_ROPE_ANGLES: llm__rope_angles(step->batch, op, first, end, out); break;
+    case LLM_OP_RMSNORM: {
+        int64_t at = first * op->weight->cols;
+        out = llm__own_x(cpu, deal->stage->own_x, out, scratch);
+        cpu->kernels->rmsnorm(x + at, llm__vector(op->weight), (int)(end - first),
+                              (int)op->weight->cols, op->epsilon, out + at);
+        break;
+    }
+    case LLM_OP_ROPE_STORE: {
+        llm__rope_job job = llm__rope_job_of(step, op);
+        cpu->kernels->rope_and_store(&job, (int)first, (int)end, 0, op->attention.n_kv_heads);
+        break;
+    }
+    case LLM_OP_SWIGLU:
+        cpu->kernels->swiglu(x + first, llm__in(step, op, 1) + first, end - first, out + first);
+        break;
+    case LLM_OP_GATHER_ROWS:
+        llm__gather_rows(x, step->batch->logit_rows + step->first,
+                         step->program->buffers[op->out].width, first, end, out);
+        break;
+    case LLM_OP_GATHER_COLUMNS: llm__gather_columns(x, op->weight, first, end, out); break;
+    default: break; /* matmul and attention have items of their own */
+    }
+}
+
+static void llm__do_item(const llm__step *step, const llm__deal *deal, int64_t item,
+                         void *scratch) {
+    if (deal->stage->rounds) llm__round_item(step, deal, item, scratch);
+    else if (deal->stage->op->kind == LLM_OP_MATMUL) llm__matmul_item(step, deal, item, scratch);
+    else if (deal->stage->op->kind == LLM_OP_ATTENTION)
+        llm__attention_item(step, deal, item, scratch);
+    else llm__rows_item(step, deal, item, scratch);
+}
+
+/* ---- A run ------------------------------------------------------------------------------- */
+
+/* Wait until `all` have arrived here and at earlier barriers. *waited: seconds beyond the first
+ * microseconds. */
+static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     double start = 0;
     __atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL);
     for (int spins = 0; __atomic_load_n(arrived, __ATOMIC_ACQUIRE) < all; spins++) {
@@ -9245,34 +9940,56 @@ static void llm__meet(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* One of a team of threads on its way through the list. */
-static void llm__run_tasks_as(llm__cpu *cpu, int thread, int team, int64_t *arrived, double *waited) {
-    void *scratch = cpu->scratch + (size_t)thread * cpu->scratch_bytes;
-    bool any = false, any_together = false; /* has anything been done? and by more than the first, since the last meeting? */
-    int64_t meetings = 0;
-    for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++) {
-        bool together = task->shared || (task->kind & LLM__BY_EACH);
-        if (!task->items) continue; /* another does its work */
-        if (any && !(task->kind & (LLM__BESIDE | LLM__FROM_OWN)) && (together || any_together)) {
-            llm__meet(arrived, team * ++meetings, waited);
-            any_together = false;
-        }
-        any = true;
-        any_together = any_together || together;
-        if (!together && thread > 0) continue;
-        if (task->kind & LLM__BY_EACH) {
-            for (int64_t item = 0; item < task->items; item++) task->work(cpu, task->job.bytes, item, scratch);
-            continue;
-        }
-        int64_t own = task->shared ? llm__min(team, task->items) : 0;
-        if (thread < own) task->work(cpu, task->job.bytes, thread, scratch);
-        if (own == task->items) continue; /* no more than one for each thread */
-        for (int64_t item; (item = own + __atomic_fetch_add(&task->next, 1, __ATOMIC_RELAXED)) < task->items;)
-            task->work(cpu, task->job.bytes, item, scratch);
-    }
+/* For a profile: the time since the last call belongs to the operation of the last call. deal NULL:
+ * the end. */
+typedef struct llm__lap {
+    double *seconds, start;
+} llm__lap;
+
+static void llm__lap_begins(const llm__step *step, llm__lap *lap, const llm__deal *deal) {
+    double *seconds = step->program->seconds, now = seconds ? llm_seconds() : 0;
+    if (!seconds) return;
+    if (lap->seconds) *lap->seconds += now - lap->start;
+    lap->seconds = deal ? seconds + (deal->stage->op - step->program->ops) : NULL;
+    lap->start = now;
 }
 
-static void llm__run_tasks_together(llm__cpu *cpu) {
+/* One of a team of threads on its way through the stages. */
+static void llm__run_as(const llm__step *step, llm__deal *deals, int n, int thread, int team,
+                        int64_t *arrived, double *waited) {
+    void *scratch = step->cpu->scratch + (size_t)thread * step->cpu->scratch_bytes;
+    bool together = false; /* since the last barrier, threads other than the first have done something */
+    bool owed = false; /* a barrier was left out, as only the first thread had anything to do */
+    int64_t barriers = 0;
+    llm__lap lap = {NULL, 0};
+    for (llm__deal *deal = deals; deal < deals + n; deal++) {
+        bool all = deal->shared || deal->stage->each;
+        owed = owed || (deal->stage->barrier && deal > deals);
+        if (owed && team > 1 && (all || together)) {
+            llm__barrier(arrived, team * ++barriers, waited);
+            owed = together = false;
+        }
+        together = together || all;
+        if (thread == 0) llm__lap_begins(step, &lap, deal);
+        if (!all && thread > 0) continue;
+        int64_t own = deal->shared ? llm__min(team, deal->items) : 0;
+        if (deal->stage->each || team == 1) {
+            for (int64_t item = 0; item < deal->items; item++)
+                llm__do_item(step, deal, item, scratch);
+            continue;
+        }
+        if (thread < own) llm__do_item(step, deal, thread, scratch);
+        if (own == deal->items) continue; /* no more than one for each thread */
+        for (int64_t item;
+             (item = own + __atomic_fetch_add(&deal->next, 1, __ATOMIC_RELAXED)) < deal->items;)
+            llm__do_item(step, deal, item, scratch);
+    }
+    if (thread == 0) llm__lap_begins(step, &lap, NULL);
+}
+
+#ifdef _OPENMP
+static void llm__run_team(const llm__step *step, llm__deal *deals, int n) {
+    llm__cpu *cpu = step->cpu;
     double start = llm_seconds(), waited = 0;
     int64_t arrived = 0;
     int team = 1;
@@ -9280,426 +9997,231 @@ static void llm__run_tasks_together(llm__cpu *cpu) {
     {
         double others = 0;
         if (omp_get_thread_num() == 0) team = omp_get_num_threads();
-        llm__run_tasks_as(cpu, omp_get_thread_num(), omp_get_num_threads(), &arrived, omp_get_thread_num() == 0 ? &waited : &others);
+        llm__run_as(step, deals, n, omp_get_thread_num(), omp_get_num_threads(), &arrived,
+                    omp_get_thread_num() == 0 ? &waited : &others);
         if (omp_get_thread_num() == 0) waited -= llm_seconds();
     }
     double end = llm_seconds();
-    waited += end; /* the last meeting */
-    if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start)) cpu->alone_until = end + 4 * waited;
+    waited += end; /* the last barrier */
+    if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start))
+        cpu->alone_until = end + 4 * waited;
 }
 #endif
 
-/* Do what is queued. */
-static void llm__run_tasks(llm__cpu *cpu) {
-    cpu->rounded_x = cpu->own_x = NULL;
+/* Run these stages, on all threads if there is enough work. */
+static void llm__run_deals(const llm__step *step, llm__deal *deals, int n) {
 #ifdef _OPENMP
+    llm__cpu *cpu = step->cpu;
     bool any_shared = false;
     double work = 0;
-    for (int i = 0; i < cpu->n_tasks; i++) any_shared = any_shared || cpu->tasks[i].shared, work += cpu->tasks[i].amount;
-    if (any_shared && work >= LLM__THREADS_WORK && (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
+    for (int i = 0; i < n; i++) any_shared = any_shared || deals[i].shared, work += deals[i].amount;
+    if (any_shared && work >= LLM__THREADS_WORK &&
+        (cpu->alone_until == 0 || llm_seconds() >= cpu->alone_until)) {
         cpu->alone_until = 0;
-        llm__run_tasks_together(cpu);
-        cpu->n_tasks = 0;
+        llm__run_team(step, deals, n);
         return;
     }
 #endif
-    for (llm__task *task = cpu->tasks; task < cpu->tasks + cpu->n_tasks; task++)
-        for (int64_t item = 0; item < task->items; item++) task->work(cpu, task->job.bytes, item, cpu->scratch);
-    cpu->n_tasks = 0;
+    int64_t arrived = 0;
+    double waited = 0;
+    llm__run_as(step, deals, n, 0, 1, &arrived, &waited);
 }
 
-/* What a step has left behind that was given up. */
-static void llm__drop_tasks(llm__cpu *cpu) {
-    cpu->n_tasks = 0;
-    cpu->queueing = false;
-    cpu->rounded_x = cpu->own_x = NULL;
-}
-
-/* A task of `items` of work, `amount` in all, in multiply-adds or what takes as long. In a step it is queued, otherwise done at once.
- * (The factors in the calls, so much for each element, are rough, from `llm bench --profile`: they only decide what is worth sharing.)
- * After it, no copies count as valid any more: a caller that knows that they are sets rounded_x and own_x again. */
-static void llm__add_task(llm__cpu *cpu, int64_t items, double amount, unsigned kind, llm__work work, const void *job, size_t job_bytes) {
-    if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
-    llm__task *task = &cpu->tasks[cpu->n_tasks++];
-    bool beside = (kind & LLM__BESIDE) && cpu->n_tasks > 1;
-    bool shared = items > 1 && cpu->n_threads > 1 && (amount >= LLM__SHARED_WORK || (beside && task[-1].shared));
-    if (cpu->n_tasks == 1) kind &= LLM__BY_EACH;
-    if (beside && shared && !task[-1].shared) kind &= ~(unsigned)LLM__BESIDE; /* those who skipped that one have not waited for anything yet */
-    if (task->work != work) task->work = work; /* what is not written to stays in the other cores' caches */
-    if (task->items != items) task->items = items;
-    if (task->next != 0) task->next = 0;
-    if (task->amount != amount) task->amount = amount;
-    if (task->kind != kind) task->kind = kind;
-    if (task->shared != shared) task->shared = shared;
-    cpu->rounded_x = cpu->own_x = NULL; /* they may be written to; who knows better says so */
-    if (memcmp(task->job.bytes, job, job_bytes)) /* (bytes between the members may differ: then it is copied for nothing) */
-        memcpy(task->job.bytes, job, job_bytes);
-    if (!cpu->queueing) llm__run_tasks(cpu);
-}
-
-/* How many of n rows of x make an item, where each thread is to have the same ones from task to task: they may still be in its cache. */
-static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
-    return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
-}
-
-/* Of what every thread makes for itself, the first one's copy is where all would look for it; those of the others are at the end of
- * their scratch memory, and last as long as the list. */
-static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch, size_t from_end) {
-    return !own || scratch == cpu->scratch ? (void *)(uintptr_t)shared : (char *)scratch + cpu->scratch_bytes - from_end;
-}
-
-static float *llm__own_x(const llm__cpu *cpu, bool own, const float *shared, void *scratch) {
-    return (float *)llm__own_copy(cpu, own, shared, scratch, LLM__OWN_X_BYTES);
-}
-
-static char *llm__own_tiles(const llm__cpu *cpu, bool own, const void *shared, void *scratch) {
-    return (char *)llm__own_copy(cpu, own, shared, scratch, LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES);
-}
-
-/* An item is the tiles of some rows of x, or of one tile a part of the columns. */
-static void llm__round_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__matmul_job *job = (const llm__matmul_job *)job_;
-    const float *x = llm__own_x(cpu, job->own_x, job->x, scratch);
-    char *tiles = llm__own_tiles(cpu, job->own_tiles, job->x_tiles, scratch);
-    int64_t cols = job->w->cols, stripes = llm__stripes(cols), part = item % job->x_parts;
-    int64_t groups = llm__divide_up(stripes, LLM__SPAN / 2), begin = groups * part / job->x_parts * (LLM__SPAN / 2);
-    int64_t end = llm__min(groups * (part + 1) / job->x_parts * (LLM__SPAN / 2), stripes);
-    int64_t row = item / job->x_parts * job->x_rows_per_item, end_row = llm__min(row + job->x_rows_per_item, job->n);
-    for (; row < end_row; row += job->height)
-        cpu->kernels->round_rows(x + row * cols, cols, llm__x_group(job->w->type), job->height, (int)llm__min(job->height, job->n - row),
-                                 begin, end, tiles + (size_t)(row / job->height) * job->x_tile_bytes);
-}
-
-static bool llm__last_is_by_each(const llm__cpu *cpu) {
-    return cpu->n_tasks > 0 && (cpu->tasks[cpu->n_tasks - 1].kind & LLM__BY_EACH);
-}
-
-/* A task that is added now, and begins without a meeting, must not write what a slower thread has yet to read: that is what the tasks done
- * by each since the last meeting read. Is `out` such? */
-static bool llm__is_being_read(const llm__cpu *cpu, const float *out) {
-    for (const llm__task *task = cpu->tasks + cpu->n_tasks - 1; task >= cpu->tasks; task--) {
-        const void *job = task->job.bytes;
-        if ((task->kind & LLM__BY_EACH) && out == (task->work == llm__round_item ? ((const llm__matmul_job *)job)->x : ((const llm__rows_job *)job)->a))
-            return true;
-        if (!(task->kind & (LLM__BESIDE | LLM__FROM_OWN))) break; /* all have met in front of it */
-    }
-    return false;
-}
-
-/* An item is some rows of x, or some rows of the matrix: a long run, or a short one of what is left. Of a long prompt, so many rows of
- * x are taken at once that they stay in the second-level cache, since all of x passes by for every few panels. */
-static void llm__matmul_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    llm__matmul_job job = *(const llm__matmul_job *)job_;
-    int64_t first = 0, rows = job.w->rows, x_row = 0, x_end = job.n, together = job.n;
-    job.x = llm__own_x(cpu, job.own_x, job.x, scratch);
-    job.x_tiles = llm__own_tiles(cpu, job.own_tiles, job.x_tiles, scratch);
-    if (job.x_rows_per_item > 0) {
-        x_row = item * job.x_rows_per_item;
-        x_end = llm__min(x_row + job.x_rows_per_item, job.n);
-    } else {
-        int64_t large = llm__min(item, cpu->n_threads);
-        first = large * job.rows_per_thread + (item - large) * job.rows_per_item;
-        rows = item < cpu->n_threads ? job.rows_per_thread : job.rows_per_item;
-    }
-    if (job.w->packed) { /* parts of about the same height, whole pairs of tiles */
-        int64_t most = job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES, pair = 2 * LLM__X_TILE;
-        most = llm__max(most / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1);
-        together = llm__divide_up(llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) * pair;
-    }
-    const llm__matmul_job whole = job;
-    const int64_t end = llm__min(first + rows, job.w->rows);
-    for (; rows > 0 && x_row < x_end; x_row += together) {
-        job.n = (int)llm__min(together, x_end - x_row);
-        job.x = whole.x + x_row * job.w->cols;
-        job.x_tiles = (const char *)whole.x_tiles + (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
-        job.out = whole.out + x_row * job.w->rows;
-        /* with a gate, as many rows as its results for all of x stay in the second-level cache until they are wanted */
-        int64_t step = job.gate ? llm__max(LLM__GATE_CACHE_BYTES / (job.n * (int64_t)sizeof *job.out) / 64, 1) * 64 : rows;
-        for (int64_t row = first, to; row < end; row = to) {
-            to = llm__min(row + step, end);
-            if (job.gate) {
-                llm__matmul_job gate = job;
-                gate.w = job.gate->w;
-                gate.bias = job.gate->bias;
-                gate.tiles = job.gate->tiles;
-                gate.gate = NULL;
-                cpu->kernels->matmul(&gate, row, to, scratch);
-            }
-            cpu->kernels->matmul(&job, row, to, scratch);
+/* The variant of the plan for this step. Rope is done with attention if each item has all rows of
+ * its sequence and kv head, and there are enough items for all threads. */
+static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
+    const llm__plan *plan = (const llm__plan *)step->program->plan;
+    const llm_batch *batch = step->batch;
+    bool inside = true;
+    int64_t items = 0;
+    for (int i = 0; !head && inside && i < step->program->n_body; i++) {
+        const llm_op *op = &step->program->ops[i];
+        if (op->kind != LLM_OP_ATTENTION) continue;
+        for (int s = 0; inside && s < batch->n_sequences; s++) {
+            inside = llm__attention_chunks(op, batch, s) <= 1 && !op->attention.naive;
+            items += batch->seq_count[s] > 0 ? op->attention.n_kv_heads : 0;
         }
+        inside = inside && (items >= step->cpu->n_threads || batch->n_tokens <= LLM__X_TILE);
+        break; /* all layers have as many heads */
     }
+    int rows = head ? step->n_logits : batch->n_tokens;
+    return &plan->variants[head][llm__class_of(rows)][inside];
 }
 
-/* Whether a product may run at the same time as the task before it: that is a product of the same x, and those that run with it do not
- * write to the same place. */
-static bool llm__beside_last(const llm__cpu *cpu, const llm__matmul_job *job) {
-    for (const llm__task *task = cpu->tasks + cpu->n_tasks - 1; cpu->queueing && task >= cpu->tasks; task--) {
-        const llm__matmul_job *before = (const llm__matmul_job *)(const void *)task->job.bytes;
-        if (task->work == llm__round_item) return before->x == job->x; /* it wrote nothing but `rounded` */
-        if (task->work != llm__matmul_item || before->x != job->x || before->out == job->out || before->add) return false;
-        if (!(task->kind & LLM__BESIDE)) return true;
+/* Deal out the stages of a part; sets *first to them and returns how many there are. If the last run
+ * had as many rows, only attention changes. (Lines that are not written stay valid in the other
+ * cores' caches.) */
+static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
+    llm__plan *plan = (llm__plan *)step->program->plan;
+    const llm__variant *v = llm__find_variant(step, head);
+    int rows = head ? step->n_logits : step->batch->n_tokens;
+    bool known = plan->last[head] == v && plan->last_rows[head] == rows;
+    llm__deal *deals = *first = head ? plan->head : plan->head - v->n;
+    for (int i = 0; i < v->n; i++) {
+        if (deals[i].next) deals[i].next = 0;
+        if (known && v->stages[i].op->kind != LLM_OP_ATTENTION) continue;
+        llm__deal fresh;
+        llm__deal_out(step, &v->stages[i], i ? &deals[i - 1] : NULL, &fresh);
+        if (memcmp(&fresh, &deals[i], sizeof fresh)) deals[i] = fresh;
     }
-    return false;
+    plan->last[head] = v;
+    plan->last_rows[head] = rows;
+    return v->n;
 }
 
-static void llm__cpu_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add,
-                            float *out) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    if (w->cols > cpu->limits.max_cols || n > cpu->limits.max_tokens) {
-        llm__cpu_failed(cpu, "a matrix product");
-        return;
+/* Is the program prepared, for steps as large as this one? */
+static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err) {
+    const llm__plan *plan = (const llm__plan *)step->program->plan;
+    const llm_batch *batch = step->batch;
+    llm__clear(err);
+    if (!plan) return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: run: the program is not prepared");
+    const llm_limits *limits = &plan->limits;
+    bool fits = batch->n_tokens <= limits->max_tokens &&
+                (!(part & LLM_HEAD) || step->n_logits <= limits->max_logits);
+    for (int s = 0; fits && s < batch->n_sequences; s++)
+        fits = batch->seq_count[s] < 1 ||
+               batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1] <
+                   limits->max_context;
+    if (fits) return true;
+    return llm__fail(err, LLM_ERROR_DEVICE,
+                     "cpu: a step of %d tokens and %d rows of logits is larger than was prepared: "
+                     "%d tokens, %d rows of logits and %d positions",
+                     batch->n_tokens, step->n_logits, limits->max_tokens, limits->max_logits,
+                     limits->max_context);
+}
+
+static bool llm__cpu_run(void *context, const llm_program *program, llm_part part,
+                         const llm_batch *batch, int first, int n, llm_error *err) {
+    llm__step step = {(llm__cpu *)context, program, batch, first, n};
+    if (!llm__check_step(&step, part, err)) return false;
+    llm__deal *head, *deals = NULL;
+    int n_deals = part & LLM_BODY ? llm__deal_part(&step, false, &deals) : 0;
+    if (part & LLM_HEAD) { /* its deals follow those of the body, so one team does all */
+        n_deals += llm__deal_part(&step, true, &head);
+        if (!deals) deals = head;
     }
-    if (n < 1 || w->rows < 1) return;
-    if (cpu->n_tasks + 2 > LLM__MAX_TASKS) llm__run_tasks(cpu); /* own copies last as long as the list */
-    llm__matmul_job job = {w, x, cpu->rounded, 0, 1, 1, false, false, false, bias, add, n, out, NULL, 0, 0, 0, cpu->tile_bytes};
-    const float *own_x = cpu->own_x, *rounded_x = cpu->rounded_x;
-    job.own_x = own_x == x && n * w->cols <= cpu->own_values;
-    bool beside = !llm__is_being_read(cpu, out) && llm__beside_last(cpu, &job), own = job.own_x;
-    if (llm__stored_quads(w->type)) {
-        /* (a block of q6_K has two scales, which a product of the tile unit would mix, unless they are multiplied with before) */
-        int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS; /* by halves, a tile of x is of full height */
-        job.tiles = cpu->isa >= LLM_ISA_AMX && n >= enough;
-        job.height = (int)llm__min(n < LLM__TILE_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE); /* (so matrix tiles count) */
-        job.x_tile_bytes = (size_t)(llm__stripes(w->cols) * LLM__X_BYTES * job.height);
-        int group = llm__x_group(w->type);
-        if (!beside || rounded_x != x || cpu->rounded_n != n || cpu->rounded_cols != w->cols || cpu->rounded_group != group) {
-            int64_t tiles = llm__divide_up(n, job.height);
-            double amount = (double)n * (double)w->cols;
-            job.own_tiles = cpu->queueing && cpu->n_threads > 1 && amount < LLM__SHARED_WORK &&
-                            (uint64_t)tiles * job.x_tile_bytes <= LLM__OWN_TILES_BYTES - LLM__TILES_MARGIN;
-            if (job.own_tiles) job.x_rows_per_item = tiles * job.height;
-            else if (tiles < cpu->n_threads) job.x_parts = (int)llm__divide_up(cpu->n_threads, tiles), job.x_rows_per_item = job.height;
-            else job.x_rows_per_item = llm__share_of_rows(cpu, n);
-            unsigned kind = !job.own_tiles ? 0 : own && llm__last_is_by_each(cpu) ? LLM__BY_EACH | LLM__FROM_OWN : LLM__BY_EACH;
-            llm__add_task(cpu, llm__divide_up(n, job.x_rows_per_item) * job.x_parts, amount, kind, llm__round_item, &job, sizeof job);
-            job.x_rows_per_item = 0;
-            job.x_parts = 1;
-            beside = false;
-            if (cpu->queueing) rounded_x = x, cpu->rounded_n = n, cpu->rounded_cols = w->cols, cpu->rounded_group = group, cpu->rounded_own = job.own_tiles;
-        }
-        own = job.own_tiles = cpu->queueing && cpu->rounded_own;
-    }
-    double work = (double)w->rows * (double)w->cols * n;
-    int64_t share = llm__divide_up(w->rows, cpu->n_threads), items;
-    if (cpu->n_threads > 1 && n >= 2 * LLM__X_TILE * cpu->n_threads && share * (int64_t)sizeof *out < 4096) {
-        /* Threads that write to parts of the same page take its lines from each other, as prefetchers do not know of parts: so each gets
-         * rows of x. (256 x 256 with 512 rows of x: two threads were as slow as one.) */
-        job.x_rows_per_item = llm__share_of_rows(cpu, n);
-        items = llm__divide_up(n, job.x_rows_per_item);
-    } else {
-        /* Each gets one long run of rows of the matrix, because memory takes a while to get going at a new place. Of a large one, some are
-         * left and dealt out in small items of four panels, so that all end together. (TinyLlama's shape in q4_0, one token,
-         * 2 threads: 11 % faster than items of a tenth of a thread's share.) */
-        bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
-        job.rows_per_thread = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL : share * 15 / 16 / 64 * 64;
-        job.rows_per_item = 4 * LLM__PANEL;
-        int64_t rest = w->rows - job.rows_per_thread * cpu->n_threads;
-        items = rest >= 0 ? cpu->n_threads + llm__divide_up(rest, job.rows_per_item) : llm__divide_up(w->rows, job.rows_per_thread);
-    }
-    unsigned kind = beside ? LLM__BESIDE : own && llm__last_is_by_each(cpu) && !llm__is_being_read(cpu, out) ? LLM__FROM_OWN : 0;
-    llm__add_task(cpu, items, work, kind, llm__matmul_item, &job, sizeof job);
-    cpu->own_x = out == own_x ? NULL : own_x;
-    cpu->rounded_x = out == rounded_x ? NULL : rounded_x;
-}
-
-static void llm__rmsnorm_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__rows_job *job = (const llm__rows_job *)job_;
-    int64_t first = item * job->n_per_item, n = llm__min(job->n_per_item, job->n - first);
-    cpu->kernels->rmsnorm(job->a + first * job->dim, job->b, (int)n, job->dim, job->epsilon,
-                          llm__own_x(cpu, job->own_out, job->out, scratch) + first * job->dim);
-}
-
-static void llm__cpu_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon,
-                             float *out) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    int64_t share = llm__share_of_rows(cpu, n), values = (int64_t)n * dim;
-    bool own = cpu->queueing && cpu->n_threads > 1 && share >= n && out != x && values <= LLM__OWN_X_BYTES / (int64_t)sizeof *out;
-    llm__rows_job job = {x, weight, out, own, n, share, dim, epsilon};
-    llm__add_task(cpu, llm__divide_up(n, share), 8.0 * (double)values, own ? LLM__BY_EACH : 0, llm__rmsnorm_item, &job, sizeof job);
-    cpu->own_x = own ? out : NULL;
-    cpu->own_values = values;
-}
-
-static void llm__swiglu_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__rows_job *job = (const llm__rows_job *)job_;
-    int64_t first = item * job->n_per_item;
-    (void)scratch;
-    cpu->kernels->swiglu(job->a + first, job->b + first, llm__min(job->n_per_item, job->n - first), job->out + first);
-}
-
-/* If the last two tasks are the products that make gate and up, they become one, which takes the gate where it finishes up: so up, which is
- * large for a prompt, is never written, and gate is read while it is in the cache. (TinyLlama's shape in q4_0, a prompt of 512: 3 % of the
- * time. Of types that are multiplied as floats, results come one by one, which would make exp slow.) */
-static bool llm__gate_products(const llm__cpu *cpu, const float *gate, const float *up, int64_t n, const float *out) {
-    if (!cpu->queueing || cpu->n_tasks < 2 || out != gate) return false;
-    llm__task *second = cpu->tasks + cpu->n_tasks - 1, *first = second - 1;
-    if (first->work != llm__matmul_item || second->work != llm__matmul_item || !(second->kind & LLM__BESIDE)) return false;
-    llm__matmul_job *of_gate = (llm__matmul_job *)(void *)first->job.bytes, *of_up = (llm__matmul_job *)(void *)second->job.bytes;
-    if (of_gate->out != gate || of_up->out != up || of_gate->w->rows != of_up->w->rows || n != of_up->n * of_up->w->rows) return false;
-    if (of_gate->add || of_up->add || !llm__stored_quads(of_gate->w->type) || !llm__stored_quads(of_up->w->type)) return false;
-    of_up->gate = of_gate; /* whose task stays in the list, with nothing to do */
-    of_up->out = of_gate->out;
-    second->kind = first->kind; /* it meets in its place */
-    second->amount += first->amount;
-    first->amount = 0;
-    first->items = 0;
+    llm__run_deals(&step, deals, n_deals);
     return true;
 }
 
-static void llm__cpu_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    if (llm__gate_products((llm__cpu *)context, gate, up, n, out)) return;
-    llm__rows_job job = {gate, up, out, false, n, llm__divide_up(n, 64 * ((llm__cpu *)context)->n_threads) * 64, 0, 0.0f};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 30.0 * (double)n, 0, llm__swiglu_item, &job, sizeof job);
-}
-
-static void llm__rope_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__rope_job *job = (const llm__rope_job *)job_;
-    int64_t share = llm__share_of_rows(cpu, job->batch->n_tokens), first = item * share;
-    (void)scratch;
-    cpu->kernels->rope_and_store(job, (int)first, (int)llm__min(first + share, job->batch->n_tokens), 0, job->shape.n_kv_heads);
-}
-
-static void llm__cpu_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape,
-                                    llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
-                                    const float *k_norm, float epsilon, float *q, float *k, const float *v,
-                                    const llm_cache *cache, int layer) {
-    llm__rope_job job = {batch, *shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer};
-    double amount = 30.0 * batch->n_tokens * (shape->n_heads + 2 * shape->n_kv_heads) * shape->head_dim;
-    llm__add_task((llm__cpu *)context, llm__divide_up(batch->n_tokens, llm__share_of_rows((llm__cpu *)context, batch->n_tokens)), amount,
-                  0, llm__rope_item, &job, sizeof job);
-}
-
-/* An item of attention is one kv head and up to 128 (token, head) rows of one sequence. Counted from the end, because the
- * last rows of a prompt see the most positions, and long items should start first. */
-static int64_t llm__attention_chunks(const llm__attention_job *job, int sequence) {
-    int64_t group = job->shape.n_heads / job->shape.n_kv_heads;
-    return llm__divide_up(job->batch->seq_count[sequence] * group, LLM__QUERY_ROWS);
-}
-
-static void llm__attention_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__attention_job *job = (const llm__attention_job *)job_;
-    int n_kv_heads = job->shape.n_kv_heads, group = job->shape.n_heads / n_kv_heads;
-    int sequence = job->batch->n_sequences - 1;
-    for (; item >= llm__attention_chunks(job, sequence) * n_kv_heads; sequence--)
-        item -= llm__attention_chunks(job, sequence) * n_kv_heads;
-    int64_t chunk = llm__attention_chunks(job, sequence) - 1 - item / n_kv_heads;
-    int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job->batch->seq_count[sequence] * group;
-    int kv_head = (int)(item % n_kv_heads), first_token = job->batch->seq_first[sequence];
-    if (job->rope) /* the item is all of its sequence and kv head */
-        cpu->kernels->rope_and_store(job->rope, first_token, first_token + job->batch->seq_count[sequence], kv_head, kv_head + 1);
-    cpu->kernels->attention(job, sequence, kv_head, (int)first, (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
-}
-
-static void llm__naive_attention_item(llm__cpu *cpu, const void *job_, int64_t token, void *scratch) {
-    const llm__attention_job *job = (const llm__attention_job *)job_;
-    const llm_batch *batch = job->batch;
-    int sequence = 0;
-    (void)cpu;
-    while (token < batch->seq_first[sequence] || token >= batch->seq_first[sequence] + batch->seq_count[sequence])
-        if (++sequence == batch->n_sequences) return;
-    for (int head = 0; head < job->shape.n_heads; head++)
-        llm__plain_attention_row(job, sequence, (int)token, head, (float *)scratch);
-}
-
-static void llm__cpu_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
-                               const llm_cache *cache, int layer, float *out) {
+static bool llm__cpu_stage(void *context, const llm_program *program, llm_part part,
+                           const llm_batch *batch, int n, int index, llm_stage *stage) {
     llm__cpu *cpu = (llm__cpu *)context;
-    if (cpu->n_tasks == LLM__MAX_TASKS) llm__run_tasks(cpu);
-    llm__attention_job job = {batch, *shape, q, cache, layer, out, false, NULL};
-    /* (What decides may not depend on the batch: all rows of a sequence are to be computed alike.) */
-    job.tiles = cpu->isa >= LLM_ISA_AMX && cache->type == LLM_F16 && shape->n_heads >= LLM__SHARING_HEADS * shape->n_kv_heads;
-    int64_t items = 0;
-    double work = 0.0;
-    bool whole = true; /* an item has all rows of its sequence and kv head */
-    for (int s = 0; s < batch->n_sequences; s++) {
-        if (batch->seq_count[s] < 1) continue;
-        whole = whole && llm__attention_chunks(&job, s) == 1;
-        int last = batch->positions[batch->seq_first[s] + batch->seq_count[s] - 1];
-        if (last >= cpu->limits.max_context || shape->head_dim > cpu->limits.head_dim) {
-            llm__cpu_failed(cpu, "attention");
-            return;
-        }
-        items += llm__attention_chunks(&job, s) * shape->n_kv_heads;
-        int seen = last + 1 - llm__first_seen(shape, last);
-        work += (double)(batch->seq_count[s] + 4) * seen * shape->n_heads * shape->head_dim;
+    llm__step step = {cpu, program, batch, 0, n};
+    memset(stage, 0, sizeof *stage);
+    int first, end;
+    llm__part_ops(program, part, &first, &end);
+    if (!program->plan) return false;
+    if (!cpu->kernels) { /* the reference executor: an operation at a time */
+        stage->first = stage->last = first + index;
+        return first + index < end;
     }
-    work *= shape->naive ? 30 : 2;
-    llm__task *last = cpu->queueing && cpu->n_tasks > 0 ? &cpu->tasks[cpu->n_tasks - 1] : NULL;
-    if (last && whole && !shape->naive && last->work == llm__rope_item && (!last->shared || items >= cpu->n_threads)) {
-        const llm__rope_job *rope = (const llm__rope_job *)(const void *)last->job.bytes;
-        if (rope->batch == batch && rope->q == q && rope->cache == cache && rope->layer == layer) {
-            job.rope = rope; /* whose task stays in the list, with nothing to do */
-            work += last->amount;
-            last->amount = 0;
-            last->items = 0;
-        }
+    const llm__variant *v = NULL;
+    for (int head = 0; !v && head < 2; head++) {
+        if (!(part & (head ? LLM_HEAD : LLM_BODY))) continue;
+        v = llm__find_variant(&step, head);
+        if (index < v->n) break;
+        index -= v->n;
+        v = NULL;
     }
-    if (shape->naive) llm__add_task(cpu, batch->n_tokens, work, 0, llm__naive_attention_item, &job, sizeof job);
-    else llm__add_task(cpu, items, work, 0, llm__attention_item, &job, sizeof job);
+    if (!v) return false;
+    const llm__stage *s = &v->stages[index];
+    stage->last = (int)(s->op - program->ops);
+    stage->first = s->before ? (int)(s->before - program->ops) : stage->last;
+    stage->rounds = s->rounds;
+    stage->barrier = s->barrier && cpu->n_threads > 1;
+    stage->each = s->each;
+    return true;
 }
 
-/* ---- Operations with one form: there is nothing to gain in them ----------------------------- */
+/* ---- Prepare ----------------------------------------------------------------------------- */
 
-static void llm__embed_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__row_job *job = (const llm__row_job *)job_;
-    const llm_type_info *type = llm_type_find(job->table->type);
-    size_t row_bytes = llm__row_bytes(job->table->type, job->width);
-    (void)cpu, (void)scratch;
-    for (int64_t t = item * job->n_per_item; t < llm__min((item + 1) * job->n_per_item, job->n); t++)
-        type->unpack((const char *)job->table->data + (size_t)job->batch->tokens[t] * row_bytes, job->out + t * job->width, job->width);
-}
-
-static void llm__cpu_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
-    llm__row_job job = {batch, table, NULL, NULL, NULL, batch->n_tokens, table->cols, share, 0, out};
-    double amount = 50.0 * (double)(job.n * job.width);
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, 0, llm__embed_item, &job, sizeof job);
-}
-
-static void llm__rope_angles_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__row_job *job = (const llm__row_job *)job_;
-    (void)cpu, (void)scratch;
-    for (int64_t t = item * job->n_per_item; t < llm__min((item + 1) * job->n_per_item, job->n); t++)
-        for (int64_t i = 0; i < job->width; i++) {
-            float angle = (float)job->batch->positions[t] * job->x[i], *out = job->out + 2 * (t * job->width + i);
-            out[0] = job->magnitude * cosf(angle);
-            out[1] = job->magnitude * sinf(angle);
-        }
-}
-
-static void llm__cpu_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim,
-                                 float magnitude, float *angles) {
-    int64_t share = llm__share_of_rows((llm__cpu *)context, batch->n_tokens);
-    llm__row_job job = {batch, NULL, frequencies, NULL, NULL, batch->n_tokens, rope_dim / 2, share, magnitude, angles};
-    double amount = 600.0 * (double)(job.n * job.width);
-    llm__add_task((llm__cpu *)context, llm__divide_up(job.n, share), amount, 0, llm__rope_angles_item, &job, sizeof job);
-}
-
-static void llm__gather_item(llm__cpu *cpu, const void *job_, int64_t item, void *scratch) {
-    const llm__row_job *job = (const llm__row_job *)job_;
-    (void)cpu, (void)scratch;
-    for (int64_t i = item * job->n_per_item; i < llm__min((item + 1) * job->n_per_item, job->n); i++) {
-        const float *x = job->x + (job->rows ? job->rows[i] : i) * job->width;
-        if (!job->columns) memcpy(job->out + i * job->width, x, (size_t)job->width * sizeof *x);
-        else for (int64_t j = 0; j < job->width; j++) job->out[i * job->width + j] = x[job->columns[j]];
+/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at
+ * least a block of rows of the widest matrix), or the tiles of attention, or all scores of a query
+ * for naive attention; then the thread's own copies. And one buffer for rounded rows. Memory never
+ * shrinks, so programs that were prepared before still fit. */
+static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
+                             llm_error *err) {
+    int64_t max_cols = 1, head_dim = 1;
+    for (int i = 0; i < program->n_ops; i++) {
+        const llm_op *op = &program->ops[i];
+        if (op->kind == LLM_OP_MATMUL) max_cols = llm__max(max_cols, op->weight->cols);
+        if (op->kind == LLM_OP_ATTENTION) head_dim = llm__max(head_dim, op->attention.head_dim);
     }
+    if (max_cols > INT64_MAX / 1024)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: a matrix of %lld columns is too wide",
+                         (long long)max_cols);
+    int64_t rows = llm__max(limits->max_tokens, limits->max_logits);
+    uint64_t padded = (uint64_t)llm__divide_up(head_dim, LLM__PADDING) * LLM__PADDING;
+    uint64_t attention = (padded * (3 * LLM__TILE + 2 * LLM__QUERY_ROWS + 1) +
+                          LLM__QUERY_ROWS * (LLM__TILE + 2)) *
+                         sizeof(float);
+    uint64_t naive = (uint64_t)limits->max_context * sizeof(float);
+    uint64_t tile = (uint64_t)llm__max(512 << 10,
+                                       4 * (max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
+    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, max_cols) + LLM__TILES_BYTES +
+                     ((uint64_t)rows + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL *
+                         sizeof(float);
+    uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive),
+                                llm__max((int64_t)tile, (int64_t)panel));
+    scratch = (scratch + LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES + 4095) / 4096 * 4096;
+    uint64_t all_scratch, rounded = 0;
+    bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) &&
+                all_scratch <= SIZE_MAX / 2;
+    if (cpu->kernels) /* whole tiles of x */
+        fits = fits &&
+               llm__multiply((uint64_t)llm__stripes(max_cols) * LLM__X_BYTES,
+                             (uint64_t)rows + LLM__X_TILE, &rounded) &&
+               (rounded += LLM__TILES_MARGIN) <= SIZE_MAX / 2;
+    if (!fits)
+        return llm__fail(err, LLM_ERROR_MEMORY,
+                         "cpu: scratch memory for such a batch is out of reach");
+    if (scratch > cpu->scratch_bytes) {
+        char *memory = (char *)llm__aligned_new((size_t)all_scratch,
+                                                "the scratch memory of threads", err);
+        if (!memory) return false;
+        llm__aligned_free(cpu->scratch);
+        cpu->scratch = memory;
+        cpu->scratch_bytes = (size_t)scratch;
+    }
+    if (tile > cpu->tile_bytes) cpu->tile_bytes = (size_t)tile;
+    if (rounded > cpu->rounded_bytes) {
+        void *memory = llm__aligned_new((size_t)rounded, "rounded activations", err);
+        if (!memory) return false;
+        llm__aligned_free(cpu->rounded);
+        cpu->rounded = memory;
+        cpu->rounded_bytes = rounded;
+    }
+    return true;
 }
 
-static void llm__cpu_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n,
-                                 float *out) {
-    llm__row_job job = {batch, NULL, x, batch->logit_rows + first, NULL, n, dim, llm__share_of_rows((llm__cpu *)context, n), 0, out};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 8.0 * n * dim, 0, llm__gather_item, &job, sizeof job);
+static void llm__cpu_forget(void *context, llm_program *program) {
+    llm__plan *plan = (llm__plan *)program->plan;
+    (void)context;
+    if (plan) llm__aligned_free(plan->memory);
+    LLM_FREE(plan);
+    program->plan = NULL;
 }
 
-static void llm__cpu_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
-    llm__row_job job = {NULL, NULL, x, NULL, columns, n, cols, llm__share_of_rows((llm__cpu *)context, n), 0, out};
-    llm__add_task((llm__cpu *)context, llm__divide_up(n, job.n_per_item), 20.0 * n * (double)cols, 0, llm__gather_item, &job, sizeof job);
+static bool llm__cpu_prepare(void *context, llm_program *program, const llm_limits *limits,
+                             llm_error *err) {
+    llm__cpu *cpu = (llm__cpu *)context;
+    llm__clear(err);
+    llm__cpu_forget(cpu, program);
+    if (limits->max_tokens < 1 || limits->max_context < 1 || limits->max_logits < 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: prepare: every limit must be at least 1");
+    program->plan = llm__plan_new(cpu, program, limits, err);
+    if (program->plan && llm__cpu_reserve(cpu, program, limits, err)) return true;
+    llm__cpu_forget(cpu, program);
+    return false;
 }
+
+/* ---- The backend ---------------------------------------------------------------------------- */
 
 static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
     size_t bytes = (size_t)cache->n_kv_heads * (size_t)cache->block_size * (size_t)cache->head_dim *
                    llm__value_bytes(cache->type);
-    llm__run_tasks((llm__cpu *)context);
+    (void)context;
     for (int layer = 0; layer < cache->n_layers; layer++)
         for (int i = 0; i < n; i++) {
             char *keys = (char *)cache->keys + (size_t)layer * cache->layer_bytes;
@@ -9709,8 +10231,6 @@ static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const in
         }
 }
 
-/* ---- The backend ---------------------------------------------------------------------------- */
-
 static void *llm__cpu_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     (void)context;
     llm__clear(err);
@@ -9718,12 +10238,12 @@ static void *llm__cpu_allocate(void *context, size_t bytes, const char *what, ll
 }
 
 static void llm__cpu_release(void *context, void *device) {
-    llm__drop_tasks((llm__cpu *)context);
+    (void)context;
     llm__aligned_free(device);
 }
 
 static bool llm__cpu_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
-    llm__run_tasks((llm__cpu *)context);
+    (void)context;
     llm__clear(err);
     memcpy(device, host, bytes);
     return true;
@@ -9775,17 +10295,10 @@ static void llm__slab_drop(llm__cpu *cpu, const void *memory) {
     }
 }
 
-static void llm__pack_item(llm__cpu *cpu, const void *weight, int64_t item, void *scratch) {
-    const llm_weight *w = (const llm_weight *)weight;
-    (void)cpu, (void)scratch;
-    llm__pack_panel(w, item * LLM__PANEL, (uint8_t *)w->packed + (size_t)item * llm__panel_bytes(w->type, w->cols));
-}
-
 static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
     llm__cpu *cpu = (llm__cpu *)context;
     const llm_type_info *type = llm_type_find(w->type);
     llm__clear(err);
-    llm__drop_tasks(cpu);
     if (!type)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d", (int)w->type);
     if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values)
@@ -9800,7 +10313,12 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
         return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
     w->packed = llm__slab_take(cpu, bytes, err);
     if (!w->packed) return false;
-    llm__add_task(cpu, llm__divide_up(w->rows, LLM__PANEL), 1e3 * (double)w->rows * (double)w->cols, 0, llm__pack_item, w, sizeof *w);
+    int64_t panels = llm__divide_up(w->rows, LLM__PANEL);
+#ifdef _OPENMP
+#pragma omp parallel for num_threads(cpu->n_threads) if (w->rows * w->cols > LLM__SHARED_WORK)
+#endif
+    for (int64_t i = 0; i < panels; i++)
+        llm__pack_panel(w, i * LLM__PANEL, (uint8_t *)w->packed + (size_t)i * llm__panel_bytes(w->type, w->cols));
     return true;
 }
 
@@ -9810,88 +10328,16 @@ static void llm__cpu_free_weight(void *context, llm_weight *w) {
     w->packed = NULL;
 }
 
-/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at least a block of rows of
- * the widest matrix), or the tiles of attention, or, for the naive form, all scores of a query; and behind it the thread's own copies.
- * And one buffer for the rows of a matmul input as int8. */
-static bool llm__cpu_reserve(void *context, const llm_limits *wanted, llm_error *err) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    llm_limits limits = cpu->limits;
+static bool llm__cpu_sync(void *context, llm_error *err) { /* run has done the work already */
+    (void)context;
     llm__clear(err);
-    llm__drop_tasks(cpu);
-    if (wanted->max_tokens < 1 || wanted->max_context < 1 || wanted->head_dim < 1 || wanted->max_cols < 1 ||
-        wanted->max_cols > INT64_MAX / 1024)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "cpu: reserve: every limit must be at least 1");
-    limits.max_tokens = (int)llm__max(limits.max_tokens, wanted->max_tokens);
-    limits.max_sequences = (int)llm__max(limits.max_sequences, wanted->max_sequences);
-    limits.max_context = (int)llm__max(limits.max_context, wanted->max_context);
-    limits.n_heads = (int)llm__max(limits.n_heads, wanted->n_heads);
-    limits.head_dim = (int)llm__max(limits.head_dim, wanted->head_dim);
-    limits.max_cols = llm__max(limits.max_cols, wanted->max_cols);
-
-    uint64_t padded = (uint64_t)llm__divide_up(limits.head_dim, LLM__PADDING) * LLM__PADDING;
-    uint64_t attention = (padded * (3 * LLM__TILE + 2 * LLM__QUERY_ROWS + 1) + LLM__QUERY_ROWS * (LLM__TILE + 2)) *
-                         sizeof(float);
-    uint64_t naive = (uint64_t)limits.max_context * sizeof(float);
-    uint64_t tile = (uint64_t)llm__max(512 << 10, 4 * (limits.max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
-    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, limits.max_cols) + LLM__TILES_BYTES +
-                     ((uint64_t)limits.max_tokens + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL * sizeof(float);
-    uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive), llm__max((int64_t)tile, (int64_t)panel));
-    scratch = (scratch + LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES + 4095) / 4096 * 4096;
-    uint64_t all_scratch, rounded = 0;
-    bool fits = llm__multiply(scratch, (uint64_t)cpu->n_threads, &all_scratch) && all_scratch <= SIZE_MAX / 2;
-    if (cpu->kernels) /* whole tiles of x */
-        fits = fits && llm__multiply((uint64_t)llm__stripes(limits.max_cols) * LLM__X_BYTES,
-                                     (uint64_t)limits.max_tokens + LLM__X_TILE, &rounded) &&
-               (rounded += LLM__TILES_MARGIN) <= SIZE_MAX / 2;
-    if (!fits) return llm__fail(err, LLM_ERROR_MEMORY, "cpu: scratch memory for such a batch is out of reach");
-
-    char *new_scratch = (char *)llm__aligned_new((size_t)all_scratch, "the scratch memory of threads", err);
-    void *new_rounded = new_scratch ? llm__aligned_new((size_t)rounded, "rounded activations", err) : NULL;
-    if (!new_rounded) {
-        llm__aligned_free(new_scratch);
-        return false;
-    }
-    llm__aligned_free(cpu->scratch);
-    llm__aligned_free(cpu->rounded);
-    cpu->scratch = new_scratch;
-    cpu->rounded = new_rounded;
-    cpu->scratch_bytes = (size_t)scratch;
-    cpu->tile_bytes = (size_t)tile;
-    cpu->limits = limits;
     return true;
-}
-
-static bool llm__cpu_begin_step(void *context, const llm_batch *batch, llm_error *err) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    (void)batch;
-    llm__clear(err);
-    llm__drop_tasks(cpu);
-    cpu->queueing = cpu->kernels != NULL; /* the reference loops run at once */
-    return true;
-}
-
-static bool llm__cpu_end_step(void *context, llm_error *err) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    llm__clear(err);
-    llm__run_tasks(cpu);
-    cpu->queueing = false;
-    return true;
-}
-
-static bool llm__cpu_sync(void *context, llm_error *err) {
-    llm__cpu *cpu = (llm__cpu *)context;
-    llm__run_tasks(cpu);
-    bool fine = cpu->failure.status == LLM_OK;
-    if (err) *err = cpu->failure;
-    llm__clear(&cpu->failure);
-    return fine;
 }
 
 static void llm__cpu_destroy(llm_backend *backend) {
     llm__cpu *cpu = (llm__cpu *)backend->context;
     llm__aligned_free(cpu->scratch);
     llm__aligned_free(cpu->rounded);
-    LLM_FREE(cpu->tasks);
     for (int64_t i = 0; i < cpu->n_slabs; i++) llm__aligned_free(cpu->slabs[i].memory);
     LLM_FREE(cpu->slabs);
     LLM_FREE(cpu);
@@ -9912,11 +10358,6 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     llm__clear(err);
     llm__cpu *cpu = (llm__cpu *)llm__new(1, sizeof *cpu, "the CPU backend", err);
     if (!cpu) return NULL;
-    cpu->tasks = (llm__task *)llm__new(LLM__MAX_TASKS, sizeof *cpu->tasks, "the CPU backend", err);
-    if (!cpu->tasks) {
-        LLM_FREE(cpu);
-        return NULL;
-    }
     cpu->kernels = llm__choose_kernels(max_isa);
     cpu->isa = cpu->kernels ? cpu->kernels->isa : LLM_ISA_REFERENCE;
     if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles()) cpu->isa = LLM_ISA_AMX;
@@ -9936,19 +10377,11 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     b->download = llm__cpu_download;
     b->load_weight = llm__cpu_load_weight;
     b->free_weight = llm__cpu_free_weight;
-    b->reserve = llm__cpu_reserve;
-    b->begin_step = llm__cpu_begin_step;
-    b->end_step = llm__cpu_end_step;
+    b->prepare = llm__cpu_prepare;
+    b->forget = llm__cpu_forget;
+    b->run = cpu->kernels ? llm__cpu_run : llm__reference_run;
+    b->stage = llm__cpu_stage;
     b->sync = llm__cpu_sync;
-    b->embed = llm__cpu_embed;
-    b->rope_angles = llm__cpu_rope_angles;
-    b->rmsnorm = cpu->kernels ? llm__cpu_rmsnorm : llm__plain_rmsnorm;
-    b->matmul = cpu->kernels ? llm__cpu_matmul : llm__plain_matmul;
-    b->rope_and_store = cpu->kernels ? llm__cpu_rope_and_store : llm__plain_rope_and_store;
-    b->attention = cpu->kernels ? llm__cpu_attention : llm__plain_attention;
-    b->swiglu = cpu->kernels ? llm__cpu_swiglu : llm__plain_swiglu;
-    b->gather_rows = llm__cpu_gather_rows;
-    b->gather_columns = llm__cpu_gather_columns;
     b->copy_blocks = llm__cpu_copy_blocks;
     b->destroy = llm__cpu_destroy;
     return b;
@@ -11689,42 +12122,34 @@ typedef struct llm__network {
     llm_backend *backend;
     llm_weight embedding, output;
     llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
+    llm_weight frequencies; /* (rope_dim/2) */
     llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data and packed NULL: absent */
-    float *frequencies;     /* device, (rope_dim/2) */
     llm_cache cache;
+    llm_program program;
+    float *activations;     /* device: the memory of all its buffers */
+    size_t activation_bytes;
+    int max_logits;         /* rows in a slice of the head */
     void **rows;            /* (n_rows) memory of weights that the device reads in place, and the file has in another form */
     int64_t n_rows, rows_capacity;
 } llm__network;
 
-/* The activations of a step, on the device: one allocation, sized once for the largest batch. */
-typedef struct llm__arena {
-    float *memory;
-    size_t bytes;
-    float *x;            /* (T, dim) the residual stream */
-    float *h;            /* (T, dim) its normalised copy */
-    float *q, *attended; /* (T, n_heads, head_dim) */
-    float *k, *v;        /* (T, n_kv_heads, head_dim) */
-    float *gate, *up;    /* (T, hidden_dim) */
-    float *ordered;      /* (T, the widest input) of a matrix that takes its columns in another order; else nothing */
-    float *angles;       /* (T, rope_dim/2, 2) */
-    float *rows;         /* (max_logits, dim) the residual stream of the rows whose logits are wanted */
-    float *logits;       /* (max_logits, vocab_size) */
-    int max_logits;
-} llm__arena;
+static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t n, llm_weight *w,
+                               llm_error *err) {
+    size_t bytes = (size_t)n * sizeof *host;
+    w->type = LLM_F32;
+    w->rows = 1;
+    w->cols = n;
+    w->data = backend->allocate(backend->context, bytes, "a vector of weights", err);
+    void *to = (void *)(uintptr_t)w->data;
+    return to && backend->upload(backend->context, to, host, bytes, err);
+}
 
 /* A vector (norm, bias) as f32 in device memory. */
 static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     int64_t n = (int64_t)tensor->dims[0];
-    w->type = LLM_F32;
-    w->rows = 1;
-    w->cols = n;
     float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
-    float *device = host ? (float *)backend->allocate(backend->context, (size_t)n * sizeof(float),
-                                                      "a vector of weights", err)
-                         : NULL;
     if (host) llm_type_find(tensor->type)->unpack(tensor->data, host, n);
-    w->data = device;
-    bool ok = device && backend->upload(backend->context, device, host, (size_t)n * sizeof(float), err);
+    bool ok = host && llm__upload_vector(backend, host, n, w, err);
     LLM_FREE(host);
     return ok;
 }
@@ -11732,9 +12157,6 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm
 /* The order in which a matrix takes its input. */
 static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
-    if (!backend->gather_columns)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the columns of %s are in an order of their own (GPTQ with desc_act), which the "
-                         "device \"%s\" does not do; run it on the CPU", llm__show(tensor->name).text, backend->name);
     w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
     return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
 }
@@ -11801,9 +12223,7 @@ static bool llm__load_frequencies(llm__network *net, llm_error *err) {
         }
         host[i] = (float)llm__frequency(c, i, host[i]);
     }
-    llm_backend *b = net->backend;
-    net->frequencies = (float *)b->allocate(b->context, (size_t)n * sizeof(float), "the RoPE frequencies", err);
-    bool ok = net->frequencies && b->upload(b->context, net->frequencies, host, (size_t)n * sizeof(float), err);
+    bool ok = llm__upload_vector(net->backend, host, n, &net->frequencies, err);
     LLM_FREE(host);
     return ok;
 }
@@ -11859,6 +12279,10 @@ static bool llm__block_copy(const llm__network *net, int32_t block, char *host, 
 static void llm__network_free(llm__network *net) {
     llm_backend *b = net->backend;
     if (!b) return;
+    b->forget(b->context, &net->program);
+    b->release(b->context, net->activations);
+    LLM_FREE(net->program.ops);
+    LLM_FREE(net->program.buffers);
     if (net->embedding.data) b->free_weight(b->context, &net->embedding);
     if (net->output.data) b->free_weight(b->context, &net->output);
     b->release(b->context, (void *)net->output_norm.data);
@@ -11873,7 +12297,7 @@ static void llm__network_free(llm__network *net) {
     while (net->n_rows > 0) LLM_FREE(net->rows[--net->n_rows]);
     LLM_FREE(net->rows);
     LLM_FREE(net->parts);
-    b->release(b->context, net->frequencies);
+    b->release(b->context, (void *)net->frequencies.data);
     b->release(b->context, net->cache.keys);
     b->release(b->context, net->cache.values);
     memset(net, 0, sizeof *net);
@@ -11901,134 +12325,277 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
     return true;
 }
 
-/* Numbers of the pieces of the arena, each a multiple of 16 so that all start on a cache line. */
-static bool llm__arena_create(llm__arena *a, const llm_model *model, llm_backend *b, int max_tokens,
-                              int max_logits, llm_error *err) {
-    const llm_config *c = &model->config;
-    uint64_t t = (uint64_t)llm_rounded_rows(max_tokens), logits = (uint64_t)llm_rounded_rows(max_logits);
-    struct {
-        float **piece;
-        uint64_t rows, cols;
-    } pieces[] = {
-        {&a->x, t, (uint64_t)c->dim},
-        {&a->h, t, (uint64_t)c->dim},
-        {&a->q, t, llm__width_of(c, LLM__Q_WIDTH)},
-        {&a->attended, t, llm__width_of(c, LLM__Q_WIDTH)},
-        {&a->k, t, llm__width_of(c, LLM__KV_WIDTH)},
-        {&a->v, t, llm__width_of(c, LLM__KV_WIDTH)},
-        {&a->gate, t, (uint64_t)c->hidden_dim},
-        {&a->up, t, (uint64_t)c->hidden_dim},
-        {&a->ordered, t, model->ordered_cols},
-        {&a->angles, t, (uint64_t)c->rope_dim},
-        {&a->rows, logits, (uint64_t)c->dim},
-        {&a->logits, logits, (uint64_t)c->vocab_size},
-    };
-    int n = (int)(sizeof pieces / sizeof pieces[0]);
-    uint64_t total = 0;
-    for (int i = 0; i < n; i++) { /* widths are below 2^31 x 2^31, rows below 2^31: the product may not fit */
-        uint64_t numbers;
-        if (!llm__multiply(pieces[i].rows, pieces[i].cols, &numbers) || numbers > SIZE_MAX / 64 ||
-            total > SIZE_MAX / 64)
-            return llm__fail(err, LLM_ERROR_MEMORY,
-                             "activations of %d tokens are more than this machine can address", max_tokens);
-        total += (numbers + 15) / 16 * 16;
-    }
-    a->max_logits = max_logits;
-    a->bytes = (size_t)total * sizeof(float);
-    a->memory = (float *)b->allocate(b->context, a->bytes,
-                                     "the activations of a step (a smaller max_batch_tokens needs less)", err);
-    float *next = a->memory;
-    for (int i = 0; next && i < n; i++) {
-        *pieces[i].piece = next;
-        next += (pieces[i].rows * pieces[i].cols + 15) / 16 * 16;
-    }
-    return a->memory != NULL;
+/* ---- The program ----------------------------------------------------------------------------
+ * What the model computes, operation by operation. A trait of an architecture (a bias, a norm of
+ * the heads, a window) is a line in one of these functions. */
+
+enum { /* the buffers of a program */
+    LLM__X,         /* (T, dim) the residual stream */
+    LLM__NORMED,    /* (T, dim) its normalised copy */
+    LLM__QUERIES,   /* (T, n_heads, head_dim) */
+    LLM__KEYS,      /* (T, n_kv_heads, head_dim) */
+    LLM__VALUES,    /* (T, n_kv_heads, head_dim) */
+    LLM__ATTENDED,  /* (T, n_heads, head_dim) */
+    LLM__GATES,     /* (T, hidden_dim) */
+    LLM__UPS,       /* (T, hidden_dim) */
+    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, its columns in another order */
+    LLM__ANGLES,    /* (T, rope_dim/2, 2) */
+    LLM__CACHE,     /* the paged cache: no memory of the program's */
+    LLM__ROWS,      /* (R, dim) the residual stream of the rows whose logits are wanted */
+    LLM__LOGITS,    /* (R, vocab_size) */
+    LLM__N_BUFFERS
+};
+
+static llm_op *llm__emit_op(llm_program *p, llm_op_kind kind, int layer, int in, int out) {
+    llm_op *op = &p->ops[p->n_ops++];
+    memset(op, 0, sizeof *op);
+    op->kind = kind;
+    op->layer = layer;
+    op->in[0] = in;
+    for (int i = 1; i < LLM_OP_INPUTS; i++) op->in[i] = -1;
+    op->out = out;
+    op->name = "";
+    return op;
 }
 
-/* Tell the device the largest of everything that steps of this model may bring. */
-static bool llm__reserve(const llm_engine_options *o, const llm_config *c, llm_error *err) {
-    llm_limits limits;
-    memset(&limits, 0, sizeof limits);
-    limits.max_tokens = o->max_batch_tokens;
-    limits.max_sequences = o->max_sequences;
-    limits.max_context = o->context_length;
-    limits.n_heads = c->n_heads;
-    limits.head_dim = c->head_dim;
-    limits.max_cols = llm__max(llm__max(c->dim, c->hidden_dim), (int64_t)llm__width_of(c, LLM__Q_WIDTH));
-    return o->backend->reserve(o->backend->context, &limits, err);
+static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w, const char *name,
+                              int in, int out) {
+    llm_op *op = llm__emit_op(&net->program, LLM_OP_RMSNORM, layer, in, out);
+    op->weight = w;
+    op->name = name;
+    op->epsilon = net->model->config.norm_epsilon;
+    return op;
 }
 
-/* ---- The pass -------------------------------------------------------------------------- */
-
-/* out (n, w->rows) (+)= w . x, the columns of x in the order that the matrix wants; bias: data NULL, none */
-static void llm__product(const llm__network *net, const llm__arena *a, const float *x, const llm_weight *w, const llm_weight *bias,
-                         int n, bool add, float *out) {
-    llm_backend *b = net->backend;
+/* out = w . in, + the bias if the model has it. A matrix may take its input in an order of its own.
+ */
+static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
+                                int in, int out) {
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS + part],
+                     *b = &net->parts[layer * LLM__N_PARTS + bias];
     if (w->columns) {
-        b->gather_columns(b->context, x, w->columns, n, w->cols, a->ordered);
-        x = a->ordered;
+        llm__emit_op(&net->program, LLM_OP_GATHER_COLUMNS, layer, in, LLM__ORDERED)->weight = w;
+        in = LLM__ORDERED;
     }
-    b->matmul(b->context, x, w, (const float *)bias->data, n, add, out);
+    llm_op *op = llm__emit_op(&net->program, LLM_OP_MATMUL, layer, in, out);
+    op->weight = w;
+    op->bias = b->data ? b : NULL;
+    op->name = llm__parts()[part].name;
+    return op;
 }
 
 /* x += attention of the normalised x */
-static void llm__attention_block(const llm__network *net, llm__arena *a, const llm_batch *batch, int layer,
-                                 bool naive) {
+static void llm__emit_attention(llm__network *net, int layer, bool naive) {
     const llm_config *c = &net->model->config;
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
-    llm_backend *b = net->backend;
-    void *ctx = b->context;
-    int n = batch->n_tokens;
-    llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim),
-                                 naive, net->model->windows[layer]};
+    const float scale = 1.0f / sqrtf((float)c->head_dim);
+    llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, scale, naive,
+                                 net->model->windows[layer]};
+    llm__emit_norm(net, layer, &w[LLM__ATTN_NORM], "attn_norm.weight", LLM__X, LLM__NORMED);
+    llm__emit_matmul(net, layer, LLM__Q, LLM__Q_BIAS, LLM__NORMED, LLM__QUERIES);
+    llm__emit_matmul(net, layer, LLM__K, LLM__K_BIAS, LLM__NORMED, LLM__KEYS);
+    llm__emit_matmul(net, layer, LLM__V, LLM__V_BIAS, LLM__NORMED, LLM__VALUES);
 
-    b->rmsnorm(ctx, a->x, (const float *)w[LLM__ATTN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
-    llm__product(net, a, a->h, &w[LLM__Q], &w[LLM__Q_BIAS], n, false, a->q);
-    llm__product(net, a, a->h, &w[LLM__K], &w[LLM__K_BIAS], n, false, a->k);
-    llm__product(net, a, a->h, &w[LLM__V], &w[LLM__V_BIAS], n, false, a->v);
-    b->rope_and_store(ctx, batch, &shape, c->rope_pairing, c->rope_dim, a->angles,
-                      (const float *)w[LLM__Q_NORM].data, (const float *)w[LLM__K_NORM].data, c->norm_epsilon, a->q,
-                      a->k, a->v, &net->cache, layer);
-    b->attention(ctx, batch, &shape, a->q, &net->cache, layer, a->attended);
-    llm__product(net, a, a->attended, &w[LLM__O], &w[LLM__O_BIAS], n, true, a->x);
+    llm_op *rope = llm__emit_op(&net->program, LLM_OP_ROPE_STORE, layer, LLM__ANGLES, -1);
+    rope->in[1] = LLM__QUERIES;
+    rope->in[2] = LLM__KEYS;
+    rope->in[3] = LLM__VALUES;
+    rope->in[4] = LLM__CACHE;
+    rope->attention = shape;
+    rope->pairing = c->rope_pairing;
+    rope->rope_dim = c->rope_dim;
+    rope->epsilon = c->norm_epsilon;
+    rope->q_norm = w[LLM__Q_NORM].data ? &w[LLM__Q_NORM] : NULL;
+    rope->k_norm = w[LLM__K_NORM].data ? &w[LLM__K_NORM] : NULL;
+
+    llm_op *attention = llm__emit_op(&net->program, LLM_OP_ATTENTION, layer, LLM__QUERIES,
+                                     LLM__ATTENDED);
+    attention->in[1] = LLM__CACHE;
+    attention->attention = shape;
+    llm__emit_matmul(net, layer, LLM__O, LLM__O_BIAS, LLM__ATTENDED, LLM__X)->add = true;
 }
 
 /* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
  * opens and closes gates for the other. */
-static void llm__feed_forward_block(const llm__network *net, llm__arena *a, int n, int layer) {
-    const llm_config *c = &net->model->config;
+static void llm__emit_feed_forward(llm__network *net, int layer) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
-    llm_backend *b = net->backend;
-    void *ctx = b->context;
-
-    b->rmsnorm(ctx, a->x, (const float *)w[LLM__FFN_NORM].data, n, c->dim, c->norm_epsilon, a->h);
-    llm__product(net, a, a->h, &w[LLM__GATE], &w[LLM__GATE_BIAS], n, false, a->gate);
-    llm__product(net, a, a->h, &w[LLM__UP], &w[LLM__UP_BIAS], n, false, a->up);
-    b->swiglu(ctx, a->gate, a->up, (int64_t)n * c->hidden_dim, a->gate);
-    llm__product(net, a, a->gate, &w[LLM__DOWN], &w[LLM__DOWN_BIAS], n, true, a->x);
+    llm__emit_norm(net, layer, &w[LLM__FFN_NORM], "ffn_norm.weight", LLM__X, LLM__NORMED);
+    llm__emit_matmul(net, layer, LLM__GATE, LLM__GATE_BIAS, LLM__NORMED, LLM__GATES);
+    llm__emit_matmul(net, layer, LLM__UP, LLM__UP_BIAS, LLM__NORMED, LLM__UPS);
+    llm__emit_op(&net->program, LLM_OP_SWIGLU, layer, LLM__GATES, LLM__GATES)->in[1] = LLM__UPS;
+    llm__emit_matmul(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__GATES, LLM__X)->add = true;
 }
 
-/* Put the batch through all layers: fills the cache and leaves the residual stream in the arena. */
-static void llm__forward(const llm__network *net, llm__arena *a, const llm_batch *batch, bool naive) {
+/* The head: the output matrix is the largest of all, so only the wanted rows are multiplied by it.
+ */
+static void llm__emit_head(llm__network *net) {
+    llm_program *p = &net->program;
+    p->n_body = p->n_ops;
+    llm__emit_op(p, LLM_OP_GATHER_ROWS, -1, LLM__X, LLM__ROWS);
+    llm__emit_norm(net, -1, &net->output_norm, "output_norm.weight", LLM__ROWS, LLM__ROWS);
+    llm_op *logits = llm__emit_op(p, LLM_OP_MATMUL, -1, LLM__ROWS, LLM__LOGITS);
+    logits->weight = net->model->config.tied_output ? &net->embedding : &net->output;
+    logits->name = net->model->config.tied_output ? "token_embd.weight" : "output.weight";
+}
+
+/* Emit all operations, and describe the buffers. */
+static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_error *err) {
+    enum { LAYER_OPS = 12, OTHER_OPS = 5 };
     const llm_config *c = &net->model->config;
-    llm_backend *b = net->backend;
-    b->embed(b->context, batch, &net->embedding, a->x);
-    b->rope_angles(b->context, batch, net->frequencies, c->rope_dim, c->rope_magnitude, a->angles);
+    const llm_buffer buffers[LLM__N_BUFFERS] = {
+        {"x", c->dim, false, NULL},
+        {"h", c->dim, false, NULL},
+        {"q", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
+        {"k", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
+        {"v", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
+        {"a", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
+        {"gate", c->hidden_dim, false, NULL},
+        {"up", c->hidden_dim, false, NULL},
+        {"ordered", (int64_t)net->model->ordered_cols, false, NULL},
+        {"angles", c->rope_dim, false, NULL},
+        {"cache", 0, false, NULL},
+        {"rows", c->dim, true, NULL},
+        {"logits", c->vocab_size, true, NULL},
+    };
+    llm_program *p = &net->program;
+    size_t n_ops = (size_t)c->n_layers * LAYER_OPS + OTHER_OPS;
+    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) n_ops += net->parts[i].columns != NULL;
+    p->ops = (llm_op *)llm__new(n_ops, sizeof *p->ops, "a program", err);
+    p->buffers = (llm_buffer *)llm__new(LLM__N_BUFFERS, sizeof *p->buffers, "a program", err);
+    if (!p->ops || !p->buffers) return false;
+    memcpy(p->buffers, buffers, sizeof buffers);
+    p->n_buffers = LLM__N_BUFFERS;
+    p->cache = &net->cache;
+    p->fusions = o->fusions;
+    llm__emit_op(p, LLM_OP_EMBED, -1, -1, LLM__X)->weight = &net->embedding;
+    p->ops[0].name = "token_embd.weight";
+    llm_op *angles = llm__emit_op(p, LLM_OP_ROPE_ANGLES, -1, -1, LLM__ANGLES);
+    angles->weight = &net->frequencies;
+    angles->rope_dim = c->rope_dim;
+    angles->scale = c->rope_magnitude;
     for (int layer = 0; layer < c->n_layers; layer++) {
-        llm__attention_block(net, a, batch, layer, naive);
-        llm__feed_forward_block(net, a, batch->n_tokens, layer);
+        llm__emit_attention(net, layer, o->naive_attention);
+        llm__emit_feed_forward(net, layer);
+    }
+    llm__emit_head(net);
+    return true;
+}
+
+/* Values of a buffer in steps of up to max_tokens tokens, rounded up so that the next one starts on
+ * a cache line. 0: too many to address (widths are below 2^62, rows below 2^31). */
+static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *buffer,
+                                   int max_tokens) {
+    uint64_t values, rows = (uint64_t)llm_rounded_rows(buffer->head ? net->max_logits : max_tokens);
+    if (!llm__multiply(rows, (uint64_t)buffer->width, &values) || values > SIZE_MAX / 64) return 0;
+    return (values / 16 + 1) * 16;
+}
+
+/* Memory for all buffers, sized once for the largest batch: one allocation. */
+static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *err) {
+    llm_program *p = &net->program;
+    llm_backend *b = net->backend;
+    uint64_t total = 0;
+    for (int i = 0; i < p->n_buffers; i++) {
+        uint64_t values = llm__buffer_values(net, &p->buffers[i], max_tokens);
+        if (values == 0 || total > SIZE_MAX / 64)
+            return llm__fail(err, LLM_ERROR_MEMORY,
+                             "activations of %d tokens are more than this machine can address",
+                             max_tokens);
+        total += values;
+    }
+    net->activation_bytes = (size_t)total * sizeof(float);
+    net->activations = (float *)b->allocate(
+        b->context, net->activation_bytes,
+        "the activations of a step (a smaller max_batch_tokens needs less)", err);
+    float *next = net->activations;
+    for (int i = 0; next && i < p->n_buffers; i++) {
+        p->buffers[i].data = next;
+        next += llm__buffer_values(net, &p->buffers[i], max_tokens);
+    }
+    return net->activations != NULL;
+}
+
+/* Compile the model and prepare its program, for steps of up to o->max_batch_tokens tokens. */
+static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
+                                 llm_error *err) {
+    llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
+    net->max_logits = max_logits;
+    return llm__compile(net, o, err) && llm__allocate_buffers(net, o->max_batch_tokens, err) &&
+           net->backend->prepare(net->backend->context, &net->program, &limits, err);
+}
+
+/* ---- What an operation costs -------------------------------------------------------------------
+ */
+
+const char *llm_op_name(llm_op_kind kind) {
+    static const char *const names[LLM_N_OP_KINDS] = {"embed",  "rope_angles", "rmsnorm",
+                                                      "matmul", "rope_store",  "attention",
+                                                      "swiglu", "gather_rows", "gather_columns"};
+    return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
+}
+
+/* Keys that the attention of a batch reads (*read), and pairs of query and key (*pairs), of one
+ * head. */
+static void llm__count_pairs(const llm_op *op, const llm_batch *batch, double *read,
+                             double *pairs) {
+    *read = *pairs = 0;
+    for (int s = 0; s < batch->n_sequences; s++) {
+        int first = batch->seq_first[s], end = first + batch->seq_count[s];
+        if (first == end) continue;
+        *read += batch->positions[end - 1] + 1 -
+                 llm__first_seen(&op->attention, batch->positions[first]);
+        for (int t = first; t < end; t++)
+            *pairs += batch->positions[t] + 1 -
+                      llm__first_seen(&op->attention, batch->positions[t]);
     }
 }
 
-/* The logits of entries first .. first + n - 1 of the batch's logit_rows, into the arena. Only the rows that
- * somebody wants are worth this product: the output matrix is the largest of all. */
-static void llm__forward_logits(const llm__network *net, llm__arena *a, const llm_batch *batch, int first,
-                                int n) {
-    const llm_config *c = &net->model->config;
-    llm_backend *b = net->backend;
-    b->gather_rows(b->context, batch, a->x, c->dim, first, n, a->rows);
-    b->rmsnorm(b->context, a->rows, (const float *)net->output_norm.data, n, c->dim, c->norm_epsilon, a->rows);
-    b->matmul(b->context, a->rows, c->tied_output ? &net->embedding : &net->output, NULL, n, false, a->logits);
+llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_batch *batch) {
+    const llm_attention_shape *a = &op->attention;
+    bool head = op->out >= 0 && program->buffers[op->out].head;
+    double rows = head ? batch->n_logits : batch->n_tokens,
+           width = op->out >= 0 ? (double)program->buffers[op->out].width : 0;
+    double per_key = 2.0 * a->n_kv_heads * a->head_dim *
+                     (double)llm__value_bytes(program->cache ? program->cache->type : LLM_F32);
+    double read, pairs;
+    llm_cost cost;
+    memset(&cost, 0, sizeof cost);
+    for (int i = 0; i < LLM_OP_INPUTS; i++)
+        if (op->in[i] >= 0)
+            cost.activation_bytes += 4 * rows * (double)program->buffers[op->in[i]].width;
+    cost.activation_bytes += 4 * rows * width * (op->add ? 2 : 1);
+    if (op->weight) {
+        double weight_rows = op->kind == LLM_OP_EMBED ? rows : (double)op->weight->rows;
+        cost.weight_bytes = weight_rows *
+                            (double)llm__row_bytes(op->weight->type, op->weight->cols);
+    }
+    const llm_weight *vectors[] = {op->bias, op->q_norm, op->k_norm};
+    for (int i = 0; i < 3; i++)
+        if (vectors[i]) cost.weight_bytes += 4.0 * (double)vectors[i]->cols;
+    switch (op->kind) {
+    case LLM_OP_MATMUL:
+        cost.operations = 2 * rows * (double)op->weight->rows * (double)op->weight->cols;
+        break;
+    case LLM_OP_RMSNORM: cost.operations = 4 * rows * width; break;
+    case LLM_OP_SWIGLU: cost.operations = 5 * rows * width; break;
+    case LLM_OP_ROPE_ANGLES: cost.operations = 2 * rows * width; break;
+    case LLM_OP_ROPE_STORE:
+        cost.operations = 3 * rows * (a->n_heads + a->n_kv_heads) * a->head_dim;
+        cost.activation_bytes += 4 * rows * (a->n_heads + a->n_kv_heads) *
+                                 a->head_dim; /* q and k are written, too */
+        cost.cache_bytes = rows * per_key;
+        break;
+    case LLM_OP_ATTENTION:
+        llm__count_pairs(op, batch, &read, &pairs);
+        cost.cache_bytes = read * per_key;
+        cost.operations = 4 * pairs * a->n_heads * a->head_dim;
+        break;
+    case LLM_OP_GATHER_COLUMNS:
+        cost.weight_bytes = 4.0 * (double)op->weight->cols;
+        break; /* only the order is read */
+    default: break;
+    }
+    return cost;
 }
 
 /* =====================================================================================
@@ -13025,9 +13592,8 @@ static void llm__propose_lookup(llm__sequence *sequence) {
 
 typedef struct llm__speculator {
     llm__network draft; /* draft.model NULL: none */
-    llm__arena arena;
     int max_depth, vocab_size;
-    float *logits;        /* (arena.max_logits, vocab_size) of the draft, host */
+    float *logits;        /* (draft.max_logits, vocab_size) of the draft, host */
     float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions that guesses were drawn
                              from */
     float *target;        /* (vocab_size) the one that a guess is tested against */
@@ -13035,8 +13601,6 @@ typedef struct llm__speculator {
 } llm__speculator;
 
 static void llm__speculator_free(llm__speculator *sp) {
-    llm_backend *b = sp->draft.backend;
-    if (b) b->release(b->context, sp->arena.memory);
     llm__network_free(&sp->draft);
     LLM_FREE(sp->logits);
     LLM_FREE(sp->probabilities);
@@ -13085,8 +13649,7 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, c
         (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
         "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
     return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
-           llm__arena_create(&sp->arena, draft, o->backend, o->max_batch_tokens, max_logits, err) &&
-           llm__reserve(o, &draft->config, err);
+           llm__network_prepare(&sp->draft, o, max_logits, err);
 }
 
 static float *llm__guess_distribution(const llm__speculator *sp, const llm__sequence *sequence, int guess) {
@@ -13139,18 +13702,19 @@ static bool llm__draft_pass(llm__speculator *sp, llm__scheduler *s, llm__sampler
     *more = batch->n_tokens > 0;
     if (!*more) return true;
     llm__batch_finish(s);
-    if (!b->begin_step(b->context, batch, err)) return false;
-    llm__forward(&sp->draft, &sp->arena, batch, s->options->naive_attention);
-    for (int first = 0; first < batch->n_logits; first += sp->arena.max_logits) {
-        int n = (int)llm__min(sp->arena.max_logits, batch->n_logits - first);
-        llm__forward_logits(&sp->draft, &sp->arena, batch, first, n);
-        n = llm__fetch_outcomes(sampler, s, b, sp->arena.logits, sp->logits, first, n, err);
+    const llm__network *net = &sp->draft;
+    for (int first = 0, n; first == 0 || first < batch->n_logits; first += net->max_logits) {
+        n = (int)llm__min(net->max_logits, batch->n_logits - first);
+        llm_part part = first > 0 ? LLM_HEAD : n > 0 ? LLM_WHOLE : LLM_BODY;
+        if (!b->run(b->context, &net->program, part, batch, first, n, err)) return false;
+        float *logits = net->program.buffers[LLM__LOGITS].data;
+        if (n > 0) n = llm__fetch_outcomes(sampler, s, b, logits, sp->logits, first, n, err);
         if (n < 0) return false;
         for (int i = 0; i < n; i++)
             llm__guess(sp, sampler, s->batch_sequences[s->row_sequence[first + sampler->draws[i].row]],
                        &sampler->outcomes[i]);
     }
-    if (!b->end_step(b->context, err) || !b->sync(b->context, err)) return false;
+    if (!b->sync(b->context, err)) return false;
     for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
     return true;
 }
@@ -13216,11 +13780,10 @@ struct llm_engine {
     llm_engine_options options;
     llm_backend *own_backend; /* NULL: the caller's */
     llm__network network;
-    llm__arena arena;
     llm__scheduler scheduler;
     llm__sampler sampler;
     llm__speculator speculator;
-    float *logits;     /* (arena.max_logits, vocab_size) host */
+    float *logits;     /* (network.max_logits, vocab_size) host */
     float *hooked;     /* (vocab_size) a copy that a hook may change */
     llm__queue ended;  /* jobs whose last event may still be unread, or that are padding; freed by a later step */
     llm_event *events; /* (max_events) */
@@ -13246,6 +13809,7 @@ llm_engine_options llm_engine_defaults(void) {
     o.memory_share = 0.9f;
     o.prefix_cache = true;
     o.chunked_prefill = true;
+    o.fusions = LLM_FUSE_ALL;
     return o;
 }
 
@@ -13361,8 +13925,8 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     int max_logits = llm__engine_logits(c, o);
     /* the caches come last: they get what all the rest leaves */
     if (!llm__network_load(&e->network, e->model, o->backend, err) ||
-        !llm__arena_create(&e->arena, e->model, o->backend, o->max_batch_tokens, max_logits, err) ||
-        !llm__reserve(o, c, err) || !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
+        !llm__network_prepare(&e->network, o, max_logits, err) ||
+        !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
         !llm__engine_blocks(e->model, o, &n_blocks, err) ||
         !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
         (o->draft && !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
@@ -13411,8 +13975,6 @@ void llm_engine_free(llm_engine *e) {
     llm__scheduler_free(&e->scheduler);
     llm__speculator_free(&e->speculator);
     llm__sampler_free(&e->sampler);
-    llm_backend *b = e->options.backend;
-    if (b) b->release(b->context, e->arena.memory);
     llm__network_free(&e->network);
     llm_backend_free(e->own_backend);
     LLM_FREE(e->events);
@@ -13828,34 +14390,19 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
     return true;
 }
 
-/* The target's pass, as far as the residual stream. */
-static bool llm__run_target(llm_engine *e, llm_error *err) {
-    llm__scheduler *s = &e->scheduler;
-    llm_backend *b = e->options.backend;
-    llm__batch_target(s);
-    if (!b->begin_step(b->context, &s->batch, err)) return false;
-    llm__forward(&e->network, &e->arena, &s->batch, e->options.naive_attention);
-    return true;
-}
-
-/* The logits of the batch, a slice at a time, each handed to the sequence that wants it. */
-static bool llm__run_logits(llm_engine *e, llm_error *err) {
-    const llm_batch *batch = &e->scheduler.batch;
-    llm_backend *b = e->options.backend;
+/* A slice of logits has been computed: hand each row to the sequence that wants it. */
+static bool llm__take_logits(llm_engine *e, int first, int n, llm_error *err) {
     llm__sampler *sampler = &e->sampler;
-    for (int first = 0; first < batch->n_logits; first += e->arena.max_logits) {
-        int n = (int)llm__min(e->arena.max_logits, batch->n_logits - first);
-        double start = llm_seconds();
-        llm__forward_logits(&e->network, &e->arena, batch, first, n);
-        n = llm__fetch_outcomes(sampler, &e->scheduler, b, e->arena.logits, e->logits, first, n, err);
-        if (n < 0) return false;
-        double middle = llm_seconds();
-        for (int i = 0; i < n; i++)
-            if (i == 0 || sampler->draws[i].row != sampler->draws[i - 1].row)
-                llm__take_row(e, first + sampler->draws[i].row, &sampler->outcomes[i]);
-        e->statistics.forward_seconds += middle - start;
-        e->statistics.sampling_seconds += llm_seconds() - middle;
-    }
+    double start = llm_seconds();
+    n = llm__fetch_outcomes(sampler, &e->scheduler, e->options.backend,
+                            e->network.program.buffers[LLM__LOGITS].data, e->logits, first, n, err);
+    if (n < 0) return false;
+    double middle = llm_seconds();
+    for (int i = 0; i < n; i++)
+        if (i == 0 || sampler->draws[i].row != sampler->draws[i - 1].row)
+            llm__take_row(e, first + sampler->draws[i].row, &sampler->outcomes[i]);
+    e->statistics.forward_seconds += middle - start;
+    e->statistics.sampling_seconds += llm_seconds() - middle;
     return true;
 }
 
@@ -13887,20 +14434,28 @@ static void llm__settle(llm_engine *e, llm__sequence *sequence) {
             llm__tell(e, &job->sequences[i], -1, 0, false, LLM_FINISH_LENGTH);
 }
 
-/* Make the step that was scheduled. */
+/* Run the scheduled step. */
 static bool llm__run_step(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm_backend *b = e->options.backend;
-    bool any = false; /* the only sequence that had its turn may have given up its blocks */
+    bool any = false; /* none is left if the only scheduled sequence was preempted */
     for (int i = 0; i < s->n_sequences; i++) any = any || s->sequences[i]->n_scheduled > 0;
     if (!any) return true;
     double start = llm_seconds();
     if (!llm__propose(&e->speculator, s, &e->sampler, err)) return false;
-    double middle = llm_seconds();
-    e->statistics.draft_seconds += middle - start;
-    if (!llm__run_target(e, err)) return false;
-    e->statistics.forward_seconds += llm_seconds() - middle;
-    if (!llm__run_logits(e, err) || !b->end_step(b->context, err) || !b->sync(b->context, err)) return false;
+    e->statistics.draft_seconds += llm_seconds() - start;
+    llm__batch_target(s);
+    /* the body and as many rows of logits as fit, then the others, a slice at a time */
+    const llm__network *net = &e->network;
+    for (int first = 0; first == 0 || first < s->batch.n_logits; first += net->max_logits) {
+        int n = (int)llm__min(net->max_logits, s->batch.n_logits - first);
+        llm_part part = first > 0 ? LLM_HEAD : n > 0 ? LLM_WHOLE : LLM_BODY;
+        start = llm_seconds();
+        if (!b->run(b->context, &net->program, part, &s->batch, first, n, err)) return false;
+        e->statistics.forward_seconds += llm_seconds() - start;
+        if (n > 0 && !llm__take_logits(e, first, n, err)) return false;
+    }
+    if (!b->sync(b->context, err)) return false;
     for (int i = 0; i < s->batch.n_sequences; i++) llm__settle(e, s->batch_sequences[i]);
     e->statistics.steps++;
     return true;
@@ -13944,6 +14499,11 @@ static int64_t llm__slots_used(const llm__scheduler *s) {
     return (int64_t)(used + 0.5);
 }
 
+llm_program *llm_engine_program(llm_engine *e, bool draft) {
+    if (!e || (draft && !e->speculator.draft.model)) return NULL;
+    return draft ? &e->speculator.draft.program : &e->network.program;
+}
+
 llm_statistics llm_engine_statistics(const llm_engine *e) {
     llm_statistics s;
     memset(&s, 0, sizeof s);
@@ -13975,7 +14535,7 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
     const llm_cache *caches[] = {&e->network.cache, &sp->draft.cache};
     for (int i = 0; i < 2; i++)
         s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
-    s.arena_bytes = e->arena.bytes + sp->arena.bytes;
+    s.arena_bytes = e->network.activation_bytes + sp->draft.activation_bytes;
     llm_device_state device = llm__device_state(e->options.backend);
     s.wait_seconds = device.wait_seconds - e->device.wait_seconds;
     s.device_launches = device.launches - e->device.launches;

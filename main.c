@@ -54,6 +54,7 @@ static struct {
     llm_gpu_options gpu;
     float memory_share;
     bool host_sampling, pack_weights, quiet;
+    unsigned fusions; /* LLM_FUSE_... */
 } chosen;
 
 /* ---- Output ---------------------------------------------------------------------------
@@ -474,7 +475,7 @@ static bool parse_ids(const char *data, size_t length, bool json, int32_t **ids,
 
 /* ---- Options ----------------------------------------------------------------------------
  * A command lists its options in a table; from it come the parsing, the checks and the help. */
-typedef enum option_kind { FLAG, OFF, TEXT, TEXTS, WHOLE, REAL, SEED, SIZE, TYPE, LIST, RANGE, CHOICE, DEPTH } option_kind;
+typedef enum option_kind { FLAG, OFF, TEXT, TEXTS, WHOLE, REAL, SEED, SIZE, TYPE, LIST, RANGE, CHOICE, OMIT, DEPTH } option_kind;
 
 typedef struct seed_value {
     bool given;
@@ -499,7 +500,8 @@ typedef struct option {
     const char *name, *argument;
     option_kind kind;
     void *value; /* by kind: bool (twice; OFF clears it), const char *, text_list, int, float, seed_value, uint64_t, llm_type,
-                    int_list, int_range, int (which of the words in `argument`), int (or LLM_SPECULATE_AUTO) */
+                    int_list, int_range, int (which of the words in `argument`), unsigned (OMIT clears bit i for the i-th of
+                    these words; the last word stands for all), int (or LLM_SPECULATE_AUTO) */
     double low, high; /* of WHOLE, REAL, DEPTH and the members of LIST and RANGE */
     const char *help;
 } option;
@@ -630,6 +632,19 @@ static int find_choice(const char *words, const char *s) {
     }
 }
 
+/* Clear the bits of the named words; the last word stands for all. */
+static bool parse_omitted(const char *words, const char *s, unsigned *bits) {
+    for (char word[32];; s++) {
+        size_t n = strcspn(s, ",");
+        snprintf(word, sizeof word, "%.*s", (int)n, s);
+        int i = find_choice(words, word);
+        if (i < 0) return false;
+        *bits &= strcmp(word, strrchr(words, '|') + 1) ? ~(1u << i) : 0;
+        s += n;
+        if (!*s) return true;
+    }
+}
+
 static bool parse_value(const option *o, const char *s) {
     char *end = NULL;
     errno = 0;
@@ -639,6 +654,7 @@ static bool parse_value(const option *o, const char *s) {
     case LIST: return parse_list(s, o->low, o->high, o->value);
     case RANGE: return parse_range(s, o->low, o->high, o->value);
     case CHOICE: return (*(int *)o->value = find_choice(o->argument, s)) >= 0;
+    case OMIT: return parse_omitted(o->argument, s, o->value);
     case TEXTS: {
         text_list *list = o->value;
         list->items = resize(list->items, (size_t)(list->count + 1) * sizeof *list->items);
@@ -686,6 +702,7 @@ static const char *wanted(const option *o, char *buffer, size_t size) {
     case LIST: snprintf(buffer, size, "whole numbers from %.0f to %.0f with commas between them", o->low, o->high); break;
     case RANGE: snprintf(buffer, size, "a whole number, or two of them as LOW-HIGH, from %.0f to %.0f", o->low, o->high); break;
     case CHOICE: snprintf(buffer, size, "one of %s", o->argument); break;
+    case OMIT: snprintf(buffer, size, "some of %s with commas between them", o->argument); break;
     case TEXT:
     case TEXTS: snprintf(buffer, size, "a text that is not empty"); break;
     case FLAG:
@@ -756,10 +773,12 @@ static int parse(const command *self, const option *options, int n_options, int 
 #define MODEL_OPTION(value) {'m', "model", "FILE", TEXT, &(value), 0, 0, "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
 #define DEVICES "auto|cpu|cuda|emulated"
 #define ISAS "reference|plain|dotprod|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
+#define FUSIONS "gate|rope|own-copies|side-by-side|all" /* the names of LLM_FUSE_..., in their order */
 #define DEVICE_OPTIONS \
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
     {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, "on the CPU: the best instruction set to use (default amx: all there is)"}, \
     {0, "no-packed-weights", NULL, OFF, &chosen.pack_weights, 0, 0, "... no second copy of the weights in the kernels' order: slower"}, \
+    {0, "no-fusion", FUSIONS, OMIT, &chosen.fusions, 0, 0, "do not plan these fusions of operations; the results are the same bits"}, \
     {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "which GPU (default 0)"}, \
     {0, "gpu-memory", "SHARE", REAL, &chosen.memory_share, 0.01, 1, "of the GPU's free memory for keys and values (default 0.9)"}, \
     {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
@@ -895,6 +914,7 @@ static llm_engine *create_engine(const llm_model *model, const llm_engine_option
     o.host_sampling = chosen.host_sampling;
     o.max_isa = (llm_isa)chosen.isa;
     o.pack_weights = chosen.pack_weights;
+    o.fusions &= chosen.fusions;
     if (!open_device(&o.backend, err)) return NULL;
     llm_engine *engine = llm_engine_create(model, &o, err);
     if (engine && o.backend && !chosen.quiet) print_memory(engine, o.backend);
@@ -1030,12 +1050,14 @@ static size_t row_bytes(llm_type type, uint64_t values) {
     return (size_t)(values / (uint64_t)info->block_values) * (size_t)info->block_bytes;
 }
 
+#include "docs/program.h"
+
 /* Operations a second of the engine's own matrix product, on a matrix of the model's type that stays in the cache and on
  * enough rows that nothing but arithmetic is left. */
 static double arithmetic_peak(const llm_model *model, llm_backend *b) {
     enum { SIZE_ = 512, ROWS = 256 };
     llm_error err;
-    llm_limits limits = {.max_tokens = ROWS, .max_sequences = 1, .max_context = 64, .n_heads = 1, .head_dim = 64, .max_cols = SIZE_};
+    llm_program p = {0};
     const llm_tensor *like = llm_file_find_tensor(llm_model_file(model), "blk.0.ffn_up.weight");
     const llm_type_info *type = llm_type_find(like ? like->type : LLM_F16);
     if (!type->pack) type = llm_type_find(LLM_F16);
@@ -1046,17 +1068,18 @@ static double arithmetic_peak(const llm_model *model, llm_backend *b) {
     type->pack(values, weights, SIZE_ * SIZE_);
     llm_weight w = {.type = type->type, .rows = SIZE_, .cols = SIZE_};
     float *x = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err), *out = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err);
-    bool good = x && out && b->reserve(b->context, &limits, &err) && b->load_weight(b->context, &w, weights, &err) &&
+    bool good = x && out && b->load_weight(b->context, &w, weights, &err) &&
                 b->upload(b->context, x, values, ROWS * SIZE_ * sizeof *x, &err);
     double best = 0, end = llm_seconds() + 0.4;
+    for (int i = 0; good && i < 4; i++) program_add(&p, LLM_OP_MATMUL, &w, x, SIZE_, out, SIZE_);
     while (good && llm_seconds() < end) {
         double start = llm_seconds();
-        for (int i = 0; i < 4; i++) b->matmul(b->context, x, &w, NULL, ROWS, false, out);
-        good = b->sync(b->context, &err);
+        good = program_run(b, &p, ROWS, &err);
         double rate = 4 * 2.0 * ROWS * SIZE_ * SIZE_ / (llm_seconds() - start);
         if (rate > best) best = rate;
     }
     if (!good) fail_with(&err);
+    program_free(b, &p);
     if (w.data) b->free_weight(b->context, &w);
     b->release(b->context, x);
     b->release(b->context, out);
@@ -2363,6 +2386,9 @@ static void put_elements(const llm_value *v, uint64_t count) {
 typedef struct info {
     const char *model;
     bool tensors, json;
+    bool program; /* that instead */
+    program_view view;
+    llm_engine_options engine;
     uint64_t memory;
     int context;
     llm_type cache_type;
@@ -2536,8 +2562,29 @@ static void info_print_json(const info *in) {
     put_text("}\n");
 }
 
+/* ---- llm info --program */
+
+/* Opens an engine that is small and quick to open, and shows what it would run. Returns the exit status. */
+static int info_program(info *in) {
+    llm_error err;
+    llm_engine_options *o = &in->engine;
+    if (chosen.device == DEVICE_AUTO) chosen.device = DEVICE_CPU;
+    chosen.quiet = true;
+    chosen.pack_weights = false;
+    o->context_length = in->view.context = in->context;
+    o->max_batch_tokens = in->view.tokens;
+    o->max_sequences = 1;
+    o->cache_type = in->cache_type;
+    llm_engine *engine = create_engine(in->loaded, o, &err);
+    if (!engine) return fail_with(&err);
+    in->view.json = in->json;
+    bool good = program_show(&in->view, engine, llm_file_path(in->file));
+    free_engine(engine);
+    return good ? 0 : FAILED;
+}
+
 static int command_info(const command *self, int argc, char **argv) {
-    info in = {.cache_type = LLM_F16, .memory = UINT64_MAX};
+    info in = {.cache_type = LLM_F16, .memory = UINT64_MAX, .engine = llm_engine_defaults()};
     const option options[] = {
         MODEL_OPTION(in.model),
         {0, "tensors", NULL, FLAG, &in.tensors, 0, 0, "list the tensors too"},
@@ -2545,9 +2592,16 @@ static int command_info(const command *self, int argc, char **argv) {
         {'c', "context", "N", WHOLE, &in.context, 1, INT_MAX, "tokens of a whole sequence (default: the model's context)"},
         CACHE_TYPE_OPTION(in),
         JSON_OPTION(in.json),
+        {0, "program", NULL, FLAG, &in.program, 0, 0, "instead: the operations of a step, with their bytes and arithmetic"},
+        {0, "tokens", "N", WHOLE, &in.view.tokens, 1, 1 << 20, "... of so many tokens, the last of --context (default: 1, of up to 512)"},
+        {0, "plan", NULL, FLAG, &in.view.plan, 0, 0, "... and what the device does together"},
+        {0, "all", NULL, FLAG, &in.view.all, 0, 0, "... all layers, also where they are alike"},
+        THREADS_OPTION(in.engine.n_threads), /* for the program; the device is the CPU if nothing is said */
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status != PARSED) return status;
+    if (!in.program && (in.view.tokens || in.view.plan || in.view.all)) return misuse(self, "--tokens, --plan and --all go with --program");
+    if (in.view.tokens == 0) in.view.tokens = 1;
     if (argc && in.model) return misuse(self, "two models: '%s' and '%s'", argv[0], in.model);
     if (in.memory == UINT64_MAX) in.memory = (uint64_t)sysconf(_SC_PHYS_PAGES) * (uint64_t)sysconf(_SC_PAGESIZE);
     char *path = model_path(argc ? argv[0] : in.model);
@@ -2558,8 +2612,10 @@ static int command_info(const command *self, int argc, char **argv) {
     else {
         in.loaded = llm_model_load(path, &in.why);
         int most = in.loaded ? llm_model_config(in.loaded)->context_length : INT_MAX;
-        if (in.loaded && in.context == 0) in.context = most;
+        if (in.loaded && in.context == 0) in.context = in.program && most > 512 ? 512 : most;
         if (in.context > most) status = fail("--context is %d: the model was trained for 1 to %d tokens", in.context, most);
+        else if (in.program && in.view.tokens > in.context) status = fail("--tokens is %d: they end at --context, %d", in.view.tokens, in.context);
+        else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);
         else if (in.json) info_print_json(&in), status = 0;
         else info_print(&in), status = 0;
     }
@@ -2575,7 +2631,8 @@ static const char info_notes[] =
     "Examples:\n"
     "  llm info\n"
     "  llm info some.gguf --tensors\n"
-    "  llm info some.gguf --memory 8G --context 4096\n";
+    "  llm info some.gguf --memory 8G --context 4096\n"
+    "  llm info some.gguf --program --plan --tokens 512\n";
 
 /* ---- llm tokenize -------------------------------------------------------------------------- */
 typedef struct tokenizing {
@@ -3013,8 +3070,26 @@ static double median(double *x, int n) {
     return n % 2 ? x[n / 2] : (x[n / 2 - 1] + x[n / 2]) / 2;
 }
 
-/* One request of random tokens: seconds to its first token, and from there to its last. */
-static bool bench_once(llm_engine *engine, int n_prompt, int n_generate, double *prefill, double *decode) {
+enum { PROFILE_PREFILL, PROFILE_DECODE, PROFILE_PHASES };
+
+typedef struct profile_row { /* of an operation, or of those that are done together */
+    char name[96];
+    double seconds, predicted, bytes, operations; /* of all calls */
+    int calls;
+} profile_row;
+
+typedef struct profile {
+    llm_program *program;
+    double bandwidth, peak; /* bytes (0: unknown) and operations a second, to predict from */
+    int prompt, done;       /* tokens of the prompt; tokens in the cache */
+    profile_row rows[PROFILE_PHASES][48];
+    int n_rows[PROFILE_PHASES];
+} profile;
+
+static void profile_step(profile *p, const llm_engine *engine, int n, bool logits);
+
+/* One request of random tokens: seconds to its first token, and from there to its last. p: what takes its profile; NULL: nothing. */
+static bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, double *prefill, double *decode) {
     int vocab = llm_model_config(llm_engine_model(engine))->vocab_size;
     int32_t *ids = resize(NULL, (size_t)n_prompt * sizeof *ids);
     for (int i = 0; i < n_prompt; i++) ids[i] = (int32_t)(llm_random(1, 0, (uint64_t)i) * vocab);
@@ -3026,14 +3101,22 @@ static bool bench_once(llm_engine *engine, int n_prompt, int n_generate, double 
     request.n_prompt = n_prompt;
     request.max_tokens = 1 + n_generate;
     request.ignore_end = true;
-    double start = llm_seconds(), first = 0, last = 0;
+    double start = llm_seconds(), first = 0, last = 0, spent = 0; /* the last: on the profile */
     bool good = llm_submit(engine, &request, &id, &err);
     int status = 0;
-    while (good && !stop_requested && (status = llm_step(engine, &err)) > 0)
-        while (llm_next_event(engine, &event)) {
-            last = llm_seconds();
+    uint64_t before = llm_engine_statistics(engine).prompt_tokens;
+    while (good && !stop_requested && (status = llm_step(engine, &err)) > 0) {
+        double now = llm_seconds();
+        uint64_t after = p ? llm_engine_statistics(engine).prompt_tokens : 0;
+        bool any = false;
+        for (; llm_next_event(engine, &event); any = true) {
+            last = now - spent;
             if (first == 0) first = last;
         }
+        if (p) profile_step(p, engine, after > before ? (int)(after - before) : 1, any);
+        before = after;
+        spent += llm_seconds() - now;
+    }
     if (!good || status < 0) fail_with(&err);
     else if (stop_requested) llm_cancel(engine, id, &err);
     free(ids);
@@ -3079,12 +3162,12 @@ static bool bench_threads(bench *b, int threads) {
     b->bandwidth = engine_bandwidth(engine);
     if (b->bandwidth == 0) b->threads.count = 1; /* a GPU has its own: one row for each prompt */
     double *prefill = resize(NULL, 2 * (size_t)b->runs * sizeof *prefill), *decode = prefill + b->runs;
-    bool good = bench_once(engine, 1, b->generate < 8 ? b->generate : 8, prefill, decode); /* to warm up */
+    bool good = bench_once(engine, 1, b->generate < 8 ? b->generate : 8, NULL, prefill, decode); /* to warm up */
     for (int i = 0; good && i < b->prompts.count && !stop_requested && !output.error; i++) {
         for (int k = 0; good && k < b->runs && !stop_requested; k++) {
             snprintf(note, sizeof note, "%d threads, prompt of %d", threads, b->prompts.values[i]);
             show_progress("bench", (i + (double)k / b->runs) / b->prompts.count, note);
-            good = bench_once(engine, b->prompts.values[i], b->generate, &prefill[k], &decode[k]);
+            good = bench_once(engine, b->prompts.values[i], b->generate, NULL, &prefill[k], &decode[k]);
         }
         show_progress("", -1, "");
         if (good && !stop_requested)
@@ -3095,120 +3178,43 @@ static bool bench_threads(bench *b, int threads) {
     return good;
 }
 
-/* ---- llm bench --profile: where a step's time goes -----------------------------------------------
- * A backend whose operations are another's, with a clock around each. It waits for each operation, so on a GPU, where
- * they are queued, it shows what they cost one by one. */
+/* ---- llm bench --profile: where a step's time goes ----------------------------------------------- */
 
-typedef struct profile_row {
-    char name[48];
-    double seconds, bytes, operations;
-    int calls;
-} profile_row;
-
-enum { PROFILE_PREFILL, PROFILE_DECODE, PROFILE_PHASES };
-
-static struct {
-    const llm_backend *inner;
-    int phase;
-    profile_row rows[PROFILE_PHASES][48];
-    int n_rows[PROFILE_PHASES];
-} profiled;
-
-static double profile_start(void *context) {
-    profiled.inner->sync(context, NULL);
-    return llm_seconds();
+/* The row of operations that are done together: their names, and all their costs. */
+static profile_row *profile_find(profile *p, int phase, const int *owner, int op) {
+    char name[96] = "";
+    for (int i = 0; i < p->program->n_ops; i++)
+        if (owner[i] == owner[op]) snprintf(name + strlen(name), sizeof name - strlen(name), *name ? "+%s" : "%s", OP_NAME(&p->program->ops[i]));
+    for (int i = 0; i < p->n_rows[phase]; i++)
+        if (!strcmp(p->rows[phase][i].name, name)) return &p->rows[phase][i];
+    if (p->n_rows[phase] == COUNT(p->rows[0])) return NULL;
+    profile_row *row = &p->rows[phase][p->n_rows[phase]++];
+    *row = (profile_row){.seconds = 0};
+    snprintf(row->name, sizeof row->name, "%s", name);
+    return row;
 }
 
-/* bytes: read and written, of what does not stay in a cache; operations: additions and multiplications */
-static void profile_end(void *context, double start, const char *name, double bytes, double operations) {
-    llm_error err;
-    if (!profiled.inner->sync(context, &err)) fail_with(&err);
-    double seconds = llm_seconds() - start;
-    profile_row *rows = profiled.rows[profiled.phase];
-    int i = 0, *n = &profiled.n_rows[profiled.phase];
-    while (i < *n && strcmp(rows[i].name, name)) i++;
-    if (i == COUNT(profiled.rows[0])) return;
-    if (i == *n) {
-        rows[(*n)++] = (profile_row){0};
-        snprintf(rows[i].name, sizeof rows[i].name, "%s", name);
+/* Account for the last step: so many tokens of one sequence, after p->done others. */
+static void profile_step(profile *p, const llm_engine *engine, int n, bool logits) {
+    lone_batch l;
+    int phase = p->done >= p->prompt ? PROFILE_DECODE : PROFILE_PREFILL, n_ops = logits ? p->program->n_ops : p->program->n_body;
+    int *owner = resize(NULL, (size_t)p->program->n_ops * sizeof *owner);
+    make_lone_batch(&l, n, p->done + n, 16, logits);
+    find_owners(llm_engine_settings(engine)->backend, p->program, &l.batch, owner);
+    for (int i = 0; i < n_ops; i++) {
+        profile_row *row = profile_find(p, phase, owner, i);
+        if (!row) continue;
+        llm_cost cost = llm_op_cost(p->program, &p->program->ops[i], &l.batch);
+        row->calls += owner[i] == i;
+        row->seconds += p->program->seconds[i];
+        row->bytes += cost_bytes(&cost);
+        row->operations += cost.operations;
+        row->predicted += fmax(p->bandwidth > 0 ? cost_bytes(&cost) / p->bandwidth : 0, cost.operations / p->peak);
     }
-    rows[i].seconds += seconds;
-    rows[i].bytes += bytes;
-    rows[i].operations += operations;
-    rows[i].calls++;
-}
-
-static bool profile_begin_step(void *context, const llm_batch *batch, llm_error *err) {
-    profiled.phase = batch->n_tokens > batch->n_sequences ? PROFILE_PREFILL : PROFILE_DECODE;
-    return profiled.inner->begin_step(context, batch, err);
-}
-
-static void profile_embed(void *context, const llm_batch *batch, const llm_weight *table, float *out) {
-    double start = profile_start(context);
-    profiled.inner->embed(context, batch, table, out);
-    profile_end(context, start, "embed", (double)batch->n_tokens * (double)row_bytes(table->type, (uint64_t)table->cols), 0);
-}
-
-static void profile_rope_angles(void *context, const llm_batch *batch, const float *frequencies, int rope_dim, float magnitude, float *angles) {
-    double start = profile_start(context);
-    profiled.inner->rope_angles(context, batch, frequencies, rope_dim, magnitude, angles);
-    profile_end(context, start, "rope_angles", 0, 0);
-}
-
-static void profile_rmsnorm(void *context, const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
-    double start = profile_start(context);
-    profiled.inner->rmsnorm(context, x, weight, n, dim, epsilon, out);
-    profile_end(context, start, "rmsnorm", 0, 4.0 * n * dim);
-}
-
-static void profile_matmul(void *context, const float *x, const llm_weight *w, const float *bias, int n, bool add, float *out) {
-    char name[48];
-    snprintf(name, sizeof name, "matmul %lld x %lld %s", (long long)w->rows, (long long)w->cols, llm_type_find(w->type)->name);
-    double start = profile_start(context);
-    profiled.inner->matmul(context, x, w, bias, n, add, out);
-    profile_end(context, start, name, (double)w->rows * (double)row_bytes(w->type, (uint64_t)w->cols), 2.0 * n * (double)w->rows * (double)w->cols);
-}
-
-static void profile_rope_and_store(void *context, const llm_batch *batch, const llm_attention_shape *shape, llm_rope_pairing pairing,
-                                   int rope_dim, const float *angles, const float *q_norm, const float *k_norm, float epsilon, float *q,
-                                   float *k, const float *v, const llm_cache *cache, int layer) {
-    double values = (double)batch->n_tokens * shape->head_dim;
-    double start = profile_start(context);
-    profiled.inner->rope_and_store(context, batch, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer);
-    profile_end(context, start, "rope_and_store", 2 * values * shape->n_kv_heads * (cache->type == LLM_F16 ? 2 : 4), 3 * values * (shape->n_heads + shape->n_kv_heads));
-}
-
-/* Counted: the keys and values of each sequence once per chunk of its tokens. */
-static void profile_attention(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q, const llm_cache *cache,
-                              int layer, float *out) {
-    double seen = 0, kept = 0;
-    for (int s = 0; s < batch->n_sequences; s++)
-        for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++) {
-            int n = batch->positions[t] + 1;
-            seen += shape->window && n > shape->window ? shape->window : n;
-            if (t + 1 == batch->seq_first[s] + batch->seq_count[s]) kept += n;
-        }
-    double start = profile_start(context);
-    profiled.inner->attention(context, batch, shape, q, cache, layer, out);
-    profile_end(context, start, "attention", 2 * kept * shape->n_kv_heads * shape->head_dim * (cache->type == LLM_F16 ? 2 : 4), 4 * seen * shape->n_heads * shape->head_dim);
-}
-
-static void profile_swiglu(void *context, const float *gate, const float *up, int64_t n, float *out) {
-    double start = profile_start(context);
-    profiled.inner->swiglu(context, gate, up, n, out);
-    profile_end(context, start, "swiglu", 0, 10.0 * (double)n);
-}
-
-static void profile_gather_rows(void *context, const llm_batch *batch, const float *x, int dim, int first, int n, float *out) {
-    double start = profile_start(context);
-    profiled.inner->gather_rows(context, batch, x, dim, first, n, out);
-    profile_end(context, start, "gather_rows", 0, 0);
-}
-
-static void profile_gather_columns(void *context, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
-    double start = profile_start(context);
-    profiled.inner->gather_columns(context, x, columns, n, cols, out);
-    profile_end(context, start, "gather_columns", 0, 0);
+    memset(p->program->seconds, 0, (size_t)p->program->n_ops * sizeof(double));
+    p->done += n;
+    free(l.memory);
+    free(owner);
 }
 
 static int compare_profile_rows(const void *a, const void *b) {
@@ -3216,77 +3222,63 @@ static int compare_profile_rows(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* One phase: seconds in all, for so many tokens; against what memory and arithmetic allow (0: unknown). */
-static void profile_print(const bench *b, int phase, int tokens, double seconds, double bandwidth, double peak) {
-    profile_row *rows = profiled.rows[phase], rest = {.name = "all else", .seconds = seconds};
-    int n = profiled.n_rows[phase];
+/* One phase: seconds in all, for so many tokens. */
+static void profile_print(const bench *b, profile *p, int phase, int tokens, double seconds) {
+    profile_row *rows = p->rows[phase], rest = {.name = "all else", .seconds = seconds};
+    int n = p->n_rows[phase];
     qsort(rows, (size_t)n, sizeof *rows, compare_profile_rows);
     if (!b->json)
-        put("\n%s of %d tokens: %.2f ms, %.1f tokens/s\n%-32s %6s %9s %7s %8s %7s %9s %7s\n", phase == PROFILE_PREFILL ? "Prefill" : "Decode",
-            tokens, 1e3 * seconds, tokens / seconds, "operation", "calls", "us each", "time %", "GB/s", "share", "GFLOP/s", "share");
+        put("\n%s of %d tokens: %.2f ms, %.1f tokens/s\n%-29s %6s %9s %9s %7s %7s %7s\n", phase == PROFILE_PREFILL ? "Prefill" : "Decode",
+            tokens, 1e3 * seconds, tokens / seconds, "operation", "calls", "us each", "predicted", "time %", "GB/s", "GFLOP/s");
     for (int i = 0; i <= n; i++) {
         const profile_row *r = i < n ? &rows[i] : &rest;
         rest.seconds -= i < n ? r->seconds : 0;
         double read = r->seconds > 0 ? r->bytes / r->seconds : 0, done = r->seconds > 0 ? r->operations / r->seconds : 0;
         if (b->json) {
-            put("%s\n   {\"operation\": \"%s\", \"calls\": %d, \"seconds\": %.9f, \"bytes\": %.0f, \"operations\": %.0f}", i ? "," : "",
-                r->name, r->calls, r->seconds, r->bytes, r->operations);
+            put("%s\n   {\"operation\": \"%s\", \"calls\": %d, \"seconds\": %.9f, \"predicted_seconds\": %.9f, \"bytes\": %.0f, "
+                "\"operations\": %.0f}", i ? "," : "", r->name, r->calls, r->seconds, r->predicted, r->bytes, r->operations);
             continue;
         }
-        put("%-32s", r->name);
-        if (r->calls) put(" %6d %9.1f", r->calls, 1e6 * r->seconds / r->calls);
-        else put(" %6s %9s", "", "");
+        put("%-29s", r->name);
+        if (r->calls) put(" %6d %9.1f %9.1f", r->calls, 1e6 * r->seconds / r->calls, 1e6 * r->predicted / r->calls);
+        else put(" %6s %9s %9s", "", "", "");
         put(" %5.1f %%", 100 * r->seconds / seconds);
-        if (read > 0) put(" %8.2f %5.0f %%", 1e-9 * read, bandwidth > 0 ? 100 * read / bandwidth : 0);
-        else put(" %8s %7s", "", "");
-        if (done > 0) put(" %9.1f %5.0f %%", 1e-9 * done, peak > 0 ? 100 * done / peak : 0);
+        if (i < n) put(" %7.2f %7.1f", 1e-9 * read, 1e-9 * done);
         put_text("\n");
     }
 }
 
-/* One prompt and what follows, with a clock around each operation. */
+/* One prompt and what follows, with a clock around each operation of the program. */
 static bool bench_profile(bench *b, int threads) {
     llm_error err;
-    llm_backend *inner = NULL, watched;
+    profile p = {.prompt = 0};
     double prefill, decode;
-    if (!open_device(&inner, &err)) return !fail_with(&err);
-    if (!inner) inner = llm_cpu_backend(threads, b->engine.max_isa, &err);
-    if (!inner) return !fail_with(&err);
-    llm_cpu_pack_weights(inner, b->engine.pack_weights);
-    double bandwidth = llm_cpu_threads(inner) ? measure_bandwidth(llm_cpu_threads(inner)) : 0;
-    double peak = arithmetic_peak(b->loaded, inner);
-    watched = *inner;
-    watched.begin_step = profile_begin_step;
-    watched.embed = profile_embed;
-    watched.rope_angles = profile_rope_angles;
-    watched.rmsnorm = profile_rmsnorm;
-    watched.matmul = profile_matmul;
-    watched.rope_and_store = profile_rope_and_store;
-    watched.attention = profile_attention;
-    watched.swiglu = profile_swiglu;
-    watched.gather_rows = profile_gather_rows;
-    if (inner->gather_columns) watched.gather_columns = profile_gather_columns;
-    profiled.inner = inner;
-    b->engine.backend = &watched;
-    llm_engine *engine = llm_engine_create(b->loaded, &b->engine, &err);
-    bool good = engine || !fail_with(&err);
+    b->engine.n_threads = threads;
+    llm_engine *engine = create_engine(b->loaded, &b->engine, &err);
+    if (!engine) return !fail_with(&err);
+    llm_backend *device = llm_engine_settings(engine)->backend;
+    p.program = llm_engine_program(engine, false);
+    p.bandwidth = engine_bandwidth(engine);
+    p.peak = arithmetic_peak(b->loaded, device);
     int prompt = b->prompts.values[0], begin = prompt < 16 ? prompt : 16;
-    good = good && bench_once(engine, begin, b->generate < 4 ? b->generate : 4, &prefill, &decode); /* to warm up */
-    memset(profiled.n_rows, 0, sizeof profiled.n_rows);
-    good = good && bench_once(engine, prompt, b->generate, &prefill, &decode) && !stop_requested;
+    bool good = p.peak > 0 && bench_once(engine, begin, b->generate < 4 ? b->generate : 4, NULL, &prefill, &decode); /* to warm up */
+    p.prompt = prompt;
+    p.program->seconds = resize(NULL, (size_t)p.program->n_ops * sizeof(double));
+    memset(p.program->seconds, 0, (size_t)p.program->n_ops * sizeof(double));
+    good = good && bench_once(engine, prompt, b->generate, &p, &prefill, &decode) && !stop_requested;
     if (good && b->json)
         put("{\"threads\": %d, \"memory_bytes_per_second\": %.0f, \"operations_per_second\": %.0f, \"prefill_seconds\": %.9f, "
-            "\"decode_seconds\": %.9f, \"prefill\": [", threads, bandwidth, peak, prefill, decode);
+            "\"decode_seconds\": %.9f, \"prefill\": [", threads, p.bandwidth, p.peak, prefill, decode);
     else if (good)
-        put("%d threads; memory reads %.2f GB/s; the engine's own matrix product from the cache %.0f GFLOP/s\n", llm_cpu_threads(inner),
-            1e-9 * bandwidth, 1e-9 * peak);
-    if (good) profile_print(b, PROFILE_PREFILL, prompt, prefill, bandwidth, peak);
+        put("%d threads; memory reads %.2f GB/s; the engine's own matrix product from the cache %.0f GFLOP/s\n", llm_cpu_threads(device),
+            1e-9 * p.bandwidth, 1e-9 * p.peak);
+    if (good) profile_print(b, &p, PROFILE_PREFILL, prompt, prefill);
     if (good && b->json) put_text("\n  ], \"decode\": [");
-    if (good) profile_print(b, PROFILE_DECODE, b->generate, decode, bandwidth, peak);
+    if (good) profile_print(b, &p, PROFILE_DECODE, b->generate, decode);
     if (good && b->json) put_text("\n  ]}\n");
-    llm_engine_free(engine);
-    llm_backend_free(inner);
-    b->engine.backend = NULL;
+    free(p.program->seconds);
+    p.program->seconds = NULL;
+    free_engine(engine);
     return good;
 }
 
@@ -4061,7 +4053,8 @@ static int command_bench(const command *self, int argc, char **argv) {
 static const char bench_notes[] =
     "For each number of threads and each length: a prompt of so many random tokens (prefill), then --gen tokens\n"
     "after it (decode). GB/s is the weights and cached keys and values that decoding read, per second; memory is how fast\n"
-    "so many threads just read memory here, measured first; share is the one over the other.\n"
+    "so many threads just read memory here, measured first; share is the one over the other. With --profile, predicted is the time that\n"
+    "an operation's bytes or its arithmetic take at least, whichever is longer, if all bytes come from memory.\n"
     "\n"
     "Other benchmarks, each with a --help of its own:\n"
     "  llm bench batch        how much faster many sequences are together than one\n"
@@ -4447,6 +4440,7 @@ int main(int argc, char **argv) {
     chosen.memory_share = llm_engine_defaults().memory_share;
     chosen.isa = LLM_ISA_BEST;
     chosen.pack_weights = true;
+    chosen.fusions = LLM_FUSE_ALL;
     int status = dispatch(argc, argv);
     if (!flush_output()) {
         if (output.error != EPIPE) fprintf(stderr, "llm: cannot write to standard output: %s\n", strerror(output.error));

@@ -41,13 +41,16 @@ static double device_memory_speed(llm_backend *b) {
           *up = gate ? b->allocate(b->context, bytes, "a test", &err) : NULL;
     double best = 0;
     bool good = up != NULL;
+    llm_program p = {0};
+    llm_op *op = program_add(&p, LLM_OP_SWIGLU, NULL, gate, n, gate, n);
+    op->in[1] = program_buffer(&p, up, n);
     for (int run = 0; run < 8 && good; run++) {
         double start = llm_seconds();
-        b->swiglu(b->context, gate, up, n, gate);
-        good = b->sync(b->context, &err);
+        good = program_run(b, &p, 1, &err);
         if (run > 0) best = larger(best, 3.0 * (double)bytes / (llm_seconds() - start));
     }
     if (!good) fail_with(&err);
+    program_free(b, &p);
     b->release(b->context, gate);
     b->release(b->context, up);
     return good ? best : 0;
@@ -58,6 +61,38 @@ typedef struct roofline {
     bool fits;                   /* the weights stay in the processor's cache */
 } roofline;
 
+/* The limits of a device, for this model. False: said why. */
+static bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
+    int threads = llm_cpu_threads(device);
+    double bytes = (double)llm_model_step_bytes(l->loaded);
+    *roof = (roofline){0};
+    if (chosen.device == DEVICE_EMULATED)
+        return !fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU");
+    if (threads) {
+        roof->memory = measure_bandwidth(threads), roof->cached = read_speed((size_t)bytes, threads);
+        roof->fits = bytes < processor_cache();
+    } else {
+        roof->memory = roof->cached = device_memory_speed(device);
+    }
+    roof->peak = roof->memory > 0 ? arithmetic_peak(l->loaded, device) : 0;
+    return roof->peak > 0;
+}
+
+/* What a step reads and computes that has n tokens of each sequence: the sums over the program's operations. Activations do
+ * not count: they stay in a cache. */
+static void roofline_count(llm_engine *engine, int n, int end, int sequences, double *operations, double *bytes) {
+    const llm_program *p = llm_engine_program(engine, false);
+    lone_batch lone;
+    make_lone_batch(&lone, n, end, 16, true);
+    *operations = *bytes = 0;
+    for (int i = 0; i < p->n_ops; i++) {
+        llm_cost cost = llm_op_cost(p, &p->ops[i], &lone.batch);
+        *operations += sequences * cost.operations;
+        *bytes += cost.weight_bytes + (p->ops[i].kind == LLM_OP_ATTENTION ? sequences * cost.cache_bytes : 0);
+    }
+    free(lone.memory);
+}
+
 typedef struct roofline_row {
     bool prefill;
     double tokens; /* in a step */
@@ -66,24 +101,22 @@ typedef struct roofline_row {
 
 enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* of each sequence that decodes */
 
-static bool roofline_decode(lesson *l, llm_engine *engine, int sequences, roofline_row *row) {
-    double seconds, rates[3], context = ROOFLINE_PROMPT + ROOFLINE_GENERATE / 2.0;
+static bool roofline_decode(llm_engine *engine, int sequences, roofline_row *row) {
+    double seconds, rates[3];
     for (int run = 0; run < 3; run++)
         if (!bench_group(engine, sequences, ROOFLINE_PROMPT, ROOFLINE_GENERATE, (uint64_t)(sequences * 10 + run), &seconds,
                          &rates[run]))
             return false;
-    double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
-    *row = (roofline_row){false, sequences, sequences * token_operations(l->loaded, context, true),
-                          (double)llm_model_step_bytes(l->loaded) + sequences * context * token, median(rates, 3)};
+    *row = (roofline_row){.tokens = sequences, .measured = median(rates, 3)};
+    roofline_count(engine, 1, ROOFLINE_PROMPT + ROOFLINE_GENERATE / 2, sequences, &row->operations, &row->bytes);
     return true;
 }
 
 static bool roofline_prefill(lesson *l, llm_engine *engine, int n, roofline_row *row) {
     prefill_row r;
     if (!prefill_measure(l, engine, n, 1, 3, &r)) return false;
-    double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
-    *row = (roofline_row){true, n, prompt_operations(l->loaded, n),
-                          (double)llm_model_step_bytes(l->loaded) + n * token, n / r.ttft};
+    *row = (roofline_row){.prefill = true, .tokens = n, .measured = n / r.ttft};
+    roofline_count(engine, n, n, 1, &row->operations, &row->bytes);
     return true;
 }
 
@@ -141,28 +174,19 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     static const int sequences[] = {1, 2, 4, 8, 16, 32}, prompts[] = {16, 64, 256};
     roofline_row rows[COUNT(sequences) + COUNT(prompts)];
-    int n = 0, threads = l.engine.n_threads ? l.engine.n_threads : llm_processor_count();
-    if (chosen.device == DEVICE_EMULATED)
-        return fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU"),
-               lesson_end(&l, false);
+    int n = 0;
     if (!fits_context(&l, ROOFLINE_PROMPT, ROOFLINE_GENERATE)) return lesson_end(&l, false);
     llm_backend *device = lesson_device(&l);
     if (!device) return lesson_end(&l, false);
     l.engine.max_sequences = 32;
     l.engine.prefix_cache = false;
-    roofline roof = {0};
-    if (llm_cpu_threads(device)) {
-        roof.memory = measure_bandwidth(threads), roof.cached = read_speed((size_t)llm_model_step_bytes(l.loaded), threads);
-        roof.fits = (double)llm_model_step_bytes(l.loaded) < processor_cache();
-    } else {
-        roof.memory = roof.cached = device_memory_speed(device);
-    }
-    roof.peak = roof.memory > 0 ? arithmetic_peak(l.loaded, device) : 0;
+    roofline roof;
+    bool good = roofline_measure(&l, device, &roof);
     llm_backend_free(device); /* the engine has one of its own */
-    llm_engine *engine = roof.peak > 0 ? lesson_engine(l.loaded, &l.engine) : NULL;
-    bool good = engine && roofline_decode(&l, engine, 1, &rows[0]); /* to warm up */
+    llm_engine *engine = good ? lesson_engine(l.loaded, &l.engine) : NULL;
+    good = engine && roofline_decode(engine, 1, &rows[0]); /* to warm up */
     for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++)
-        good = roofline_decode(&l, engine, sequences[i], &rows[n++]);
+        good = roofline_decode(engine, sequences[i], &rows[n++]);
     for (int i = 0; i < COUNT(prompts) && good && !stop_requested; i++)
         if (prompts[i] + 2 <= llm_model_config(l.loaded)->context_length)
             good = roofline_prefill(&l, engine, prompts[i], &rows[n++]);

@@ -1,7 +1,8 @@
 /* 04-attention.c - llm lesson attention: one real head, tile by tile. Beside 04-attention.md.
  *
- * The lesson stands at the seam: a copy of the backend's table of functions, with one of our own for attention, sees
- * the queries and the cache of every layer as the engine computes a prompt. For one head and the last token it then
+ * The lesson stands at the seam: a copy of the backend's table of functions, with one of our own for run, sees the
+ * program and the batch as the engine computes a prompt. It first runs a copy of the program that ends before the
+ * attention of the chosen layer, and then that one operation, in both forms. For one head and the last token it then
  * walks over the tiles with the engine's own step, llm__base_softmax_row (the one that is compiled for every
  * processor), and compares. */
 
@@ -16,8 +17,6 @@ typedef struct attention_look { /* what to look at, and what was seen */
 } attention_look;
 
 static struct { /* what stands at the seam has no argument of its own to remember things by */
-    void (*attention)(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
-                      const llm_cache *cache, int layer, float *out);
     const llm_backend *device;
     attention_look *look;
 } attention_spy;
@@ -51,38 +50,55 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
     return rows;
 }
 
-static void attention_at_the_seam(void *context, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
-                                  const llm_cache *cache, int layer, float *out) {
-    attention_look *look = attention_spy.look;
+/* Run n operations of the program, from the first-th on, as a program of their own. Returns the seconds; < 0: failed. */
+static double attention_part(const llm_program *whole, int first, int n, const llm_batch *batch) {
     const llm_backend *b = attention_spy.device;
     llm_error err;
-    bool wanted = layer == look->layer && !look->seen && batch->n_tokens > 1;
-    if (wanted) b->sync(context, &err);
+    llm_program part = *whole;
+    llm_limits limits = {batch->n_tokens, batch->n_sequences, batch->positions[batch->n_tokens - 1] + 1, 0};
+    part.ops += first;
+    part.n_ops = part.n_body = n;
+    part.plan = NULL;
+    if (!b->prepare(b->context, &part, &limits, &err)) return -1;
     double start = llm_seconds();
-    attention_spy.attention(context, batch, shape, q, cache, layer, out);
-    if (!wanted) return;
-    b->sync(context, &err);
-    look->tiled_seconds = llm_seconds() - start;
-    int last = batch->n_tokens - 1, d = shape->head_dim, width = shape->n_heads * d;
-    int kv_head = look->head / (shape->n_heads / shape->n_kv_heads);
-    size_t at = (size_t)last * (size_t)width + (size_t)look->head * (size_t)d;
-    float *other = b->allocate(context, (size_t)batch->n_tokens * (size_t)width * sizeof *other, "the naive form", &err);
-    if (!(look->seen = other != NULL)) return;
-    llm_attention_shape naive = *shape;
-    naive.naive = true;
-    start = llm_seconds();
-    attention_spy.attention(context, batch, &naive, q, cache, layer, other);
-    b->sync(context, &err);
-    look->naive_seconds = llm_seconds() - start;
+    bool good = b->run(b->context, &part, LLM_BODY, batch, 0, 0, &err) && b->sync(b->context, &err);
+    double seconds = llm_seconds() - start;
+    b->forget(b->context, &part);
+    return good ? seconds : -1;
+}
+
+/* What attention, operation `index` of the program, makes of a batch of one sequence */
+static void attention_see(attention_look *look, const llm_program *program, int index, const llm_batch *batch) {
+    llm_op *op = &program->ops[index];
+    const llm_attention_shape *shape = &op->attention;
+    const llm_cache *cache = program->cache;
+    int last = batch->n_tokens - 1, d = shape->head_dim, kv_head = look->head / (shape->n_heads / shape->n_kv_heads);
+    size_t at = (size_t)last * (size_t)(shape->n_heads * d) + (size_t)(look->head * d);
+    const float *q = program->buffers[op->in[0]].data + at, *out = program->buffers[op->out].data + at;
+    look->failed = attention_part(program, 0, index, batch) < 0;
+    look->tiled_seconds = look->failed ? -1 : attention_part(program, index, 1, batch);
+    look->tiled = attention_floats(out, d);
+    op->attention.naive = true;
+    look->naive_seconds = attention_part(program, index, 1, batch);
+    op->attention.naive = false;
+    look->naive = attention_floats(out, d);
+    look->failed = look->failed || look->tiled_seconds < 0 || look->naive_seconds < 0;
+    look->seen = true;
     look->n = batch->positions[last] + 1;
     look->head_dim = d;
     look->scale = shape->scale;
-    look->q = attention_floats(q + at, d);
-    look->tiled = attention_floats(out + at, d);
-    look->naive = attention_floats(other + at, d);
-    look->keys = attention_rows(batch, cache, cache->keys, layer, kv_head, look->n);
-    look->values = attention_rows(batch, cache, cache->values, layer, kv_head, look->n);
-    b->release(context, other);
+    look->q = attention_floats(q, d);
+    look->keys = attention_rows(batch, cache, cache->keys, look->layer, kv_head, look->n);
+    look->values = attention_rows(batch, cache, cache->values, look->layer, kv_head, look->n);
+}
+
+static bool attention_at_the_seam(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
+                                  int first, int n, llm_error *err) {
+    attention_look *look = attention_spy.look;
+    for (int i = 0; i < program->n_body && !look->seen && batch->n_tokens > 1; i++)
+        if (program->ops[i].kind == LLM_OP_ATTENTION && program->ops[i].layer == look->layer)
+            attention_see(look, program, i, batch);
+    return attention_spy.device->run(context, program, part, batch, first, n, err);
 }
 
 static double furthest(const float *a, const double *b, int n) {
@@ -227,10 +243,9 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     llm_backend spy = {0};
     if (good) {
         spy = *device;
-        attention_spy.attention = device->attention;
         attention_spy.device = device;
         attention_spy.look = &look;
-        spy.attention = attention_at_the_seam;
+        spy.run = attention_at_the_seam;
     }
     l.engine.backend = &spy;
     l.engine.max_sequences = 1;

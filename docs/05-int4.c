@@ -165,7 +165,7 @@ static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
     bool good = engine != NULL;
     for (int run = 0; run < 3 && good; run++) {
         double prefill, decode;
-        good = bench_once(engine, 16, 48, &prefill, &decode);
+        good = bench_once(engine, 16, 48, NULL, &prefill, &decode);
         rates[run] = 48 / decode;
     }
     if (good) *rate = median(rates, 3);

@@ -1,21 +1,22 @@
 /* 10-speculation.c - llm lesson speculation: guesses, kept and rejected. Beside 10-speculation.md.
  *
  * The guesses are read off at the seam: a copy of the backend's table of functions, with one of our own for
- * begin_step, sees each batch before it is computed. In a step with one sequence the last batch is the target's: the
+ * run, sees each batch before it is computed. In a step with one sequence the last batch is the target's: the
  * last known token, and behind it the guesses. */
 
 enum { MOST_DEPTH = 16 };
 
 static struct { /* what stands at the seam has no argument of its own to remember things by */
-    bool (*begin_step)(void *context, const llm_batch *batch, llm_error *err);
+    const llm_backend *device;
     int32_t tokens[MOST_PROPOSALS + 1];
     int n;
 } speculation_spy;
 
-static bool speculation_begin_step(void *context, const llm_batch *batch, llm_error *err) {
+static bool speculation_run(void *context, const llm_program *program, llm_part part, const llm_batch *batch, int first,
+                            int n, llm_error *err) {
     speculation_spy.n = batch->n_tokens <= MOST_PROPOSALS + 1 ? batch->n_tokens : 0;
     memcpy(speculation_spy.tokens, batch->tokens, (size_t)speculation_spy.n * sizeof(int32_t));
-    return speculation_spy.begin_step(context, batch, err);
+    return speculation_spy.device->run(context, program, part, batch, first, n, err);
 }
 
 typedef struct speculating {
@@ -50,8 +51,8 @@ static bool speculation_stream(lesson *l, const speculating *s) {
     llm_backend *device = lesson_device(l);
     if (!device) return false;
     llm_backend spy = *device;
-    speculation_spy.begin_step = device->begin_step;
-    spy.begin_step = speculation_begin_step;
+    speculation_spy.device = device;
+    spy.run = speculation_run;
     llm_engine_options options = l->engine;
     options.backend = &spy;
     options.draft = s->draft;

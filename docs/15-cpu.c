@@ -166,32 +166,31 @@ static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, c
     double best = INFINITY, end = llm_seconds() + 1e-3 * milliseconds;
     int64_t rows = w->rows;
     bool good = true;
+    int n_programs = n == 1 ? 1 : copies; /* one row of x: by all copies of the matrix; many rows: by another one each time */
+    llm_program *p = resize(NULL, (size_t)n_programs * sizeof *p);
+    memset(p, 0, (size_t)n_programs * sizeof *p);
+    for (int copy = 0; copy < copies; copy++)
+        for (int i = 0; i < (rung->row_by_row ? n : 1); i++)
+            program_add(&p[n == 1 ? 0 : copy], LLM_OP_MATMUL, &w[copy], m->x + (int64_t)i * m->cols, m->cols, out + i * rows,
+                        rows);
     for (int run = 0; good && (run < 3 || llm_seconds() < end) && !stop_requested; run++) {
         double start = llm_seconds();
-        for (int copy = 0; copy < (n == 1 ? copies : 1); copy++)
-            for (int i = 0; i < (rung->row_by_row ? n : 1); i++)
-                b->matmul(b->context, m->x + (int64_t)i * m->cols, &w[(copy + run) % copies], NULL,
-                          rung->row_by_row ? 1 : n, false, out + i * rows);
-        good = b->sync(b->context, &err);
+        good = program_run(b, &p[run % n_programs], rung->row_by_row ? 1 : n, &err);
         best = fmin(best, (llm_seconds() - start) / (n == 1 ? copies : 1));
         if (rung->isa == LLM_ISA_REFERENCE && n > 1 && run == 0) break; /* slow enough to be measured once */
     }
+    for (int k = 0; k < n_programs; k++) program_free(b, &p[k]);
+    free(p);
     *seconds = best * m->rows / (double)rows;
     return good || !fail_with(&err);
 }
 
 static bool cpu_measure(llm_backend *b, const cpu_matrix *m, const cpu_rung *rung, int milliseconds, cpu_result *result) {
     llm_error err;
-    llm_limits limits = {.max_tokens = cpu_sizes[CPU_SIZES - 1],
-                         .max_sequences = 1,
-                         .max_context = 64,
-                         .n_heads = 1,
-                         .head_dim = 64,
-                         .max_cols = m->cols};
     int rows = cpu_rows_of(m, rung->isa), known = m->rows < 32 ? m->rows : 32, copies = m->copies[rung->floats];
     llm_weight *w = resize(NULL, (size_t)copies * sizeof *w);
-    float *out = resize(NULL, (size_t)limits.max_tokens * (size_t)rows * sizeof *out);
-    bool good = b->reserve(b->context, &limits, &err);
+    float *out = resize(NULL, (size_t)cpu_sizes[CPU_SIZES - 1] * (size_t)rows * sizeof *out);
+    bool good = true;
     int loaded = 0;
     for (; good && loaded < copies; loaded += good) {
         w[loaded] = (llm_weight){.type = rung->floats ? LLM_F16 : m->type, .rows = rows, .cols = m->cols};

@@ -306,7 +306,9 @@ static llm_backend *lesson_device(const lesson *l) {
 /* On the device of --device, or on the lesson's own backend where it has one. */
 static llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {
     llm_error err;
-    llm_engine *engine = options->backend ? llm_engine_create(model, options, &err) : create_engine(model, options, &err);
+    llm_engine_options o = *options;
+    o.fusions &= chosen.fusions;
+    llm_engine *engine = o.backend ? llm_engine_create(model, &o, &err) : create_engine(model, &o, &err);
     if (!engine) fail_with(&err);
     return engine;
 }

@@ -15,10 +15,12 @@
 #include "13-tokens.c"
 #include "14-sampling.c"
 #include "15-cpu.c"
+#include "16-program.c"
 
 static const command lessons[] = {
     {"lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]", lesson_memory, memory_notes},
     {"lesson roofline", "Two limits of this machine; prefill and decode under them.", "[options]", lesson_roofline, roofline_notes},
+    {"lesson program", "A model as a list of operations; which wait for bytes; fusions.", "[options]", lesson_program, program_notes},
     {"lesson kv", "A text with and without the cache of keys and values.", "[options]", lesson_kv, kv_notes},
     {"lesson attention", "One real head, tile by tile: the online softmax.", "[options]", lesson_attention, attention_notes},
     {"lesson int4", "Weights of four bits: one group, then the whole trade-off.", "[options]", lesson_int4, int4_notes},

@@ -180,6 +180,49 @@ ok "info, too little memory" "the weights do not fit" "$LLM" info "$M" --memory 
 ok "info --json" '"bytes_per_token": 256,' "$LLM" info "$M" --json --tensors --memory 1.5GiB
 json "info --json"
 
+"$LLM" info "$M" --json >shape 2>err
+ok "info --program" "matmul +gate -> \+=x +ffn_down f16 64 x 96 +12.0 KiB" "$LLM" info --program "$M"
+ok "info --program, layers" "layers 1 to 1 are like layer 0" "$LLM" info --program "$M"
+ok "info --program --all" " 1  matmul +h -> up " "$LLM" info --program --all "$M"
+ok "info --program --plan" "barrier  attn_norm" "$LLM" info --program --plan -t 2 "$M"
+bad "info --program, too many tokens" 1 "--tokens is 65: they end at --context, 64" "$LLM" info --program "$M" --tokens 65 --context 64
+bad "info --program, a context beyond the model's" 1 "--context is 129: " "$LLM" info --program "$M" --context 129
+bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " "$LLM" info --program "$M" --tokens 0
+bad "info --tokens alone" 2 "go with --program" "$LLM" info "$M" --tokens 5
+ok "info --program --json" '"kind": "rope_store"' "$LLM" info "$M" --program --plan --json -t 2 --tokens 3 --context 20
+json "info --program --json"
+if [ -n "$python" ]; then
+    name="info --program --json: what it holds"
+    "$python" - out shape >log 2>err <<'END'
+import json, sys
+p, shape = (json.load(open(f, encoding="utf-8")) for f in sys.argv[1:3])
+ops, total = p["operations"], p["total"]
+for what in total: # the totals are sums
+    assert sum(o[what] for o in ops) == total[what]
+assert [o["number"] for o in ops] == list(range(len(ops))) and (p["tokens"], p["context"]) == (3, 20)
+# all weights; but the embedding's rows of 3 tokens, not of 1; and RoPE's frequencies, which are in no file
+embed, angles = ops[0], ops[1]
+assert (embed["kind"], angles["kind"]) == ("embed", "rope_angles")
+assert total["weight_bytes"] - embed["weight_bytes"] * 2 / 3 - angles["weight_bytes"] == shape["step_bytes"]
+# keys and values: of the 3 tokens written, of 20 read
+assert total["cache_bytes"] == shape["cache"]["bytes_per_token"] * (3 + 20)
+for o in ops:
+    rows = 1 if o["writes"] == ["logits"] else 3
+    assert o["kind"] != "matmul" or o["operations"] == 2 * rows * o["rows"] * o["cols"]
+# each operation belongs to a stage, and only a product that is rounded to two
+done = [i for s in p["stages"] if not s["rounds"] for i in s["operations"]]
+assert sorted(done) == list(range(len(ops))) and p["stages"][0]["barrier"]
+END
+    status=$?
+    if [ $status -eq 0 ]; then pass; else fail "the fields of info --program --json"; fi
+fi
+ok "info --program --plan --no-fusion" " rope_store$" "$LLM" info "$M" --program --plan -t 2 --no-fusion rope
+ok "info --program --plan, fused" "rope_store . attention, fused" "$LLM" info "$M" --program --plan -t 2 --no-fusion gate,own-copies
+bad "a fusion that there is not" 2 "some of gate.rope.own-copies.side-by-side.all with commas between them, not 'gate,x'" "$LLM" run -m "$M" --no-fusion gate,x Hello
+"$LLM" run -m "$M" -n 20 --temperature 0 -q --ignore-end Hello >fused 2>err
+"$LLM" run -m "$M" -n 20 --temperature 0 -q --ignore-end --no-fusion all Hello >plain 2>>err
+same "the same text without fusions" fused plain
+
 "$LLM" tokenize -m "$M" -f "$LLM" >ids 2>err # any bytes will do: here those of the program
 "$LLM" tokenize -m "$M" --decode -f ids >back 2>>err
 same "tokenize and back" "$LLM" back
@@ -252,6 +295,25 @@ ok "bench --json" '"complete": true' "$LLM" bench -m "$M" --threads 1 --prompt 4
 json "bench --json"
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
+ok "bench --profile" "^rope_store\+attention +6 " "$LLM" bench -m "$M" -t 1 -p 5 -g 3 --profile
+ok "bench --profile --no-fusion" "^attention +6 " "$LLM" bench -m "$M" -t 1 -p 5 -g 3 --profile --no-fusion gate,rope
+ok "bench --profile --json" '"predicted_seconds"' "$LLM" bench -m "$M" -t 1 -p 100 -g 3 --max-batch-tokens 40 --profile --json
+json "bench --profile --json"
+if [ -n "$python" ]; then
+    name="bench --profile --json: what it holds"
+    "$python" - out >log 2>err <<'END'
+import json, sys
+d = json.load(open(sys.argv[1], encoding="utf-8"))
+for phase, tokens, steps in ("prefill", 100, 3), ("decode", 3, 3):
+    rows = {r["operation"]: r for r in d[phase]}
+    assert abs(sum(r["seconds"] for r in d[phase]) - d[phase + "_seconds"]) < 1e-6
+    down, logits = rows["ffn_down"], rows["output"]
+    assert down["calls"] == 2 * steps and down["operations"] == tokens * 2 * 2 * 64 * 96
+    assert logits["calls"] == (1 if phase == "prefill" else 3) and logits["operations"] == logits["calls"] * 2 * 64 * 600
+END
+    status=$?
+    if [ $status -eq 0 ]; then pass; else fail "the fields of bench --profile --json"; fi
+fi
 
 for type in q4_K q4_k q5_K q6_K q4_K_M q5_K_M Q4_K_M q5_k_m; do # K formats want rows of whole blocks of 256, which this model has none of
     ok "quantize to $type" "note: 1[5-9] of the matrices have rows that are not .* 256 values, .*" "$LLM" quantize "$M" q.gguf --type $type

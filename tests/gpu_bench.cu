@@ -6,6 +6,7 @@
  * its share of that. Prints rows of a Markdown table of three columns. Compiled with WITHOUT_CUBLAS it does without cuBLAS, and
  * as C++ with LLM_EMULATED it does the same, tiny and slow, on the emulated device, to see that it works. */
 #include "llm.h"
+#include "ops.h"
 
 #include <math.h>
 #include <stdio.h>
@@ -190,18 +191,21 @@ static void make_workload(workload &w, int n_sequences, int context, int count, 
     w.batch.block_tables = w.tables.data(), w.batch.table_stride = stride, w.batch.block_size = block_size;
 }
 
-/* Seconds of a step whose operations `work` asks for (the least of several), and those until the host has asked for all of them. */
-template <class F> static double step_seconds(const llm_batch *batch, int steps, F work, double *host_seconds = nullptr) {
+/* Seconds of a step of the program (the least of several), and those until the host has asked for
+ * all of it. */
+static double step_seconds(ops *program, const llm_batch *batch, int steps,
+                           double *host_seconds = nullptr) {
     llm_error err;
     double best = INFINITY, host = INFINITY;
+    llm_limits limits = ops_limits(batch, batch->n_logits);
+    llm_program *p = &program->program;
+    if (!p->plan) must(backend->prepare(backend->context, p, &limits, &err), &err);
     for (int i = 0; i < steps; i++) {
         double start = llm_seconds();
-        must(backend->begin_step(backend->context, batch, &err), &err);
-        work();
-        must(backend->end_step(backend->context, &err), &err);
+        must(ops_step(program, backend, batch, &err), &err);
         double asked = llm_seconds();
         must(backend->sync(backend->context, &err), &err);
-        if (i < 3 && steps > 3) continue; /* warming up, and recording a graph */
+        if (i < 3 && steps > 3) continue; /* warming up, and capturing a graph */
         best = std::min(best, llm_seconds() - start), host = std::min(host, asked - start);
     }
     if (host_seconds) *host_seconds = host;
@@ -238,11 +242,13 @@ static void measure_matmul(llm_type type, int rows, int cols) {
     for (int n : counts) {
         if (n > max_rows) break;
         workload w;
-        make_workload(w, 1, n, n, 16, false);
-        double s = step_seconds(&w.batch, SCALE > 1 ? 1 : 12, [&] {
-            for (int k = 0; k < repeats; k++)
-                for (llm_weight &weight : weights) backend->matmul(backend->context, in, &weight, nullptr, n, false, out);
-        }) / (repeats * copies);
+        make_workload(w, n, 1, 1, 16, false); /* a decode step, of which a GPU makes a graph */
+        ops *program = ops_new();
+        for (int k = 0; k < repeats; k++)
+            for (llm_weight &weight : weights)
+                ops_matmul(program, in, &weight, nullptr, false, out);
+        double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : 12) / (repeats * copies);
+        ops_free(program, backend);
         double other = cublas_seconds(n, rows, cols, 6), bytes = (double)weight_bytes + 4.0 * n * (rows + cols), work = 2.0 * n * rows * cols;
         char what[128], figure[128];
         snprintf(what, sizeof what, "matmul %s (%d, %d), %d rows", info->name, rows, cols, n);
@@ -269,9 +275,10 @@ static double attention_seconds(int n_sequences, int context, int count, bool pa
     std::vector<float> queries = random_floats((size_t)w.batch.n_tokens * heads * dim);
     float *q = (float *)allocate(queries.size() * 4, queries.data()), *out = (float *)allocate(queries.size() * 4);
     int repeats = SCALE > 1 ? 1 : 20;
-    double s = step_seconds(&w.batch, SCALE > 1 ? 1 : 8, [&] {
-        for (int i = 0; i < repeats; i++) backend->attention(backend->context, &w.batch, &shape, q, &cache, 0, out);
-    }) / repeats;
+    ops *program = ops_new();
+    for (int i = 0; i < repeats; i++) ops_attention(program, &shape, q, &cache, 0, out);
+    double s = step_seconds(program, &w.batch, SCALE > 1 ? 1 : 8) / repeats;
+    ops_free(program, backend);
     backend->release(backend->context, cache.keys), backend->release(backend->context, cache.values);
     backend->release(backend->context, q), backend->release(backend->context, out);
     return s;
@@ -315,21 +322,22 @@ static void measure_host() {
     llm_cache cache = {LLM_F16, 1, 1, 32, 16, w.n_blocks, (size_t)w.n_blocks * 16 * 32 * 2, NULL, NULL};
     cache.keys = allocate(cache.layer_bytes), cache.values = allocate(cache.layer_bytes);
     float *frequencies = (float *)allocate(16 * 4, values.data()), *angles = (float *)allocate((size_t)n * 32 * 4);
-    double host = 0, all = step_seconds(&w.batch, SCALE > 1 ? 4 : 200, [&] {
-        void *c = backend->context;
-        backend->rope_angles(c, &w.batch, frequencies, 32, 1.0f, angles);
-        for (int layer = 0; layer < layers; layer++) {
-            backend->rmsnorm(c, x, norm, n, dim, 1e-5f, y);
-            for (int k = 0; k < 3; k++) backend->matmul(c, y, &weight, NULL, n, false, x);
-            backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, 32, angles, NULL, NULL, 1e-5f, x, y, y, &cache, 0);
-            backend->attention(c, &w.batch, &shape, x, &cache, 0, y);
-            backend->matmul(c, y, &weight, NULL, n, true, x);
-            backend->rmsnorm(c, x, norm, n, dim, 1e-5f, y);
-            for (int k = 0; k < 2; k++) backend->matmul(c, y, &weight, NULL, n, false, x);
-            backend->swiglu(c, x, y, (int64_t)n * dim, x);
-            backend->matmul(c, x, &weight, NULL, n, true, y);
-        }
-    }, &host);
+    ops *o = ops_new();
+    ops_rope_angles(o, frequencies, 32, 1.0f, angles);
+    for (int layer = 0; layer < layers; layer++) {
+        ops_rmsnorm(o, x, norm, dim, 1e-5f, y);
+        for (int k = 0; k < 3; k++) ops_matmul(o, y, &weight, NULL, false, x);
+        ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, 32, angles, NULL, NULL, 1e-5f, x, y, y,
+                           &cache, 0);
+        ops_attention(o, &shape, x, &cache, 0, y);
+        ops_matmul(o, y, &weight, NULL, true, x);
+        ops_rmsnorm(o, x, norm, dim, 1e-5f, y);
+        for (int k = 0; k < 2; k++) ops_matmul(o, y, &weight, NULL, false, x);
+        ops_swiglu(o, x, y, dim, x);
+        ops_matmul(o, x, &weight, NULL, true, y);
+    }
+    double host = 0, all = step_seconds(o, &w.batch, SCALE > 1 ? 4 : 200, &host);
+    ops_free(o, backend);
     char what[128];
     snprintf(what, sizeof what, "host time of a step, %d sequences, %d layers (until all is asked for; until all is done)", n, layers);
     row(what, text("%.0f us; %.0f us", 1e6 * host, 1e6 * all), 0, "");
@@ -349,11 +357,6 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
     must(backend != nullptr, &err);
     const int dim = DIM, hidden = HIDDEN, head_dim = 128, heads = dim / head_dim, kv = heads / 4 ? heads / 4 : 1;
     const int context = 1024 / SCALE, repeats = SCALE > 1 ? 1 : 16, rows[] = {dim, kv * head_dim, kv * head_dim, dim, hidden, hidden, dim};
-    llm_limits limits;
-    memset(&limits, 0, sizeof limits);
-    limits.max_tokens = limits.max_sequences = 8, limits.max_context = context;
-    limits.n_heads = heads, limits.head_dim = head_dim, limits.max_cols = hidden;
-    must(backend->reserve(backend->context, &limits, &err), &err);
     workload w;
     random_state = 1;
     make_workload(w, 1, context, 1, 16, true);
@@ -369,26 +372,26 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
     float *x = (float *)allocate(start.size() * 4), *piece[7], *norm = (float *)allocate(norms.size() * 4, norms.data());
     for (float *&p : piece) p = (float *)allocate((size_t)8 * hidden * 4, start.data());
     float *angles = (float *)allocate((size_t)8 * head_dim * 4, start.data());
+    ops *o = ops_new();
+    for (int i = 0; i < repeats; i++) {
+        ops_rmsnorm(o, x, norm, dim, 1e-5f, piece[0]);
+        for (int k = 0; k < 3; k++) ops_matmul(o, piece[0], &weights[k], NULL, false, piece[k + 1]);
+        ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, head_dim, angles, NULL, NULL, 1e-5f,
+                           piece[1], piece[2], piece[3], &cache, 0);
+        ops_attention(o, &shape, piece[1], &cache, 0, piece[4]);
+        ops_matmul(o, piece[4], &weights[3], NULL, true, x);
+        ops_rmsnorm(o, x, norm, dim, 1e-5f, piece[0]);
+        for (int k = 4; k < 6; k++) ops_matmul(o, piece[0], &weights[k], NULL, false, piece[k + 1]);
+        ops_swiglu(o, piece[5], piece[6], hidden, piece[5]);
+        ops_matmul(o, piece[5], &weights[6], NULL, true, x);
+    }
     double s = 0;
     for (int round = 0; round < 2; round++) { /* the second is from the same x as in any other form */
         must(backend->upload(backend->context, x, start.data(), start.size() * 4, &err), &err);
-        double seconds = step_seconds(&w.batch, round || SCALE > 1 ? 1 : 12, [&] {
-            void *c = backend->context;
-            for (int i = 0; i < repeats; i++) {
-                backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
-                for (int k = 0; k < 3; k++) backend->matmul(c, piece[0], &weights[k], NULL, 1, false, piece[k + 1]);
-                backend->rope_and_store(c, &w.batch, &shape, LLM_ROPE_HALVES, head_dim, angles, NULL, NULL, 1e-5f, piece[1], piece[2], piece[3],
-                                        &cache, 0);
-                backend->attention(c, &w.batch, &shape, piece[1], &cache, 0, piece[4]);
-                backend->matmul(c, piece[4], &weights[3], NULL, 1, true, x);
-                backend->rmsnorm(c, x, norm, 1, dim, 1e-5f, piece[0]);
-                for (int k = 4; k < 6; k++) backend->matmul(c, piece[0], &weights[k], NULL, 1, false, piece[k + 1]);
-                backend->swiglu(c, piece[5], piece[6], hidden, piece[5]);
-                backend->matmul(c, piece[5], &weights[6], NULL, 1, true, x);
-            }
-        });
+        double seconds = step_seconds(o, &w.batch, round || SCALE > 1 ? 1 : 12);
         if (!round) s = seconds / repeats;
     }
+    ops_free(o, backend);
     must(backend->download(backend->context, out.data(), x, out.size() * 4, &err), &err);
     double all = (double)bytes + 2.0 * context * kv * head_dim * 2;
     char name[128];
@@ -430,11 +433,6 @@ int main(int argc, char **argv) {
     measure_ceilings(asked(argc, argv, "ceilings"));
     backend = open_device(NULL, &err);
     if (!backend) die(err.message);
-    llm_limits limits;
-    memset(&limits, 0, sizeof limits);
-    limits.max_tokens = 16384 / SCALE, limits.max_sequences = 256, limits.max_context = 16384 / SCALE;
-    limits.n_heads = 32, limits.head_dim = 128, limits.max_cols = HIDDEN;
-    must(backend->reserve(backend->context, &limits, &err), &err);
     if (asked(argc, argv, "host")) measure_host();
     if (asked(argc, argv, "layers")) wrong += measure_layers();
     static const llm_type types[] = {LLM_Q4_0, LLM_F16, LLM_Q4_K, LLM_Q8_0};

@@ -66,7 +66,7 @@ for type in f16 q4_0; do
 done
 
 ok "the list" "lesson speculation" "$LLM" lesson
-for what in memory roofline kv attention int4 prefill batching paged prefix speculation kernel tokens sampling cpu; do
+for what in memory roofline program kv attention int4 prefill batching paged prefix speculation kernel tokens sampling cpu; do
     name="the list names $what"
     if grep -q "llm lesson $what " out; then pass; else fail "its name"; fi
 done
@@ -113,6 +113,14 @@ lesson_text roofline -m tiny-f16.gguf
 lesson_json roofline
 holds "roofline: more tokens in a step, more operations for each byte; shares are what they say" '(lambda rows: all(a["intensity"] < b["intensity"] for a, b in zip(rows, rows[1:]) if a["what"] == b["what"]) and all(abs(r["share_percent"] * r["predicted"] / r["measured"] / 100 - 1) < 1e-6 for r in rows) and [r["tokens"] for r in rows] == [1, 2, 4, 8, 16, 32, 16, 64, 256])(d["rows"])'
 holds "roofline: predictions are the lower of two limits" 'all(r["predicted"] > 0 and r["measured"] > 0 and (r["bound"] == "bytes") == (r["intensity"] * (d["cached_bytes_per_second"] if d["weights_fit_the_cache"] else d["memory_bytes_per_second"]) < d["peak_operations_per_second"]) for r in d["rows"])'
+
+lesson_text program -m tiny-f16.gguf -t 2
+lesson_json program -t 2
+holds "program: a layer is 12 operations; each is timed, and the logits" 'd["n_operations"] == 5 + 8 * 12 and len(d["program"]) == 5 + 12 and len(d["operations"]) == 13 and all(r["one_us"] > 0 and r["many_us"] > 0 for r in d["operations"])'
+holds "program: more tokens, more operations for each byte of a product; not of what is done value by value" '(lambda r: all(r[k]["many_intensity"] > 10 * r[k]["one_intensity"] for k in ("attn_q", "ffn_down", "attention")) and all(r[k]["many_intensity"] < 1 for k in ("swiglu", "rope_store", "attn_norm")))({r["operation"]: r for r in d["operations"]})'
+holds "program: bytes are the limit left of where the roof bends" 'all((r[n + "_limit"] == "bytes") == (r[n + "_intensity"] < d["operations_per_second"] / d["bytes_per_second"]) for r in d["operations"] for n in ("one", "many"))'
+holds "program: a product of 256 x 256 in q4_0 is 36 KiB of weights, and 1 KiB each in and out" '{r["operation"]: r for r in d["operations"]}["attn_q"]["one_kib"] == 38'
+holds "program: fusions save barriers, and change no bit" 'd["same_bits"] == 1 and len(d["fusions"]) == 6 and all(d["fusions"][0][k] <= r[k] <= d["fusions"][5][k] for r in d["fusions"] for k in ("one_barriers", "many_barriers")) and d["fusions"][0]["one_barriers"] < d["fusions"][5]["one_barriers"]'
 
 lesson batching --requests 16 --gen 2-20
 holds "batching: the same tokens under all policies" 'd["same_tokens"] == 1'
@@ -232,6 +240,7 @@ if ! "$LLM" run -m tiny-f16.gguf --device emulated -n 1 x 2>&1 | grep -q 'built 
     holds "emulated: sampling: each setting leaves a distribution, and draws follow it" 'all(abs(r["sum"] - 1) < 1e-4 and r["distance"] <= r["chance"] for r in d["settings"])'
     emulated memory --bandwidth 10
     holds "emulated: memory: 2 x layers x kv heads x head size x bytes; weights sum up" 'd["cache_bytes_per_token"] == 2*2*1*32*2 and sum(r["bytes"] for r in d["weights"][:-1]) == d["weights"][-1]["bytes"]'
+    bad "emulated: program" 1 "no speed to measure" "$LLM" lesson program -m tiny-f16.gguf --device emulated
     bad "emulated: roofline" 1 "no speed to measure" "$LLM" lesson roofline -m tiny-f16.gguf --device emulated
     run "$LLM" ladder -m tiny-f16.gguf --device emulated -n 4 --requests 2 --text 100 --json
     holds "emulated: ladder: its own rungs, each gives the tokens of the one before" '[r["rung"] for r in d["rungs"][2:6]] == ["+ tiled kernels", "+ fused kernels", "+ split attention", "+ graphs"] and len(d["rungs"]) == 11 and [r["tokens"] for r in d["rungs"]].count("same") == 9 and d["rungs"][6]["tokens"].startswith("bits ")'
@@ -244,7 +253,7 @@ wide=$TOP/tests/data/golden/wide.gguf
 ok "another model: memory" "weights" "$LLM" lesson memory -m "$wide" --bandwidth 10
 ok "another model: kv" "Both gave the same" "$LLM" lesson kv -m "$wide" -n 8 -p 3
 folder=$TOP/tests/data/models/llama # of Hugging Face, with a context of 64 tokens and 2 layers: the defaults shrink
-for what in memory kv attention "int4 --text 300" prefill batching paged prefix "speculation --lookup" tokens sampling; do
+for what in memory program kv attention "int4 --text 300" prefill batching paged prefix "speculation --lookup" tokens sampling; do
     name="a folder with a small context: $what"
     # shellcheck disable=SC2086
     run "$LLM" lesson $what -m "$folder"

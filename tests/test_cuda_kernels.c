@@ -13,6 +13,7 @@
 #include <cmocka.h>
 
 #include "device_util.h"
+#include "ops.h"
 
 extern int llm__pretended_processors; /* llm.cu */
 
@@ -28,13 +29,6 @@ static llm_backend *open_reference(void) {
     llm_backend *b = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err);
     assert_non_null(b);
     return b;
-}
-
-static void reserve(llm_backend *b, int tokens, int sequences, int context, int n_heads, int head_dim, int64_t cols) {
-    llm_error err;
-    llm_limits limits = {.max_tokens = tokens, .max_sequences = sequences, .max_context = context, .n_heads = n_heads,
-                         .head_dim = head_dim, .max_cols = cols};
-    if (!b->reserve(b->context, &limits, &err)) fail_msg("%s", err.message);
 }
 
 static void *to_device(llm_backend *b, const void *host, size_t bytes) {
@@ -92,7 +86,7 @@ static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t r
     float *out_device = b->allocate(b->context, (size_t)(n * rows) * sizeof *out, "a test", &err);
     assert_non_null(out_device);
     if (before) assert_true(b->upload(b->context, out_device, before, (size_t)(n * rows) * sizeof *out, &err));
-    b->matmul(b->context, x_device, &w, bias_device, n, before != NULL, out_device);
+    op_matmul(b, x_device, &w, bias_device, n, before != NULL, out_device);
     from_device(b, out, out_device, (size_t)(n * rows) * sizeof *out);
     b->release(b->context, out_device);
     b->release(b->context, bias_device);
@@ -111,7 +105,6 @@ typedef struct matmul_case {
  * the result must be the same bits as with the others. */
 static double compare_matmul(llm_backend *b, const matmul_case *c, test_random *r) {
     llm_backend *reference = open_reference();
-    reserve(reference, c->n, 1, 1, 1, 1, c->cols);
     int64_t n_out = (int64_t)c->n * c->rows;
     float *values = random_values(r, (int64_t)c->rows * c->cols, 0.05f), *x = random_values(r, (int64_t)c->n * c->cols, c->x_size);
     float *bias = random_values(r, c->rows, c->x_size), *before = random_values(r, n_out, c->x_size);
@@ -138,7 +131,6 @@ static double limit_of(llm_type type) { return type != LLM_F32 ? 4e-4 : strcmp(d
 
 static void check_case(const matmul_case *c, test_random *r) {
     llm_backend *b = open_device(false, true);
-    reserve(b, c->n, 1, 1, 1, 1, c->cols);
     double d = compare_matmul(b, c, r);
     if (!(d < limit_of(c->type)))
         fail_msg("%s %d x %d, %d tokens, size %g: %g", llm_type_find(c->type)->name, c->rows, c->cols, c->n, c->x_size, d);
@@ -209,8 +201,6 @@ static void test_matmul_large_weights(void **state) {
     for (int t = 0; t < 2; t++) {
         llm_type type = t ? LLM_F32 : LLM_BF16;
         llm_backend *b = open_device(false, true), *reference = open_reference();
-        reserve(b, 1, 1, 1, 1, 1, cols);
-        reserve(reference, 1, 1, 1, 1, 1, cols);
         float *values = random_values(&r, rows * cols, 1.0f), *x = random_values(&r, cols, 1.0f), expected[rows], got[rows];
         for (int i = 0; i < rows * cols; i++) values[i] *= i / cols % 2 ? 1e20f : 1e-20f;
         void *data = packed_weights(type, values, rows, cols);
@@ -229,7 +219,6 @@ static void test_matmul_not_finite(void **state) {
     enum { cols = 96 };
     test_random r = {5};
     llm_backend *b = open_device(false, true);
-    reserve(b, 2, 1, 1, 1, 1, cols);
     float *values = random_values(&r, 3 * cols, 1.0f), *x = random_values(&r, 2 * cols, 1.0f), got[6];
     void *data = packed_weights(LLM_Q8_0, values, 3, cols);
     x[cols + 40] = NAN;
@@ -242,14 +231,14 @@ static void test_matmul_not_finite(void **state) {
     llm_backend_free(b);
 }
 
-/* Matmuls of the same x share its rounding; none may take another's. */
+/* Matmuls of the same x share its rounding; none may take another's, in one program and from run
+ * to run. */
 static void test_matmul_same_input(void **state) {
     (void)state;
     enum { n = 10, cols = 128, rows = cols };
     llm_error err;
     test_random r = {10};
     llm_backend *b = open_device(false, true);
-    reserve(b, n, 1, 1, 1, 1, cols);
     float *values = random_values(&r, rows * cols, 0.1f), *x = random_values(&r, n * cols, 1.0f);
     float first[n * rows], second[n * rows], third[n * rows], got[n * rows];
     void *data = packed_weights(LLM_F16, values, rows, cols);
@@ -259,24 +248,36 @@ static void test_matmul_same_input(void **state) {
     llm_weight w = {.type = LLM_F16, .rows = rows, .cols = cols};
     assert_true(b->load_weight(b->context, &w, data, &err));
     float *x_device = to_device(b, x, sizeof got), *out = to_device(b, x, sizeof got);
-    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* out = first */
-    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* shares the rounding */
+    for (int apart = 0; apart < 2; apart++) {
+        assert_true(b->upload(b->context, x_device, x, sizeof got, &err)); /* x: by the host */
+        ops *o = ops_new();
+        ops_matmul(o, x_device, &w, NULL, false, out); /* out = first */
+        ops_matmul(o, x_device, &w, NULL, false, out); /* shares the rounding */
+        if (apart) {
+            ops_run_rows(o, b, n);
+            from_device(b, got, out, sizeof got);
+            assert_memory_equal(got, first, sizeof got);
+            o = ops_new();
+        }
+        ops_matmul(o, out, &w, NULL, false, x_device); /* another x; x_device = second */
+        ops_matmul(o, x_device, &w, NULL, false, out); /* x has been written to by a matmul */
+        ops_run_rows(o, b, n);
+        from_device(b, got, out, sizeof got);
+        assert_memory_equal(got, third, sizeof got);
+    }
+    assert_true(b->upload(b->context, x_device, x, sizeof got, &err));
+    op_matmul(b, x_device, &w, NULL, n, false, out);
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
-    b->matmul(b->context, x_device, &w, NULL, 3, false, out);       /* fewer rows: another rounding */
+    op_matmul(b, x_device, &w, NULL, 3, false, out); /* fewer rows: another rounding */
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
-    b->matmul(b->context, out, &w, NULL, n, false, x_device);        /* another x; x_device = second */
-    b->matmul(b->context, x_device, &w, NULL, n, false, out);        /* x has been written to by a matmul */
-    from_device(b, got, out, sizeof got);
-    assert_memory_equal(got, third, sizeof got);
-    assert_true(b->upload(b->context, x_device, x, sizeof got, &err)); /* x has been written to by the host */
-    b->matmul(b->context, x_device, &w, NULL, n, false, out);
-    from_device(b, got, out, sizeof got);
-    assert_memory_equal(got, first, sizeof got);
-    b->swiglu(b->context, out, out, n * rows, x_device);             /* ... by another kernel */
+    ops *o = ops_new();
+    ops_matmul(o, x_device, &w, NULL, false, out);
+    ops_swiglu(o, out, out, rows, x_device); /* ... by another kernel */
     float other[n * rows];
-    b->matmul(b->context, x_device, &w, NULL, n, false, out);
+    ops_matmul(o, x_device, &w, NULL, false, out);
+    ops_run_rows(o, b, n);
     from_device(b, got, x_device, sizeof got);
     matmul_on(b, LLM_F16, data, rows, cols, got, NULL, n, NULL, other);
     from_device(b, got, out, sizeof got);
@@ -287,7 +288,7 @@ static void test_matmul_same_input(void **state) {
     llm_backend_free(b);
 }
 
-/* In a step, matmuls of the same x go to the device together. The results are the same bits as one by one; matrices of other layouts, and
+/* In a program, matmuls of the same x go to the device together. The results are the same bits as one by one; matrices of other layouts, and
  * one that needs another's result, do not take part. */
 static void test_matmul_together(void **state) {
     (void)state;
@@ -317,7 +318,6 @@ static void test_matmul_together(void **state) {
         for (int fused = 0; fused < 2; fused++) {
             options.fused = fused;
             llm_backend *b = device_open(device_name("emulated"), &options);
-            reserve(b, n, 1, n, 1, 1, cols);
             llm_weight w[most];
             float *x_device = to_device(b, x, (size_t)llm_rounded_rows(n) * cols * 4), *out[most];
             for (int k = 0; k < n_products; k++) {
@@ -331,15 +331,18 @@ static void test_matmul_together(void **state) {
             llm_batch batch = {.n_tokens = n, .n_sequences = 1, .tokens = zeros, .positions = positions, .slots = positions, .seq_first = zeros,
                                .seq_count = count, .block_tables = zeros, .table_stride = 1, .block_size = 16, .logit_rows = zeros};
             llm_device_state before, after;
-            for (int step = 0; step < 3; step++) { /* done; recorded and replayed; replayed */
+            ops *o = ops_new();
+            for (int k = 0; k < n_products; k++)
+                ops_matmul(o, x_device, &w[k], NULL, false, out[k]);
+            for (int step = 0; step < 3; step++) { /* done; captured and replayed; replayed */
                 b->state(b->context, &before);
-                assert_true(b->begin_step(b->context, &batch, &err));
-                for (int k = 0; k < n_products; k++) b->matmul(b->context, x_device, &w[k], NULL, n, false, out[k]);
-                if (!b->end_step(b->context, &err) || !b->sync(b->context, &err)) fail_msg("%s", err.message);
+                if (!ops_step(o, b, &batch, &err) || !b->sync(b->context, &err))
+                    fail_msg("%s", err.message);
                 b->state(b->context, &after);
                 if (step == 0) launches[fused] = after.launches - before.launches;
                 else assert_int_equal(after.replays - before.replays, 1);
             }
+            ops_free(o, b);
             for (int k = 0; k < n_products; k++) {
                 from_device(b, got[fused][k], out[k], (size_t)n * (size_t)w[k].rows * 4);
                 b->release(b->context, out[k]);
@@ -363,7 +366,6 @@ static void test_matmul_plain(void **state) {
     const llm_type_info *type;
     for (int t = 0; (type = llm_type_at(t)) != NULL; t++) {
         llm_backend *b = open_device(true, true);
-        reserve(b, 3, 1, 1, 1, 1, 512);
         matmul_case c = {type->type, 19, 2 * type->block_values < 64 ? 77 / type->block_values * type->block_values : 2 * type->block_values,
                          3, 1.0f, t % 2, t % 3 == 0};
         double d = compare_matmul(b, &c, &r), limit = 2e-6;
@@ -492,11 +494,12 @@ static void attention_on(llm_backend *b, const attention_data *d, int first, int
         cache.keys = to_device(b, d->cache.keys, d->cache_bytes), cache.values = to_device(b, d->cache.values, d->cache_bytes);
         float *q_device = to_device(b, q, (size_t)(n * width) * 4), *got = malloc((size_t)(n * width) * 4);
         float *out_device = b->allocate(b->context, (size_t)(n * width) * 4, "a test", &err);
-        assert_true(b->begin_step(b->context, &batch, &err));
-        b->attention(b->context, &batch, &shape, q_device, &cache, 0, out_device);
-        assert_true(b->end_step(b->context, &err));
+        ops *o = ops_new();
+        ops_attention(o, &shape, q_device, &cache, 0, out_device);
+        if (!ops_step(o, b, &batch, &err)) fail_msg("%s", err.message);
         from_device(b, got, out_device, (size_t)(n * width) * 4);
         for (int t = 0; t < n; t++) memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
+        ops_free(o, b);
         b->release(b->context, cache.keys), b->release(b->context, cache.values);
         b->release(b->context, q_device), b->release(b->context, out_device);
         free(got);
@@ -516,11 +519,8 @@ static void check_attention_case(const attention_case *c, test_random *r) {
     size_t bytes = (size_t)d.n_tokens * (size_t)(c->n_kv_heads * c->group * c->head_dim) * 4;
     float *expected = malloc(bytes), *all = malloc(bytes), *pieces = malloc(bytes);
     expected_attention(&d, expected);
-    int context = 1;
-    for (int s = 0; s < c->n_sequences; s++) context = c->past[s] + c->count[s] > context ? c->past[s] + c->count[s] : context;
     for (int form = 0; form < 2; form++) {
         llm_backend *b = open_device(false, form == 0);
-        reserve(b, d.n_tokens, c->n_sequences, context, c->n_kv_heads * c->group, c->head_dim, 1);
         memset(form ? pieces : all, 0xff, bytes);
         attention_on(b, &d, 0, 0, form ? pieces : all);
         if (form == 0) {
@@ -582,7 +582,6 @@ static void test_thousands(void **state) {
         int64_t n = (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim;
         float *expected = malloc((size_t)n * 4), *got = malloc((size_t)n * 4);
         llm_backend *b = open_device(false, true);
-        reserve(b, d.n_tokens, c->n_sequences, c->past[0] + c->count[0], c->n_kv_heads * c->group, c->head_dim, 1);
         expected_attention(&d, expected);
         attention_on(b, &d, 0, 0, got);
         double error = distance(got, expected, n);
@@ -605,7 +604,6 @@ static void test_attention_range(void **state) {
     float expected[3 * 2 * 64], got[3 * 2 * 64];
     for (int i = 0; i < n; i++) d.q[i] *= i / 128 == 0 ? 1e8f : i / 128 == 1 ? 1e-12f : 1e4f;
     llm_backend *b = open_device(false, true);
-    reserve(b, 3, 1, 73, 2, 64, 1);
     expected_attention(&d, expected);
     attention_on(b, &d, 0, 0, got);
     assert_true(distance(got, expected, n) < 1e-3);

@@ -15,6 +15,8 @@
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
 #include "device_util.h"
+#include "emulator.h"
+#include "ops.h"
 
 /* ---- Random things ---------------------------------------------------------------------- */
 
@@ -103,9 +105,6 @@ static ragged batch_of(int n_tokens, int vocab) {
 
 /* ---- Devices ------------------------------------------------------------------------------ */
 
-static const llm_limits limits = {.max_tokens = 160, .max_sequences = 8, .max_context = 2100,
-                                  .n_heads = 32, .head_dim = 256, .max_cols = 4096};
-
 typedef struct form { /* of the device: its options, and how near it comes to the textbook */
     const char *name;
     llm_backend *backend;
@@ -120,9 +119,7 @@ static llm_backend *reference;
 static const char *device;
 
 static void add_form(const char *name, const llm_gpu_options *options, const char *of, bool exact, bool company) {
-    llm_error err;
     form f = {name, device_open(device, options), of, exact, company};
-    if (!f.backend->reserve(f.backend->context, &limits, &err)) fail_msg("%s: %s", name, err.message);
     forms[n_forms++] = f;
 }
 
@@ -132,12 +129,12 @@ static int open_devices(void **state) {
     device = device_name("emulated");
     reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err);
     assert_non_null(reference);
-    assert_true(reference->reserve(reference->context, &limits, &err));
     if (!device_is_gpu(device)) {
         add_form("cpu", NULL, NULL, false, true);
         return 0;
     }
-    /* Without graphs: an operation alone is no step to be recorded. The engine's tests run with them. */
+    /* Without graphs: an operation alone is no step to be captured. test_graphs and the engine's
+     * tests run with them. */
     llm_gpu_options plain = llm_gpu_defaults();
     plain.graphs = false;
     llm_gpu_options usual = plain, separate = plain, whole = plain, fixed = plain;
@@ -175,17 +172,6 @@ static void take(llm_backend *b, void *device_memory, void *out, size_t bytes) {
     llm_error err;
     if (!b->download(b->context, out, device_memory, bytes, &err)) fail_msg("%s", err.message);
     b->release(b->context, device_memory);
-}
-
-static void begin(llm_backend *b, const llm_batch *batch) {
-    llm_error err;
-    if (!b->begin_step(b->context, batch, &err)) fail_msg("%s", err.message);
-}
-
-static void end(llm_backend *b) {
-    llm_error err;
-    if (!b->end_step(b->context, &err)) fail_msg("%s", err.message);
-    if (!b->sync(b->context, &err)) fail_msg("%s", err.message);
 }
 
 static double distance(const float *a, const float *b, int64_t n) { /* |a - b| / |b| */
@@ -244,9 +230,7 @@ static void run_rmsnorm(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
     int64_t n = (int64_t)c->n * c->dim;
     float *x = place_floats(b, c->x, n), *weight = place_floats(b, c->y, c->dim), *result = c->in_place ? x : place(b, NULL, (size_t)n * 4);
-    begin(b, &c->batch.batch);
-    b->rmsnorm(b->context, x, weight, c->n, c->dim, c->epsilon, result);
-    end(b);
+    op_rmsnorm(b, x, weight, c->n, c->dim, c->epsilon, result);
     take(b, result, out, (size_t)n * sizeof *out);
     if (!c->in_place) b->release(b->context, x);
     b->release(b->context, weight);
@@ -257,20 +241,17 @@ static void test_rmsnorm(void **state) {
     static const int dims[] = {1, 3, 16, 64, 100, 257, 1024, 4099};
     for (int i = 0; i < 16; i++) {
         rows_case c = {.dim = dims[i / 2], .n = i % 4 == 0 ? 1 : random_int(1, 40), .epsilon = 1e-5f, .in_place = i % 2};
-        c.batch = batch_of(c.n, 10);
         c.x = random_floats((int64_t)c.n * c.dim, i == 6 ? 1e4f : 1.0f), c.y = random_floats(c.dim, 1.0f);
         if (c.n > 1) memset((void *)(c.x + c.dim), 0, (size_t)c.dim * sizeof(float)); /* a row of zeros */
         check("rmsnorm", run_rmsnorm, &c, (int64_t)c.n * c.dim, 2e-6, 2e-6);
-        free((void *)c.x), free((void *)c.y), free_batch(&c.batch);
+        free((void *)c.x), free((void *)c.y);
     }
 }
 
 static void run_swiglu(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
     float *gate = place_floats(b, c->x, c->n), *up = place_floats(b, c->y, c->n), *result = c->in_place ? gate : place(b, NULL, (size_t)c->n * 4);
-    begin(b, &c->batch.batch);
-    b->swiglu(b->context, gate, up, c->n, result);
-    end(b);
+    op_swiglu(b, gate, up, c->n, result);
     take(b, result, out, (size_t)c->n * sizeof *out);
     if (!c->in_place) b->release(b->context, gate);
     b->release(b->context, up);
@@ -281,10 +262,71 @@ static void test_swiglu(void **state) {
     static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f};
     for (int i = 0; i < 8; i++) {
         rows_case c = {.n = i == 0 ? 1 : i == 1 ? 20001 : random_int(1, 3000), .in_place = i % 2};
-        c.batch = batch_of(1, 10);
         c.x = random_floats(c.n, 8.0f), c.y = random_floats(c.n, 1.0f);
         for (int k = 0; k < 9 && k * 7 < c.n; k++) ((float *)c.x)[k * 7] = corners[k], ((float *)c.y)[k * 7] = 1.0f;
         check("swiglu", run_swiglu, &c, c.n, 1e-6, 1e-6);
+        free((void *)c.x), free((void *)c.y);
+    }
+}
+
+/* Body and head of a program one by one, in any order that an engine has, give what they give
+ * together. */
+static void run_parts(llm_backend *b, const void *arguments, float *out) {
+    const rows_case *c = (const rows_case *)arguments;
+    llm_error err;
+    int tokens = c->batch.batch.n_tokens, n = c->batch.batch.n_logits;
+    size_t bytes = (size_t)n * (size_t)c->dim * sizeof *out;
+    float *x = place_floats(b, c->x, (int64_t)tokens * c->dim);
+    float *weight = place_floats(b, c->y, c->dim);
+    float *normed = place(b, NULL, (size_t)(tokens * c->dim) * 4), *rows = place(b, NULL, bytes);
+    float *one = place(b, NULL, bytes), *result = place(b, NULL, bytes);
+    ops *o = ops_new();
+    ops_rmsnorm(o, x, weight, c->dim, c->epsilon, normed);
+    ops_swiglu(o, normed, normed, c->dim, normed);
+    llm_op *gather = ops_add(o, LLM_OP_GATHER_ROWS);
+    gather->in[0] = ops_buffer(o, normed, c->dim, false);
+    gather->out = ops_buffer(o, rows, c->dim, true);
+    ops_buffer(o, one, c->dim, true), ops_buffer(o, result, c->dim, true);
+    ops_rmsnorm(o, rows, weight, c->dim, c->epsilon, one);
+    ops_swiglu(o, one, rows, c->dim, result);
+    o->program.n_body = 2;
+    llm_limits limits = ops_limits(&c->batch.batch, n);
+    if (!b->prepare(b->context, &o->program, &limits, &err)) fail_msg("%s", err.message);
+    float *got = malloc(bytes), *nothing = calloc(1, bytes);
+    for (int i = 0; i < 9; i++) { /* whole; body and head; the body alone, and then again */
+        bool whole = i % 3 == 0, head = i % 3 == 1;
+        llm_part part = whole ? LLM_WHOLE : LLM_BODY;
+        for (int again = 0; again <= (i % 3 == 2); again++)
+            if (!b->run(b->context, &o->program, part, &c->batch.batch, 0, whole ? n : 0, &err))
+                fail_msg("%s", err.message);
+        for (int first = 0, count; head && first < n; first += count) {
+            count = (int)llm__min(n - first, i == 1 ? n : i); /* slices of other sizes each time */
+            if (!b->run(b->context, &o->program, LLM_HEAD, &c->batch.batch, first, count, &err))
+                fail_msg("%s", err.message);
+            assert_true(b->download(b->context, got + (int64_t)first * c->dim, result,
+                                    (size_t)(count * c->dim) * sizeof *got, &err));
+        }
+        if (whole) assert_true(b->download(b->context, got, result, bytes, &err));
+        if (i == 0) memcpy(out, got, bytes);
+        if (whole || head) assert_memory_equal(got, out, bytes);
+        assert_true(b->upload(b->context, result, nothing, bytes, &err));
+        assert_true(b->upload(b->context, rows, nothing, bytes, &err));
+    }
+    ops_free(o, b);
+    b->release(b->context, x), b->release(b->context, weight), b->release(b->context, normed);
+    b->release(b->context, rows), b->release(b->context, one), b->release(b->context, result);
+    free(got), free(nothing);
+}
+
+static void test_parts(void **state) {
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        rows_case c = {.dim = 32 * random_int(1, 8), .epsilon = 1e-5f};
+        c.batch = batch_of(random_int(1, 60), 10);
+        int64_t results = (int64_t)c.batch.batch.n_logits * c.dim;
+        c.x = random_floats((int64_t)c.batch.batch.n_tokens * c.dim, 1.0f);
+        c.y = random_floats(c.dim, 1.0f);
+        check("parts of a program", run_parts, &c, results, 3e-6, 3e-6);
         free((void *)c.x), free((void *)c.y), free_batch(&c.batch);
     }
 }
@@ -293,7 +335,6 @@ typedef struct columns_case {
     const float *x;
     const int32_t *columns;
     int n, cols;
-    ragged *batch;
 } columns_case;
 
 static void run_gather_columns(llm_backend *b, const void *arguments, float *out) {
@@ -301,9 +342,7 @@ static void run_gather_columns(llm_backend *b, const void *arguments, float *out
     size_t bytes = (size_t)c->n * (size_t)c->cols * sizeof(float);
     float *x = place_floats(b, c->x, (int64_t)c->n * c->cols), *result = place(b, NULL, bytes);
     int32_t *columns = place(b, c->columns, (size_t)c->cols * sizeof *columns);
-    begin(b, &c->batch->batch);
-    b->gather_columns(b->context, x, columns, c->n, c->cols, result);
-    end(b);
+    op_gather_columns(b, x, columns, c->n, c->cols, result);
     take(b, result, out, bytes);
     b->release(b->context, x);
     b->release(b->context, columns);
@@ -314,20 +353,18 @@ static void test_gather_columns(void **state) {
     static const int cols[] = {1, 32, 100, 4096};
     for (int i = 0; i < 4; i++) {
         int32_t columns[4096];
-        ragged batch = batch_of(i * 3 + 1, 10);
-        columns_case c = {random_floats((int64_t)(i * 3 + 1) * cols[i], 1.0f), columns, i * 3 + 1, cols[i], &batch};
+        int n = i * 3 + 1;
+        columns_case c = {random_floats((int64_t)n * cols[i], 1.0f), columns, n, cols[i]};
         for (int j = 0; j < cols[i]; j++) columns[j] = cols[i] - 1 - j;
         check("gather_columns", run_gather_columns, &c, (int64_t)c.n * c.cols, 0, 0);
-        free((void *)c.x), free_batch(&batch);
+        free((void *)c.x);
     }
 }
 
 static void run_gather(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
     float *x = place_floats(b, c->x, (int64_t)c->batch.batch.n_tokens * c->dim), *result = place(b, NULL, (size_t)(c->n * c->dim) * 4);
-    begin(b, &c->batch.batch);
-    b->gather_rows(b->context, &c->batch.batch, x, c->dim, c->first, c->n, result);
-    end(b);
+    op_gather_rows(b, &c->batch.batch, x, c->dim, c->first, c->n, result);
     take(b, result, out, (size_t)(c->n * c->dim) * sizeof *out);
     b->release(b->context, x);
 }
@@ -396,9 +433,7 @@ static void run_embed(llm_backend *b, const void *arguments, float *out) {
     llm_weight table = load(b, c);
     size_t bytes = (size_t)(c->batch.batch.n_tokens * c->cols) * sizeof(float);
     float *result = place(b, NULL, bytes);
-    begin(b, &c->batch.batch);
-    b->embed(b->context, &c->batch.batch, &table, result);
-    end(b);
+    op_embed(b, &c->batch.batch, &table, result);
     take(b, result, out, bytes);
     b->free_weight(b->context, &table);
 }
@@ -426,11 +461,10 @@ static void run_matmul(llm_backend *b, const void *arguments, float *out) {
     llm_weight w = load(b, c);
     float *x = place_floats(b, c->x, (int64_t)c->n * c->cols), *bias = place_floats(b, c->bias, c->rows);
     float *result = place_floats(b, c->start, (int64_t)c->n * c->rows);
-    begin(b, &c->batch.batch);
     int group = c->group ? c->group : c->n;
     for (int i = 0; i < c->n; i += group)
-        b->matmul(b->context, x + (int64_t)i * c->cols, &w, bias, i + group < c->n ? group : c->n - i, c->add, result + (int64_t)i * c->rows);
-    end(b);
+        op_matmul(b, x + (int64_t)i * c->cols, &w, bias, i + group < c->n ? group : c->n - i, c->add,
+                  result + (int64_t)i * c->rows);
     take(b, result, out, (size_t)c->n * (size_t)c->rows * sizeof *out);
     b->release(b->context, x);
     b->release(b->context, bias);
@@ -453,7 +487,6 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     c.x = random_floats((int64_t)n * cols, 1.0f);
     c.start = random_floats((int64_t)n * rows, 1.0f);
     c.bias = random_below(&rng, 2) ? random_floats(rows, 1.0f) : NULL;
-    c.batch = batch_of(n, 10);
     if (can_load(forms[0].backend, &c)) {
         /* a single product may happen to be near zero: then its error is large beside it */
         double slack = (int64_t)n * rows < 32 ? 30 : 1;
@@ -470,7 +503,8 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
         }
         free(all), free(parts);
     }
-    free(values), free((void *)c.data), free((void *)c.x), free((void *)c.start), free((void *)c.bias), free_batch(&c.batch);
+    free(values), free((void *)c.data), free((void *)c.x), free((void *)c.start);
+    free((void *)c.bias);
 }
 
 static void test_matmul(void **state) {
@@ -514,9 +548,7 @@ static void run_angles(llm_backend *b, const void *arguments, float *out) {
     const cache_case *c = (const cache_case *)arguments;
     size_t bytes = (size_t)(c->batch.batch.n_tokens * c->rope_dim) * sizeof(float);
     float *frequencies = place_floats(b, c->frequencies, c->rope_dim / 2), *angles = place(b, NULL, bytes);
-    begin(b, &c->batch.batch);
-    b->rope_angles(b->context, &c->batch.batch, frequencies, c->rope_dim, c->magnitude, angles);
-    end(b);
+    op_rope_angles(b, &c->batch.batch, frequencies, c->rope_dim, c->magnitude, angles);
     take(b, angles, out, bytes);
     b->release(b->context, frequencies);
 }
@@ -532,9 +564,8 @@ static void run_rope_and_store(llm_backend *b, const void *arguments, float *out
     float *q = place_floats(b, c->q, q_values), *k = place_floats(b, c->k, kv_values), *v = place_floats(b, c->v, kv_values);
     float *q_norm = place_floats(b, c->q_norm, head_dim), *k_norm = place_floats(b, c->k_norm, head_dim);
     float *angles = place(b, c->angles, (size_t)(tokens * c->rope_dim) * sizeof(float));
-    begin(b, &c->batch.batch);
-    b->rope_and_store(b->context, &c->batch.batch, &c->shape, c->pairing, c->rope_dim, angles, q_norm, k_norm, 1e-6f, q, k, v, &cache, LAYER);
-    end(b);
+    op_rope_and_store(b, &c->batch.batch, &c->shape, c->pairing, c->rope_dim, angles, q_norm, k_norm,
+                      1e-6f, q, k, v, &cache, LAYER);
     take(b, q, out, (size_t)q_values * sizeof *out);
     int64_t layer_values = (int64_t)(cache.layer_bytes / (c->cache_type == LLM_F16 ? 2 : 4));
     for (int side = 0; side < 2; side++) {
@@ -612,9 +643,7 @@ static void run_attention(llm_backend *b, const void *arguments, float *out) {
     int64_t width = (int64_t)c->shape.n_heads * head_dim;
     if (!c->chunk) {
         float *q = place_floats(b, c->q, batch->n_tokens * width), *result = place(b, NULL, (size_t)(batch->n_tokens * width) * 4);
-        begin(b, batch);
-        b->attention(b->context, batch, &c->shape, q, &cache, LAYER, result);
-        end(b);
+        op_attention(b, batch, &c->shape, q, &cache, LAYER, result);
         take(b, result, out, (size_t)(batch->n_tokens * width) * sizeof *out);
         b->release(b->context, q);
     }
@@ -627,9 +656,7 @@ static void run_attention(llm_backend *b, const void *arguments, float *out) {
                              .block_tables = batch->block_tables + s * batch->table_stride, .table_stride = batch->table_stride,
                              .block_size = block_size, .n_logits = 1, .logit_rows = &first};
             float *q = place_floats(b, c->q + token * width, n * width), *result = place(b, NULL, (size_t)(n * width) * 4);
-            begin(b, &one);
-            b->attention(b->context, &one, &c->shape, q, &cache, LAYER, result);
-            end(b);
+            op_attention(b, &one, &c->shape, q, &cache, LAYER, result);
             take(b, result, out + token * width, (size_t)(n * width) * sizeof *out);
             b->release(b->context, q);
         }
@@ -703,8 +730,10 @@ static void test_copy_blocks(void **state) {
     for (int i = 0; i < 6; i++) {
         static const int32_t from[] = {0, 4, 2, 3}, to[] = {2, 1, 4, 0}; /* 2 is written, then read; 0 is read, then written */
         copy_case c = {.from = from, .to = to, .n = i % 4 + 1};
-        c.cache.batch.batch.block_size = random_int(1, 16), c.cache.batch.n_blocks = 5;
-        c.cache.shape = (llm_attention_shape){2, 2, i % 2 ? 2 * random_int(1, 20) : 64, 1.0f, false, 0};
+        int block_size = random_int(1, 16), head_dim = i % 2 ? 2 * random_int(1, 20) : 64;
+        if (i == 1) block_size = 3, head_dim = 10; /* 120 bytes: no multiple of 16 */
+        c.cache.batch.batch.block_size = block_size, c.cache.batch.n_blocks = 5;
+        c.cache.shape = (llm_attention_shape){2, 2, head_dim, 1.0f, false, 0};
         c.cache.cache_type = LLM_F16;
         llm_cache cache = cache_of(&c.cache);
         size_t bytes = LAYERS * cache.layer_bytes;
@@ -751,14 +780,24 @@ static void test_memory(void **state) {
         assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
         assert_false(b->load_weight(b->context, &cut, data, &err));
         assert_int_equal(err.status, LLM_ERROR_FORMAT);
-        llm_limits nothing;
+        llm_limits nothing, some = {160, 8, 2100, 1};
         memset(&nothing, 0, sizeof nothing);
-        assert_false(b->reserve(b->context, &nothing, &err));
+        ops *wide = ops_new();
+        llm_attention_shape shape = {1, 1, 5000, 1.0f, false, 0};
+        llm_cache cache = {LLM_F16, 1, 1, 5000, 1, 1, 10000, data, data, false};
+        llm_batch none;
+        memset(&none, 0, sizeof none);
+        ops_attention(wide, &shape, data, &cache, 0, data);
+        assert_false(b->prepare(b->context, &wide->program, &nothing, &err));
         assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
-        llm_limits wide = limits;
-        wide.head_dim = 5000;
-        if (device_is_gpu(device)) assert_false(b->reserve(b->context, &wide, &err));
-        if (device_is_gpu(device)) assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+        if (device_is_gpu(device)) {
+            assert_false(b->prepare(b->context, &wide->program, &some, &err));
+            assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
+        }
+        assert_null(wide->program.plan);
+        assert_false(b->run(b->context, &wide->program, LLM_BODY, &none, 0, 0, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        ops_free(wide, b);
     }
 }
 
@@ -784,11 +823,334 @@ static void test_large_upload(void **state) {
     free(data), free(back);
 }
 
+/* ---- Programs and their graphs --------------------------------------------------------------- */
+
+void emulator_fail_allocation(long n) __attribute__((weak));
+void emulator_fail_launch(long n) __attribute__((weak));
+bool emulator_failed(void) __attribute__((weak));
+emulator_counts emulator_counted(void) __attribute__((weak));
+
+enum {
+    SIDE = 64,
+    STEP_COUNT = 4,
+    STEP_ROWS = MAX_SEQUENCES * STEP_COUNT /* enough for x to be rounded into scratch memory */
+};
+
+/* A step of a few tokens of each sequence, and programs over it: y = swiglu(x, x), out = y times a
+ * matrix. */
+typedef struct graph_case {
+    llm_backend *b;
+    ragged step;
+    llm_weight weights[2];
+    float *x, *y, *out;                  /* device (STEP_ROWS, SIDE) */
+    float expected[2][STEP_ROWS * SIDE]; /* of each matrix */
+    uint64_t replays;                    /* of the device, at the last look */
+} graph_case;
+
+static ops *program_with(graph_case *c, int matrix) {
+    ops *o = ops_new();
+    ops_swiglu(o, c->x, c->x, SIDE, c->y);
+    ops_matmul(o, c->y, &c->weights[matrix], NULL, false, c->out);
+    return o;
+}
+
+static int new_replays(graph_case *c) {
+    llm_device_state now;
+    c->b->state(c->b->context, &now);
+    int more = (int)(now.replays - c->replays);
+    c->replays = now.replays;
+    return more;
+}
+
+static void check_outcome(graph_case *c, int matrix) {
+    llm_error err;
+    float got[STEP_ROWS * SIDE], nothing[STEP_ROWS * SIDE];
+    if (!c->b->download(c->b->context, got, c->out, sizeof got, &err)) fail_msg("%s", err.message);
+    assert_memory_equal(got, c->expected[matrix], sizeof got);
+    memset(nothing, 0xff, sizeof nothing); /* so that the next run has to write it */
+    assert_true(c->b->upload(c->b->context, c->out, nothing, sizeof nothing, &err));
+}
+
+/* A step gives the right result, from so many graphs. */
+static void check_step(graph_case *c, ops *o, int matrix, int replays) {
+    llm_error err;
+    if (!ops_step(o, c->b, &c->step.batch, &err)) fail_msg("%s", err.message);
+    check_outcome(c, matrix);
+    assert_int_equal(new_replays(c), replays);
+}
+
+static graph_case *new_graph_case(void) {
+    llm_error err;
+    graph_case *c = calloc(1, sizeof *c);
+    static const int first[MAX_SEQUENCES] = {0, 3, 9, 1, 20, 7};
+    static const int count[MAX_SEQUENCES] = {STEP_COUNT, STEP_COUNT, STEP_COUNT,
+                                             STEP_COUNT, STEP_COUNT, STEP_COUNT};
+    float *x = random_floats(STEP_ROWS * SIDE, 1.0f);
+    assert_int_equal(llm_rounded_rows(STEP_ROWS), STEP_ROWS);
+    c->b = device_open(device, NULL);
+    c->step = make_batch(MAX_SEQUENCES, first, count, 16, 10);
+    c->x = place_floats(c->b, x, STEP_ROWS * SIDE);
+    c->y = place(c->b, NULL, STEP_ROWS * SIDE * 4);
+    c->out = place(c->b, NULL, STEP_ROWS * SIDE * 4);
+    for (int i = 0; i < 2; i++) {
+        float *values = random_floats(SIDE * SIDE, 1.0f);
+        weight_case w = {.type = LLM_F16, .rows = SIDE, .cols = SIDE};
+        w.data = packed(LLM_F16, values, SIDE * SIDE);
+        c->weights[i] = load(c->b, &w);
+        op_swiglu(c->b, c->x, c->x, STEP_ROWS * SIDE, c->y);
+        op_matmul(c->b, c->y, &c->weights[i], NULL, STEP_ROWS, false, c->out);
+        assert_true(
+            c->b->download(c->b->context, c->expected[i], c->out, sizeof c->expected[i], &err));
+        free(values), free((void *)w.data);
+    }
+    assert_true(memcmp(c->expected[0], c->expected[1], sizeof c->expected[0]));
+    assert_int_equal(new_replays(c), 0);
+    free(x);
+    return c;
+}
+
+static void free_graph_case(graph_case *c) {
+    for (int i = 0; i < 2; i++) c->b->free_weight(c->b->context, &c->weights[i]);
+    c->b->release(c->b->context, c->x), c->b->release(c->b->context, c->y);
+    c->b->release(c->b->context, c->out);
+    llm_backend_free(c->b);
+    free_batch(&c->step);
+    free(c);
+}
+
+static void only_gpu(void) {
+    if (!device_is_gpu(device)) skip();
+}
+
+static void only_emulated(void) {
+    if (!strcmp(device, "emulated")) return;
+    print_message("SKIPPED: only the emulated device fails when it is told to\n");
+    skip();
+}
+
+static uint64_t handles(void) {
+    return !strcmp(device, "emulated") ? emulator_counted().live_handles : 0;
+}
+
+/* A graph belongs to a program. It goes with it: a program that is later at the same address has
+ * its own. */
+static void test_graphs(void **state) {
+    (void)state;
+    only_gpu();
+    graph_case *c = new_graph_case();
+    uint64_t before = handles();
+    ops *one = program_with(c, 0);
+    for (int i = 0; i < 4; i++)
+        check_step(c, one, 0, i > 0); /* the first of its shape is just launched */
+    ops *other = program_with(c, 1);
+    for (int i = 0; i < 3; i++) check_step(c, other, 1, i > 0);
+    for (int i = 0; i < 3; i++) { /* prepare has forgotten the graphs of `one` */
+        check_step(c, one, 0, i > 0);
+        check_step(c, other, 1, 1);
+    }
+    assert_true(handles() == before + 2 || strcmp(device, "emulated"));
+    c->b->forget(c->b->context, &one->program);
+    assert_true(handles() == before + 1 || strcmp(device, "emulated"));
+    assert_null(one->program.plan);
+    check_step(c, other, 1, 1); /* it still has its own */
+    one->list[1].weight = &c->weights[1];
+    for (int i = 0; i < 3; i++) check_step(c, one, 1, i > 0);
+    ops_free(one, c->b), ops_free(other, c->b);
+    assert_int_equal(handles(), before);
+    free_graph_case(c);
+}
+
+/* What prepare moves, no graph uses any more. */
+static void test_stale_graphs(void **state) {
+    (void)state;
+    only_gpu();
+    enum { COLS = 16384 };
+    llm_error err;
+    graph_case *c = new_graph_case();
+    ops *o = program_with(c, 0);
+    for (int i = 0; i < 3; i++) check_step(c, o, 0, i > 0);
+    float *values = random_floats(COLS, 1.0f);
+    float *x = place_floats(c->b, values, COLS), *out = place(c->b, NULL, 4);
+    weight_case wide = {.type = LLM_F16, .rows = 1, .cols = COLS};
+    wide.data = packed(LLM_F16, values, COLS);
+    llm_weight w = load(c->b, &wide);
+    for (int kind = 0; kind < 2; kind++) { /* wider rows; and then larger tables of a step */
+        llm_limits limits = {kind ? 2000 : 1, kind ? 64 : 1, kind ? 100000 : 1, 1};
+        ops *larger = ops_new();
+        ops_matmul(larger, x, &w, NULL, false, out);
+        if (!c->b->prepare(c->b->context, &larger->program, &limits, &err))
+            fail_msg("%s", err.message);
+        for (int i = 0; i < 3; i++) check_step(c, o, 0, i > 0);
+        ops_free(larger, c->b);
+    }
+    ops_free(o, c->b);
+    c->b->free_weight(c->b->context, &w);
+    c->b->release(c->b->context, x), c->b->release(c->b->context, out);
+    free(values), free((void *)wide.data);
+    free_graph_case(c);
+}
+
+/* Slices of the head with other numbers of rows are other graphs. */
+static void test_graphs_of_slices(void **state) {
+    (void)state;
+    only_gpu();
+    llm_error err;
+    graph_case *c = new_graph_case();
+    ops *o = program_with(c, 0);
+    const int all = c->step.batch.n_logits, counts[] = {1, 1, 1, all, 1, all};
+    assert_true(all > 1);
+    o->program.n_body = 1;
+    o->buffers[o->list[1].out].head = true;
+    llm_limits limits = ops_limits(&c->step.batch, all);
+    assert_true(c->b->prepare(c->b->context, &o->program, &limits, &err));
+    for (int i = 0; i < 6; i++) {
+        float got[STEP_ROWS * SIDE];
+        size_t bytes = (size_t)counts[i] * SIDE * sizeof *got;
+        memset(got, 0xff, sizeof got);
+        assert_true(c->b->upload(c->b->context, c->out, got, sizeof got, &err));
+        assert_true(c->b->run(c->b->context, &o->program, LLM_WHOLE, &c->step.batch, 0, counts[i], &err));
+        assert_true(c->b->download(c->b->context, got, c->out, sizeof got, &err));
+        assert_memory_equal(got, c->expected[0], bytes);
+    }
+    ops_free(o, c->b);
+    free_graph_case(c);
+}
+
+/* Only a whole decode step is captured: no prompt, no part of a program, and nothing that is
+ * profiled. */
+static void test_never_captured(void **state) {
+    (void)state;
+    only_gpu();
+    llm_error err;
+    graph_case *c = new_graph_case();
+    ops *o = program_with(c, 0);
+    double seconds[2] = {0, 0};
+    uint64_t before = handles();
+    ragged prompt = make_batch(2, (const int[]){0, 2}, (const int[]){17, STEP_ROWS - 17}, 16, 10);
+    ragged decode = c->step;
+    c->step = prompt;
+    for (int i = 0; i < 3; i++) check_step(c, o, 0, 0);
+    c->step = decode;
+    for (int i = 0; i < 3; i++) {
+        assert_true(c->b->run(c->b->context, &o->program, LLM_BODY, &c->step.batch, 0, 0, &err));
+        check_outcome(c, 0);
+        assert_int_equal(new_replays(c), 0);
+    }
+    o->program.seconds = seconds;
+    for (int i = 0; i < 3; i++) check_step(c, o, 0, 0);
+    assert_true(seconds[0] > 0 && seconds[1] > 0);
+    assert_int_equal(handles(), before);
+    o->program.seconds = NULL;
+    for (int i = 0; i < 3; i++) check_step(c, o, 0, i > 0);
+    ops_free(o, c->b);
+    free_batch(&prompt);
+    free_graph_case(c);
+}
+
+/* Where prepare gets no memory, the program cannot be run, but those from before can; and later it
+ * can be prepared. */
+static void test_failed_prepare(void **state) {
+    (void)state;
+    only_emulated();
+    int refused = 0;
+    bool more = true;
+    for (long n = 0; more; n++) {
+        llm_error err;
+        uint64_t live = emulator_counted().live_allocations;
+        uint64_t pinned = emulator_counted().live_pinned;
+        graph_case *c = new_graph_case();
+        llm_limits limits = {3000, 64, 5000, 100};
+        llm_attention_shape shape = {4, 1, 64, 1.0f, false, 0};
+        llm_cache cache = {LLM_F16, 1, 1, 64, 16, 1, 2048, c->x, c->x, false};
+        ops *o = program_with(c, 0), *larger = program_with(c, 1);
+        ops_attention(larger, &shape, c->x, &cache, 0, c->y); /* prepared, but not run */
+        larger->program.n_body--;
+        for (int i = 0; i < 3; i++) check_step(c, o, 0, i > 0);
+        emulator_fail_allocation(n);
+        more = !c->b->prepare(c->b->context, &larger->program, &limits, &err);
+        emulator_fail_allocation(-1);
+        if (more) {
+            refused++;
+            assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            assert_true(strstr(err.message, "wanted for") || strstr(err.message, "locked memory"));
+            assert_null(larger->program.plan);
+            assert_false(
+                c->b->run(c->b->context, &larger->program, LLM_BODY, &c->step.batch, 0, 0, &err));
+            assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        }
+        for (int i = 0; i < 3; i++) check_step(c, o, 0, i > 0);
+        if (more && !c->b->prepare(c->b->context, &larger->program, &limits, &err))
+            fail_msg("%s", err.message);
+        assert_true(
+            c->b->run(c->b->context, &larger->program, LLM_BODY, &c->step.batch, 0, 0, &err));
+        check_outcome(c, 1);
+        ops_free(o, c->b), ops_free(larger, c->b);
+        free_graph_case(c);
+        assert_int_equal(emulator_counted().live_allocations, live);
+        assert_int_equal(emulator_counted().live_pinned, pinned);
+    }
+    print_message("    %d allocations of prepare failed\n", refused);
+    assert_true(refused > 3);
+}
+
+/* A kernel that cannot be launched is an error of the next sync, and of no later one. One that
+ * fails while a graph is captured, and a graph that cannot be made or launched, are none: the
+ * kernels are launched one by one. */
+static void test_failed_launches(void **state) {
+    (void)state;
+    only_emulated();
+    llm_error err;
+    llm_device_state now;
+    graph_case *c = new_graph_case();
+    ops *o = program_with(c, 0);
+    c->b->state(c->b->context, &now);
+    uint64_t start = now.launches;
+    check_step(c, o, 0, 0);
+    c->b->state(c->b->context, &now);
+    int launches = (int)(now.launches - start);
+    assert_true(launches >= 3); /* swiglu, the rounding, the product */
+    for (int n = 0; n < launches; n++) {
+        ops_free(o, c->b);
+        o = program_with(c, 0);
+        emulator_fail_launch(n); /* of the first run */
+        assert_true(ops_step(o, c->b, &c->step.batch, &err));
+        assert_true(emulator_failed());
+        assert_false(c->b->sync(c->b->context, &err));
+        assert_int_equal(err.status, LLM_ERROR_DEVICE);
+        assert_true(c->b->sync(c->b->context, &err));
+        emulator_fail_launch(n); /* of the capture */
+        check_step(c, o, 0, 0);
+        assert_true(emulator_failed());
+        check_step(c, o, 0, 1);
+    }
+    for (int kind = 0; kind < 3; kind++) {
+        ops_free(o, c->b);
+        o = program_with(c, 0);
+        check_step(c, o, 0, 0);
+        if (kind == 2) check_step(c, o, 0, 1);
+        if (kind == 0) emulator_fail_allocation(0);          /* of the graph */
+        else emulator_fail_launch(kind == 1 ? launches : 0); /* of a new graph, or of an old one */
+        uint64_t before = emulator_counted().live_handles;
+        check_step(c, o, 0, 0);
+        assert_true(emulator_failed());
+        assert_int_equal(emulator_counted().live_handles, before - (kind == 2));
+        assert_true(c->b->sync(c->b->context, &err));
+        for (int i = 0; i < 2; i++) check_step(c, o, 0, 1);
+    }
+    ops_free(o, c->b);
+    free_graph_case(c);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_large_upload), cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
         cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_parts),
         cmocka_unit_test(test_copy_blocks), cmocka_unit_test(test_matmul), cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_graphs), cmocka_unit_test(test_stale_graphs),
+        cmocka_unit_test(test_graphs_of_slices),
+        cmocka_unit_test(test_never_captured), cmocka_unit_test(test_failed_prepare),
+        cmocka_unit_test(test_failed_launches),
     };
     return cmocka_run_group_tests(tests, open_devices, close_devices);
 }

@@ -10,6 +10,7 @@
 #include "test_util.h"
 #include "llm.h"
 #include "engine_util.h"
+#include "ops.h"
 #include "emulator.h"
 
 void emulator_memory(size_t bytes) __attribute__((weak));
@@ -267,6 +268,46 @@ static void test_sampled_speculation(void **state) {
     llm_backend_free(b);
 }
 
+/* Steps of a prompt are never captured, however often they come; a decode step is from the second
+ * of its shape on, which is the third that gives a token. */
+static void test_captured_steps(void **state) {
+    (void)state;
+    llm_error err;
+    enum { LENGTH = 45 }; /* 24 tokens, then 21 */
+    int32_t prompt[LENGTH];
+    llm_backend *b = device_open(device, NULL);
+    if (!device_is_gpu(device)) {
+        llm_backend_free(b);
+        skip();
+    }
+    llm_engine_options o = options_on(b);
+    o.prefix_cache = false;
+    llm_engine *engine = engine_on(&o);
+    llm_request r = llm_request_defaults();
+    for (int i = 0; i < LENGTH; i++) prompt[i] = (int32_t)(llm_random(9, 5, (uint64_t)i) * 280);
+    r.prompt = prompt, r.n_prompt = LENGTH, r.max_tokens = 1, r.ignore_end = true;
+    for (int i = 0; i < 4; i++) {
+        record *got = record_new(target);
+        record_submit(engine, got, r, false);
+        record_drain(engine);
+        record_free(got);
+    }
+    assert_int_equal(llm_engine_statistics(engine).device_replays, 0);
+    record *got = record_new(target);
+    r.max_tokens = 8;
+    record_submit(engine, got, r, false);
+    for (int tokens = 0; tokens < r.max_tokens; tokens = got->samples[0].n_tokens) {
+        assert_int_equal(llm_step(engine, &err), 1);
+        record_events(engine);
+        int graphs = got->samples[0].n_tokens - 2;
+        assert_int_equal(llm_engine_statistics(engine).device_replays, graphs > 0 ? graphs : 0);
+    }
+    record_drain(engine);
+    record_free(got);
+    llm_engine_free(engine);
+    llm_backend_free(b);
+}
+
 /* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
 
 static void only_emulated(void) {
@@ -481,24 +522,26 @@ static void test_second_engine(void **state) {
 
 enum { ROWS = 3, WIDTH = 64 };
 
-/* A backend with one product of a step: out (ROWS, WIDTH) = x times w. */
+/* A backend with a program of one product: out (ROWS, WIDTH) = x times w. */
 typedef struct product {
     llm_backend *b;
     llm_weight w;
+    ops *program;
     float *x, *out;
 } product;
 
-static void reserve_for(llm_backend *b, int tokens, int width, bool expected) {
+/* Prepare a program of one product for so many tokens and columns, which is not run. */
+static void prepare_for(llm_backend *b, int tokens, int width, bool expected) {
     llm_error err;
-    llm_limits limits = {.max_tokens = tokens,
-                         .max_sequences = ROWS,
-                         .max_context = WIDTH,
-                         .n_heads = 4,
-                         .head_dim = 16,
-                         .max_cols = width};
-    bool fine = b->reserve(b->context, &limits, &err);
-    if (fine != expected) fail_msg("reserve: %s", fine ? "not refused" : err.message);
+    llm_limits limits = {tokens, ROWS, WIDTH, ROWS};
+    llm_weight w = {LLM_F32, 1, width, NULL, NULL, NULL, false};
+    float x, out;
+    ops *o = ops_new();
+    ops_matmul(o, &x, &w, NULL, false, &out);
+    bool fine = b->prepare(b->context, &o->program, &limits, &err);
+    if (fine != expected) fail_msg("prepare: %s", fine ? "not refused" : err.message);
     if (!fine) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+    ops_free(o, b);
 }
 
 static product product_open(int gpu) {
@@ -507,13 +550,13 @@ static product product_open(int gpu) {
     options.device = gpu;
     product p = {device_open(device, &options),
                  {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false},
+                 ops_new(),
                  NULL,
                  NULL};
     llm_backend *b = p.b;
     float x[8 * WIDTH], w[WIDTH * WIDTH]; /* a graph of 3 rows computes 8 */
     for (int i = 0; i < WIDTH * WIDTH; i++) w[i] = (float)(llm_random(1, 1, (uint64_t)i) - 0.5);
     for (int i = 0; i < 8 * WIDTH; i++) x[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
-    reserve_for(b, ROWS, WIDTH, true);
     assert_true(b->load_weight(b->context, &p.w, w, &err));
     p.x = (float *)b->allocate(b->context, sizeof x, "a test", &err),
     p.out = (float *)b->allocate(b->context, sizeof x, "a test", &err);
@@ -522,6 +565,7 @@ static product product_open(int gpu) {
 }
 
 static void product_close(product *p) {
+    ops_free(p->program, p->b);
     p->b->release(p->b->context, p->x), p->b->release(p->b->context, p->out);
     p->b->free_weight(p->b->context, &p->w);
     llm_backend_free(p->b);
@@ -540,14 +584,14 @@ static bool product_step(product *p) {
                        .block_tables = zeros,
                        .table_stride = 1,
                        .block_size = 16,
+                       .n_logits = 1,
                        .logit_rows = zeros};
     llm_error err;
     llm_device_state before, after;
     llm_backend *b = p->b;
     b->state(b->context, &before);
-    assert_true(b->begin_step(b->context, &batch, &err));
-    b->matmul(b->context, p->x, &p->w, NULL, ROWS, false, p->out);
-    assert_true(b->end_step(b->context, &err));
+    if (!p->program->program.n_ops) ops_matmul(p->program, p->x, &p->w, NULL, false, p->out);
+    assert_true(ops_step(p->program, b, &batch, &err));
     b->state(b->context, &after);
     return after.replays > before.replays;
 }
@@ -558,8 +602,8 @@ static void take_product(product *p, float out[ROWS * WIDTH]) {
         fail_msg("%s", err.message);
 }
 
-/* A reserve moves the scratch memory that graphs use: none from before it is replayed. */
-static void test_reserve_forgets_graphs(void **state) {
+/* Preparing a larger program moves the scratch memory that graphs use: none from before is replayed. */
+static void test_prepare_forgets_graphs(void **state) {
     (void)state;
     only_emulated();
     product p = product_open(0);
@@ -567,16 +611,16 @@ static void test_reserve_forgets_graphs(void **state) {
     assert_false(product_step(&p));
     take_product(&p, first);
     assert_true(product_step(&p));
-    reserve_for(p.b, ROWS, 64 * WIDTH, true);
+    prepare_for(p.b, ROWS, 64 * WIDTH, true);
     assert_false(product_step(&p));
     take_product(&p, later);
     assert_memory_equal(first, later, sizeof first);
     product_close(&p);
 }
 
-/* A reserve that is refused leaves the limits of the one before: asking for these again takes no
- * more memory than they did. */
-static void test_refused_reserve(void **state) {
+/* A program that is refused leaves the limits of those before: preparing one of them again takes no
+ * more memory than it did. */
+static void test_refused_prepare(void **state) {
     (void)state;
     only_emulated();
     for (int n = 0; n < 3;
@@ -585,11 +629,12 @@ static void test_refused_reserve(void **state) {
         float before[ROWS * WIDTH], after[ROWS * WIDTH];
         assert_false(product_step(&p));
         take_product(&p, before);
+        prepare_for(p.b, ROWS, WIDTH, true);
         uint64_t live = emulator_counted().live_bytes;
         emulator_fail_allocation(n);
-        reserve_for(p.b, 1000 * ROWS, 1000 * WIDTH, false);
+        prepare_for(p.b, 1000 * ROWS, 1000 * WIDTH, false);
         emulator_fail_allocation(-1);
-        reserve_for(p.b, ROWS, WIDTH, true);
+        prepare_for(p.b, ROWS, WIDTH, true);
         if (n == 0) assert_true(emulator_counted().live_bytes <= live);
         assert_false(product_step(&p));
         take_product(&p, after);
@@ -598,12 +643,13 @@ static void test_refused_reserve(void **state) {
     }
 }
 
-/* After reserve, copies of blocks need no memory. */
+/* After prepare, copies of blocks need no memory. */
 static void test_copies_allocate_nothing(void **state) {
     (void)state;
     only_emulated();
     llm_error err;
     product p = product_open(0);
+    prepare_for(p.b, ROWS, WIDTH, true);
     static const int32_t from[] = {0}, to[] = {1};
     llm_cache cache = {LLM_F16, 1, 1, 16, 4, 2, 2 * 4 * 16 * 2, p.x, p.out, false};
     emulator_fail_allocation(0);
@@ -628,9 +674,7 @@ static void test_two_devices(void **state) {
     if (!a.b->load_weight(a.b->context, &w, host, &err))
         fail_msg("%s", err.message); /* after calls to the second */
     a.b->free_weight(a.b->context, &w);
-    b.b->rmsnorm(b.b->context, b.x, b.x, 1, WIDTH, 1e-5f,
-                 b.out); /* an operation, after calls to the first */
-    if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message);
+    op_rmsnorm(b.b, b.x, b.x, 1, WIDTH, 1e-5f, b.out); /* an operation, after calls to the first */
     product_close(&a), product_close(&b);
     emulator_devices(1, 80, 13000);
     a = product_open(0); /* makes the first device the current one again */
@@ -643,15 +687,23 @@ static void test_failure_before_a_capture(void **state) {
     (void)state;
     only_emulated();
     llm_error err;
+    static const int32_t zero;
+    llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+    llm_limits limits = ops_limits(&batch, 0);
     product p = product_open(0);
+    ops *norm = ops_new();
+    ops_rmsnorm(norm, p.x, p.x, WIDTH, 1e-5f, p.out);
+    assert_true(p.b->prepare(p.b->context, &norm->program, &limits, &err));
     assert_false(product_step(&p));
     emulator_fail_launch(0);
-    p.b->rmsnorm(p.b->context, p.x, p.x, 1, WIDTH, 1e-5f, p.out);
+    assert_true(p.b->run(p.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
     emulator_fail_launch(-1);
     assert_true(product_step(&p));
     assert_false(p.b->sync(p.b->context, &err));
     assert_non_null(strstr(err.message, "rmsnorm"));
     assert_true(p.b->sync(p.b->context, &err));
+    ops_free(norm, p.b);
     product_close(&p);
 }
 
@@ -662,13 +714,17 @@ static void test_steps_in_a_row(void **state) {
     llm_error err;
     llm_gpu_options options = gpu_options();
     llm_backend *b = device_open(device, &options);
-    reserve_for(b, ROWS, WIDTH, true);
+    ops *program[2] = {ops_new(), ops_new()};
     float values[VOCAB_ROWS * WIDTH], got[2][WIDTH], *out[2];
     for (int i = 0; i < VOCAB_ROWS * WIDTH; i++) values[i] = (float)(i / WIDTH);
     llm_weight table = {LLM_F32, VOCAB_ROWS, WIDTH, NULL, NULL, NULL, false};
     assert_true(b->load_weight(b->context, &table, values, &err));
-    for (int i = 0; i < 2; i++)
+    for (int i = 0; i < 2; i++) {
+        llm_limits limits = {1, 1, WIDTH, 0};
         out[i] = (float *)b->allocate(b->context, 8 * sizeof got[0], "a test", &err);
+        ops_embed(program[i], &table, out[i]);
+        assert_true(b->prepare(b->context, &program[i]->program, &limits, &err));
+    }
     for (int i = 0; i < 2; i++) {
         int32_t zero = 0, one = 1, token = 3 + 4 * i;
         llm_batch batch = {.n_tokens = 1,
@@ -682,14 +738,13 @@ static void test_steps_in_a_row(void **state) {
                            .table_stride = 1,
                            .block_size = 16,
                            .logit_rows = &zero};
-        assert_true(b->begin_step(b->context, &batch, &err));
-        b->embed(b->context, &batch, &table, out[i]);
-        assert_true(b->end_step(b->context, &err));
+        assert_true(b->run(b->context, &program[i]->program, LLM_BODY, &batch, 0, 0, &err));
     }
     for (int i = 0; i < 2; i++) {
         assert_true(b->download(b->context, got[i], out[i], sizeof got[i], &err));
         for (int k = 0; k < WIDTH; k++) assert_true(got[i][k] == (float)(3 + 4 * i));
         b->release(b->context, out[i]);
+        ops_free(program[i], b);
     }
     b->free_weight(b->context, &table);
     llm_backend_free(b);
@@ -746,12 +801,13 @@ int main(void) {
         cmocka_unit_test(test_speculation), cmocka_unit_test(test_sampled_speculation),
         cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies),
         cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
-        cmocka_unit_test(test_reserve_forgets_graphs),
-        cmocka_unit_test(test_refused_reserve),
+        cmocka_unit_test(test_prepare_forgets_graphs),
+        cmocka_unit_test(test_refused_prepare),
         cmocka_unit_test(test_copies_allocate_nothing),
         cmocka_unit_test(test_two_devices),
         cmocka_unit_test(test_failure_before_a_capture),
         cmocka_unit_test(test_steps_in_a_row),
+        cmocka_unit_test(test_captured_steps),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);
 }

@@ -212,7 +212,8 @@ static bool life_with_failing_device(int kind, long k) {
         assert_int_equal(test_live, live);
         return true;
     }
-    if (engine->arena.max_logits > 3) engine->arena.max_logits = engine->speculator.arena.max_logits = 3; /* several downloads in a step */
+    if (engine->network.max_logits > 3) /* several downloads in a step */
+        engine->network.max_logits = engine->speculator.draft.max_logits = 3;
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);

@@ -13,6 +13,7 @@
 #include "test_memory.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "ops.h"
 
 /* ---- Helpers ------------------------------------------------------------------------ */
 
@@ -35,9 +36,6 @@ static float *random_floats(int64_t n) {
     return x;
 }
 
-static const llm_limits limits = {.max_tokens = 256, .max_sequences = 8, .max_context = 400,
-                                  .n_heads = 16, .head_dim = 160, .max_cols = 4096};
-
 /* A backend of exactly this instruction set, or NULL where the machine has none. */
 static llm_backend *open_backend(llm_isa isa, int threads) {
     llm_error err;
@@ -47,7 +45,6 @@ static llm_backend *open_backend(llm_isa isa, int threads) {
         llm_backend_free(b);
         return NULL;
     }
-    assert_true(b->reserve(b->context, &limits, &err));
     return b;
 }
 #ifdef LLM_EMULATED_TILES /* what needs no tiles is another program's: see the Makefile */
@@ -168,8 +165,8 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     assert_true(reference->load_weight(reference->context, &w, data, &err));
     memcpy(expected, start, bytes);
     memcpy(exact, start, bytes);
-    reference->matmul(reference->context, x_seen, &seen, bias, n, true, expected);
-    reference->matmul(reference->context, x, &w, bias, n, true, exact);
+    op_matmul(reference, x_seen, &seen, bias, n, true, expected);
+    op_matmul(reference, x, &w, bias, n, true, exact);
     close_backend(reference);
 
     FOR_EACH_ISA(isa) {
@@ -178,7 +175,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
             if (!b) continue;
             if (threads == 1) {
                 memcpy(out, start, bytes);
-                b->matmul(b->context, x, &w, bias, n, true, out);
+                op_matmul(b, x, &w, bias, n, true, out);
                 check_products("matmul", isa, type, out, expected, (int64_t)n * rows, cols, 2e-6);
                 check_products("matmul against unrounded x", isa, type, out, exact, (int64_t)n * rows, cols, 1.5e-2);
                 /* row by row, and in groups of any size */
@@ -187,7 +184,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                     int step = steps[k];
                     memcpy(other, start, bytes);
                     for (int i = 0; i < n; i += step)
-                        b->matmul(b->context, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i), true,
+                        op_matmul(b, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i), true,
                                   other + (int64_t)i * rows);
                     check_same("matmul in pieces", isa, other, out, bytes);
                 }
@@ -197,23 +194,23 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                     part.data = (const char *)data + 3 * llm__row_bytes(type, cols);
                     part.rows = rows - 4;
                     memset(other, 0, bytes);
-                    b->matmul(b->context, x, &part, NULL, n, false, other);
-                    b->matmul(b->context, x, &w, NULL, n, false, out);
+                    op_matmul(b, x, &part, NULL, n, false, other);
+                    op_matmul(b, x, &w, NULL, n, false, out);
                     for (int i = 0; i < n; i++)
                         check_same("matmul of a part", isa, other + (int64_t)i * (rows - 4), out + (int64_t)i * rows + 3,
                                    (size_t)(rows - 4) * sizeof(float));
                     memcpy(out, start, bytes);
-                    b->matmul(b->context, x, &w, bias, n, true, out);
+                    op_matmul(b, x, &w, bias, n, true, out);
                 }
                 llm_weight packed = {type, rows, cols, NULL, NULL, NULL, false}; /* in the kernels' order */
                 assert_true(b->load_weight(b->context, &packed, data, &err));
                 memcpy(other, start, bytes);
-                b->matmul(b->context, x, &packed, bias, n, true, other);
+                op_matmul(b, x, &packed, bias, n, true, other);
                 check_same("matmul with packed weights", isa, other, out, bytes);
                 b->free_weight(b->context, &packed);
             } else {
                 memcpy(other, start, bytes);
-                b->matmul(b->context, x, &w, bias, n, true, other);
+                op_matmul(b, x, &w, bias, n, true, other);
                 check_same("matmul with threads", isa, other, out, bytes);
             }
             close_backend(b);
@@ -258,7 +255,7 @@ static void test_gather_columns(void **state) {
     FOR_EACH_ISA(isa) {
         llm_backend *b = open_backend(isa, 2);
         if (!b) continue;
-        b->gather_columns(b->context, x, columns, N, COLS, out);
+        op_gather_columns(b, x, columns, N, COLS, out);
         for (int i = 0; i < N; i++)
             for (int j = 0; j < COLS; j++) assert_true(out[i * COLS + j] == x[i * COLS + columns[j]]);
         close_backend(b);
@@ -285,12 +282,12 @@ static void test_matmul_extremes(void **state) {
         for (int sign = -1; sign <= 1; sign += 2) {
             for (int i = 0; i < COLS; i++) x[i] = (float)(sign * 127);
             llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
-            reference->matmul(reference->context, x, &w, NULL, 1, false, expected);
+            op_matmul(reference, x, &w, NULL, 1, false, expected);
             close_backend(reference);
             FOR_EACH_ISA(isa) {
                 llm_backend *b = open_backend(isa, 1);
                 if (!b) continue;
-                b->matmul(b->context, x, &w, NULL, 1, false, out);
+                op_matmul(b, x, &w, NULL, 1, false, out);
                 for (int r = 0; r < ROWS; r++) assert_true(out[r] == expected[r]); /* whole numbers: exact */
                 close_backend(b);
             }
@@ -325,16 +322,16 @@ static void test_matmul_extremes_of_all(void **state) {
         llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
         float *seen = weights_seen(type->type, data, ROWS, COLS);
         llm_weight same = {LLM_F32, ROWS, COLS, seen, NULL, NULL, false};
-        reference->matmul(reference->context, x, &same, NULL, N, false, expected);
+        op_matmul(reference, x, &same, NULL, N, false, expected);
         free(seen);
         close_backend(reference);
         FOR_EACH_ISA(isa) {
             llm_backend *b = open_backend(isa, 1);
             if (!b) continue;
-            b->matmul(b->context, x, &w, NULL, N, false, out);
+            op_matmul(b, x, &w, NULL, N, false, out);
             check_close(type->name, isa, out, expected, N * ROWS, 1e-6);
             x[0] = INFINITY; /* shows in its row of x, and in no other */
-            b->matmul(b->context, x, &w, NULL, N, false, out);
+            op_matmul(b, x, &w, NULL, N, false, out);
             for (int i = 0; i < N * ROWS; i++) assert_true(i < ROWS ? !isfinite(out[i]) : isfinite(out[i]));
             x[0] = x[1] < 0.0f ? -127.0f : 127.0f;
             close_backend(b);
@@ -353,18 +350,18 @@ static void test_rmsnorm(void **state) {
         size_t bytes = (size_t)total * sizeof(float);
         float *x = random_floats(total), *weight = random_floats(dim), *expected = malloc(bytes), *out = malloc(bytes);
         float *other = malloc(bytes);
-        llm__plain_rmsnorm(NULL, x, weight, n, dim, 1e-5f, expected);
+        llm__plain_rmsnorm(x, weight, n, dim, 1e-5f, expected);
         FOR_EACH_ISA(isa)
             for (int threads = 1; threads <= 3; threads++) {
                 llm_backend *b = open_backend(isa, threads);
                 if (!b) continue;
-                b->rmsnorm(b->context, x, weight, n, dim, 1e-5f, threads == 1 ? out : other);
+                op_rmsnorm(b, x, weight, n, dim, 1e-5f, threads == 1 ? out : other);
                 if (threads == 1) {
                     check_close("rmsnorm", isa, out, expected, total, 1e-6);
-                    for (int i = 0; i < n; i++) b->rmsnorm(b->context, x + i * dim, weight, 1, dim, 1e-5f, other + i * dim);
+                    for (int i = 0; i < n; i++) op_rmsnorm(b, x + i * dim, weight, 1, dim, 1e-5f, other + i * dim);
                     check_same("rmsnorm row by row", isa, other, out, bytes);
                     memcpy(other, x, bytes);
-                    b->rmsnorm(b->context, other, weight, n, dim, 1e-5f, other);
+                    op_rmsnorm(b, other, weight, n, dim, 1e-5f, other);
                 }
                 check_same("rmsnorm", isa, other, out, bytes);
                 close_backend(b);
@@ -382,19 +379,19 @@ static void test_swiglu(void **state) {
     for (int i = 0; i < N; i++) gate[i] *= 8.0f;
     static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f, 3e38f, -3e38f};
     for (int i = 0; i < 11; i++) gate[i * 7] = corners[i], up[i * 7] = 1.0f;
-    llm__plain_swiglu(NULL, gate, up, N, expected);
+    llm__plain_swiglu(gate, up, N, expected);
     FOR_EACH_ISA(isa)
         for (int threads = 1; threads <= 3; threads++) {
             llm_backend *b = open_backend(isa, threads);
             if (!b) continue;
-            b->swiglu(b->context, gate, up, N, out);
+            op_swiglu(b, gate, up, N, out);
             for (int i = 0; i < N; i++)
                 if (!(fabsf(out[i] - expected[i]) <= 1e-6f * fabsf(expected[i]) + 1e-30f) && fabsf(gate[i]) < 1e30f)
                     fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i], gate[i], expected[i]);
             for (int i = 0, n; i < N; i += n) { /* in pieces, in place */
                 n = (int)llm__min(random_int(1, 5000), N - i);
                 memcpy(other + i, gate + i, (size_t)n * sizeof *gate);
-                b->swiglu(b->context, other + i, up + i, n, other + i);
+                op_swiglu(b, other + i, up + i, n, other + i);
             }
             check_same("swiglu in pieces", isa, other, out, bytes);
             close_backend(b);
@@ -513,7 +510,7 @@ static void run_attention(llm_backend *b, const world *w, const int *first, cons
     batch.block_tables = batch_tables;
     llm_attention_shape shape = w->shape;
     shape.naive = naive;
-    b->attention(b->context, &batch, &shape, q, &cache, 1, result);
+    op_attention(b, &batch, &shape, q, &cache, 1, result);
     for (int i = 0; i < batch.n_sequences; i++) {
         int s = table_of[i];
         memcpy(out[s] + (int64_t)first[s] * n_heads * head_dim, result + (int64_t)seq_first[i] * n_heads * head_dim,
@@ -687,7 +684,7 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
             int result = isa == LLM_ISA_REFERENCE ? 0 : threads;
             llm_backend *b = open_backend(isa, threads);
             if (!b) continue;
-            b->rope_angles(b->context, &batch, frequencies, rope_dim, 1.0f, angles);
+            op_rope_angles(b, &batch, frequencies, rope_dim, 1.0f, angles);
             for (int t = 0; t < TOKENS; t++)
                 for (int i = 0; i < rope_dim / 2; i++) {
                     double angle = (float)positions[t] * frequencies[i];
@@ -697,7 +694,7 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
             memset(keys[result], 0, 2 * cache.layer_bytes), memset(values[result], 0, 2 * cache.layer_bytes);
             cache.keys = keys[result], cache.values = values[result];
             memcpy(turned[result], q, q_values * sizeof(float)), memcpy(k_copy, k, k_values * sizeof(float));
-            b->rope_and_store(b->context, &batch, &shape, pairing, rope_dim, angles, norms ? q_norm : NULL,
+            op_rope_and_store(b, &batch, &shape, pairing, rope_dim, angles, norms ? q_norm : NULL,
                               norms ? k_norm : NULL, 1e-6f, turned[result], k_copy, v, &cache, 1);
             if (result == 0) {
                 const uint16_t *stored = (const uint16_t *)(const void *)((char *)values[0] + cache.layer_bytes) +
@@ -720,7 +717,7 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
             for (int t = 0; t < TOKENS; t++) {
                 llm_batch one = batch;
                 one.n_tokens = 1, one.positions += t, one.slots += t;
-                b->rope_and_store(b->context, &one, &shape, pairing, rope_dim, angles + t * (rope_dim / 2) * 2,
+                op_rope_and_store(b, &one, &shape, pairing, rope_dim, angles + t * (rope_dim / 2) * 2,
                                   norms ? q_norm : NULL, norms ? k_norm : NULL, 1e-6f,
                                   turned[3] + (size_t)t * HEADS * (size_t)head_dim,
                                   k_copy + (size_t)t * KV * (size_t)head_dim, v + (size_t)t * KV * (size_t)head_dim,
@@ -762,12 +759,12 @@ static void test_movements(void **state) {
     assert_true(b->load_weight(b->context, &table, data, &err));
     assert_ptr_equal(table.data, data); /* nothing is copied */
     float out[4 * 64], row[64], rows[2 * 64];
-    b->embed(b->context, &batch, &table, out);
+    op_embed(b, &batch, &table, out);
     for (int t = 0; t < 4; t++) {
         llm__unpack_q4_0((char *)data + tokens[t] * 36, row, 64);
         assert_memory_equal(out + t * 64, row, sizeof row);
     }
-    b->gather_rows(b->context, &batch, out, 64, 1, 2, rows);
+    op_gather_rows(b, &batch, out, 64, 1, 2, rows);
     assert_memory_equal(rows, out + 2 * 64, sizeof row);
     assert_memory_equal(rows + 64, out + 3 * 64, sizeof row);
 
@@ -851,7 +848,8 @@ typedef struct queue_world { /* what a run reads, and what all runs start from *
     int n;
     llm_batch batch;
     int32_t positions[QUEUE_N], slots[QUEUE_N], seq_first[QUEUE_N], seq_count[QUEUE_N], tables[QUEUE_N][6], columns[QUEUE_COLS];
-    float *angles, *norm, *head_norm, *start[QUEUE_BUFFERS];
+    float *angles, *norm, *head_norm, *start[QUEUE_BUFFERS], *kv_start[2];
+    float *kv[2], *small; /* of the run: keys and values (n, QUEUE_COLS / 2); a product of 16 columns */
     llm_cache cache;
     void *keys, *values;
 } queue_world;
@@ -876,96 +874,127 @@ static void make_queue_world(queue_world *w, int n, int together) {
     w->norm = random_floats(QUEUE_COLS), w->head_norm = random_floats(QUEUE_COLS / QUEUE_HEADS);
     for (int i = 0; i < QUEUE_COLS; i++) w->columns[i] = (i * 77 + 5) % QUEUE_COLS;
     for (int i = 0; i < QUEUE_BUFFERS; i++) w->start[i] = random_floats(n * QUEUE_COLS);
+    for (int i = 0; i < 2; i++) w->kv_start[i] = random_floats(n * QUEUE_COLS / 2), w->kv[i] = random_floats(n * QUEUE_COLS / 2);
+    w->small = random_floats(n * 16);
 }
 
 static void free_queue_world(queue_world *w) {
-    free(w->keys), free(w->values), free(w->cache.keys), free(w->cache.values), free(w->angles), free(w->norm), free(w->head_norm);
+    free(w->keys), free(w->values), free(w->cache.keys), free(w->cache.values), free(w->angles), free(w->norm), free(w->head_norm), free(w->small);
+    for (int i = 0; i < 2; i++) free(w->kv_start[i]), free(w->kv[i]);
     for (int i = 0; i < QUEUE_BUFFERS; i++) free(w->start[i]);
 }
 
-/* Operations on buffers (n, QUEUE_COLS) that depend on each other in every way that a step's do, and some more: several products of one x, x
- * changed in between, a product added to another's result, results written where something else was just read. `step`: in a step, so they
- * are queued; else each is done before the next is called. */
-static void run_queue(llm_backend *b, queue_world *w, const llm_weight *weights, bool step, float **buffer) {
-    llm_error err;
+/* A random program on buffers (n, QUEUE_COLS), whose operations depend on each other in every way that a model's do, and some more:
+ * several products of one x, x changed in between, a product added to another's result, results written where something else was just read. */
+static ops *random_program(const queue_world *w, const llm_weight *weights, const llm_weight *order, int n_groups, float **buffer) {
     llm_attention_shape shape = {QUEUE_HEADS, QUEUE_KV_HEADS, QUEUE_COLS / QUEUE_HEADS, 0.1f, false, 0};
-    void *context = b->context;
-    uint64_t kept = random_state;
-    int n = w->n;
-    random_state = 99 + (uint64_t)n;
-    for (int i = 0; i < QUEUE_BUFFERS; i++) memcpy(buffer[i], w->start[i], (size_t)n * QUEUE_COLS * sizeof(float));
-    memcpy(w->cache.keys, w->keys, w->cache.layer_bytes), memcpy(w->cache.values, w->values, w->cache.layer_bytes);
-    ((llm__cpu *)context)->alone_until = 0;
-    if (step) assert_true(b->begin_step(context, &w->batch, &err));
-    for (int i = 0; i < repeats(QUEUE_OPERATIONS / (n < 20 ? 1 : n > 100 ? 2 : 4), QUEUE_OPERATIONS / 16); i++) {
-        float *x = buffer[random_u32() % QUEUE_BUFFERS], *other = x, *out = x;
-        while (other == x) other = buffer[random_u32() % QUEUE_BUFFERS];
-        while (out == x || out == other) out = buffer[random_u32() % QUEUE_BUFFERS];
+    ops *o = ops_new();
+    for (int i = 0; i < n_groups; i++) {
+        float *pick[4]; /* different ones */
+        for (int k = 0; k < 4; k++) {
+            pick[k] = buffer[random_u32() % QUEUE_BUFFERS];
+            for (int j = 0; j < k; j++)
+                if (pick[j] == pick[k]) k--, j = k;
+        }
+        float *x = pick[0], *other = pick[1], *out = pick[2];
         const llm_weight *v = &weights[random_u32() % 4], *u = &weights[random_u32() % 4];
         switch (random_u32() % 10) {
-        case 0: b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x); break;
-        case 1: b->matmul(context, x, v, NULL, n, random_u32() % 2, out); break;
+        case 0: ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x); break;
+        case 1: ops_matmul(o, x, v, NULL, random_u32() % 2, out); break;
         case 2: /* as in a model: two products of what was normalised; and one that goes where the norm has read, or to what it made */
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
-            b->matmul(context, out, v, NULL, n, false, other);
-            b->matmul(context, out, u, NULL, n, random_u32() % 2, x);
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_matmul(o, out, v, NULL, false, other);
+            ops_matmul(o, out, u, NULL, random_u32() % 2, x);
             break;
         case 3:
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
-            b->matmul(context, out, v, NULL, n, true, x);
-            b->matmul(context, x, u, NULL, n, false, out);
-            b->matmul(context, out, v, NULL, n, false, other);
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_matmul(o, out, v, NULL, true, x);
+            ops_matmul(o, x, u, NULL, false, out);
+            ops_matmul(o, out, v, NULL, false, other);
             break;
-        case 4: /* a product takes the gate with it, and what was in `other` is lost */
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x);
-            b->matmul(context, x, v, NULL, n, false, out);
-            b->matmul(context, x, u, NULL, n, false, other);
-            b->swiglu(context, out, other, (int64_t)n * QUEUE_COLS, out);
-            b->rmsnorm(context, out, w->norm, n, QUEUE_COLS, 1e-5f, other);
+        case 4: /* a product takes the gate with it, if nothing reads `other` after it */
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x);
+            ops_matmul(o, x, v, NULL, false, out);
+            ops_matmul(o, x, u, NULL, false, other);
+            ops_swiglu(o, out, other, QUEUE_COLS, out);
+            if (random_u32() % 4) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, other);
             break;
-        case 5: b->swiglu(context, x, other, (int64_t)n * QUEUE_COLS, out); break;
-        case 6: b->gather_columns(context, x, w->columns, n, QUEUE_COLS, out); break;
+        case 5: ops_swiglu(o, x, other, QUEUE_COLS, out); break;
+        case 6: ops_gather_columns(o, x, order, out); break;
         case 7: /* what a norm made is written over */
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, out);
-            b->matmul(context, out, v, NULL, n, false, other);
-            b->gather_columns(context, x, w->columns, n, QUEUE_COLS, out);
-            b->matmul(context, out, v, NULL, n, true, other);
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_matmul(o, out, v, NULL, false, other);
+            ops_gather_columns(o, x, order, out);
+            ops_matmul(o, out, v, NULL, true, other);
             break;
-        case 8: /* a product too small to be shared, and beside it one that is; one row of what was normalised */
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x);
-            b->matmul(context, x, &weights[4], NULL, n, false, out);
-            b->matmul(context, x, v, NULL, n, false, other);
-            b->rmsnorm(context, other, w->norm, 1, QUEUE_COLS, 1e-5f, out);
-            b->matmul(context, out, u, NULL, n, false, x);
+        case 8: /* a product too small to be shared, and one beside it that is */
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x);
+            ops_matmul(o, x, &weights[4], NULL, false, w->small);
+            ops_matmul(o, x, v, NULL, false, other);
+            ops_rmsnorm(o, other, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_matmul(o, out, u, NULL, false, x);
             break;
-        default: /* of keys and values, half the heads of queries: both are in `other`. What comes between the two calls may not matter */
-            b->rmsnorm(context, x, w->norm, n, QUEUE_COLS, 1e-5f, x); /* (or the softmax would see one key alone) */
-            b->rope_and_store(context, &w->batch, &shape, LLM_ROPE_HALVES, QUEUE_COLS / QUEUE_HEADS, w->angles, v == u ? w->head_norm : NULL, w->head_norm,
-                              1e-5f, x, other, other + n * QUEUE_COLS / 2, &w->cache, 0);
-            if (random_u32() % 3 == 0) b->rmsnorm(context, other, w->norm, n, QUEUE_COLS, 1e-5f, other);
-            b->attention(context, &w->batch, &shape, x, &w->cache, 0, out);
-            b->matmul(context, out, v, NULL, n, true, x);
+        default: /* what comes between the two may not matter */
+            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x); /* (or the softmax would see one key alone) */
+            ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, QUEUE_COLS / QUEUE_HEADS, w->angles, v == u ? w->head_norm : NULL, w->head_norm,
+                               1e-5f, x, w->kv[0], w->kv[1], &w->cache, 0);
+            if (random_u32() % 3 == 0) ops_rmsnorm(o, other, w->norm, QUEUE_COLS, 1e-5f, other);
+            ops_attention(o, &shape, x, &w->cache, 0, out);
+            ops_matmul(o, out, v, NULL, true, x);
         }
-        if (i % 3 == 0) b->rmsnorm(context, out, w->norm, n, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
-        if (step && !moody && i % 40 == 39) {
-            assert_true(b->end_step(context, &err));
-            ((llm__cpu *)context)->alone_until = 0; /* though others were late */
-            assert_true(b->begin_step(context, &w->batch, &err));
-        }
+        if (i % 3 == 0) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
     }
-    if (step) assert_true(b->end_step(context, &err));
-    assert_true(b->sync(context, &err));
+    return o;
+}
+
+enum { AT_ONCE, PLANNED, WEAKENED }; /* how a random program is run */
+
+/* Run random programs, always the same ones, from the same start. AT_ONCE: each operation is a program by itself. WEAKENED: without
+ * any barrier. */
+static void run_programs(llm_backend *b, queue_world *w, const llm_weight *weights, int how, float **buffer) {
+    enum { GROUPS = 40 };
+    llm_error err;
+    llm_weight order = {.rows = 1, .cols = QUEUE_COLS, .columns = w->columns};
+    uint64_t kept = random_state;
+    int n = w->n, n_groups = repeats(QUEUE_OPERATIONS / (n < 20 ? 1 : n > 100 ? 2 : 4), QUEUE_OPERATIONS / 16);
+    random_state = 99 + (uint64_t)n;
+    for (int i = 0; i < QUEUE_BUFFERS; i++) memcpy(buffer[i], w->start[i], (size_t)n * QUEUE_COLS * sizeof(float));
+    for (int i = 0; i < 2; i++) memcpy(w->kv[i], w->kv_start[i], (size_t)n * QUEUE_COLS / 2 * sizeof(float));
+    memcpy(w->cache.keys, w->keys, w->cache.layer_bytes), memcpy(w->cache.values, w->values, w->cache.layer_bytes);
+    ((llm__cpu *)b->context)->alone_until = 0;
+    for (int done = 0; done < n_groups; done += GROUPS) {
+        ops *o = random_program(w, weights, &order, (int)llm__min(GROUPS, n_groups - done), buffer);
+        llm_limits limits = ops_limits(&w->batch, 0);
+        llm_program one = o->program;
+        for (int i = 0; how == AT_ONCE && i < o->program.n_ops; i++) {
+            one.ops = &o->program.ops[i], one.n_ops = one.n_body = 1, one.plan = NULL;
+            assert_true(b->prepare(b->context, &one, &limits, &err));
+            assert_true(b->run(b->context, &one, LLM_BODY, &w->batch, 0, 0, &err));
+            b->forget(b->context, &one);
+        }
+        if (how != AT_ONCE) {
+            assert_true(b->prepare(b->context, &o->program, &limits, &err));
+            llm__plan *plan = (llm__plan *)o->program.plan;
+            for (int i = 0; how == WEAKENED && i < LLM__CLASSES * 2; i++)
+                for (int k = 0; k < plan->variants[0][i / 2][i % 2].n; k++) plan->variants[0][i / 2][i % 2].stages[k].barrier = false;
+            assert_true(ops_start(o, b, &w->batch, 0, 0, &err));
+        }
+        ops_free(o, b);
+        if (!moody) ((llm__cpu *)b->context)->alone_until = 0; /* though others were late */
+    }
     random_state = kept;
 }
 
-/* A step's operations are queued and then done by threads that go through the list together: the results are the same to the last bit. */
-static void test_queue(void **state) {
+/* Random programs give the same bits whether their operations are run one by one, by one thread, or planned for several, which come late at
+ * random. Without barriers they do not, or the test would notice nothing. */
+static void test_plan(void **state) {
     static const struct {
         int n, together;
     } sizes[] = {{1, 1}, {3, 1}, {5, 5}, {14, 7}, {27, 27}, {70, 70}, {QUEUE_N, 65}}; /* (70 with two heads to each: more rows than an item of attention has) */
     static const llm_type types[4] = {LLM_Q4_0, LLM_F32, LLM_Q8_0, LLM_Q6_K};
     (void)state;
     llm_error err;
+    int noticed = 0;
     FOR_EACH_ISA(isa) {
         enum { BACKENDS = 3 };
         llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2), open_backend(isa, 3)};
@@ -988,8 +1017,8 @@ static void test_queue(void **state) {
             size_t bytes = (size_t)w.n * QUEUE_COLS * sizeof(float);
             float *expected[QUEUE_BUFFERS], *found[QUEUE_BUFFERS];
             for (int i = 0; i < QUEUE_BUFFERS; i++) expected[i] = malloc(bytes), found[i] = malloc(bytes);
-            for (int run = 0; run <= BACKENDS; run++) { /* at once by one thread, queued by one, and by more */
-                llm_backend *device = b[run ? run - 1 : 0];
+            for (int run = 0; run <= BACKENDS + 1; run++) { /* at once by one thread, planned for one, and for more; without barriers */
+                llm_backend *device = b[run > BACKENDS ? BACKENDS - 1 : run ? run - 1 : 0];
                 llm_weight weights[5];
                 for (int i = 0; i < 5; i++) {
                     int of = i < 4 ? i : 1; /* the last is a small one of floats */
@@ -997,13 +1026,14 @@ static void test_queue(void **state) {
                     assert_true(device->load_weight(device->context, &weights[i], data[of], &err));
                 }
                 moody = run == BACKENDS ? (llm__cpu *)device->context : NULL;
-                run_queue(device, &w, weights, run > 0, run ? found : expected);
+                run_programs(device, &w, weights, run > BACKENDS ? WEAKENED : run ? PLANNED : AT_ONCE, run ? found : expected);
                 for (int i = 0; i < 5; i++) device->free_weight(device->context, &weights[i]);
-                for (int i = 0; i < QUEUE_BUFFERS; i++) {
+                for (int i = 0; run > BACKENDS && i < QUEUE_BUFFERS; i++) noticed += memcmp(found[i], expected[i], bytes) != 0;
+                for (int i = 0; run <= BACKENDS && i < QUEUE_BUFFERS; i++) {
                     double size = 0;
                     for (int64_t v = 0; v < (int64_t)w.n * QUEUE_COLS; v++) size += fabs((double)expected[i][v]);
                     assert_true(size > 0.01 * w.n * QUEUE_COLS && size < 1e10); /* else the same would mean nothing */
-                    if (run) check_same(run == 1 ? "a queue of operations, one thread" : "a queue of operations", isa, found[i], expected[i], bytes);
+                    if (run) check_same(run == 1 ? "a plan, one thread" : "a plan", isa, found[i], expected[i], bytes);
                 }
             }
             for (int i = 0; i < QUEUE_BUFFERS; i++) free(expected[i]), free(found[i]);
@@ -1012,6 +1042,11 @@ static void test_queue(void **state) {
         for (int i = 0; i < 4; i++) free(data[i]);
         for (int i = 0; i < BACKENDS; i++) close_backend(b[i]);
     }
+#ifdef _OPENMP
+    assert_true(noticed > 0);
+#else
+    (void)noticed;
+#endif
 }
 
 /* Rounding in which every thread but the first takes long: a product that does not wait for it reads old values. */
@@ -1045,9 +1080,8 @@ static void test_gate(void **state) {
                 float *x = random_floats(n * cols), *bias = random_floats(rows), *results[3], *up = malloc((size_t)size * sizeof *up);
                 void *data[2];
                 for (int k = 0; k < 2; k++) data[k] = random_weights(pairs[pair][k], rows * cols);
-                for (int run = 0; run < 3; run++) { /* at once by one thread, queued by one, queued by three */
+                for (int run = 0; run < 3; run++) { /* one by one; fused, by one thread; by three */
                     llm_backend *device = b[run == 2];
-                    llm_batch batch = {0};
                     llm_weight weights[2];
                     for (int k = 0; k < 2; k++) {
                         weights[k] = (llm_weight){pairs[pair][k], rows, cols, NULL, NULL, NULL, false};
@@ -1055,12 +1089,12 @@ static void test_gate(void **state) {
                     }
                     results[run] = malloc((size_t)size * sizeof(float));
                     for (int64_t v = 0; v < size; v++) up[v] = 77;
-                    if (run > 0) assert_true(device->begin_step(device->context, &batch, &err));
-                    device->matmul(device->context, x, &weights[0], bias, n, false, results[run]);
-                    device->matmul(device->context, x, &weights[1], i % 3 ? bias : NULL, n, false, up);
-                    device->swiglu(device->context, results[run], up, size, results[run]);
-                    if (run > 0) assert_true(device->end_step(device->context, &err));
-                    assert_true(device->sync(device->context, &err));
+                    ops *o = ops_new();
+                    if (run == 0) o->program.fusions = 0;
+                    ops_matmul(o, x, &weights[0], bias, false, results[run]);
+                    ops_matmul(o, x, &weights[1], i % 3 ? bias : NULL, false, up);
+                    ops_swiglu(o, results[run], up, rows, results[run]);
+                    ops_run_rows(o, device, n);
                     assert_memory_equal(results[run], results[0], (size_t)size * sizeof(float));
                     bool fused = run > 0 && isa > LLM_ISA_REFERENCE && pair < 4;
                     for (int64_t v = 0; v < size; v++) assert_true(fused ? up[v] == 77 : up[v] != 77);
@@ -1074,89 +1108,106 @@ static void test_gate(void **state) {
     }
 }
 
-/* A step that is given up leaves nothing behind that would run later, on memory that is no longer there. */
-static void test_step_given_up(void **state) {
-    (void)state;
-    llm_error err;
-    llm_batch batch = {0};
-    llm_backend *b = open_backend(LLM_ISA_PLAIN, 2);
-    float *x = b->allocate(b->context, 64 * sizeof *x, "x", &err), kept[64] = {0};
-    assert_true(b->begin_step(b->context, &batch, &err));
-    b->rmsnorm(b->context, x, x, 1, 64, 1e-5f, kept);
-    b->rmsnorm(b->context, x, x, 1, 64, 1e-5f, x);
-    kept[0] = 7;
-    b->release(b->context, x);
-    assert_true(b->sync(b->context, &err));
-    assert_true(kept[0] == 7);
-    assert_true(b->begin_step(b->context, &batch, &err));
-    b->rmsnorm(b->context, kept, kept, 1, 64, 1e-5f, kept);
-    assert_true(b->begin_step(b->context, &batch, &err));
-    assert_true(b->end_step(b->context, &err));
-    assert_true(kept[0] == 7);
-    close_backend(b);
-}
-
-/* What was not reserved is refused, and told at the next sync. */
+/* What was not prepared, or is larger than what was, is refused; a failed allocation leaves what was prepared before. */
 static void test_failures(void **state) {
     (void)state;
     llm_error err;
-    float x[8] = {0}, out[8];
+    float x[8] = {1, 2, 3, 4}, out[8];
     for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_PLAIN; isa = (llm_isa)(isa + 1)) {
         llm_backend *b = llm_cpu_backend(1, isa, &err);
         llm_weight w = {LLM_F32, 2, 4, x, NULL, NULL, false};
-        assert_true(b->sync(b->context, &err));
-        b->matmul(b->context, x, &w, NULL, 1, false, out);
-        assert_false(b->sync(b->context, &err));
+        llm_batch batch = {.n_tokens = 1};
+        llm_limits limits = {1, 1, 1, 0}, nothing = {0};
+        ops *o = ops_new();
+        ops_matmul(o, x, &w, NULL, false, out);
+        assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        assert_false(b->prepare(b->context, &o->program, &nothing, &err));
+        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+        assert_null(o->program.plan);
+        assert_true(b->prepare(b->context, &o->program, &limits, &err));
+        assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        batch.n_tokens = 2;
+        assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
         assert_int_equal(err.status, LLM_ERROR_DEVICE);
-        assert_true(b->sync(b->context, &err));
-        assert_true(b->reserve(b->context, &limits, &err));
-        b->matmul(b->context, x, &w, NULL, 1, false, out);
-        assert_true(b->sync(b->context, &err));
-        llm_limits nothing = {0}, larger = limits;
-        assert_false(b->reserve(b->context, &nothing, &err));
+        int32_t position = 1, zero = 0, one = 1;
+        batch = (llm_batch){.n_tokens = 1, .n_sequences = 1, .positions = &position, .seq_first = &zero, .seq_count = &one};
+        assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err)); /* position 1 of a context of 1 */
+        position = 0;
+        assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        ops *wide = ops_new();
+        llm_weight too_wide = {LLM_F32, 2, INT64_MAX / 2, x, NULL, NULL, false};
+        ops_matmul(wide, x, &too_wide, NULL, false, out);
+        assert_false(b->prepare(b->context, &wide->program, &limits, &err));
         assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
-        larger.max_cols = INT64_MAX / 2;
-        assert_false(b->reserve(b->context, &larger, &err));
-        assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
-        larger.max_cols = 2 * limits.max_cols;
-        assert_true(b->reserve(b->context, &larger, &err)); /* growing is fine */
+        assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        ops_free(wide, b), ops_free(o, b);
         llm_backend_free(b);
     }
-    for (int i = 0;; i++) { /* each allocation fails in turn */
+    llm_weight w = {LLM_Q4_0, 64, 4096, NULL, NULL, NULL, false};
+    llm_limits small = {4, 1, 8, 4}, large = {2000, 1, 8, 4};
+    for (int i = 0, done = 0; !done; i++) { /* each allocation of a second prepare fails in turn; the first program still runs */
+        float *values = random_floats(64 * 4096), *in = random_floats(4 * 4096), first[4 * 64], again[4 * 64];
+        void *data = packed_weights(LLM_Q4_0, values, 64 * 4096);
+        llm_backend *b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
+        assert_non_null(b);
+        assert_true(b->load_weight(b->context, &w, data, &err));
+        llm_batch batch = {.n_tokens = 4};
+        ops *o = ops_new(), *second = ops_new();
+        ops_matmul(o, in, &w, NULL, false, first), ops_matmul(second, in, &w, NULL, false, first);
+        assert_true(b->prepare(b->context, &o->program, &small, &err));
+        assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        memcpy(again, first, sizeof first);
+        memset(first, 0, sizeof first);
+        test_fail_in = i;
+        done = b->prepare(b->context, &second->program, &large, &err);
+        test_fail_in = -1;
+        assert_int_equal(err.status, done ? LLM_OK : LLM_ERROR_MEMORY);
+        assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
+        assert_memory_equal(first, again, sizeof first);
+        ops_free(o, b), ops_free(second, b);
+        b->free_weight(b->context, &w);
+        llm_backend_free(b);
+        free(values), free(in), free(data);
+        assert_int_equal(test_live, 0);
+    }
+    for (int i = 0;; i++) { /* and of a backend's creation */
         test_fail_in = i;
         llm_backend *b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
-        if (b && b->reserve(b->context, &limits, &err)) {
-            test_fail_in = -1;
-            assert_int_equal(err.status, LLM_OK);
-            llm_backend_free(b);
-            break;
-        }
-        assert_int_equal(err.status, LLM_ERROR_MEMORY);
+        test_fail_in = -1;
         llm_backend_free(b);
         assert_int_equal(test_live, 0);
+        if (b) break;
+        assert_int_equal(err.status, LLM_ERROR_MEMORY);
     }
     llm_backend_free(NULL);
     assert_int_equal(test_live, 0);
 }
 
-/* After reserve, no operation allocates. */
-static void test_no_allocation_in_a_step(void **state) {
+/* After prepare, a run allocates nothing. */
+static void test_no_allocation_in_a_run(void **state) {
     (void)state;
+    llm_error err;
     FOR_EACH_ISA(isa) {
         llm_backend *b = open_backend(isa, 2);
         if (!b) continue;
-        world w = make_world(1, 100, 2, 2, 32, LLM_F16);
-        float *out = malloc(100 * 4 * 32 * sizeof(float)), *x = random_floats(128 * 64);
-        void *data = packed_weights(LLM_Q4_0, x, 128 * 64);
-        llm_weight weight = {LLM_Q4_0, 128, 64, data, NULL, NULL, false};
-        float *product = malloc(100 * 128 * sizeof(float));
+        queue_world w;
+        make_queue_world(&w, 70, 70);
+        float *values = random_floats(QUEUE_COLS * QUEUE_COLS), *buffer[QUEUE_BUFFERS];
+        void *data = packed_weights(LLM_Q4_0, values, QUEUE_COLS * QUEUE_COLS);
+        llm_weight weights[5], order = {.rows = 1, .cols = QUEUE_COLS, .columns = w.columns};
+        for (int i = 0; i < 5; i++) weights[i] = (llm_weight){LLM_Q4_0, i < 4 ? QUEUE_COLS : 16, QUEUE_COLS, data, NULL, NULL, false};
+        for (int i = 0; i < QUEUE_BUFFERS; i++) buffer[i] = random_floats(70 * QUEUE_COLS);
+        ops *o = random_program(&w, weights, &order, 30, buffer);
+        llm_limits limits = ops_limits(&w.batch, 0);
+        assert_true(b->prepare(b->context, &o->program, &limits, &err));
         long before = test_allocations;
-        run_all(b, &w, 16, 40, false, false, &out);
-        run_all(b, &w, 16, 40, false, true, &out);
-        b->matmul(b->context, x, &weight, NULL, 100, false, product);
+        assert_true(ops_start(o, b, &w.batch, 0, 0, &err));
         assert_int_equal(test_allocations, before);
-        free(out), free(x), free(data), free(product);
-        free_world(&w);
+        ops_free(o, b);
+        for (int i = 0; i < QUEUE_BUFFERS; i++) free(buffer[i]);
+        free(values), free(data);
+        free_queue_world(&w);
         close_backend(b);
     }
 }
@@ -1185,8 +1236,7 @@ int main(void) {
         cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
         cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
-        cmocka_unit_test(test_no_allocation_in_a_step), cmocka_unit_test(test_queue), cmocka_unit_test(test_gate),
-        cmocka_unit_test(test_step_given_up),
+        cmocka_unit_test(test_no_allocation_in_a_run), cmocka_unit_test(test_plan), cmocka_unit_test(test_gate),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }

@@ -349,7 +349,7 @@ static void check_engine(const shape *s, const llm_model *model, llm_engine_opti
     record *records[REQUESTS];
     int32_t forced[REQUESTS][LENGTH];
     llm_engine *engine = engine_new(model, &o);
-    if (max_logits < engine->arena.max_logits) engine->arena.max_logits = max_logits;
+    if (max_logits < engine->network.max_logits) engine->network.max_logits = max_logits;
     for (int i = 0; i < REQUESTS; i++) {
         llm_request r = llm_request_defaults();
         bool hooked = all_hooked || i % 2;
@@ -490,9 +490,9 @@ static void test_yarn(void **state) {
         assert_true(llm__load_frequencies(&net, &err));
         double right[128], magnitude;
         oracle_frequencies(&s, &w, right, &magnitude);
-        check_frequencies(cases[i].name, net.frequencies, right, s.rope_dim / 2);
+        check_frequencies(cases[i].name, (const float *)net.frequencies.data, right, s.rope_dim / 2);
         assert_true(fabs(llm_model_config(model)->rope_magnitude - magnitude) <= 1e-6);
-        net.backend->release(net.backend->context, net.frequencies);
+        net.backend->release(net.backend->context, (void *)net.frequencies.data);
         llm_backend_free(net.backend);
         llm_model_free(model);
         clear_bytes(&file);
