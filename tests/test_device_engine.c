@@ -671,10 +671,20 @@ static void test_two_devices(void **state) {
     product a = product_open(0), b = product_open(1);
     float host[WIDTH * WIDTH] = {0};
     llm_weight w = {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false};
+    static const int32_t zero;
+    llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+    llm_limits limits = ops_limits(&batch, 0);
+    ops *norm = ops_new();
+    ops_rmsnorm(norm, b.x, b.x, WIDTH, 1e-5f, b.out);
+    assert_true(b.b->prepare(b.b->context, &norm->program, &limits, &err));
+    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err)); /* makes room */
     if (!a.b->load_weight(a.b->context, &w, host, &err))
         fail_msg("%s", err.message); /* after calls to the second */
     a.b->free_weight(a.b->context, &w);
-    op_rmsnorm(b.b, b.x, b.x, 1, WIDTH, 1e-5f, b.out); /* an operation, after calls to the first */
+    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
+    if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message); /* after calls to the first */
+    ops_free(norm, b.b);
     product_close(&a), product_close(&b);
     emulator_devices(1, 80, 13000);
     a = product_open(0); /* makes the first device the current one again */

@@ -915,7 +915,7 @@ static ops *random_program(const queue_world *w, const llm_weight *weights, cons
         case 4: /* a product takes the gate with it, if nothing reads `other` after it */
             ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x);
             ops_matmul(o, x, v, NULL, false, out);
-            ops_matmul(o, x, u, NULL, false, other);
+            ops_matmul(o, random_u32() % 4 ? x : pick[3], u, NULL, false, other);
             ops_swiglu(o, out, other, QUEUE_COLS, out);
             if (random_u32() % 4) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, other);
             break;
