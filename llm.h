@@ -1015,25 +1015,23 @@ double llm_seconds(void) {
  *     padding up to the alignment (32, unless the value general.alignment says otherwise)
  *     the data of the tensors, each at its offset from here, each aligned
  *
- * A string is its length (u64) and its bytes; an array is the type of its elements (u32), their count
- * (u64) and the elements; everything is little-endian and nothing inside the header is aligned.
+ * A string is its length (u64) and its bytes; an array is its element type (u32), count (u64) and
+ * elements; everything is little-endian and nothing inside the header is aligned.
  *
- * The file is mapped, not read: the system brings a page in when it is first touched,
- * drops it again when memory is short, and shares it between all processes that run the same model. So a
- * file of 4 GB opens in milliseconds, and "loading" the weights copies nothing: the tensors of this
- * chapter point into the mapping, and the kernels of chapter 4 read them there.
+ * The file is mapped, not read: the system loads a page when it is first touched, drops it when
+ * memory is short, and shares it between processes that run the same model. So a 4 GB file opens in
+ * milliseconds, and "loading" the weights copies nothing: tensors point into the mapping, and the
+ * kernels of chapter 4 read them there.
  *
- * The price is that every pointer made here must be right, because nothing checks it later. A file may
- * come from anywhere, so no number in it is believed: a count is compared with the bytes that are left, a
- * product with what 64 bits hold, an offset with the end of the file, before anything is done with it. What
- * passes is safe to walk without another look. (One thing cannot be checked: a file that somebody shortens
- * while it is mapped. Replace model files by renaming, as the writer below does.)
+ * The price is that every pointer made here must be right, because nothing checks it later. No
+ * number in a file is trusted: a count is compared with the bytes left, a product with 64 bits, an
+ * offset with the end of the file, before use. What passes is safe without further checks. (But a
+ * file must not be shortened while mapped: replace it by renaming, as the writer below does.)
  * ================================================================================== */
 
 typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
 
-/* Memory that tensors lie in besides the file's own: the other files of a model of several, and what was made while it
- * was read. */
+/* Memory of tensors outside of llm_file.data: other files, or made while reading. */
 typedef struct llm__region {
     const void *data;
     uint64_t size;
@@ -1042,30 +1040,30 @@ typedef struct llm__region {
 
 struct llm_file {
     char *path;
-    const uint8_t *data;      /* the GGUF file; of a Hugging Face folder its settings, translated into a header */
+    const uint8_t *data;      /* GGUF file, or a header made from a folder's settings */
     uint64_t size;
-    llm__memory memory;       /* whose data is */
+    llm__memory memory;       /* of data */
     int version;
     int64_t n_values, n_tensors;
-    llm_value *values;        /* (n_values), in the order of the file */
+    llm_value *values;        /* (n_values), in file order */
     llm_tensor *tensors;      /* (n_tensors) */
-    const llm_string **value_index;  /* (n_values) the keys of values, sorted, for binary search */
+    const llm_string **value_index;  /* (n_values) sorted keys */
     const llm_string **tensor_index; /* (n_tensors) */
-    llm_file **parts;         /* (n_parts) the other files of a model in several; `tensors` has theirs too */
+    llm_file **parts;         /* (n_parts) other files; `tensors` includes theirs */
     int64_t n_parts;
     llm__region *regions;
     int64_t n_regions, regions_capacity;
     bool folder;              /* of Hugging Face */
 };
 
-/* ---- Names -------------------------------------------------------------------------- */
+/* ---- Names ----------------------------------------------------------- */
 
 static llm_string llm__string(const char *text) {
     llm_string s = {text, strlen(text)};
     return s;
 }
 
-/* A string of a file in a form that is safe to print: short, one line, and plain ASCII. */
+/* A string of a file made safe to print: short, one line, ASCII. */
 typedef struct llm__printable {
     char text[72];
 } llm__printable;
@@ -1084,14 +1082,14 @@ static int llm__compare_strings(const llm_string *a, const llm_string *b) {
     return order ? order : (a->length > b->length) - (a->length < b->length);
 }
 
-/* Of two equal names the one that stands first in memory comes first: the order is always the same. */
+/* Equal names are ordered by address: the order is deterministic. */
 static int llm__compare_names(const void *a, const void *b) {
     const llm_string *x = *(const llm_string *const *)a, *y = *(const llm_string *const *)b;
     int order = llm__compare_strings(x, y);
     return order ? order : (x > y) - (x < y);
 }
 
-/* The names in items (count records of `stride` bytes, each of which begins with its name), sorted. */
+/* Sorted names of count records of `stride` bytes that begin with one. */
 static const llm_string **llm__sorted_names(const void *items, int64_t count, size_t stride, llm_error *err) {
     const llm_string **index =
         (const llm_string **)llm__new((size_t)count, sizeof *index, "an index of names", err);
@@ -1124,11 +1122,11 @@ static const llm_string *llm__duplicate(const llm_string *const *index, int64_t 
     return NULL;
 }
 
-/* ---- Reading the header --------------------------------------------------------------- */
+/* ---- Reading the header ---------------------------------------------- */
 
 typedef struct llm__reader {
     llm_file *file;
-    uint64_t at; /* bytes read so far; never past file->size */
+    uint64_t at; /* bytes read, at most file->size */
     llm_error *err;
 } llm__reader;
 
@@ -1152,7 +1150,6 @@ static bool llm__ends_inside(llm__reader *r, uint64_t wanted, const char *what) 
                              (unsigned long long)r->file->size);
 }
 
-/* The next n bytes, in place. */
 static const uint8_t *llm__read_bytes(llm__reader *r, uint64_t n, const char *what) {
     if (n > llm__left(r)) return llm__ends_inside(r, n, what), (const uint8_t *)NULL;
     const uint8_t *bytes = r->file->data + r->at;
@@ -1180,13 +1177,13 @@ static bool llm__read_string(llm__reader *r, const char *what, llm_string *out) 
     return out->data != NULL;
 }
 
-/* Bytes of a value of fixed size; 0 for strings, arrays and what does not exist. */
+/* 0: strings, arrays, unknown types. */
 static size_t llm__value_size(uint32_t type) {
     static const uint8_t sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     return type < sizeof sizes ? sizes[type] : 0;
 }
 
-/* Walk over the elements of a value and note where they are. */
+/* Notes where the elements are. */
 static bool llm__read_elements(llm__reader *r, llm_value *value, const char *what) {
     uint64_t start = r->at, bytes = 0;
     if (value->element_type == LLM_VALUE_STRING) {
@@ -1233,9 +1230,8 @@ static bool llm__read_value(llm__reader *r, llm_value *value) {
     return llm__read_elements(r, value, what);
 }
 
-/* Room for one more record in an array that grows by doubling. The counts in the header size nothing: a
- * wrong one is found out when the file ends, and until then costs no memory. What is new is not zeroed: memory that is
- * not touched is not there yet, so room for what never comes costs nothing. */
+/* Room for one more record; doubles. Counts in a header reserve nothing, so a false one costs no
+ * memory. New memory is not zeroed: untouched pages cost nothing. */
 static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t size, const char *what,
                        llm_error *err) {
     if (count < *capacity) return items;
@@ -1271,7 +1267,7 @@ static bool llm__read_values(llm__reader *r, uint64_t count) {
     return true;
 }
 
-/* Names of GGUF's tensor types that the engine may not know, so that a refusal can name them. */
+/* Some are not supported: for error messages. */
 static const char *llm__type_name(uint32_t type) {
     static const char *const names[] = {
         "f32",    "f16",   "q4_0",  "q4_1",   NULL,    NULL,    "q5_0",    "q5_1",   "q8_0",    "q8_1",
@@ -1296,7 +1292,7 @@ static bool llm__unsupported_type(llm__reader *r, const llm_tensor *tensor, uint
     return false;
 }
 
-/* Bytes of a tensor of this shape; false if there can be no such tensor. */
+/* false: no such tensor can exist. */
 static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint64_t *dims, uint64_t *bytes) {
     if (n_dims < 1 || n_dims > 4 || dims[0] % (uint64_t)info->block_values) return false;
     uint64_t values = 1;
@@ -1306,8 +1302,8 @@ static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint6
            *bytes <= INT64_MAX;
 }
 
-/* One tensor's declaration. tensor->data stays NULL and *offset says where it belongs: the
- * place where the data begins is known only after the last declaration. */
+/* tensor->data stays NULL: the start of the data, which *offset adds to, is known only after the
+ * header. */
 static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offset) {
     uint64_t start = r->at;
     uint32_t n_dims = 0, type = 0;
@@ -1368,7 +1364,7 @@ static int llm__compare_places(const void *a, const void *b) {
     return (p > q) - (p < q);
 }
 
-/* No two tensors may share bytes: sorted by place, each must end before the next begins. */
+/* Sorted by place, each tensor must end before the next begins. */
 static bool llm__check_overlap(llm__reader *r) {
     const llm_file *file = r->file;
     const llm_tensor **order =
@@ -1414,13 +1410,13 @@ static bool llm__place_tensors(llm__reader *r, const uint64_t *offsets) {
     return llm__check_overlap(r);
 }
 
-/* What git brings in place of a large file, where its extension for these is not installed: three lines of text. */
+/* Without its LFS extension git stores three lines of text in place of a large file. */
 static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
     static const char beginning[] = "version https://git-lfs";
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
 }
 
-/* The length of a header (u64), and the header, which is an object. */
+/* Header length (u64), then the header, a JSON object. */
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
@@ -1458,8 +1454,7 @@ static bool llm__read_header(llm__reader *r) {
     if (!llm__read_u64(r, "the number of tensors", &n_tensors) ||
         !llm__read_u64(r, "the number of metadata values", &n_values))
         return false;
-    /* The shortest value is a key of one byte and a value of one byte: 14 bytes; the shortest tensor
-     * has a name of one byte and one dimension: 33. */
+    /* minimums: a value has 14 bytes (key and value of one), a tensor 33 (name of one, one dim) */
     if (n_values > llm__left(r) / 14 || n_tensors > llm__left(r) / 33)
         return llm__format_error(
             r,
@@ -1473,7 +1468,7 @@ static bool llm__read_header(llm__reader *r) {
     return read;
 }
 
-/* ---- Opening and closing ---------------------------------------------------------------- */
+/* ---- Opening and closing --------------------------------------------- */
 
 static char *llm__copy_text(const char *text, const char *after, llm_error *err) {
     size_t length = strlen(text), more = strlen(after);
@@ -1495,7 +1490,7 @@ static bool llm__inside(const void *data, uint64_t bytes, const void *region, ui
     return region && first >= start && bytes <= size && (uint64_t)(first - start) <= size - bytes;
 }
 
-/* A device has a copy of this part of the file: its pages need not stay in memory. (They come back if they are read again.) */
+/* Drop pages that a device has copied; a later read brings them back. */
 static void llm__file_forget(const llm_file *file, const void *data, uint64_t bytes) {
     bool mapped = file->memory == LLM__MAPPED && llm__inside(data, bytes, file->data, file->size);
     for (int64_t i = 0; i < file->n_regions && !mapped; i++)
@@ -1507,7 +1502,7 @@ static void llm__file_forget(const llm_file *file, const void *data, uint64_t by
 #endif
 }
 
-/* Give the file another region to release when it is closed; on failure it is released here. */
+/* Release this region when the file is closed, or here on failure. */
 static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm__memory memory, llm_error *err) {
     void *grown = llm__grow(file->regions, file->n_regions, &file->regions_capacity, sizeof *file->regions, "a file", err);
     if (!grown) return llm__release(data, size, memory), false;
@@ -1517,7 +1512,7 @@ static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm
     return true;
 }
 
-/* Takes over the memory, also where it fails. */
+/* Takes over the memory, even on failure. */
 static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory, const char *name,
                                   llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
@@ -1543,7 +1538,7 @@ static bool llm__map_descriptor(const char *path, int descriptor, const void **d
         return llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
     *size = (uint64_t)status.st_size;
     *data = NULL;
-    if (!*size) return true; /* nothing to map; the header check says that it is empty */
+    if (!*size) return true; /* the header check reports it */
     if (*size > SIZE_MAX / 2)
         return llm__fail(err, LLM_ERROR_FILE,
                          "cannot map %s: %llu bytes are more than this machine can address", path,
@@ -1560,10 +1555,10 @@ static bool llm__is_directory(const char *path) {
     return !stat(path, &status) && S_ISDIR(status.st_mode);
 }
 
-/* Map a whole file. *data is NULL where it is empty. */
+/* *data: NULL for an empty file. */
 static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
-    /* asked before opening, since opening a pipe would wait for its writer */
+    /* before opening: opening a pipe would wait for its writer */
     if (!stat(path, &status) && !S_ISREG(status.st_mode))
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
                          S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
@@ -1574,23 +1569,23 @@ static bool llm__map(const char *path, const void **data, uint64_t *size, llm_er
     return mapped;
 }
 
-/* One GGUF file, whether or not there are others. */
+/* One GGUF file, without its other parts. */
 static llm_file *llm__file_map(const char *path, llm_error *err) {
     const void *data = NULL;
     uint64_t size = 0;
     return llm__map(path, &data, &size, err) ? llm__file_create(data, size, LLM__MAPPED, path, err) : NULL;
 }
 
-/* ---- A model in several files -----------------------------------------------------------------
- * A model that is larger than what its host takes as one file comes in parts, NAME-00001-of-00003.gguf and so on, each of
- * which is a GGUF file. The first has the metadata, the tensors are anywhere; and all say split.no (from 0), split.count and
- * split.tensors.count (of all parts together). The caller gets the first, with everybody's tensors. */
+/* ---- A model in several files ----------------------------------------
+ * GGUF files NAME-00001-of-00003.gguf and so on. The first has the metadata, any has tensors; all
+ * have split.no (from 0), split.count and split.tensors.count (the total). The caller gets the
+ * first, with all tensors. */
 
 typedef struct llm__file_part {
     uint64_t number, count, n_tensors;
 } llm__file_part;
 
-/* count is 1 for a file that stands for itself. */
+/* count 1: a single file. */
 static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm_error *err) {
     const llm_value *count = llm_file_find(file, "split.count");
     split->number = 0;
@@ -1608,7 +1603,7 @@ static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm
     return true;
 }
 
-/* The path of part `number`, from that of another. */
+/* The path of part `number`, from another part's. */
 static char *llm__file_part_path(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
     char ending[64], wanted[64];
     snprintf(ending, sizeof ending, "-%05u-of-%05u.gguf", (unsigned)split->number + 1, (unsigned)split->count);
@@ -1625,7 +1620,7 @@ static char *llm__file_part_path(const char *path, const llm__file_part *split, 
     return other;
 }
 
-/* Part `number` of the model that the file at `path` is a part of, checked to be that. */
+/* Checked to be part `number` of the model of `path`. */
 static llm_file *llm__file_part_open(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
     llm_error why = {LLM_OK, ""};
     llm__file_part found;
@@ -1649,7 +1644,7 @@ static llm_file *llm__file_part_open(const char *path, const llm__file_part *spl
     return good ? part : NULL;
 }
 
-/* Take over a part, and list its tensors with the file's own. */
+/* Take over a part and its tensors. */
 static bool llm__file_part_adopt(llm_file *file, llm_file *part, llm_error *err) {
     file->parts[file->n_parts++] = part;
     if (!part->n_tensors) return true;
@@ -1676,7 +1671,7 @@ static bool llm__file_parts_index(llm_file *file, const llm__file_part *split, l
     return file->tensor_index != NULL;
 }
 
-/* The whole model that a file is a part of: the file itself, mostly. Takes the file over, also where it fails. */
+/* The whole model. Takes the file over, even on failure. */
 static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     llm__file_part split;
     bool good = llm__read_file_part(file, &split, err);
@@ -1699,7 +1694,7 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     return NULL;
 }
 
-/* A folder as Hugging Face has it (chapter 6), and a tokenizer.json alone, whose text is given (chapter 2). */
+/* Chapter 6: a Hugging Face folder; chapter 2: a tokenizer.json. */
 static llm_file *llm__folder_open(const char *path, llm_error *err);
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
 
@@ -1752,7 +1747,7 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder's header was made, not read */
+    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder: made, not read */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
     for (int64_t i = 0; i < file->n_regions; i++)
         if (file->regions[i].memory == LLM__MAPPED) size += file->regions[i].size;
@@ -1771,7 +1766,7 @@ const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index) {
     return index >= 0 && index < file->n_tensors ? &file->tensors[index] : NULL;
 }
 
-/* A value and a tensor begin with their name, so the name found is the record found. */
+/* Values and tensors begin with their name. */
 const llm_value *llm_file_find(const llm_file *file, const char *key) {
     return (const llm_value *)(const void *)llm__find_name(file->value_index, file->n_values, key);
 }
@@ -1780,9 +1775,9 @@ const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name) {
     return (const llm_tensor *)(const void *)llm__find_name(file->tensor_index, file->n_tensors, name);
 }
 
-/* ---- Reading values ------------------------------------------------------------------- */
+/* ---- Reading values -------------------------------------------------- */
 
-/* Any number of a file: a whole one, as sign and magnitude, or (fraction) a floating-point one */
+/* Sign and magnitude, or (fraction) real */
 typedef struct llm__number {
     bool fraction, negative;
     uint64_t magnitude;
@@ -1816,7 +1811,7 @@ static bool llm__value_number(const llm_value *value, uint64_t index, llm__numbe
     return true;
 }
 
-/* 3.0 is a whole number too; 3.5, 1e30 and NaN are not. */
+/* 3.0 is whole; 3.5, 1e30 and NaN are not. */
 static bool llm__whole(llm__number *n) {
     if (!n->fraction) return true;
     double magnitude = fabs(n->real);
@@ -1846,7 +1841,7 @@ bool llm_value_f64(const llm_value *value, uint64_t index, double *out) {
     if (!llm__value_number(value, index, &n)) return false;
     if (!n.fraction) {
         n.real = (double)n.magnitude;
-        /* a whole number of more than 53 bits may have been rounded */
+        /* more than 53 bits: may be rounded */
         if (n.real >= 18446744073709551616.0 || (uint64_t)n.real != n.magnitude) return false;
         if (n.negative) n.real = -n.real;
     }
@@ -1873,15 +1868,13 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
     return true;
 }
 
-/* ---- JSON ------------------------------------------------------------------------------
- * Hugging Face says in JSON what GGUF says in its header. The reader is strict (RFC 8259, no more): a text is read
- * to its last byte, strings are valid UTF-8, and a key stands once in an object, since programs disagree about which
- * of two counts.
+/* ---- JSON ------------------------------------------------------------
+ * The reader is strict (RFC 8259): a text is read to its last byte, strings are valid UTF-8, and an
+ * object's keys are unique, since programs disagree on which of two counts.
  *
- * A text becomes one array of nodes, in the order in which the values begin. A container is followed by what
- * it holds, an object by key, value, key, value ...; `span` says how many nodes a value takes in all, so the
- * next one stands at node + span. A node comes from at least two bytes of text, so the memory grows with the text
- * alone: no number in it can ask for more. */
+ * A text becomes one array of nodes in the order of the text. A container is followed by its
+ * content, an object by key, value, key, value ...; `span` is the number of nodes of a value, so
+ * the next one is node + span. A node takes at least two bytes of text, which bounds the memory. */
 
 typedef enum llm__json_kind {
     LLM__JSON_NULL, LLM__JSON_FALSE, LLM__JSON_TRUE, LLM__JSON_NUMBER, LLM__JSON_STRING, LLM__JSON_ARRAY,
@@ -1889,35 +1882,35 @@ typedef enum llm__json_kind {
 } llm__json_kind;
 
 enum {
-    LLM__JSON_DEPTH = 64,         /* containers in containers */
-    LLM__JSON_BYTES = 1 << 27     /* of a text; a large tokenizer.json has 2^25 */
+    LLM__JSON_DEPTH = 64,         /* nesting */
+    LLM__JSON_BYTES = 1 << 27     /* large tokenizer.json: 2^25 */
 };
 
 typedef struct llm__json_node {
-    const char *text;    /* a string (unescaped), or a number as it is written; not zero-terminated */
-    uint32_t length;     /* its bytes; of an array its elements, of an object its members */
+    const char *text;    /* string (unescaped) or number as written; not zero-terminated */
+    uint32_t length;     /* bytes, elements or members */
     unsigned kind : 3, span : 29;
 } llm__json_node;
 
 typedef struct llm__json {
-    char *text;            /* a copy, in which strings are unescaped where they stand */
-    llm__json_node *nodes; /* the first is the whole value */
+    char *text;            /* a copy; strings are unescaped in place */
+    llm__json_node *nodes; /* the first is the root */
     int64_t n_nodes;
 } llm__json;
 
 typedef struct llm__json_parser {
     llm__json *json;
-    size_t length, at;     /* bytes of json->text, bytes read */
+    size_t length, at;     /* bytes of text; read so far */
     int64_t capacity;      /* of json->nodes */
     int depth;
-    const char *original;  /* the text as it came, for the place of an error */
+    const char *original;  /* unmodified, to locate errors */
     const char *name;
     llm_error *err;
 } llm__json_parser;
 
 static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code); /* chapter 2 */
 
-/* Always false. The place is given in lines and characters, as editors count them. */
+/* Always false. Lines and characters, as in editors. */
 LLM__PRINTF(3, 4)
 static bool llm__json_error(llm__json_parser *p, size_t at, const char *format, ...) {
     char text[300];
@@ -1948,7 +1941,7 @@ static void llm__json_space(llm__json_parser *p) {
     while ((c = llm__json_peek(p)) == ' ' || c == '\n' || c == '\r' || c == '\t') p->at++;
 }
 
-/* A new node; -1 if there is no memory. */
+/* -1: out of memory. */
 static int64_t llm__json_add(llm__json_parser *p, llm__json_kind kind) {
     llm__json *json = p->json;
     void *grown = llm__grow(json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON", p->err);
@@ -1960,7 +1953,6 @@ static int64_t llm__json_add(llm__json_parser *p, llm__json_kind kind) {
     return json->n_nodes++;
 }
 
-/* Four hexadecimal digits. */
 static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     *code = 0;
     for (int i = 0; i < 4; i++, p->at++) {
@@ -1972,7 +1964,7 @@ static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     return true;
 }
 
-/* The number behind "\u". Characters above U+FFFF are written as two escapes, a "surrogate pair". */
+/* After "\u". Above U+FFFF: two escapes, a "surrogate pair". */
 static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     size_t start = p->at - 2;
     uint32_t low = 0;
@@ -1997,7 +1989,7 @@ static size_t llm__put_utf8(uint32_t code, char *out) {
     return length;
 }
 
-/* Behind a backslash: the character goes to *out, which stands behind what has been read, so there is room. */
+/* After a backslash. *out is in the text already read, so there is room. */
 static bool llm__json_escape(llm__json_parser *p, char **out) {
     static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     int c = llm__json_peek(p);
@@ -2010,8 +2002,7 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
     return true;
 }
 
-/* How many bytes from here on stand for themselves in a string: all but '"', '\\', control characters and bytes that are
- * no UTF-8. */
+/* Bytes from here that are literal: no '"', '\\', control characters or invalid UTF-8. */
 static size_t llm__json_plain(const llm__json_parser *p) {
     const uint8_t *start = (const uint8_t *)p->json->text + p->at, *end = start + (p->length - p->at), *at = start;
     while (at < end && *at >= ' ' && *at != '"' && *at != '\\') {
@@ -2077,7 +2068,7 @@ static bool llm__json_parse_number(llm__json_parser *p) {
 }
 
 static bool llm__json_parse_word(llm__json_parser *p) {
-    static const char *const words[] = {"null", "false", "true"}; /* in the order of llm__json_kind */
+    static const char *const words[] = {"null", "false", "true"}; /* llm__json_kind order */
     for (int i = 0; i < 3; i++) {
         size_t n = strlen(words[i]);
         if (p->length - p->at < n || memcmp(p->json->text + p->at, words[i], n)) continue;
@@ -2087,8 +2078,7 @@ static bool llm__json_parse_word(llm__json_parser *p) {
     return llm__json_unexpected(p, "a value");
 }
 
-/* In an object of many members the keys are compared through a hash table of node + 1 (0: free). The keys of all
- * vocabularies ever made fit; but the seed keeps anybody from making keys that collide. */
+/* A hash table of node + 1 (0: free), seeded against made-up collisions. */
 static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
     const llm__json_node *nodes = p->json->nodes, *node = nodes + object + 1, *end = nodes + object + nodes[object].span;
     uint64_t mask = 15, seed = llm__mix((uint64_t)(uintptr_t)nodes ^ (uint64_t)(llm_seconds() * 1e9));
@@ -2116,7 +2106,6 @@ static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
 
 static bool llm__json_parse_value(llm__json_parser *p);
 
-/* One element of an array, or one member of an object. */
 static bool llm__json_parse_item(llm__json_parser *p, bool object) {
     llm__json_space(p);
     if (object) {
@@ -2168,7 +2157,7 @@ static void llm__json_free(llm__json *json) {
     memset(json, 0, sizeof *json);
 }
 
-/* Read a text, of which nothing is needed afterwards. `name` is for errors. On failure there is nothing to free. */
+/* Keeps a copy of text. name: for errors. On failure there is nothing to free. */
 static bool llm__json_parse(llm__json *json, const char *text, size_t length, const char *name, llm_error *err) {
     memset(json, 0, sizeof *json);
     llm__json_parser p = {json, length, 0, 0, 0, text, name, err};
@@ -2189,17 +2178,16 @@ static bool llm__json_parse(llm__json *json, const char *text, size_t length, co
     return ok;
 }
 
-/* All of these take NULL, and the wrong kind of node, for "is not there", so that a path can be walked without a
- * question at each step. */
+/* NULL and wrong kinds count as absent, so a path needs no checks. */
 static bool llm__json_has_kind(const llm__json_node *node, llm__json_kind kind) { return node && node->kind == (unsigned)kind; }
 
-/* The first element of an array, or the value of the first member of an object; NULL: none. */
+/* First element, or value of the first member; NULL: none. */
 static const llm__json_node *llm__json_first(const llm__json_node *container) {
     if (llm__json_has_kind(container, LLM__JSON_ARRAY) && container->length) return container + 1;
     return llm__json_has_kind(container, LLM__JSON_OBJECT) && container->length ? container + 2 : NULL;
 }
 
-/* The one after it; NULL: that was the last. */
+/* NULL: no more. */
 static const llm__json_node *llm__json_next(const llm__json_node *container, const llm__json_node *value) {
     const llm__json_node *next = value + value->span + (container->kind == LLM__JSON_OBJECT);
     return next < container + container->span ? next : NULL;
@@ -2217,13 +2205,12 @@ static bool llm__json_is(const llm__json_node *node, const char *text) {
            !memcmp(node->text, text, node->length);
 }
 
-/* The key of a member, given its value. */
 static llm_string llm__json_key(const llm__json_node *value) {
     llm_string key = {value[-1].text, value[-1].length};
     return key;
 }
 
-/* The value of a member. Looks at each in turn: for settings, not for vocabularies. */
+/* Linear search: for settings, not vocabularies. */
 static const llm__json_node *llm__json_member(const llm__json_node *object, const char *key) {
     const llm__json_node *value = llm__json_has_kind(object, LLM__JSON_OBJECT) ? llm__json_first(object) : NULL;
     while (value && !llm__json_is(value - 1, key)) value = llm__json_next(object, value);
@@ -2236,7 +2223,7 @@ static bool llm__json_bool(const llm__json_node *node, bool *out) {
     return true;
 }
 
-/* To the nearest double or its neighbour, whatever the locale; false where it is too large for one. */
+/* Within one unit of the nearest double, in any locale; false: too large. */
 static bool llm__json_f64(const llm__json_node *node, double *out) {
     if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
     const char *s = node->text, *end = s + node->length;
@@ -2246,12 +2233,12 @@ static bool llm__json_f64(const llm__json_node *node, double *out) {
     for (s += negative; s < end && (*s | 0x20) != 'e'; s++) {
         if (*s == '.') point = true;
         else if (digits < UINT64_MAX / 10 - 1) digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
-        else exponent += !point; /* more digits than a double can tell apart */
+        else exponent += !point; /* digits beyond precision */
     }
     if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
     for (; s < end; s++) written = written < 100000000 ? written * 10 + (*s - '0') : written;
     exponent += down ? -written : written;
-    /* 10^22 is the largest power of ten that a double holds exactly */
+    /* 10^22 is the largest power of ten exact in a double */
     double x = (double)digits;
     if (digits >> 53 || exponent < -22 || exponent > 22) x = (double)((long double)digits * powl(10.0L, (long double)exponent));
     else x = exponent < 0 ? x / pow(10, (double)-exponent) : x * pow(10, (double)exponent);
@@ -2260,7 +2247,7 @@ static bool llm__json_f64(const llm__json_node *node, double *out) {
     return x <= DBL_MAX;
 }
 
-/* A whole number, written without point or exponent: 8, not 8.0. */
+/* Without point or exponent: 8, not 8.0. */
 static bool llm__json_i64(const llm__json_node *node, int64_t *out) {
     if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
     const char *s = node->text, *end = s + node->length;
@@ -2283,34 +2270,34 @@ static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
     return true;
 }
 
-/* ---- Safetensors ------------------------------------------------------------------------
- * The other common file of weights: the length of a header (u64), the header, which is JSON, and the data.
+/* ---- Safetensors -----------------------------------------------------
+ * The length of a header (u64), the header, which is JSON, and the data.
  *
  *     {"__metadata__": {...},
  *      "model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}, ...}
  *
- * The offsets count from the end of the header. The last dimension of a shape is the contiguous one. */
+ * Offsets count from the end of the header. The last dimension of a shape is contiguous. */
 
-typedef struct llm__source { /* one tensor of a safetensors file */
-    llm_string name;      /* in the JSON of the header */
+typedef struct llm__source { /* a safetensors tensor */
+    llm_string name;      /* points into the header */
     const char *dtype;    /* of the table below */
-    int type;             /* an llm_type, or -1: whole numbers, or what the engine does not know */
+    int type;             /* llm_type; -1: integers, or unknown */
     int value_bytes;
-    int n_dims;           /* 0: a single number */
+    int n_dims;           /* 0: a scalar */
     uint64_t dims[4];     /* as written */
-    const uint8_t *data;  /* inside the mapping, checked */
+    const uint8_t *data;  /* checked */
     uint64_t bytes;
     const char *path;     /* of its file */
     bool used;
 } llm__source;
 
-typedef struct llm__sources { /* of one file, or of all the files of a model */
+typedef struct llm__sources { /* of all files of a model */
     llm__source *items;
     int64_t count, capacity;
-    const llm_string **index;  /* (count) the names, sorted */
+    const llm_string **index;  /* (count) sorted names */
 } llm__sources;
 
-enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* bytes, by the format's definition */
+enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* the format's limit, in bytes */
 
 static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
     static const struct {
@@ -2329,8 +2316,7 @@ static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
     return false;
 }
 
-/* A member of the header: shape, type and place, of which the place must be as long as the other two say. data (size) is
- * what follows the header. */
+/* Shape, type and place, whose sizes must agree. data (size): what follows the header. */
 static bool llm__read_source(llm__source *source, const llm__json_node *node, const uint8_t *data, uint64_t size,
                              llm_error *err) {
     const llm__json_node *shape = llm__json_member(node, "shape"), *place = llm__json_member(node, "data_offsets");
@@ -2374,7 +2360,7 @@ static int llm__compare_sources(const void *a, const void *b) {
     return (x->data > y->data) - (x->data < y->data);
 }
 
-/* No two tensors of a file, which are the last `count` sources, may share bytes. */
+/* Tensors of a file (the last `count`) must not share bytes. */
 static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm_error *err) {
     const llm__source **order = (const llm__source **)llm__new((size_t)count, sizeof *order, "the tensors' order", err);
     if (!order) return false;
@@ -2389,8 +2375,7 @@ static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm
     return apart;
 }
 
-/* Add the tensors of a file in memory (data, size) to the sources. Their names lie in `header`, which the caller
- * frees, also on failure; path must live as long. */
+/* Names point into `header`, always freed by the caller; path must live as long. */
 static bool llm__read_safetensors(llm__sources *sources, llm__json *header, const uint8_t *data, uint64_t size,
                                   const char *path, llm_error *err) {
     uint64_t length = 0;
@@ -2425,9 +2410,9 @@ static llm__source *llm__find_source(const llm__sources *sources, const char *na
     return (llm__source *)(uintptr_t)llm__find_name(sources->index, sources->count, name);
 }
 
-/* ---- Writing ----------------------------------------------------------------------------
- * The header holds counts that are known only at its end, so values and declarations are collected in
- * memory (a few megabytes, nearly all of it vocabulary) and go out with the first byte of data. */
+/* ---- Writing ---------------------------------------------------------
+ * Counts in the header are known only at its end, so values and declarations are collected in
+ * memory (a few megabytes, mostly vocabulary) and written with the first byte of data. */
 
 typedef struct llm__bytes { /* bytes that grow */
     uint8_t *data;
@@ -2453,15 +2438,15 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
 struct llm_writer {
     char *path, *temporary;
     int descriptor;
-    llm_error err;             /* the first failure; after it nothing is done any more */
-    llm__bytes values, declarations, sizes; /* sizes: u64, the bytes of each tensor */
-    llm__bytes keys, names;    /* u64, where each value begins, and each declaration: with its name */
-    llm__bytes pending;        /* bytes on their way to the file */
+    llm_error err;             /* first failure; all later calls do nothing */
+    llm__bytes values, declarations, sizes; /* sizes: u64, bytes per tensor */
+    llm__bytes keys, names;    /* u64, start of each value; of each declaration */
+    llm__bytes pending;        /* not yet written */
     uint64_t n_values, n_tensors;
     uint64_t alignment;
-    uint64_t declared;         /* bytes of data declared so far, padding included */
-    uint64_t current, current_bytes; /* the tensor whose data comes next, and how much of it came */
-    uint64_t written;          /* bytes given to the system */
+    uint64_t declared;         /* bytes of data, with padding */
+    uint64_t current, current_bytes; /* next tensor; its bytes so far */
+    uint64_t written;          /* bytes */
     bool data_begun;
 };
 
@@ -2482,7 +2467,7 @@ llm_writer *llm_writer_create(const char *path, llm_error *err) {
     struct stat status;
     if (!path || !*path)
         return llm__fail(err, LLM_ERROR_ARGUMENT, "no path to write to was given"), (llm_writer *)NULL;
-    /* a device that stands at that path would be replaced by the file */
+    /* a file would replace a device there */
     if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
         llm__fail(err, LLM_ERROR_FILE, "cannot write %s: it is %s, not a file", path,
                   S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
@@ -2508,7 +2493,7 @@ static bool llm__writer_ok(const llm_writer *w) { return w && w->err.status == L
 static bool llm__write(llm_writer *w, const void *data, size_t n) {
     const uint8_t *bytes = (const uint8_t *)data;
     while (n) {
-        /* some systems take no more than 2 GiB at once */
+        /* some systems limit a write to 2 GiB */
         ssize_t wrote = write(w->descriptor, bytes, n < ((size_t)1 << 30) ? n : (size_t)1 << 30);
         if (wrote < 0 && errno == EINTR) continue;
         if (wrote <= 0)
@@ -2529,7 +2514,7 @@ static bool llm__writer_flush(llm_writer *w) {
     return wrote;
 }
 
-/* Small pieces are gathered, large ones go straight through. */
+/* Buffers small pieces. */
 static bool llm__writer_put(llm_writer *w, const void *data, size_t n) {
     enum { GATHER = 1 << 18 };
     if (n < GATHER && w->pending.length < GATHER) return llm__append(&w->pending, data, n, &w->err);
@@ -2650,7 +2635,7 @@ static uint64_t llm__writer_tensor_size(const llm_writer *w, uint64_t index) {
     return size;
 }
 
-/* No name twice among the strings that begin at these places of `text`: nobody could read such a file. */
+/* Names must be unique, or no reader accepts the file. */
 static bool llm__writer_names(llm_writer *w, const llm__bytes *text, const llm__bytes *places, const char *what) {
     int64_t n = (int64_t)(places->length / sizeof(uint64_t));
     llm_string *names = (llm_string *)llm__new((size_t)n, sizeof *names, "an index of names", &w->err);
@@ -2704,7 +2689,7 @@ bool llm_writer_data(llm_writer *w, const void *data, size_t bytes) {
 }
 
 static bool llm__writer_complete(llm_writer *w) {
-    int fsync(int descriptor); /* strict C11 hides it in unistd.h */
+    int fsync(int descriptor); /* hidden by strict C11 */
     if (!w->data_begun && !llm__writer_header(w)) return false;
     if (w->current < w->n_tensors)
         return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
@@ -2712,7 +2697,7 @@ static bool llm__writer_complete(llm_writer *w) {
                          (unsigned long long)w->current_bytes, (unsigned long long)w->current + 1,
                          (unsigned long long)w->n_tensors);
     if (!llm__writer_flush(w)) return false;
-    /* The new name must not reach the disk before the bytes do. */
+    /* the data must reach the disk before the name */
     if (fsync(w->descriptor))
         return llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary, strerror(errno));
     return true;
@@ -2740,7 +2725,7 @@ void llm_writer_abandon(llm_writer *w) {
     llm__writer_free(w);
 }
 
-/* A writer that writes nowhere: the values that it collects become those of a file in memory. */
+/* A writer without a file: its values become an llm_file in memory. */
 static llm_writer *llm__header_begin(llm_error *err) {
     llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a header", err);
     if (w) w->descriptor = -1;
@@ -2762,43 +2747,38 @@ static bool llm__header_read(llm_writer *w, llm_file *file, llm_error *err) {
 /* =====================================================================================
  * [2] Tokenizer: text to token ids and back
  *
- * A model does not read letters. It reads tokens: pieces of text from a fixed list, the
- * vocabulary, each with a number, its id. Frequent words are one token, rare ones several, and, so
- * that any text can be written at all, there is a token for every single byte. The list was made by
- * counting in the model's training text, and the file brings it along.
+ * A model reads tokens: pieces of text from a fixed list, the vocabulary, each with a number, its
+ * id. Frequent words are one token, rare ones several, and every single byte has a token, so any
+ * text can be written. The vocabulary was made by counting in the training text; the file has it.
  *
- * Both kinds of vocabulary here come from the same idea, byte pair encoding (Gage 1994; for language
- * models Sennrich et al. 2016, arxiv.org/abs/1508.07909): begin with the smallest pieces, and again and
- * again join the two neighbours that make the best larger piece, until no two neighbours make one. They
- * differ in what a piece is, and what is best:
+ * Both kinds of vocabulary here use byte pair encoding (Gage 1994; for language models Sennrich et
+ * al. 2016, arxiv.org/abs/1508.07909): begin with the smallest pieces, and join the two neighbours
+ * that make the best larger piece, until no two do. The kinds are:
  *
- *     "gpt2"   byte-level BPE. The text is first split into words (a row of llm__splits), and no token
- *              reaches over a word's end. The smallest pieces are bytes. Best is the pair that stands
- *              first in the file's list of merges. The file spells bytes as printable letters (a space
- *              is U+0120), see llm__spell_byte. GPT-2, Llama 3 and Qwen differ in how they split.
- *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). The text is not
- *              split. The smallest pieces are characters; a space is U+2581, and one is put in front of
- *              the text. Best is the pair whose joined text is the token of the highest score. A
- *              character without a token is written as its bytes, which have tokens called <0x00> to
- *              <0xFF>.
+ *     "gpt2"   byte-level BPE. Text is first split into words (a row of llm__splits); no token
+ *              crosses a word's end. The smallest pieces are bytes. The best pair is the first in
+ *              the file's list of merges. The file spells bytes as printable letters (a space is
+ *              U+0120), see llm__spell_byte.
+ *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). Text is not
+ *              split. The smallest pieces are characters; a space is U+2581, and the text gets one
+ *              in front. The best pair is the one whose joined token has the highest score. A
+ *              character without a token becomes its bytes, the tokens <0x00> to <0xFF>.
  *
- * Doing it in the obvious way (look at all pairs, join the best, start again) takes time in proportion to the
- * square of the length. Here the pieces form a linked list, so that joining two is cheap, and the candidate
- * pairs wait in a heap, so that finding the best is cheap: n log n in all (llm__merge).
+ * Looking at all pairs for each join takes quadratic time. Here the pieces form a linked list, in
+ * which joining is cheap, and the candidate pairs a heap, in which finding the best is cheap:
+ * n log n in all (llm__merge).
  *
- * Special tokens ("end of text") stand for no text at all. They are looked for in a text only if the
- * caller says so, since a text from outside could otherwise end the conversation, or pretend to be
- * another speaker. Tokens of the kind "user-defined" are ordinary text that is never split; they are
- * always looked for.
+ * Special tokens ("end of text") are no text. They are looked for only if the caller asks, since
+ * text from outside could otherwise end the conversation or pose as another speaker. Tokens of the
+ * kind "user-defined" are ordinary text that is never split; they are always looked for.
  * ================================================================================== */
 
-/* ---- Characters -------------------------------------------------------------------------- */
+/* ---- Characters ------------------------------------------------------ */
 
 enum { LLM__UTF8_INVALID = 0x110000, LLM__UTF8_INCOMPLETE = 0x110001 };
 
-/* The character at s (n bytes, at least 1): returns its length, and its number in *code. Where the bytes are
- * no UTF-8, *code is LLM__UTF8_INVALID and the result the number of bytes that began like a character; where
- * the bytes end before the character does, it is LLM__UTF8_INCOMPLETE, and the result n. */
+/* Decode the character at s (n >= 1 bytes) and return its length. *code LLM__UTF8_INVALID: returns
+ * the bytes that began like a character; LLM__UTF8_INCOMPLETE: cut off by the end, returns n. */
 static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     uint32_t first = s[0];
     *code = first;
@@ -2810,7 +2790,7 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     for (size_t i = 1; i < length; i++) {
         if (i == n) return *code = LLM__UTF8_INCOMPLETE, n;
         uint32_t low = 0x80, high = 0xBF;
-        if (i == 1) { /* no overlong forms, no surrogates, nothing above U+10FFFF */
+        if (i == 1) { /* no overlong forms or surrogates, at most U+10FFFF */
             if (first == 0xE0) low = 0xA0;
             if (first == 0xED) high = 0x9F;
             if (first == 0xF0) low = 0x90;
@@ -2823,7 +2803,7 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     return length;
 }
 
-/* Letters and numbers, as runs: how many code points to skip, how many belong to the class. */
+/* Runs: code points to skip, code points in the class. */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 static const uint16_t llm__letters[] = {
     65,26,6,26,47,1,10,1,4,1,5,23,1,31,1,458,4,12,14,5,7,1,1,1,129,5,1,2,2,4,1,1,6,
@@ -3183,7 +3163,7 @@ enum {
     LLM__N_DECOMPOSITIONS = sizeof llm__decompositions / sizeof *llm__decompositions / 3
 };
 
-/* Is c in the class whose borders (first inside, first outside, first inside, ...) these are? */
+/* borders: first inside, first outside, first inside ... */
 static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
     int low = 0, high = n;
     while (low < high) {
@@ -3201,29 +3181,28 @@ static bool llm__is_space(uint32_t c) {
            c == 0x3000;
 }
 
-/* ---- Normal form C --------------------------------------------------------------------------
- * Unicode can write an e with an accent as one character, or as an e and an accent behind it; and two accents
- * in either order. Some tokenizers (Qwen's) first bring a text into the form in which all that can be composed is,
- * and accents stand in a fixed order: "NFC", Unicode Standard Annex 15. Most text is in it already. Characters
- * that never change and never join with the one before are stable; only a stretch of others, with the stable one
- * before it, has to be taken apart, sorted and put together again. */
+/* ---- Normal form C ---------------------------------------------------
+ * Some tokenizers (Qwen's) bring text into NFC (Unicode Standard Annex 15): accents are composed
+ * with their letter where possible and otherwise sorted. Stable characters never change and never
+ * join the one before. Only the others, with the stable one before them, are taken apart, sorted
+ * and composed. */
 
-enum { /* Korean syllables are composed by arithmetic: leading consonant, vowel, trailing consonant */
+enum { /* Korean syllables compose by arithmetic */
     LLM__HANGUL = 0xAC00, LLM__HANGUL_L = 0x1100, LLM__HANGUL_V = 0x1161, LLM__HANGUL_T = 0x11A7,
     LLM__HANGUL_N_L = 19, LLM__HANGUL_N_V = 21, LLM__HANGUL_N_T = 28
 };
 
 typedef struct llm__decomposition {
-    uint32_t whole, first, second; /* second 0: a mere synonym of the first */
+    uint32_t whole, first, second; /* second 0: synonym of first */
 } llm__decomposition;
 
 typedef struct llm__normalizer { /* the tables, unpacked */
     llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* sorted by whole */
     llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* sorted by first, then second */
     int n_together;
-    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of the runs of combining characters */
+    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of runs */
     uint8_t mark_classes[LLM__N_COMBINING];
-    uint8_t unstable[0x110000 / 8];                     /* a bit for each code point */
+    uint8_t unstable[0x110000 / 8];                     /* one bit per code point: not stable */
 } llm__normalizer;
 
 static int llm__compare_together(const void *a, const void *b) {
@@ -3254,7 +3233,7 @@ static llm__normalizer *llm__normalizer_create(llm_error *err) {
         llm__decomposition d = {c, (uint32_t)first, (uint32_t)second};
         n->apart[i] = d;
         if (step > 0 && second) n->together[n->n_together++] = d;
-        uint32_t changes = step > 0 && second ? d.second : c; /* the second may join a first; or c itself never stays */
+        uint32_t changes = step > 0 && second ? d.second : c;
         llm__set_unstable(n, changes, changes + 1);
     }
     llm__set_unstable(n, LLM__HANGUL_V, LLM__HANGUL_V + LLM__HANGUL_N_V);
@@ -3267,7 +3246,7 @@ static bool llm__is_stable(const llm__normalizer *n, uint32_t c) {
     return c < 0x300 || c >= LLM__UTF8_INVALID || !(n->unstable[c / 8] >> c % 8 & 1);
 }
 
-/* A character and its combining class in one number */
+/* c, its combining class in the top byte */
 static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
     int low = 0, high = 2 * LLM__N_COMBINING;
     while (low < high) {
@@ -3278,7 +3257,7 @@ static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
     return low & 1 ? c | (uint32_t)n->mark_classes[low / 2] << 24 : c;
 }
 
-typedef struct llm__codes { /* characters with their classes, and as much room again to sort them */
+typedef struct llm__codes { /* characters with classes, and room to sort them */
     uint32_t *data;
     int64_t n, capacity;
 } llm__codes;
@@ -3291,7 +3270,7 @@ static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t 
     return true;
 }
 
-/* The parts of c, of which the first may have parts itself (in Unicode four levels at the most). */
+/* Only the first part may have parts itself (four levels at most). */
 static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
     uint32_t syllable = c - LLM__HANGUL, per_lead = LLM__HANGUL_N_V * LLM__HANGUL_N_T;
     if (syllable < LLM__HANGUL_N_L * per_lead) {
@@ -3311,7 +3290,7 @@ static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uin
            (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
 }
 
-/* Accents (characters of a class above 0) that stand together are sorted by class; equals keep their order. */
+/* Stable sort, by class, of neighbouring characters of a class above 0. */
 static void llm__sort_marks(llm__codes *codes) {
     uint32_t *data = codes->data, *room = data + codes->n;
     for (int64_t begin = 0, end; begin < codes->n; begin = end + 1) {
@@ -3324,7 +3303,7 @@ static void llm__sort_marks(llm__codes *codes) {
     }
 }
 
-/* The character that two make; 0: none. */
+/* 0: they do not compose. */
 static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t second) {
     uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V, tail = second - LLM__HANGUL_T;
     if (lead < LLM__HANGUL_N_L && vowel < LLM__HANGUL_N_V)
@@ -3339,7 +3318,7 @@ static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t
     return found ? found->whole : 0;
 }
 
-/* Each character joins the last one of class 0 before it, unless one between them is of the same or a higher class. */
+/* A character joins the last one of class 0, unless one between has the same or a higher class. */
 static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     int64_t starter = -1, kept = 0;
     uint32_t last = 0;
@@ -3358,10 +3337,10 @@ static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     codes->n = kept;
 }
 
-/* Append the text in NFC to `out`. Bytes that are no UTF-8 stay as they are. */
+/* Append text in NFC; bytes that are not UTF-8 stay. */
 static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length, llm__codes *codes,
                            llm__bytes *out, llm_error *err) {
-    size_t copied = 0, before = 0; /* text[before .. at): the stable character before, if any */
+    size_t copied = 0, before = 0; /* start of the last stable character */
     for (size_t at = 0, bytes; at < length;) {
         uint32_t c = text[at];
         bytes = c < 0x80 ? 1 : llm__utf8(text + at, length - at, &c);
@@ -3389,64 +3368,64 @@ static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t
     return llm__append(out, text + copied, length - copied, err);
 }
 
-/* ---- The vocabulary ----------------------------------------------------------------------- */
+/* ---- The vocabulary -------------------------------------------------- */
 
-enum { /* kinds of token, in GGUF's numbers */
+enum { /* in GGUF's numbers */
     LLM__TOKEN_NORMAL = 1, LLM__TOKEN_UNKNOWN, LLM__TOKEN_CONTROL, LLM__TOKEN_USER, LLM__TOKEN_UNUSED,
     LLM__TOKEN_BYTE
 };
 enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2, LLM__MARK_STRIP_LEFT = 4, LLM__MARK_STRIP_RIGHT = 8 };
 
-typedef struct llm__merge_rule { /* an entry of the hash table of merges */
+typedef struct llm__merge_rule { /* entry of the hash table of merges */
     uint64_t pair;   /* left id << 32 | right id */
-    int32_t rank;    /* 1 is the best; 0: the entry is free */
+    int32_t rank;    /* 1: the best; 0: free entry */
     int32_t result;  /* id of the joined text */
 } llm__merge_rule;
 
-/* Length of the first word of a text of n >= 1 bytes. */
+/* Length of the first word of n >= 1 bytes. */
 typedef size_t (*llm__splitter)(const llm_tokenizer *t, const uint8_t *text, size_t n);
 
-typedef enum llm__prefix { /* where a space is put in front of text that has no byte-level vocabulary */
+typedef enum llm__prefix { /* where text gets a space in front */
     LLM__PREFIX_NONE,
-    LLM__PREFIX_START,   /* at the beginning, and after a control token */
-    LLM__PREFIX_STRETCH, /* of every stretch between special tokens */
-    LLM__PREFIX_FIRST,   /* at the beginning, unless a space is there */
-    LLM__PREFIX_EACH     /* of every stretch that does not begin with one */
+    LLM__PREFIX_START,   /* start, and after a control token */
+    LLM__PREFIX_STRETCH, /* every stretch between special tokens */
+    LLM__PREFIX_FIRST,   /* start, unless a space is there */
+    LLM__PREFIX_EACH     /* every stretch that does not begin with one */
 } llm__prefix;
 
 struct llm_tokenizer {
     const char *name;          /* of the file, for errors */
-    const llm_file *file;      /* what the texts lie in */
+    const llm_file *file;      /* holds the texts */
     int32_t size;
-    bool byte_level;           /* the vocabulary spells bytes as letters ("gpt2"); else a space is U+2581 ("llama") */
-    llm_string *texts;         /* (size) as the file stores them */
+    bool byte_level;           /* "gpt2"; else "llama" */
+    llm_string *texts;         /* (size) as stored */
     uint8_t *kinds, *marks;    /* (size) */
-    float *scores;             /* (size) NULL where there are merges */
+    float *scores;             /* (size); NULL: merges are used */
     size_t longest;            /* bytes of the longest text */
-    int32_t *ids;              /* (ids_mask + 1) hash table of texts: id + 1, 0 where free */
+    int32_t *ids;              /* (ids_mask + 1) hash table of texts: id + 1; 0: free */
     uint64_t ids_mask;
     llm__merge_rule *merges;   /* (merges_mask + 1) hash table of pairs, or NULL */
     uint64_t merges_mask;
-    uint64_t seed;             /* of both tables, so that no file can be made to collide in them */
+    uint64_t seed;             /* random, of both hash tables: no file can force collisions */
     int32_t bytes[256];        /* token of each byte; -1: none */
-    int16_t spelled[324];      /* byte_level: the byte that a letter stands for; -1: none */
+    int16_t spelled[324];      /* byte of each spelling letter; -1: none */
     llm__splitter split;
-    llm__normalizer *normalizer; /* NULL: the text is taken as it is */
-    bool ignores_merges;       /* a word that is a token is that token, whatever its merges would make of it */
-    bool fuses_unknown;        /* neighbours without a token are one unknown token */
+    llm__normalizer *normalizer; /* NULL: text is not normalized */
+    bool ignores_merges;       /* a word that is a token is not merged */
+    bool fuses_unknown;        /* neighbours without a token: one unknown token */
     int32_t bos, eos, unknown; /* -1: none */
-    bool adds_bos, adds_eos, drops_space; /* in front; behind; when decoding */
+    bool adds_bos, adds_eos, drops_space; /* drops_space: when decoding */
     llm__prefix prefix;
-    bool has_chat;             /* the file has a template for conversations, ... */
-    llm_string chat_source;    /* ... this one; */
-    const struct llm__chat_format *chat; /* NULL: it is not known */
-    char *chat_usual;          /* the system message that it has for where there is none; NULL: none */
-    bool chat_begins_bos;      /* does it begin with BOS, where its format does not say? */
-    bool chat_begins_line;     /* ... or with an empty line? */
-    /* the special tokens to look for, sorted by text: [0] user-defined ones alone, [1] all */
+    bool has_chat;             /* the file has a chat template */
+    llm_string chat_source;    /* the template */
+    const struct llm__chat_format *chat; /* NULL: unknown format */
+    char *chat_usual;          /* default system message, or NULL */
+    bool chat_begins_bos;      /* template begins with BOS (KEEPS_USUAL) */
+    bool chat_begins_line;     /* template begins with an empty line (KEEPS_USUAL) */
+    /* sorted by text: [0] user-defined ones, [1] all */
     const llm_string **specials[2];
     int64_t n_specials[2];
-    bool special_begins[2][256]; /* does any begin with this byte? */
+    bool special_begins[2][256]; /* first bytes of `specials` */
     uint32_t letters[LLM__N_LETTERS], numbers[LLM__N_NUMBERS]; /* borders of the runs */
 };
 
@@ -3455,7 +3434,7 @@ static bool llm__tokenizer_error(const llm_tokenizer *t, llm_error *err, llm_sta
     return llm__fail(err, status, "%s: %s", t->name, what);
 }
 
-/* The slot of a text in the table of ids: where it is, or would be. */
+/* The slot of a text, or the free slot for it. */
 static uint64_t llm__token_slot(const llm_tokenizer *t, llm_string text) {
     uint64_t slot = llm__hash_bytes(t->seed, text.data, text.length);
     for (;; slot++) {
@@ -3480,7 +3459,7 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot & t->merges_mask];
 }
 
-/* At least a third of the slots stays free, so that a search soon meets one that is. */
+/* At least a third of the slots stays free: short searches. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
     while (size < entries + entries / 2) size *= 2;
@@ -3505,13 +3484,13 @@ static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
     size_t cursor = 0;
     for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
         uint64_t slot = llm__token_slot(t, t->texts[id]);
-        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of two tokens with the same text the first counts */
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts the first counts */
         if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
     }
     return true;
 }
 
-/* The value of "<0x41>", -1 if the text is nothing like it. */
+/* "<0x41>"; else -1. */
 static int llm__parse_byte(llm_string s) {
     if (s.length != 6 || memcmp(s.data, "<0x", 3) || s.data[5] != '>') return -1;
     int value = 0;
@@ -3573,9 +3552,8 @@ static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* "gpt2" vocabularies hold no raw bytes: each is spelled as a letter. Those that print in Latin-1 stand for
- * themselves, the other 68, in order, for U+0100 and the letters after it. Writes one or two bytes, returns
- * how many. */
+/* How "gpt2" vocabularies spell a byte: the printable Latin-1 ones as themselves, the other 68, in
+ * order, as U+0100 and up. Returns the bytes written, 1 or 2. */
 static size_t llm__spell_byte(int byte, char *out, uint32_t *letter) {
     uint32_t code = 256;
     for (int b = 0; b <= byte; b++) {
@@ -3601,11 +3579,11 @@ static void llm__load_bytes(llm_tokenizer *t) {
     }
 }
 
-/* A merge is written "left right". Those whose parts, or whose result, are no tokens can never be used; such files
- * exist, so they are passed over: their rank stays 0. joined: (t->longest) */
+/* "left right". Some files have merges whose parts or result are not tokens: rank 0, skipped.
+ * joined: (t->longest) */
 static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, int32_t rank, char *joined) {
     llm__merge_rule merge = {0, 0, -1};
-    /* the left part may itself be a space */
+    /* the left part may be a space */
     const char *gap = rule.length > 1 ? (const char *)memchr(rule.data + 1, ' ', rule.length - 1) : NULL;
     if (!gap || rule.length - 1 > t->longest) return merge;
     llm_string left = {rule.data, (size_t)(gap - rule.data)}, right = {gap + 1, rule.length - left.length - 1},
@@ -3619,7 +3597,7 @@ static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, 
     return merge;
 }
 
-/* The table is larger than the processor's caches, so each slot is asked for some rules before it is used. */
+/* The table exceeds the caches: prefetch. */
 static void llm__fill_merges(llm_tokenizer *t, const llm__merge_rule *rules, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         if (i + 16 < n) LLM__PREFETCH(&t->merges[llm__mix(rules[i + 16].pair ^ t->seed) & t->merges_mask]);
@@ -3651,7 +3629,7 @@ static bool llm__load_merges(llm_tokenizer *t, const char *key, llm_error *err) 
     return ok;
 }
 
-/* A token that the metadata names by its id. Without such a key it is `usual`, if of the right kind. */
+/* Without the key: `usual`, if of the right kind. */
 static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, int kind, int32_t *id,
                             llm_error *err) {
     const llm_value *value = llm_file_find(t->file, key);
@@ -3665,7 +3643,7 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     return true;
 }
 
-/* Some files call their end token an ordinary one. Its looks betray it. */
+/* Some files mark their end token as normal; its <> shows it. */
 static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
@@ -3691,14 +3669,14 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     llm__mark_special(t, eom, LLM__MARK_END);
     for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
         int32_t id = llm__find_text(t, spellings[i]);
-        /* (byte-level vocabularies that were made from the web have an ordinary "</s>", of HTML, which ends nothing) */
+        /* byte-level: a normal "</s>" is HTML, not an end */
         if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>")) continue;
         llm__mark_special(t, id, LLM__MARK_END);
     }
     return true;
 }
 
-/* Sorted by text, all tokens that begin with the same bytes stand side by side (llm__match_special). */
+/* Sorted, tokens with a common beginning are neighbours (llm__match_special). */
 static bool llm__load_specials(llm_tokenizer *t, bool all, llm_error *err) {
     int64_t n = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -3729,13 +3707,13 @@ static bool llm__is_text(llm_string s, const char *text) {
     return !llm__compare_strings(&s, &other);
 }
 
-/* ---- Splitting text into words ("gpt2") ---------------------------------------------------- */
+/* ---- Splitting text into words ("gpt2") ------------------------------ */
 
 typedef enum llm__class {
     LLM__CLASS_OTHER, LLM__CLASS_LETTER, LLM__CLASS_NUMBER, LLM__CLASS_SPACE
 } llm__class;
 
-/* The class of the first character of n >= 1 bytes; an invalid byte is a character of its own. */
+/* Class of the first character (n >= 1); an invalid byte is one. */
 static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *length) {
     uint32_t c;
     *length = llm__utf8(text, n, &c);
@@ -3753,24 +3731,21 @@ static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, siz
 static size_t llm__space_run(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *last) {
     size_t at = 0, length;
     while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
-        *last = at; /* where the last white space begins */
+        *last = at; /* start of the last white space */
         at += length;
     }
     return at;
 }
 
-/* The length of a run of characters of one class. */
 static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const uint8_t *text, size_t n) {
     size_t at = 0, length;
     while (at < n && llm__classify(t, text + at, n - at, &length) == class_) at += length;
     return at;
 }
 
-/* GPT-2's rule, as its authors wrote it:
- *     's|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+
- * In words: an English ending; else letters, or numbers, or other characters, with a space in front if
- * there is one; else white space, of which the last is left to the next word. Where digits stand alone, each is
- * a word of its own, and the text between two of them is split as if it were all there is. */
+/* GPT-2's rule (regular expression: llm__read_split). A word is an English ending; else letters,
+ * numbers or others after an optional space; else white space, whose last goes to the next word.
+ * digits_alone: each digit is a word; the text between is split as if alone. */
 static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n, bool digits_alone) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     for (size_t i = 0; text[0] == '\'' && i < sizeof endings / sizeof *endings; i++) {
@@ -3794,7 +3769,7 @@ static size_t llm__split_digits_gpt2(const llm_tokenizer *t, const uint8_t *text
     return llm__gpt2_word(t, text, n, true);
 }
 
-/* An English ending whatever its case; "\u017F" is an s too. Its length, or 0. */
+/* In any case; "\u017F" is an s too. 0: none. */
 static size_t llm__english_ending(const uint8_t *text, size_t n) {
     if (n < 2 || text[0] != '\'') return 0;
     if (n > 2 && text[1] == 0xC5 && text[2] == 0xBF) return 3;
@@ -3804,11 +3779,9 @@ static size_t llm__english_ending(const uint8_t *text, size_t n) {
     return (b == 'e' && (a == 'r' || a == 'v')) || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-/* Llama 3's and Qwen's rule:
- *     (?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+
- * with {1,3} or without. In words: letters may have any one character in front that is no letter, number or end
- * of line; numbers are cut into threes, or ones, from the left; other characters take the ends of line behind them; and white
- * space ends at its last end of line. */
+/* Llama 3's and Qwen's rule (llm__read_split). Letters may follow one character that is no letter,
+ * number or line end; numbers are cut from the left; others take the line ends after them; white
+ * space ends at its last line end, or leaves its last to the next word. */
 static size_t llm__llama3_word(const llm_tokenizer *t, const uint8_t *text, size_t n, int digits) {
     size_t length, next, last = 0, ending = llm__english_ending(text, n);
     if (ending) return ending;
@@ -3842,13 +3815,13 @@ static size_t llm__split_qwen2(const llm_tokenizer *t, const uint8_t *text, size
     return llm__llama3_word(t, text, n, 1);
 }
 
-/* A control token, or one that stands for a byte, is never made out of text. */
+/* Is it a token that text can become? */
 static bool llm__is_piece(const llm_tokenizer *t, int32_t id) {
     return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN && t->kinds[id] != LLM__TOKEN_BYTE;
 }
 
-/* SentencePiece does not split. But where no token has a U+2581 behind another character, nothing can be merged
- * over such a place; so the words between can be taken one by one, with the same result. */
+/* SentencePiece does not split. But where no token has a U+2581 after another character, no merge
+ * crosses such a place, so splitting there changes nothing. */
 static const uint8_t *llm__next_space(const uint8_t *text, size_t n) {
     for (const uint8_t *p = text, *end = text + n; (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
         if (end - p >= 3 && p[1] == 0x96 && p[2] == 0x81) return p;
@@ -3883,9 +3856,9 @@ static bool llm__joins_spaces(const llm_tokenizer *t) {
 }
 
 static const struct llm__split {
-    const char *name;           /* the value of tokenizer.ggml.pre */
+    const char *name;           /* value of tokenizer.ggml.pre */
     llm__splitter split;
-    bool composes;              /* the text is brought into NFC */
+    bool composes;              /* to NFC */
     bool ignores_merges, adds_bos;
 } llm__splits[] = {
     {"gpt-2", llm__split_gpt2, false, false, false},
@@ -3915,7 +3888,7 @@ static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     size_t cursor = 0;
     if (value && !llm_value_string(value, &cursor, &name))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
-    /* Early files of Llama 3 and others are such. By a guessed rule the words would be wrong here and there, which nobody would see. */
+    /* As early files of Llama 3. A guessed rule would be wrong here and there, unnoticed. */
     if (!value || llm__is_text(name, "default"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                          "%s: the vocabulary does not say by which rule words are split (tokenizer.ggml.pre is %s), as in files that early "
@@ -3953,7 +3926,6 @@ static bool llm__load_model(llm_tokenizer *t, llm_error *err) {
                      t->name, llm__show(model).text);
 }
 
-/* Ids in an array of the file get a mark. */
 static bool llm__load_marks(llm_tokenizer *t, const char *key, uint8_t mark, llm_error *err) {
     const llm_value *ids = llm_file_find(t->file, key);
     for (uint64_t i = 0; ids && i < ids->count; i++) {
@@ -3976,7 +3948,7 @@ static bool llm__load_prefix(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* SentencePiece: by the scores of tokens, or, as tokenizer.json has it, by the ranks of merges. */
+/* By token scores or, from tokenizer.json, by merge ranks. */
 static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     static const char merges[] = "tokenizer.llm.merges";
     if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err) : !llm__load_scores(t, err)) return false;
@@ -3988,7 +3960,7 @@ static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-static bool llm__load_chat(llm_tokenizer *t, llm_error *err); /* below, "Conversations" */
+static bool llm__load_chat(llm_tokenizer *t, llm_error *err);
 
 static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
     bool composes = false;
@@ -4065,37 +4037,34 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
     return llm__is_id(t, id) ? t->texts[id] : llm__string("");
 }
 
-/* ---- tokenizer.json -----------------------------------------------------------------------
- * Hugging Face's form of the same: the vocabulary and the merges, and around them a chain of steps (normalizer,
- * pre_tokenizer, model, post_processor, decoder), each one of many. The chains of byte-level BPE and of
- * SentencePiece BPE are known here; anything else is refused by its name. What is found becomes the values
- * that a GGUF file would have, and is read from there like any other vocabulary; what GGUF has no key for goes under keys of
- * our own, tokenizer.llm.*:
+/* ---- tokenizer.json --------------------------------------------------
+ * Hugging Face's form: vocabulary, merges, and steps (normalizer, pre_tokenizer, model,
+ * post_processor, decoder). The chains of byte-level and SentencePiece BPE are supported, other
+ * steps refused by name. All becomes GGUF values; where GGUF has no key, tokenizer.llm.*:
  *
- *     tokenizer.llm.nfc, .ignore_merges    bool, where they differ from what tokenizer.ggml.pre implies
- *     tokenizer.llm.merges                 of a SentencePiece vocabulary: used instead of its scores
- *     tokenizer.llm.prefix                 where a space comes in front of text, a number of llm__prefix
- *     tokenizer.llm.drops_space            a text that was decoded begins without its first space
- *     tokenizer.llm.split_spaces           no token reaches over a space
- *     tokenizer.llm.fuse_unknown           neighbours without a token are one unknown token
- *     tokenizer.llm.strip_left, .strip_right   ids of special tokens that swallow the white space beside them
- *     tokenizer.llm.end_token_ids          more ids that end an answer
- */
+ *     nfc, ignore_merges        bool, where tokenizer.ggml.pre implies otherwise
+ *     merges                    of SentencePiece, instead of scores
+ *     prefix                    where text gets a space in front: a number of llm__prefix
+ *     drops_space               decoded text loses its first space
+ *     split_spaces              no token crosses a space
+ *     fuse_unknown              neighbours without a token: one unknown token
+ *     strip_left, strip_right   ids of tokens that absorb white space beside them
+ *     end_token_ids             more ids that end an answer */
 
 typedef struct llm__vocabulary {
     const char *name;        /* of the tokenizer.json, for errors */
     llm_writer *w;
     llm_error *err;
-    llm__json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
+    llm__json json, config, added; /* tokenizer.json, its config, added_tokens.json */
     llm_string *texts;       /* (size) */
-    int32_t *kinds;          /* (size) 0: no such token */
-    uint8_t *strips;         /* (size) white space that it swallows: 1 in front, 2 behind */
+    int32_t *kinds;          /* (size) 0: no token */
+    uint8_t *strips;         /* (size) strips white space: 1 left, 2 right */
     uint64_t size;
     llm__splitter split;
     bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos, adds_eos;
     llm__prefix prefix;
     int32_t bos, eos, unknown;
-    llm__bytes ids;          /* a list of i32 on its way to a value */
+    llm__bytes ids;          /* i32 list being built */
 } llm__vocabulary;
 
 static const llm__json_node *llm__setting(const llm__vocabulary *v, const char *key) {
@@ -4160,7 +4129,7 @@ static bool llm__read_metaspace(llm__vocabulary *v, const llm__json_node *node, 
 static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
     static const struct {
         const char *regex;
-        llm__splitter split; /* NULL: digits, one by one */
+        llm__splitter split; /* NULL: each digit alone */
     } rules[] = {
         {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", llm__split_gpt2},
         {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
@@ -4172,7 +4141,7 @@ static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
     const llm__json_node *regex = llm__json_member(llm__json_member(node, "pattern"), "Regex"),
                          *behavior = llm__json_member(node, "behavior");
     bool isolated = llm__json_is(behavior, "Isolated") && !llm__is_on(node, "invert", false),
-         kept = llm__json_is(behavior, "Removed") && llm__is_on(node, "invert", false); /* all but the matches removed */
+         kept = llm__json_is(behavior, "Removed") && llm__is_on(node, "invert", false);
     for (size_t i = 0; i < sizeof rules / sizeof *rules && !v->split; i++) {
         if (!llm__json_is(regex, rules[i].regex)) continue;
         if (!isolated && !(kept && rules[i].split)) break;
@@ -4244,7 +4213,7 @@ static bool llm__read_decoder(llm__vocabulary *v, const llm__json_node *node) {
                                                           "Strip (of one space in front), Sequence");
 }
 
-/* The id of a token, given its text; -1: there is none. */
+/* -1: no such token. */
 static int32_t llm__vocabulary_find_text(const llm__vocabulary *v, llm_string text) {
     for (uint64_t id = 0; id < v->size; id++)
         if (v->kinds[id] && !llm__compare_strings(&v->texts[id], &text)) return (int32_t)id;
@@ -4253,11 +4222,11 @@ static int32_t llm__vocabulary_find_text(const llm__vocabulary *v, llm_string te
 
 static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm__json_node *text) {
     llm_string wanted;
-    if (llm__json_has_kind(text, LLM__JSON_OBJECT)) text = llm__json_member(text, "content"); /* {"content": "</s>", ...} */
+    if (llm__json_has_kind(text, LLM__JSON_OBJECT)) text = llm__json_member(text, "content");
     return llm__json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
 }
 
-/* "single": the text, with at most one token in front (BOS) and one behind (EOS) */
+/* "single": the text, at most BOS before it, at most EOS after it */
 static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
     const llm__json_node *items = llm__json_member(node, "single");
     bool text = false, ok = true;
@@ -4273,7 +4242,7 @@ static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
 
 static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *node) {
     const llm__json_node *steps = llm__json_member(node, "processors");
-    if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true; /* ByteLevel's only moves offsets */
+    if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true; /* only moves offsets */
     if (llm__is_step(node, "TemplateProcessing")) return llm__read_template(v, node);
     if (!llm__is_step(node, "Sequence"))
         return llm__refuse_step(v, "post_processor", node, "TemplateProcessing, ByteLevel, Sequence");
@@ -4282,13 +4251,13 @@ static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *n
     return true;
 }
 
-/* An id as a number; UINT64_MAX: it is none. */
+/* UINT64_MAX: not an id. */
 static uint64_t llm__entry_id(const llm__json_node *node) {
     uint64_t id;
     return llm__json_u64(node, &id) ? id : UINT64_MAX;
 }
 
-/* The same as a key: "96". */
+/* An id as a key: "96". */
 static uint64_t llm__key_id(llm_string key) {
     uint64_t id = 0;
     for (size_t i = 0; i < key.length; i++) {
@@ -4311,14 +4280,14 @@ static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int
     return true;
 }
 
-/* A token that is found in a text before that is split. `token` says how; NULL: as usual. */
+/* token: its settings; NULL: defaults. */
 static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
     int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
     if (!text.length) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
     if (llm__is_on(token, "single_word", false))
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
                          v->name, llm__show(text).text);
-    /* (by Hugging Face's rules it would be looked for with a U+2581 in front) */
+    /* Hugging Face would look for it with a U+2581 in front */
     if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
                          "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
@@ -4328,8 +4297,8 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, con
     return true;
 }
 
-/* One that a file beside the tokenizer.json adds. Mostly the latter has it too, and then what it says of it counts; if it has it as an
- * ordinary token, that is made an added one; else it comes behind all others. */
+/* From a file beside tokenizer.json. An added token there takes precedence; an ordinary one becomes
+ * an added one. */
 static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
     bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
     int32_t found = same ? (int32_t)id : llm__vocabulary_find_text(v, text);
@@ -4337,7 +4306,8 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, co
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
-/* tokenizer_config.json has them as {"96": {"content": "<|x|>", ...}}; without, older tools' added_tokens.json as {"<|x|>": 96}. */
+/* decoder: tokenizer_config.json, {"96": {"content": "<|x|>", ...}}; else encoder: older
+ * tools' added_tokens.json, {"<|x|>": 96}. */
 static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, const llm__json_node *encoder) {
     uint64_t first = v->size, end;
     while (first && !v->kinds[first - 1]) first--;
@@ -4358,13 +4328,13 @@ static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, 
     return true;
 }
 
-/* The texts of all tokens, by id. */
 static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, const llm__json_node *added) {
     const llm__json_node *decoder = llm__json_member(v->config.nodes, "added_tokens_decoder"), *encoder = v->added.nodes;
     if (!llm__json_has_kind(decoder, LLM__JSON_OBJECT)) decoder = NULL;
     if (decoder || !llm__json_has_kind(encoder, LLM__JSON_OBJECT)) encoder = NULL;
     uint64_t n_beside = (decoder ? decoder->length : 0) + (uint64_t)(encoder ? encoder->length : 0);
-    v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256; /* room for a few ids without a token */
+    /* room for some unused ids */
+    v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256;
     v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
     v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
     v->strips = v->kinds ? (uint8_t *)llm__new((size_t)v->size, 1, "the vocabulary", v->err) : NULL;
@@ -4413,7 +4383,7 @@ static bool llm__read_model(llm__vocabulary *v, const llm__json_node *model) {
     return true;
 }
 
-/* Merges stand there as "a b" or as ["a", "b"]. */
+/* A merge is "a b" or ["a", "b"]. */
 static bool llm__put_merges(llm__vocabulary *v, const llm__json_node *merges) {
     llm__bytes *values = &v->w->values;
     uint64_t n = 0;
@@ -4438,7 +4408,7 @@ static bool llm__put_merges(llm__vocabulary *v, const llm__json_node *merges) {
     return true;
 }
 
-/* The rule for words that GGUF's name stands for, and what of ours it does not say. */
+/* GGUF's name for the rule, and our keys for what that does not imply. */
 static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     const struct llm__split *best = NULL;
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
@@ -4453,7 +4423,7 @@ static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
         llm_writer_bool(v->w, "tokenizer.llm.ignore_merges", ignores_merges);
 }
 
-/* A list of ids, in v->ids, as a value. */
+/* Write v->ids and clear it. */
 static void llm__put_ids(llm__vocabulary *v, const char *key) {
     if (v->ids.length) llm_writer_i32_array(v->w, key, (const int32_t *)(const void *)v->ids.data, v->ids.length / 4);
     v->ids.length = 0;
@@ -4468,8 +4438,8 @@ static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
     return true;
 }
 
-/* Other programs read a SentencePiece vocabulary by its scores: the earlier a token is made, the higher. Of the usual
- * vocabularies, whose ids are in that order, this is what SentencePiece itself would say. */
+/* For other programs: the earlier a token is made, the higher its score. Where ids are in that
+ * order, as usual, SentencePiece has the same. */
 static bool llm__put_scores(llm__vocabulary *v) {
     float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens", v->err);
     if (!scores) return false;
@@ -4479,7 +4449,7 @@ static bool llm__put_scores(llm__vocabulary *v) {
     return true;
 }
 
-/* A token that tokenizer_config.json names by its text. One that is none would be made of pieces, and never end anything. */
+/* A named text that is no token would be split into pieces and never end anything. */
 static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *id) {
     const llm__json_node *node = llm__json_member(v->config.nodes, key);
     llm_string text = {"", 0};
@@ -4492,7 +4462,6 @@ static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *
     return true;
 }
 
-/* tokenizer_config.json may also switch BOS on and off. */
 static bool llm__read_config(llm__vocabulary *v) {
     const llm__json_node *config = v->config.nodes;
     if (!llm__read_named(v, "bos_token", &v->bos) || !llm__read_named(v, "eos_token", &v->eos)) return false;
@@ -4501,7 +4470,7 @@ static bool llm__read_config(llm__vocabulary *v) {
     return true;
 }
 
-/* The template for conversations: a string, or several, of which the one called "default" counts. */
+/* A string, or the one named "default" of several. */
 static bool llm__config_template(const llm__json_node *node, llm_string *text) {
     for (const llm__json_node *item = llm__json_has_kind(node, LLM__JSON_ARRAY) ? llm__json_first(node) : NULL; item;
          item = llm__json_next(node, item))
@@ -4559,9 +4528,9 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
     return (v->byte_level || llm__put_scores(v)) && llm__put_merges(v, llm__json_member(model, "merges")) && llm__put_named(v);
 }
 
-/* ---- The files around it ------------------------------------------------------------------- */
+/* ---- The files around it --------------------------------------------- */
 
-/* The whole of a file, which must be small enough to be JSON; *found: is there such a file at all? */
+/* A whole file, small enough for JSON. *found: it exists. */
 static bool llm__read_text(const char *folder, const char *name, llm__bytes *text, bool *found, llm_error *err) {
     char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
     struct stat status;
@@ -4596,7 +4565,7 @@ static bool llm__read_json(llm__json *json, const char *folder, const char *name
     return ok;
 }
 
-/* The ids under eos_token_id, one or several, in another file of the folder. */
+/* eos_token_id, one id or several. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     llm__json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
@@ -4614,7 +4583,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
     return ok;
 }
 
-/* What the other files of the folder say of the vocabulary: more end tokens, and the template for conversations. */
+/* More end tokens, and the chat template. */
 static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     llm__bytes jinja = {NULL, 0, 0};
     llm_string text = {NULL, 0};
@@ -4631,8 +4600,7 @@ static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     return true;
 }
 
-/* Append the values of a tokenizer.json to those of a writer (in memory: nothing else of it is used). folder: where its
- * siblings are (tokenizer_config.json, generation_config.json, ...); NULL: nowhere. */
+/* Append the values of a tokenizer.json to a writer in memory. folder: of its siblings, or NULL. */
 static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t length, const char *name, const char *folder,
                                       llm_error *err) {
     llm__vocabulary v;
@@ -4658,7 +4626,6 @@ static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t le
     return ok;
 }
 
-/* The same from FOLDER/tokenizer.json. */
 static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error *err) {
     llm__bytes text = {NULL, 0, 0};
     char *path = llm__copy_text(folder, "/tokenizer.json", err);
@@ -4676,7 +4643,7 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
     return ok;
 }
 
-/* A file that holds nothing but the vocabulary, from the text of a tokenizer.json, with its siblings where the path has any. */
+/* A vocabulary without tensors, from a tokenizer.json and any siblings. */
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
     llm_writer *w = file ? llm__header_begin(err) : NULL;
@@ -4692,40 +4659,40 @@ static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const c
     return NULL;
 }
 
-/* ---- Merging ------------------------------------------------------------------------------- */
+/* ---- Merging --------------------------------------------------------- */
 
-typedef struct llm__symbol { /* a piece of the word, in a doubly linked list */
+typedef struct llm__symbol { /* piece of a word, doubly linked */
     int32_t previous, next;  /* -1 at the ends */
     int32_t start, length;   /* bytes of the word; length 0: joined to its left neighbour */
     int32_t id;              /* -1: no token */
 } llm__symbol;
 
 typedef struct llm__candidate { /* two neighbours that make a token */
-    double cost;             /* the least is merged first: the rank of a merge, minus the score of a token */
-    int32_t left;            /* symbol; the other one is its neighbour */
-    int32_t length;          /* of both together, when this was found */
-    int32_t result;          /* the token they make */
+    double cost;             /* least first: merge rank, or minus the score */
+    int32_t left;            /* symbol; the other is its next */
+    int32_t length;          /* of both when found */
+    int32_t result;          /* the joined token */
 } llm__candidate;
 
-typedef struct llm__known_word { /* a word of this text, and its tokens */
-    uint8_t length, n_ids;   /* length 0: the entry is free */
+typedef struct llm__known_word { /* cache entry */
+    uint8_t length, n_ids;   /* length 0: free entry */
     char text[30];
     int32_t ids[8];
 } llm__known_word;
 
 typedef struct llm__tokenizing { /* one call of llm_tokenize */
     const llm_tokenizer *t;
-    const uint8_t *word;     /* what is being merged */
+    const uint8_t *word;     /* being merged */
     llm__symbol *symbols;
     int64_t n_symbols, symbol_capacity;
-    llm__candidate *heap;    /* a binary heap: the children of entry i are 2i + 1 and 2i + 2 */
+    llm__candidate *heap;    /* children of entry i: 2i + 1, 2i + 2 */
     int64_t n_heap, heap_capacity;
     llm__bytes normal;       /* text in NFC */
-    llm__bytes escaped;      /* text with a space in front, and U+2581 for spaces */
+    llm__bytes escaped;      /* text with its space in front, spaces as U+2581 */
     llm__codes codes;
-    llm__known_word *known;  /* (known_mask + 1) words that came before: most of a text repeats itself */
+    llm__known_word *known;  /* (known_mask + 1) cache: text repeats itself */
     uint64_t known_mask;
-    int32_t *ids;            /* (capacity) of the caller */
+    int32_t *ids;            /* (capacity) caller's */
     int64_t n_ids, capacity;
     llm_error *err;
 } llm__tokenizing;
@@ -4735,7 +4702,7 @@ static void llm__emit(llm__tokenizing *z, int32_t id) {
     z->n_ids++;
 }
 
-/* At equal cost the left one comes first. */
+/* Ties: the left one. */
 static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
     return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
 }
@@ -4770,7 +4737,7 @@ static int32_t llm__find_piece(const llm_tokenizer *t, const uint8_t *text, int3
     return id >= 0 && llm__is_piece(t, id) ? id : -1;
 }
 
-/* If this symbol and the next make a token, remember them. */
+/* Queue this symbol and its next if they make a token. */
 static bool llm__consider(llm__tokenizing *z, int32_t left) {
     const llm_tokenizer *t = z->t;
     if (left < 0 || z->symbols[left].next < 0) return true;
@@ -4787,8 +4754,8 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     return c.result < 0 || llm__heap_push(z, c);
 }
 
-/* Join neighbours, best first. A candidate is out of date if one of its two symbols has been joined
- * to another since; as symbols only ever grow, their length tells. */
+/* Join neighbours, best first. A candidate is stale if one of its symbols has been joined since:
+ * symbols only grow, so the length differs. */
 static bool llm__merge(llm__tokenizing *z) {
     z->n_heap = 0;
     for (int32_t i = 0; i < z->n_symbols; i++)
@@ -4821,8 +4788,8 @@ static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int
     return true;
 }
 
-/* Text that no token covers, byte by byte; or one unknown token for all of it. *unknown: was it so for the text
- * before, and for this? */
+/* Text without a token, as bytes or as one unknown token. *unknown: was the text before unknown?
+ * Updated for this one. */
 static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length, bool *unknown) {
     const llm_tokenizer *t = z->t;
     if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* a space */
@@ -4858,7 +4825,7 @@ static bool llm__emit_symbols(llm__tokenizing *z) {
     return true;
 }
 
-/* The smallest pieces: bytes, or characters. */
+/* Bytes or characters. */
 static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     const llm_tokenizer *t = z->t;
     z->n_symbols = 0;
@@ -4874,7 +4841,7 @@ static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     return true;
 }
 
-/* The token that is this word as a whole; -1: none. */
+/* -1: none. */
 static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_t n) {
     char spelled[512];
     if (n > t->longest || n > sizeof spelled / 2) return -1;
@@ -4917,7 +4884,7 @@ static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t 
     return true;
 }
 
-/* The text with a space in front, and every space as the vocabulary writes it. */
+/* Spaces as the vocabulary writes them. */
 static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
     const char *space = z->t->byte_level ? " " : "\xE2\x96\x81";
     z->escaped.length = 0;
@@ -4933,7 +4900,7 @@ static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool 
     return true;
 }
 
-/* A stretch of text between special tokens. first: nothing was before it; after_control: nothing, or a control token. */
+/* first: at the start of the text; after_control: also after a control token. */
 static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first, bool after_control) {
     const llm_tokenizer *t = z->t;
     if (t->normalizer) {
@@ -4950,16 +4917,16 @@ static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_
     return llm__escape(z, text, n, space_in_front) && llm__tokenize_words(z, z->escaped.data, z->escaped.length);
 }
 
-/* The longest special token that the text begins with: its length, 0 if there is none. Byte by byte, the
- * tokens that still agree are a range of the sorted list, whose ends two binary searches find; the
- * range's first entry is the shortest, and so the one that may just have ended. */
+/* Length of the longest special token that text begins with, or 0. Byte by byte, the tokens that
+ * still match are a range of the sorted list, found by two binary searches; only the first, the
+ * shortest, can end here. */
 static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
                                  int32_t *id) {
     const llm_string *const *names = t->specials[all];
     int64_t begin = 0, end = t->n_specials[all];
     size_t matched = 0;
     for (size_t depth = 0; depth < n && begin < end; depth++) {
-        /* the first name whose byte here is not less, and then the first where it is more */
+        /* first name whose byte here is not less; then first where it is more */
         for (int side = 0; side < 2; side++) {
             int64_t low = begin, high = end;
             while (low < high) {
@@ -4979,14 +4946,13 @@ static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t
     return matched;
 }
 
-/* Parts of a text whose special tokens count, in order and apart from each other. */
+/* Where special tokens of a text count: sorted, disjoint. */
 typedef struct llm__range {
     size_t begin, end;
 } llm__range;
 
-/* The stretches between special tokens are tokenized each by itself. In "llama" vocabularies the space in
- * front belongs to the beginning of the text, and to what follows a control token. Special tokens count where they
- * lie in one of the ranges (n_trusted); user-defined ones anywhere. */
+/* Each stretch between special tokens by itself. Special tokens count inside the `trusted` ranges,
+ * user-defined ones anywhere. */
 static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, const llm__range *trusted,
                                int64_t n_trusted) {
     const llm_tokenizer *t = z->t;
@@ -5054,9 +5020,9 @@ int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, un
                                 capacity, err);
 }
 
-/* ---- Back to text ---------------------------------------------------------------------------- */
+/* ---- Back to text ---------------------------------------------------- */
 
-typedef struct llm__output { /* bytes into the caller's memory; those that do not fit are only counted */
+typedef struct llm__output { /* bytes that do not fit are only counted */
     char *data;
     size_t capacity, length;
 } llm__output;
@@ -5066,7 +5032,7 @@ static void llm__put(llm__output *out, const void *data, size_t n) {
         if (out->length < out->capacity) out->data[out->length] = ((const char *)data)[i];
 }
 
-/* The bytes that a token stands for; never more than its text in the file has. */
+/* At most as many bytes as the token's text. */
 static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm__output *out) {
     llm_string s = t->texts[id];
     const uint8_t *text = (const uint8_t *)s.data;
@@ -5093,7 +5059,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
     }
 }
 
-/* Does this token, as the first of a text, begin with the space that llm_tokenize put in front? */
+/* Does it, as first token, begin with the space that llm_tokenize added? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
@@ -5117,12 +5083,12 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
     return (int64_t)out.length;
 }
 
-/* Up to three held bytes and a token, of which each byte may become U+FFFD, three bytes long. */
+/* Up to three held bytes and a token; a byte may become U+FFFD, three bytes. */
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
-    /* The bytes go into the last third of `text` and from there, checked, to its beginning. Writing never
-     * overtakes reading: byte i is read at 2/3 capacity + i, when at most 3i bytes have been written. */
+    /* The bytes go to the last third of `text`, then, checked, to its start. Byte i is read at
+     * 2/3 capacity + i, when at most 3i are written: no overlap. */
     llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
     size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
     llm__put(&raw, stream->held, n_held);
@@ -5150,39 +5116,38 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
     return written;
 }
 
-/* ---- Conversations ---------------------------------------------------------------------------
- * A chat model is a language model that was trained on conversations written down in one fixed way. Its file says in
- * which: by a small program in a language of its own (Jinja). Running such programs would take an interpreter; but there are
- * few ways of writing down a conversation, so here each is a row of a table, and the file's program is looked through for
- * the expressions that make it one of them. What is not found there is not guessed.
+/* ---- Conversations ---------------------------------------------------
+ * A chat model is trained on conversations in one fixed format, which its file defines by a Jinja
+ * program. There are few formats, so in place of an interpreter a table has a row for each, known
+ * by expressions in the program. An unknown format is not guessed.
  *
- * In the patterns of the table %s stands for the message, %b and %e for the tokens BOS and EOS, %d for a date. Only the
- * patterns' own text may become special tokens; that of the messages never does, so that no message can end itself and go
- * on in another's name. (Where a template's marks are no tokens, as in Zephyr's "<|user|>", it is but text, and can be imitated.) */
+ * %s is the message, %b BOS, %e EOS, %d a date. Only text of the patterns becomes special tokens,
+ * so a message cannot end itself and continue as another speaker. (Marks that are no tokens, as
+ * Zephyr's "<|user|>", can be imitated.) */
 
-enum { /* what becomes of the messages */
-    LLM__CHAT_TRIMS = 1,         /* white space around them is cut off */
-    LLM__CHAT_TRIMS_ANSWERS = 2, /* around the assistant's alone */
-    LLM__CHAT_ALTERNATES = 4,    /* a system message, if any, then user and assistant in turn */
-    LLM__CHAT_JOINS_LAST = 8,    /* the system message goes into the last message of the user, not the first */
-    LLM__CHAT_FORGETS = 16,      /* what the assistant thought in earlier answers is left out */
-    LLM__CHAT_KEEPS_USUAL = 32,  /* the file's template may bring a system message for where there is none */
-    LLM__CHAT_THINKS = 64,       /* but need not: an empty thought in front of the answer keeps it from that */
-    LLM__CHAT_PRINTS = 128       /* the template has text outside of its tags, which its marks tell */
+enum {
+    LLM__CHAT_TRIMS = 1,         /* strip messages */
+    LLM__CHAT_TRIMS_ANSWERS = 2, /* strip the assistant's only */
+    LLM__CHAT_ALTERNATES = 4,    /* system (optional), then user and assistant in turn */
+    LLM__CHAT_JOINS_LAST = 8,    /* system text joins the last user message, not the first */
+    LLM__CHAT_FORGETS = 16,      /* drop the thoughts of earlier answers */
+    LLM__CHAT_KEEPS_USUAL = 32,  /* the template may have a default system message */
+    LLM__CHAT_THINKS = 64,       /* an empty thought before the answer turns thinking off */
+    LLM__CHAT_PRINTS = 128       /* the template prints text outside of tags */
 };
 
 typedef struct llm__chat_format {
     const char *name;
     unsigned flags;
-    const char *begin;      /* comes first */
-    const char *first;      /* a system message in front; NULL: like any other */
-    const char *system;     /* NULL: it has no message of its own, ... */
-    const char *joined;     /* ... but goes in front of the user's; NULL too: there can be none */
+    const char *begin;      /* at the start */
+    const char *first;      /* at the start; NULL: as `system` */
+    const char *system;     /* NULL: see joined */
+    const char *joined;     /* system text before the user's; NULL: none */
     const char *user, *assistant;
-    const char *open;       /* the beginning of the answer */
-    const char *usual;      /* the system message where there is none; NULL: then none */
-    const char *end;        /* what the model ends its answer with */
-    const char *date;       /* %d; NULL: today's */
+    const char *open;       /* start of the answer */
+    const char *usual;      /* default system message, or NULL */
+    const char *end;        /* ends the answer */
+    const char *date;       /* %d; NULL: today */
 } llm__chat_format;
 
 #define LLM__CHATML(role) "<|im_start|>" role "\n%s<|im_end|>\n"
@@ -5222,11 +5187,11 @@ static const llm__chat_format llm__chat_formats[] = {
 #undef LLM__LLAMA3_DATED
 enum { LLM__N_CHAT_FORMATS = sizeof llm__chat_formats / sizeof *llm__chat_formats };
 
-/* What the formats look like in a file. Programs that do the same are written in several ways. What is between the marks may be
- * anything about tools, which a conversation of text never reaches; so the longer a mark, the less passes that does something else. */
+/* Equivalent programs differ: a format may have several rows. Between marks may be anything about
+ * tools, which plain conversations never use; long marks leave less room. */
 typedef struct llm__chat_marks {
-    const char *name;     /* of the format */
-    const char *marks[9]; /* all these are in the template, as llm__skeleton writes it; "!x": but not x */
+    const char *name;
+    const char *marks[9]; /* all occur in llm__skeleton's output; "!x": x does not */
 } llm__chat_marks;
 
 #define LLM__QWEN3_USER(content) "{%if(message.role=='user')or(message.role=='system'andnotloop.first)%}" \
@@ -5258,17 +5223,17 @@ static const llm__chat_marks llm__chat_marked[] = {
     {"chatml", {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!think>"}},
     {"chatml", /* Qwen3-Instruct-2507 */
      {LLM__QWEN3_MESSAGES LLM__QWEN3_ANSWER "{%", LLM__QWEN3("'}}"), "!strip(", "!think>"}},
-    {"chatml", /* role by role */
+    {"chatml", /* by role */
      {"{%formessageinmessages%}{%ifmessage.role=='user'%}{{'<|im_start|>user\n'+message.content+'<|im_end|>\n'}}"
       "{%elifmessage.role=='assistant'%}{{'<|im_start|>assistant\n'+message.content+'<|im_end|>\n'}}"
       "{%else%}{{'<|im_start|>system\n'+message.content+'<|im_end|>\n'}}{%endif%}{%endfor%}"
       "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n'}}{%endif%}", "!trim", "!strip(", "!think>"}},
     {"qwen3", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
-    {"qwen3", /* of Qwen's own GGUF files */
+    {"qwen3", /* Qwen's own GGUF files */
      {LLM__QWEN3_GGUF("message.content.split('</think>')[-1]"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3", /* Unsloth's */
      {LLM__QWEN3_GGUF("(message.content.split('</think>')|last)"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
-    {"qwen3-instruct", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("'}}")}}, /* as Unsloth tunes it */
+    {"qwen3-instruct", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("'}}")}},
     {"qwen3-thinking", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("<think>\n'}}")}},
     {"llama3", {LLM__LLAMA3_MARK("message.content|trim"), "!Cutting Knowledge Date", "!date_string"}},
     {"llama3.1", {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%setdate_string='26 Jul 2024'%}{%endif%}"}},
@@ -5307,8 +5272,8 @@ const char *llm_chat_template_at(int index) {
     return index >= 0 && index < LLM__N_CHAT_FORMATS ? llm__chat_formats[index].name : NULL;
 }
 
-/* White space between two tags of a template: Hugging Face has blocks swallow it (Jinja's trim_blocks and lstrip_blocks), and
- * a '-' in a tag swallows all. before, after: '%' a block, '{' an expression, '-' with a minus, 0 the template's beginning or end. */
+/* White space between two tags, with Jinja's trim_blocks and lstrip_blocks, as Hugging Face
+ * sets them. before, after: '%' block, '{' expression, '-' minus (removes all), 0 start or end. */
 static llm_string llm__template_text(llm_string s, char before, char after) {
     size_t end = s.length;
     while (end && strchr(" \t\r\n", s.data[end - 1])) end--;
@@ -5322,7 +5287,7 @@ static llm_string llm__template_text(llm_string s, char before, char after) {
     return s;
 }
 
-/* ['y'] at the end of what was written becomes .y, and 'a'+'b' with the second about to begin becomes 'ab. */
+/* At the end: ['y'] becomes .y; and 'a'+'b', the second about to begin, 'ab. */
 static void llm__fold_member(llm__bytes *out) {
     size_t open = out->length - 2;
     while (open > 0 && out->data[open - 1] != '\'') open--;
@@ -5333,8 +5298,8 @@ static void llm__fold_member(llm__bytes *out) {
     out->length = open - 1 + length;
 }
 
-/* A tag up to its end, without white space outside of strings; strings in single quotes, their escapes resolved. Returns
- * how many bytes it took; *dash: did it end in a minus? */
+/* A tag without white space outside of strings; strings unescaped, in single quotes. Returns the
+ * bytes read; *dash: it ended in a minus. */
 static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_error *err) {
     char quote = 0, close = s.data[1] == '{' ? '}' : '%';
     size_t i = 0;
@@ -5364,10 +5329,10 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
     return i;
 }
 
-/* A template in a form in which what does the same looks the same: text that it prints as it is, and tags without comments
- * and white space, in which x['y'] is x.y, and neighbouring strings are one. Zero-terminated. *printed: how much such text? */
+/* A template in normal form: printed text, tags without comments and white space, x['y'] as x.y,
+ * neighbouring strings joined. Zero-terminated. *printed: bytes of such text. */
 static bool llm__skeleton(llm_string source, llm__bytes *out, size_t *printed, llm_error *err) {
-    char before = 0; /* a line end at its beginning is printed */
+    char before = 0; /* prints a line end at the start */
     *printed = 0;
     for (size_t at = 0, next; at < source.length || !at; at = next) {
         const char *begin = source.data + at, *end = source.data + source.length, *tag = begin;
@@ -5400,12 +5365,12 @@ static const llm__chat_format *llm__format_called(const char *name) {
     return NULL;
 }
 
-/* The format of a template; of text outside of its tags only what the format knows of. */
+/* Text outside of tags must be known to the format. */
 static const llm__chat_format *llm__find_format(const char *skeleton, size_t printed) {
     for (size_t i = 0; i < sizeof llm__chat_marked / sizeof *llm__chat_marked; i++) {
         const char *const *marks = llm__chat_marked[i].marks;
         const llm__chat_format *format = llm__format_called(llm__chat_marked[i].name);
-        size_t line = (format->flags & LLM__CHAT_KEEPS_USUAL) && *skeleton == '\n'; /* llm__load_chat keeps it */
+        size_t line = (format->flags & LLM__CHAT_KEEPS_USUAL) && *skeleton == '\n';
         bool fits = format->flags & LLM__CHAT_PRINTS ? *skeleton == '{' : printed == line;
         for (int k = 0; k < 9 && marks[k] && fits; k++)
             fits = *marks[k] == '!' ? !strstr(skeleton, marks[k] + 1) : strstr(skeleton, marks[k]) != NULL;
@@ -5414,14 +5379,14 @@ static const llm__chat_format *llm__find_format(const char *skeleton, size_t pri
     return NULL;
 }
 
-/* The chatml templates of many models bring a system message for where there is none: a string by itself. *usual is NULL
- * where there is none, else zero-terminated and the caller's. False: such a string is there, but what it says is not clear. */
+/* A chatml default system message is a string by itself. *usual: the caller's, or NULL. False:
+ * there is one, but it is unclear. */
 static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err) {
     static const char begin[] = "'<|im_start|>system\n", end[] = "<|im_end|>\n'";
     *usual = NULL;
     for (const char *p = skeleton; (p = strstr(p, begin)) != NULL; p++) {
         const char *text = p + strlen(begin), *stop = strstr(text, end);
-        if (*text == '\'') continue; /* the message of the conversation follows */
+        if (*text == '\'') continue; /* the conversation's message */
         if (!stop || strchr(text, '\'') < stop || *usual) return false;
         size_t length = (size_t)(stop - text);
         *usual = (char *)llm__new(length + 1, 1, "a system message", err);
@@ -5431,7 +5396,7 @@ static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err
     return true;
 }
 
-/* Recognise the file's template. One that is not known is no error here. */
+/* An unknown template is no error here. */
 static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
     llm__bytes skeleton = {NULL, 0, 0};
     llm_error none;
@@ -5470,7 +5435,7 @@ typedef struct llm__rendering { /* a conversation becoming text */
     const llm__chat_format *format;
     const char *date;
     llm__bytes text;
-    llm__range *trusted;     /* what of it the template wrote */
+    llm__range *trusted;     /* parts written by the template */
     int64_t n_trusted, capacity;
     llm_error *err;
 } llm__rendering;
@@ -5511,7 +5476,7 @@ static bool llm__write_text(llm__rendering *r, llm_string s, bool trusted) {
     return true;
 }
 
-/* The length of the white space that a text ends with, and the text without the one that it begins with (as Python's strip). */
+/* At the end; the text without that at its start (Python's strip). */
 static size_t llm__trailing_space(const char *text, size_t n) {
     for (size_t end = n;;) {
         size_t begin = end;
@@ -5536,7 +5501,7 @@ static llm_string llm__trim(llm_string s) {
     return s;
 }
 
-/* A pattern up to its %s (0), or behind it (1). */
+/* part 0: up to %s; 1: after it. */
 static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part) {
     const char *cut = strstr(pattern, "%s");
     const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern, *end = part || !cut ? p + strlen(p) : cut;
@@ -5558,7 +5523,7 @@ static bool llm__write_message(llm__rendering *r, const char *pattern, llm_strin
     return llm__write_pattern(r, pattern, 0) && llm__write_text(r, text, false) && llm__write_pattern(r, pattern, 1);
 }
 
-/* The user's message, with the system's in it where the format has it so. Trimmed is what both make together. */
+/* Where the format joins the system's text, both are trimmed as one. */
 static bool llm__write_user(llm__rendering *r, llm_string text, const llm_string *system) {
     const llm__chat_format *f = r->format;
     bool trims = f->flags & LLM__CHAT_TRIMS;
@@ -5582,7 +5547,6 @@ static llm_string llm__after_thinking(llm_string s) {
     return s;
 }
 
-/* The rules of the template on who speaks when. *system: of a format that joins it to the user's, the message of the system. */
 static bool llm__check_conversation(const llm__chat_format *f, const llm_message *messages, int n, llm_error *err) {
     for (int i = 0; i < n; i++) {
         const llm_message *m = &messages[i];
@@ -5626,11 +5590,11 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     return ok && llm__write_pattern(r, f->open, 0);
 }
 
-/* Today in Greenwich, as "21 Nov 2026". (localtime_r is not C11, and localtime keeps its answer in memory that threads share.) Counted
- * from 1 March, months have 31 30 31 30 31 days, again and again, and the leap day is a year's last. */
+/* UTC, as "21 Nov 2026"; localtime_r is not C11, localtime not thread-safe. From 1 March, months
+ * have 31 30 31 30 31 days, repeated, and the leap day is last. */
 static void llm__today(char *text, size_t size) {
     static const char months[] = "MarAprMayJunJulAugSepOctNovDecJanFeb";
-    int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* since 1 March of the year 0 */
+    int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* since 1 March of year 0 */
     int64_t era = days / 146097, day = days % 146097;    /* 400 years */
     int64_t year = (day - day / 1460 + day / 36524 - day / 146096) / 365;
     day -= 365 * year + year / 4 - year / 100;
@@ -5639,7 +5603,7 @@ static void llm__today(char *text, size_t size) {
              (int)(400 * era + year + (month > 9)));
 }
 
-/* Renders into r->text and r->trusted, which the caller frees in any case. */
+/* The caller always frees r->text and r->trusted. */
 static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages,
                         int n, llm_error *err) {
     char today[40];
@@ -5697,44 +5661,43 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
  *
  * To make one token a model reads every one of its weights once, so on most machines the speed of
  * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
- * therefore faster as well as smaller, for as long as the answer stays good enough. The ways
- * to store a number, as GGUF files have them:
+ * therefore faster as well as smaller, for as long as the answer stays good enough. GGUF's ways to
+ * store a number:
  *
  *              sign exponent fraction        bits per weight
  *     f32        1     8       23                32
- *     bf16       1     8        7                16      f32 with its last 16 bits cut off: f32's range
+ *     bf16       1     8        7                16      f32's range: its first 16 bits
  *     f16        1     5       10                16      finer, but nothing above 65504
- *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,           q in -127 .. 127
- *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16),    q in 0 .. 31
- *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),     q in 0 .. 15
+ *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,        q in -127 .. 127
+ *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16), q in 0 .. 31
+ *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),  q in 0 .. 15
  *     q5_1     32 x int5, f16 scale and minimum   6      value = scale * q + minimum
  *     q4_1     32 x int4, f16 scale and minimum   5      value = scale * q + minimum
  *     q6_K     16 groups of 16 x int6             6.5625 value = scale * group's scale * (q - 32)
- *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q - minimum * group's minimum
+ *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q
+ *                                                                - minimum * group's minimum
  *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
  *
- * All but the first three are block formats: 32 neighbours share a scale, because weights that lie close
- * to each other in a row have similar sizes, and one outlier spoils only its own 31 neighbours. (What the CPU's kernels make of that for
- * speed, in x and for some types, stands in chapter 4.)
+ * All but the first three are block formats: 32 neighbours share a scale, because neighbouring
+ * weights have similar sizes, and an outlier spoils only its own 31 neighbours.
  *
  *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
  *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
  *                                                  bits hold value i, the high four value i + 16
  *     q4_1, 20 bytes:  | scale | minimum | nibbles, as in q4_0 |
- *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |        bit i of the 32 belongs to value i
+ *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |       bit i of the 32 belongs to value i
  *     q5_1, 24 bytes:  | scale | minimum | 32 fifth bits | nibbles |
  *
- * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less on it: the scales of the groups
- * are themselves small integers, times one f16 scale for all of them, which pays for a minimum as well (q4_K
- * takes no more bits than q4_0 does) or for groups of half the size (q6_K).
+ * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less: group scales
+ * are small integers, times one f16. That pays for a minimum (q4_K takes no more bits than q4_0) or
+ * for groups of half the size (q6_K).
  *
- *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 bytes | nibbles: 128 bytes |
- *     q5_K, 176 bytes: | scale | minimum | the same 12 bytes | fifth bits: 32 bytes | nibbles: 128 bytes |
- *     q6_K, 210 bytes: | low four bits: 128 bytes | high two: 64 bytes | 16 x int8 scales | scale |
+ *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 B | nibbles: 128 B |
+ *     q5_K, 176 bytes: | scale | minimum | the same 12 B | fifth bits: 32 B | nibbles: 128 B |
+ *     q6_K, 210 bytes: | low four bits: 128 B | high two: 64 B | 16 x int8 scales | scale |
  *
- * Everything here is plain C on whole numbers, or floating point that comes out exact or is rounded once, so that
- * the same file gives the same values on every machine, whether or not it has instructions for these
- * types. Chapter 4 has the fast forms.
+ * This chapter is plain C on whole numbers, or floating point that is exact or rounded once, so the
+ * same file gives the same values on every machine. Chapter 4 has the fast forms.
  * ================================================================================== */
 
 static float llm__float_from_bits(uint32_t bits) {
@@ -5754,9 +5717,9 @@ static float llm__f16_to_f32(uint16_t half) {
     uint32_t magnitude = half & 0x7fff;
     if (magnitude >= 0x7c00) /* infinity, or a NaN with its payload */
         return llm__float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    if (magnitude >= 0x0400) /* normal: move the fields over, and change the exponent's bias from 15 to 127 */
+    if (magnitude >= 0x0400) /* normal: shift the fields, change the bias from 15 to 127 */
         return llm__float_from_bits(sign | ((magnitude << 13) + ((127 - 15) << 23)));
-    /* zero or denormal: magnitude counts steps of 2^-24, and any such count is exact in f32 */
+    /* zero or denormal: magnitude counts steps of 2^-24, exact in f32 */
     return llm__float_from_bits(sign | llm__float_bits((float)magnitude * (1.0f / 16777216.0f)));
 }
 
@@ -5765,14 +5728,14 @@ static uint16_t llm__f32_to_f16(float x) {
     uint32_t bits = llm__float_bits(x);
     uint32_t sign = bits >> 16 & 0x8000;
     uint32_t magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff)); /* NaN, made quiet */
-    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more round to infinity */
-    if (magnitude >= 0x38800000) {                                 /* 2^-14 and more: a normal f16 */
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more: infinity */
+    if (magnitude >= 0x38800000) {                                 /* 2^-14 and more: normal */
         uint32_t tie_to_even = magnitude >> 13 & 1;
         return (uint16_t)(sign | ((magnitude - ((127 - 15) << 23) + 0xfff + tie_to_even) >> 13));
     }
-    if (magnitude < 0x33000000) return (uint16_t)sign; /* below 2^-25: nearer to zero than to the first step */
-    /* denormal: how many steps of 2^-24? The fraction, with its hidden one, shifted right by 14 to 24 places */
+    if (magnitude < 0x33000000) return (uint16_t)sign; /* rounds to zero */
+    /* denormal: the fraction, with its hidden one, in steps of 2^-24 */
     uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
     uint32_t shift = 126 - (magnitude >> 23);
     uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
@@ -5784,11 +5747,11 @@ static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_
 /* Round to nearest, ties to even. */
 static uint16_t llm__f32_to_bf16(float x) {
     uint32_t bits = llm__float_bits(x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* NaN, made quiet */
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* quiet NaN */
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Blocks start at any byte of a file, so 16-bit numbers in them are read and written bytewise. */
+/* Blocks have no alignment: 16-bit numbers are read bytewise. */
 static uint16_t llm__read_u16(const void *p) {
     uint16_t x;
     memcpy(&x, p, sizeof x);
@@ -5837,8 +5800,7 @@ static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
     }
 }
 
-/* The largest magnitude becomes 127. The integers are found with the scale as it was before it is rounded
- * to f16, as ggml does it. */
+/* The largest magnitude becomes 127. As in ggml, q is found with the scale before rounding. */
 static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
     uint8_t *block = (uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
@@ -5850,14 +5812,14 @@ static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
         llm__write_u16(block, llm__f32_to_f16(scale));
         for (int i = 0; i < LLM__BLOCK; i++) {
             float q = roundf(x[i] * inverse);
-            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* 0 for a NaN */
+            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* NaN: 0 */
             if (q > 127.0f) q = 127.0f;
             block[2 + i] = (uint8_t)(int8_t)q;
         }
     }
 }
 
-/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero ---------------- */
+/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero */
 
 static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits, bool has_minimum) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -5876,14 +5838,14 @@ static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count
     }
 }
 
-/* Four bits around zero reach from -8 to +7, so the side with the largest magnitude gets the -8: the scale carries
- * the sign. With a minimum, they reach from the smallest value to the largest. */
+/* Around zero (4 bits: -8 to +7) the largest magnitude gets -8: the scale carries its sign. With a
+ * minimum, the levels span smallest to largest. */
 static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, int bits, bool has_minimum) {
     uint8_t *block = (uint8_t *)blocks;
     int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
     for (int64_t first = 0; first < count; first += LLM__BLOCK) {
         const float *x = values + first;
-        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest: in magnitude, but with its sign */
+        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest keeps its sign */
         for (int i = 0; i < LLM__BLOCK; i++) {
             largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
             low = x[i] < low ? x[i] : low;
@@ -5897,10 +5859,9 @@ static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, 
         uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
         memset(fifth, 0, bits == 5 ? 4 + 16 : 16);
         for (int i = 0; i < LLM__BLOCK; i++) {
-            /* x / scale + zero, rounded. The cast is there so that no compiler fuses the product into the sum, which
-             * would change a bit here and there from one machine to the next. */
+            /* x / scale + zero, rounded. The cast prevents an FMA: same bits on every machine. */
             float shifted = (float)((double)(x[i] - low) * (double)inverse) + ((float)zero + 0.5f);
-            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* which is 0, for a NaN */
+            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* 0 for a NaN */
             int q = shifted > (float)top ? top : (int)shifted;
             nibbles[i % 16] = (uint8_t)(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
             if (bits == 5) fifth[i / 8] = (uint8_t)(fifth[i / 8] | (q >> 4) << (i % 8));
@@ -5918,11 +5879,11 @@ static void llm__pack_q4_1(const float *x, void *b, int64_t n) { llm__pack_nibbl
 static void llm__pack_q5_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, false); }
 static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, true); }
 
-/* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each ------------- */
+/* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
 
-/* The 12 bytes hold, in their low six bits, the scales (0 to 3) and the minimums (4 to 7) of the groups 0 to 3; in the
- * last four bytes the low four bits of scale and minimum of the groups 4 to 7, whose high two bits stand on top of the
- * first eight bytes. */
+/* The low six bits of bytes 0 to 3 are the scales, of bytes 4 to 7 the minimums, of groups 0 to 3.
+ * Groups 4 to 7: bytes 8 to 11 have the low four bits of scale and minimum; their high two are on
+ * top of bytes 0 to 7. */
 static void llm__group_scales(const uint8_t *packed, int group, int *scale, int *minimum) {
     const uint8_t *p = packed + group % 4;
     *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
@@ -5941,8 +5902,8 @@ static void llm__set_group_scales(uint8_t *packed, int group, int scale, int min
     }
 }
 
-/* The nibbles of two groups share 32 bytes, one in the low halves and one in the high; the fifth bit of value i of group g
- * is bit g of byte i. scale x group's scale x q is exact in f32, whatever they are. */
+/* Two groups share 32 bytes of nibbles, one in the low halves; bit g of byte i is the fifth bit of
+ * value i of group g. scale x group's scale x q is always exact in f32. */
 static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
     const uint8_t *block = (const uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__SUPER) {
@@ -5962,18 +5923,17 @@ static void llm__unpack_groups(const void *blocks, float *values, int64_t count,
     }
 }
 
-/* v rounded to a whole number between 0 and top; 0 for a NaN */
+/* v rounded to a whole number, 0 to top; NaN: 0 */
 static float llm__whole_between(float v, float top) {
     v = v > 0.0f ? v : 0.0f;
     v = v < top ? v : top;
-    return (v + 12582912.0f) - 12582912.0f; /* at 1.5 x 2^23, the last bit of a float is worth 1 */
+    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: a float's last bit is worth 1 */
 }
 
-/* Find scale and offset, neither negative, so that the n values x are best approximated by scale * q - offset with whole
- * q from 0 to top. To spread the levels from the smallest value to the largest is rarely best: it pays to
- * leave the extremes a little outside, for then all others lie closer. So several spacings are tried; for the q that each
- * gives, the best scale and offset are the straight line of least squares through the points (q, x); and
- * the line of the smallest error wins. All is relative to the smallest value, to lose no digits. */
+/* Find scale and offset, both >= 0, so that scale * q - offset, q from 0 to top, best approximates
+ * x (n values). Leaving the extremes a little outside the levels brings the others closer. So
+ * several spacings are tried; the q of each give a least-squares line through (q, x), and the line
+ * of the smallest error wins. x is taken relative to the smallest value, to keep precision. */
 static void llm__fit_levels(const float *x, int n, int top, float *scale, float *offset) {
     enum { TRIALS = 20 };
     float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
@@ -5996,14 +5956,14 @@ static void llm__fit_levels(const float *x, int n, int top, float *scale, float 
             qq_sum += q * q;
             qx_sum += q * (x[i] - low);
         }
-        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0 where all q are the same */
+        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0: all q equal */
         float slope = spread > 0.0f ? ((float)n * qx_sum - q_sum * sum) / spread : 0.0f;
         float start = (sum - slope * q_sum) / (float)n;
-        if (start > -low) { /* the offset would be negative: the best line through zero */
+        if (start > -low) { /* offset < 0: take the best line through zero */
             start = -low;
             slope = (qx_sum - start * q_sum) / qq_sum;
         }
-        /* the squared error less what it is for all lines, the sum of x^2 */
+        /* squared error, less the constant sum of x^2 */
         float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) + start * ((float)n * start - 2.0f * sum);
         if (!(error < best) || slope < 0.0f) continue;
         best = error;
@@ -6012,7 +5972,7 @@ static void llm__fit_levels(const float *x, int n, int top, float *scale, float 
     }
 }
 
-/* The group's scales, and offsets, as whole numbers from 0 to 63 times an f16. */
+/* Scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
 static float llm__pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
     float largest = 0.0f;
     for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
@@ -6053,9 +6013,9 @@ static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_g
 static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 4); }
 static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
 
-/* ---- q6_K: 16 groups of 16 with a scale of 8 bits each -------------------------------------
- * Of each half of a block, 128 values: value i of its quarter k (0 to 3) has its low four bits in byte 32 (k % 2) + i of 64, in
- * the low half where k < 2, and its high two in byte i of 32, at bit 2k. */
+/* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
+ * In each half (128 values), value i of quarter k has its low four bits in byte 32 (k % 2) + i of
+ * 64, the low nibble where k < 2, and its high two in byte i of 32, at bit 2k. */
 
 static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -6071,8 +6031,8 @@ static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
     }
 }
 
-/* As llm__fit_levels, around zero: the best scale for q from -32 to 31, of either sign. For the q of a spacing it
- * is sum(qx) / sum(q^2), and takes sum(qx)^2 / sum(q^2) off the squared error. */
+/* As llm__fit_levels, around zero: q from -32 to 31, scale of any sign. A spacing's best scale is
+ * sum(qx) / sum(q^2), which takes sum(qx)^2 / sum(q^2) off the squared error. */
 static float llm__fit_scale(const float *x, int n) {
     enum { TRIALS = 19 };
     float largest = 0.0f, best = 0.0f, scale = 0.0f;
@@ -6106,7 +6066,7 @@ static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
             largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
         }
         memset(block, 0, LLM__Q6_K_BYTES);
-        float unit = largest / -128.0f; /* so that the largest gets the -128 */
+        float unit = largest / -128.0f; /* the largest gets -128 */
         unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
         llm__write_u16(block + 208, llm__f32_to_f16(unit));
         unit = llm__f16_to_f32(llm__read_u16(block + 208));
@@ -6123,9 +6083,9 @@ static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
     }
 }
 
-/* ---- q4_Z: the integers of AWQ and GPTQ, exactly ------------------------------------------
- * Laid out as q4_1, but with a whole number for zero in place of the minimum: value = scale x (q - zero). In f16
- * a minimum of -scale x zero would have to be rounded. It is 0 to 16 (GPTQ stores one less than it means). */
+/* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
+ * q4_1 with a zero point, 0 to 16, in place of the minimum: value = scale x (q - zero). An f16
+ * minimum would be rounded. (GPTQ stores zero - 1.) */
 
 static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -6159,15 +6119,15 @@ static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
 
 static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
 
-/* ---- The bits alone: what kernels want to know ------------------------------------------------ */
+/* ---- The bits alone, for kernels ------------------------------------- */
 
-typedef struct llm__levels { /* 32 neighbouring values of a row, not yet multiplied by anything */
-    uint8_t q[LLM__BLOCK];     /* from 0 on; q8_0: int8 */
-    uint16_t scale, minimum;   /* f16; what all are multiplied by, and what is added, or with group scales subtracted (q4_Z: the zero point) */
-    uint8_t group[2];          /* q4_K, q5_K: scale and minimum of this group; q6_K: the int8 scales of its two groups */
+typedef struct llm__levels { /* 32 neighbouring values of a row, unscaled */
+    uint8_t q[LLM__BLOCK];     /* q8_0: int8 */
+    uint16_t scale, minimum;   /* f16; minimum is added, or (K) subtracted; q4_Z: the zero point */
+    uint8_t group[2];          /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
 } llm__levels;
 
-/* Columns 32 * block to 32 * block + 31 of a row of a block format. */
+/* Columns 32 * block to 32 * block + 31. */
 static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, llm__levels *out) {
     memset(out, 0, sizeof *out);
     if (type == LLM_Q6_K) {
@@ -6191,7 +6151,7 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
         out->minimum = llm__read_u16(p + 2);
     } else {
         bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
-        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes: scale and minimum; then the fifth bits; then the nibbles */
+        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes */
         const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
         out->scale = llm__read_u16(p);
         if (has_minimum) out->minimum = llm__read_u16(p + 2);
@@ -6244,17 +6204,14 @@ const llm_type_info *llm_type_by_name(const char *name) {
     return NULL;
 }
 
-/* Bytes of one row of a matrix. */
 static size_t llm__row_bytes(llm_type type, int64_t cols) {
     const llm_type_info *info = llm_type_find(type);
     return info ? (size_t)(cols / info->block_values) * (size_t)info->block_bytes : 0;
 }
 
-/* ---- Rewriting a model in another type ------------------------------------------------
- * A model of 16-bit weights is four times as many bytes as one of 4-bit weights, and decoding is bound
- * by the bytes it reads: so the cheapest way to make a model faster is to round its weights. The
- * embedding and the output matrix decide directly between words, and are the first whose rounding
- * shows; they stay at 8 bits or more. */
+/* ---- Rewriting a model in another type -------------------------------
+ * Decoding is bound by the bytes it reads, so rounding the weights is the cheapest way to speed.
+ * Embedding and output matrix choose between words, and show rounding first: at least 8 bits. */
 
 static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
     char text[64], wanted[64];
@@ -6266,8 +6223,8 @@ static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *
     return *layer >= 0 && !strcmp(text, wanted);
 }
 
-/* Is this one of the matrices that a mixed file keeps at q6_K? Those of the first and last layers, and of every
- * third between, as llama.cpp has it. */
+/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: first and last layers, every third
+ * between. */
 static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
     static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
     int64_t layer = 0, other, n_layers = 0;
@@ -6284,15 +6241,14 @@ llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output) {
     bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
     bool few_bits = groups || type == LLM_Q4_0 || type == LLM_Q4_1 || type == LLM_Q5_0 || type == LLM_Q5_1;
     if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
-    /* a row that is not a whole number of blocks cannot be cut into them */
+    /* a row must be whole blocks */
     if (cols % LLM__SUPER) type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
     return cols % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
 }
 
-/* The type in which llm_quantize stores a tensor. */
 static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
-    if (tensor->n_dims < 2) /* norms and biases: few bytes, and every token passes through them */
-        return file->folder ? LLM_F32 : tensor->type; /* (GGUF's readers want them as f32) */
+    if (tensor->n_dims < 2) /* norms and biases: small, used by every token */
+        return file->folder ? LLM_F32 : tensor->type; /* GGUF readers expect f32 */
     bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
     bool output = llm__is_text(tensor->name, "output.weight");
     if (llm__is_text(tensor->name, "token_embd.weight"))
@@ -6301,8 +6257,7 @@ static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tens
     return llm_quantize_type(wanted, tensor->dims[0], output);
 }
 
-/* GGUF's number for a file of this kind. */
-static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 17: Q5_K_M; one less without the mixture */
+static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 14: Q4_K_S */
     return (uint32_t)(llm_type_find(type)->file_type + (mixed && (type == LLM_Q4_K || type == LLM_Q5_K)));
 }
 
@@ -6312,7 +6267,7 @@ typedef struct llm__quantizer {
     void *user;
     uint64_t done, total; /* bytes of the input */
     bool stopped;         /* by progress */
-    float *values;        /* (LLM__QUANTIZE_VALUES at least, a whole row at least) */
+    float *values;        /* (LLM__QUANTIZE_VALUES or a row, the larger) */
     uint8_t *packed;
 } llm__quantizer;
 
@@ -6324,8 +6279,8 @@ static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
     return !q->stopped;
 }
 
-/* In a "llama" GGUF file the two dimensions that RoPE turns together are neighbours; in a folder they are half a head
- * apart. Returns the head's size where rows of this tensor have to change places, else 0. */
+/* RoPE pairs are neighbours in a "llama" GGUF file, half a head apart in a folder. Returns the head
+ * size if rows of this tensor must be reordered, else 0. */
 static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tensor) {
     llm_string architecture = {"", 0};
     size_t cursor = 0;
@@ -6342,7 +6297,7 @@ static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tenso
     return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
 }
 
-/* Where what stands at `row` comes from. */
+/* The row that moves to `row`. */
 static int64_t llm__reordered_row(int64_t row, int64_t head_dim) {
     int64_t i = row % head_dim;
     return row - i + i % 2 * (head_dim / 2) + i / 2;
@@ -6358,19 +6313,18 @@ static void llm__reorder_values(float *values, float *copy, int64_t n, const int
 
 static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor); /* chapter 6 */
 
-/* All rows of a tensor, in memory of their own. */
 static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
-    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* all of which is written */
+    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
     if (!rows) {
         llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
         return NULL;
     }
     llm__want_large_pages(rows, (size_t)tensor->bytes);
-    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL); /* there are so many */
+    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
     return rows;
 }
 
-/* Rewrite one tensor, whose rows are at data, some rows at a time. */
+/* data: the rows of the tensor. Works on a few rows at a time. */
 static bool llm__quantize_rows(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, const void *data, llm_type type) {
     int64_t head_dim = llm__reordered_head(file, tensor);
     if (type == tensor->type && !head_dim && !tensor->columns)
@@ -6413,13 +6367,13 @@ static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const 
     return good;
 }
 
-/* Metadata, declarations, data. */
 static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type, bool mixed) {
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
         const llm_value *value = llm_file_value(in, i);
         if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
             llm__is_text(value->key, "general.quantization_version") ||
-            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6))) /* what comes out is one file */
+            /* the output is one file */
+            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6)))
             continue;
         if (!llm_writer_value(q->writer, value)) return false;
     }
@@ -6450,7 +6404,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
     memset(&q, 0, sizeof q);
     q.progress = progress;
     q.user = user;
-    uint64_t longest = LLM__QUANTIZE_VALUES; /* values in the buffer: a whole row, however long */
+    uint64_t longest = LLM__QUANTIZE_VALUES; /* at least a row */
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
         q.total += t->bytes;
@@ -6466,7 +6420,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
             llm_writer_abandon(q.writer);
             ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
         } else {
-            ok = llm_writer_finish(q.writer, err); /* a writer remembers its first failure, and tells it here */
+            ok = llm_writer_finish(q.writer, err); /* reports its first failure */
         }
     }
     LLM_FREE(q.values);
@@ -6894,23 +6848,23 @@ static bool llm__reference_run(void *context, const llm_program *p, llm_part par
 /* ---- What the fast kernels share --------------------------------------------------------- */
 
 enum {
-    LLM__TILE = 64,         /* positions in a tile of attention */
-    LLM__QUERY_ROWS = 128,   /* (token, head) pairs that share it, at most */
-    LLM__PADDING = 32,      /* head_dim is padded to a multiple of this: the depth of a product of matrix tiles of bf16 */
-    LLM__FEW_ROWS = 8,      /* rows of x for which f16 weights are converted on the fly */
-    LLM__TILE_ROWS = 5,     /* rows of x from which on matrix tiles pay, */
-    LLM__MANY_ROWS = 32,    /* and from which on weights are multiplied by their multipliers first; */
+    LLM__TILE = 64,         /* positions in an attention tile */
+    LLM__QUERY_ROWS = 128,   /* most (token, head) pairs that share one */
+    LLM__PADDING = 32,      /* head_dim is padded to a multiple: the depth of a bf16 tile product */
+    LLM__FEW_ROWS = 8,      /* most rows of x for which f16 weights are converted on the fly */
+    LLM__TILE_ROWS = 5,     /* fewest rows of x for matrix tiles */
+    LLM__MANY_ROWS = 32,    /* fewest rows of x for them, by halves */
     LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 */
-    LLM__SHARING_HEADS = 4, /* query heads to a kv head from which on they pay in attention: one token has so many rows */
-    LLM__FAR_BYTES = 4096,  /* memory is asked for so far ahead of its use */
-    LLM__X_CACHE_BYTES = 5 << 16,    /* about so much of x stays in the second-level cache, which has 512 KB or more, */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* and 2 MB where there are matrix tiles */
-    LLM__GATE_CACHE_BYTES = 1 << 17  /* and of a gate's results */
+    LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in them */
+    LLM__FAR_BYTES = 4096,  /* prefetch distance */
+    LLM__X_CACHE_BYTES = 5 << 16,    /* part of x that stays in a 512 KB second-level cache */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same for 2 MB, with matrix tiles */
+    LLM__GATE_CACHE_BYTES = 1 << 17  /* the same of gate results */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-/* Loops over the registers of a block must be unrolled, or the registers become an array in memory. */
+/* Without unrolling, registers become an array in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -6918,36 +6872,32 @@ enum {
 #endif
 #define LLM__JOIN(a, b) a##b
 
-/* ---- Panels: weights in the order in which they are used -----------------------------------
+/* ---- Panels: weights in the order of use -----------------------------------------------
+ * A kernel takes 16 rows of weights at once, one per lane of the widest register: sums stay in
+ * their lanes, and one column of x serves 16 rows. So 16 rows are packed to a panel: a sequence of
+ * stripes of 64 columns (two blocks of 32):
  *
- * A file keeps a matrix of q4_0 or q8_0 row by row. The kernels want 16 rows at once, one to a lane of the widest register:
- * then a sum of products stays in its lane from the first column to the last, no lanes have to be added up, and
- * one column of x serves 16 rows. So the rows are packed, 16 to a "panel". Inside, a panel is a run of
- * stripes of 64 columns, which hold two blocks b of 32 columns:
+ *   scales       (2, 16)     f16  per block and row (q4_1, q5_1: then the minimums)
+ *   quads        (2, Q, 16)  u32  four adjacent columns of a row. q8_0: Q = 8. q4_0: Q = 4; low
+ *                                 nibbles: columns 4q to 4q + 3, high ones: 16 further on
  *
- *     scales      (2, 16)      f16    one per block and row (q4_1, q5_1: and as many minimums)
- *     quads       (2, Q, 16)   u32    four neighbouring columns of one row each; q8_0: Q = 8. In q4_0, Q = 4: the low
- *                                     nibbles of quad q are columns 4q to 4q + 3, the high ones those 16 further on
+ * q5_0, q5_1 and q5_K add a word with the fifth bits (column 4q + i at bit 8i + q), q6_K two words
+ * with the high two bits (of 16 columns each, at bit 8i + 2q).
  *
- * The other types have the same nibbles, q5_0, q5_1 and q5_K and then a fifth word with the fifth bits (of column 4q + i at bit
- * 8i + q), q6_K two words with the high two bits (of 16 columns each, at bit 8i + 2q).
+ * Blocks of the K formats have integer multiples of a floating-point scale per 256 columns. Panels
+ * of q4_0 and q4_Z get the same form: of eight scales, the largest becomes the multiplier 2048, and
+ * the others are rounded; one of a hundredth of it may be off by 2.4 %. Each eight stripes of these
+ * types begin with
  *
- * The K formats give 256 columns of a row one scale in floating point; their blocks of 32 or 16 columns have whole multiples of it. That
- * saves arithmetic: a sum over 256 columns can be taken in integers (see "Integer products"). So q4_0, and q4_Z, are brought into
- * the same form: of the eight scales of 256 columns, the one of largest magnitude stands for 2048, and the others are
- * rounded to a whole number of 2048ths of it. That is as fine as f16 is there; a scale that is a hundredth of the largest may be off
- * by 2.4 %, of that little. Of these types, each eight stripes are preceded by
+ *   scale        (2, 16)     f16  of 256 columns per row (q4_K, q5_K: then the minimums)
  *
- *     scale            (2, 16)      f16    of 256 columns of each row (q4_K, q5_K: and as many minimums)
+ * and each stripe has in place of scales
  *
- * and a stripe begins not with scales but with
+ *   multipliers  (2, 16)     i16  q4_0, q4_Z (then the zero points)
+ *   or           (2, 2, 16)  u8   q4_K, q5_K: of scale, of minimum; q6_K: of half blocks
  *
- *     multipliers      (2, 16)      i16    of the blocks: q4_0, q4_Z (and then as many zero points)
- *     or               (2, 2, 16)   u8     q4_K, q5_K: of a block the multiplier of the scale and the one of the minimum;
- *                                          q6_K: the two of its halves
- *
- * A stripe of q4_0 is 576 bytes, nine cache lines. The last rows and columns are filled up with zeros. Packing costs a
- * second copy of the matrix in memory, so it can be switched off; the kernels then pack each panel just before they use it. */
+ * Missing rows and columns are zeros. Packing copies the matrix; without it, each panel is packed
+ * just before its use. */
 
 enum {
     LLM__PANEL = 16,        /* rows of weights */
@@ -6957,7 +6907,7 @@ enum {
     LLM__X_TILE = 16        /* rows of x */
 };
 
-/* Words of one block of one row, as they are stored; 0: the type has no panels. */
+/* Words per block and row; 0: no panels */
 static int llm__stored_quads(llm_type type) {
     switch (type) {
     case LLM_Q4_0: case LLM_Q4_1: case LLM_Q4_Z: case LLM_Q4_K: return 4;
@@ -6971,28 +6921,28 @@ static int llm__stored_quads(llm_type type) {
 /* The K formats */
 static bool llm__has_groups(llm_type type) { return type == LLM_Q4_K || type == LLM_Q5_K || type == LLM_Q6_K; }
 
-/* Whether the scales of blocks are whole multiples of one for 256 columns */
+/* Whether block scales are multiples of one per 256 columns */
 static bool llm__has_multipliers(llm_type type) { return llm__has_groups(type) || type == LLM_Q4_0 || type == LLM_Q4_Z; }
 
 static bool llm__has_minimum(llm_type type) {
     return type == LLM_Q4_1 || type == LLM_Q4_Z || type == LLM_Q5_1 || type == LLM_Q4_K || type == LLM_Q5_K;
 }
 
-/* q4_K and q5_K: the minimums of blocks are multiples too. */
+/* q4_K and q5_K */
 static bool llm__has_group_minimums(llm_type type) { return llm__has_groups(type) && llm__has_minimum(type); }
 
-/* The q that means zero, where there is no minimum. */
+/* The level of zero, if there is no minimum */
 LLM__INLINE int llm__zero_level(llm_type type) {
     return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
 }
 
-/* What stands before eight stripes. */
+/* Bytes before eight stripes */
 static size_t llm__span_head(llm_type type) {
     if (!llm__has_multipliers(type)) return 0;
     return 2 * LLM__PANEL * (llm__has_group_minimums(type) ? 4 : 2);
 }
 
-/* What stands before the quads of a stripe. */
+/* Bytes before the quads of a stripe */
 static size_t llm__stripe_head(llm_type type) {
     return 2 * LLM__PANEL * (llm__has_minimum(type) && !llm__has_groups(type) ? 4 : 2);
 }
@@ -7008,7 +6958,6 @@ static size_t llm__panel_bytes(llm_type type, int64_t cols) {
     return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(type) + stripes * llm__stripe_bytes(type);
 }
 
-/* One block of one row as words: see above. */
 static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
     if (type == LLM_Q8_0) {
         memcpy(words, q, LLM__BLOCK);
@@ -7023,21 +6972,22 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
         else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
-/* The multipliers of up to eight blocks, whose scales are f16; returns the scale that stands for LLM__FULL_SCALE. */
+/* Multipliers of up to eight blocks from f16 scales. Returns the scale of LLM__FULL_SCALE. */
 static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *multipliers) {
     uint16_t largest = 0;
     for (int i = 0; i < n; i++)
         if ((scales[i] & 0x7fff) > (largest & 0x7fff)) largest = scales[i];
     float all = llm__f16_to_f32(largest);
-    bool finite = (largest & 0x7fff) < 0x7c00; /* else all products are NaN, or infinite */
+    bool finite = (largest & 0x7fff) < 0x7c00; /* else products are NaN or infinite */
     for (int i = 0; i < n; i++) {
         float part = finite && all != 0.0f ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE) : (float)!finite;
-        multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE); /* 2048 x -16 just fits into 16 bits */
+        /* 2048 x -16 just fits into 16 bits */
+        multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE);
     }
     return largest;
 }
 
-/* Rows first_row to first_row + 15 of the matrix, as far as there are such. */
+/* Rows from first_row on, up to 16 */
 static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
     enum { BLOCKS = LLM__SUPER / LLM__BLOCK };
     const llm_type type = w->type;
@@ -7079,26 +7029,26 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
         }
 }
 
-/* x is rounded to int8, 32 values to a scale, or 256 where the weights have multipliers, and kept in tiles of `height` rows (16; or n,
- * from 5 on up to a multiple of 4). Of a tile, each stripe stands together:
+/* x in int8, with a scale per 32 values, or per 256 where weights have multipliers. A tile has
+ * `height` rows: 16, or, of fewer, n (from 5 on rounded up to a multiple of 4). Per stripe:
  *
- *     values      (height, 64)     int8
- *     scales      (height, 2)      f32    of its two blocks; or one for all of 256 columns, and in place of the second
- *                         (2)      i16    -8 times the sum of each block: what short sums start from (see add_short_half)
- *     sums        (height, 2, 2)   i16    of the first 16 values of each block, and of the others
- */
-enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) }; /* of one row of x in a stripe */
+ *   values  (height, 64)    int8
+ *   scales  (height, 2)     f32   per block; or one, then (2) i16: -8 times the sum of each block
+ *   sums    (height, 2, 2)  i16   of half blocks */
+/* bytes per row and stripe */
+enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
 enum { /* of the matrix tiles */
-    LLM__CHUNK = 2 * LLM__SPAN, /* blocks that are unpacked together, by halves half as many, */
-    LLM__TILE_PANELS = 4,  /* of so many panels, block by block half as many */
-    LLM__GROUP = 4,        /* blocks that are under way in the tile unit */
-    LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64) /* of scratch, beside the sums */
+    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; by halves, half as many */
+    LLM__TILE_PANELS = 4,  /* panels unpacked together; block by block, half as many */
+    LLM__GROUP = 4,        /* blocks in the tile unit */
+    /* bytes of scratch, without sums */
+    LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
 };
 
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* How many values of x have one scale */
+/* Values of x per scale */
 static int llm__x_group(llm_type type) { return llm__has_multipliers(type) ? LLM__SUPER : LLM__BLOCK; }
 
 LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
@@ -7106,30 +7056,30 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set -----------------------
- * Here the file steps out of its implementation part. What follows is read only where
- * LLM__KERNEL_PASS is defined, which is when the file includes itself, further down. A pass defines
+ * The file reads what follows when it includes itself, further down, once per pass, which defines
  *
- *     LLM__KERNEL_PASS   0: the baseline of the machine (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI, 3: NEON with dot products
- *     LLM__W             floats in a vector register: 4, 8, 16
- *     LLM__ROWS          rows of weights, or queries, whose sums advance together
- *     LLM__X_ROWS        rows of x that share the unpacking of a panel
- *     LLM__K(name)       the name with the pass in front: llm__avx2_name */
+ *   LLM__KERNEL_PASS  0: baseline (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI,
+ *                     3: NEON with dot products
+ *   LLM__W            floats in a vector register: 4, 8, 16
+ *   LLM__ROWS         rows of weights, or queries, whose sums advance together
+ *   LLM__X_ROWS       rows of x that share an unpacked panel
+ *   LLM__K(name)      the name with a prefix: llm__avx2_name */
 #endif
 #endif
 
 #ifdef LLM__KERNEL_PASS
 
-#ifdef __clang__ /* its checks of undefined behaviour, times all the unrolling, would take it minutes to compile */
+#ifdef __clang__ /* its undefined-behaviour checks compile for minutes here */
 #pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
 #endif
 
-/* GCC's and clang's vector types: + - * / work lane by lane, and become the one instruction that does it. */
+/* Vector types: + - * / work per lane. */
 typedef float LLM__K(vf) __attribute__((vector_size(4 * LLM__W)));
 typedef int32_t LLM__K(vi) __attribute__((vector_size(4 * LLM__W)));
 #define llm__vf LLM__K(vf)
 #define llm__vi LLM__K(vi)
 
-/* -- The few things that C has no operator for -- */
+/* -- Operations without a C operator -- */
 
 LLM__INLINE llm__vf LLM__K(load)(const float *p) {
     llm__vf v;
@@ -7141,7 +7091,7 @@ LLM__INLINE void LLM__K(store)(float *p, llm__vf v) { memcpy(p, &v, sizeof v); }
 
 LLM__INLINE llm__vf LLM__K(all)(float x) { return x - (llm__vf){0}; }
 
-/* mask ? v : 0, lane by lane, where a comparison made the mask: all ones or all zeros */
+/* mask ? v : 0 per lane; mask: from a comparison */
 LLM__INLINE llm__vf LLM__K(where)(llm__vi mask, llm__vf v) { return (llm__vf)((llm__vi)v & mask); }
 
 LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 0x7fffffff); }
@@ -7166,7 +7116,6 @@ LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
 LLM__INLINE void LLM__K(to_int8)(int8_t *p, llm__vi v) {
     _mm_storeu_si128((__m128i *)(void *)p, _mm512_cvtepi32_epi8((__m512i)v));
 }
-/* Adding up the lanes of a register: halves onto each other until one is left. */
 LLM__INLINE float LLM__K(sum)(llm__vf v) {
     __m512 x = (__m512)v;
     __m256 y = _mm256_add_ps(_mm512_castps512_ps256(x), _mm512_extractf32x8_ps(x, 1));
@@ -7198,7 +7147,6 @@ LLM__INLINE void LLM__K(to_int8)(int8_t *p, llm__vi v) {
     __m128i words = _mm_packs_epi32(_mm256_castsi256_si128(x), _mm256_extracti128_si256(x, 1));
     _mm_storel_epi64((__m128i *)(void *)p, _mm_packs_epi16(words, words));
 }
-/* Adding up the lanes of a register: halves onto each other until one is left. */
 LLM__INLINE float LLM__K(sum)(llm__vf v) {
     __m256 y = (__m256)v;
     __m128 z = _mm_add_ps(_mm256_castps256_ps128(y), _mm256_extractf128_ps(y, 1));
@@ -7219,9 +7167,8 @@ LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
     llm__vi greater = a > b;
     return (llm__vf)(((llm__vi)a & greater) | ((llm__vi)b & ~greater));
 }
-/* Added to 1.5 x 2^23, a float's last bit is worth 1: the sum is rounded to a whole number, which then stands in its low
- * bits. For |v| < 2^22. */
-#if defined(__aarch64__) /* where the compiler would make one multiply-add of it and the product before it, and ties go elsewhere */
+/* For |v| < 2^22: adding 1.5 x 2^23 rounds to an integer in the low bits. */
+#if defined(__aarch64__) /* the compiler could fuse the addition below with a product */
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32((float32x4_t)v); }
 #else
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
@@ -7229,12 +7176,12 @@ LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0
 #if defined(__aarch64__)
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) { return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 #else
-/* Shifted into the place of f32's fields, an f16 is too small by 2^112, its denormals too; multiply. */
+/* An f16 shifted to the fields of an f32 is too small by 2^112, denormals too. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
     LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
     llm__vi magnitude = (half & 0x7fff) << 13;
-    llm__vi special = (llm__vi)(magnitude >= 0x0f800000) & 0x7f800000; /* infinities and NaNs keep a full exponent */
+    llm__vi special = (llm__vi)(magnitude >= 0x0f800000) & 0x7f800000; /* infinities, NaNs */
     llm__vi value = (llm__vi)((llm__vf)magnitude * 5192296858534827628530496329220096.0f);
     return (llm__vf)(value | special | (half & 0x8000) << 16);
 }
@@ -7258,7 +7205,7 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
 
 #endif
 
-/* The first n < LLM__W floats at p, and zeros. */
+/* n < LLM__W floats, then zeros */
 LLM__INLINE llm__vf LLM__K(load_some)(const float *p, int n) {
     float padded[LLM__W] = {0};
     memcpy(padded, p, (size_t)n * sizeof *p);
@@ -7271,7 +7218,7 @@ LLM__INLINE void LLM__K(store_some)(float *p, llm__vf v, int n) {
     memcpy(p, values, (size_t)n * sizeof *p);
 }
 
-/* LLM__W values from element i of a row of f32, f16 or bf16; `type` is a constant wherever this is inlined. */
+/* LLM__W values of f32, f16 or bf16 from element i on; `type` is a constant */
 LLM__INLINE llm__vf LLM__K(load_as)(llm_type type, const void *row, int64_t i) {
     if (type == LLM_F16) return LLM__K(from_f16)((const uint16_t *)row + i);
     if (type == LLM_BF16) return LLM__K(from_bf16)((const uint16_t *)row + i);
@@ -7285,8 +7232,8 @@ LLM__INLINE llm__vf LLM__K(load_some_as)(llm_type type, const void *row, int64_t
     return LLM__K(load_as)(type, padded, 0);
 }
 
-/* e^x = 2^k e^r with k whole and |r| at most ln(2)/2, or a hair more; e^r by its Taylor series to r^7 (error
- * below 1e-8), and 2^k by writing k into the exponent. Below -87 the result is 0, above 88 it stays finite. */
+/* e^x = 2^k e^r with integer k, |r| <= about ln(2)/2; e^r: Taylor series to r^7 (error below 1e-8).
+ * Below -87 it is 0, above 88 finite. */
 LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
     llm__vi normal = (llm__vi)(x >= -87.0f);
@@ -7307,7 +7254,7 @@ LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
     return LLM__K(where)(normal, sum * (llm__vf)((k + 127) << 23));
 }
 
-/* -- Normalisation and activation: a few operations per value, limited by the bytes -- */
+/* -- Normalisation and activation -- */
 
 static void LLM__K(rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
     int whole = dim - dim % LLM__W, rest = dim % LLM__W;
@@ -7340,9 +7287,9 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
                        LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)), rest);
 }
 
-/* -- Over a row of logits, for chapter 7 -- */
+/* -- Rows of logits, for chapter 7 -- */
 
-/* The index of the largest; the first of equals. A NaN is never the largest. */
+/* The index of the largest (first of equals), never a NaN */
 static int32_t LLM__K(argmax)(const float *x, int n) {
     llm__vf most = LLM__K(all)(-INFINITY);
     llm__vi at = {0}, best = {0};
@@ -7363,7 +7310,7 @@ static int32_t LLM__K(argmax)(const float *x, int n) {
     return index;
 }
 
-/* sum(exp(x - shift)), where shift is the largest x. Each lane adds up 64 floats before they go into the sum in double. */
+/* sum(exp(x - shift)), shift = max x; each lane adds 64 floats before they go to the double */
 static double LLM__K(sum_exp)(const float *x, int n, float shift) {
     double sum = 0;
     for (int first = 0; first < n; first += 64 * LLM__W) {
@@ -7380,27 +7327,19 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
     return sum;
 }
 
-/* -- Matrix products in floating point ----------------------------------------------------
- *
- * out[i][row] is a dot product over cols. It is summed in LLM__W lanes, lane l taking columns l, l + W, l + 2W, ...;
- * at the end the lanes are added up. One such sum alone would wait for its own last addition (4 cycles)
- * before the next, so R rows of weights times T rows of x advance together, and
- * every register loaded is used R or T times:
- *
- *                     x0     x1     x2     x3            loads per step: R + T
- *              w0   sum00  sum01  sum02  sum03           multiply-adds:  R x T
- *              w1   sum10  sum11  sum12  sum13
- *              w2    ...
- */
+/* -- Matrix products in floating point --
+ * Lane l sums columns l, l + W, l + 2W, ... of out[i][row]. A single sum would wait for its last
+ * addition, so R rows of weights times T rows of x advance together; each step loads R + T
+ * registers for R x T multiply-adds. */
 
-/* The end of a product with weights of f32, f16 or bf16: bias and residual. */
+/* Bias and residual */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_job *job, int64_t i, int64_t row, float sum) {
     float *out = job->out + i * job->w->rows + row;
     if (job->bias) sum += job->bias[row];
     *out = job->add ? *out + sum : sum;
 }
 
-/* R rows of weights of `type`, row_bytes apart, against T rows of x; R, T and type are constants. */
+/* R rows of weights, row_bytes apart, times T rows of x; R, T, type: constants */
 LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_job *job, const char *weights,
                                    size_t row_bytes, int64_t row, int64_t i0) {
     int64_t cols = job->w->cols;
@@ -7413,7 +7352,7 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
     for (int64_t j = 0; j < whole; j += LLM__W) {
         LLM__UNROLL for (int r = 0; r < R; r++) {
             w[r] = LLM__K(load_as)(type, weights + (size_t)r * row_bytes, j);
-            if (T == 1) LLM__PREFETCH_FAR(weights + (size_t)(R + r) * row_bytes + (size_t)j * (type == LLM_F32 ? 4 : 2)); /* the next rows */
+            if (T == 1) LLM__PREFETCH_FAR(weights + (size_t)(R + r) * row_bytes + (size_t)j * (type == LLM_F32 ? 4 : 2));
         }
         LLM__UNROLL for (int t = 0; t < T; t++) {
             llm__vf xt = LLM__K(load)(x + t * cols + j);
@@ -7432,8 +7371,8 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
         LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
-/* `count` rows of weights against all the rows of x. x_outside: the loop over x is the outer one, so that
- * 4 rows of x stay in the first-level cache while a tile of weights passes; else the weights stay. */
+/* `count` rows of weights times all rows of x. x_outside: 4 rows of x stay in the first-level cache
+ * while a tile of weights passes; else weights stay. */
 LLM__INLINE void LLM__K(dot_rows)(llm_type type, bool x_outside, const llm__matmul_job *job, const char *weights,
                                   size_t row_bytes, int64_t row, int64_t count) {
     int64_t outer = x_outside ? job->n : count, inner = x_outside ? count : job->n;
@@ -7468,18 +7407,16 @@ LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t 
     }
 }
 
-/* A tile of weights as f32. */
 static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
                                 float *tile) {
     if (type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, weights, row_bytes, cols, count, tile);
     else if (type == LLM_BF16) LLM__K(unpack_rows)(LLM_BF16, weights, row_bytes, cols, count, tile);
-    else /* rows follow each other, and are whole blocks */
+    else /* contiguous whole blocks */
         llm_type_find(type)->unpack(weights, tile, count * cols);
 }
 
-/* Few rows of x: convert the weights on the way to the multiply-add, as memory delivers them. Many, or weights
- * that take more than an instruction to convert: convert a tile of weights to f32 once, and use it for all. The sums are
- * the same, to the bit, either way. */
+/* Few rows of x: f16 and bf16 are converted on the fly; else a tile of weights is, once for all
+ * rows. Both give the same bits. */
 static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
     const llm_weight *w = job->w;
     size_t row_bytes = llm__row_bytes(w->type, w->cols);
@@ -7502,49 +7439,36 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
     }
 }
 
-/* -- Integer products: the block formats ------------------------------------------------------
+/* -- Integer products: the block formats --
+ * Processors multiply four small integers at a time per lane, so x is rounded to int8:
  *
- * Weights are stored as small integers, and processors multiply small integers four at a time per lane; so x is
- * rounded to int8 too, and then
+ *   sum w x  =  sum over blocks of  w_scale x_scale  (sum of 32 integer products)
  *
- *     sum w x  =  sum over blocks of   w_scale x_scale  (sum of 32 integer products)
+ * The inner sum is exact in any order. With multipliers (see "Panels"), 256 values of x share a
+ * scale, and 32 bits hold the sum over their eight blocks:
  *
- * where the inner sum is exact: it may be taken in any order, by any instruction. Where blocks have multipliers (see "Panels"), 256 values
- * of x share a scale, and the sum over their eight blocks is exact too, as 32 bits hold it:
+ *   sum w x  =  sum over 256s of  w_scale x_scale  (sum over blocks of  multiplier (sum of 32 ...))
  *
- *     sum w x  =  sum over 256s of   w_scale x_scale  (sum over blocks of   multiplier (sum of 32 integer products))
+ * Only the outer sum is rounded. It has one order, in one lane per row of weights, so all forms
+ * below give the same bits.
  *
- * Only the outer sum is rounded, so it has one order: one after the other, in one lane per row of weights. That is why a row
- * of x gets the same result, to the last bit, from all of the forms below. With AVX-512 and q4_0, one block is
- *
- *     lane                    0              1                   15
- *     quad 0 of the panel     row 0:         row 1:      ...     row 15:          one register of stored nibbles ...
- *                             w0 w1 w2 w3    w0 w1 w2 w3         w0 w1 w2 w3
- *     times x0 x1 x2 x3       |  |  |  |     |  |  |  |          |  |  |  |       ... four columns of x, the same in all lanes
- *     int32 sums              S0             S1                  S15              8 such steps are a block
- *
- * vpdpbusd does a step, 64 multiplications, in one instruction. It wants its first operand unsigned, and so do
- * the nibbles mean w + 8: the sums therefore start not from zero but from -8 * (the sum of the 32 x), which
- * is kept beside x. q8_0 is made unsigned by adding 128, and corrected likewise. Then the sums are multiplied and added up: of 4-bit weights
- * those of two blocks by one instruction (see add_short_half), of others in more, or they become floats. A block of 16 rows of 4-bit weights
- * times one row of x is 8 vpdpbusd and half a vpdpwssd; 13 instructions unpack it, and are shared by up to 8 rows of x. In decode memory is
- * slower than that by far (the 288 bytes of the block are 50 cycles of one core's share of it), and bytes are the limit.
- *
- * AVX2 has no such instruction for bytes: vpmaddubsw makes 16-bit pairs (of which eight times 2 x 15 x 127 do not
- * overflow, and for q8_0 one times 2 x 128 x 127 does not, once the sign of w is moved over to x), vpmaddwd adds them up (and multiplies
- * them on the way, where sums are short).
- * arm64 has sdot, which is vpdpbusd with both signed. Plain C multiplies in floats, which are exact up to 2^24. */
+ * With AVX-512 and q4_0, a block takes 8 vpdpbusd. In each, lane r multiplies a quad of row r by
+ * four columns of x (the same in all lanes) and adds to its int32 sum. The first operand is
+ * unsigned, and nibbles mean w + 8, so sums start from -8 times the sum of x, stored with x. q8_0
+ * adds 128, corrected likewise. AVX2: vpmaddubsw sums pairs of products in 16 bits (of q4_0 eight
+ * of 2 x 15 x 127 fit; of q8_0 one of 2 x 128 x 127, once x has the sign of w), vpmaddwd sums pairs
+ * of those. arm64: sdot is a signed vpdpbusd. Plain C: floats, exact up to 2^24. */
 
-enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers that hold a value for each row of a panel */
+enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers for a value per row of a panel */
 
 typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #if LLM__KERNEL_PASS == 0
     llm__vf w[LLM__BLOCK];     /* columns */
 #else
-    llm__vi w[LLM__BLOCK / 4]; /* or quads of columns */
+    llm__vi w[LLM__BLOCK / 4]; /* quads of columns */
 #endif
-    llm__vf scale, minimum;    /* minimum: what is added to each value */
-    llm__vi multiplier, other; /* in place of both; other: what the sum of x is multiplied by; in q6_K the multiplier of columns 16 to 31 */
+    llm__vf scale, minimum;    /* minimum: added to each value */
+    llm__vi multiplier, other; /* other: multiplier of the sum of x; q6_K: of columns 16 to 31 */
 } LLM__K(w_block);
 
 LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
@@ -7553,7 +7477,6 @@ LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
     return v;
 }
 
-/* LLM__W bytes, or 16-bit integers */
 LLM__INLINE llm__vi LLM__K(from_bytes)(const uint8_t *p, bool has_sign) {
     llm__vi v = {0};
     for (int i = 0; i < LLM__W; i++) v[i] = has_sign ? (int8_t)p[i] : p[i];
@@ -7570,7 +7493,6 @@ LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
 #endif
 }
 
-/* The 32 bits at p, in every lane */
 LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
     int32_t v;
     memcpy(&v, p, sizeof v);
@@ -7578,7 +7500,7 @@ LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
 }
 
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-/* In a lane two numbers of 16 bits: `first` in its low half. */
+/* Two 16-bit numbers per lane: `first` in the low half */
 LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)first, (__m512i)(second << 16));
@@ -7587,7 +7509,7 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-/* sum + (low half of a) (low half of b) + (high half of a) (high half of b), in each lane: 16 bits with sign */
+/* sum + low(a) low(b) + high(a) high(b) per lane, signed 16-bit halves */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -7597,7 +7519,7 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 }
 #endif
 
-/* Scales and minimums, or multipliers, of half `half` of a stripe, rows part * LLM__W and following. */
+/* Scales and minimums, or multipliers; half and part as in unpack_block */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
     const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL + part * LLM__W;
     w->scale = w->minimum = (llm__vf){0};
@@ -7615,7 +7537,7 @@ LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int
     }
 }
 
-/* The scale of 256 columns, and what their minimums are multiples of. */
+/* The scale and the unit of minimums, for 256 columns */
 LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL + part * LLM__W;
     *scale = LLM__K(from_f16)(scales);
@@ -7623,14 +7545,14 @@ LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int hal
     else if (llm__has_minimum(type)) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
 }
 
-/* Half `half` of a stripe, rows part * LLM__W and following. */
+/* Half `half` of a stripe, from row part * LLM__W on */
 LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
     const int stored = llm__stored_quads(type), bytes = LLM__PANEL * 4;
     const uint8_t *p = stripe + llm__stripe_head(type) + half * bytes * stored + part * 4 * LLM__W;
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
-#if LLM__KERNEL_PASS == 1 /* so that the compiler loads it once, and not for each nibble: with one row of x, loads are the limit in the caches */
+#if LLM__KERNEL_PASS == 1 /* load it once, not per nibble */
         __asm__("" : "+x"(v));
 #elif LLM__KERNEL_PASS == 2
         __asm__("" : "+v"(v));
@@ -7659,7 +7581,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
     LLM__K(unpack_scales)(type, stripe, half, part, w);
 }
 
-/* sum + the sum of a block of x, whose halves' sums are given, times b: 16 bits in each lane. */
+/* sum + (sum of a block of x, by halves) * b, 16 bits per lane */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     return LLM__K(add_pair)(sum, LLM__K(all_i32)(x_sums), LLM__K(pair)(b, b));
@@ -7669,8 +7591,7 @@ LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b
 #endif
 }
 
-/* -level times the sum of the halves of a block of x that columns 4 * first to 4 * end - 1 are in, in every lane: what dot_quads starts
- * from. */
+/* -level times x's half-sums, of halves with columns 4 * first to 4 * end - 1 */
 LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int16_t *x_sums) {
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
@@ -7681,7 +7602,7 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 #endif
 }
 
-/* The products of columns 4 * first to 4 * end - 1 of a block of LLM__W rows of weights with x; x_sums: of its two halves. */
+/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights times x */
 LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
                                       const int16_t *x_sums) {
 #if LLM__KERNEL_PASS == 2
@@ -7689,7 +7610,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
     LLM__UNROLL for (int q = first; q < end; q++) sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + 4 * q));
     return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 1
-    const int fit = type == LLM_Q8_0 ? 1 : 2; /* so many pairs of products fit into 16 bits */
+    const int fit = type == LLM_Q8_0 ? 1 : 2; /* pairs of products that fit into 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = (__m256i)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums), pairs = _mm256_setzero_si256();
     LLM__UNROLL for (int q = first; q < end; q++) {
@@ -7714,7 +7635,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
 #endif
 }
 
-/* sum += the products of a block of LLM__W rows of weights with 32 values of x. */
+/* sum += a block of LLM__W rows times 32 values of x */
 LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, float scale,
                                       const int16_t *x_sums, llm__vf sum) {
     int32_t x_sum = x_sums[0] + x_sums[1];
@@ -7723,7 +7644,7 @@ LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, c
     return llm__has_minimum(type) ? LLM__K(fma)(w->minimum, LLM__K(all)(scale * (float)x_sum), sum) : sum;
 }
 
-/* The same in integers, where there are multipliers; q4_K and q5_K: and minimums += the sum of x times theirs. */
+/* The same in integers; q4_K, q5_K: minimums += sum of x times theirs */
 LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, const int16_t *x_sums,
                                          llm__vi *sum, llm__vi *minimums) {
     if (type == LLM_Q6_K) {
@@ -7737,7 +7658,7 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
     *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
 }
 
-/* (Not where the type is decided at run time: that code is for types without a case of their own in matmul, and should not hold this too.) */
+/* Types known only at run time get less code. */
 LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) {
     return (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2) && __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
 }
@@ -7746,23 +7667,18 @@ typedef struct LLM__K(short_sums) {
     llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
 } LLM__K(short_sums);
 
-/* Short sums: 4-bit weights with multipliers, on x86. One instruction multiplies two pairs of 16-bit numbers in every lane and adds both
- * products up. So two sums can be multiplied by their multipliers at once, if they fit into 16 bits. With AVX2 they do: a lane has two, of
- * 16 products each (16 x 15 x 127 = 30480). With AVX-512 it has one, of 32 products, which may reach 60960. With the weights less 8 it
- * would fit: 32 x 8 x 127 = 32512. So it starts from -8 times the sum of x, which is kept beside x. Only the low half of the lane
- * counts: it is right modulo 2^16, whatever stands above (of the second block's start, what follows it in memory), and even if the
- * sum is out of range on the way.
+/* Short sums: 4-bit weights with multipliers, on x86. One instruction multiplies two pairs of
+ * 16-bit numbers per lane and adds both products, so it applies two multipliers if sums fit into 16
+ * bits. An AVX2 lane has two sums of 16 products (16 x 15 x 127 = 30480). An AVX-512 lane has one
+ * of 32, up to 60960, but 32512 with weights less 8: it starts from -8 times the sum of x. Only the
+ * lane's low half counts: it is right modulo 2^16, whatever is above it.
  *
- *     block 0:   -8 sum x + 8 vpdpbusd    . . . . |  sum 0
- *     block 1:   the same                 . . . . |  sum 1
- *     pair                                sum 1   |  sum 0    times   multiplier 1 | multiplier 0    one vpdpwssd
+ *   block 0:  -8 sum x + 8 vpdpbusd   . . .  | sum 0
+ *   block 1:  the same                . . .  | sum 1
+ *   pair, one vpdpwssd                sum 1  | sum 0   times  multiplier 1 | multiplier 0
  *
- * AVX2 has 16 registers, each of 8 rows. Four hold weights (the low and the high nibbles, of both halves of the panel's rows), eight hold
- * sums (two for each of four rows of x). So a value of x that is loaded serves 16 rows of weights there, too.
- *
- * On an AMD EPYC (Zen 4), one thread, a matrix of 512 x 2048 in the second-level cache, 16 rows of x, billions of operations a second:
- * q4_0 318 to 372, q4_K 190 to 330 (vpdpbusd alone, from registers: 470); with AVX2 132 to 205 and 86 to 205. (Before, blocks were multiplied
- * one at a time, one row of x was finished before the next began, and q4_K had no code of its own.) */
+ * AVX2 has 16 registers of 8 rows: four hold weights (both nibbles, both halves of the panel),
+ * eight hold sums (of four rows of x). */
 LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
                                         LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
@@ -7770,7 +7686,7 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
     LLM__K(unpack_block)(type, stripe, half, 0, &w);
     llm__vi now[LLM__X_ROWS];
     LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_i32)(starts + 8 * t + 2 * half);
-    LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: each sum would wait for itself */
+    LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: a sum would wait for itself */
         LLM__UNROLL for (int t = 0; t < T; t++)
             now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w.w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
     if (half == 0) {
@@ -7782,24 +7698,26 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
-    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16; /* bytes of a row's block */
+    /* 16: bytes of a row's block */
+    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
         llm__vi w[2][2];
         LLM__UNROLL for (int part = 0; part < 2; part++) {
             llm__vi v = LLM__K(load_int)(quads + part * 4 * LLM__W);
-            __asm__("" : "+x"(v)); /* so that it is loaded once, and not for each nibble */
+            __asm__("" : "+x"(v)); /* load it once, not per nibble */
             w[part][0] = v & 0x0f0f0f0f;
             w[part][1] = v >> 4 & 0x0f0f0f0f;
         }
-        __asm__("" : "+r"(x)); /* and x only now */
+        __asm__("" : "+r"(x)); /* load x only now */
         LLM__UNROLL for (int t = 0; t < T; t++)
             LLM__UNROLL for (int nibble = 0; nibble < 2; nibble++) {
                 __m256i values = (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q + 16 * nibble);
                 LLM__UNROLL for (int part = 0; part < 2; part++) {
                     __m256i products = _mm256_maddubs_epi16((__m256i)w[part][nibble], values);
                     now[t][part] = (llm__vi)(q + nibble ? _mm256_add_epi16((__m256i)now[t][part], products) : products);
-                    __asm__("" : "+x"(now[t][part])); /* one by one: the compiler would add them up as a tree, and keep them in memory */
+                    /* one by one: else the compiler adds them as a tree, in memory */
+                    __asm__("" : "+x"(now[t][part]));
                 }
             }
     }
@@ -7810,17 +7728,17 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
         LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], now[t][part], multipliers);
     }
 #else
-    (void)type, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums; /* nothing has short sums there */
+    (void)type, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums;
 #endif
 }
 
-/* Corrections to the short sums of a stripe. They should hold products of w less its zero level (q4_0: 8, others: 0), and do hold those of
- * w (AVX2) or w - 8 (AVX-512): so -8 times the sum of x, times the multipliers, is still missing, or too much. Then the sum of x times
- * what q4_Z and q4_K add to each weight, of q4_K (minimums) -8 times that. */
+/* Short sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level: add `missing` times
+ * -8 times the sum of x, times the multipliers. Then add the sum of x times q4_Z's zero points;
+ * q4_K's minimums get -8 times it. */
 LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-    const int missing = llm__zero_level(type) / 8 - (LLM__KERNEL_PASS == 2); /* 1, 0 or -1 */
+    const int missing = llm__zero_level(type) / 8 - (LLM__KERNEL_PASS == 2);
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
         LLM__K(w_block) w[2];
         LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(type, stripe, half, part, &w[half]);
@@ -7838,8 +7756,7 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe
 #endif
 }
 
-/* The end of a product, in all cases: bias, and residual or gate, for LLM__W rows of weights from `row` on, as far as there are such. A
- * function by itself: as a part of every form of the product it had taken the compiler a third of all its time. */
+/* Bias, and residual or gate, for up to LLM__W rows. Not inline, which is slow to compile. */
 static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float *out, int64_t row, llm__vf sum) {
     int n = (int)llm__min(job->w->rows - row, LLM__W);
     bool whole = n == LLM__W;
@@ -7852,7 +7769,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float 
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows; the common case, whole registers without a gate, in line. */
+/* The same for LLM__PANEL rows; whole registers without gate are inline */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
     float *out = job->out + i * job->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {
@@ -7868,7 +7785,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int
     }
 }
 
-/* One panel against T rows of x from row i on, which lie in one tile of x. T is a constant. */
+/* A panel times T (constant) rows of x from row i on, all in one tile */
 LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
                                     int64_t i) {
     const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type), short_sums = LLM__K(has_short_sums)(type);
@@ -7877,10 +7794,11 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const uint8_t *stripe = panel;
     int first = (int)(i % job->height);
     const char *x = llm__x_tile(job, i / job->height) + first * LLM__STRIPE;
-    /* (at x_scales + 4: the second scale, or what short sums start from) */
+    /* at x_scales + 4: the second scale, or the start of short sums */
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
-    llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)]; /* of 256 columns */
+    /* of 256 columns; lower: for minimums */
+    llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)];
     LLM__K(short_sums) before;
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
@@ -7895,7 +7813,8 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                     LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(type) + line);
                 stripe += head;
             }
-            if (T > 4) __asm__ volatile("" : "+m"(sums)); /* they are to stay in memory meanwhile: the registers are wanted for a block */
+            /* sums stay in memory: the block needs the registers */
+            if (T > 4) __asm__ volatile("" : "+m"(sums));
         }
         const float *scales = (const float *)(const void *)(x + x_scales);
         const int64_t end = llm__min(start + LLM__SPAN / 2, stripes);
@@ -7903,7 +7822,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
 #if LLM__KERNEL_PASS == 2
-            LLM__UNROLL /* the first half's sums stay in registers until the second's are there */
+            LLM__UNROLL /* first-half sums stay in registers */
 #endif
             for (int half = 0; half < 2; half++) {
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
@@ -7913,13 +7832,14 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                     LLM__K(add_short_half)(type, T, stripe, half, values, x + x_scales + 4, &before, products);
                     continue;
                 }
-#if LLM__KERNEL_PASS != 0 /* plain C has too few registers for it */
+#if LLM__KERNEL_PASS != 0 /* plain C has too few registers */
                 LLM__UNROLL
 #endif
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
-                    __asm__("" : "+r"(values)); /* so that the compiler loads x again for each part: it would keep all of it, in memory */
+                    /* load x for each part: else the compiler keeps it in memory */
+                    __asm__("" : "+r"(values));
                     LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
                             LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
@@ -7945,11 +7865,10 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
 }
 
-/* One panel against all the rows of x. */
 LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
     for (int64_t i = 0; i < job->n;) {
         int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
-        const bool known = __builtin_constant_p(type); /* a type that is not gets fewer forms, to be compiled in time */
+        const bool known = __builtin_constant_p(type); /* else fewer forms, to compile fast */
         if (known && together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
         else if (together >= 4) LLM__K(panel_rows)(type, 4, job, panel, row, i), i += 4;
         else if (known && together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
@@ -7960,45 +7879,32 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
 #if LLM__KERNEL_PASS == 2
 
 /* -- Matrix tiles: AMX --
+ * 8 tile registers have 16 rows of 64 bytes. tdpbssd multiplies two of int8, adding to one of
+ * int32, at four times the rate of vpdpbusd. B is a panel as stored, unpacked to signed bytes:
  *
- * From a few rows of x on, arithmetic begins to count, and some processors have a unit for it: 8 tile registers of 16 rows
- * of 64 bytes. tdpbssd multiplies two of them, of int8, and adds to a third, of int32:
+ *   A: 16 rows of x,  B: 8 quads of 16 rows of weights       C: 16 rows of x by 16 of weights
+ *      32 columns     row q: w[0] quad q | w[1] quad q | ..  row t: x[t].w[0]  x[t].w[1]  ...
  *
- *     A: 16 rows of x,         B: 8 quads of 16 rows of weights               C: 16 rows of x by 16 rows of weights
- *        32 columns            row q: w[0] quad q | w[1] quad q | ...         row t: x[t].w[0]  x[t].w[1]  ...  x[t].w[15]
+ * Two forms add the same integers, so they give the same bits.
  *
- * 8192 products in 16 cycles, where vpdpbusd does 2048. B is just how a panel lies in memory, once it is unpacked to signed bytes.
- * There are two ways from here, and both give the same bits, since they add the same integers.
+ * Block by block, below 32 rows (q4_0: 64; never q6_K, which has two scales per block): after 32
+ * columns C goes to memory, and vector registers multiply it by the block's scales, while the tile
+ * unit has the next four blocks. q4_0 takes one vpdpwssd per row of C; q4_Z, q4_K and q5_K, whose
+ * sums exceed 16 bits, multiply and add; types without multipliers convert to floats.
  *
- * Block by block, below 32 rows (q4_0: 64; not q6_K, whose blocks have two scales: it takes the other way only): after each
- * block of 32 columns C goes to memory, and the vector registers multiply it by the scales of the block. With q4_0 that is one
- * instruction for a row of C, vpdpwssd; q4_Z, q4_K and q5_K, whose sums need more than 16 bits (nothing is taken off their weights here),
- * multiply and add; types without multipliers take three instructions (five with a minimum), to make floats of it. C of one group of
- * four blocks is added up while the next group is in the tile unit.
+ * By halves, for more rows: weight times multiplier, 16 bits, is unpacked once and cut into a high
+ * and a low byte. Both are multiplied, in full tiles of 64 columns; C leaves once in 256 columns:
  *
- * By two halves, for more: a weight times its multiplier is a number of 16 bits. It is unpacked to that, once, and cut into a high and
- * a low byte, each of which is multiplied in the tile unit. That takes as many tile products as before, since now all 64 columns
- * of a tile are used, but C leaves it only once in 256 columns:
+ *   sum of w x  =  256 (sum of high x)  +  (sum of low x)    high: -128 .. 127, low: 0 .. 255
  *
- *     sum of w x  =  256 (sum of high x)  +  (sum of low x)        high: -128 .. 127, low: 0 .. 255
+ *   tile registers:  0, 1: low   of 16 + 16 rows of x    4, 5: x, 16 + 16 rows, 64 columns
+ *                    2, 3: high                          6, 7: low, high of 16 rows of weights
  *
- *     tile registers:   0, 1: low    of 16 + 16 rows of x     4, 5: x, 16 + 16 rows, 64 columns
- *                       2, 3: high                            6: low bytes of 16 rows of weights, 7: high
- *
- * (A product of full tiles took 5.5 ns here with zeros for numbers and 7 ns with random ones, which cost power; with stores and sums
- * between them 8 to 10. In a prompt it is 14 to 20: x comes from the second-level cache, and the results need their cache lines from
- * memory before they can be written.)
- *
- * (Tried and dropped: weights and x as bf16, whose sums need not leave the tile unit either. But as all rows must be rounded alike, a single
- * one has to do as the tile unit does: it took 1.2 times as long from memory, 1.8 times from the cache. Integers have no such order.)
- *
- * Work goes in chunks of 512 columns, by halves of 256. Either way that is 8 KB of a panel, unpacked, and 10 KB of x (by halves of two
- * tiles), which stay in the first-level cache; by halves four panels are taken together. The weights of the next chunk are asked
- * for meanwhile. Where all of x is one tile, as in the decoding of a batch, there is nobody to share a chunk with, and work goes in groups of
- * four blocks: see llm__amx_alone. */
+ * Work goes in chunks of 512 columns, by halves of 256: 8 KB of an unpacked panel and 10 KB of x
+ * stay in the first-level cache. A single tile of x shares no chunk: see llm__amx_alone. */
 
-/* Shapes of the 8 tile registers, as ldtilecfg wants them: 0-3 C and 4-5 A, so many rows high, 6-7 B. C and B are 64 bytes wide; A has 32
- * or 64 bytes, a block or two. */
+/* Tiles 0-3 (C) and 4-5 (A) have `rows` rows, 6-7 (B) b_rows. Width: B and C 64 bytes, A
+ * a_bytes. */
 LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
     memset(&shapes, 0, sizeof shapes);
@@ -8010,8 +7916,7 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-/* The instructions, with what they read and write spelled out for the compiler. (The names of tile registers are part of an
- * instruction: hence macros.) */
+/* Macros, as instructions contain register names */
 #define LLM__TILE_LOAD(tile, p, stride)                                                    \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
                      "m"(*(const char(*)[1024])(const void *)(p)))
@@ -8021,34 +7926,33 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 #define LLM__TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define LLM__TILE_ADD(low, c, a, b) __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-typedef struct llm__tile_job { /* a chunk of a panel against one tile of x */
+typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
     llm_type type;
-    const char *x;
+    const char *x; /* tile of x */
     size_t x_bytes;           /* of a stripe of the tile */
-    int height, blocks;
-    const int8_t *w;          /* (blocks, 8, 16, 4); by halves (2, 4, 16, 16, 4): the low bytes, the high ones */
+    int height, blocks; /* rows of the tile, blocks of the chunk */
+    const int8_t *w;          /* (blocks, 8, 16, 4); by halves (2: low, high; 4, 16, 16, 4) */
     const float *scales;      /* (blocks, 16): scales, or int32 multipliers */
-    const float *others;      /* (blocks, 16): minimums, or what the sums of halves of x are multiplied by, twice in 32 bits */
+    const float *others;      /* (blocks, 16): minimums, or 2 x i16 factors of x's half-sums */
     const uint8_t *span;      /* of the panel */
     int32_t *products;        /* (group, 16, 16) */
-    float *kept;              /* (T, 16) sums, from one chunk to the next */
-    const uint8_t *ahead;     /* what memory should bring meanwhile: so many cache lines per block */
-    int lines;
+    float *kept;              /* (T, 16) sums, carried between chunks */
+    const uint8_t *ahead;     /* to prefetch meanwhile */
+    int lines; /* cache lines to prefetch per block */
 } llm__tile_job;
 
 LLM__INLINE const float *llm__tile_scales(const llm__tile_job *job, int block) {
     return (const float *)(const void *)(job->x + (size_t)(block / 2) * job->x_bytes + job->height * LLM__STRIPE) + block % 2;
 }
 
-/* The sums of both halves of block `block` of row t of x, as 16 + 16 bits. */
+/* Both half-sums of block `block` of row t of x, 16 bits each */
 LLM__INLINE __m512i llm__tile_sums(const llm__tile_job *job, int block, int t) {
     int32_t pair;
     memcpy(&pair, job->x + (size_t)(block / 2) * job->x_bytes + job->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
     return _mm512_set1_epi32(pair);
 }
 
-/* The products of four blocks, while memory is asked for `lines` cache lines in each. Those of the four before, if there are such, go
- * to memory. */
+/* Multiply four blocks, prefetching `lines` cache lines for each. Products before go to memory. */
 LLM__INLINE void llm__amx_products(const llm__tile_job *job, int first, bool before) {
     const size_t x_bytes = job->x_bytes;
     const char *x = job->x + (size_t)(first / 2) * x_bytes;
@@ -8077,7 +7981,7 @@ LLM__INLINE void llm__amx_store(int32_t *products) {
     LLM__TILE_STORE(3, products + 768);
 }
 
-/* Add the products of the blocks first to end - 1, T rows each, to the sums. */
+/* Add the products of blocks first to end - 1, T rows each. */
 LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, __m512 *sums) {
     const int32_t *products = job->products;
     for (int b = first; b < end; b++, products += 256) {
@@ -8096,7 +8000,7 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
     }
 }
 
-/* The same in integers, where the weights have multipliers. */
+/* The same in integers, for weights with multipliers. */
 LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, int end, __m512i *sums) {
     const int32_t *products = job->products;
     const float *multipliers = job->scales + first * LLM__PANEL;
@@ -8114,8 +8018,7 @@ LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, 
     }
 }
 
-/* The sums of 256 columns, from block `first` of the chunk on, become floats and are added to those before; and q4_K's and q5_K's
- * minimums. */
+/* Add the sums of 256 columns, from block `first` on, and their minimums to `kept`. */
 LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, const __m512i *sums) {
     const float *x_scales = llm__tile_scales(job, first);
     float *kept = job->kept;
@@ -8138,7 +8041,7 @@ LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, con
     }
 }
 
-/* Block by block: T rows of the tile count. Without multipliers the sums of all the chunk are floats, */
+/* Block by block, T rows; without multipliers sums are floats */
 LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
     __m512 sums[16];
     LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
@@ -8151,7 +8054,7 @@ LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
     LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
 }
 
-/* with them, those of 256 columns are integers. */
+/* With multipliers, sums of 256 columns are integers */
 LLM__INLINE void llm__amx_whole_chunk(int T, const llm__tile_job *job) {
     for (int first = 0; first < job->blocks; first += LLM__SPAN) {
         __m512i sums[16];
@@ -8172,7 +8075,7 @@ LLM__INLINE void llm__amx_chunk(int T, const llm__tile_job *job) {
     else llm__amx_float_chunk(T, job);
 }
 
-/* `count` blocks, from a stripe on, to signed bytes, and their scales or multipliers. */
+/* Unpack `count` blocks to signed bytes and scales or multipliers. */
 LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
     for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, others += LLM__PANEL) {
@@ -8196,7 +8099,7 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count
     }
 }
 
-/* ... and to the low and high bytes of their products with the multipliers, each (4, 16, 16, 4). */
+/* The same to low and high bytes of weight times multiplier: (4, 16, 16, 4) each */
 LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type)), bytes = _mm512_set1_epi16(255);
     for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
@@ -8220,7 +8123,7 @@ LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, in
     }
 }
 
-/* Four blocks of a panel, from `first` on, are unpacked for the only tile of x. w, scales, others: of all the chunk */
+/* Unpack four blocks from `first` on, for the only tile of x. w, scales, others: of the chunk */
 LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t first, int64_t blocks,
                                          int8_t *w, float *scales, float *others) {
     const int64_t place = first % LLM__CHUNK;
@@ -8235,10 +8138,8 @@ LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *j
     return tile;
 }
 
-/* Block by block, where all of x is one tile, of which T rows count: while a group is in the tile unit, the one before is added up and the
- * next is unpacked. (By chunks, which pay where a chunk serves several tiles, unpacking waits for the products and they for it, and memory is
- * asked in bursts; and a tile load waits for what was loaded before it, so memory has to be asked early. 16 rows of q4_0 took 30 ns for each
- * block in place of 26, and 36 in place of 29 from memory.) */
+/* Block by block for a single tile of x, T rows: one group is in the tile unit, the one before is
+ * added up, the next unpacked. Tile loads wait for earlier loads, so prefetches are early. */
 LLM__INLINE void llm__amx_alone(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int32_t *products, int8_t *w,
                                 float *scales, float *others, float *kept) {
     const int64_t blocks = 2 * llm__stripes(job->w->cols);
@@ -8254,7 +8155,8 @@ LLM__INLINE void llm__amx_alone(llm_type type, int T, const llm__matmul_job *job
         else llm__amx_store(products);
         if (first > 0 && !whole) llm__amx_add(T, &before, 0, before.blocks, floats);
         if (first > 0 && whole) llm__amx_add_whole(T, &before, 0, before.blocks, sums);
-        if (first > 0 && whole && (first % LLM__SPAN == 0 || first >= blocks)) { /* 256 columns are complete */
+        /* 256 columns are complete */
+        if (first > 0 && whole && (first % LLM__SPAN == 0 || first >= blocks)) {
             int earlier = (int)((first - LLM__GROUP) % LLM__SPAN);
             before.x -= (size_t)(earlier / 2) * before.x_bytes;
             before.others -= earlier * LLM__PANEL;
@@ -8276,7 +8178,7 @@ LLM__INLINE void llm__amx_alone_rows(llm_type type, const llm__matmul_job *job, 
     else llm__amx_alone(type, 4, job, panel, products, w, scales, others, kept);
 }
 
-/* The sums of tile k of two, by halves, from memory to the others of its rows. */
+/* Add the sums of tile k of two to its rows. */
 LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
     const int32_t *low = tiles->products + k * 256, *high = low + 512;
     __m512i sums[16];
@@ -8287,8 +8189,8 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
     llm__amx_finish(16, &tiles[k], 0, sums);
 }
 
-/* By halves: 256 columns of two tiles of x times a panel. The sums of the two before (NULL: none) are still in the tile registers: they go
- * to memory as the registers are needed, and are added up while the tile unit has work. */
+/* By halves: 256 columns of two tiles of x times a panel. Sums of `before` (or NULL) leave the tile
+ * registers as these are needed, and are added up while the tile unit works. */
 LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job *before) {
     const size_t x_bytes = tiles->x_bytes;
     const char *x0 = tiles[0].x, *x1 = tiles[1].x;
@@ -8319,21 +8221,21 @@ LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job
 #undef LLM__TILE_ZERO
 #undef LLM__TILE_ADD
 
-/* Up to four panels (block by block two) against all the rows of x: a tile of x that has come to the first-level cache is used for all of
- * them. (Rows beyond n have scales of 0, or are those of the tile before once more, and are dropped.) */
+/* Up to four panels (block by block two) times all rows of x share each cached tile of x. */
 static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                             char *scratch) {
     int64_t blocks = 2 * llm__stripes(job->w->cols), kept_rows = job->n + 2 * LLM__X_TILE;
     size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
-    int32_t *products = (int32_t *)(void *)scratch;                             /* (group, 16, 16) */
-    int8_t *w = (int8_t *)(products + LLM__GROUP * 256);                        /* (panels, chunk, 8, 16, 4); by halves (panels, 2, chunk / 2, ...) */
-    float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512); /* (panels, chunk, 16) */
-    float *others = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;        /* the same */
-    float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;          /* (panels, kept_rows, 16) */
+    int32_t *products = (int32_t *)(void *)scratch; /* (group, 16, 16) */
+    int8_t *w = (int8_t *)(products + LLM__GROUP * 256); /* (panels, chunk, 8, 16, 4) */
+    /* scales, others: (panels, chunk, 16) */
+    float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512);
+    float *others = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;
+    float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL; /* (panels, kept_rows, 16) */
     int chunk = halves ? LLM__CHUNK / 2 : LLM__CHUNK, x_tiles = halves ? 2 : 1;
     memset(sums, 0, (size_t)(n_panels * kept_rows * LLM__PANEL) * sizeof *sums);
     bool alone = !halves && job->n <= job->height;
-    if (alone) switch (type) { /* (q4_K took 1.4 times as long where the type was not a constant) */
+    if (alone) switch (type) { /* the type as a constant */
         case LLM_Q4_0: llm__amx_alone_rows(LLM_Q4_0, job, panels, products, w, scales, others, sums); break;
         case LLM_Q8_0: llm__amx_alone_rows(LLM_Q8_0, job, panels, products, w, scales, others, sums); break;
         case LLM_Q4_K: llm__amx_alone_rows(LLM_Q4_K, job, panels, products, w, scales, others, sums); break;
@@ -8365,8 +8267,7 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
                     tiles[k] = t;
                 }
                 int64_t rows = job->n - i;
-                /* The results will be written all at once, to as many places as there are rows of x: each needs its cache line from memory
-                 * first. Some are asked for with each chunk. */
+                /* Results go to one cache line per row of x: prefetch some per chunk. */
                 for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, job->n); r += llm__divide_up(blocks, chunk))
                     LLM__PREFETCH_TO_WRITE(job->out + r * job->w->rows + row + p * LLM__PANEL);
                 if (halves) {
@@ -8390,7 +8291,6 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
 }
 #endif
 
-/* Rows first to end - 1 of the weights, whole panels. */
 LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = job->w;
     size_t panel_bytes = llm__panel_bytes(type, w->cols);
@@ -8422,7 +8322,6 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
 #endif
 }
 
-/* The sums of 16 values and of 16 others */
 LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #if LLM__KERNEL_PASS == 2
     __m128i v[2];
@@ -8441,16 +8340,15 @@ LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #endif
 }
 
-/* Rows of x to int8: see llm__kernels.round_rows. Values too small for a float to hold their products with the
- * scales of weights (1e-25) count as zero. */
+/* See llm__kernels.round_rows. Ranges below 1e-25 become zero: their products are no floats. */
 static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
-    enum { PARTS = LLM__BLOCK / LLM__W }; /* registers that hold a block */
+    enum { PARTS = LLM__BLOCK / LLM__W };
     const size_t stripe_bytes = (size_t)height * LLM__X_BYTES;
     for (int r = 0; r < rows; r++)
         for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group) {
             const float *from = x + r * cols;
             int64_t stop = llm__min(start + group, cols);
-            llm__vf most[2] = {{0}, {0}}; /* not one, which would wait for itself */
+            llm__vf most[2] = {{0}, {0}}; /* two, as one would wait for itself */
             for (int64_t i = start; i < stop; i += LLM__BLOCK)
                 LLM__UNROLL for (int k = 0; k < PARTS; k++)
                     most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)), most[k % 2]);
@@ -8462,7 +8360,8 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r;
                 int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of a second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
-                if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f; /* of an infinite value too, so that it shows */
+                /* infinite values set it too, so that they show */
+                if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
                     for (int k = 0; k < PARTS; k++)
                         LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
@@ -8474,8 +8373,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 if (group > LLM__BLOCK) starts[half] = (int16_t)(-8 * (sums[0] + sums[1]));
             }
         }
-    /* Rows that are not there: what would lie in the place of their scales may look like numbers so small that the processor takes a
-     * hundred cycles for each. */
+    /* Missing rows: old scales may be denormals, which are slow. */
     for (int64_t stripe = first; stripe < end; stripe++) {
         char *scales = tile + (size_t)stripe * stripe_bytes + height * LLM__STRIPE, *sums = scales + height * 8;
         for (int r = rows; r < height; r++) memset(scales + 8 * r, 0, 8), memset(sums + 8 * r, 0, 8);
@@ -8492,11 +8390,11 @@ static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t en
     case LLM_Q6_K: LLM__K(matmul_int)(LLM_Q6_K, job, first, end, (char *)scratch); break;
 #endif
     case LLM_F32: case LLM_F16: case LLM_BF16: LLM__K(matmul_float)(job, first, end, scratch); break;
-    default: LLM__K(matmul_int)(job->w->type, job, first, end, (char *)scratch); /* the type decides at run time */
+    default: LLM__K(matmul_int)(job->w->type, job, first, end, (char *)scratch);
     }
 }
 
-/* -- Rotation, and into the cache -- */
+/* -- RoPE, and storing in the cache -- */
 
 LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
     int half = rope_dim / 2;
@@ -8514,7 +8412,6 @@ LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, ll
         }
 }
 
-/* A head of keys or values into a row of the cache. */
 LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int layer, int64_t row, const float *head) {
     int64_t stride, at = llm__cache_place(cache, side, row, &stride);
     char *to = (char *)side + (size_t)layer * cache->layer_bytes;
@@ -8559,44 +8456,35 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
     }
 }
 
-/* -- Attention in tiles -------------------------------------------------------------------
+/* -- Attention in tiles --
+ * A softmax divides by a sum over all scores of a query: for a prompt of n tokens, an n x n matrix.
+ * In pieces (Milakov and Gimelshein 2018) it keeps the largest score so far, m, and relative to it
+ * the sum l and the weighted values acc; a larger m' shrinks both by exp(m - m'). So one tile of
+ * scores is enough (Dao et al. 2022):
  *
- * The blackboard form needs the scores of a query for all positions before it can divide by the sum of their exponentials;
- * for a prompt of n tokens that is an n x n matrix. But a softmax can be taken piece by piece (Milakov and
- * Gimelshein 2018): keep the largest score so far, m, and the sum l and the weighted values acc relative to it; when a
- * piece brings a larger m', what was added before shrinks by exp(m - m'). So attention passes over the
- * positions in tiles of 64 and never stores more than one tile of scores (Dao et al. 2022):
+ *   positions              0 .. 63     64 .. 127    128 .. 191      cache, by block table
+ *   query rows           +---------+  +---------+  +---------+      K tile: (head_dim, 64)
+ *   (token, head) x 128  | scores  |  |         |  |   \ .   |      V tile: (64, head_dim)
+ *                        +---------+  +---------+  +---------+
+ *                         m, l, acc -> m, l, acc -> m, l, acc / l -> out
  *
- *                 positions   0 .. 63     64 .. 127    128 .. 191        cache, through the block table
- *     query rows             +---------+ +----------+ +----------+       K tile, transposed: (head_dim, 64)
- *     (token, head) x 128    | scores  | |          | |    \ .   |       V tile: (64, head_dim)
- *                            +---------+ +----------+ +----------+
- *                             m, l, acc -> m, l, acc -> m, l, acc / l -> out
+ * The query heads of a kv head and adjacent tokens of a prompt share a tile. A register holds one
+ * dimension of LLM__W keys, so a score is a sequential sum in one lane. Hence the CPU's cache has
+ * keys transposed per block, (head_dim, slot); if blocks are no multiple of LLM__W slots, keys are
+ * copied. Few rows read f16 in place; many share one conversion to f32, with the same bits.
  *
- * All the query heads that share a kv head, and neighbouring tokens of the prompt, use a tile while it is in
- * the cache of the processor. One register holds one dimension of LLM__W keys, so that a score is a plain sequential sum
- * over the dimensions, in a lane of its own. That is why the CPU's cache keeps the keys of a block transposed: (head_dim, slot),
- *
- *     block of 16 keys    dim 0: k0 k1 k2 ... k15    one register, 32 bytes of f16
- *                         dim 1: k0 k1 k2 ... k15    ...
- *
- * A token's key is written once, as head_dim single numbers, and read at every later step. (Before, 64 keys were transposed
- * each time they were read, and one token of a sequence, whose query rows are few, took nearly twice as long.)
- * Few rows read f16 from where it lies; for many it is first brought to f32, once for all of them: the same numbers, so the
- * same bits. Where blocks are no multiple of LLM__W slots, keys are copied into such an order.
- *
- * Tiles begin at absolute positions of the sequence, so the order of all this does not depend on chunks, blocks or
- * neighbours. Positions after a row's own, or before its window, are never multiplied in: not as zeros either. Tiles that
- * lie before the windows of all rows are not touched: with a window, a token costs the same however long the text. */
+ * Tiles begin at absolute positions, so the order of sums depends on neither chunks, blocks nor the
+ * batch. Unseen positions are never multiplied, not even by zero. Tiles before all windows are
+ * skipped: with a window, the cost per token is constant. */
 
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
     float *values; /* (64, padded_dim) */
-    float *copies; /* (padded_dim, 64) keys from blocks that no register fits */
+    float *copies; /* (padded_dim, 64) keys, if blocks are no multiple of LLM__W */
     float *sums;   /* (128 rows, padded_dim) */
     float *scores; /* (128 rows, 64) */
-    float *largest, *total; /* (128 rows) */
-    float *zeros;  /* (padded_dim) a row that is not there */
+    float *largest, *total; /* (128 rows): m, l */
+    float *zeros;  /* (padded_dim) a missing row */
     int padded_dim;
 } LLM__K(attention_scratch);
 
@@ -8615,22 +8503,22 @@ static LLM__K(attention_scratch) LLM__K(carve)(void *scratch, int head_dim) {
     return a;
 }
 
-typedef struct LLM__K(tile) { /* 64 positions: in the cache, or brought to f32 */
+typedef struct LLM__K(tile) { /* 64 positions, in the cache or as f32 */
     llm_type type;
-    int n;          /* so many of them are there */
-    int64_t stride; /* from one dimension of the keys to the next, in values */
-    const void *keys[LLM__TILE / LLM__W]; /* each: LLM__W keys side by side, their dimension 0 */
-    const void *values[LLM__TILE];
+    int n;          /* positions that exist */
+    int64_t stride; /* between dimensions of keys, in values */
+    const void *keys[LLM__TILE / LLM__W]; /* dimension 0 of LLM__W adjacent keys */
+    const void *values[LLM__TILE]; /* rows of head_dim values */
 } LLM__K(tile);
 
-/* The tile from position `first` on of a sequence that ends at `last`. Its rows are in one piece as far as a block goes. (What is not
- * there has an address too, so that memory can be asked for a tile without looking.) */
+/* The tile from position `first` on, in a sequence that ends at `last`. Missing rows have a valid
+ * address, for prefetching. */
 LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
     const llm_cache *cache = job->cache;
     const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)job->shape.head_dim * value_bytes;
     const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
     tile->type = cache->type;
-    tile->stride = 0; /* of an empty one */
+    tile->stride = 0; /* if empty */
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
     int k = 0;
     while (k < tile->n) {
@@ -8646,7 +8534,6 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, 
     for (k = (tile->n + LLM__W - 1) / LLM__W; k < LLM__TILE / LLM__W; k++) tile->keys[k] = keys;
 }
 
-/* Keys of which LLM__W do not lie side by side, value by value */
 static void LLM__K(copy_keys)(const llm__attention_job *job, int sequence, int kv_head, int first, const LLM__K(attention_scratch) *a,
                               LLM__K(tile) *tile) {
     const llm_cache *cache = job->cache;
@@ -8665,7 +8552,7 @@ static void LLM__K(copy_keys)(const llm__attention_job *job, int sequence, int k
     tile->stride = LLM__TILE;
 }
 
-/* Memory is asked for what the next tile needs while this one is computed, bit by bit: all at once, it would keep us waiting. */
+/* Prefetch the next tile bit by bit: at once it would stall */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
     if (next) LLM__PREFETCH_FAR((const char *)next->keys[group] + (size_t)(d * next->stride) * llm__value_bytes(type));
 }
@@ -8675,7 +8562,6 @@ LLM__INLINE void LLM__K(ask_for_value)(llm_type type, const LLM__K(tile) *next, 
     for (size_t at = 0; next && at < bytes; at += 64) LLM__PREFETCH_FAR((const char *)next->values[k] + at);
 }
 
-/* The tile as f32 */
 LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(tile) *from, const LLM__K(tile) *next,
                                     const LLM__K(attention_scratch) *a, LLM__K(tile) *to) {
     to->type = LLM_F32, to->n = from->n, to->stride = LLM__TILE;
@@ -8696,7 +8582,7 @@ LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(ti
     }
 }
 
-/* Scores of R query rows for V registers of keys, from number `group` on; R and V are constants. */
+/* R query rows times V registers of keys from `group` on; R, V: constants */
 LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q, const LLM__K(tile) *tile,
                                      const LLM__K(tile) *next, int group, int head_dim, float *scores) {
     llm__vf sums[LLM__ROWS][4];
@@ -8725,8 +8611,8 @@ LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q,
     for (; g < end; g++) LLM__K(score_block)(R, 1, type, q, tile, next, g, head_dim, scores + g * LLM__W);
 }
 
-/* (Not inlined, so that there is one compiled form of it, and all rows are rounded alike.)
- * One row's scores of a tile to weights exp(score - largest); it sees the keys from .. seen - 1 of the tile. */
+/* A row's scores become weights exp(score - largest); it sees keys from .. seen - 1. Not inlined:
+ * one compiled form rounds all rows alike. */
 LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
                                                     float *sums, int padded_dim) {
     int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
@@ -8751,7 +8637,7 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     *largest = new_largest;
 }
 
-/* sums[r] += weights of keys first .. end - 1 times their values, for R rows and V registers of dimensions from d on. */
+/* sums[r] += weights times values of keys first .. end - 1; R rows, V registers from d on */
 LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
                                      int d, int first, int end, int head_dim, int padded_dim, float *sums) {
     llm__vf acc[LLM__ROWS][4];
@@ -8781,13 +8667,14 @@ LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights, 
 }
 
 typedef struct LLM__K(query_rows) { /* of a work item */
-    int n;
-    const float *q[LLM__QUERY_ROWS];
-    int position[LLM__QUERY_ROWS];
-    int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS]; /* each sees the keys from .. seen - 1 of a tile; none if from >= seen */
+    int n; /* rows */
+    const float *q[LLM__QUERY_ROWS]; /* (head_dim) each */
+    int position[LLM__QUERY_ROWS]; /* in the sequence */
+    /* keys from .. seen - 1 of a tile; none if from >= seen */
+    int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
 } LLM__K(query_rows);
 
-/* Rows `row` .. row + R - 1 of the work item, of which r sees the keys from[r] .. seen[r] - 1 of the tile, both ascending. */
+/* Rows `row` to row + R - 1; r sees keys from[r] .. seen[r] - 1, both ascending */
 LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
@@ -8796,7 +8683,7 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *
     for (int r = 0; r < R; r++)
         LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], job->shape.scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
-    /* what all of them see goes together; at the edges of the window and on the diagonal a row sees a few keys alone */
+    /* keys that all rows see go together */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
         LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
@@ -8819,7 +8706,7 @@ static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int k
     }
 }
 
-/* What the rows see of the tile from position `first` on. */
+/* The keys that rows see of the tile from position `first` on */
 LLM__INLINE void LLM__K(see_tile)(const llm__attention_job *job, int first, LLM__K(query_rows) *rows) {
     for (int r = 0; r < rows->n; r++) {
         rows->from[r] = (int)llm__max(llm__first_seen(&job->shape, rows->position[r]) - first, 0);
@@ -8837,7 +8724,7 @@ LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_job *jo
     for (; row < end; row++) LLM__K(attend)(1, type, job, a, rows, row, tile, next);
 }
 
-/* A tile for all rows: for few of them as it lies in the cache, if whole registers do */
+/* Few rows read f16 in place, if head_dim fills registers */
 static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && job->shape.head_dim % LLM__W == 0) {
@@ -8853,37 +8740,34 @@ static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(atte
 #if LLM__KERNEL_PASS == 2
 
 /* -- Attention in matrix tiles: AMX --
+ * The tile unit also multiplies bf16: C (16 x 16, f32) += A (16 x 32) B (32 x 16), at 16 times the
+ * rate of vector registers. bf16 has 8 bits of precision, so each number is a sum of two:
  *
- * The tile unit also multiplies bf16: A of 16 rows by 32, B of 32 by 16, and adds f32 sums to C, in the 16 cycles in which vector
- * registers do 512 multiply-adds and it does 8192. But bf16 has 8 bits of precision; so every number goes in as two,
+ *   x = high + low                              high: x to 8 bits; low: the rest to 8 bits
+ *   x y = high high' + high low' + low high'    leaves out at most 2^-16 of it
  *
- *     x = high + low,     high: x to 8 bits,     low: what is left, to 8 bits
- *     x y = high high' + high low' + low high'      and at most 2^-16 of it that is not computed
+ * That is as exact as f32 here (an f16 cache is exactly high + low). Per tile and 16 query rows:
  *
- * in three products, which are as exact as f32 for us (of a cache in f16, high + low is all there is). A pass over a tile
- * of 64 keys does, for each 16 query rows,
+ *   C: scores (16 rows, 64 keys) = A: queries (16 rows, dim), packed once  x  B: keys (dim, 64)
+ *   weights                      = exp(scores - largest)
+ *   C: sums (16 rows, dim)      += A: weights (16 rows, 64 keys)  x  B: values (64 keys, dim)
  *
- *     C: scores (16 rows, 64 keys)  =  A: queries (16 rows, dim), packed once  x  B: keys (dim, 64)
- *     weights                       =  exp(scores - largest)
- *     C: sums (16 rows, dim)       +=  A: weights (16 rows, 64 keys)  x  B: values (64 keys, dim)
+ * B has pairs of rows, column by column: dimensions of keys, or keys of values. Row i is paired
+ * with row i + 16, so two registers make a row of A without a shuffle. Fewer rows take less time.
  *
- * so keys and values lie as in the cache. B wants its rows in pairs, {row 0, row 1} column by column: dimensions of the keys, keys of
- * the values. We pair row i with row i + 16, as then a row of A, in the same order, is made from two registers without any shuffle.
- * Where there are less than 16 rows (one token of 8 heads that share a kv head), a product takes less time, too.
- *
- * What a row does not see gets weight 0, and 0 times what is there is added: so nothing there may be infinite or not a number.
- * Values were stored so (see llm__plain_store); rows that the tile does not have are zeros. */
+ * Unseen keys have weight 0 but are multiplied, so values must be finite: llm__plain_store clamps
+ * them, and missing rows are zeros. */
 
 typedef struct llm__amx_tile {
-    uint16_t *queries[2];  /* high and low: (8 groups of 16 rows, padded_dim / 32, 16, 32) */
+    uint16_t *queries[2];  /* high, low: (8 groups of 16 rows, padded_dim / 32, 16, 32) */
     uint16_t *keys[2];     /* (4 groups of 16 keys, padded_dim / 2, 16, 2) */
     uint16_t *values[2];   /* (32, padded_dim, 2) */
     uint16_t *weights[2];  /* (16 rows, 64) */
     float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
-/* 16 pairs of bf16, a in their low halves and b in their high ones. Adding half of the last place, then cutting off, rounds. Of
- * what came from f16 (exact), both parts together have all 11 bits without. */
+/* 16 pairs of bf16, a in the low halves. Adding half of the last place rounds; f16 values (exact)
+ * fit into the two parts. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000), half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
     __m512i whole_a = _mm512_and_si512(_mm512_add_epi32((__m512i)a, half), upper);
@@ -8894,17 +8778,17 @@ LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void
     _mm512_storeu_si512(low, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
 }
 
-/* 16 values of a row from d on, as far as there are such; else zeros */
+/* 16 values of a row from d on, zeros after its end */
 LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
     if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d) : _mm512_setzero_ps();
 }
 
-/* The same scratch memory as of the form above, but for the queries, which stand behind it. */
+/* In the scratch memory of the form above; queries follow it */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
-    t.keys[0] = (uint16_t *)(void *)a->keys; /* in two parts as large as in f32 */
+    t.keys[0] = (uint16_t *)(void *)a->keys; /* two parts, as large as f32 */
     t.values[0] = (uint16_t *)(void *)a->values;
     t.scores = a->scores; /* (16, 64) of (128, 64) */
     t.weights[0] = (uint16_t *)(void *)(a->scores + LLM__TILE * 16);
@@ -8916,7 +8800,7 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     return t;
 }
 
-/* Packs the queries, times the scale. */
+/* Pack the queries, times the scale. */
 static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
                            const llm__amx_tile *t) {
     __m512 scale = _mm512_set1_ps(job->shape.scale);
@@ -8930,7 +8814,7 @@ static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_row
         }
 }
 
-/* A group of 16 keys of a tile, as bf16 */
+/* 16 keys of a tile as bf16 */
 LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
                                       int group) {
     for (int first = 0; first < depth; first += 32) {
@@ -8948,7 +8832,7 @@ LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, co
     }
 }
 
-/* Its values, up to a multiple of 32 rows */
+/* Values of a tile as bf16, up to a multiple of 32 rows */
 LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next,
                                         const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     int depth = a->padded_dim;
@@ -8975,8 +8859,7 @@ LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, 
 #define LLM__TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
 #define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-/* scores (16 rows, n) = queries times keys, n = 32 or 64. A product takes 52 cycles, and another can begin after 16: so four sums
- * go on in turn. */
+/* scores (16 rows, n) = queries times keys, n = 32 or 64. A single sum would wait for itself. */
 LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, int n) {
     LLM__TILE_ZERO(0); LLM__TILE_ZERO(1); LLM__TILE_ZERO(2); LLM__TILE_ZERO(3);
     for (int d = 0; d < depth; d += 32)
@@ -9001,7 +8884,7 @@ LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, i
     LLM__TILE_STORE(3, t->scores + 48, stride);
 }
 
-/* The same for one group of keys. Sums are added up in the same order. */
+/* The same for one group of keys, summed in the same order */
 LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int group) {
     LLM__TILE_ZERO(0);
     for (int d = 0; d < depth; d += 32) {
@@ -9016,7 +8899,7 @@ LLM__INLINE void llm__amx_group_scores(const llm__amx_tile *t, int depth, int gr
     LLM__TILE_STORE(0, t->scores + group * 16, LLM__TILE * 4);
 }
 
-/* sums (16 rows, padded_dim) += weights (16 rows, n keys) times values (n keys, padded_dim) */
+/* sums (16 rows, padded_dim) += weights (16 rows, n) times values (n, padded_dim) */
 LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, float *sums) {
     int64_t stride = padded_dim * 4;
     for (int d = 0; d < padded_dim; d += 64) {
@@ -9050,9 +8933,9 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 #undef LLM__TILE_STORE
 #undef LLM__TILE_LOAD
 
-/* e to the power of x <= 0 (to 1e-6): 2^k 2^r, where k is whole and |r| <= 1/2 */
+/* e^x, x <= 0 (to 1e-6): 2^k 2^r with integer k and |r| <= 1/2 */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
-    /* ln(2)^i / i!, from i = 6 down: the series of 2^r */
+    /* the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
     const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
     const __m512 log2_e = _mm512_set1_ps(1.44269504f);
     x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
@@ -9064,7 +8947,7 @@ LLM__INLINE __m512 llm__amx_exp(__m512 x) {
 
 LLM__INLINE __m512 llm__amx_both(bool largest, __m512 a, __m512 b) { return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b); }
 
-/* Lane r: the sum, or the largest, of the lanes of rows[r]. Each level puts two registers into one: half of the work is left. */
+/* Lane r: the sum or the largest of rows[r]; each level merges pairs of registers */
 LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
     __m512 a[8], b[4], c[2];
     LLM__UNROLL for (int i = 0; i < 8; i++)
@@ -9078,8 +8961,7 @@ LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
     return llm__amx_both(largest, _mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Scores of n_rows rows for n keys to weights; sees: a bit for each key that the row sees. What was summed up before is brought to the new
- * largest score. */
+/* Scores of n_rows rows, n keys, become weights; earlier sums are rescaled. sees: a bit per key */
 LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees, float *largest, float *total, float *sums,
                                   int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
@@ -9110,8 +8992,7 @@ LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, con
     _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), llm__amx_reduce(false, rows)));
 }
 
-/* A tile for all rows. If they are no more than one matrix tile, keys are multiplied group by group: the tile unit works on one while
- * the vector unit brings the next to bf16. */
+/* Up to 16 rows, the vector unit converts keys while the tile unit multiplies. */
 static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
                             const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     int depth = a->padded_dim;
@@ -9196,8 +9077,7 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* Compiling the passes takes most of the compiler's time. Where several files of one program include the implementation (our
- * tests do, to reach inside), one of them can share its kernels, and the others take them from it. */
+/* Compiling the passes takes most of the time, so one file of a program can share its kernels. */
 #ifdef LLM_KERNELS_EXTERN
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
@@ -9211,7 +9091,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM__KERNELS static
 #endif
 
-/* The passes. (If you rename this file, say so here.) */
+/* The passes. Change the name if you rename this file. */
 #ifndef LLM_FILE_NAME
 #define LLM_FILE_NAME "llm.h"
 #endif
@@ -9286,15 +9166,15 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #endif /* LLM__DOTPROD */
 #endif /* LLM_KERNELS_EXTERN */
 
-/* Matrix tiles are 8 KB more of state to save at every switch of threads, so Linux wants to be asked for them. */
+/* Linux grants matrix tiles on request. */
 static bool llm__has_matrix_tiles(void) {
-#if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c carries out what the processor refuses */
+#if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c emulates them */
     return true;
 #elif defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
     enum { TILES = 1 << 22 | 1 << 24 | 1 << 25 /* bf16, tiles, int8 */, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;
-    int64_t failed; /* the call itself: strict C11 does not declare syscall() */
+    int64_t failed; /* strict C11 does not declare syscall() */
     __asm__ volatile("syscall" : "=a"(failed) : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION), "S"((int64_t)TILE_DATA)
                      : "rcx", "r11", "memory");
     return failed == 0;
@@ -9305,19 +9185,20 @@ static bool llm__has_matrix_tiles(void) {
 
 #ifdef LLM__DOTPROD
 static bool llm__has_dot_products(void) {
-#ifdef __ARM_FEATURE_DOTPROD /* all that this program is compiled for have them */
+#ifdef __ARM_FEATURE_DOTPROD /* the target has them */
     return true;
 #else
-    enum { DOT_PRODUCTS = 1 << 20 }; /* the bit that Linux sets */
+    enum { DOT_PRODUCTS = 1 << 20 }; /* Linux's bit */
     return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
 #endif
 }
 #endif
 
-/* The best kernels that this processor can run and the caller allows. */
+/* The best kernels that the processor has and max_isa allows */
 static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #ifdef LLM__X86
-    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma"); /* all that have these have f16c */
+    /* they imply f16c */
+    bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
                   __builtin_cpu_supports("avx512vnni");
