@@ -80,6 +80,12 @@ static void test_traits(void **state) {
         llm_engine *engine = engine_new(model, NULL);
         const llm_program *p = llm_engine_program(engine, false);
         int biases = 0, norms = 0, layers = llm_model_config(model)->n_layers;
+        for (int k = 0; k < p->n_ops; k++) {
+            const llm_op *op = &p->ops[k];
+            if (op->kind != LLM_OP_ATTENTION) continue;
+            assert_int_equal(p->buffers[op->in[0]].width, op->attention.n_heads * op->attention.head_dim);
+            assert_int_equal(p->buffers[op->out].width, op->attention.n_heads * op->attention.head_dim);
+        }
         for (int k = 0; k < p->n_ops; k++) biases += p->ops[k].bias != NULL, norms += p->ops[k].q_norm && p->ops[k].k_norm;
         assert_int_equal(biases, models[i].biases ? 3 * layers : 0);
         assert_int_equal(norms, models[i].head_norms ? layers : 0);
