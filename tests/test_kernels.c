@@ -944,6 +944,8 @@ static ops *random_program(const queue_world *w, const llm_weight *weights, cons
         }
         if (i % 3 == 0) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
     }
+    for (int i = 0; i < QUEUE_BUFFERS; i++) /* all are read, so that no result may be left out */
+        ops_rmsnorm(o, buffer[i], w->norm, QUEUE_COLS, 1e-5f, buffer[i]);
     return o;
 }
 
