@@ -9674,11 +9674,11 @@ static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal
     job.n = (int)deal->n;
     job.out = llm__out(step, stage->before ? stage->before : op);
     job.tile_bytes = cpu->tile_bytes;
+    job.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
     if (!llm__stored_quads(w->type)) return job;
     job.tiles = cpu->isa >= LLM_ISA_AMX && deal->n >= enough;
     job.height = llm__tile_height(deal->n);
     job.x_tile_bytes = llm__x_tile_bytes(deal->n, w->cols);
-    job.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
     return job;
 }
 

@@ -33,7 +33,7 @@ static void matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_ro
     *(char *)scratch = 1;
     for (int i = 0; i < job->n; i++) {
         float sum = 0;
-        if (job->x_tiles) {
+        if (job->x_tile_bytes) {
             const char *tile = (const char *)job->x_tiles + (size_t)(i / job->height) * job->x_tile_bytes;
             for (size_t k = 0; k < job->x_tile_bytes; k++) sum += tile[k] * 1e-4f;
         } else {
