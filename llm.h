@@ -9941,9 +9941,7 @@ static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     for (int i = 0; i < v->n; i++) {
         if (deals[i].next) deals[i].next = 0;
         if (known && v->stages[i].op->kind != LLM_OP_ATTENTION) continue;
-        llm__deal fresh;
-        llm__deal_out(step, &v->stages[i], i ? &deals[i - 1] : NULL, &fresh);
-        if (memcmp(&fresh, &deals[i], sizeof fresh)) deals[i] = fresh;
+        llm__deal_out(step, &v->stages[i], i ? &deals[i - 1] : NULL, &deals[i]);
     }
     plan->last[head] = v;
     plan->last_rows[head] = rows;
