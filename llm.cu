@@ -1310,7 +1310,7 @@ struct llm__q4_0_layout {
     }
 };
 
-/* Integer i of a row of the file, from 0 on. (The formats: chapter [3] of llm.h.) */
+/* Integer i of a row of the file, from 0 on. (The formats: chapter [7] of llm.h.) */
 __device__ static inline uint32_t llm__level(llm_type type, const char *row_, int64_t i) {
     const uint8_t *row = (const uint8_t *)row_;
     int j = (int)(i % 32), group = (int)(i % 256 / 32);
@@ -2846,7 +2846,7 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
  * A row of logits is 600 KB for a vocabulary of 150000, and 256 sequences have 150 MB of them: 3 to 6 milliseconds on the bus, and
  * more on one CPU core, as long as the whole step. So the token is drawn here, and 8 bytes of each row travel.
  *
- * It is to be the same token that chapter [7] of llm.h draws from these logits. That one sorts (with a heap) and walks along
+ * It is to be the same token that chapter [3] of llm.h draws from these logits. That one sorts (with a heap) and walks along
  * the sorted list; a thousand threads cannot walk. But all that its filters and its draw ask is one question, of a list sorted by
  * likelihood: WHERE DOES THE RUNNING SUM PASS T? For top-k the sum counts tokens, for top-p and for the draw it adds up their
  * likelihoods. And that can be answered without sorting, by histograms ("radix select"): bits of a float, read as an integer

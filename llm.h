@@ -34,18 +34,26 @@
  *
  * CONTENTS (search for the mark in the left column)
  *
- *     [API]  everything you may call
- *     [SEAM] struct llm_backend: the operations a device implements
- *     [1]    Files        GGUF, JSON, safetensors, mapped into memory; every offset checked
- *     [2]    Tokenizer    text to token ids and back
- *     [3]    Numbers      f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
- *     [4]    CPU kernels  each operation as a plain loop, then fast
- *     [5]    Paged cache  blocks, block tables, reference counts
- *     [6]    Transformer  one forward pass over a ragged batch
- *     [7]    Sampling     from logits to a token
- *     [8]    Scheduler    which tokens go into the next step
- *     [9]    Speculation  a draft proposes, the target verifies
- *     [10]   Engine       submit, step, events, cancel, statistics
+ *     [API]   everything you may call
+ *     [SEAM]  a model is a program; struct llm_backend: what a device implements
+ *
+ *     Part I, the engine. It reads from top to bottom.
+ *     [DATA]  the structs of the engine
+ *     [1]     Life of a request  submit, schedule, forward, choose, commit, event
+ *     [2]     Speculation        the two places where it plugs into [1]
+ *     [3]     Sampling           from logits to a token
+ *     [4]     Paged cache        blocks, block tables, reference counts, copy-on-write, prefix cache
+ *     [5]     The program        a model as a list of operations
+ *     [6]     The operations     each as the plain loop that defines it
+ *
+ *     Part II, the foundations. This is where you look things up.
+ *     [7]     Numbers            storage types, bit by bit
+ *     [8]     Files              GGUF, safetensors and Hugging Face folders, AWQ and GPTQ
+ *     [9]     Text               tokenizers, conversations
+ *     [10]    Fast CPU           the executor, and the kernels for each instruction set
+ *
+ *     If you have an hour: the beginnings of the chapters of Part I, [DATA], and llm_step in [1] with the
+ *     five functions that it calls. If you have a day: all of Part I, with a debugger (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
  *
@@ -364,7 +372,7 @@ typedef struct llm_engine llm_engine;
 typedef struct llm_backend llm_backend;
 
 typedef enum llm_isa { /* instruction sets, in ascending order */
-    LLM_ISA_REFERENCE, /* the textbook loops of chapter 4, one thread: slow, and what the others are tested against */
+    LLM_ISA_REFERENCE, /* the textbook loops of chapter 6, one thread: slow, and what the others are tested against */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
     LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
     LLM_ISA_AVX2,    /* with FMA and F16C */
@@ -373,20 +381,49 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
-typedef enum llm_policy { /* when waiting requests may enter */
-    LLM_POLICY_CONTINUOUS, /* at every step */
-    LLM_POLICY_STATIC,     /* as a group, when all of the last group have ended. A group is a rectangle: blocks for all that
-                              each sequence may ever need (prompt and max_tokens) are set aside until the group has ended, so
-                              none is preempted, and one that has ended is still computed, as padding. Only a request whose
-                              samples might need more blocks than there are runs alone, and as if continuous */
-    LLM_POLICY_DYNAMIC     /* the same, but a group waits to be full (no sequence or no block is left for the next),
-                              or for batch_window seconds */
-} llm_policy;
-
 typedef enum llm_preempt { /* what becomes of the cache of a sequence that must make room */
     LLM_PREEMPT_RECOMPUTE, /* dropped, and computed again later */
     LLM_PREEMPT_SWAP       /* copied to host memory and back; recomputed where swap_bytes are used up */
 } llm_preempt;
+
+typedef enum llm_state { /* of a sequence, which is one sample of a request */
+    LLM_WAITING,   /* not admitted yet; a further sample waits until the prompt has been computed */
+    LLM_PREFILL,   /* its known tokens go through the model: the prompt, or all of them after a preemption */
+    LLM_DECODE,    /* all known tokens but the last are in the cache: a step gives the next one */
+    LLM_PREEMPTED, /* its blocks were taken for an older sequence; it goes on when there is room */
+    LLM_ENDED
+} llm_state;
+
+typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields that it uses */
+    LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
+    LLM_TRACE_STEP_END,        /* and ends. count: 1 worked, 0 nothing to do, -1 failed */
+    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted, both are
+                                  LLM_WAITING). count: on admission, prompt tokens found in the prefix cache; on
+                                  preemption, blocks saved in host memory; on resuming, tokens that are cached again;
+                                  at the end, tokens generated */
+    LLM_TRACE_SCHEDULE,        /* `count` tokens from position `first` on are in this step */
+    LLM_TRACE_PROPOSE,         /* `count` proposals follow them */
+    LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
+    LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block table */
+    LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry `first` */
+    LLM_TRACE_COPY,            /* entry `first`, which others share, becomes `block`, a copy of block `source` */
+    LLM_TRACE_RELEASE,         /* the sequence gives up a block. count: block tables that still name it; kept */
+    LLM_TRACE_EVICT            /* the content of a free block is forgotten: its memory is about to be taken */
+} llm_trace_kind;
+
+typedef struct llm_trace_event {
+    llm_trace_kind kind;
+    uint64_t step;         /* steps completed before: llm_statistics.steps */
+    uint64_t request;      /* 0: the event is not about a sequence */
+    int sample;
+    llm_state from, state; /* LLM_TRACE_STATE only */
+    int first, count;      /* see llm_trace_kind */
+    int32_t block, source; /* numbers of blocks in the pool; -1 where they mean nothing */
+    bool kept;             /* LLM_TRACE_RELEASE: the prefix cache can find the block's content from now on */
+} llm_trace_event;
+
+/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call the engine. */
+typedef void (*llm_trace)(void *user, const llm_trace_event *event);
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none. It must outlive the engine */
@@ -407,8 +444,6 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
     int max_speculation;   /* proposals for a sequence in a step, at the most; default 8 */
-    llm_policy policy;     /* default LLM_POLICY_CONTINUOUS */
-    double batch_window;   /* seconds (to 86400), of LLM_POLICY_DYNAMIC; default 0.05 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
     bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft only requests that
@@ -418,6 +453,8 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
     bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
     unsigned fusions;      /* LLM_FUSE_...: what may be done together; default LLM_FUSE_ALL */
     bool host_sampling;    /* draw tokens on the CPU also where the device could: the same ones, but all logits travel */
+    llm_trace trace;       /* NULL (default): none */
+    void *trace_user;      /* handed to it */
 } llm_engine_options;
 
 llm_engine_options llm_engine_defaults(void);
@@ -499,8 +536,7 @@ bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *re
                      llm_error *err);
 /* One forward pass over whatever is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all events before
  * the next call, those of llm_cancel too: it forgets what has not been read. After an error nothing is lost: what the device failed to do
- * is done again by the next call, which may go well (but a GPU that is lost fails each time). (Under LLM_POLICY_DYNAMIC it may return 1
- * after a millisecond of waiting for a batch to fill.) */
+ * is done again by the next call, which may go well (but a GPU that is lost fails each time). */
 int llm_step(llm_engine *engine, llm_error *err);
 /* The next event that has not been read yet, oldest first. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
@@ -528,13 +564,11 @@ typedef struct llm_statistics {
                                             prefix cache */
     int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
     uint64_t sequence_steps;      /* single sequences that took part in a step, of all steps: by steps, the mean batch */
-    uint64_t padding_tokens;      /* put through the model for sequences that had ended, by a policy of groups */
     double kv_waste;              /* part of the slots of the blocks in use that holds no token of a sequence that runs, now */
     uint64_t decode_steps;        /* rounds of single sequences that drew tokens, one or, with speculation, several */
     uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
     uint64_t proposed_at[16], accepted_at[16]; /* by position in the proposal; 15: and later */
-    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once. Those that a policy of
-                                                       groups has set aside are in use */
+    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once */
     int block_size;
     int64_t slots_used;           /* slots of the blocks in use that hold a token (shared ones once) */
     uint64_t weight_bytes;        /* of the file's tensors */
@@ -821,7 +855,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #endif /* LLM_H */
 
 /* =====================================================================================
- * Implementation. Chapter 4 includes this file again, once per instruction set, to compile
+ * Implementation. Chapter 10 includes this file again, once per instruction set, to compile
  * its kernels several times from one text; LLM__KERNEL_PASS says that such a pass is on.
  * ================================================================================== */
 #if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
@@ -833,7 +867,6 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <float.h>
 #include <limits.h>
 #include <math.h>
-#include <poll.h>
 #include <sched.h>
 #include <stdarg.h>
 #include <stdio.h>
@@ -1003,8 +1036,3911 @@ double llm_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
+/* A string of a file made safe to print: short, one line, ASCII. */
+typedef struct llm__printable {
+    char text[72];
+} llm__printable;
+
+static llm__printable llm__show(llm_string s) {
+    llm__printable p;
+    size_t n = s.length < 64 ? s.length : 64;
+    for (size_t i = 0; i < n; i++) p.text[i] = s.data[i] >= ' ' && s.data[i] <= '~' ? s.data[i] : '?';
+    strcpy(p.text + n, s.length > n ? "..." : "");
+    return p;
+}
+
+/* Threads share the cache lines that they write to only at the borders of their parts; memory that a thread
+ * owns starts on a cache line of its own. The pointer that malloc gave stands just before the block. */
+enum { LLM__ALIGNMENT = 64 };
+
+static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
+    char *raw = bytes <= SIZE_MAX / 2 ? (char *)llm__zeroed(bytes + LLM__ALIGNMENT + sizeof raw) : NULL;
+    if (!raw) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", bytes, what);
+        return NULL;
+    }
+    char *aligned = raw + sizeof raw;
+    aligned += (LLM__ALIGNMENT - (uintptr_t)aligned % LLM__ALIGNMENT) % LLM__ALIGNMENT;
+    memcpy(aligned - sizeof raw, &raw, sizeof raw);
+    return aligned;
+}
+
+static void llm__aligned_free(void *aligned) {
+    if (!aligned) return;
+    char *raw;
+    memcpy(&raw, (char *)aligned - sizeof raw, sizeof raw);
+    LLM_FREE(raw);
+}
+
 /* =====================================================================================
- * [1] Files: GGUF, JSON, safetensors, mapped into memory; every offset checked
+ * PART I: THE ENGINE
+ *
+ * Chapters 1 to 6 tell how requests become tokens. They are complete: a model runs with them alone. Part II,
+ * chapters 7 to 10, is for looking things up: storage types, files, text, and the same operations fast.
+ *
+ * [DATA] What the engine consists of, and what Part I calls before it is defined
+ * ================================================================================== */
+
+/* ---- A model on a device (chapter 5) ---- */
+
+struct llm_model {
+    llm_file *file;
+    llm_tokenizer *tokenizer;
+    llm_config config;
+    const struct llm__architecture *architecture;
+    const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
+    const llm_tensor *rope_divisors; /* (rope_dim/2) of the frequencies; NULL: none */
+    int *windows;             /* (n_layers) 0: the layer sees everything */
+    uint64_t ordered_cols;    /* of the widest matrix that takes its input in an order of its own; 0: none does */
+    const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
+    uint64_t weight_bytes;    /* of all tensors */
+};
+
+typedef struct llm__network {
+    const llm_model *model;
+    llm_backend *backend;
+    llm_weight embedding, output;
+    llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
+    llm_weight frequencies; /* (rope_dim/2) */
+    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data and packed NULL: absent */
+    llm_cache cache;
+    llm_program program;
+    float *activations;     /* device: the memory of all its buffers */
+    size_t activation_bytes;
+    float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
+    int max_logits;         /* rows in a slice of the head */
+    void **rows;            /* (n_rows) memory of weights that the device reads in place, and the file has in another form */
+    int64_t n_rows, rows_capacity;
+} llm__network;
+
+/* ---- The cache (chapter 4) ---- */
+
+typedef struct llm__tracer {
+    llm_trace call; /* NULL: none */
+    void *user;
+    uint64_t step;  /* steps completed */
+} llm__tracer;
+
+typedef struct llm__pool {
+    const llm__tracer *tracer; /* NULL: none */
+    int block_size;
+    int64_t n_blocks;
+    int64_t n_free;      /* blocks that no table names, with or without kept content */
+    int64_t peak;        /* most blocks that were ever in use */
+    int32_t *references; /* (n_blocks) how many block tables name this block */
+    /* The free blocks, a ring in the order in which they are given out: first those without kept content, then
+     * the least recently used. Entry n_blocks is the ring's begin and end. */
+    int32_t *before, *after; /* (n_blocks + 1) */
+    /* The prefix cache. */
+    bool keeps_prefixes;
+    uint64_t *identity; /* (n_blocks) of the kept content; 0: none is kept */
+    uint64_t *parent;   /* (n_blocks) identity of the block before; 0: it is the first of a text */
+    int32_t *tokens;    /* (n_blocks, block_size) */
+    int32_t *buckets;   /* (n_buckets) first block of each; -1: none */
+    int32_t *next;      /* (n_blocks) in the same bucket */
+    int64_t n_buckets;  /* a power of two */
+    uint64_t last_identity;
+    /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
+    int32_t *copy_from, *copy_to; /* (max_copies) */
+    int n_copies, max_copies;
+} llm__pool;
+
+typedef struct llm__table { /* the block table of one sequence */
+    int32_t *blocks;        /* (capacity) physical block of logical block i */
+    int n_blocks;
+    int capacity;
+    int n_kept;        /* leading blocks that are full and known to the prefix cache */
+    uint64_t identity; /* of the last of them; 0: none */
+    uint64_t request;  /* whose table it is, for the trace */
+    int sample;
+} llm__table;
+
+/* ---- Requests and sequences (chapter 1) ---- */
+
+typedef struct llm__request llm__request;
+
+typedef struct llm__sequence { /* one sample of a request */
+    llm__request *request;
+    int sample;
+    llm_state state;   /* llm__set_state changes it */
+    llm_finish finish; /* LLM_FINISH_NONE until it ends */
+    int32_t *tokens;   /* (limit + depth) the known tokens; within a step, proposed or chosen ones follow */
+    int n_tokens;      /* known: the prompt and what was generated */
+    int n_cached;      /* in the cache: n_cached < n_tokens; in DECODE, n_cached = n_tokens - 1 */
+    int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
+    int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <= n_tokens */
+    llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or DECODE */
+    int32_t saved;     /* the first of its blocks in host memory; llm__scheduler.swap_next links the others */
+    int n_saved;       /* how many: enough for n_cached tokens, or 0; 0 unless it is PREEMPTED */
+    int place;         /* its index in llm__scheduler.sequences */
+    double acceptance; /* running mean of the share of its proposals that were accepted */
+    llm_stream stream; /* turns its tokens into text */
+    char *text;        /* the text of its events since the last step, then what is held back */
+    size_t text_used;  /* bytes of the former */
+    size_t text_held;  /* bytes of the latter, which may be the beginning of a stop text */
+    float *logprobs;   /* (depth + 1) of the chosen tokens */
+    /* The current step; all are 0 between steps. */
+    int n_scheduled;   /* known tokens in the batch: at most n_tokens - n_cached */
+    int depth;         /* proposals wanted after them */
+    int n_proposed;    /* proposals made */
+    int n_rows;        /* rows of logits used */
+    int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: the accepted proposals, then one more */
+    int n_tested;      /* proposals compared with the target's choice */
+    int n_accepted;    /* and accepted */
+    bool closed;       /* no more can be chosen: a proposal was rejected, or the sequence ends */
+} llm__sequence;
+
+struct llm__request { /* from llm_submit to its last event; one allocation */
+    uint64_t id;
+    int64_t rank;             /* the smallest goes first */
+    llm_request params;       /* as submitted; its pointers point into this allocation */
+    int limit;                /* most tokens of a sequence, prompt and generated */
+    int depth;                /* most proposals in a step */
+    int n_live;               /* samples that have not ended */
+    bool admitted;            /* it is in llm__scheduler.running, no longer in waiting */
+    bool forked;              /* its prompt is in the cache, and all samples have started */
+    llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked from it */
+    llm__request *previous, *next;
+};
+
+typedef struct llm__queue { /* requests by rank */
+    llm__request *first, *last;
+} llm__queue;
+
+typedef struct llm__scheduler {
+    const llm_engine_options *options;
+    const llm__tracer *tracer;
+    llm__pool pool;
+    llm__queue waiting, running;
+    llm__queue ended;          /* their last events may be unread; freed at the next step */
+    int n_waiting;             /* requests */
+    int64_t n_live;            /* samples of all requests that have not ended */
+    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, oldest first */
+    int n_sequences;
+    int n_preempted;           /* of these */
+    int n_places;              /* n_live of the running requests: what `sequences` may have to hold */
+    int turn;                  /* which decoding sequence is served first */
+    llm__network *networks[2]; /* whose caches the block tables describe: the target, and the draft or NULL */
+    char *swap;                /* (n_swap, swap_block_bytes) host memory for the blocks of preempted sequences */
+    int32_t *swap_next;        /* (n_swap) links the unused places, and those of each sequence; -1 at the end */
+    int32_t swap_free;         /* the first unused one */
+    int64_t n_swap, n_swap_free;
+    size_t swap_block_bytes;   /* a block in the caches of all networks */
+    llm_batch batch;
+    llm__sequence **batch_sequences; /* (max_sequences) */
+    int32_t *memory;                 /* of the arrays below, for which see llm_batch: */
+    int32_t *tokens, *positions, *slots, *logit_rows; /* (max_batch_tokens) each */
+    int32_t *row_sequence;           /* (max_batch_tokens) for each of logit_rows, its sequence in the batch */
+    int32_t *seq_first, *seq_count;  /* (max_sequences) each */
+    int32_t *block_tables;           /* (max_sequences, blocks of a context) */
+    double proposal_cost;            /* of a proposal, in passes of the target over one row */
+    llm_statistics *statistics;      /* of the engine */
+} llm__scheduler;
+
+/* ---- Choosing tokens (chapters 2 and 3) ---- */
+
+typedef struct llm__choice {
+    float logit;
+    int32_t id;
+} llm__choice;
+
+/* What a model says after one token of a sequence: its logits or, where the device has drawn from them, the
+ * next token. */
+typedef struct llm__outcome {
+    struct llm__sequence *sequence;
+    int position;        /* of the token before */
+    const float *logits; /* (vocab_size) host; NULL: the device has drawn */
+    int32_t id;          /* what it has drawn */
+    float logprob;
+} llm__outcome;
+
+typedef struct llm__sampler { /* scratch, one per engine */
+    int vocab_size;
+    int bits;          /* the likeliest token counts 2^bits */
+    llm__choice *heap; /* (vocab_size) */
+    llm__choice *kept; /* (vocab_size) in order of probability */
+    uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
+    uint32_t n_draws;
+    llm__outcome *outcomes; /* (max_draws) of a slice of logits */
+    llm_draw *draws;        /* (max_draws) those of them that the device draws, ... */
+    int32_t *ids;           /* (max_draws) ... and what it has drawn */
+    float *logprobs;
+} llm__sampler;
+
+typedef struct llm__speculator {
+    llm__network draft;   /* draft.model NULL: none */
+    int max_depth, vocab_size;
+    float *logits;        /* (draft.max_logits, vocab_size) of the draft, host */
+    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions of the proposals */
+    float *target;        /* (vocab_size) that of the target */
+} llm__speculator;
+
+/* ---- The engine ---- */
+
+struct llm_engine {
+    const llm_model *model;
+    llm_engine_options options;
+    llm_backend *own_backend; /* NULL: the caller's */
+    llm__network network;
+    llm__scheduler scheduler;
+    llm__sampler sampler;
+    llm__speculator speculator;
+    llm__tracer tracer;
+    float *logits;     /* (network.max_logits, vocab_size) host */
+    float *hooked;     /* (vocab_size) a copy that a hook may change */
+    llm_event *events; /* (max_events) of the last step, and of llm_cancel since */
+    int n_events, next_event, max_events;
+    uint64_t last_id;
+    llm_statistics statistics;
+    llm_device_state device; /* device counters at engine creation, subtracted from later readings */
+};
+
+/* ---- Called before they are defined ---- */
+
+/* [2] Speculation */
+static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq);
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
+                           int32_t own);
+static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i);
+static double llm__proposal_cost(const llm_model *target, const llm_model *draft);
+static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
+                                 int max_logits, llm_error *err);
+static void llm__speculator_free(llm__speculator *sp);
+/* [3] Sampling */
+static bool llm__sampling_check(const llm_sampling *s, llm_error *err);
+static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index);
+static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
+                           int n_recent, uint64_t stream, uint64_t index);
+static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err);
+static void llm__sampler_free(llm__sampler *s);
+static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
+                              const int32_t *recent, int n_recent, float *probabilities);
+/* [4] Paged cache */
+static void llm__table_clear(llm__pool *pool, llm__table *table);
+static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens);
+static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end);
+static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens);
+static int llm__copies_at_once(const llm__pool *pool);
+static void llm__copies_done(llm__pool *pool, int n);
+static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position);
+static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens);
+static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy);
+static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens);
+static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
+                           bool keeps_prefixes, llm_error *err);
+static void llm__pool_free(llm__pool *pool);
+/* [5] The program */
+static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err);
+static size_t llm__block_bytes(const llm_cache *cache);
+static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err);
+static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
+                                 llm_error *err);
+static bool llm__load_cache(llm__network *net, llm_type type, int block_size, int64_t n_blocks,
+                            llm_error *err);
+static void llm__network_free(llm__network *net);
+/* [6] The operations */
+static int llm__first_seen(const llm_attention_shape *shape, int position);
+static size_t llm__value_bytes(llm_type type);
+/* [7] Numbers */
+static size_t llm__row_bytes(llm_type type, int64_t cols);
+static void llm__write_u16(void *p, uint16_t x);
+static uint16_t llm__f32_to_f16(float x);
+static float llm__f16_to_f32(uint16_t half);
+static uint16_t llm__read_u16(const void *p);
+/* [8] Files */
+static int llm__compare_strings(const llm_string *a, const llm_string *b);
+static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t size, const char *what,
+                       llm_error *err);
+static void *llm__new_rows(const llm_tensor *tensor, llm_error *err);
+static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor);
+/* [9] Text */
+static bool llm__is_text(llm_string s, const char *text);
+/* [10] Fast CPU */
+static int32_t llm__argmax(const float *x, int n);
+static double llm__sum_exp(const float *x, int n, float shift);
+
+/* =====================================================================================
+ * [1] Life of a request: submit, schedule, forward, choose, commit, event
+ *
+ * Most of a step's time goes into reading the weights once, whether the step carries one token or twenty.
+ * So requests share steps. They arrive and end at different times, and nobody knows their lengths; hence
+ * continuous batching (Yu et al. 2022, "Orca"): the batch is composed anew for every step. Ended sequences
+ * leave, waiting ones enter as soon as there is room, and a long prompt is cut into chunks that fill what
+ * the decoding sequences leave of the step's token budget (Agrawal et al. 2023, "Sarathi").
+ *
+ *     llm_submit           a request arrives, and waits
+ *     llm_step
+ *         llm__schedule    decide which sequences take part, with how many tokens, in which blocks
+ *         llm__propose     (speculation only: guess some tokens ahead)
+ *         llm__forward     run the program over the batch
+ *         llm__choose      pick the next token of each sequence from its logits
+ *         llm__commit      apply the result: the only function that changes a sequence after a pass
+ *     llm_next_event       the caller reads what happened
+ *
+ * A sequence is one sample of a request. It has one state, which only llm__set_state changes:
+ *
+ *              admit             first token            last token
+ *     WAITING ------> PREFILL ------------------> DECODE ----------> ENDED
+ *                      |   ^                       |   ^
+ *              preempt |   | resume        preempt |   | resume, if its blocks were saved
+ *                      v   |                       v   |
+ *                      +-----------PREEMPTED-----------+
+ *
+ * (llm_cancel leads from any state to ENDED.) Two counts say what is left to do: n_tokens, the tokens that
+ * are known (the prompt and what was generated), and n_cached, those of them whose keys and values are in
+ * the cache. A step puts some of the others through the model: in PREFILL there may be many; in DECODE there
+ * is one, the last. A preempted sequence has lost its blocks but knows its tokens, so its cache can be
+ * computed again, and it continues as if nothing had happened.
+ *
+ * When the pool is empty, the newest sequence is preempted. The oldest is never preempted for another, and
+ * each fits into the pool alone (llm_submit checks that): so one always advances, and all come to an end.
+ *
+ * When a step fails, sequences whose tokens were chosen before the failure are committed; the others are as
+ * they were before, and the next call of llm_step does their work again.
+ * ================================================================================== */
+
+static bool llm__schedule(llm_engine *e, llm_error *err);
+static bool llm__propose(llm_engine *e, llm_error *err); /* chapter 2; without speculation it does nothing */
+static int llm__build_batch(llm__scheduler *s);
+static bool llm__forward(llm_engine *e, int first, llm_error *err);
+static bool llm__choose(llm_engine *e, int first, llm_error *err);
+static void llm__commit(llm_engine *e, bool ok);
+static void llm__begin_step(llm_engine *e);
+static int llm__end_step(llm_engine *e, bool ok, bool worked, llm_error *err);
+
+int llm_step(llm_engine *e, llm_error *err) {
+    llm__clear(err);
+    if (!e) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_step: the engine is NULL");
+        return -1;
+    }
+    double start = llm_seconds();
+    llm__scheduler *s = &e->scheduler;
+    bool work = s->running.first || s->waiting.first, ok = true;
+    llm__begin_step(e);
+    if (work) {
+        ok = llm__schedule(e, err) && llm__propose(e, err);
+        /* The logits come in slices, to bound their memory; usually there is one. */
+        int rows = ok ? llm__build_batch(s) : 0;
+        for (int first = 0; ok && first < rows; first += e->network.max_logits)
+            ok = llm__forward(e, first, err) && llm__choose(e, first, err);
+        llm__commit(e, ok);
+        e->statistics.step_seconds += llm_seconds() - start;
+    }
+    return llm__end_step(e, ok, work, err);
+}
+
+/* ---- States ----------------------------------------------------------------------------------- */
+
+/* An event that is not about a block. */
+static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample, int first, int count) {
+    llm_trace_event event;
+    memset(&event, 0, sizeof event);
+    event.kind = kind;
+    event.request = request;
+    event.sample = sample;
+    event.first = first;
+    event.count = count;
+    event.block = event.source = -1;
+    return event;
+}
+
+static void llm__trace(const llm__tracer *tracer, llm_trace_event event) {
+    if (!tracer || !tracer->call) return;
+    event.step = tracer->step;
+    tracer->call(tracer->user, &event);
+}
+
+/* The only function that changes a sequence's state. count: see LLM_TRACE_STATE. */
+static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state state, int count) {
+    llm_trace_event event = llm__trace_event(LLM_TRACE_STATE, seq->request->id, seq->sample, 0, count);
+    event.from = seq->state;
+    event.state = state;
+    s->n_preempted += (state == LLM_PREEMPTED) - (seq->state == LLM_PREEMPTED);
+    seq->state = state;
+    llm__trace(s->tracer, event);
+}
+
+/* Insert a request in rank order. Of equal ranks the later one goes first: it overtakes 64 x priority others. */
+static void llm__queue_insert(llm__queue *q, llm__request *request) {
+    llm__request *after = q->last;
+    while (after && after->rank >= request->rank) after = after->previous;
+    request->previous = after;
+    request->next = after ? after->next : q->first;
+    *(after ? &after->next : &q->first) = request;
+    *(request->next ? &request->next->previous : &q->last) = request;
+}
+
+static void llm__queue_remove(llm__queue *q, llm__request *request) {
+    *(request->previous ? &request->previous->next : &q->first) = request->next;
+    *(request->next ? &request->next->previous : &q->last) = request->previous;
+}
+
+static void llm__queue_free(llm__queue *q) {
+    while (q->first) {
+        llm__request *request = q->first;
+        llm__queue_remove(q, request);
+        LLM_FREE(request);
+    }
+}
+
+/* A sequence joins those that take part in steps. */
+static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, int count) {
+    seq->place = s->n_sequences;
+    s->sequences[s->n_sequences++] = seq;
+    llm__set_state(s, seq, state, count);
+}
+
+static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
+
+/* A sequence ends: it leaves the list and gives up its blocks; with its last sample, so does its request. */
+static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
+    llm__request *request = seq->request;
+    if (seq->state != LLM_WAITING) {
+        llm__free_saved(s, seq);
+        llm__table_clear(&s->pool, &seq->table);
+        s->n_sequences--;
+        for (int i = seq->place; i < s->n_sequences; i++) {
+            s->sequences[i] = s->sequences[i + 1];
+            s->sequences[i]->place = i;
+        }
+    }
+    seq->finish = finish;
+    llm__set_state(s, seq, LLM_ENDED, seq->n_tokens - request->params.n_prompt);
+    s->n_live--;
+    if (request->admitted) s->n_places--;
+    if (--request->n_live > 0) return;
+    llm__queue_remove(request->admitted ? &s->running : &s->waiting, request);
+    if (!request->admitted) s->n_waiting--;
+    llm__queue_insert(&s->ended, request);
+    s->statistics->requests_finished++;
+}
+
+/* ---- Submit ----------------------------------------------------------------------------------- */
+
+static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err);
+static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err);
+static llm__request *llm__request_create(const llm_engine *e, const llm_request *r, llm_error *err);
+
+bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *err) {
+    llm__clear(err);
+    if (!e || !r)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit: the engine or the request is NULL");
+    if (!llm__check_request(e, r, err) || !llm__reserve_events(e, r->n_samples, err)) return false;
+    llm__request *request = llm__request_create(e, r, err);
+    if (!request) return false;
+    llm__scheduler *s = &e->scheduler;
+    request->id = ++e->last_id;
+    if (id) *id = request->id;
+    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority; /* a later id ranks lower: none starves */
+    llm__queue_insert(&s->waiting, request);
+    s->n_waiting++;
+    s->n_live += r->n_samples;
+    e->statistics.requests_submitted++;
+    for (int i = 0; i < r->n_samples; i++) {
+        request->sequences[i].table.request = request->id;
+        llm__set_state(s, &request->sequences[i], LLM_WAITING, 0);
+    }
+    return true;
+}
+
+bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request, uint64_t *id,
+                     llm_error *err) {
+    llm__clear(err);
+    if (!e || !text)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit_text: the engine or the text is NULL");
+    llm_request r = request ? *request : llm_request_defaults();
+    size_t length = strlen(text);
+    int64_t n = llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, NULL, 0, err);
+    if (n < 0) return false;
+    int32_t *ids = (int32_t *)llm__new((size_t)n, sizeof *ids, "the tokens of a prompt", err);
+    bool ok = ids && llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
+    r.prompt = ids;
+    r.n_prompt = (int)llm__min(n, INT32_MAX);
+    ok = ok && llm_submit(e, &r, id, err);
+    LLM_FREE(ids);
+    return ok;
+}
+
+/* ---- Schedule: resume, admit, select, secure -------------------------------------------------- */
+
+/* Copy a block of all caches to its place in host memory, or back. */
+static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t place, bool out, llm_error *err) {
+    char *memory = s->swap + (size_t)place * s->swap_block_bytes;
+    s->statistics->blocks_swapped++;
+    for (int i = 0; i < 2; i++) {
+        if (!s->networks[i]) continue;
+        if (!llm__block_copy(s->networks[i], block, memory, out, err)) return false;
+        memory += llm__block_bytes(&s->networks[i]->cache);
+    }
+    return true;
+}
+
+/* Save a sequence's first n > 0 blocks in host memory; there is room for them. */
+static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_error *err) {
+    int32_t place = s->swap_free, last = -1;
+    for (int i = 0; i < n; i++, place = s->swap_next[last = place])
+        if (!llm__swap_copy(s, seq->table.blocks[i], place, true, err)) return false;
+    seq->saved = s->swap_free;
+    seq->n_saved = n;
+    s->swap_free = place;
+    s->n_swap_free -= n;
+    s->swap_next[last] = -1;
+    return true;
+}
+
+/* Give up what a sequence has in host memory. */
+static void llm__free_saved(llm__scheduler *s, llm__sequence *seq) {
+    for (; seq->n_saved > 0; seq->n_saved--, s->n_swap_free++) {
+        int32_t place = seq->saved;
+        seq->saved = s->swap_next[place];
+        s->swap_next[place] = s->swap_free;
+        s->swap_free = place;
+    }
+}
+
+/* Bring a sequence's saved blocks back into the pool; there is room for them. */
+static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
+    bool ok = llm__table_grow(&s->pool, &seq->table, 0, seq->n_cached);
+    int32_t place = seq->saved;
+    for (int i = 0; ok && i < seq->n_saved; i++, place = s->swap_next[place])
+        ok = llm__swap_copy(s, seq->table.blocks[i], place, false, err);
+    if (ok) llm__free_saved(s, seq);
+    else llm__table_clear(&s->pool, &seq->table);
+    return ok;
+}
+
+/* Take a sequence's blocks away. Their content is saved in host memory if the options say so and there is
+ * room, or else computed again later: the tokens are known. */
+static bool llm__preempt(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
+    int64_t used = llm__blocks_for(&s->pool, seq->n_cached);
+    if (used > 0 && used <= s->n_swap_free) {
+        if (!llm__swap_out(s, seq, (int)used, err)) return false;
+    } else {
+        seq->n_cached = seq->n_drafted = 0;
+    }
+    llm__table_clear(&s->pool, &seq->table);
+    seq->n_scheduled = seq->depth = 0;
+    s->statistics->preemptions++;
+    llm__set_state(s, seq, LLM_PREEMPTED, seq->n_saved);
+    return true;
+}
+
+/* Blocks for a sequence's known tokens, the next one, and the proposals after it. */
+static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *seq) {
+    int64_t next = (int64_t)seq->n_tokens + 1;
+    return llm__blocks_for(&s->pool, llm__min(next + seq->request->depth, llm__max(seq->request->limit, next)));
+}
+
+/* Free blocks beyond those that the running sequences still lack of that. */
+static int64_t llm__blocks_spare(const llm__scheduler *s) {
+    int64_t spare = s->pool.n_free;
+    for (int i = 0; i < s->n_sequences; i++) {
+        const llm__sequence *seq = s->sequences[i];
+        if (seq->state != LLM_PREEMPTED)
+            spare -= llm__max(llm__blocks_wanted(s, seq) - seq->table.n_blocks, 0);
+    }
+    return spare;
+}
+
+/* Let preempted sequences continue, the oldest first. One that does not fit stops those after it, which
+ * might otherwise overtake it for ever. */
+static bool llm__resume(llm__scheduler *s, llm_error *err) {
+    for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
+        llm__sequence *seq = s->sequences[i];
+        if (seq->state != LLM_PREEMPTED) continue;
+        if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
+        if (seq->n_saved > 0) {
+            if (!llm__swap_in(s, seq, err)) return false;
+        } else { /* a hook must see every position, so what it has not seen is computed */
+            int known = seq->request->params.logits_hook ? seq->n_seen : seq->n_tokens - 1;
+            seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens, known);
+        }
+        bool decode = seq->request->forked && seq->n_cached == seq->n_tokens - 1;
+        llm__set_state(s, seq, decode ? LLM_DECODE : LLM_PREFILL, seq->n_cached);
+    }
+    return true;
+}
+
+/* Let waiting requests enter, in rank order, while there is room for the next one's prompt and a token
+ * after it. A request enters with all its samples; the first one computes the prompt. */
+static void llm__admit(llm__scheduler *s) {
+    if (s->n_preempted > 0) return;
+    int64_t spare = llm__blocks_spare(s);
+    for (llm__request *request; (request = s->waiting.first) != NULL;) {
+        llm__sequence *seq = &request->sequences[0];
+        int n_prompt = request->params.n_prompt;
+        int64_t before = s->pool.n_free, wanted = llm__blocks_for(&s->pool, n_prompt + 1);
+        if (s->n_places + request->n_live > s->options->max_sequences) return;
+        if (wanted > spare && s->n_sequences > 0) return;
+        llm__queue_remove(&s->waiting, request);
+        s->n_waiting--;
+        llm__queue_insert(&s->running, request);
+        request->admitted = true;
+        s->n_places += request->n_live;
+        if (!request->params.logits_hook) { /* a hook must see the logits of the whole prompt */
+            seq->n_cached = seq->n_drafted =
+                llm__table_match(&s->pool, &seq->table, seq->tokens, n_prompt - 1);
+            s->statistics->prefix_tokens += (uint64_t)n_prompt;
+            s->statistics->prefix_hits += (uint64_t)seq->n_cached;
+        }
+        llm__enter(s, seq, LLM_PREFILL, seq->n_cached);
+        /* Matched blocks that another sequence holds cost nothing; the others were free, and are not now. */
+        spare -= wanted - seq->table.n_blocks + (before - s->pool.n_free);
+    }
+}
+
+/* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep their pace;
+ * prompts share what they leave of the budget. With more sequences than tokens in a step, `turn` gives each
+ * its share. */
+static void llm__select(llm__scheduler *s) {
+    int budget = s->options->max_batch_tokens, n = s->n_sequences;
+    bool chunked = s->options->chunked_prefill;
+    for (int pass = 0; pass < 2; pass++) {
+        bool prefill = chunked ? pass == 1 : pass == 0; /* a whole prompt might never fit after the others */
+        for (int i = 0; i < n && budget > 0; i++) {
+            llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
+            if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
+            /* After a preemption only the cache is filled again: the last token belongs to the next decode. */
+            int missing = seq->n_tokens - seq->n_cached - (prefill && seq->request->forked);
+            int depth = prefill ? 0 : llm__speculation_depth(s, seq); /* 0 without speculation */
+            bool whole = !prefill || !chunked;
+            if (whole && missing + depth > budget) continue;
+            seq->n_scheduled = (int)llm__min(missing, budget);
+            seq->depth = depth;
+            budget -= seq->n_scheduled + depth;
+        }
+    }
+    s->turn = n ? (s->turn + 1) % n : 0;
+}
+
+/* Give the selected sequences the blocks that they will write to, the oldest first. When the pool is empty,
+ * the newest sequence with any blocks is preempted: perhaps the one that asks. */
+static bool llm__secure(llm__scheduler *s, llm_error *err) {
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        /* A draft that lags behind writes below n_cached; no other sequence shares those blocks by then. */
+        while (seq->n_scheduled && !llm__table_grow(&s->pool, &seq->table, seq->n_cached,
+                                                    seq->n_cached + seq->n_scheduled + seq->depth)) {
+            int victim = s->n_sequences - 1;
+            while (victim > i && s->sequences[victim]->table.n_blocks == 0) victim--;
+            if (!llm__preempt(s, s->sequences[victim], err)) return false;
+        }
+    }
+    return true;
+}
+
+/* Carry out copy-on-write. The block tables name the copies already, so those that fail are kept, and done
+ * at the beginning of the next step. */
+static bool llm__run_copies(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm__pool *pool = &s->pool;
+    llm_backend *b = e->options.backend;
+    while (pool->n_copies > 0) {
+        int n = llm__copies_at_once(pool);
+        for (int i = 0; i < 2; i++)
+            if (s->networks[i])
+                b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to, n);
+        if (!b->sync(b->context, err)) return false;
+        llm__copies_done(pool, n);
+    }
+    return true;
+}
+
+static bool llm__schedule(llm_engine *e, llm_error *err) {
+    double start = llm_seconds();
+    llm__scheduler *s = &e->scheduler;
+    bool ok = llm__run_copies(e, err) && llm__resume(s, err);
+    if (ok) {
+        llm__admit(s);
+        llm__select(s);
+        ok = llm__secure(s, err) && llm__run_copies(e, err);
+    }
+    e->statistics.schedule_seconds += llm_seconds() - start;
+    return ok;
+}
+
+/* ---- Forward ----------------------------------------------------------------------------------- */
+
+static void llm__batch_clear(llm__scheduler *s) {
+    s->batch.n_tokens = s->batch.n_sequences = s->batch.n_logits = 0;
+}
+
+/* Add the tokens first .. first + count - 1 of a sequence to the batch, with logits from position `wanted`
+ * on. */
+static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int count, int wanted) {
+    llm_batch *b = &s->batch;
+    s->batch_sequences[b->n_sequences] = seq;
+    s->seq_first[b->n_sequences] = b->n_tokens;
+    s->seq_count[b->n_sequences] = count;
+    for (int p = first; p < first + count; p++) {
+        int t = b->n_tokens++;
+        s->tokens[t] = seq->tokens[p];
+        s->positions[t] = p;
+        s->slots[t] = llm__table_slot(&s->pool, &seq->table, p);
+        if (p < wanted) continue;
+        s->row_sequence[b->n_logits] = b->n_sequences;
+        s->logit_rows[b->n_logits++] = t;
+    }
+    b->n_sequences++;
+}
+
+/* Copy the block tables into the batch, as narrow as they can be. */
+static void llm__batch_finish(llm__scheduler *s) {
+    llm_batch *b = &s->batch;
+    b->table_stride = 1;
+    for (int i = 0; i < b->n_sequences; i++)
+        b->table_stride = (int)llm__max(b->table_stride, s->batch_sequences[i]->table.n_blocks);
+    for (int i = 0; i < b->n_sequences; i++) {
+        const llm__table *table = &s->batch_sequences[i]->table;
+        memcpy(s->block_tables + (int64_t)i * b->table_stride, table->blocks,
+               (size_t)table->n_blocks * sizeof(int32_t));
+    }
+    b->tokens = s->tokens;
+    b->positions = s->positions;
+    b->slots = s->slots;
+    b->seq_first = s->seq_first;
+    b->seq_count = s->seq_count;
+    b->block_tables = s->block_tables;
+    b->block_size = s->pool.block_size;
+    b->logit_rows = s->logit_rows;
+}
+
+/* Build the target's batch: the scheduled tokens, and the proposals after them. Returns the rows of logits
+ * wanted, but at least 1; 0: nothing is scheduled. */
+static int llm__build_batch(llm__scheduler *s) {
+    llm__batch_clear(s);
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        const llm__request *request = seq->request;
+        if (!seq->n_scheduled) continue;
+        int wanted = request->limit > request->params.n_prompt ? seq->n_tokens - 1 : INT_MAX;
+        if (request->params.logits_hook) wanted = seq->n_seen;
+        llm__batch_add(s, seq, seq->n_cached, seq->n_scheduled + seq->n_proposed, wanted);
+        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_SCHEDULE, request->id, seq->sample, seq->n_cached,
+                                               seq->n_scheduled));
+        if (seq->n_proposed)
+            llm__trace(s->tracer, llm__trace_event(LLM_TRACE_PROPOSE, request->id, seq->sample, seq->n_tokens,
+                                                   seq->n_proposed));
+    }
+    llm__batch_finish(s);
+    return s->batch.n_tokens ? (int)llm__max(s->batch.n_logits, 1) : 0;
+}
+
+/* How many rows of logits the slice that begins with row `first` has. */
+static int llm__slice_rows(const llm__network *net, const llm_batch *batch, int first) {
+    return (int)llm__min(net->max_logits, batch->n_logits - first);
+}
+
+/* Run a model over the batch: the body and the first slice of logits, or a further slice. */
+static bool llm__run(const llm__network *net, const llm_batch *batch, int first, llm_error *err) {
+    llm_backend *b = net->backend;
+    int n = llm__slice_rows(net, batch, first);
+    llm_part part = first > 0 ? LLM_HEAD : n > 0 ? LLM_WHOLE : LLM_BODY;
+    return b->run(b->context, &net->program, part, batch, first, n, err);
+}
+
+static bool llm__forward(llm_engine *e, int first, llm_error *err) {
+    double start = llm_seconds();
+    bool ok = llm__run(&e->network, &e->scheduler.batch, first, err);
+    e->statistics.forward_seconds += llm_seconds() - start;
+    return ok;
+}
+
+/* ---- Choose ------------------------------------------------------------------------------------ */
+
+/* Can the device draw this sequence's tokens? Not if a hook wants the logits, nor if a sampled proposal is
+ * made by the draft or tested by the target: both take whole distributions. */
+static bool llm__device_draws(const llm__sequence *seq) {
+    const llm_request *r = &seq->request->params;
+    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft makes all that are wanted */
+    return !r->logits_hook && (r->sampling.temperature == 0 || tested == 0);
+}
+
+/* What the device needs to draw a sequence's token after `position` from row `row`. */
+static llm_draw llm__draw_of(const llm__sequence *seq, int row, int position) {
+    const llm_request *r = &seq->request->params;
+    int n = position + 1, window = r->sampling.penalty_window;
+    llm_draw draw;
+    memset(&draw, 0, sizeof draw);
+    draw.row = row;
+    draw.sampling = r->sampling;
+    draw.random = llm__random_bits(r->sampling.seed, (uint64_t)seq->sample, (uint64_t)(n - r->n_prompt));
+    draw.n_recent = r->sampling.repetition_penalty == 1 ? 0 : window && window < n ? window : n;
+    draw.recent = seq->tokens + n - draw.n_recent;
+    return draw;
+}
+
+/* Fetch what a model says in a slice of rows: an outcome for each row, but for the row after a prompt one
+ * for each sample. The device draws the tokens it can; for the others the logits are copied to
+ * host (max_logits, vocab_size). Returns the number of outcomes; -1 on failure. */
+static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net, int first,
+                      float *host, llm_error *err) {
+    llm_backend *b = net->backend;
+    float *logits = net->logits;
+    bool device = b->sample && !s->options->host_sampling;
+    int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0;
+    int64_t vocab = sampler->vocab_size;
+    for (int row = 0, from = 0; row <= n; row++) { /* from: the first row that is still to be copied */
+        llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
+        bool drawn = seq && device && llm__device_draws(seq);
+        if (!seq || drawn) {
+            if (row > from && !b->download(b->context, host + from * vocab, logits + from * vocab,
+                                           (size_t)((row - from) * vocab) * sizeof *host, err))
+                return -1;
+            from = row + 1;
+        }
+        if (!seq) break;
+        int position = s->positions[s->logit_rows[first + row]];
+        bool parts = !seq->request->forked && position == seq->n_tokens - 1;
+        for (int i = 0; i < (parts ? seq->request->params.n_samples : 1); i++) {
+            llm__outcome *o = &sampler->outcomes[n_outcomes++];
+            o->sequence = parts ? &seq->request->sequences[i] : seq;
+            o->position = position;
+            o->logits = drawn ? NULL : host + row * vocab;
+            if (drawn) sampler->draws[n_draws++] = llm__draw_of(o->sequence, row, position);
+        }
+    }
+    if (n_draws && !b->sample(b->context, logits, (int)vocab, sampler->draws, n_draws, sampler->ids,
+                              sampler->logprobs, err))
+        return -1;
+    for (int i = 0, drawn = 0; i < n_outcomes; i++) {
+        if (sampler->outcomes[i].logits) continue;
+        sampler->outcomes[i].id = sampler->ids[drawn];
+        sampler->outcomes[i].logprob = sampler->logprobs[drawn++];
+    }
+    return n_outcomes;
+}
+
+/* Choose a sequence's next token. Nothing is known yet: the token is written after the known ones, and
+ * llm__commit makes it one of them. */
+static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
+    llm__sequence *seq = outcome->sequence;
+    const llm__request *request = seq->request;
+    const llm_request *r = &request->params;
+    const float *logits = outcome->logits;
+    int vocab = e->model->config.vocab_size, n = seq->n_tokens + seq->n_chosen;
+    if (seq->closed) return;
+    seq->n_rows++;
+    if (r->logits_hook) {
+        memcpy(e->hooked, logits, (size_t)vocab * sizeof(float));
+        r->logits_hook(r->user, request->id, seq->sample, outcome->position, e->hooked);
+        logits = e->hooked;
+    }
+    if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return; /* for the hook only */
+    int32_t id = outcome->id;
+    if (seq->n_chosen < seq->n_proposed)
+        id = llm__verify(&e->speculator, &e->sampler, seq, logits, id); /* chapter 2: a proposal is tested */
+    else if (logits)
+        id = llm__sample(&e->sampler, &r->sampling, logits, seq->tokens, n, (uint64_t)seq->sample,
+                         (uint64_t)(n - r->n_prompt));
+    seq->tokens[n] = id;
+    seq->logprobs[seq->n_chosen++] =
+        outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
+    seq->closed = seq->closed || (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id));
+}
+
+static bool llm__choose(llm_engine *e, int first, llm_error *err) {
+    double start = llm_seconds();
+    llm_backend *b = e->options.backend;
+    if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err); /* parts of prompts: only wait */
+    int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
+    double middle = llm_seconds();
+    for (int i = 0; i < n; i++) llm__choose_token(e, &e->sampler.outcomes[i]);
+    e->statistics.forward_seconds += middle - start; /* the device worked, and we waited */
+    e->statistics.sampling_seconds += llm_seconds() - middle;
+    return n >= 0;
+}
+
+/* ---- Commit ------------------------------------------------------------------------------------ */
+
+/* Let the prefix cache find the full blocks of what a sequence has in the cache. With a draft, both caches
+ * must have it. */
+static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
+    int known = s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
+    llm__table_keep(&s->pool, &seq->table, seq->tokens, known);
+}
+
+/* The prompt is in the cache: all samples start from its blocks. */
+static void llm__fork(llm__scheduler *s, llm__request *request) {
+    llm__sequence *first = &request->sequences[0];
+    request->forked = true;
+    llm__keep_prefix(s, first); /* now, since its first token may be the last */
+    for (int i = 1; i < request->params.n_samples; i++) {
+        llm__sequence *seq = &request->sequences[i];
+        seq->n_cached = seq->n_seen = request->params.n_prompt;
+        seq->n_drafted = first->n_drafted;
+        llm__enter(s, seq, LLM_DECODE, seq->n_cached);
+        llm__table_fork(&s->pool, &first->table, &seq->table);
+    }
+}
+
+static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob, bool accepted,
+                            llm_finish finish);
+
+/* Make a sequence's chosen tokens known, with an event for each. */
+static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
+    llm__scheduler *s = &e->scheduler;
+    const llm__request *request = seq->request;
+    const llm_request *r = &request->params;
+    llm_finish finish = LLM_FINISH_NONE;
+    e->statistics.decode_steps += seq->n_chosen > 0;
+    if (seq->n_tested)
+        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, seq->n_tokens,
+                                               seq->n_accepted));
+    for (int i = 0; i < seq->n_chosen && !finish; i++) {
+        int32_t id = seq->tokens[seq->n_tokens];
+        bool end = !r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id);
+        seq->n_tokens += !end;
+        e->statistics.generated_tokens++;
+        if (i < seq->n_tested) llm__count_proposal(&e->statistics, seq, i);
+        finish = end ? LLM_FINISH_END : seq->n_tokens == request->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE;
+        finish = llm__emit_event(e, seq, id, seq->logprobs[i], i < seq->n_accepted, finish);
+    }
+    if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
+        finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
+    if (finish) {
+        llm__end(s, seq, finish);
+        return;
+    }
+    llm__table_trim(&s->pool, &seq->table, seq->n_cached); /* the slots of rejected proposals */
+    llm__keep_prefix(s, seq);
+    if (request->forked && seq->n_cached == seq->n_tokens - 1 && seq->state == LLM_PREFILL)
+        llm__set_state(s, seq, LLM_DECODE, 0);
+}
+
+/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are the chosen ones
+ * but the last, which were proposals. */
+static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
+    llm__request *request = seq->request;
+    int prompt_left = request->params.n_prompt - seq->n_cached;
+    if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, seq->n_scheduled);
+    e->statistics.sequence_steps++;
+    seq->n_cached += seq->n_scheduled + (int)llm__max(seq->n_chosen - 1, 0);
+    bool fork = !request->forked && seq->n_cached == request->params.n_prompt;
+    if (fork) llm__fork(&e->scheduler, request);
+    for (int i = 0; i < (fork ? request->params.n_samples : 1); i++)
+        llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
+}
+
+/* Apply the result of a step. ok: it went well; else only the sequences whose tokens were chosen get on. */
+static void llm__commit(llm_engine *e, bool ok) {
+    llm__scheduler *s = &e->scheduler;
+    bool any = false;
+    for (int i = 0; i < s->n_sequences;) {
+        llm__sequence *seq = s->sequences[i];
+        if (seq->n_scheduled) {
+            any = true;
+            if (seq->request->params.logits_hook) seq->n_seen += seq->n_rows;
+            if (ok || seq->n_chosen) llm__commit_sequence(e, seq);
+        }
+        seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached); /* the rest was guesses */
+        seq->n_scheduled = seq->depth = seq->n_proposed = 0;
+        seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
+        seq->closed = false;
+        if (i < s->n_sequences && s->sequences[i] == seq) i++; /* else it has ended */
+    }
+    if (ok && any) e->statistics.steps++;
+}
+
+/* ---- Events ------------------------------------------------------------------------------------ */
+
+/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: all of it is there; else, the
+ * text ends within it. */
+static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
+    for (size_t at = 0; at < n; at++)
+        for (int i = 0; i < r->n_stop; i++) {
+            size_t length = strlen(r->stop[i]), left = n - at;
+            if ((length <= left) == whole && !memcmp(text + at, r->stop[i], whole ? length : left)) return at;
+        }
+    return n;
+}
+
+/* Set an event's text: what was held back, then the token's text, then, if the sequence ends, what the
+ * stream still has. It stays where it is until the next step. Returns whether a stop text was found. */
+static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event) {
+    const llm_tokenizer *tokenizer = e->model->tokenizer;
+    const llm_request *r = &seq->request->params;
+    char *text = seq->text + seq->text_used;
+    size_t n = seq->text_held;
+    if (event->token >= 0) n += llm_stream_decode(tokenizer, &seq->stream, event->token, text + n);
+    if (event->finish) n += llm_stream_decode(tokenizer, &seq->stream, -1, text + n);
+    size_t given = llm__find_stop(r, text, n, true);
+    bool stopped = given < n;
+    if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false); /* hold back the rest */
+    event->text = text;
+    event->text_length = given;
+    seq->text_used += given;
+    seq->text_held = stopped ? 0 : n - given;
+    return stopped;
+}
+
+/* Emit an event: a token (-1: none), and whether the sequence ends. Returns its `finish`, which a stop text
+ * may have set. */
+static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob, bool accepted,
+                            llm_finish finish) {
+    const llm__request *request = seq->request;
+    llm_event *event = &e->events[e->n_events++];
+    memset(event, 0, sizeof *event);
+    event->request = request->id;
+    event->sample = seq->sample;
+    event->user = request->params.user;
+    event->token = token;
+    event->index = seq->n_tokens - request->params.n_prompt - (token >= 0 && finish != LLM_FINISH_END);
+    event->logprob = logprob;
+    event->accepted = accepted;
+    event->finish = finish;
+    if (llm__event_text(e, seq, event) && finish != LLM_FINISH_CANCELLED) event->finish = LLM_FINISH_STOP;
+    return event->finish;
+}
+
+bool llm_next_event(llm_engine *e, llm_event *event) {
+    if (!e || !event || e->next_event == e->n_events) return false;
+    *event = e->events[e->next_event++];
+    return true;
+}
+
+bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
+    llm__clear(err);
+    if (!e) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_cancel: the engine is NULL");
+    llm__request *request = e->scheduler.running.first;
+    while (request && request->id != id) request = request->next;
+    if (!request) request = e->scheduler.waiting.first;
+    while (request && request->id != id) request = request->next;
+    if (!request)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "no request %llu runs or waits here (it may have ended)",
+                         (unsigned long long)id);
+    if (e->next_event == e->n_events) e->next_event = e->n_events = 0;
+    for (int i = 0; i < request->params.n_samples; i++) {
+        llm__sequence *seq = &request->sequences[i];
+        if (seq->finish) continue;
+        llm__end(&e->scheduler, seq, llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_CANCELLED));
+    }
+    return true;
+}
+
+/* A step begins: forget the events of the last one, and the requests that ended in it. */
+static void llm__begin_step(llm_engine *e) {
+    llm__scheduler *s = &e->scheduler;
+    e->tracer.step = e->statistics.steps;
+    llm__trace(&e->tracer, llm__trace_event(LLM_TRACE_STEP_BEGIN, 0, 0, 0, 0));
+    llm__queue_free(&s->ended);
+    e->n_events = e->next_event = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        memmove(seq->text, seq->text + seq->text_used, seq->text_held);
+        seq->text_used = 0;
+    }
+}
+
+#ifdef LLM_DEBUG /* defined by the tests, and so is this check of all invariants: see tests/invariants.h */
+static bool llm__check_invariants(llm_engine *e, llm_error *err);
+#else
+static bool llm__check_invariants(llm_engine *e, llm_error *err) { return (void)e, (void)err, true; }
+#endif
+
+/* A step has ended. Returns what llm_step returns. */
+static int llm__end_step(llm_engine *e, bool ok, bool worked, llm_error *err) {
+    ok = llm__check_invariants(e, err) && ok;
+    int result = ok ? worked : -1;
+    llm__trace(&e->tracer, llm__trace_event(LLM_TRACE_STEP_END, 0, 0, 0, result));
+    return result;
+}
+
+/* ---- Creation ---------------------------------------------------------------------------------- */
+
+llm_engine_options llm_engine_defaults(void) {
+    llm_engine_options o;
+    memset(&o, 0, sizeof o);
+    o.max_isa = LLM_ISA_BEST;
+    o.pack_weights = true;
+    o.block_size = 16;
+    o.cache_type = LLM_F16;
+    o.max_sequences = 16;
+    o.max_batch_tokens = 512;
+    o.max_speculation = 8;
+    o.swap_bytes = 256u << 20;
+    o.memory_share = 0.9f;
+    o.prefix_cache = true;
+    o.chunked_prefill = true;
+    o.fusions = LLM_FUSE_ALL;
+    return o;
+}
+
+llm_request llm_request_defaults(void) {
+    llm_request r;
+    memset(&r, 0, sizeof r);
+    r.max_tokens = -1;
+    r.n_samples = 1;
+    r.sampling = llm_sampling_defaults();
+    return r;
+}
+
+/* Check that an option is from low to high. */
+static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t high, llm_error *err) {
+    return (value >= low && value <= high) ||
+           llm__fail(err, LLM_ERROR_ARGUMENT, "%s is %lld: it must be from %lld to %lld", name, (long long)value,
+                     (long long)low, (long long)high);
+}
+
+/* Check the options, and fill in what was left to the engine. */
+static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
+    if (o->context_length < 0 || o->context_length > c->context_length)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
+                         o->context_length, c->context_length);
+    if (o->context_length == 0) o->context_length = c->context_length;
+    if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
+    if ((unsigned)o->preempt > LLM_PREEMPT_SWAP)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "preempt %d is not a known value", (int)o->preempt);
+    if (!(o->memory_share > 0 && o->memory_share <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1",
+                         (double)o->memory_share);
+    if (o->n_threads < 0 || o->n_threads > 4096)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
+    return llm__in_range("block_size", o->block_size, 1, 1 << 20, err) &&
+           llm__in_range("max_sequences", o->max_sequences, 1, 1 << 20, err) &&
+           llm__in_range("max_batch_tokens", o->max_batch_tokens, 1, 1 << 20, err) &&
+           llm__in_range("max_speculation", o->max_speculation, 1, 1024, err);
+}
+
+static llm_device_state llm__device_state(const llm_backend *b) {
+    llm_device_state state;
+    memset(&state, 0, sizeof state);
+    if (b && b->state) b->state(b->context, &state);
+    return state;
+}
+
+/* Most blocks of a pool whose size is left to us, unless all sequences together could use more. The host
+ * keeps some hundred bytes for each block, and a large GPU has room for 10^8 blocks of a small model. */
+enum { LLM__MANY_BLOCKS = 1 << 20 };
+
+/* How many blocks the pool gets: what its budget allows, or what fits into its share of the device memory
+ * together with the draft's cache, or what all sequences could use. */
+static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
+                               llm_error *err) {
+    uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) * (uint64_t)o->block_size;
+    uint64_t context = (uint64_t)llm__divide_up(o->context_length, o->block_size);
+    uint64_t all = context * (uint64_t)o->max_sequences, n = o->cache_bytes / block;
+    llm_device_state device = llm__device_state(o->backend);
+    if (!o->cache_bytes && device.total_bytes) {
+        uint64_t both = block;
+        if (o->draft)
+            both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
+        n = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both;
+        n = (uint64_t)llm__min((int64_t)n, llm__max((int64_t)all, LLM__MANY_BLOCKS));
+        if (n == 0)
+            return llm__fail(err, LLM_ERROR_MEMORY,
+                             "%s: %.1f MiB of device memory are free after weights and activations: too little "
+                             "for a cache (one block takes %llu bytes); weights of a smaller type or a smaller "
+                             "max_batch_tokens leave more",
+                             o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
+    } else if (!o->cache_bytes) {
+        uint64_t budget = (1u << 30) / block;
+        n = all <= budget ? all : budget > context ? budget : context;
+    }
+    if (n == 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
+                         (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
+    *n_blocks = llm__min((int64_t)n, INT32_MAX / o->block_size); /* slots are numbered by an int32 */
+    return true;
+}
+
+/* Rows of logits in a slice: 16 MB of them, and at least one. A device that draws tokens itself gets a row
+ * for every sequence: each further slice costs it another pass over the output matrix. */
+static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
+    int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
+    if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
+    return (int)llm__min(rows, o->max_batch_tokens);
+}
+
+/* Host memory for preempted blocks, taken once so that a step allocates nothing. */
+static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
+    const llm_engine_options *o = s->options;
+    if (o->preempt != LLM_PREEMPT_SWAP) return true;
+    for (int i = 0; i < 2; i++)
+        if (s->networks[i]) s->swap_block_bytes += llm__block_bytes(&s->networks[i]->cache);
+    uint64_t n = o->swap_bytes / s->swap_block_bytes;
+    s->n_swap = s->n_swap_free = n > INT32_MAX ? INT32_MAX : (int64_t)n;
+    s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
+                                       "preempted blocks (a smaller swap_bytes needs less)", err);
+    s->swap_next = (int32_t *)llm__new((size_t)s->n_swap, sizeof(int32_t), "the list of preempted blocks", err);
+    if (!s->swap || !s->swap_next) return false;
+    for (int64_t i = 0; i < s->n_swap; i++) s->swap_next[i] = i + 1 < s->n_swap ? (int32_t)(i + 1) : -1;
+    return true;
+}
+
+static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_blocks, llm_error *err) {
+    const llm_engine_options *o = s->options = &e->options;
+    uint64_t n = (uint64_t)o->max_sequences, t = (uint64_t)o->max_batch_tokens, tables = 0, numbers = 0;
+    if (!llm__multiply(n, (uint64_t)llm__divide_up(o->context_length, o->block_size), &tables) ||
+        !llm__add(tables, 5 * t + 2 * n, &numbers))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is too large");
+    s->statistics = &e->statistics;
+    s->tracer = &e->tracer;
+    s->networks[0] = &e->network;
+    s->networks[1] = o->draft ? &e->speculator.draft : NULL;
+    s->proposal_cost = llm__proposal_cost(e->model, o->draft);
+    s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
+                                    "the arrays of a batch (a smaller max_sequences needs less)", err);
+    s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
+    s->batch_sequences =
+        (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
+    if (!s->memory || !s->sequences || !s->batch_sequences ||
+        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache, err) ||
+        !llm__swap_init(s, err))
+        return false;
+    s->pool.tracer = s->tracer;
+    s->tokens = s->memory;
+    s->positions = s->tokens + t;
+    s->slots = s->positions + t;
+    s->logit_rows = s->slots + t;
+    s->row_sequence = s->logit_rows + t;
+    s->seq_first = s->row_sequence + t;
+    s->seq_count = s->seq_first + n;
+    s->block_tables = s->seq_count + n;
+    return true;
+}
+
+static bool llm__engine_init(llm_engine *e, llm_error *err) {
+    const llm_config *c = llm_model_config(e->model);
+    llm_engine_options *o = &e->options;
+    int64_t n_blocks = 0;
+    if (!llm__engine_options(o, c, err)) return false;
+    if (!o->backend) {
+        o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
+        llm_cpu_pack_weights(o->backend, o->pack_weights);
+    }
+    if (!o->backend) return false;
+    e->tracer.call = o->trace;
+    e->tracer.user = o->trace_user;
+    int max_logits = llm__engine_logits(c, o);
+    /* the caches come last: they may take a share of the memory that is left */
+    if (!llm__network_load(&e->network, e->model, o->backend, err) ||
+        !llm__network_prepare(&e->network, o, max_logits, err) ||
+        !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
+        !llm__engine_blocks(e->model, o, &n_blocks, err) ||
+        !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
+        (o->draft && !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
+        !llm__scheduler_init(&e->scheduler, e, n_blocks, err) ||
+        !llm__sampler_init(&e->sampler, c->vocab_size, (int64_t)max_logits + o->max_sequences, err))
+        return false;
+    e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float), "logits", err);
+    e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
+    e->device = llm__device_state(o->backend);
+    return e->logits && e->hooked;
+}
+
+llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+    llm__clear(err);
+    if (!model) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_engine_create: the model is NULL");
+        return NULL;
+    }
+    llm_engine *e = (llm_engine *)llm__new(1, sizeof *e, "an engine", err);
+    if (!e) return NULL;
+    e->model = model;
+    e->options = options ? *options : llm_engine_defaults();
+    if (llm__engine_init(e, err)) return e;
+    llm_engine_free(e);
+    return NULL;
+}
+
+void llm_engine_free(llm_engine *e) {
+    if (!e) return;
+    llm__scheduler *s = &e->scheduler;
+    llm__queue_free(&s->waiting);
+    llm__queue_free(&s->running);
+    llm__queue_free(&s->ended);
+    llm__pool_free(&s->pool);
+    LLM_FREE(s->sequences);
+    LLM_FREE(s->batch_sequences);
+    LLM_FREE(s->memory);
+    llm__aligned_free(s->swap);
+    LLM_FREE(s->swap_next);
+    llm__speculator_free(&e->speculator);
+    llm__sampler_free(&e->sampler);
+    llm__network_free(&e->network);
+    llm_backend_free(e->own_backend);
+    LLM_FREE(e->events);
+    LLM_FREE(e->logits);
+    LLM_FREE(e->hooked);
+    LLM_FREE(e);
+}
+
+/* ---- What a request must satisfy, and its memory -------------------------------------------------- */
+
+static bool llm__check_stops(const llm_request *r, llm_error *err) {
+    if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_stop is %d, and stop is %s", r->n_stop,
+                         r->stop ? "given" : "NULL");
+    for (int i = 0; i < r->n_stop; i++)
+        if (!r->stop[i] || !r->stop[i][0])
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "stop text %d is empty", i);
+    return true;
+}
+
+static bool llm__check_speculation(const llm_engine *e, const llm_request *r, llm_error *err) {
+    const llm_engine_options *o = &e->options;
+    if (r->speculate == 0) return true;
+    if (r->speculate < LLM_SPECULATE_AUTO || r->speculate > o->max_speculation)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
+                         r->speculate, o->max_speculation);
+    if (!o->draft && !r->lookup)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "speculation needs a draft model (llm_engine_options.draft), or lookup");
+    if (r->logits_hook)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "speculation cannot run with a logits hook: one of the two must go");
+    return true;
+}
+
+static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err) {
+    int context = e->options.context_length, vocab = e->model->config.vocab_size;
+    if (!r->prompt || r->n_prompt < 1)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "the prompt is empty: it needs at least one token (BOS, say)");
+    if (r->max_tokens < -1)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "max_tokens is %d: it must be -1 (to the end of the context) or more", r->max_tokens);
+    if (!llm__in_range("n_samples", r->n_samples, 1, e->options.max_sequences, err) ||
+        !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
+        !llm__check_speculation(e, r, err))
+        return false;
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
+        return llm__fail(err, LLM_ERROR_CAPACITY,
+                         "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
+                         context, context < e->model->config.context_length ? ", or raise context_length" : "");
+    for (int i = 0; i < r->n_prompt; i++)
+        if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d", i,
+                             r->prompt[i], vocab - 1);
+    return true;
+}
+
+/* Make room for the events that are there, and for all that the live samples can add before the next step:
+ * each a token, its accepted proposals, and a cancellation. */
+static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
+    int64_t wanted = e->n_events + (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
+    if (wanted <= e->max_events) return true;
+    if (wanted > INT32_MAX / 2)
+        return llm__fail(err, LLM_ERROR_CAPACITY, "too many requests wait in this engine");
+    wanted *= 2;
+    llm_event *events = (llm_event *)LLM_REALLOC(e->events, (size_t)wanted * sizeof *events);
+    if (!events)
+        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for events",
+                         (size_t)wanted * sizeof *events);
+    e->events = events;
+    e->max_events = (int)wanted;
+    return true;
+}
+
+/* A piece of a request's allocation, on a multiple of 8. With base NULL it is only measured. */
+static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size) {
+    void *piece = base ? base + *used : NULL;
+    *used += (count * size + 7) / 8 * 8;
+    return piece;
+}
+
+/* Lay out everything that a request and its samples will ever need after the request itself, so that steps
+ * allocate nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
+static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks) {
+    const llm_request *r = &request->params;
+    uint64_t used = (sizeof *request + 7) / 8 * 8, n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
+    llm__sequence *all = (llm__sequence *)llm__carve(base, &used, (uint64_t)r->n_samples, sizeof *all);
+    char **stop = (char **)llm__carve(base, &used, (uint64_t)r->n_stop, sizeof *stop);
+    for (int i = 0; i < r->n_stop; i++) {
+        size_t length = strlen(r->stop[i]) + 1;
+        char *copy = (char *)llm__carve(base, &used, length, 1);
+        if (base) stop[i] = (char *)memcpy(copy, r->stop[i], length);
+    }
+    for (int i = 0; i < r->n_samples; i++) {
+        llm__sequence unused, *seq = base ? &all[i] : &unused;
+        seq->tokens = (int32_t *)llm__carve(base, &used, n_tokens, sizeof *seq->tokens);
+        seq->table.blocks = (int32_t *)llm__carve(base, &used, (uint64_t)n_blocks, sizeof(int32_t));
+        seq->logprobs = (float *)llm__carve(base, &used, (uint64_t)request->depth + 1, sizeof(float));
+        seq->text = (char *)llm__carve(base, &used, text, 1);
+    }
+    request->sequences = all;
+    if (base) request->params.stop = (const char *const *)stop;
+    return used;
+}
+
+/* Bytes for the text of a step's events: of each token that may be accepted, and of what is held back. */
+static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int depth) {
+    size_t longest = 0;
+    for (int i = 0; i < r->n_stop; i++)
+        longest = (size_t)llm__max((int64_t)longest, (int64_t)strlen(r->stop[i]));
+    return ((size_t)depth + 3) * llm_stream_capacity(e->model->tokenizer) + 2 * longest;
+}
+
+static llm__request *llm__request_create(const llm_engine *e, const llm_request *r, llm_error *err) {
+    const llm_engine_options *o = &e->options;
+    const llm__pool *pool = &e->scheduler.pool;
+    int room = o->context_length - r->n_prompt;
+    llm__request plan; /* for the sizes, before there is memory */
+    memset(&plan, 0, sizeof plan);
+    plan.params = *r;
+    plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
+    plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
+    plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
+    plan.n_live = r->n_samples;
+    int64_t blocks = llm__blocks_for(pool, plan.limit);
+    if (blocks > pool->n_blocks) {
+        llm__fail(err, LLM_ERROR_CAPACITY,
+                  "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
+                  "tokens, or raise cache_bytes",
+                  (long long)blocks, pool->block_size, (long long)pool->n_blocks);
+        return NULL;
+    }
+    if (!o->chunked_prefill && plan.limit > o->max_batch_tokens) {
+        llm__fail(err, LLM_ERROR_CAPACITY,
+                  "the request may grow to %d tokens, and without chunked_prefill all must fit into one step "
+                  "of max_batch_tokens (%d)",
+                  plan.limit, o->max_batch_tokens);
+        return NULL;
+    }
+    size_t text = llm__text_bytes(e, r, plan.depth);
+    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks); /* the options keep it below 2^60 */
+    llm__request *request = (llm__request *)llm__new(1, (size_t)llm__min((int64_t)bytes, SIZE_MAX / 2), "a request", err);
+    if (!request) return NULL;
+    *request = plan;
+    llm__request_layout(request, (char *)request, text, (int)blocks);
+    for (int i = 0; i < r->n_samples; i++) {
+        llm__sequence *seq = &request->sequences[i];
+        seq->request = request;
+        seq->sample = i;
+        seq->saved = -1;
+        seq->table.capacity = (int)blocks;
+        seq->table.sample = i;
+        seq->acceptance = 0.7;      /* a guess, until some are counted */
+        seq->stream.started = true; /* the text continues a prompt: its first space is part of it */
+        seq->n_tokens = r->n_prompt;
+        memcpy(seq->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
+    }
+    request->params.prompt = request->sequences[0].tokens;
+    return request;
+}
+
+/* ---- Statistics -------------------------------------------------------------------------------- */
+
+/* Slots of the pool that hold a token. Each of the k sequences that share a block counts 1/k of it. */
+static int64_t llm__slots_used(const llm__scheduler *s) {
+    double used = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        const llm__sequence *seq = s->sequences[i];
+        for (int k = 0; k < seq->table.n_blocks; k++) {
+            int64_t tokens = llm__min(seq->n_cached - (int64_t)k * s->pool.block_size, s->pool.block_size);
+            if (tokens > 0) used += (double)tokens / s->pool.references[seq->table.blocks[k]];
+        }
+    }
+    return (int64_t)(used + 0.5);
+}
+
+llm_statistics llm_engine_statistics(const llm_engine *e) {
+    llm_statistics s;
+    memset(&s, 0, sizeof s);
+    if (!e) return s;
+    s = e->statistics;
+    const llm__scheduler *scheduler = &e->scheduler;
+    const llm__pool *pool = &scheduler->pool;
+    const llm__speculator *sp = &e->speculator;
+    s.running = scheduler->n_sequences;
+    s.waiting = scheduler->n_waiting;
+    s.blocks_total = pool->n_blocks;
+    s.blocks_free = pool->n_free;
+    s.blocks_peak = pool->peak;
+    s.block_size = pool->block_size;
+    for (int64_t i = 0; i < pool->n_blocks; i++) s.blocks_shared += pool->references[i] > 1;
+    s.slots_used = llm__slots_used(scheduler);
+    int64_t slots = (s.blocks_total - s.blocks_free) * pool->block_size;
+    s.kv_waste = slots ? 1 - (double)s.slots_used / (double)slots : 0;
+    s.weight_bytes = e->model->weight_bytes + (e->options.draft ? e->options.draft->weight_bytes : 0);
+    const llm_cache *caches[] = {&e->network.cache, &sp->draft.cache};
+    for (int i = 0; i < 2; i++)
+        s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
+    s.arena_bytes = e->network.activation_bytes + sp->draft.activation_bytes;
+    llm_device_state device = llm__device_state(e->options.backend);
+    s.wait_seconds = device.wait_seconds - e->device.wait_seconds;
+    s.device_launches = device.launches - e->device.launches;
+    s.device_replays = device.replays - e->device.replays;
+    s.device_bytes = device.total_bytes;
+    s.device_free_bytes = device.free_bytes;
+    return s;
+}
+
+llm_program *llm_engine_program(llm_engine *e, bool draft) {
+    if (!e || (draft && !e->speculator.draft.model)) return NULL;
+    return draft ? &e->speculator.draft.program : &e->network.program;
+}
+
+const llm_model *llm_engine_model(const llm_engine *e) { return e ? e->model : NULL; }
+const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? &e->options : NULL; }
+
+/* =====================================================================================
+ * [2] Speculation: a draft proposes, the target verifies
+ *
+ * Decoding one sequence reads all weights for every token, and leaves the arithmetic idle. Verifying K
+ * proposals takes one pass over K + 1 rows, which costs hardly more than a pass over one. So let something
+ * cheap propose: a small model with the same vocabulary (the draft), or the text itself, where it repeats
+ * (prompt lookup). Proposals that the target agrees with are accepted; the first that it does not agree with
+ * is replaced by the target's own choice, and the rest is dropped:
+ *
+ *     position      ...  n-1    n     n+1   n+2   n+3
+ *     known              the    cat
+ *     draft, K = 3                    sat   on    a            3 small passes
+ *     target                    sat   on    the   ...          1 large pass: logits after cat, sat, on, a
+ *     result                          sat   on    the          2 accepted, 1 corrected: 3 tokens for one pass
+ *
+ * With greedy choice, "agree" means the same token. With sampling (Leviathan et al. 2023, "Fast Inference
+ * from Transformers via Speculative Decoding"; Chen et al. 2023), a proposal d drawn from the draft's
+ * distribution q is accepted with probability min(1, p(d)/q(d)), where p is the target's; else the token is
+ * drawn from max(0, p - q), normalised. A token t then comes out with probability q(t) min(1, p(t)/q(t)) +
+ * (mass rejected) x residual(t) = min(p, q) + max(0, p - q) = p(t), whatever q is. p and q are the
+ * distributions after penalties, temperature and filters.
+ *
+ * If each proposal is accepted with probability a, a step gives 1 + a + ... + a^K tokens.
+ *
+ * Speculation plugs into the life of a request at two places. Before the pass, llm__propose writes up to
+ * `depth` tokens after a sequence's known ones; the batch takes them along. After it, llm__verify replaces
+ * llm__sample for the rows of those tokens. (A tree of proposals would have several tokens at one position,
+ * and llm__verify would follow a path; heads that read the residual stream would propose in llm__propose,
+ * from rows that the last pass left.) llm__commit needs to know nothing but how many tokens were chosen.
+ *
+ * The draft's cache uses the block tables of the target's. A rejected proposal leaves garbage in slots after
+ * the end of the sequence: no earlier position reads them, and the right tokens overwrite them.
+ * ================================================================================== */
+
+/* ---- How many proposals ------------------------------------------------------------------------- */
+
+/* The assumed cost of one more row in a pass of the target; the pass over one row costs 1. It is a constant,
+ * not measured, so that the depth, and with it a sampled text, is the same on every run. */
+#define LLM__ROW_COST 0.1
+
+/* The cost of a proposal: a row, and a pass of the draft, which is bound by the bytes it reads. */
+static double llm__proposal_cost(const llm_model *target, const llm_model *draft) {
+    double step = (double)llm_model_step_bytes(target);
+    return LLM__ROW_COST + (draft ? (double)llm_model_step_bytes(draft) / step : 0);
+}
+
+/* How many tokens to propose for a sequence. It depends on the sequence alone, not on the clock or its
+ * neighbours, since it decides which random numbers are used for which token. */
+static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq) {
+    const llm__request *request = seq->request;
+    int most = (int)llm__min(request->depth, request->limit - seq->n_tokens - 1); /* a step gives one more */
+    if (request->params.speculate != LLM_SPECULATE_AUTO) return (int)llm__max(most, 0);
+    /* the depth with the most tokens per cost */
+    double cost = request->params.lookup ? LLM__ROW_COST : s->proposal_cost;
+    double tokens = 1, power = 1, best = 1;
+    int depth = 0;
+    for (int k = 1; k <= most; k++) {
+        tokens += power *= seq->acceptance;
+        double rate = tokens / (1 + k * cost);
+        if (rate > best) {
+            best = rate;
+            depth = k;
+        }
+    }
+    return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth; /* try again sometimes: texts change */
+}
+
+/* ---- Prompt lookup ------------------------------------------------------------------------------ */
+
+/* Propose what followed the last few tokens where they occurred before (Saxena 2023, "Prompt lookup
+ * decoding"): names, quotations and code repeat. */
+static void llm__propose_lookup(llm__sequence *seq) {
+    int n = seq->n_tokens;
+    int32_t *tokens = seq->tokens;
+    for (int length = 3; length >= 1; length--)
+        for (int start = n - length - 1; start >= 0; start--) {
+            if (memcmp(tokens + start, tokens + n - length, (size_t)length * sizeof *tokens)) continue;
+            for (int from = start + length; from < n && seq->n_proposed < seq->depth; from++)
+                tokens[n + seq->n_proposed++] = tokens[from];
+            return;
+        }
+}
+
+/* ---- A draft model ------------------------------------------------------------------------------ */
+
+static void llm__speculator_free(llm__speculator *sp) {
+    llm__network_free(&sp->draft);
+    LLM_FREE(sp->logits);
+    LLM_FREE(sp->probabilities);
+    LLM_FREE(sp->target);
+}
+
+/* A proposal is an id, so both models must mean the same by it. */
+static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft, llm_error *err) {
+    const llm_tokenizer *a = target->tokenizer, *b = draft->tokenizer;
+    const char *path = llm_file_path(draft->file);
+    int32_t n = llm_tokenizer_size(a), n_draft = llm_tokenizer_size(b);
+    if (n != n_draft)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be "
+                         "the same",
+                         path, n_draft, n);
+    for (int32_t i = 0; i < n; i++) {
+        llm_string x = llm_tokenizer_text(a, i), y = llm_tokenizer_text(b, i);
+        if (llm__compare_strings(&x, &y))
+            return llm__fail(err, LLM_ERROR_ARGUMENT,
+                             "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's "
+                             "is \"%s\"",
+                             path, i, llm__show(y).text, llm__show(x).text);
+    }
+    return true;
+}
+
+/* Load the draft (NULL: none, for lookup only) onto the target's device. */
+static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
+                                 int max_logits, llm_error *err) {
+    const llm_model *draft = o->draft;
+    size_t vocab = (size_t)target->config.vocab_size;
+    sp->max_depth = o->max_speculation;
+    sp->vocab_size = target->config.vocab_size;
+    if (!(sp->target = (float *)llm__new(vocab, sizeof(float), "a distribution", err))) return false;
+    if (!draft) return true;
+    if (!llm__same_vocabulary(target, draft, err)) return false;
+    if (draft->config.context_length < o->context_length)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "%s: the draft was trained for %d tokens, and context_length is %d: set it to %d or less",
+                         llm_file_path(draft->file), draft->config.context_length, o->context_length,
+                         draft->config.context_length);
+    sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits", err);
+    sp->probabilities = (float *)llm__new(
+        (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
+        "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
+    return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
+           llm__network_prepare(&sp->draft, o, max_logits, err);
+}
+
+/* Proposing uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2 tests it,
+ * 3 draws the correction. */
+static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
+    const llm_request *r = &seq->request->params;
+    return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32, (uint64_t)(n - r->n_prompt));
+}
+
+/* The distribution from which a sequence's proposal number i was drawn. */
+static float *llm__proposal_distribution(const llm__speculator *sp, const llm__sequence *seq, int i) {
+    return sp->probabilities + ((size_t)seq->place * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
+}
+
+/* A token from max(0, p - q), normalised. q NULL: all of it is on `proposal` (-1: nowhere, so from p). */
+static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal, double u) {
+    double total = 0;
+    int32_t last = proposal < 0 ? 0 : proposal;
+    for (int pass = 0; pass < 2; pass++) { /* add up, then walk to the point u of the sum */
+        double point = u * total;
+        for (int i = 0; i < n; i++) {
+            double more = q ? (double)p[i] - (double)q[i] : i == proposal ? 0 : (double)p[i];
+            if (more <= 0) continue;
+            if (pass == 0) {
+                total += more;
+                continue;
+            }
+            last = i;
+            point -= more;
+            if (point < 0) break;
+        }
+    }
+    return last;
+}
+
+/* Append the draft's next proposal, drawn from its logits as the target's tokens are. */
+static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler, const llm__outcome *outcome) {
+    llm__sequence *seq = outcome->sequence;
+    const llm_sampling *p = &seq->request->params.sampling;
+    int n = seq->n_tokens + seq->n_proposed;
+    float *q = llm__proposal_distribution(sp, seq, seq->n_proposed++);
+    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not needed */
+        seq->tokens[n] =
+            outcome->logits ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0) : outcome->id;
+        return;
+    }
+    llm__distribution(sampler, p, outcome->logits, seq->tokens, n, q);
+    seq->tokens[n] = llm__draw_residual(q, NULL, sp->vocab_size, -1, llm__lane_random(seq, 1, n));
+}
+
+/* How many tokens of a sequence the draft must have read in this step: in a prompt as many as the target,
+ * else as many as its next proposal needs; 0: it has nothing to do. */
+static int llm__draft_goal(const llm__sequence *seq) {
+    if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
+    if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
+    return seq->n_proposed < seq->depth ? seq->n_tokens + seq->n_proposed : 0;
+}
+
+/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was something to do. */
+static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm__speculator *sp = &e->speculator;
+    llm_batch *batch = &s->batch;
+    const llm__network *net = &sp->draft;
+    llm__batch_clear(s);
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        int goal = llm__draft_goal(seq), first = seq->n_drafted;
+        int count = (int)llm__min(goal - first, s->options->max_batch_tokens - batch->n_tokens);
+        if (count <= 0) continue;
+        bool propose = goal >= seq->n_tokens && seq->depth > 0;
+        llm__batch_add(s, seq, first, count, propose ? goal - 1 : INT_MAX);
+    }
+    *more = batch->n_tokens > 0;
+    if (!*more) return true;
+    llm__batch_finish(s);
+    for (int first = 0; first == 0 || first < batch->n_logits; first += net->max_logits) {
+        if (!llm__run(net, batch, first, err)) return false;
+        int n = batch->n_logits ? llm__fetch(&e->sampler, s, net, first, sp->logits, err) : 0;
+        for (int i = 0; i < n; i++) llm__propose_token(sp, &e->sampler, &e->sampler.outcomes[i]);
+        if (n < 0) return false;
+    }
+    if (!net->backend->sync(net->backend->context, err)) return false;
+    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
+    return true;
+}
+
+/* The first place: write the proposals of this step after the known tokens. */
+static bool llm__propose(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    double start = llm_seconds();
+    bool more = e->speculator.draft.model != NULL, ok = true;
+    for (int i = 0; i < s->n_sequences; i++)
+        if (s->sequences[i]->request->params.lookup && s->sequences[i]->depth > 0)
+            llm__propose_lookup(s->sequences[i]);
+    while (ok && more) ok = llm__draft_pass(e, &more, err);
+    e->statistics.draft_seconds += llm_seconds() - start;
+    return ok;
+}
+
+/* ---- Verification ------------------------------------------------------------------------------- */
+
+/* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
+static bool llm__accept(double p, double q, double u) { return u * q < p; }
+
+/* The second place: choose a sequence's next token where there is a proposal. logits: the target's, or NULL
+ * if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else the correction. */
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
+                           int32_t own) {
+    const llm_request *r = &seq->request->params;
+    int i = seq->n_tested++, n = seq->n_tokens + i;
+    int32_t proposal = seq->tokens[n];
+    const float *p = sp->target, *q = r->lookup ? NULL : llm__proposal_distribution(sp, seq, i);
+    bool greedy = r->sampling.temperature == 0, accepted;
+    if (greedy) {
+        if (logits) own = llm__sample(sampler, &r->sampling, logits, seq->tokens, n, 0, 0);
+        accepted = own == proposal;
+    } else {
+        llm__distribution(sampler, &r->sampling, logits, seq->tokens, n, sp->target);
+        accepted = llm__accept((double)p[proposal], q ? (double)q[proposal] : 1, llm__lane_random(seq, 2, n));
+    }
+    seq->n_accepted += accepted;
+    seq->closed = !accepted; /* what was proposed after it is void */
+    return accepted || greedy ? (accepted ? proposal : own)
+                              : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
+}
+
+/* Count a sequence's proposal number i, which was tested in this step. */
+static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i) {
+    bool accepted = i < seq->n_accepted;
+    int column = i < 15 ? i : 15;
+    statistics->proposed++;
+    statistics->proposed_at[column]++;
+    statistics->accepted += accepted;
+    statistics->accepted_at[column] += accepted;
+    seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
+}
+
+/* =====================================================================================
+ * [3] Sampling: from logits to a token
+ *
+ * The model ends in one number per vocabulary entry, the logit; softmax makes probabilities of
+ * them. Always taking the likeliest (greedy) is exact and repeatable, and dull: it
+ * tends to fall into loops. Drawing from the distribution as it is lets the long tail of
+ * unlikely tokens in, each harmless alone, but together a good part of the mass. So the distribution
+ * is shaped first, in this order:
+ *
+ *     repetition penalty   logits of recent tokens are made smaller (Keskar et al. 2019, "CTRL")
+ *     temperature          logits / T: below 1 sharpens, above 1 flattens
+ *     top-k                only the k likeliest (Fan et al. 2018)
+ *     top-p                only the fewest whose probabilities add up to p (Holtzman et al. 2019, "nucleus")
+ *     min-p                only those at least min_p times as likely as the likeliest (Nguyen et al. 2024)
+ *
+ * The last three all keep a beginning of the list sorted by probability, so together they keep the shortest
+ * of three beginnings. It is usually tens of entries out of a hundred thousand: instead of sorting
+ * everything, a heap (built in one pass) hands out the likeliest one after another until one of the filters
+ * says stop.
+ *
+ * Randomness: number `index` of stream `stream` is a function of (seed, stream, index) alone, with no state. So
+ * what a request draws cannot depend on what else runs, and can be drawn again after a preemption.
+ *
+ * All sums of likelihoods are sums of integers, because those come out the same in any order. A GPU adds up a hundred
+ * thousand of them by a thousand threads (llm.cu, chapter [7]), and from the same logits it still draws the same token.
+ * ================================================================================== */
+
+/* The 53 random bits, at the top of 64: a number in [0, 1), times 2^64. */
+static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
+    return llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index) >> 11 << 11;
+}
+
+double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
+    uint64_t bits = llm__random_bits(seed, stream, index) >> 11;
+    return (double)bits * 0x1p-53; /* every double in [0, 1) of that spacing is equally likely */
+}
+
+/* The upper half of the product of two 64-bit numbers: a/2^64 x b, rounded down. */
+static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
+    uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
+    uint64_t middle = ah * bl + (al * bl >> 32), low = (middle & 0xffffffffu) + al * bh;
+    return ah * bh + (middle >> 32) + (low >> 32);
+}
+
+/* ln(sum(exp(x))), shifted by the largest so that nothing overflows */
+static double llm__log_sum_exp(const float *x, int n) {
+    float most = x[llm__argmax(x, n)];
+    if (!(fabsf(most) <= FLT_MAX)) return most;
+    return (double)most + log(llm__sum_exp(x, n, most));
+}
+
+float llm_logprob(const float *logits, int n, int32_t id) {
+    if (id < 0 || id >= n) return -INFINITY;
+    double total = llm__log_sum_exp(logits, n);
+    return total > -INFINITY ? (float)((double)logits[id] - total) : -INFINITY;
+}
+
+llm_sampling llm_sampling_defaults(void) {
+    llm_sampling s;
+    memset(&s, 0, sizeof s);
+    s.top_p = 1;
+    s.repetition_penalty = 1;
+    s.penalty_window = 64;
+    return s;
+}
+
+static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
+    if (!(s->temperature >= 0) || s->temperature > 1e6f)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be from 0 (greedy) to 1e6",
+                         (double)s->temperature);
+    if (s->top_k < 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more", s->top_k);
+    if (!(s->top_p > 0 && s->top_p <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_p is %g: it must be above 0 and at most 1",
+                         (double)s->top_p);
+    if (!(s->min_p >= 0 && s->min_p <= 1))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1", (double)s->min_p);
+    if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
+                         (double)s->repetition_penalty);
+    if (s->penalty_window < 0)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "penalty_window is %d: it must be 0 (all tokens) or more",
+                         s->penalty_window);
+    return true;
+}
+
+static void llm__sampler_free(llm__sampler *s) {
+    LLM_FREE(s->heap);
+    LLM_FREE(s->kept);
+    LLM_FREE(s->seen);
+    LLM_FREE(s->draws);
+    LLM_FREE(s->outcomes);
+    LLM_FREE(s->ids);
+    LLM_FREE(s->logprobs);
+    memset(s, 0, sizeof *s);
+}
+
+/* As fine as it can be (and needs to be) so that the sum of n such numbers stays below 2^63. */
+static int llm__likelihood_bits(int n) {
+    int bits = 44;
+    while ((int64_t)n >> (63 - bits)) bits--;
+    return bits;
+}
+
+/* max_draws: tokens that are drawn from one slice of logits, at the most */
+static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err) {
+    size_t draws = (size_t)max_draws;
+    s->vocab_size = vocab_size;
+    s->bits = llm__likelihood_bits(vocab_size);
+    s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
+    s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
+    s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
+    s->draws = (llm_draw *)llm__new(draws, sizeof *s->draws, "the sampler", err);
+    s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
+    s->ids = (int32_t *)llm__new(draws, sizeof *s->ids, "the sampler", err);
+    s->logprobs = (float *)llm__new(draws, sizeof *s->logprobs, "the sampler", err);
+    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->ids && s->logprobs) return true;
+    llm__sampler_free(s);
+    return false;
+}
+
+/* The order of all that follows: likelier first, the smaller id first among equals, so that ties break alike
+ * everywhere. */
+static bool llm__likelier(llm__choice a, llm__choice b) {
+    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
+}
+
+static void llm__sift_down(llm__choice *heap, int n, int i) {
+    llm__choice moving = heap[i];
+    for (;;) {
+        int child = 2 * i + 1;
+        if (child >= n) break;
+        if (child + 1 < n && llm__likelier(heap[child + 1], heap[child])) child++;
+        if (!llm__likelier(heap[child], moving)) break;
+        heap[i] = heap[child];
+        i = child;
+    }
+    heap[i] = moving;
+}
+
+/* Logits of tokens among `recent` are pushed down: divided by the penalty if positive, else multiplied. Once
+ * each. */
+static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent, int n_recent) {
+    if (p->repetition_penalty == 1) return;
+    int n = p->penalty_window && p->penalty_window < n_recent ? p->penalty_window : n_recent;
+    if (++s->n_draws == 0) { /* the counter came round: forget the old marks */
+        memset(s->seen, 0, (size_t)s->vocab_size * sizeof *s->seen);
+        s->n_draws = 1;
+    }
+    for (int i = n_recent - n; i < n_recent; i++) {
+        int32_t id = recent[i];
+        if (s->seen[id] == s->n_draws) continue;
+        s->seen[id] = s->n_draws;
+        float *logit = &s->heap[id].logit;
+        *logit = *logit > 0 ? *logit / p->repetition_penalty : *logit * p->repetition_penalty;
+    }
+}
+
+/* e^(logit/T) relative to the likeliest's: 2^bits for that one, and 0 for what is less than 2^-bits of it. In whole numbers,
+ * so that every machine gets the same: e^-x = 2^-y, y is cut after 24 bits, its whole part is a shift, and for the rest there
+ * is the series of 2^-f = e^(-f ln 2) = 1 - f ln 2 + (f ln 2)^2/2! - ... (its numbers times 2^32). A larger logit never
+ * gets less: a step of 2^-24 in f is larger than all rounding here. */
+static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
+    static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
+                                     661577,     65510,      5676,       437,       30};
+    float x = (most - logit) / p->temperature;
+    if (!(x < 44)) return 0;
+    uint64_t y = (uint64_t)((double)x * (1.4426950408889634 * 16777216)); /* x / ln 2, times 2^24 */
+    uint64_t f = (y & 0xffffff) << 8, sum = terms[10];
+    for (int i = 9; i >= 0; i--) sum = terms[i] - (f * sum >> 32);
+    return sum << (bits - 32) >> (y >> 24);
+}
+
+/* Apply the filters to heap[0 .. vocab_size): fills `kept` with what is left, likeliest first, and returns how
+ * many. */
+static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
+    int n = s->vocab_size, n_kept = 0;
+    int limit = p->top_k && p->top_k < n ? p->top_k : n;
+    bool all = limit == n;
+    for (int i = n / 2 - 1; i >= 0; i--) llm__sift_down(s->heap, n, i);
+    float most = s->heap[0].logit;
+    uint64_t least = (uint64_t)((double)p->min_p * (double)((uint64_t)1 << s->bits));
+
+    /* What top-p measures itself against: the mass of all, or, after top-k, of the k (which must be handed out
+     * first). */
+    uint64_t total = 0, sum = 0;
+    if (all && p->top_p < 1)
+        for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
+    uint64_t enough = all && p->top_p < 1 ? (uint64_t)((double)p->top_p * (double)total) : UINT64_MAX;
+    for (; n_kept < limit; n_kept++) {
+        uint64_t weight = llm__likelihood(p, s->heap[0].logit, most, s->bits);
+        if (n_kept && (sum >= enough || weight < least)) break;
+        s->kept[n_kept] = s->heap[0];
+        sum += weight;
+        s->heap[0] = s->heap[--n];
+        llm__sift_down(s->heap, n, 0);
+    }
+    if (!all && p->top_p < 1) {
+        /* min-p may have stopped before the k-th; the rest of the k count towards the mass all the same */
+        total = sum;
+        for (int i = n_kept; i < limit; i++) {
+            total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
+            s->heap[0] = s->heap[--n];
+            llm__sift_down(s->heap, n, 0);
+        }
+        int n_mass = 0;
+        enough = (uint64_t)((double)p->top_p * (double)total);
+        for (sum = 0; n_mass < n_kept && (n_mass == 0 || sum < enough); n_mass++)
+            sum += llm__likelihood(p, s->kept[n_mass].logit, most, s->bits);
+        n_kept = n_mass;
+    }
+    *mass = sum;
+    return n_kept;
+}
+
+/* What is left of a distribution after penalties, temperature and filters. */
+typedef struct llm__shaped {
+    const llm__choice *kept; /* (n) */
+    int n;
+    float most;    /* the largest logit */
+    int bits;      /* it counts 2^bits */
+    uint64_t mass; /* the sum of all likelihoods */
+} llm__shaped;
+
+/* logits (vocab_size) are left as they are. recent (n_recent): the sequence so far. The result lives in the
+ * sampler. */
+static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const float *logits,
+                              const int32_t *recent, int n_recent) {
+    for (int i = 0; i < s->vocab_size; i++) {
+        s->heap[i].logit = logits[i] == logits[i] ? logits[i] : -INFINITY; /* a NaN is never drawn */
+        s->heap[i].id = i;
+    }
+    llm__penalize(s, p, recent, n_recent);
+    int32_t best = 0;
+    for (int i = 1; i < s->vocab_size; i++)
+        if (llm__likelier(s->heap[i], s->heap[best])) best = i;
+
+    llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or no logit is finite */
+        shaped.kept = &s->heap[best];
+        shaped.n = 1;
+        shaped.mass = 1;
+    } else if (p->top_k || p->top_p < 1 || p->min_p > 0) {
+        shaped.n = llm__filter(s, p, &shaped.mass);
+        shaped.kept = s->kept;
+    } else {
+        for (int i = 0; i < shaped.n; i++)
+            shaped.mass += llm__likelihood(p, shaped.kept[i].logit, shaped.most, s->bits);
+    }
+    return shaped;
+}
+
+static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
+    return shaped->n == 1 ? shaped->mass : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
+}
+
+/* Choose a token: walk along the probabilities until a random point is passed. `index` counts the generated
+ * tokens of stream (sampling->seed, stream). */
+static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
+                           int n_recent, uint64_t stream, uint64_t index) {
+    if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
+    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
+    uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
+    int i = 0;
+    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the point is below the mass: one of them has it */
+        if ((passed += llm__shaped_weight(&shaped, p, i)) > point) break;
+    return shaped.kept[i].id;
+}
+
+/* The distribution that llm__sample draws from, as probabilities (vocab_size). */
+static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
+                              const int32_t *recent, int n_recent, float *probabilities) {
+    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
+    memset(probabilities, 0, (size_t)s->vocab_size * sizeof *probabilities);
+    for (int i = 0; i < shaped.n; i++)
+        probabilities[shaped.kept[i].id] =
+            (float)((double)llm__shaped_weight(&shaped, p, i) / (double)shaped.mass);
+}
+
+/* =====================================================================================
+ * [4] Paged cache: blocks, block tables, reference counts, copy-on-write, the prefix cache
+ *
+ * To produce the next token, attention needs the key and the value of every earlier token, in
+ * every layer. Computing them again for each new token would make the cost of a text of n tokens grow with
+ * n^2 forward passes; keeping them (the KV cache) makes it n. The price is memory: 2 x n_layers x
+ * n_kv_heads x head_dim numbers per token, and nobody knows beforehand how long a text gets.
+ *
+ * Reserving the longest context for every sequence wastes most of that memory. So the cache is
+ * paged, as an operating system pages memory (Kwon et al. 2023, "Efficient Memory Management for
+ * Large Language Model Serving with PagedAttention"): one pool of blocks of `block_size` token slots,
+ * and for each sequence a block table that says which block holds its tokens 0..15, which 16..31,
+ * and so on. A sequence takes a block when it needs one and wastes less than one block.
+ *
+ *     sequence A, 37 tokens     table: 5 0 3         pool:  [A16-31][    ][B0-15][A32-36]
+ *     sequence B, 18 tokens     table: 2 6                  [      ][A0-15][B16-17][    ]
+ *
+ * Blocks are counted. A fork (several samples of one prompt) copies the table, not the blocks,
+ * and raises their counts; the first of them that writes into a shared block gets a copy of its own
+ * (copy-on-write). A block whose count falls to zero is free again.
+ *
+ * Free, but not forgotten: a full block stays as it is until its memory is wanted, and a later prompt that
+ * begins with the same tokens takes it up again instead of computing it (the prefix cache). What a block holds
+ * depends on its own tokens and on all that come before, so it is found under the hash of its parent's identity
+ * and its tokens. A hash is only a hint: tokens and parent are compared. The identity is a number that is never
+ * given twice, so a block whose parent was evicted cannot be found under another parent that happens to use the
+ * same memory.
+ *
+ * This chapter only does the book-keeping. The keys and values themselves are the device's (struct llm_cache),
+ * and the same block number means the same place in every layer, and in the caches of target and draft alike.
+ * ================================================================================== */
+
+static void llm__pool_free(llm__pool *pool) {
+    LLM_FREE(pool->references);
+    LLM_FREE(pool->before);
+    LLM_FREE(pool->after);
+    LLM_FREE(pool->identity);
+    LLM_FREE(pool->parent);
+    LLM_FREE(pool->tokens);
+    LLM_FREE(pool->buckets);
+    LLM_FREE(pool->next);
+    LLM_FREE(pool->copy_from);
+    LLM_FREE(pool->copy_to);
+    memset(pool, 0, sizeof *pool);
+}
+
+/* Free blocks: into the ring, in front of `place`. */
+static void llm__pool_insert(llm__pool *pool, int32_t block, int32_t place) {
+    int32_t before = pool->before[place];
+    pool->before[block] = before;
+    pool->after[block] = place;
+    pool->after[before] = pool->before[place] = block;
+    pool->n_free++;
+}
+
+static void llm__pool_remove(llm__pool *pool, int32_t block) {
+    pool->after[pool->before[block]] = pool->after[block];
+    pool->before[pool->after[block]] = pool->before[block];
+    pool->n_free--;
+    pool->peak = llm__max(pool->peak, pool->n_blocks - pool->n_free);
+}
+
+/* max_copies: the most sequences that may write in one step, for each can need one copy. */
+static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
+                           bool keeps_prefixes, llm_error *err) {
+    memset(pool, 0, sizeof *pool);
+    pool->block_size = block_size;
+    pool->n_blocks = n_blocks;
+    pool->max_copies = max_copies;
+    pool->keeps_prefixes = keeps_prefixes;
+    for (pool->n_buckets = 16; pool->n_buckets < 2 * n_blocks;) pool->n_buckets *= 2;
+    size_t n = (size_t)n_blocks;
+    const char *what = "the book-keeping of the cache";
+    bool ok = (pool->references = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+              (pool->before = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+              (pool->after = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+              (pool->identity = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+              (pool->parent = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+              (pool->tokens = (int32_t *)llm__new(n, sizeof(int32_t) * (size_t)block_size, what, err)) &&
+              (pool->buckets = (int32_t *)llm__new((size_t)pool->n_buckets, sizeof(int32_t), what, err)) &&
+              (pool->next = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+              (pool->copy_from = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err)) &&
+              (pool->copy_to = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err));
+    if (!ok) {
+        llm__pool_free(pool);
+        return false;
+    }
+    pool->before[n_blocks] = pool->after[n_blocks] = (int32_t)n_blocks;
+    for (int64_t i = 0; i < n_blocks; i++) llm__pool_insert(pool, (int32_t)i, (int32_t)n_blocks);
+    for (int64_t i = 0; i < pool->n_buckets; i++) pool->buckets[i] = -1;
+    return true;
+}
+
+/* ---- The prefix cache ------------------------------------------------------------------- */
+
+static int32_t *llm__pool_bucket(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
+    uint64_t hash = llm__mix(parent);
+    for (int i = 0; i < pool->block_size; i++) hash = llm__mix(hash ^ (uint32_t)tokens[i]);
+    return &pool->buckets[hash & (uint64_t)(pool->n_buckets - 1)];
+}
+
+static int32_t *llm__pool_tokens(const llm__pool *pool, int32_t block) {
+    return pool->tokens + (int64_t)block * pool->block_size;
+}
+
+/* The block that holds these tokens (block_size) after that parent; -1: none. */
+static int32_t llm__pool_find(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
+    int32_t block = *llm__pool_bucket(pool, parent, tokens);
+    while (block >= 0 && (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
+                                                                  (size_t)pool->block_size * sizeof *tokens)))
+        block = pool->next[block];
+    return block;
+}
+
+static void llm__pool_forget(llm__pool *pool, int32_t block) {
+    if (!pool->identity[block]) return;
+    int32_t *link = llm__pool_bucket(pool, pool->parent[block], llm__pool_tokens(pool, block));
+    while (*link != block) link = &pool->next[*link];
+    *link = pool->next[block];
+    pool->identity[block] = 0;
+}
+
+/* A block has become full: remember what it holds. Returns the identity of this content, which another block
+ * may already have. */
+static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, const int32_t *tokens) {
+    int32_t known = llm__pool_find(pool, parent, tokens);
+    if (known >= 0) return pool->identity[known];
+    int32_t *bucket = llm__pool_bucket(pool, parent, tokens);
+    memcpy(llm__pool_tokens(pool, block), tokens, (size_t)pool->block_size * sizeof *tokens);
+    pool->parent[block] = parent;
+    pool->next[block] = *bucket;
+    *bucket = block;
+    return pool->identity[block] = ++pool->last_identity;
+}
+
+/* ---- Blocks ------------------------------------------------------------------------------ */
+
+/* Report what happens to a block, which is or was entry `place` of a table. */
+static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm_trace_kind kind, int place,
+                             int32_t block) {
+    llm_trace_event event = llm__trace_event(kind, table ? table->request : 0, table ? table->sample : 0, place, 0);
+    event.block = block;
+    if (kind == LLM_TRACE_COPY) event.source = pool->copy_from[pool->n_copies - 1];
+    event.count = pool->references[block];
+    event.kept = pool->identity[block] != 0;
+    llm__trace(pool->tracer, event);
+}
+
+/* A free block, with a count of one. The caller has checked that there is one. */
+static int32_t llm__pool_take(llm__pool *pool) {
+    int32_t block = pool->after[pool->n_blocks];
+    llm__pool_remove(pool, block);
+    if (pool->identity[block]) llm__trace_block(pool, NULL, LLM_TRACE_EVICT, 0, block);
+    llm__pool_forget(pool, block);
+    pool->references[block] = 1;
+    return block;
+}
+
+static void llm__pool_share(llm__pool *pool, int32_t block) {
+    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free, its content kept */
+}
+
+static void llm__pool_drop(llm__pool *pool, int32_t block) {
+    if (--pool->references[block] > 0) return;
+    bool kept = pool->identity[block] != 0;
+    llm__pool_insert(pool, block, kept ? (int32_t)pool->n_blocks : pool->after[pool->n_blocks]);
+}
+
+static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens) {
+    return llm__divide_up(n_tokens, pool->block_size);
+}
+
+/* ---- Block tables -------------------------------------------------------------------------- */
+
+/* Make the slots of tokens first .. end - 1 writable by this sequence alone: a block in which
+ * they start and that others share is copied, and blocks are taken for the rest. All
+ * or nothing: false, with nothing changed, if the pool or the table cannot hold it. Calling it again with the
+ * same range does nothing more. */
+static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end) {
+    if (first >= end) return true;
+    int64_t wanted = llm__blocks_for(pool, end);
+    int shared = first / pool->block_size; /* blocks before this one are only read */
+    bool copy = shared < table->n_blocks && pool->references[table->blocks[shared]] > 1;
+    int64_t take = llm__max(wanted - table->n_blocks, 0) + copy;
+    if (wanted > table->capacity || take > pool->n_free || (copy && pool->n_copies == pool->max_copies))
+        return false;
+    if (copy) {
+        int32_t from = table->blocks[shared], to = llm__pool_take(pool);
+        pool->copy_from[pool->n_copies] = from;
+        pool->copy_to[pool->n_copies++] = to;
+        table->blocks[shared] = to;
+        llm__pool_drop(pool, from); /* others still hold it, so its content stays until the copy is done */
+        llm__trace_block(pool, table, LLM_TRACE_COPY, shared, to);
+    }
+    for (int i; (i = table->n_blocks) < wanted; table->n_blocks++) {
+        table->blocks[i] = llm__pool_take(pool);
+        llm__trace_block(pool, table, LLM_TRACE_TAKE, i, table->blocks[i]);
+    }
+    return true;
+}
+
+/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
+ * them reads. */
+static int llm__copies_at_once(const llm__pool *pool) {
+    for (int n = 1; n < pool->n_copies; n++)
+        for (int i = 0; i < n; i++)
+            if (pool->copy_to[n] == pool->copy_from[i]) return n;
+    return pool->n_copies;
+}
+
+/* The first n of them have been done. */
+static void llm__copies_done(llm__pool *pool, int n) {
+    pool->n_copies -= n;
+    memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
+    memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
+}
+
+/* Give back the blocks behind the first n_tokens. Last ones first: so the beginnings of texts, which others
+ * are likelier to share, are the last to be evicted. */
+static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
+    int64_t wanted = llm__blocks_for(pool, n_tokens);
+    while (table->n_blocks > wanted) {
+        int32_t block = table->blocks[--table->n_blocks];
+        llm__pool_drop(pool, block);
+        llm__trace_block(pool, table, LLM_TRACE_RELEASE, table->n_blocks, block);
+    }
+}
+
+static void llm__table_clear(llm__pool *pool, llm__table *table) {
+    llm__table_trim(pool, table, 0);
+    table->n_kept = 0;
+    table->identity = 0;
+}
+
+/* copy shares all blocks of table. Its capacity must be at least table->n_blocks. */
+static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
+    for (int i = 0; i < table->n_blocks; i++) {
+        copy->blocks[i] = table->blocks[i];
+        llm__pool_share(pool, table->blocks[i]);
+        llm__trace_block(pool, copy, LLM_TRACE_SHARE, i, copy->blocks[i]);
+    }
+    copy->n_blocks = table->n_blocks;
+    copy->n_kept = table->n_kept;
+    copy->identity = table->identity;
+}
+
+/* Fill an empty table with the kept blocks that hold the beginning of these tokens. Returns how many tokens
+ * that is. */
+static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+    while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
+        int32_t block =
+            llm__pool_find(pool, table->identity, tokens + (int64_t)table->n_blocks * pool->block_size);
+        if (block < 0) break;
+        llm__pool_share(pool, block);
+        table->blocks[table->n_blocks] = block;
+        llm__trace_block(pool, table, LLM_TRACE_SHARE, table->n_blocks++, block);
+        table->identity = pool->identity[block];
+    }
+    table->n_kept = table->n_blocks;
+    return table->n_blocks * pool->block_size;
+}
+
+/* The first n_tokens are in the cache now: remember the blocks that have become full. */
+static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+    if (!pool->keeps_prefixes) return;
+    for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
+        table->identity = llm__pool_keep(pool, table->blocks[table->n_kept], table->identity,
+                                         tokens + (int64_t)table->n_kept * pool->block_size);
+}
+
+/* Where the cache keeps the token at `position`. */
+static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position) {
+    return table->blocks[position / pool->block_size] * pool->block_size + position % pool->block_size;
+}
+
+/* =====================================================================================
+ * [5] The program: a model as a list of operations
+ *
+ * A model of the Llama family (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around a
+ * "residual stream": one vector of `dim` numbers per token, which every layer reads and adds to.
+ *
+ *     x = embedding[token]                               (T, dim)
+ *     for each layer:
+ *         x += Wo . attention(rope(Wq.h), rope(Wk.h), Wv.h)      where h = rmsnorm(x)
+ *         x += Wdown . (silu(Wgate.h) * Wup.h)                   where h = rmsnorm(x)
+ *     logits = Woutput . rmsnorm(x)                      (T, vocab_size)
+ *
+ * Attention is the only place where a token sees others; all the rest works on each of the T tokens of the
+ * batch by itself. That is why one pass may hold a piece of a prompt, single tokens of twenty
+ * other sequences and the guesses of a draft model at the same time: only attention needs to know
+ * whose token is whose, and it looks that up in the batch.
+ *
+ * A model is data: one table below says which tensors a layer may have, under which names and
+ * of which shapes, another which of them an architecture has. Loading checks the file against both; the pass goes through
+ * what is there.
+ * ================================================================================== */
+
+typedef enum llm__part { /* the tensors of a layer */
+                         LLM__ATTN_NORM,
+                         LLM__Q,
+                         LLM__K,
+                         LLM__V,
+                         LLM__O,
+                         LLM__Q_BIAS,
+                         LLM__K_BIAS,
+                         LLM__V_BIAS,
+                         LLM__O_BIAS,
+                         LLM__Q_NORM,
+                         LLM__K_NORM,
+                         LLM__FFN_NORM,
+                         LLM__GATE,
+                         LLM__UP,
+                         LLM__DOWN,
+                         LLM__GATE_BIAS,
+                         LLM__UP_BIAS,
+                         LLM__DOWN_BIAS,
+                         LLM__N_PARTS
+} llm__part;
+
+/* widths that tensors are made of */
+typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN, LLM__HEAD } llm__width;
+
+static uint64_t llm__width_of(const llm_config *c, llm__width width) {
+    switch (width) {
+    case LLM__DIM: return (uint64_t)c->dim;
+    case LLM__Q_WIDTH: return (uint64_t)c->n_heads * (uint64_t)c->head_dim;
+    case LLM__KV_WIDTH: return (uint64_t)c->n_kv_heads * (uint64_t)c->head_dim;
+    case LLM__HIDDEN: return (uint64_t)c->hidden_dim;
+    case LLM__HEAD: return (uint64_t)c->head_dim;
+    case LLM__ONE: break;
+    }
+    return 1;
+}
+
+typedef struct llm__part_row {
+    const char *name;      /* blk.N.<name> in a GGUF file */
+    const char *source;    /* model.layers.N.<source> in a Hugging Face folder */
+    llm__width rows, cols; /* (rows, cols); rows = LLM__ONE: a vector */
+} llm__part_row;
+
+static const llm__part_row *llm__parts(void) {
+    static const llm__part_row table[LLM__N_PARTS] = {
+        {"attn_norm.weight", "input_layernorm.weight", LLM__ONE, LLM__DIM},
+        {"attn_q.weight", "self_attn.q_proj.weight", LLM__Q_WIDTH, LLM__DIM},
+        {"attn_k.weight", "self_attn.k_proj.weight", LLM__KV_WIDTH, LLM__DIM},
+        {"attn_v.weight", "self_attn.v_proj.weight", LLM__KV_WIDTH, LLM__DIM},
+        {"attn_output.weight", "self_attn.o_proj.weight", LLM__DIM, LLM__Q_WIDTH},
+        {"attn_q.bias", "self_attn.q_proj.bias", LLM__ONE, LLM__Q_WIDTH},
+        {"attn_k.bias", "self_attn.k_proj.bias", LLM__ONE, LLM__KV_WIDTH},
+        {"attn_v.bias", "self_attn.v_proj.bias", LLM__ONE, LLM__KV_WIDTH},
+        {"attn_output.bias", "self_attn.o_proj.bias", LLM__ONE, LLM__DIM},
+        {"attn_q_norm.weight", "self_attn.q_norm.weight", LLM__ONE, LLM__HEAD},
+        {"attn_k_norm.weight", "self_attn.k_norm.weight", LLM__ONE, LLM__HEAD},
+        {"ffn_norm.weight", "post_attention_layernorm.weight", LLM__ONE, LLM__DIM},
+        {"ffn_gate.weight", "mlp.gate_proj.weight", LLM__HIDDEN, LLM__DIM},
+        {"ffn_up.weight", "mlp.up_proj.weight", LLM__HIDDEN, LLM__DIM},
+        {"ffn_down.weight", "mlp.down_proj.weight", LLM__DIM, LLM__HIDDEN},
+        {"ffn_gate.bias", "mlp.gate_proj.bias", LLM__ONE, LLM__HIDDEN},
+        {"ffn_up.bias", "mlp.up_proj.bias", LLM__ONE, LLM__HIDDEN},
+        {"ffn_down.bias", "mlp.down_proj.bias", LLM__ONE, LLM__DIM},
+    };
+    return table;
+}
+
+/* Sets of parts, a bit for each. */
+enum {
+    LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__FFN_NORM |
+                  1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
+    LLM__QKV_BIASES = 1 << LLM__Q_BIAS | 1 << LLM__K_BIAS | 1 << LLM__V_BIAS,
+    LLM__BIASES = LLM__QKV_BIASES | 1 << LLM__O_BIAS,
+    LLM__FFN_BIASES = 1 << LLM__GATE_BIAS | 1 << LLM__UP_BIAS | 1 << LLM__DOWN_BIAS,
+    LLM__HEAD_NORMS = 1 << LLM__Q_NORM | 1 << LLM__K_NORM
+};
+
+/* The architectures that run. Others differ in ways that would give wrong words, not an error, so nothing is guessed. */
+typedef struct llm__architecture {
+    const char *name;           /* general.architecture of a GGUF file */
+    const char *model_type;     /* in config.json of a folder */
+    llm_rope_pairing pairing;   /* in GGUF files; in folders it is always LLM_ROPE_HALVES */
+    unsigned required, optional; /* parts of a layer */
+    /* what it means where config.json does not say (0: nothing, it must say, or the usual) */
+    int head_dim, window;
+    bool kv_heads;              /* as many key/value heads as query heads */
+} llm__architecture;
+
+static const llm__architecture *llm__architecture_at(int index) {
+    static const llm__architecture table[] = {
+        {"llama", "llama", LLM_ROPE_ADJACENT, LLM__ALWAYS, LLM__BIASES | LLM__FFN_BIASES, 0, 0, true},
+        {"llama", "mistral", LLM_ROPE_ADJACENT, LLM__ALWAYS, 0, 0, 4096, false},
+        {"qwen2", "qwen2", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__QKV_BIASES, 0, 0, 0, false},
+        {"qwen3", "qwen3", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__HEAD_NORMS, LLM__BIASES, 128, 0, false},
+    };
+    return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
+}
+
+/* By general.architecture, or (source) by model_type; NULL: unknown. */
+static const llm__architecture *llm__find_architecture(llm_string name, bool source) {
+    const llm__architecture *a;
+    for (int i = 0; (a = llm__architecture_at(i)) != NULL; i++)
+        if (llm__is_text(name, source ? a->model_type : a->name)) return a;
+    return NULL;
+}
+
+/* "llama, qwen2, ..." */
+static void llm__list_architectures(char *text, size_t size, bool source) {
+    const llm__architecture *a, *last = NULL;
+    size_t used = 0;
+    for (int i = 0; (a = llm__architecture_at(i)) != NULL && used < size; last = a, i++)
+        if (source || !last || strcmp(a->name, last->name))
+            used += (size_t)snprintf(text + used, size - used, "%s%s", last ? ", " : "", source ? a->model_type : a->name);
+}
+
+/* ---- A model on a device -------------------------------------------------------------- */
+
+static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t n, llm_weight *w,
+                               llm_error *err) {
+    size_t bytes = (size_t)n * sizeof *host;
+    w->type = LLM_F32;
+    w->rows = 1;
+    w->cols = n;
+    w->data = backend->allocate(backend->context, bytes, "a vector of weights", err);
+    void *to = (void *)(uintptr_t)w->data;
+    return to && backend->upload(backend->context, to, host, bytes, err);
+}
+
+/* A vector (norm, bias) as f32 in device memory. */
+static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    int64_t n = (int64_t)tensor->dims[0];
+    float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
+    if (host) llm_type_find(tensor->type)->unpack(tensor->data, host, n);
+    bool ok = host && llm__upload_vector(backend, host, n, w, err);
+    LLM_FREE(host);
+    return ok;
+}
+
+/* The order in which a matrix takes its input. */
+static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    size_t bytes = (size_t)w->cols * sizeof *w->columns;
+    w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
+    return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
+}
+
+/* The rows of a matrix that the file has in another form; they are the network's. */
+static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
+    void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows, "the rows of matrices", err);
+    if (!grown) return NULL;
+    net->rows = (void **)grown;
+    void *rows = llm__new_rows(tensor, err);
+    if (rows) net->rows[net->n_rows++] = rows;
+    return rows;
+}
+
+static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+    llm_backend *backend = net->backend;
+    const void *host = tensor->data ? tensor->data : llm__network_rows(net, tensor, err);
+    w->type = tensor->type;
+    w->rows = (int64_t)tensor->dims[1];
+    w->cols = (int64_t)tensor->dims[0];
+    if (!host || !backend->load_weight(backend->context, w, host, err)) return false;
+    bool copied = w->packed || w->data != host;
+    if (copied && !tensor->data) { /* then the rows are wanted no more */
+        if (w->data == host) w->data = NULL;
+        LLM_FREE(net->rows[--net->n_rows]);
+    }
+    if (copied || !tensor->data) llm__tensor_forget(net->model->file, tensor);
+    return !tensor->columns || llm__load_columns(backend, tensor, w, err);
+}
+
+/* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
+ * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer").
+ *
+ * A model that is to read longer texts than it was trained on would meet angles it has never seen. So the
+ * frequencies are divided: all alike ("linear"), or those only that do not complete a turn within the
+ * trained length, while the quick ones, which have seen all angles, stay. Llama 3 brings a divisor
+ * for each; YaRN computes one, blending between beta_fast and beta_slow turns over that length. */
+static double llm__frequency(const llm_config *c, int i, double divisor) {
+    double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
+    if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
+    /* the dimension that makes so many turns over the length that the model was trained for at first */
+    double per_turn = c->rope_original_context / (2 * 3.14159265358979323846), scale = c->rope_dim / (2 * log(c->rope_base));
+    double fast = floor(scale * log(per_turn / c->rope_beta_fast)), slow = ceil(scale * log(per_turn / c->rope_beta_slow));
+    fast = fast > 0 ? fast : 0;
+    slow = slow < c->rope_dim - 1 ? slow : c->rope_dim - 1;
+    double blend = (i - fast) / (slow - fast > 0.001 ? slow - fast : 0.001);
+    blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
+    return frequency * (1 - blend) + frequency / c->rope_factor * blend;
+}
+
+static bool llm__load_frequencies(llm__network *net, llm_error *err) {
+    const llm_config *c = &net->model->config;
+    const llm_tensor *divisors = net->model->rope_divisors;
+    int n = c->rope_dim / 2;
+    float *host = (float *)llm__new((size_t)n, sizeof(float), "the RoPE frequencies", err);
+    if (!host) return false;
+    for (int i = 0; i < n; i++) host[i] = 1;
+    if (divisors) llm_type_find(divisors->type)->unpack(divisors->data, host, n);
+    for (int i = 0; i < n; i++) {
+        if (!(host[i] > 0)) {
+            llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g", llm_file_path(net->model->file),
+                      (double)host[i]);
+            return LLM_FREE(host), false;
+        }
+        host[i] = (float)llm__frequency(c, i, host[i]);
+    }
+    bool ok = llm__upload_vector(net->backend, host, n, &net->frequencies, err);
+    LLM_FREE(host);
+    return ok;
+}
+
+static bool llm__load_cache(llm__network *net, llm_type type, int block_size, int64_t n_blocks,
+                            llm_error *err) {
+    const llm_config *c = &net->model->config;
+    llm_cache *cache = &net->cache;
+    llm_backend *b = net->backend;
+    cache->type = type;
+    cache->n_layers = c->n_layers;
+    cache->n_kv_heads = c->n_kv_heads;
+    cache->head_dim = c->head_dim;
+    cache->block_size = block_size;
+    cache->n_blocks = n_blocks;
+    cache->keys_transposed = b->keys_transposed;
+    uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 / (uint64_t)c->n_layers, layer,
+             all;
+    if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||
+        !llm__multiply(layer, (uint64_t)c->n_layers, &all) || all > SIZE_MAX / 2)
+        return llm__fail(err, LLM_ERROR_MEMORY,
+                         "a cache of %lld blocks of %d tokens is more than this machine can address",
+                         (long long)n_blocks, block_size);
+    cache->layer_bytes = (size_t)layer;
+    cache->keys = b->allocate(b->context, (size_t)all,
+                              "the keys of the cache (a smaller cache_bytes or context needs less)", err);
+    if (!cache->keys) return false;
+    cache->values = b->allocate(b->context, (size_t)all,
+                                "the values of the cache (a smaller cache_bytes or context needs less)", err);
+    return cache->values != NULL;
+}
+
+/* Bytes of one block in all layers, keys and values. */
+static size_t llm__block_bytes(const llm_cache *cache) {
+    return 2 * (size_t)cache->n_layers * (cache->layer_bytes / (size_t)cache->n_blocks);
+}
+
+/* One block of all layers between the cache and host memory (llm__block_bytes). */
+static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err) {
+    const llm_cache *cache = &net->cache;
+    llm_backend *b = net->backend;
+    size_t piece = cache->layer_bytes / (size_t)cache->n_blocks;
+    for (int i = 0; i < 2 * cache->n_layers; i++, host += piece) {
+        char *side = (char *)(i % 2 ? cache->values : cache->keys);
+        char *device = side + (size_t)(i / 2) * cache->layer_bytes + (size_t)block * piece;
+        if (!(out ? b->download(b->context, host, device, piece, err)
+                  : b->upload(b->context, device, host, piece, err)))
+            return false;
+    }
+    return true;
+}
+
+static void llm__network_free(llm__network *net) {
+    llm_backend *b = net->backend;
+    if (!b) return;
+    b->forget(b->context, &net->program);
+    b->release(b->context, net->activations);
+    LLM_FREE(net->program.ops);
+    LLM_FREE(net->program.buffers);
+    if (net->embedding.data) b->free_weight(b->context, &net->embedding);
+    if (net->output.data) b->free_weight(b->context, &net->output);
+    b->release(b->context, (void *)net->output_norm.data);
+    for (int i = 0; net->parts && i < net->model->config.n_layers * LLM__N_PARTS; i++) {
+        llm_weight *w = &net->parts[i];
+        if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
+        else {
+            b->release(b->context, (void *)(uintptr_t)w->columns);
+            if (w->data || w->packed) b->free_weight(b->context, w);
+        }
+    }
+    while (net->n_rows > 0) LLM_FREE(net->rows[--net->n_rows]);
+    LLM_FREE(net->rows);
+    LLM_FREE(net->parts);
+    b->release(b->context, (void *)net->frequencies.data);
+    b->release(b->context, net->cache.keys);
+    b->release(b->context, net->cache.values);
+    memset(net, 0, sizeof *net);
+}
+
+/* Put the model's weights on the device. On failure the caller frees what is there. */
+static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err) {
+    net->model = model;
+    net->backend = backend;
+    int n = model->config.n_layers * LLM__N_PARTS;
+    net->parts = (llm_weight *)llm__new((size_t)n, sizeof *net->parts, "the table of weights", err);
+    net->embedding.only_rows = !model->config.tied_output;
+    if (!net->parts || !llm__load_frequencies(net, err) ||
+        !llm__load_matrix(net, model->embedding, &net->embedding, err) ||
+        !llm__load_vector(backend, model->output_norm, &net->output_norm, err))
+        return false;
+    if (!model->config.tied_output && !llm__load_matrix(net, model->output, &net->output, err))
+        return false;
+    for (int i = 0; i < n; i++) {
+        bool vector = llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE;
+        if (model->parts[i] && !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
+                                        : llm__load_matrix(net, model->parts[i], &net->parts[i], err)))
+            return false;
+    }
+    return true;
+}
+
+/* ---- The program ----------------------------------------------------------------------------
+ * What the model computes, operation by operation. A trait of an architecture (a bias, a norm of
+ * the heads, a window) is a line in one of these functions. */
+
+enum { /* the buffers of a program */
+    LLM__X,         /* (T, dim) the residual stream */
+    LLM__NORMED,    /* (T, dim) its normalised copy */
+    LLM__QUERIES,   /* (T, n_heads, head_dim) */
+    LLM__KEYS,      /* (T, n_kv_heads, head_dim) */
+    LLM__VALUES,    /* (T, n_kv_heads, head_dim) */
+    LLM__ATTENDED,  /* (T, n_heads, head_dim) */
+    LLM__GATES,     /* (T, hidden_dim) */
+    LLM__UPS,       /* (T, hidden_dim) */
+    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, its columns in another order */
+    LLM__ANGLES,    /* (T, rope_dim/2, 2) */
+    LLM__CACHE,     /* the paged cache: no memory of the program's */
+    LLM__ROWS,      /* (R, dim) the residual stream of the rows whose logits are wanted */
+    LLM__LOGITS,    /* (R, vocab_size) */
+    LLM__N_BUFFERS
+};
+
+static llm_op *llm__emit_op(llm_program *p, llm_op_kind kind, int layer, int in, int out) {
+    llm_op *op = &p->ops[p->n_ops++];
+    memset(op, 0, sizeof *op);
+    op->kind = kind;
+    op->layer = layer;
+    op->in[0] = in;
+    for (int i = 1; i < LLM_OP_INPUTS; i++) op->in[i] = -1;
+    op->out = out;
+    op->name = "";
+    return op;
+}
+
+static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w, const char *name,
+                              int in, int out) {
+    llm_op *op = llm__emit_op(&net->program, LLM_OP_RMSNORM, layer, in, out);
+    op->weight = w;
+    op->name = name;
+    op->epsilon = net->model->config.norm_epsilon;
+    return op;
+}
+
+/* out = w . in, + the bias if the model has it. A matrix may take its input in an order of its own.
+ */
+static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
+                                int in, int out) {
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS + part],
+                     *b = &net->parts[layer * LLM__N_PARTS + bias];
+    if (w->columns) {
+        llm__emit_op(&net->program, LLM_OP_GATHER_COLUMNS, layer, in, LLM__ORDERED)->weight = w;
+        in = LLM__ORDERED;
+    }
+    llm_op *op = llm__emit_op(&net->program, LLM_OP_MATMUL, layer, in, out);
+    op->weight = w;
+    op->bias = b->data ? b : NULL;
+    op->name = llm__parts()[part].name;
+    return op;
+}
+
+/* x += attention of the normalised x */
+static void llm__emit_attention(llm__network *net, int layer, bool naive) {
+    const llm_config *c = &net->model->config;
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
+    const float scale = 1.0f / sqrtf((float)c->head_dim);
+    llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, scale, naive,
+                                 net->model->windows[layer]};
+    llm__emit_norm(net, layer, &w[LLM__ATTN_NORM], "attn_norm.weight", LLM__X, LLM__NORMED);
+    llm__emit_matmul(net, layer, LLM__Q, LLM__Q_BIAS, LLM__NORMED, LLM__QUERIES);
+    llm__emit_matmul(net, layer, LLM__K, LLM__K_BIAS, LLM__NORMED, LLM__KEYS);
+    llm__emit_matmul(net, layer, LLM__V, LLM__V_BIAS, LLM__NORMED, LLM__VALUES);
+
+    llm_op *rope = llm__emit_op(&net->program, LLM_OP_ROPE_STORE, layer, LLM__ANGLES, -1);
+    rope->in[1] = LLM__QUERIES;
+    rope->in[2] = LLM__KEYS;
+    rope->in[3] = LLM__VALUES;
+    rope->in[4] = LLM__CACHE;
+    rope->attention = shape;
+    rope->pairing = c->rope_pairing;
+    rope->rope_dim = c->rope_dim;
+    rope->epsilon = c->norm_epsilon;
+    rope->q_norm = w[LLM__Q_NORM].data ? &w[LLM__Q_NORM] : NULL;
+    rope->k_norm = w[LLM__K_NORM].data ? &w[LLM__K_NORM] : NULL;
+
+    llm_op *attention = llm__emit_op(&net->program, LLM_OP_ATTENTION, layer, LLM__QUERIES,
+                                     LLM__ATTENDED);
+    attention->in[1] = LLM__CACHE;
+    attention->attention = shape;
+    llm__emit_matmul(net, layer, LLM__O, LLM__O_BIAS, LLM__ATTENDED, LLM__X)->add = true;
+}
+
+/* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
+ * opens and closes gates for the other. */
+static void llm__emit_feed_forward(llm__network *net, int layer) {
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
+    llm__emit_norm(net, layer, &w[LLM__FFN_NORM], "ffn_norm.weight", LLM__X, LLM__NORMED);
+    llm__emit_matmul(net, layer, LLM__GATE, LLM__GATE_BIAS, LLM__NORMED, LLM__GATES);
+    llm__emit_matmul(net, layer, LLM__UP, LLM__UP_BIAS, LLM__NORMED, LLM__UPS);
+    llm__emit_op(&net->program, LLM_OP_SWIGLU, layer, LLM__GATES, LLM__GATES)->in[1] = LLM__UPS;
+    llm__emit_matmul(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__GATES, LLM__X)->add = true;
+}
+
+/* The head: the output matrix is the largest of all, so only the wanted rows are multiplied by it.
+ */
+static void llm__emit_head(llm__network *net) {
+    llm_program *p = &net->program;
+    p->n_body = p->n_ops;
+    llm__emit_op(p, LLM_OP_GATHER_ROWS, -1, LLM__X, LLM__ROWS);
+    llm__emit_norm(net, -1, &net->output_norm, "output_norm.weight", LLM__ROWS, LLM__ROWS);
+    llm_op *logits = llm__emit_op(p, LLM_OP_MATMUL, -1, LLM__ROWS, LLM__LOGITS);
+    logits->weight = net->model->config.tied_output ? &net->embedding : &net->output;
+    logits->name = net->model->config.tied_output ? "token_embd.weight" : "output.weight";
+}
+
+/* Emit all operations, and describe the buffers. */
+static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_error *err) {
+    enum { LAYER_OPS = 12, OTHER_OPS = 5 };
+    const llm_config *c = &net->model->config;
+    const llm_buffer buffers[LLM__N_BUFFERS] = {
+        {"x", c->dim, false, NULL},
+        {"h", c->dim, false, NULL},
+        {"q", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
+        {"k", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
+        {"v", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
+        {"a", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
+        {"gate", c->hidden_dim, false, NULL},
+        {"up", c->hidden_dim, false, NULL},
+        {"ordered", (int64_t)net->model->ordered_cols, false, NULL},
+        {"angles", c->rope_dim, false, NULL},
+        {"cache", 0, false, NULL},
+        {"rows", c->dim, true, NULL},
+        {"logits", c->vocab_size, true, NULL},
+    };
+    llm_program *p = &net->program;
+    size_t n_ops = (size_t)c->n_layers * LAYER_OPS + OTHER_OPS;
+    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) n_ops += net->parts[i].columns != NULL;
+    p->ops = (llm_op *)llm__new(n_ops, sizeof *p->ops, "a program", err);
+    p->buffers = (llm_buffer *)llm__new(LLM__N_BUFFERS, sizeof *p->buffers, "a program", err);
+    if (!p->ops || !p->buffers) return false;
+    memcpy(p->buffers, buffers, sizeof buffers);
+    p->n_buffers = LLM__N_BUFFERS;
+    p->cache = &net->cache;
+    p->fusions = o->fusions;
+    llm__emit_op(p, LLM_OP_EMBED, -1, -1, LLM__X)->weight = &net->embedding;
+    p->ops[0].name = "token_embd.weight";
+    llm_op *angles = llm__emit_op(p, LLM_OP_ROPE_ANGLES, -1, -1, LLM__ANGLES);
+    angles->weight = &net->frequencies;
+    angles->rope_dim = c->rope_dim;
+    angles->scale = c->rope_magnitude;
+    for (int layer = 0; layer < c->n_layers; layer++) {
+        llm__emit_attention(net, layer, o->naive_attention);
+        llm__emit_feed_forward(net, layer);
+    }
+    llm__emit_head(net);
+    return true;
+}
+
+/* Values of a buffer in steps of up to max_tokens tokens, rounded up so that the next one starts on
+ * a cache line. 0: too many to address (widths are below 2^62, rows below 2^31). */
+static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *buffer,
+                                   int max_tokens) {
+    uint64_t values, rows = (uint64_t)llm_rounded_rows(buffer->head ? net->max_logits : max_tokens);
+    if (!llm__multiply(rows, (uint64_t)buffer->width, &values) || values > SIZE_MAX / 64) return 0;
+    return (values / 16 + 1) * 16;
+}
+
+/* Memory for all buffers, sized once for the largest batch: one allocation. */
+static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *err) {
+    llm_program *p = &net->program;
+    llm_backend *b = net->backend;
+    uint64_t total = 0;
+    for (int i = 0; i < p->n_buffers; i++) {
+        uint64_t values = llm__buffer_values(net, &p->buffers[i], max_tokens);
+        if (values == 0 || total > SIZE_MAX / 64)
+            return llm__fail(err, LLM_ERROR_MEMORY,
+                             "activations of %d tokens are more than this machine can address",
+                             max_tokens);
+        total += values;
+    }
+    net->activation_bytes = (size_t)total * sizeof(float);
+    net->activations = (float *)b->allocate(
+        b->context, net->activation_bytes,
+        "the activations of a step (a smaller max_batch_tokens needs less)", err);
+    float *next = net->activations;
+    for (int i = 0; next && i < p->n_buffers; i++) {
+        p->buffers[i].data = next;
+        next += llm__buffer_values(net, &p->buffers[i], max_tokens);
+    }
+    return net->activations != NULL;
+}
+
+/* Compile the model and prepare its program, for steps of up to o->max_batch_tokens tokens. */
+static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
+                                 llm_error *err) {
+    llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
+    net->max_logits = max_logits;
+    if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err)) return false;
+    net->logits = net->program.buffers[LLM__LOGITS].data;
+    return net->backend->prepare(net->backend->context, &net->program, &limits, err);
+}
+
+/* ---- What an operation costs -------------------------------------------------------------------
+ */
+
+const char *llm_op_name(llm_op_kind kind) {
+    static const char *const names[LLM_N_OP_KINDS] = {"embed",  "rope_angles", "rmsnorm",
+                                                      "matmul", "rope_store",  "attention",
+                                                      "swiglu", "gather_rows", "gather_columns"};
+    return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
+}
+
+/* Keys that the attention of a batch reads (*read), and pairs of query and key (*pairs), of one
+ * head. */
+static void llm__count_pairs(const llm_op *op, const llm_batch *batch, double *read,
+                             double *pairs) {
+    *read = *pairs = 0;
+    for (int s = 0; s < batch->n_sequences; s++) {
+        int first = batch->seq_first[s], end = first + batch->seq_count[s];
+        if (first == end) continue;
+        *read += batch->positions[end - 1] + 1 -
+                 llm__first_seen(&op->attention, batch->positions[first]);
+        for (int t = first; t < end; t++)
+            *pairs += batch->positions[t] + 1 -
+                      llm__first_seen(&op->attention, batch->positions[t]);
+    }
+}
+
+llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_batch *batch) {
+    const llm_attention_shape *a = &op->attention;
+    bool head = op->out >= 0 && program->buffers[op->out].head;
+    double rows = head ? batch->n_logits : batch->n_tokens,
+           width = op->out >= 0 ? (double)program->buffers[op->out].width : 0;
+    double per_key = 2.0 * a->n_kv_heads * a->head_dim *
+                     (double)llm__value_bytes(program->cache ? program->cache->type : LLM_F32);
+    double read, pairs;
+    llm_cost cost;
+    memset(&cost, 0, sizeof cost);
+    for (int i = 0; i < LLM_OP_INPUTS; i++)
+        if (op->in[i] >= 0)
+            cost.activation_bytes += 4 * rows * (double)program->buffers[op->in[i]].width;
+    cost.activation_bytes += 4 * rows * width * (op->add ? 2 : 1);
+    if (op->weight) {
+        double weight_rows = op->kind == LLM_OP_EMBED ? rows : (double)op->weight->rows;
+        cost.weight_bytes = weight_rows *
+                            (double)llm__row_bytes(op->weight->type, op->weight->cols);
+    }
+    const llm_weight *vectors[] = {op->bias, op->q_norm, op->k_norm};
+    for (int i = 0; i < 3; i++)
+        if (vectors[i]) cost.weight_bytes += 4.0 * (double)vectors[i]->cols;
+    switch (op->kind) {
+    case LLM_OP_MATMUL:
+        cost.operations = 2 * rows * (double)op->weight->rows * (double)op->weight->cols;
+        break;
+    case LLM_OP_RMSNORM: cost.operations = 4 * rows * width; break;
+    case LLM_OP_SWIGLU: cost.operations = 5 * rows * width; break;
+    case LLM_OP_ROPE_ANGLES: cost.operations = 2 * rows * width; break;
+    case LLM_OP_ROPE_STORE:
+        cost.operations = 3 * rows * (a->n_heads + a->n_kv_heads) * a->head_dim;
+        cost.activation_bytes += 4 * rows * (a->n_heads + a->n_kv_heads) *
+                                 a->head_dim; /* q and k are written, too */
+        cost.cache_bytes = rows * per_key;
+        break;
+    case LLM_OP_ATTENTION:
+        llm__count_pairs(op, batch, &read, &pairs);
+        cost.cache_bytes = read * per_key;
+        cost.operations = 4 * pairs * a->n_heads * a->head_dim;
+        break;
+    case LLM_OP_GATHER_COLUMNS:
+        cost.weight_bytes = 4.0 * (double)op->weight->cols;
+        break; /* only the order is read */
+    default: break;
+    }
+    return cost;
+}
+
+/* =====================================================================================
+ * [6] The operations: each as the plain loop that defines it
+ *
+ * One function per kind of llm_op, written as a textbook would: slow, in double precision, and easy to see
+ * through. llm__reference_run, at the end, is the executor that a class steps through: a loop over the
+ * program with a switch over these functions. LLM_ISA_REFERENCE selects it, and everything fast, here and in
+ * llm.cu, is tested against it.
+ * ================================================================================== */
+
+/* ---- The arguments of kernels --------------------------------------------------------- */
+
+typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
+    const llm_weight *w;
+    const float *x;
+    const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
+    size_t x_tile_bytes;
+    int height;              /* rows of x in a tile */
+    bool tiles;              /* use matrix tiles */
+    const float *bias;       /* NULL: none */
+    bool add;
+    int n;
+    float *out;
+    bool gate;               /* out holds the gate: out = silu(out) x the product */
+    size_t tile_bytes;       /* of scratch, for unpacked weights */
+} llm__matmul_job;
+
+typedef struct llm__rope_job { /* the op's buffers, for all tokens of the batch */
+    const llm_batch *batch;
+    const llm_op *op;
+    const llm_cache *cache;
+    const float *angles, *q_norm, *k_norm; /* norms: NULL, none */
+    float *q, *k;
+    const float *v;
+} llm__rope_job;
+
+typedef struct llm__attention_job {
+    const llm_batch *batch;
+    llm_attention_shape shape;
+    const float *q;
+    const llm_cache *cache;
+    int layer;
+    float *out;
+    bool tiles;              /* use matrix tiles */
+} llm__attention_job;
+
+/* One set of compiled kernels. Each works on a range that one thread was given. */
+typedef struct llm__kernels {
+    llm_isa isa;
+    int lanes;                       /* floats in a register */
+    /* Rows 0 to rows - 1 of x (of at most 16), stripes first to end - 1, `group` values to a scale, into their tile of x, which is `height` high */
+    void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile);
+    void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
+    void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
+    void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
+    int32_t (*argmax)(const float *x, int n);
+    double (*sum_exp)(const float *x, int n, float shift);
+    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head);
+    /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
+    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+                      void *scratch);
+} llm__kernels;
+
+typedef struct llm__cpu { /* the context of a CPU backend */
+    llm_backend backend;
+    const llm__kernels *kernels;     /* NULL: the reference loops */
+    llm_isa isa;
+    int n_threads;
+    bool pack;                       /* weights, as they are loaded, */
+    struct llm__slab *slabs;         /* (n_slabs) into these */
+    int64_t n_slabs, slab_capacity;
+    uint64_t rounded_bytes;          /* of `rounded` */
+    void *rounded;                   /* the rows of one matmul input as int8 */
+    char *scratch;                   /* (n_threads, scratch_bytes) */
+    size_t scratch_bytes, tile_bytes; /* of a thread; of these, for unpacked weights */
+    double alone_until;              /* on the clock; see llm__run_team */
+} llm__cpu;
+
+static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
+
+/* Where the cache keeps position `position` of sequence s, as the number of its row of head_dim values in a layer. */
+static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence, int kv_head, int position) {
+    const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
+    int64_t block = table[position / batch->block_size];
+    return (block * cache->n_kv_heads + kv_head) * batch->block_size + position % batch->block_size;
+}
+
+static const char *llm__cache_layer(const llm_cache *cache, const void *side, int layer) {
+    return (const char *)side + (size_t)layer * cache->layer_bytes;
+}
+
+/* A row's first value in its layer; the next one lies *stride values on. */
+static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row, int64_t *stride) {
+    bool transposed = side == cache->keys && cache->keys_transposed;
+    int64_t slot = row % cache->block_size;
+    *stride = transposed ? cache->block_size : 1;
+    return transposed ? (row - slot) * cache->head_dim + slot : row * cache->head_dim;
+}
+
+/* ---- The reference loops --------------------------------------------------------------- */
+
+/* Root mean square normalisation (Zhang and Sennrich 2019): bring the row to length sqrt(dim), then
+ * stretch each of its dimensions by a learned weight. */
+static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
+                               float epsilon, float *out) {
+    for (int64_t row = 0; row < n; row++) {
+        double sum = 0.0;
+        for (int i = 0; i < dim; i++) sum += (double)x[row * dim + i] * x[row * dim + i];
+        double scale = 1.0 / sqrt(sum / dim + epsilon);
+        for (int i = 0; i < dim; i++)
+            out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
+    }
+}
+
+/* unpacked (cols) is scratch, for one row of w. */
+static void llm__plain_matmul(const float *x, const llm_weight *w, const float *bias, int64_t n,
+                              bool add, float *unpacked, float *out) {
+    const llm_type_info *type = llm_type_find(w->type);
+    for (int64_t row = 0; row < w->rows; row++) {
+        type->unpack((const char *)w->data + (size_t)row * llm__row_bytes(w->type, w->cols),
+                     unpacked, w->cols);
+        for (int64_t i = 0; i < n; i++) {
+            double sum = bias ? bias[row] : 0.0;
+            for (int64_t j = 0; j < w->cols; j++) sum += (double)unpacked[j] * x[i * w->cols + j];
+            out[i * w->rows + row] = (float)(add ? out[i * w->rows + row] + sum : sum);
+        }
+    }
+}
+
+/* SwiGLU (Shazeer 2020): one half of the feed-forward block decides how much of the other passes. */
+static void llm__plain_swiglu(const float *gate, const float *up, int64_t n, float *out) {
+    for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
+}
+
+/* Rotary position embedding (Su et al. 2021): pairs of dimensions turn with the position, each at its own speed, so
+ * that the product of a query and a key depends on the distance between them alone. */
+static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
+    for (int i = 0; i < rope_dim / 2; i++) {
+        float *a = pairing == LLM_ROPE_HALVES ? head + i : head + 2 * i;
+        float *b = pairing == LLM_ROPE_HALVES ? head + i + rope_dim / 2 : head + 2 * i + 1;
+        double x = *a, y = *b, cosine = angles[2 * i], sine = angles[2 * i + 1];
+        *a = (float)(x * cosine - y * sine);
+        *b = (float)(x * sine + y * cosine);
+    }
+}
+
+/* (What f16 cannot hold becomes its largest value: infinity would make of a weight of 0 something that is not a number.) */
+static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
+    int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
+    int64_t at = llm__cache_place(cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
+    char *to = (char *)side + (size_t)layer * cache->layer_bytes;
+    for (int i = 0; i < cache->head_dim; i++, at += stride) {
+        if (cache->type == LLM_F16) llm__write_u16(to + 2 * at, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
+        else memcpy(to + 4 * at, head + i, sizeof *head);
+    }
+}
+
+static void llm__plain_rope_store(const llm__rope_job *job) {
+    const llm_op *op = job->op;
+    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads,
+        head_dim = op->attention.head_dim;
+    int64_t n = job->batch->n_tokens;
+    if (job->q_norm)
+        llm__plain_rmsnorm(job->q, job->q_norm, n * n_heads, head_dim, op->epsilon, job->q);
+    if (job->k_norm)
+        llm__plain_rmsnorm(job->k, job->k_norm, n * n_kv_heads, head_dim, op->epsilon, job->k);
+    for (int64_t token = 0; token < n; token++) {
+        const float *turn = job->angles + token * (op->rope_dim / 2) * 2;
+        int slot = job->batch->slots[token];
+        for (int head = 0; head < n_heads; head++)
+            llm__plain_rope(job->q + (token * n_heads + head) * head_dim, turn, op->rope_dim,
+                            op->pairing);
+        for (int head = 0; head < n_kv_heads; head++) {
+            int64_t row = (token * n_kv_heads + head) * head_dim;
+            llm__plain_rope(job->k + row, turn, op->rope_dim, op->pairing);
+            llm__plain_store(job->cache, job->cache->keys, op->layer, slot, head, job->k + row);
+            llm__plain_store(job->cache, job->cache->values, op->layer, slot, head, job->v + row);
+        }
+    }
+}
+
+static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t i) {
+    if (cache->type == LLM_F16) return llm__f16_to_f32(llm__read_u16(layer + 2 * i));
+    float x;
+    memcpy(&x, layer + 4 * i, sizeof x);
+    return x;
+}
+
+/* The first position that a token sees: all of the sequence, or the last `window` tokens (Child et al. 2019; Mistral). What
+ * lies before it stays in the cache, since a later prompt may begin alike, but is not read. */
+static int llm__first_seen(const llm_attention_shape *shape, int position) {
+    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
+}
+
+/* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
+ * weighted mean of the values. scores (position + 1) is scratch. */
+static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
+    const llm_attention_shape *shape = &job->shape;
+    const llm_cache *cache = job->cache;
+    int head_dim = shape->head_dim, position = job->batch->positions[token];
+    int kv_head = head / (shape->n_heads / shape->n_kv_heads);
+    int64_t stride;
+    const float *q = job->q + ((int64_t)token * shape->n_heads + head) * head_dim;
+    float *out = job->out + ((int64_t)token * shape->n_heads + head) * head_dim;
+    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
+    const char *values = llm__cache_layer(cache, cache->values, job->layer);
+
+    float largest = -INFINITY;
+    int first = llm__first_seen(shape, position);
+    for (int p = first; p <= position; p++) {
+        int64_t at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+        double dot = 0.0;
+        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
+        scores[p] = (float)(dot * shape->scale);
+        if (scores[p] > largest) largest = scores[p];
+    }
+    double total = 0.0; /* the largest score is taken off, which changes no quotient and keeps exp from overflowing */
+    for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
+    for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
+    for (int p = first; p <= position; p++) {
+        int64_t at = llm__cache_place(cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+        float share = (float)(scores[p] / total);
+        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, values, at + i * stride);
+    }
+}
+
+/* All heads of one token. */
+static void llm__plain_attention(const llm__attention_job *job, int token, float *scores) {
+    const llm_batch *batch = job->batch;
+    int s = 0;
+    while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
+        if (++s == batch->n_sequences) return; /* it belongs to no sequence */
+    for (int head = 0; head < job->shape.n_heads; head++)
+        llm__plain_attention_row(job, s, token, head, scores);
+}
+
+/* The four operations that move rows, or compute a few numbers for each, have one form for all
+ * executors. They do the rows first to end - 1 of `out`. */
+static void llm__embed(const llm_batch *batch, const llm_weight *table, int64_t first, int64_t end,
+                       float *out) {
+    const llm_type_info *type = llm_type_find(table->type);
+    size_t row_bytes = llm__row_bytes(table->type, table->cols);
+    for (int64_t t = first; t < end; t++)
+        type->unpack((const char *)table->data + (size_t)batch->tokens[t] * row_bytes,
+                     out + t * table->cols, table->cols);
+}
+
+static void llm__rope_angles(const llm_batch *batch, const llm_op *op, int64_t first, int64_t end,
+                             float *out) {
+    const float *frequencies = (const float *)op->weight->data;
+    int n = op->rope_dim / 2;
+    for (int64_t t = first; t < end; t++)
+        for (int i = 0; i < n; i++) {
+            float angle = (float)batch->positions[t] * frequencies[i], *at = out + 2 * (t * n + i);
+            at[0] = op->scale * cosf(angle);
+            at[1] = op->scale * sinf(angle);
+        }
+}
+
+static void llm__gather_rows(const float *x, const int32_t *rows, int64_t width, int64_t first,
+                             int64_t end, float *out) {
+    for (int64_t i = first; i < end; i++)
+        memcpy(out + i * width, x + rows[i] * width, (size_t)width * sizeof *x);
+}
+
+static void llm__gather_columns(const float *x, const llm_weight *w, int64_t first, int64_t end,
+                                float *out) {
+    for (int64_t i = first; i < end; i++)
+        for (int64_t j = 0; j < w->cols; j++) out[i * w->cols + j] = x[i * w->cols + w->columns[j]];
+}
+
+/* ---- The reference executor: the program, one operation after another ------------------------ */
+
+/* One call of run: what the operations work on. */
+typedef struct llm__step {
+    llm__cpu *cpu;
+    const llm_program *program;
+    const llm_batch *batch;
+    int first, n_logits;     /* the head's slice of batch->logit_rows */
+} llm__step;
+
+/* Buffer `index` of an operation's in[]; NULL if there is none */
+static float *llm__in(const llm__step *step, const llm_op *op, int index) {
+    return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
+}
+
+static float *llm__out(const llm__step *step, const llm_op *op) {
+    return op->out < 0 ? NULL : step->program->buffers[op->out].data;
+}
+
+/* Rows that an operation works on */
+static int llm__op_rows(const llm__step *step, const llm_op *op) {
+    return op->out >= 0 && step->program->buffers[op->out].head ? step->n_logits
+                                                                : step->batch->n_tokens;
+}
+
+static const float *llm__vector(const llm_weight *w) { return w ? (const float *)w->data : NULL; }
+
+static llm__rope_job llm__rope_job_of(const llm__step *step, const llm_op *op) {
+    llm__rope_job job = {step->batch,
+                         op,
+                         step->program->cache,
+                         llm__in(step, op, 0),
+                         llm__vector(op->q_norm),
+                         llm__vector(op->k_norm),
+                         llm__in(step, op, 1),
+                         llm__in(step, op, 2),
+                         llm__in(step, op, 3)};
+    return job;
+}
+
+static llm__attention_job llm__attention_job_of(const llm__step *step, const llm_op *op) {
+    llm__attention_job job = {
+        step->batch,        op->attention, llm__in(step, op, 0), step->program->cache, op->layer,
+        llm__out(step, op), false};
+    return job;
+}
+
+/* The operations of a part of the program: *first to *end - 1 */
+static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *end) {
+    *first = part & LLM_BODY ? 0 : p->n_body;
+    *end = part & LLM_HEAD ? p->n_ops : p->n_body;
+}
+
+static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
+
+/* Run a part of the program: each operation by the loop that defines it. */
+static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
+                               const llm_batch *batch, int first, int n_logits, llm_error *err) {
+    llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
+    float *scratch = (float *)(void *)step.cpu->scratch;
+    int i, end;
+    if (!llm__check_step(&step, part, err)) return false;
+    llm__part_ops(p, part, &i, &end);
+    for (; i < end; i++) {
+        double start = p->seconds ? llm_seconds() : 0;
+        const llm_op *op = &p->ops[i];
+        const llm_weight *w = op->weight;
+        const float *x = llm__in(&step, op, 0);
+        float *out = llm__out(&step, op);
+        int64_t n = llm__op_rows(&step, op), width = out ? p->buffers[op->out].width : 0;
+        switch (op->kind) {
+        case LLM_OP_EMBED: llm__embed(batch, w, 0, n, out); break;
+        case LLM_OP_ROPE_ANGLES: llm__rope_angles(batch, op, 0, n, out); break;
+        case LLM_OP_RMSNORM:
+            llm__plain_rmsnorm(x, llm__vector(w), n, w->cols, op->epsilon, out);
+            break;
+        case LLM_OP_MATMUL:
+            llm__plain_matmul(x, w, llm__vector(op->bias), n, op->add, scratch, out);
+            break;
+        case LLM_OP_ROPE_STORE: {
+            llm__rope_job job = llm__rope_job_of(&step, op);
+            llm__plain_rope_store(&job);
+            break;
+        }
+        case LLM_OP_ATTENTION: {
+            llm__attention_job job = llm__attention_job_of(&step, op);
+            for (int t = 0; t < n; t++) llm__plain_attention(&job, t, scratch);
+            break;
+        }
+        case LLM_OP_SWIGLU: llm__plain_swiglu(x, llm__in(&step, op, 1), n * width, out); break;
+        case LLM_OP_GATHER_ROWS:
+            llm__gather_rows(x, batch->logit_rows + first, width, 0, n, out);
+            break;
+        case LLM_OP_GATHER_COLUMNS: llm__gather_columns(x, w, 0, n, out); break;
+        case LLM_N_OP_KINDS: break;
+        }
+        if (p->seconds) p->seconds[i] += llm_seconds() - start;
+    }
+    return true;
+}
+
+/* =====================================================================================
+ * PART II: THE FOUNDATIONS
+ * ================================================================================== */
+
+/* =====================================================================================
+ * [7] Numbers: f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
+ *
+ * To make one token a model reads every one of its weights once, so on most machines the speed of
+ * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
+ * therefore faster as well as smaller, for as long as the answer stays good enough. GGUF's ways to
+ * store a number:
+ *
+ *              sign exponent fraction        bits per weight
+ *     f32        1     8       23                32
+ *     bf16       1     8        7                16      f32's range: its first 16 bits
+ *     f16        1     5       10                16      finer, but nothing above 65504
+ *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,        q in -127 .. 127
+ *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16), q in 0 .. 31
+ *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),  q in 0 .. 15
+ *     q5_1     32 x int5, f16 scale and minimum   6      value = scale * q + minimum
+ *     q4_1     32 x int4, f16 scale and minimum   5      value = scale * q + minimum
+ *     q6_K     16 groups of 16 x int6             6.5625 value = scale * group's scale * (q - 32)
+ *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q
+ *                                                                - minimum * group's minimum
+ *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
+ *
+ * All but the first three are block formats: 32 neighbours share a scale, because neighbouring
+ * weights have similar sizes, and an outlier spoils only its own 31 neighbours.
+ *
+ *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
+ *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
+ *                                                  bits hold value i, the high four value i + 16
+ *     q4_1, 20 bytes:  | scale | minimum | nibbles, as in q4_0 |
+ *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |       bit i of the 32 belongs to value i
+ *     q5_1, 24 bytes:  | scale | minimum | 32 fifth bits | nibbles |
+ *
+ * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less: group scales
+ * are small integers, times one f16. That pays for a minimum (q4_K takes no more bits than q4_0) or
+ * for groups of half the size (q6_K).
+ *
+ *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 B | nibbles: 128 B |
+ *     q5_K, 176 bytes: | scale | minimum | the same 12 B | fifth bits: 32 B | nibbles: 128 B |
+ *     q6_K, 210 bytes: | low four bits: 128 B | high two: 64 B | 16 x int8 scales | scale |
+ *
+ * This chapter is plain C on whole numbers, or floating point that is exact or rounded once, so the
+ * same file gives the same values on every machine. Chapter 10 has the fast forms.
+ * ================================================================================== */
+
+static float llm__float_from_bits(uint32_t bits) {
+    float x;
+    memcpy(&x, &bits, sizeof x);
+    return x;
+}
+
+static uint32_t llm__float_bits(float x) {
+    uint32_t bits;
+    memcpy(&bits, &x, sizeof bits);
+    return bits;
+}
+
+static float llm__f16_to_f32(uint16_t half) {
+    uint32_t sign = (uint32_t)(half & 0x8000) << 16;
+    uint32_t magnitude = half & 0x7fff;
+    if (magnitude >= 0x7c00) /* infinity, or a NaN with its payload */
+        return llm__float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
+    if (magnitude >= 0x0400) /* normal: shift the fields, change the bias from 15 to 127 */
+        return llm__float_from_bits(sign | ((magnitude << 13) + ((127 - 15) << 23)));
+    /* zero or denormal: magnitude counts steps of 2^-24, exact in f32 */
+    return llm__float_from_bits(sign | llm__float_bits((float)magnitude * (1.0f / 16777216.0f)));
+}
+
+/* Round to nearest, ties to even. */
+static uint16_t llm__f32_to_f16(float x) {
+    uint32_t bits = llm__float_bits(x);
+    uint32_t sign = bits >> 16 & 0x8000;
+    uint32_t magnitude = bits & 0x7fffffff;
+    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
+    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more: infinity */
+    if (magnitude >= 0x38800000) {                                 /* 2^-14 and more: normal */
+        uint32_t tie_to_even = magnitude >> 13 & 1;
+        return (uint16_t)(sign | ((magnitude - ((127 - 15) << 23) + 0xfff + tie_to_even) >> 13));
+    }
+    if (magnitude < 0x33000000) return (uint16_t)sign; /* rounds to zero */
+    /* denormal: the fraction, with its hidden one, in steps of 2^-24 */
+    uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
+    uint32_t shift = 126 - (magnitude >> 23);
+    uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
+    return (uint16_t)(sign | (steps + (rest > half || (rest == half && (steps & 1)))));
+}
+
+static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
+
+/* Round to nearest, ties to even. */
+static uint16_t llm__f32_to_bf16(float x) {
+    uint32_t bits = llm__float_bits(x);
+    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* quiet NaN */
+    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
+}
+
+/* Blocks have no alignment: 16-bit numbers are read bytewise. */
+static uint16_t llm__read_u16(const void *p) {
+    uint16_t x;
+    memcpy(&x, p, sizeof x);
+    return x;
+}
+
+static void llm__write_u16(void *p, uint16_t x) { memcpy(p, &x, sizeof x); }
+
+static void llm__unpack_f32(const void *blocks, float *values, int64_t count) {
+    memcpy(values, blocks, (size_t)count * sizeof *values);
+}
+
+static void llm__pack_f32(const float *values, void *blocks, int64_t count) {
+    memcpy(blocks, values, (size_t)count * sizeof *values);
+}
+
+static void llm__unpack_f16(const void *blocks, float *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+}
+
+static void llm__pack_f16(const float *values, void *blocks, int64_t count) {
+    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_f16(values[i]));
+}
+
+static void llm__unpack_bf16(const void *blocks, float *values, int64_t count) {
+    for (int64_t i = 0; i < count; i++) values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+}
+
+static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
+    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_bf16(values[i]));
+}
+
+enum {
+    LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16, LLM__Q4_1_BYTES = 4 + 16,
+    LLM__Q4_Z_BYTES = 4 + 16,
+    LLM__Q5_0_BYTES = 2 + 4 + 16, LLM__Q5_1_BYTES = 4 + 4 + 16,
+    LLM__SUPER = 256, LLM__Q4_K_BYTES = 4 + 12 + 128, LLM__Q5_K_BYTES = 4 + 12 + 32 + 128,
+    LLM__Q6_K_BYTES = 128 + 64 + 16 + 2
+};
+
+static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        for (int i = 0; i < LLM__BLOCK; i++) values[first + i] = scale * (float)(int8_t)block[2 + i];
+    }
+}
+
+/* The largest magnitude becomes 127. As in ggml, q is found with the scale before rounding. */
+static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
+        const float *x = values + first;
+        float largest = 0.0f;
+        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
+        float scale = largest / 127.0f;
+        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+        llm__write_u16(block, llm__f32_to_f16(scale));
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            float q = roundf(x[i] * inverse);
+            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* NaN: 0 */
+            if (q > 127.0f) q = 127.0f;
+            block[2 + i] = (uint8_t)(int8_t)q;
+        }
+    }
+}
+
+/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero */
+
+static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits, bool has_minimum) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    int zero = has_minimum ? 0 : 1 << (bits - 1);
+    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        float minimum = has_minimum ? llm__f16_to_f32(llm__read_u16(block + 2)) : 0.0f;
+        const uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            int q = nibbles[i % 16] >> (i / 16 * 4) & 15;
+            if (bits == 5) q |= (fifth[i / 8] >> (i % 8) & 1) << 4;
+            float value = scale * (float)(q - zero);
+            values[first + i] = has_minimum ? value + minimum : value;
+        }
+        block = nibbles + 16;
+    }
+}
+
+/* Around zero (4 bits: -8 to +7) the largest magnitude gets -8: the scale carries its sign. With a
+ * minimum, the levels span smallest to largest. */
+static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, int bits, bool has_minimum) {
+    uint8_t *block = (uint8_t *)blocks;
+    int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
+    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
+        const float *x = values + first;
+        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest keeps its sign */
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
+            low = x[i] < low ? x[i] : low;
+            high = x[i] > high ? x[i] : high;
+        }
+        if (!has_minimum) low = 0.0f;
+        float scale = has_minimum ? (high - low) / (float)top : largest / (float)-zero;
+        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
+        llm__write_u16(block, llm__f32_to_f16(scale));
+        if (has_minimum) llm__write_u16(block + 2, llm__f32_to_f16(low));
+        uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
+        memset(fifth, 0, bits == 5 ? 4 + 16 : 16);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            /* x / scale + zero, rounded. The cast prevents an FMA: same bits on every machine. */
+            float shifted = (float)((double)(x[i] - low) * (double)inverse) + ((float)zero + 0.5f);
+            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* 0 for a NaN */
+            int q = shifted > (float)top ? top : (int)shifted;
+            nibbles[i % 16] = (uint8_t)(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
+            if (bits == 5) fifth[i / 8] = (uint8_t)(fifth[i / 8] | (q >> 4) << (i % 8));
+        }
+        block = nibbles + 16;
+    }
+}
+
+static void llm__unpack_q4_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, false); }
+static void llm__unpack_q4_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, true); }
+static void llm__unpack_q5_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, false); }
+static void llm__unpack_q5_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, true); }
+static void llm__pack_q4_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, false); }
+static void llm__pack_q4_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, true); }
+static void llm__pack_q5_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, false); }
+static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, true); }
+
+/* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
+
+/* The low six bits of bytes 0 to 3 are the scales, of bytes 4 to 7 the minimums, of groups 0 to 3.
+ * Groups 4 to 7: bytes 8 to 11 have the low four bits of scale and minimum; their high two are on
+ * top of bytes 0 to 7. */
+static void llm__group_scales(const uint8_t *packed, int group, int *scale, int *minimum) {
+    const uint8_t *p = packed + group % 4;
+    *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
+    *minimum = group < 4 ? p[4] & 63 : p[8] >> 4 | p[4] >> 6 << 4;
+}
+
+static void llm__set_group_scales(uint8_t *packed, int group, int scale, int minimum) {
+    uint8_t *p = packed + group % 4;
+    if (group < 4) {
+        p[0] = (uint8_t)((p[0] & 0xc0) | scale);
+        p[4] = (uint8_t)((p[4] & 0xc0) | minimum);
+    } else {
+        p[8] = (uint8_t)((scale & 15) | (minimum & 15) << 4);
+        p[0] = (uint8_t)((p[0] & 63) | scale >> 4 << 6);
+        p[4] = (uint8_t)((p[4] & 63) | minimum >> 4 << 6);
+    }
+}
+
+/* Two groups share 32 bytes of nibbles, one in the low halves; bit g of byte i is the fifth bit of
+ * value i of group g. scale x group's scale x q is always exact in f32. */
+static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER) {
+        float scale = llm__f16_to_f32(llm__read_u16(block)), minimum = llm__f16_to_f32(llm__read_u16(block + 2));
+        const uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
+        for (int group = 0; group < 8; group++) {
+            int s, m;
+            llm__group_scales(block + 4, group, &s, &m);
+            float group_scale = scale * (float)s, group_minimum = minimum * (float)m;
+            for (int i = 0; i < 32; i++) {
+                int q = nibbles[group / 2 * 32 + i] >> (group % 2 * 4) & 15;
+                if (bits == 5) q |= (fifth[i] >> group & 1) << 4;
+                *values++ = group_scale * (float)q - group_minimum;
+            }
+        }
+        block = nibbles + 128;
+    }
+}
+
+/* v rounded to a whole number, 0 to top; NaN: 0 */
+static float llm__whole_between(float v, float top) {
+    v = v > 0.0f ? v : 0.0f;
+    v = v < top ? v : top;
+    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: a float's last bit is worth 1 */
+}
+
+/* Find scale and offset, both >= 0, so that scale * q - offset, q from 0 to top, best approximates
+ * x (n values). Leaving the extremes a little outside the levels brings the others closer. So
+ * several spacings are tried; the q of each give a least-squares line through (q, x), and the line
+ * of the smallest error wins. x is taken relative to the smallest value, to keep precision. */
+static void llm__fit_levels(const float *x, int n, int top, float *scale, float *offset) {
+    enum { TRIALS = 20 };
+    float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
+    for (int i = 0; i < n; i++) {
+        low = x[i] < low ? x[i] : low;
+        high = x[i] > high ? x[i] : high;
+    }
+    *scale = *offset = 0.0f;
+    if (!(high > low) || !(high - low <= FLT_MAX)) return; /* all zero, or not finite */
+    for (int i = 0; i < n; i++) sum += x[i] - low;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        float inverse = ((float)top - 1.0f + 0.1f * (float)trial) / (high - low);
+        float q_sum = 0.0f, qq_sum = 0.0f, qx_sum = 0.0f;
+#ifdef _OPENMP
+#pragma omp simd reduction(+ : q_sum, qq_sum, qx_sum)
+#endif
+        for (int i = 0; i < n; i++) {
+            float q = llm__whole_between((x[i] - low) * inverse, (float)top);
+            q_sum += q;
+            qq_sum += q * q;
+            qx_sum += q * (x[i] - low);
+        }
+        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0: all q equal */
+        float slope = spread > 0.0f ? ((float)n * qx_sum - q_sum * sum) / spread : 0.0f;
+        float start = (sum - slope * q_sum) / (float)n;
+        if (start > -low) { /* offset < 0: take the best line through zero */
+            start = -low;
+            slope = (qx_sum - start * q_sum) / qq_sum;
+        }
+        /* squared error, less the constant sum of x^2 */
+        float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) + start * ((float)n * start - 2.0f * sum);
+        if (!(error < best) || slope < 0.0f) continue;
+        best = error;
+        *scale = slope;
+        *offset = -(start + low);
+    }
+}
+
+/* Scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
+static float llm__pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
+    float largest = 0.0f;
+    for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
+    llm__write_u16(f16, llm__f32_to_f16(largest / 63.0f < 65504.0f ? largest / 63.0f : 65504.0f));
+    float unit = llm__f16_to_f32(llm__read_u16(f16)), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
+    for (int i = 0; i < n; i++) packed[i] = (int)llm__whole_between(scales[i] * inverse, 63.0f);
+    return unit;
+}
+
+static void llm__pack_groups(const float *values, void *blocks, int64_t count, int bits) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER) {
+        const float *x = values + first;
+        float top = (float)((1 << bits) - 1), scales[8], offsets[8];
+        int s[8], m[8];
+        for (int group = 0; group < 8; group++)
+            llm__fit_levels(x + 32 * group, 32, (int)top, &scales[group], &offsets[group]);
+        float scale = llm__pack_scales(scales, 8, block, s), minimum = llm__pack_scales(offsets, 8, block + 2, m);
+        uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
+        memset(block + 4, 0, (size_t)(nibbles + 128 - (block + 4)));
+        for (int group = 0; group < 8; group++, x += 32) {
+            llm__set_group_scales(block + 4, group, s[group], m[group]);
+            float group_scale = scale * (float)s[group], group_minimum = minimum * (float)m[group];
+            float inverse = group_scale > 0.0f ? 1.0f / group_scale : 0.0f;
+            for (int i = 0; i < 32; i++) {
+                int q = (int)llm__whole_between((x[i] + group_minimum) * inverse, top);
+                uint8_t *nibble = &nibbles[group / 2 * 32 + i];
+                *nibble = (uint8_t)(*nibble | (q & 15) << (group % 2 * 4));
+                if (bits == 5) fifth[i] = (uint8_t)(fifth[i] | (q >> 4) << group);
+            }
+        }
+        block = nibbles + 128;
+    }
+}
+
+static void llm__unpack_q4_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 4); }
+static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 5); }
+static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 4); }
+static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
+
+/* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
+ * In each half (128 values), value i of quarter k has its low four bits in byte 32 (k % 2) + i of
+ * 64, the low nibble where k < 2, and its high two in byte i of 32, at bit 2k. */
+
+static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
+        const uint8_t *scales = block + 192;
+        float scale = llm__f16_to_f32(llm__read_u16(block + 208));
+        for (int i = 0; i < LLM__SUPER; i++) {
+            int half = i / 128, quarter = i / 32 % 4;
+            int low = block[64 * half + 32 * (quarter % 2) + i % 32] >> (quarter / 2 * 4) & 15;
+            int high = block[128 + 32 * half + i % 32] >> (2 * quarter) & 3;
+            *values++ = scale * (float)(int8_t)scales[i / 16] * (float)((low | high << 4) - 32);
+        }
+    }
+}
+
+/* As llm__fit_levels, around zero: q from -32 to 31, scale of any sign. A spacing's best scale is
+ * sum(qx) / sum(q^2), which takes sum(qx)^2 / sum(q^2) off the squared error. */
+static float llm__fit_scale(const float *x, int n) {
+    enum { TRIALS = 19 };
+    float largest = 0.0f, best = 0.0f, scale = 0.0f;
+    for (int i = 0; i < n; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
+    if (largest == 0.0f || !(fabsf(largest) <= FLT_MAX)) return 0.0f;
+    for (int trial = 0; trial < TRIALS; trial++) {
+        float inverse = -(32.0f + 0.1f * (float)(trial - TRIALS / 2)) / largest, qx_sum = 0.0f, qq_sum = 0.0f;
+#ifdef _OPENMP
+#pragma omp simd reduction(+ : qx_sum, qq_sum)
+#endif
+        for (int i = 0; i < n; i++) {
+            float q = llm__whole_between(x[i] * inverse + 32.0f, 63.0f) - 32.0f;
+            qx_sum += q * x[i];
+            qq_sum += q * q;
+        }
+        float gain = qq_sum > 0.0f ? qx_sum * (qx_sum / qq_sum) : 0.0f;
+        if (!(gain > best)) continue;
+        best = gain;
+        scale = qx_sum / qq_sum;
+    }
+    return scale;
+}
+
+static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
+        const float *x = values + first;
+        float scales[16], largest = 0.0f;
+        for (int group = 0; group < 16; group++) {
+            scales[group] = llm__fit_scale(x + 16 * group, 16);
+            largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
+        }
+        memset(block, 0, LLM__Q6_K_BYTES);
+        float unit = largest / -128.0f; /* the largest gets -128 */
+        unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
+        llm__write_u16(block + 208, llm__f32_to_f16(unit));
+        unit = llm__f16_to_f32(llm__read_u16(block + 208));
+        for (int i = 0; i < LLM__SUPER; i++) {
+            int group = i / 16, half = i / 128, quarter = i / 32 % 4;
+            float whole = unit != 0.0f ? llm__whole_between(scales[group] / unit + 128.0f, 255.0f) - 128.0f : 0.0f;
+            float group_scale = unit * whole, inverse = group_scale != 0.0f ? 1.0f / group_scale : 0.0f;
+            int q = (int)llm__whole_between(x[i] * inverse + 32.0f, 63.0f);
+            uint8_t *low = &block[64 * half + 32 * (quarter % 2) + i % 32], *high = &block[128 + 32 * half + i % 32];
+            *low = (uint8_t)(*low | (q & 15) << (quarter / 2 * 4));
+            *high = (uint8_t)(*high | (q >> 4) << (2 * quarter));
+            block[192 + group] = (uint8_t)(int8_t)whole;
+        }
+    }
+}
+
+/* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
+ * q4_1 with a zero point, 0 to 16, in place of the minimum: value = scale x (q - zero). An f16
+ * minimum would be rounded. (GPTQ stores zero - 1.) */
+
+static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
+    const uint8_t *block = (const uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
+        float scale = llm__f16_to_f32(llm__read_u16(block));
+        int zero = llm__read_u16(block + 2);
+        for (int i = 0; i < LLM__BLOCK; i++)
+            values[first + i] = scale * (float)((block[4 + i % 16] >> (i / 16 * 4) & 15) - zero);
+    }
+}
+
+static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
+    uint8_t *block = (uint8_t *)blocks;
+    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
+        float low = 0.0f, high = 0.0f;
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            low = values[first + i] < low ? values[first + i] : low;
+            high = values[first + i] > high ? values[first + i] : high;
+        }
+        llm__write_u16(block, llm__f32_to_f16((high - low) / 15.0f));
+        float scale = llm__f16_to_f32(llm__read_u16(block)), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
+        int zero = (int)llm__whole_between(-low * inverse, 15.0f);
+        llm__write_u16(block + 2, (uint16_t)zero);
+        memset(block + 4, 0, 16);
+        for (int i = 0; i < LLM__BLOCK; i++) {
+            int q = (int)llm__whole_between(values[first + i] * inverse + (float)zero, 15.0f);
+            block[4 + i % 16] = (uint8_t)(block[4 + i % 16] | q << (i / 16 * 4));
+        }
+    }
+}
+
+static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
+
+/* ---- The bits alone, for kernels ------------------------------------- */
+
+typedef struct llm__levels { /* 32 neighbouring values of a row, unscaled */
+    uint8_t q[LLM__BLOCK];     /* q8_0: int8 */
+    uint16_t scale, minimum;   /* f16; minimum is added, or (K) subtracted; q4_Z: the zero point */
+    uint8_t group[2];          /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
+} llm__levels;
+
+/* Columns 32 * block to 32 * block + 31. */
+static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, llm__levels *out) {
+    memset(out, 0, sizeof *out);
+    if (type == LLM_Q6_K) {
+        const uint8_t *p = row + block / 8 * LLM__Q6_K_BYTES;
+        int half = (int)(block % 8 / 4), quarter = (int)(block % 4);
+        const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
+        for (int i = 0; i < LLM__BLOCK; i++)
+            out->q[i] = (uint8_t)((low[i] >> (quarter / 2 * 4) & 15) | (high[i] >> (2 * quarter) & 3) << 4);
+        memcpy(out->group, p + 192 + block % 8 * 2, 2);
+        out->scale = llm__read_u16(p + 208);
+    } else if (type == LLM_Q4_K || type == LLM_Q5_K) {
+        const uint8_t *p = row + block / 8 * (type == LLM_Q4_K ? LLM__Q4_K_BYTES : LLM__Q5_K_BYTES);
+        int group = (int)(block % 8), scale, minimum;
+        const uint8_t *nibbles = p + (type == LLM_Q5_K ? 48 : 16) + group / 2 * 32;
+        for (int i = 0; i < LLM__BLOCK; i++) out->q[i] = nibbles[i] >> (group % 2 * 4) & 15;
+        for (int i = 0; type == LLM_Q5_K && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[16 + i] >> group & 1) << 4);
+        llm__group_scales(p + 4, group, &scale, &minimum);
+        out->group[0] = (uint8_t)scale;
+        out->group[1] = (uint8_t)minimum;
+        out->scale = llm__read_u16(p);
+        out->minimum = llm__read_u16(p + 2);
+    } else {
+        bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
+        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes */
+        const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
+        out->scale = llm__read_u16(p);
+        if (has_minimum) out->minimum = llm__read_u16(p + 2);
+        p += head + bits;
+        if (type == LLM_Q8_0) memcpy(out->q, p, LLM__BLOCK);
+        else
+            for (int i = 0; i < LLM__BLOCK / 2; i++) {
+                out->q[i] = p[i] & 15;
+                out->q[i + LLM__BLOCK / 2] = p[i] >> 4;
+            }
+        for (int i = 0; fifth && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[i / 8 - bits] >> (i % 8) & 1) << 4);
+    }
+}
+
+static const llm_type_info llm__types[] = {
+    {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
+    {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
+    {LLM_BF16, "bf16", 1, 2, 32, llm__unpack_bf16, llm__pack_bf16},
+    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, 7, llm__unpack_q8_0, llm__pack_q8_0},
+    {LLM_Q6_K, "q6_K", LLM__SUPER, LLM__Q6_K_BYTES, 18, llm__unpack_q6_K, llm__pack_q6_K},
+    {LLM_Q5_1, "q5_1", LLM__BLOCK, LLM__Q5_1_BYTES, 9, llm__unpack_q5_1, llm__pack_q5_1},
+    {LLM_Q5_0, "q5_0", LLM__BLOCK, LLM__Q5_0_BYTES, 8, llm__unpack_q5_0, llm__pack_q5_0},
+    {LLM_Q5_K, "q5_K", LLM__SUPER, LLM__Q5_K_BYTES, 16, llm__unpack_q5_K, llm__pack_q5_K},
+    {LLM_Q4_1, "q4_1", LLM__BLOCK, LLM__Q4_1_BYTES, 3, llm__unpack_q4_1, llm__pack_q4_1},
+    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, 2, llm__unpack_q4_0, llm__pack_q4_0},
+    {LLM_Q4_K, "q4_K", LLM__SUPER, LLM__Q4_K_BYTES, 14, llm__unpack_q4_K, llm__pack_q4_K},
+};
+
+const llm_type_info *llm_type_at(int index) {
+    int n = (int)(sizeof llm__types / sizeof llm__types[0]);
+    return index >= 0 && index < n ? &llm__types[index] : NULL;
+}
+
+const llm_type_info *llm_type_find(llm_type type) {
+    const llm_type_info *info;
+    for (int i = 0; (info = llm_type_at(i)) != NULL; i++)
+        if (info->type == type) return info;
+    return type == LLM_Q4_Z ? &llm__own_type : NULL;
+}
+
+static char llm__lower(char c) { return (char)(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c); }
+
+const llm_type_info *llm_type_by_name(const char *name) {
+    const llm_type_info *info;
+    for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++) {
+        size_t n = 0;
+        while (name[n] && llm__lower(name[n]) == llm__lower(info->name[n])) n++;
+        if (!name[n] && !info->name[n]) return info;
+    }
+    return NULL;
+}
+
+static size_t llm__row_bytes(llm_type type, int64_t cols) {
+    const llm_type_info *info = llm_type_find(type);
+    return info ? (size_t)(cols / info->block_values) * (size_t)info->block_bytes : 0;
+}
+
+/* =====================================================================================
+ * [8] Files: GGUF, JSON, safetensors, mapped into memory; every offset checked
  *
  * A model is a few hundred named arrays of numbers (tensors) and a few dozen named facts about
  * them (metadata: how many layers, which vocabulary). GGUF keeps both in one file:
@@ -1021,7 +4957,7 @@ double llm_seconds(void) {
  * The file is mapped, not read: the system loads a page when it is first touched, drops it when
  * memory is short, and shares it between processes that run the same model. So a 4 GB file opens in
  * milliseconds, and "loading" the weights copies nothing: tensors point into the mapping, and the
- * kernels of chapter 4 read them there.
+ * kernels of chapter 10 read them there.
  *
  * The price is that every pointer made here must be right, because nothing checks it later. No
  * number in a file is trusted: a count is compared with the bytes left, a product with 64 bits, an
@@ -1061,19 +4997,6 @@ struct llm_file {
 static llm_string llm__string(const char *text) {
     llm_string s = {text, strlen(text)};
     return s;
-}
-
-/* A string of a file made safe to print: short, one line, ASCII. */
-typedef struct llm__printable {
-    char text[72];
-} llm__printable;
-
-static llm__printable llm__show(llm_string s) {
-    llm__printable p;
-    size_t n = s.length < 64 ? s.length : 64;
-    for (size_t i = 0; i < n; i++) p.text[i] = s.data[i] >= ' ' && s.data[i] <= '~' ? s.data[i] : '?';
-    strcpy(p.text + n, s.length > n ? "..." : "");
-    return p;
 }
 
 static int llm__compare_strings(const llm_string *a, const llm_string *b) {
@@ -1694,7 +5617,7 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     return NULL;
 }
 
-/* Chapter 6: a Hugging Face folder; chapter 2: a tokenizer.json. */
+/* A Hugging Face folder; a tokenizer.json (chapter 9). */
 static llm_file *llm__folder_open(const char *path, llm_error *err);
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
 
@@ -1908,7 +5831,7 @@ typedef struct llm__json_parser {
     llm_error *err;
 } llm__json_parser;
 
-static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code); /* chapter 2 */
+static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code); /* chapter 9 */
 
 /* Always false. Lines and characters, as in editors. */
 LLM__PRINTF(3, 4)
@@ -2744,8 +6667,1477 @@ static bool llm__header_read(llm_writer *w, llm_file *file, llm_error *err) {
     return llm__read_values(&r, w->n_values);
 }
 
+static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error *err); /* chapter 9 */
+
+/* ---- Loading: the shape ------------------------------------------------------------- */
+
+/* Metadata keys carry the architecture's name in front: "llama.block_count". */
+static const llm_value *llm__model_value(const llm_model *model, const char *name) {
+    char key[128];
+    snprintf(key, sizeof key, "%s.%s", model->config.architecture, name);
+    return llm_file_find(model->file, key);
+}
+
+/* A dimension: an integer from 1 to INT32_MAX; `fallback` (unless 0) where the file does not say. */
+static bool llm__model_int(const llm_model *model, const char *name, int64_t fallback, int *out,
+                           llm_error *err) {
+    const llm_value *value = llm__model_value(model, name);
+    uint64_t x = (uint64_t)fallback;
+    if (!value && !fallback)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the metadata has no %s.%s, which this architecture needs",
+                         llm_file_path(model->file), model->config.architecture, name);
+    if (value && (value->type == LLM_VALUE_ARRAY || !llm_value_u64(value, 0, &x)))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: %s.%s is not one whole number (a value per layer is not supported)",
+                         llm_file_path(model->file), model->config.architecture, name);
+    if (x < 1 || x > INT32_MAX)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is %llu, which is impossible",
+                         llm_file_path(model->file), model->config.architecture, name, (unsigned long long)x);
+    *out = (int)x;
+    return true;
+}
+
+static bool llm__model_float(const llm_model *model, const char *name, double fallback, float *out,
+                             llm_error *err) {
+    const llm_value *value = llm__model_value(model, name);
+    double x = fallback;
+    if ((value && !llm_value_f64(value, 0, &x)) || !(x > 0) || x > 1e30)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is not a positive number",
+                         llm_file_path(model->file), model->config.architecture, name);
+    *out = (float)x;
+    return true;
+}
+
+static bool llm__model_architecture(llm_model *model, llm_error *err) {
+    llm_string name = {"", 0};
+    size_t cursor = 0;
+    char known[128];
+    const llm_value *value = llm_file_find(model->file, "general.architecture");
+    if (!llm_value_string(value, &cursor, &name))
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: the metadata has no general.architecture; is this a model file?",
+                         llm_file_path(model->file));
+    model->architecture = llm__find_architecture(name, false);
+    llm__list_architectures(known, sizeof known, false);
+    if (!model->architecture)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: %s",
+                         llm_file_path(model->file), llm__show(name).text, known);
+    memcpy(model->config.architecture, name.data, name.length);
+    model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES : model->architecture->pairing;
+    return true;
+}
+
+/* Does the value say no: false, 0, an empty text? */
+static bool llm__is_off(const llm_value *value) {
+    double x;
+    llm_string s;
+    size_t cursor = 0;
+    if (value->type == LLM_VALUE_ARRAY) return false;
+    if (value->type == LLM_VALUE_STRING) return llm_value_string(value, &cursor, &s) && !s.length;
+    return llm_value_f64(value, 0, &x) && x == 0;
+}
+
+/* An option of the architecture that is not known here would change the result, so it is refused by its name, unless it
+ * is off. */
+static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
+    static const char *const known[] = {
+        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
+        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
+        "attention.sliding_window", "attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base",
+        "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
+        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
+        "rope.scaling.yarn_beta_slow",
+        "tensor_data_layout" /* of q and k before they were permuted; says nothing of the file as it is */};
+    size_t prefix = strlen(model->config.architecture);
+    for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
+        const llm_value *value = llm_file_value(model->file, i);
+        llm_string key = value->key;
+        if (key.length <= prefix || memcmp(key.data, model->config.architecture, prefix) || key.data[prefix] != '.')
+            continue;
+        key.data += prefix + 1;
+        key.length -= prefix + 1;
+        bool found = llm__is_off(value);
+        for (size_t k = 0; !found && k < sizeof known / sizeof *known; k++) found = llm__is_text(key, known[k]);
+        if (!found)
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s is an option of %s that is not supported",
+                             llm_file_path(model->file), llm__show(value->key).text, model->config.architecture);
+    }
+    return true;
+}
+
+/* How the model was stretched to more positions. */
+static bool llm__model_scaling(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const llm_value *type = llm__model_value(model, "rope.scaling.type");
+    llm_string name = {"linear", 6}; /* files that only give a factor mean this */
+    size_t cursor = 0;
+    float factor = 1, magnitude = 1;
+    if (type && !llm_value_string(type, &cursor, &name))
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
+    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older way */
+        !llm__model_float(model, "rope.scaling.factor", factor, &factor, err) ||
+        !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
+        !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
+        !llm__model_float(model, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow, err) ||
+        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err))
+        return false;
+    if (llm__is_text(name, "none")) factor = 1;
+    else if (llm__is_text(name, "yarn")) c->rope_scaling = LLM_ROPE_YARN;
+    else if (!llm__is_text(name, "linear"))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported; supported: linear, yarn",
+                         llm_file_path(model->file), llm__show(name).text);
+    else if (factor != 1) c->rope_scaling = LLM_ROPE_LINEAR;
+    c->rope_factor = factor;
+    c->rope_magnitude = magnitude;
+    if (c->rope_scaling == LLM_ROPE_YARN && factor > 1) c->rope_magnitude *= 1.0f + 0.1f * logf(factor);
+    return true;
+}
+
+/* Which layers see only the last tokens. */
+static bool llm__model_windows(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const llm_value *window = llm__model_value(model, "attention.sliding_window");
+    const llm_value *pattern = llm__model_value(model, "attention.sliding_window_pattern");
+    const char *path = llm_file_path(model->file);
+    uint64_t w = 0;
+    if (window && (window->type == LLM_VALUE_ARRAY || !llm_value_u64(window, 0, &w)))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: attention.sliding_window is not one whole number", path);
+    if (pattern && (pattern->element_type != LLM_VALUE_BOOL || pattern->count != (uint64_t)c->n_layers))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: attention.sliding_window_pattern is not a list of yes or no for each of the %d layers", path,
+                         c->n_layers);
+    /* each layer has tensors; asked before allocating what an absurd count wants */
+    if (c->n_layers > llm_file_n_tensors(model->file) || c->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors%s", path, c->n_layers,
+                         (long long)llm_file_n_tensors(model->file),
+                         llm_file_n_tensors(model->file) ? "" : " (a vocabulary only?)");
+    model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *model->windows, "the windows of the layers", err);
+    if (!model->windows) return false;
+    if (w > INT32_MAX) w = 0; /* it sees everything */
+    for (int i = 0; i < c->n_layers; i++) {
+        bool windowed = true;
+        if (pattern && !llm_value_bool(pattern, (uint64_t)i, &windowed))
+            return llm__fail(err, LLM_ERROR_FORMAT, "%s: attention.sliding_window_pattern is neither yes nor no", path);
+        model->windows[i] = windowed ? (int)w : 0;
+        if (model->windows[i]) c->window = (int)w;
+    }
+    return true;
+}
+
+static bool llm__model_config(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    int value_length = 0;
+    if (!llm__model_architecture(model, err) || !llm__model_known_keys(model, err) ||
+        !llm__model_int(model, "block_count", 0, &c->n_layers, err) ||
+        !llm__model_int(model, "context_length", 0, &c->context_length, err) ||
+        !llm__model_int(model, "embedding_length", 0, &c->dim, err) ||
+        !llm__model_int(model, "feed_forward_length", 0, &c->hidden_dim, err) ||
+        !llm__model_int(model, "attention.head_count", 0, &c->n_heads, err) ||
+        !llm__model_int(model, "attention.head_count_kv", c->n_heads, &c->n_kv_heads, err) ||
+        !llm__model_int(model, "attention.key_length", llm__max(c->dim / c->n_heads, 1), &c->head_dim, err) ||
+        !llm__model_int(model, "attention.value_length", c->head_dim, &value_length, err) ||
+        !llm__model_int(model, "rope.dimension_count", c->head_dim, &c->rope_dim, err) ||
+        !llm__model_float(model, "rope.freq_base", 10000, &c->rope_base, err) ||
+        !llm__model_float(model, "attention.layer_norm_rms_epsilon", 1e-5, &c->norm_epsilon, err))
+        return false;
+    const char *path = llm_file_path(model->file);
+    if (c->n_heads % c->n_kv_heads)
+        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d query heads cannot share %d key/value heads evenly",
+                         path, c->n_heads, c->n_kv_heads);
+    if (value_length != c->head_dim)
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "%s: keys of %d and values of %d numbers per head; they must be alike", path,
+                         c->head_dim, value_length);
+    if (c->rope_dim > c->head_dim || c->rope_dim % 2)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: RoPE over %d dimensions of a head of %d: it must be even and not more", path,
+                         c->rope_dim, c->head_dim);
+    return llm__model_scaling(model, err) && llm__model_windows(model, err);
+}
+
+/* ---- Loading: the tensors ------------------------------------------------------------ */
+
+/* A tensor by name, of shape (rows, cols) (rows = 1: a vector). NULL, with the error set, if it is absent or
+ * different. */
+static const llm_tensor *llm__model_tensor(const llm_model *model, const char *name, uint64_t rows,
+                                           uint64_t cols, llm_error *err) {
+    const llm_tensor *t = llm_file_find_tensor(model->file, name);
+    const char *path = llm_file_path(model->file);
+    if (!t) {
+        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s is missing%s", path, name,
+                  llm_file_n_tensors(model->file) ? "" : " (the file holds no tensors: a vocabulary only?)");
+        return NULL;
+    }
+    if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1) {
+        llm__fail(err, LLM_ERROR_FORMAT,
+                  "%s: the tensor %s is of shape (%llu, %llu), but the metadata asks for (%llu, %llu)", path,
+                  name, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
+                  (unsigned long long)rows, (unsigned long long)cols);
+        return NULL;
+    }
+    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* the kernels read numbers in place */
+    if ((uintptr_t)t->data % alignment) {
+        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
+        return NULL;
+    }
+    return t;
+}
+
+/* "blk.<layer>.<part>" */
+static void llm__part_name(char name[64], int layer, int part) {
+    snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
+}
+
+static int llm__compare_pointers(const void *a, const void *b) {
+    const llm_tensor *x = *(const llm_tensor *const *)a, *y = *(const llm_tensor *const *)b;
+    return (x > y) - (x < y);
+}
+
+/* A tensor that the table does not know means that the model does something more than this engine does: the
+ * words would be wrong, not missing. used (n_used): the tensors that were asked for. */
+static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **used, int64_t n_used,
+                                    llm_error *err) {
+    qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
+    for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
+        const llm_tensor *t = llm_file_tensor(model->file, i);
+        if (!bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers))
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                             "%s: the tensor %s is unknown to the %s architecture here",
+                             llm_file_path(model->file), llm__show(t->name).text, model->config.architecture);
+    }
+    return true;
+}
+
+static bool llm__model_tensors(llm_model *model, llm_error *err) {
+    llm_config *c = &model->config;
+    const llm_tensor *embedding = llm_file_find_tensor(model->file, "token_embd.weight");
+    /* some models have rows that no token of the vocabulary uses */
+    uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
+    if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
+    if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: %s has %llu tokens, but the embedding (token_embd.weight) only %llu rows: tokens were added without resizing "
+                         "the model; give it the vocabulary of the model that it was made from",
+                         llm_file_path(model->file), model->file->folder ? "tokenizer.json (with what lies beside it)" : "the vocabulary",
+                         (unsigned long long)vocab, (unsigned long long)embedding->dims[1]);
+    c->vocab_size = (int)vocab;
+
+    model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
+    if (!model->embedding) return false;
+    model->output_norm = llm__model_tensor(model, "output_norm.weight", 1, dim, err);
+    if (!model->output_norm) return false;
+    c->tied_output = !llm_file_find_tensor(model->file, "output.weight");
+    model->output =
+        c->tied_output ? model->embedding : llm__model_tensor(model, "output.weight", vocab, dim, err);
+    if (!model->output) return false;
+    if (llm_file_find_tensor(model->file, "rope_freqs.weight")) {
+        model->rope_divisors = llm__model_tensor(model, "rope_freqs.weight", 1, (uint64_t)c->rope_dim / 2, err);
+        if (!model->rope_divisors) return false;
+    }
+
+    model->parts = (const llm_tensor **)llm__new((size_t)c->n_layers * LLM__N_PARTS, sizeof *model->parts,
+                                                 "the table of tensors", err);
+    if (!model->parts) return false;
+    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) {
+        const llm__part_row *row = &llm__parts()[i % LLM__N_PARTS];
+        char name[64];
+        llm__part_name(name, i / LLM__N_PARTS, i % LLM__N_PARTS);
+        unsigned part = 1u << (i % LLM__N_PARTS);
+        if (!(model->architecture->required & part) &&
+            !(model->architecture->optional & part && llm_file_find_tensor(model->file, name)))
+            continue;
+        model->parts[i] =
+            llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
+        if (!model->parts[i]) return false;
+        if (model->parts[i]->columns && model->parts[i]->dims[0] > model->ordered_cols)
+            model->ordered_cols = model->parts[i]->dims[0];
+    }
+
+    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 4;
+    const llm_tensor **used =
+        (const llm_tensor **)llm__new((size_t)n_used, sizeof *used, "the table of tensors", err);
+    if (!used) return false;
+    memcpy(used, model->parts, (size_t)(n_used - 4) * sizeof *used);
+    used[n_used - 4] = model->rope_divisors;
+    used[n_used - 3] = model->embedding;
+    used[n_used - 2] = model->output;
+    used[n_used - 1] = model->output_norm;
+    bool known = llm__no_unknown_tensors(model, used, n_used, err);
+    LLM_FREE(used);
+    return known;
+}
+
+/* Takes the file, also on failure. */
+static llm_model *llm__model_create(llm_file *file, llm_error *err) {
+    llm_model *model = file ? (llm_model *)llm__new(1, sizeof *model, "a model", err) : NULL;
+    if (!model) {
+        llm_file_close(file);
+        return NULL;
+    }
+    model->file = file;
+    if (!llm__model_config(model, err) || !(model->tokenizer = llm_tokenizer_create(file, err)) ||
+        !llm__model_tensors(model, err)) {
+        llm_model_free(model);
+        return NULL;
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(file); i++)
+        model->weight_bytes += llm_file_tensor(file, i)->bytes;
+    return model;
+}
+
+llm_model *llm_model_load(const char *path, llm_error *err) {
+    llm__clear(err);
+    return llm__model_create(llm_file_open(path, err), err);
+}
+
+llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
+    llm__clear(err);
+    return llm__model_create(llm_file_from_memory(data, size, name, err), err);
+}
+
+void llm_model_free(llm_model *model) {
+    if (!model) return;
+    LLM_FREE(model->parts);
+    LLM_FREE(model->windows);
+    llm_tokenizer_free(model->tokenizer);
+    llm_file_close(model->file);
+    LLM_FREE(model);
+}
+
+const llm_config *llm_model_config(const llm_model *model) { return &model->config; }
+const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model->tokenizer; }
+const llm_file *llm_model_file(const llm_model *model) { return model->file; }
+
+uint64_t llm_model_step_bytes(const llm_model *model) {
+    /* an embedding that is also the output matrix is read as a whole; else one row of it is */
+    uint64_t unread = model->config.tied_output ? 0 : model->embedding->bytes;
+    return model->weight_bytes - unread + (unread ? unread / (uint64_t)model->config.vocab_size : 0);
+}
+
+uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type) {
+    const llm_config *c = &model->config;
+    const llm_type_info *info = llm_type_find(cache_type);
+    uint64_t numbers = 2 * (uint64_t)c->n_layers * llm__width_of(c, LLM__KV_WIDTH);
+    return info ? numbers * (uint64_t)info->block_bytes / (uint64_t)info->block_values : 0;
+}
+
+/* ---- Hugging Face folders ---------------------------------------------------------------
+ * The same model, told in another way: config.json has the shape, safetensors files the weights, tokenizer.json the
+ * vocabulary. All of it is translated here into what a GGUF file would say, and becomes an llm_file; the
+ * tensors stay where they are mapped and only get their GGUF names. So whatever works with a file works with a folder.
+ *
+ * One thing differs in the weights themselves. RoPE turns pairs of dimensions, and for "llama" the makers of GGUF files
+ * reorder the rows of q and k so that a pair stands together. Nothing is reordered here: the
+ * model is marked to pair halves. */
+
+typedef struct llm__folder {
+    const char *path;
+    const llm__architecture *architecture;
+    llm__json config;
+    char **paths;             /* (n_files) of the safetensors files */
+    llm__json *headers;       /* (n_files) */
+    int64_t n_files, paths_capacity, headers_capacity;
+    llm__sources sources;     /* of all files */
+    llm_file *file;           /* in the making */
+    char *names;              /* of its tensors, LLM__TENSOR_NAME bytes each; a region of it */
+    int64_t capacity;         /* of its tensors */
+    int n_layers, dim, n_heads, head_dim;
+    bool int4, gptq;          /* are its matrices 4-bit integers, by GPTQ, or else AWQ? */
+    llm_error *err;
+} llm__folder;
+
+enum { LLM__TENSOR_NAME = 64 };
+
+LLM__PRINTF(3, 4)
+static bool llm__folder_error(const llm__folder *f, llm_status status, const char *format, ...) {
+    char text[400];
+    va_list arguments;
+    va_start(arguments, format);
+    vsnprintf(text, sizeof text, format, arguments);
+    va_end(arguments);
+    return llm__fail(f->err, status, "%s: %s", f->path, text);
+}
+
+/* "folder/name"; the caller frees it. */
+static char *llm__folder_path(const llm__folder *f, const char *name, llm_error *err) {
+    size_t length = strlen(f->path);
+    char *path = (char *)llm__new(length + strlen(name) + 2, 1, "a path", err);
+    if (path) sprintf(path, "%s%s%s", f->path, length && f->path[length - 1] == '/' ? "" : "/", name);
+    return path;
+}
+
+static bool llm__folder_has(const llm__folder *f, const char *name) {
+    char *path = llm__folder_path(f, name, NULL);
+    bool there = path && !access(path, F_OK);
+    LLM_FREE(path);
+    return there;
+}
+
+/* A JSON file of the folder, which must hold an object. On failure there is nothing to free. */
+static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *json) {
+    const void *data = NULL;
+    uint64_t size = 0;
+    char *path = llm__folder_path(f, name, f->err);
+    bool ok = path && llm__map(path, &data, &size, f->err);
+    memset(json, 0, sizeof *json);
+    if (ok) ok = llm__json_parse(json, (const char *)data, (size_t)size, path, f->err);
+    llm__release(data, size, LLM__MAPPED);
+    if (ok && json->nodes->kind != LLM__JSON_OBJECT) {
+        ok = llm__fail(f->err, LLM_ERROR_FORMAT, "%s: it holds no object, but something else", path);
+        llm__json_free(json);
+    }
+    LLM_FREE(path);
+    return ok;
+}
+
+/* ---- config.json ------------------------------------------------------------------------- */
+
+/* An entry; NULL where it is absent or null. */
+static const llm__json_node *llm__folder_entry(const llm__json_node *object, const char *key) {
+    const llm__json_node *node = llm__json_member(object, key);
+    return llm__json_has_kind(node, LLM__JSON_NULL) ? NULL : node;
+}
+
+/* A positive whole number; `fallback` (unless 0) where there is none. */
+static bool llm__folder_int(const llm__folder *f, const llm__json_node *object, const char *key, int64_t fallback, int *out) {
+    const llm__json_node *node = llm__folder_entry(object, key);
+    int64_t x = fallback;
+    if (!node && !fallback) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if ((node && !llm__json_i64(node, &x)) || x < 1 || x > INT32_MAX)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a whole number from 1 to %d", key, INT32_MAX);
+    *out = (int)x;
+    return true;
+}
+
+static bool llm__folder_number(const llm__folder *f, const llm__json_node *object, const char *key, double fallback, double *out) {
+    const llm__json_node *node = llm__folder_entry(object, key);
+    *out = fallback;
+    if (!node && !(fallback > 0)) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if ((node && !llm__json_f64(node, out)) || !(*out > 0) || *out > 1e30)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a positive number", key);
+    return true;
+}
+
+/* What stands there, in a form that can be printed. */
+static llm__printable llm__show_node(const llm__json_node *node) {
+    static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
+    llm_string s = {node->text, node->length};
+    return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
+}
+
+/* Off: null, false, or a list or an object of nothing. */
+static bool llm__node_is_off(const llm__json_node *node) {
+    bool holds = node->kind == LLM__JSON_ARRAY || node->kind == LLM__JSON_OBJECT;
+    return node->kind == LLM__JSON_NULL || node->kind == LLM__JSON_FALSE || (holds && !node->length);
+}
+
+/* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
+ * with a NULL. */
+static bool llm__folder_known(const llm__folder *f, const llm__json_node *object, const char *where, const char *const *known) {
+    for (const llm__json_node *n = llm__json_first(object); n; n = llm__json_next(object, n)) {
+        llm_string key = llm__json_key(n);
+        bool found = llm__node_is_off(n) || (key.length && key.data[0] == '_');
+        for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
+        if (!found)
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"%s\": %s in %s is an option that is not supported",
+                                     llm__show(key).text, llm__show_node(n).text, where);
+    }
+    return true;
+}
+
+/* The names in which config.json speaks of the shape, and those that say nothing of the result. */
+static bool llm__folder_known_config(const llm__folder *f) {
+    static const char *const known[] = {
+        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
+        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
+        "rope_parameters", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window",
+        "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "quantization_config",
+        "bos_token_id", "eos_token_id",
+        /* how it was trained, where it came from, how others run it */
+        "architectures", "attention_dropout", "attn_pdrop", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
+        "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
+        "is_llama_config", "label2id", "max_sequence_length", "model_max_length", "name_or_path", "neftune_noise_alpha", "pad_token_id",
+        "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
+        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "torch_dtype",
+        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
+        /* how to choose words, which stood here before generation_config.json was invented: that is the request's to say */
+        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",
+        "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
+        "repetition_penalty", "temperature", "top_k", "top_p", "typical_p", NULL};
+    return llm__folder_known(f, f->config.nodes, "config.json", known);
+}
+
+/* "llama.name" */
+static const char *llm__folder_key(const llm__folder *f, const char *name, char key[128]) {
+    snprintf(key, 128, "%s.%s", f->architecture->name, name);
+    return key;
+}
+
+static void llm__folder_write_int(const llm__folder *f, llm_writer *w, const char *name, int x) {
+    char key[128];
+    llm_writer_u32(w, llm__folder_key(f, name, key), (uint32_t)x);
+}
+
+static void llm__folder_write_float(const llm__folder *f, llm_writer *w, const char *name, double x) {
+    char key[128];
+    llm_writer_f32(w, llm__folder_key(f, name, key), (float)x);
+}
+
+/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that make fewer than
+ * low_freq_factor turns over the original context are divided by the factor, those that make more than high_freq_factor stay,
+ * and between the two it is blended. */
+static bool llm__folder_llama3(llm__folder *f, const llm__json_node *rope, double base, int context) {
+    double factor, low, high;
+    int original, n = f->head_dim / 2;
+    if (!llm__folder_number(f, rope, "factor", 0, &factor) || !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
+        !llm__folder_number(f, rope, "high_freq_factor", 0, &high) ||
+        !llm__folder_int(f, rope, "original_max_position_embeddings", context, &original))
+        return false;
+    if (!(high > low))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "high_freq_factor in config.json is not above low_freq_factor");
+    float *divisors = (float *)llm__new((size_t)n, sizeof *divisors, "the RoPE frequencies", f->err);
+    if (!divisors) return false;
+    for (int i = 0; i < n; i++) {
+        double turns = original * pow(base, -2.0 * i / f->head_dim) / (2 * 3.14159265358979323846);
+        double blend = (turns - low) / (high - low);
+        blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
+        divisors[i] = (float)(1 / ((1 - blend) / factor + blend));
+    }
+    if (!llm__add_region(f->file, divisors, (uint64_t)n * sizeof *divisors, LLM__OWNED, f->err)) return false;
+    llm_tensor *t = &f->file->tensors[f->file->n_tensors++];
+    t->name = llm__string("rope_freqs.weight");
+    t->type = LLM_F32;
+    t->n_dims = 1;
+    t->dims[0] = (uint64_t)n;
+    t->dims[1] = t->dims[2] = t->dims[3] = 1;
+    t->data = divisors;
+    t->bytes = (uint64_t)n * sizeof *divisors;
+    return true;
+}
+
+static bool llm__folder_yarn(const llm__folder *f, llm_writer *w, const llm__json_node *rope, double factor, int *context) {
+    double fast, slow, magnitude, usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, m = 0, all = 0;
+    int original;
+    bool truncate = true;
+    llm__json_bool(llm__json_member(rope, "truncate"), &truncate);
+    if (!truncate) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "YaRN with \"truncate\": false is not supported");
+    if (llm__json_f64(llm__folder_entry(rope, "mscale"), &m) && llm__json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
+        m != 0 && all != 0 && factor > 1)
+        usual = (0.1 * m * log(factor) + 1) / (0.1 * all * log(factor) + 1);
+    if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) || !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
+        !llm__folder_number(f, rope, "attention_factor", usual, &magnitude) ||
+        !llm__folder_int(f, rope, "original_max_position_embeddings", *context, &original))
+        return false;
+    llm__folder_write_int(f, w, "rope.scaling.original_context_length", original);
+    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_fast", fast);
+    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_slow", slow);
+    /* GGUF's readers multiply it by the usual magnitude */
+    llm__folder_write_float(f, w, "rope.scaling.attn_factor", magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
+    *context = original;
+    return true;
+}
+
+/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and "rope_scaling". */
+static bool llm__folder_rope(llm__folder *f, llm_writer *w, int context) {
+    static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
+                                        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
+                                        "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned", NULL};
+    const llm__json_node *config = f->config.nodes, *rope = llm__folder_entry(config, "rope_parameters");
+    double base, factor = 1, part;
+    char key[128];
+    if (!rope) rope = llm__folder_entry(config, "rope_scaling");
+    if (rope && !llm__json_has_kind(rope, LLM__JSON_OBJECT))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json is no object");
+    if (!llm__folder_known(f, rope, "the RoPE scaling of config.json", known) ||
+        !llm__folder_number(f, config, "rope_theta", 10000, &base) || !llm__folder_number(f, rope, "rope_theta", base, &base) ||
+        !llm__folder_number(f, config, "partial_rotary_factor", 1, &part) ||
+        !llm__folder_number(f, rope, "partial_rotary_factor", part, &part))
+        return false;
+    if (part != 1) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "partial_rotary_factor %g is not supported", part);
+    llm__folder_write_float(f, w, "rope.freq_base", base);
+    base = (float)base;
+
+    const llm__json_node *type = llm__folder_entry(rope, "rope_type");
+    if (!type) type = llm__folder_entry(rope, "type");
+    if (rope && llm__folder_entry(rope, "factor") && !type)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json does not say its rope_type");
+    if (type && !llm__json_is(type, "default")) {
+        bool yarn = llm__json_is(type, "yarn");
+        if (llm__json_is(type, "llama3")) {
+            if (!llm__folder_llama3(f, rope, base, context)) return false;
+        } else if (!yarn && !llm__json_is(type, "linear")) {
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
+                                     "RoPE scaling \"%s\" is not supported; supported: default, linear, yarn, llama3",
+                                     llm__show_node(type).text);
+        } else {
+            if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
+                (yarn && !llm__folder_yarn(f, w, rope, factor, &context)))
+                return false;
+            llm_writer_string(w, llm__folder_key(f, "rope.scaling.type", key), yarn ? "yarn" : "linear");
+            llm__folder_write_float(f, w, "rope.scaling.factor", factor);
+        }
+    }
+    /* what is stretched was made for so many positions, and now takes that many times more */
+    llm__folder_write_int(f, w, "context_length", (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
+    return true;
+}
+
+/* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
+static bool llm__folder_window(const llm__folder *f, llm_writer *w) {
+    const llm__json_node *config = f->config.nodes, *types = llm__folder_entry(config, "layer_types");
+    const llm__json_node *node = llm__json_member(config, "sliding_window");
+    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have a window? */
+    bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
+    int window = 0;
+    int64_t first = 0;
+    char key[128];
+    if (!llm__json_bool(llm__json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
+    if (!uses || llm__json_has_kind(node, LLM__JSON_NULL) || (!node && !f->architecture->window && !types)) return true;
+    if (!strcmp(f->architecture->model_type, "llama"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"sliding_window\" in config.json is not supported for llama");
+    if (!llm__folder_int(f, config, "sliding_window", f->architecture->window, &window)) return false;
+    if (qwen && !types && (!llm__json_i64(llm__json_member(config, "max_window_layers"), &first) || first < 0))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say from which layer on the window is used (max_window_layers)");
+    if (types && (!llm__json_has_kind(types, LLM__JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "layer_types in config.json is not a list of %d types", f->n_layers);
+    uint8_t *pattern = (uint8_t *)llm__new((size_t)f->n_layers, 1, "the windows of the layers", f->err);
+    if (!pattern) return false;
+    bool ok = true;
+    const llm__json_node *type = llm__json_first(types);
+    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm__json_next(types, type) : NULL) {
+        pattern[i] = types ? llm__json_is(type, "sliding_attention") : i >= first;
+        windowed[pattern[i]] = true;
+        if (types && !pattern[i] && !llm__json_is(type, "full_attention"))
+            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the layer type \"%s\" in config.json is not supported",
+                                   llm__show_node(type).text);
+    }
+    if (windowed[1]) llm__folder_write_int(f, w, "attention.sliding_window", window);
+    if (windowed[1] && windowed[0]) {
+        llm_value value = {llm__string(llm__folder_key(f, "attention.sliding_window_pattern", key)), LLM_VALUE_ARRAY, LLM_VALUE_BOOL,
+                           (uint64_t)f->n_layers, pattern, (size_t)f->n_layers};
+        llm_writer_value(w, &value);
+    }
+    LLM_FREE(pattern);
+    return ok;
+}
+
+/* config.json into metadata. */
+static bool llm__folder_config(llm__folder *f, llm_writer *w) {
+    const llm__json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
+    int hidden, kv_heads, context;
+    double epsilon;
+    if (act && !llm__json_is(act, "silu") && !llm__json_is(act, "swish"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the activation \"%s\" is not supported; supported: silu",
+                                 llm__show_node(act).text);
+    if (!llm__folder_known_config(f) || !llm__folder_int(f, config, "hidden_size", 0, &f->dim) ||
+        !llm__folder_int(f, config, "intermediate_size", 0, &hidden) ||
+        !llm__folder_int(f, config, "num_hidden_layers", 0, &f->n_layers) ||
+        !llm__folder_int(f, config, "num_attention_heads", 0, &f->n_heads) ||
+        !llm__folder_int(f, config, "num_key_value_heads", f->architecture->kv_heads ? f->n_heads : 0, &kv_heads) ||
+        !llm__folder_int(f, config, "max_position_embeddings", 0, &context) ||
+        !llm__folder_number(f, config, "rms_norm_eps", 1e-6, &epsilon))
+        return false;
+    int usual = f->architecture->head_dim ? f->architecture->head_dim : (int)llm__max(f->dim / f->n_heads, 1);
+    if (!llm__folder_int(f, config, "head_dim", usual, &f->head_dim)) return false;
+    /* each layer has tensors; asked before allocating what an absurd count wants */
+    if (f->n_layers > f->sources.count || f->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says %d layers, but there are only %lld tensors", f->n_layers,
+                                 (long long)f->sources.count);
+    if (f->head_dim > 1 << 20)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says heads of %d numbers, which is absurd", f->head_dim);
+    llm_writer_string(w, "general.architecture", f->architecture->name);
+    llm__folder_write_int(f, w, "block_count", f->n_layers);
+    llm__folder_write_int(f, w, "embedding_length", f->dim);
+    llm__folder_write_int(f, w, "feed_forward_length", hidden);
+    llm__folder_write_int(f, w, "attention.head_count", f->n_heads);
+    llm__folder_write_int(f, w, "attention.head_count_kv", kv_heads);
+    llm__folder_write_int(f, w, "attention.key_length", f->head_dim);
+    llm__folder_write_int(f, w, "attention.value_length", f->head_dim);
+    llm__folder_write_int(f, w, "rope.dimension_count", f->head_dim);
+    llm__folder_write_float(f, w, "attention.layer_norm_rms_epsilon", epsilon);
+    f->file->tensors = (llm_tensor *)llm__new((size_t)(f->n_layers * LLM__N_PARTS + 4), sizeof(llm_tensor), "the tensors", f->err);
+    return f->file->tensors && llm__folder_rope(f, w, context) && llm__folder_window(f, w);
+}
+
+/* ---- The tensors ---------------------------------------------------------------------------- */
+
+/* Map a safetensors file of the folder and read its header. */
+static bool llm__folder_shard(llm__folder *f, llm_string name) {
+    char copy[256];
+    const void *data = NULL;
+    uint64_t size = 0;
+    if (!name.length || name.length >= sizeof copy || memchr(name.data, '/', name.length) || memchr(name.data, 0, name.length))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the index names the file '%s', which is no name of a file in this folder",
+                                 llm__show(name).text);
+    memcpy(copy, name.data, name.length);
+    copy[name.length] = 0;
+    void *grown = llm__grow(f->paths, f->n_files, &f->paths_capacity, sizeof *f->paths, "the files", f->err);
+    if (!grown) return false;
+    f->paths = (char **)grown;
+    grown = llm__grow(f->headers, f->n_files, &f->headers_capacity, sizeof *f->headers, "the files", f->err);
+    if (!grown) return false;
+    f->headers = (llm__json *)grown;
+    char *path = llm__folder_path(f, copy, f->err);
+    if (!path) return false;
+    int64_t i = f->n_files++;
+    f->paths[i] = path;
+    memset(&f->headers[i], 0, sizeof *f->headers);
+    return llm__map(path, &data, &size, f->err) && llm__add_region(f->file, data, size, LLM__MAPPED, f->err) &&
+           llm__read_safetensors(&f->sources, &f->headers[i], (const uint8_t *)data, size, path, f->err);
+}
+
+/* Is this the file's path? */
+static bool llm__folder_is_file(const char *path, llm_string name) {
+    size_t length = strlen(path);
+    return length > name.length && path[length - name.length - 1] == '/' &&
+           !memcmp(path + length - name.length, name.data, name.length);
+}
+
+/* All files that the index names. */
+static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
+    if (!llm__json_first(map) || map->kind != LLM__JSON_OBJECT)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
+    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
+        llm_string name = {"", 0};
+        if (!llm__json_string(n, &name))
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "the weight_map of model.safetensors.index.json names no file for '%s'",
+                                     llm__show(llm__json_key(n)).text);
+        int64_t i = 0;
+        while (i < f->n_files && !llm__folder_is_file(f->paths[i], name)) i++;
+        if (i == f->n_files && !llm__folder_shard(f, name)) return false;
+    }
+    return true;
+}
+
+/* What the index says must be so. */
+static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *map) {
+    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
+        llm_string name = llm__json_key(n), file = {n->text, n->length};
+        const llm__source *source = (const llm__source *)(const void *)llm__find_string(f->sources.index, f->sources.count, name);
+        if (!source || !llm__folder_is_file(source->path, file))
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' is not in the file that the index names for it",
+                                     llm__show(name).text);
+    }
+    return true;
+}
+
+static bool llm__folder_weights(llm__folder *f) {
+    llm__json index;
+    memset(&index, 0, sizeof index);
+    bool single = llm__folder_has(f, "model.safetensors");
+    if (!single && !llm__folder_has(f, "model.safetensors.index.json"))
+        return llm__folder_error(f, LLM_ERROR_FILE, "there is neither model.safetensors nor model.safetensors.index.json%s",
+                                 llm__folder_has(f, "pytorch_model.bin") || llm__folder_has(f, "pytorch_model.bin.index.json")
+                                     ? "; its pytorch_model.bin is not read: such files may run programs" : "");
+    if (!single && !llm__folder_json(f, "model.safetensors.index.json", &index)) return false;
+    const llm__json_node *map = llm__json_member(index.nodes, "weight_map");
+    bool ok = single ? llm__folder_shard(f, llm__string("model.safetensors")) : llm__folder_shards(f, map);
+    if (ok) f->sources.index = llm__sorted_names(f->sources.items, f->sources.count, sizeof *f->sources.items, f->err);
+    ok = ok && f->sources.index;
+    const llm_string *twice = ok ? llm__duplicate(f->sources.index, f->sources.count) : NULL;
+    if (twice) ok = llm__folder_error(f, LLM_ERROR_FORMAT, "two of the files have a tensor called '%s'", llm__show(*twice).text);
+    if (ok && !single) ok = llm__folder_check_index(f, map);
+    llm__json_free(&index);
+    return ok;
+}
+
+/* The next tensor of the file, under its GGUF name. */
+static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
+    llm_tensor *t = &f->file->tensors[f->file->n_tensors];
+    char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
+    f->file->n_tensors++;
+    snprintf(copy, LLM__TENSOR_NAME, "%s", name);
+    t->name = llm__string(copy);
+    for (int i = 0; i < 4; i++) t->dims[i] = 1;
+    return t;
+}
+
+/* Kernels read numbers in place, so they must be aligned, which the format does not promise. */
+static const void *llm__folder_aligned(const llm__folder *f, const llm__source *source) {
+    if ((uintptr_t)source->data % (uintptr_t)source->value_bytes == 0) return source->data;
+    void *copy = llm__new((size_t)source->bytes, 1, "a tensor that lies at an odd place", f->err);
+    if (!copy) return NULL;
+    memcpy(copy, source->data, (size_t)source->bytes);
+    return llm__add_region(f->file, copy, source->bytes, LLM__OWNED, f->err) ? copy : NULL;
+}
+
+static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name) {
+    if (source->type < 0)
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
+                                 llm__show(source->name).text, source->dtype);
+    if (source->n_dims < 1)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
+    llm_tensor *t = llm__folder_new_tensor(f, name);
+    t->type = (llm_type)source->type;
+    t->n_dims = source->n_dims;
+    for (int i = 0; i < source->n_dims; i++) t->dims[i] = source->dims[source->n_dims - 1 - i];
+    t->bytes = source->bytes;
+    t->data = llm__folder_aligned(f, source);
+    source->used = true;
+    return t->data != NULL;
+}
+
+/* ---- 4-bit integers: GPTQ and AWQ ------------------------------------------------------------
+ * Both replace a matrix "X.weight" (rows, cols) by X.qweight, X.qzeros and X.scales: for each row and each group of g
+ * columns (Frantar et al. 2022, arxiv.org/abs/2210.17323; Lin et al. 2023, arxiv.org/abs/2306.00978)
+ *
+ *     value = scale x (q - zero)        q and zero in 4 bits, eight to an int32, scale f16
+ *
+ * All three are stored transposed: scales (groups, rows), zeros (groups, rows/8).
+ *
+ *     GPTQ  qweight (cols/8, rows): eight neighbours of a row of the matrix to an int32, the first in the lowest bits. Zeros
+ *           are stored less one, but not where the checkpoint_format is "gptq_v2". X.g_idx (cols) is the group of
+ *           each column, where they are not in order ("desc_act", "act-order": the columns were quantized
+ *           in order of their importance). Here the columns are sorted by group, and the input of the matrix with them.
+ *     AWQ   qweight (cols, rows/8), eight rows to an int32, in the order 0 2 4 6 1 3 5 7.
+ *
+ * They become q4_0 where zero is 8 everywhere ("sym"), else q4_Z, in which the values are exactly the same. */
+
+typedef struct llm__int4 {
+    bool awq, zeros_less_one;
+    int64_t rows, cols, n_groups;
+    const uint32_t *weights, *zeros;
+    const uint16_t *scales;    /* (n_groups, rows) f16 */
+    const int32_t *columns;    /* (cols) in order of their groups; NULL: they are */
+    const int32_t *groups;     /* (cols) of the columns; NULL: of equal size, in order */
+} llm__int4;
+
+/* The bits in which AWQ keeps row i of eight. */
+static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 & 3))); }
+
+static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
+    uint32_t word = m->zeros[group * (m->rows / 8) + row / 8];
+    return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
+}
+
+enum {
+    LLM__INT4_ROWS = 128,               /* taken together: their words of AWQ fill a cache line, and with */
+    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns, k and k + 16 of a block, they fill a tile of bytes */
+};
+
+/* The tile (PAIRS, ROWS) of the n rows from `first` on and the block of columns from `column` on: column k in the lower four bits, k + 16
+ * in the upper ones, as q4_0 has them. Here for AWQ, where one word holds a column of eight rows: in every line of the tile first the rows
+ * in the even places of each word, then the others. */
+static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
+    const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
+    for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
+        LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* every line lies in another page, so nobody else thinks of it */
+        LLM__PREFETCH(high + 2 * LLM__BLOCK * m->rows / 8);
+        uint32_t even[LLM__INT4_ROWS / 8] = {0}, odd[LLM__INT4_ROWS / 8] = {0};
+        for (int64_t i = 0; i < n / 8; i++) {
+            even[i] = (low[i] & lower) | (high[i] & lower) << 4;
+            odd[i] = (low[i] >> 4 & lower) | (high[i] & ~lower);
+        }
+        memcpy(tile + k * LLM__INT4_ROWS, even, sizeof even);
+        memcpy(tile + k * LLM__INT4_ROWS + sizeof even, odd, sizeof odd);
+    }
+}
+
+/* The place of row i in such a line. */
+static int llm__int4_place_awq(int i) {
+    int nibble = llm__awq_shift(i) / 4;
+    return i / 8 * 4 + nibble / 2 + (nibble & 1) * LLM__INT4_ROWS / 2;
+}
+
+/* The same for GPTQ, with the rows in order. */
+static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
+    for (int k = 0; k < LLM__INT4_PAIRS; k++) {
+        int64_t a = column + k, b = a + LLM__INT4_PAIRS;
+        if (m->columns) a = m->columns[a], b = m->columns[b];
+        const uint32_t *low = m->weights + a / 8 * m->rows + first, *high = m->weights + b / 8 * m->rows + first;
+        for (int64_t i = 0; k % 8 == 0 && i < n; i += 16) {
+            LLM__PREFETCH(low + 8 * m->rows + i);
+            LLM__PREFETCH(high + 8 * m->rows + i);
+        }
+        for (int64_t i = 0; i < n; i++)
+            tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) | (high[i] >> (4 * (b & 7)) & 15) << 4);
+    }
+}
+
+/* (PAIRS, ROWS) to (ROWS, PAIRS). Each pass lays the two halves of the tile between each other, like a pack of cards: the highest bit of
+ * every index becomes its lowest, so after four passes the four bits of a pair are there. */
+static void llm__int4_transpose(uint8_t *tile) {
+    enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
+    uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
+    for (int pass = 0; pass < 4; pass++) {
+        for (int i = 0; i < HALF; i++) to[2 * i] = from[i], to[2 * i + 1] = from[HALF + i];
+        uint8_t *other = from;
+        from = to;
+        to = other;
+    }
+}
+
+/* What stands before the integers in the blocks of these rows and of a group: the scale, and the zero point. */
+static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group, uint8_t heads[LLM__INT4_ROWS][4]) {
+    for (int64_t i = 0; i < n; i++) {
+        llm__write_u16(heads[i], m->scales[group * m->rows + first + i]);
+        llm__write_u16(heads[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
+    }
+}
+
+/* n rows of the matrix (between two multiples of LLM__INT4_ROWS) as blocks of q4_0, or of q4_Z. The same columns of all rows at once,
+ * since neighbours in memory are what different rows have in one column; so it is done for whole eights. */
+static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
+    int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
+    size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
+    uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0}, heads[LLM__INT4_ROWS][4];
+    first -= skipped;
+    n = llm__divide_up(end, 8) * 8;
+    for (int64_t column = 0, last = -1; column < m->cols; column += LLM__BLOCK) {
+        int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
+        if (group != last) llm__int4_heads(m, first, n, last = group, heads);
+        if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
+        else llm__int4_tile_gptq(m, first, n, column, tile);
+        llm__int4_transpose(tile);
+        uint8_t *to = out + (size_t)(column / LLM__BLOCK) * block_bytes;
+        for (int i = skipped; i < end; i++, to += row_bytes) {
+            LLM__PREFETCH_FAR(to + 128);
+            memcpy(to, heads[i], 4); /* of which q4_0 has two; the integers go over the others */
+            memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
+        }
+    }
+}
+
+static bool llm__int4_symmetric(const llm__int4 *m) {
+    uint32_t differs = 0;
+    for (int64_t i = 0; i < m->n_groups * (m->rows / 8); i++) differs |= m->zeros[i] ^ (m->zeros_less_one ? 0x77777777 : 0x88888888);
+    return !differs;
+}
+
+/* The source "<module>.<part>" of this dtype with n_dims dimensions; NULL, with the error set. */
+static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, const char *part, const char *dtype, int n_dims) {
+    char name[160];
+    snprintf(name, sizeof name, "%s.%s", module, part);
+    llm__source *source = llm__find_source(&f->sources, name);
+    if (!source) return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", name), (llm__source *)NULL;
+    if (strcmp(source->dtype, dtype) || source->n_dims != n_dims) {
+        llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is of type %s with %d dimensions, but should be %s with %d", name,
+                          source->dtype, source->n_dims, dtype, n_dims);
+        return NULL;
+    }
+    source->used = true;
+    return source;
+}
+
+/* Sort the columns by group; without change where they are in order already. The array becomes the file's. */
+static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
+    int64_t size = m->cols / m->n_groups;
+    bool ordered = true;
+    for (int64_t c = 0; c < m->cols; c++) {
+        if (m->groups[c] < 0 || m->groups[c] >= m->n_groups)
+            return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx names the group %d of %lld", module, m->groups[c], (long long)m->n_groups);
+        ordered = ordered && m->groups[c] == c / size;
+    }
+    if (ordered) return true;
+    int64_t *next = (int64_t *)llm__new((size_t)m->n_groups + 1, sizeof *next, "the groups", f->err);
+    int32_t *columns = next ? (int32_t *)llm__new((size_t)m->cols, sizeof *columns, "the order of columns", f->err) : NULL;
+    bool ok = columns != NULL;
+    for (int64_t c = 0; ok && c < m->cols; c++) next[m->groups[c] + 1]++;
+    for (int64_t g = 0; ok && g < m->n_groups; g++) {
+        if (next[g + 1] % LLM__BLOCK)
+            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "a group of %s has %lld columns, no multiple of %d", module,
+                                   (long long)next[g + 1], LLM__BLOCK);
+        next[g + 1] += next[g];
+    }
+    for (int64_t c = 0; ok && c < m->cols; c++) columns[next[m->groups[c]]++] = (int32_t)c;
+    LLM_FREE(next);
+    if (!ok) return LLM_FREE(columns), false;
+    m->columns = columns;
+    return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
+}
+
+/* How the integers are packed, by the name that the tool which packed them has for it; NULL: it does not say. */
+static const llm__json_node *llm__int4_format(const llm__json_node *quantization) {
+    static const char *const keys[] = {"checkpoint_format", "format", "version"};
+    const llm__json_node *format = NULL;
+    for (int i = 0; i < 3 && !format; i++) format = llm__folder_entry(quantization, keys[i]);
+    return format;
+}
+
+/* The three or four tensors of a matrix, checked to fit each other. */
+static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
+    const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
+    int64_t group = 0;
+    bool descending = false;
+    char name[160];
+    llm__source *weights = llm__folder_int4_source(f, module, "qweight", "I32", 2);
+    llm__source *zeros = weights ? llm__folder_int4_source(f, module, "qzeros", "I32", 2) : NULL;
+    llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
+    if (!scales) return false;
+    m->awq = llm__json_is(llm__json_member(q, "quant_method"), "awq");
+    m->zeros_less_one = !m->awq && !llm__json_is(llm__int4_format(q), "gptq_v2");
+    m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
+    m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
+    m->n_groups = (int64_t)scales->dims[0];
+    llm__json_i64(llm__json_member(q, "group_size"), &group);
+    if (group == -1) group = m->cols;
+    if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 || group % LLM__BLOCK || m->cols % group ||
+        m->n_groups != m->cols / group || (int64_t)scales->dims[1] != m->rows || (int64_t)zeros->dims[0] != m->n_groups ||
+        (int64_t)zeros->dims[1] != m->rows / 8)
+        return llm__folder_error(f, LLM_ERROR_FORMAT,
+                                 "%s: qweight (%llu, %llu), qzeros (%llu, %llu) and scales (%llu, %llu) do not fit together in groups "
+                                 "of %lld, which must be a multiple of %d", module, (unsigned long long)weights->dims[0],
+                                 (unsigned long long)weights->dims[1], (unsigned long long)zeros->dims[0], (unsigned long long)zeros->dims[1],
+                                 (unsigned long long)scales->dims[0], (unsigned long long)scales->dims[1], (long long)group, LLM__BLOCK);
+    m->weights = (const uint32_t *)llm__folder_aligned(f, weights);
+    m->zeros = m->weights ? (const uint32_t *)llm__folder_aligned(f, zeros) : NULL;
+    m->scales = m->zeros ? (const uint16_t *)llm__folder_aligned(f, scales) : NULL;
+    if (!m->scales) return false;
+    snprintf(name, sizeof name, "%s.g_idx", module);
+    llm__json_bool(llm__json_member(q, "desc_act"), &descending);
+    if (m->awq || (!descending && !llm__find_source(&f->sources, name))) return true;
+    llm__source *groups = llm__folder_int4_source(f, module, "g_idx", "I32", 1);
+    if (!groups) return false;
+    if ((int64_t)groups->dims[0] != m->cols)
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx has %llu entries for %lld columns", module,
+                                 (unsigned long long)groups->dims[0], (long long)m->cols);
+    m->groups = (const int32_t *)llm__folder_aligned(f, groups);
+    return m->groups && llm__folder_columns(f, m, module);
+}
+
+/* Noted and checked; the integers are read where they are wanted. */
+static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
+    llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
+    if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
+    llm_tensor *t = llm__folder_new_tensor(f, name);
+    t->type = llm__int4_symmetric(m) ? LLM_Q4_0 : LLM_Q4_Z;
+    t->n_dims = 2;
+    t->dims[0] = (uint64_t)m->cols;
+    t->dims[1] = (uint64_t)m->rows;
+    t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* less than the sources take, twice: no overflow */
+    t->columns = m->columns;
+    t->int4 = m;
+    return true;
+}
+
+bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err) {
+    llm__clear(err);
+    if (!tensor || (n && !out)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %s is NULL", tensor ? "out" : "the tensor");
+    uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3], row_bytes = tensor->bytes / rows;
+    if (first > rows || n > rows - first)
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %llu rows of %s from row %llu on, but it has %llu",
+                         (unsigned long long)n, llm__show(tensor->name).text, (unsigned long long)first, (unsigned long long)rows);
+    if (!tensor->int4) {
+        if (n) memcpy(out, (const uint8_t *)tensor->data + first * row_bytes, (size_t)(n * row_bytes));
+        return true;
+    }
+    int64_t begin = (int64_t)first, end = (int64_t)(first + n);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+    for (int64_t tile = begin / LLM__INT4_ROWS; tile < llm__divide_up(end, LLM__INT4_ROWS); tile++) {
+        int64_t from = llm__max(tile * LLM__INT4_ROWS, begin), to = llm__min((tile + 1) * LLM__INT4_ROWS, end);
+        llm__int4_rows(tensor->int4, from, to - from, tensor->type, (uint8_t *)out + (uint64_t)(from - begin) * row_bytes);
+    }
+    return true;
+}
+
+/* See llm__file_forget. */
+static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
+    const llm__int4 *m = tensor->int4;
+    if (!m) {
+        llm__file_forget(file, tensor->data, tensor->bytes);
+        return;
+    }
+    llm__file_forget(file, m->weights, (uint64_t)(m->rows * m->cols / 2));
+    llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
+    llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
+}
+
+/* What config.json says of the quantization; only what is implemented passes. */
+static bool llm__folder_quantization(llm__folder *f) {
+    static const char *const known[] = {
+        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version", "data_type",
+        /* how it was made, and how others run it */
+        "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
+        "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
+        "exllama_config", "format", "fuse_max_seq_len", "gradient_accumulate_steps", "iters", "lm_head", "low_cpu_mem_usage",
+        "low_gpu_mem_usage", "lr", "max_input_length", "meta", "method", "minmax_lr", "model_file_base_name", "model_name_or_path",
+        "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
+        "nsamples", "pack_dtype", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
+        "static_groups", "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16", "use_exllama", NULL};
+    const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
+    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q), *type = llm__folder_entry(q, "data_type");
+    int64_t bits = 0;
+    if (!q) return true;
+    f->gptq = llm__json_is(method, "gptq");
+    f->int4 = f->gptq || llm__json_is(method, "awq");
+    if (!f->int4)
+        return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
+                                          llm__show_node(method).text)
+                      : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
+    if (type && !llm__json_is(type, "int")) /* AutoRound's word for what the bits are */
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
+                                 llm__show_node(type).text);
+    if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
+                                 (long long)bits);
+    if (format && !llm__json_is(format, f->gptq ? "gptq" : "gemm") && !llm__json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
+        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the format \"%s\" of %s is not supported; supported: %s", llm__show_node(format).text,
+                                 f->gptq ? "gptq" : "awq", f->gptq ? "gptq, gptq_v2" : "gemm");
+    return llm__folder_known(f, q, "the quantization_config", known);
+}
+
+/* A bias that config.json does not speak of: some tools write one of zeros into every layer. */
+static bool llm__all_zero(const llm__source *source) {
+    for (uint64_t i = 0; i < source->bytes; i++)
+        if (source->data[i]) return false;
+    return true;
+}
+
+/* Does config.json ask for this optional part? Head norms and the like need no asking. */
+static bool llm__folder_wants(const llm__folder *f, int part) {
+    bool attention = false, mlp = false;
+    llm__json_bool(llm__json_member(f->config.nodes, "attention_bias"), &attention);
+    llm__json_bool(llm__json_member(f->config.nodes, "mlp_bias"), &mlp);
+    return (f->architecture->required >> part & 1) || (attention && (f->architecture->optional & LLM__BIASES) >> part & 1) ||
+           (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
+}
+
+/* The tensor "X.weight" (or "X.bias", which nobody quantizes) is missing: why? */
+static bool llm__folder_missing(const llm__folder *f, const char *name) {
+    char quantized[160];
+    snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")), name);
+    const char *why = !llm__find_source(&f->sources, quantized) ? ""
+                      : f->int4 ? "; it is quantized, which is supported for the matrices of the layers only"
+                      : llm__folder_has(f, "quantize_config.json")
+                          ? "; it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there, "
+                            "with a \"quant_method\" of \"gptq\" or \"awq\""
+                          : "; it is quantized, but config.json has no quantization_config, which says how";
+    return llm__folder_error(f, *why ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT, "the tensor %s is missing%s", name, why);
+}
+
+static bool llm__folder_part(llm__folder *f, int layer, int part) {
+    char name[LLM__TENSOR_NAME], source_name[128];
+    llm__part_name(name, layer, part);
+    int length = snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
+    llm__source *source = llm__find_source(&f->sources, source_name);
+    if (llm__folder_wants(f, part)) {
+        if (!source && f->int4 && llm__parts()[part].rows != LLM__ONE) {
+            source_name[length - (int)strlen(".weight")] = 0;
+            return llm__folder_int4(f, name, source_name);
+        }
+        if (source) return llm__folder_tensor(f, source, name);
+        return llm__folder_missing(f, source_name);
+    }
+    if (source && llm__all_zero(source)) source->used = true;
+    return true;
+}
+
+/* The tensors outside of the layers. */
+static bool llm__folder_ends_of_stack(llm__folder *f) {
+    static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
+                                           {"model.norm.weight", "output_norm.weight"},
+                                           {"lm_head.weight", "output.weight"}};
+    bool tied = false;
+    llm__json_bool(llm__json_member(f->config.nodes, "tie_word_embeddings"), &tied);
+    for (int i = 0; i < 3; i++) {
+        llm__source *source = llm__find_source(&f->sources, names[i][0]);
+        if (i == 2 && tied) { /* some files hold it all the same */
+            if (source) source->used = true;
+        } else if (!source) {
+            return llm__folder_missing(f, names[i][0]);
+        } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
+    }
+    return true;
+}
+
+static bool llm__ends_with(llm_string s, const char *end) {
+    size_t n = strlen(end);
+    return s.length >= n && !memcmp(s.data + s.length - n, end, n);
+}
+
+static bool llm__folder_tensors(llm__folder *f) {
+    uint64_t names = (uint64_t)(f->n_layers * LLM__N_PARTS + 4) * LLM__TENSOR_NAME;
+    f->names = (char *)llm__new((size_t)names, 1, "the names of the tensors", f->err);
+    if (!f->names || !llm__add_region(f->file, f->names, names, LLM__OWNED, f->err)) return false;
+    if (!llm__folder_ends_of_stack(f)) return false;
+    for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
+        if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
+    for (int64_t i = 0; i < f->sources.count; i++) {
+        const llm__source *source = &f->sources.items[i];
+        /* old files store what can be computed from config.json */
+        if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
+            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
+                                     llm__show(source->name).text, f->architecture->model_type);
+    }
+    f->file->tensor_index = llm__sorted_names(f->file->tensors, f->file->n_tensors, sizeof(llm_tensor), f->err);
+    return f->file->tensor_index != NULL;
+}
+
+/* ---- Opening a folder ------------------------------------------------------------------------- */
+
+static bool llm__folder_architecture(llm__folder *f) {
+    llm_string type = {"", 0};
+    char known[128];
+    if (!llm__json_string(llm__json_member(f->config.nodes, "model_type"), &type))
+        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
+    f->architecture = llm__find_architecture(type, true);
+    llm__list_architectures(known, sizeof known, true);
+    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type is \"%s\"; supported: %s",
+                                                llm__show(type).text, known);
+}
+
+/* A folder without config.json may still hold a vocabulary. */
+static bool llm__folder_read(llm__folder *f, llm_writer *w) {
+    if (!llm__folder_has(f, "config.json")) {
+        bool weights = llm__folder_has(f, "model.safetensors") || llm__folder_has(f, "model.safetensors.index.json");
+        if (!weights && llm__folder_has(f, "tokenizer.json")) return llm__folder_vocabulary(w, f->path, f->err);
+        return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
+                                 "; to run a GGUF file, give its own path");
+    }
+    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_quantization(f) &&
+           llm__folder_weights(f) && llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
+}
+
+static llm_file *llm__folder_open(const char *path, llm_error *err) {
+    llm__folder f;
+    memset(&f, 0, sizeof f);
+    f.path = path;
+    f.err = err;
+    f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
+    llm_writer *w = f.file ? llm__header_begin(err) : NULL;
+    bool ok = w && (f.file->path = llm__copy_text(path, "", err)) != NULL;
+    if (ok) f.file->folder = true;
+    ok = ok && llm__folder_read(&f, w);
+    ok = ok && llm__header_read(w, f.file, err);
+    if (w) llm__writer_free(w);
+    for (int64_t i = 0; i < f.n_files; i++) {
+        llm__json_free(&f.headers[i]);
+        LLM_FREE(f.paths[i]);
+    }
+    LLM_FREE(f.headers);
+    LLM_FREE(f.paths);
+    LLM_FREE(f.sources.items);
+    LLM_FREE((void *)f.sources.index);
+    llm__json_free(&f.config);
+    if (ok) return f.file;
+    llm_file_close(f.file);
+    return NULL;
+}
+
+/* ---- Rewriting a model in another type -------------------------------
+ * Decoding is bound by the bytes it reads, so rounding the weights is the cheapest way to speed.
+ * Embedding and output matrix choose between words, and show rounding first: at least 8 bits. */
+
+static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
+    char text[64], wanted[64];
+    if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
+    memcpy(text, name.data, name.length);
+    text[name.length] = 0;
+    *layer = strtoll(text + 4, NULL, 10);
+    snprintf(wanted, sizeof wanted, "blk.%lld.%s", (long long)*layer, part);
+    return *layer >= 0 && !strcmp(text, wanted);
+}
+
+/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: first and last layers, every third
+ * between. */
+static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
+    static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
+    int64_t layer = 0, other, n_layers = 0;
+    for (int i = 0; i < 2; i++)
+        if (llm__is_tensor_of_layer(name, delicate[i], &layer)) {
+            for (int64_t k = 0; k < llm_file_n_tensors(file); k++)
+                n_layers += llm__is_tensor_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
+            return layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2;
+        }
+    return false;
+}
+
+llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output) {
+    bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
+    bool few_bits = groups || type == LLM_Q4_0 || type == LLM_Q4_1 || type == LLM_Q5_0 || type == LLM_Q5_1;
+    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
+    /* a row must be whole blocks */
+    if (cols % LLM__SUPER) type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
+    return cols % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
+}
+
+static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
+    if (tensor->n_dims < 2) /* norms and biases: small, used by every token */
+        return file->folder ? LLM_F32 : tensor->type; /* GGUF readers expect f32 */
+    bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
+    bool output = llm__is_text(tensor->name, "output.weight");
+    if (llm__is_text(tensor->name, "token_embd.weight"))
+        output = !(mixed && groups && llm_file_find_tensor(file, "output.weight"));
+    if (mixed && groups && !output && llm__keeps_more_bits(file, tensor->name)) wanted = LLM_Q6_K;
+    return llm_quantize_type(wanted, tensor->dims[0], output);
+}
+
+static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 14: Q4_K_S */
+    return (uint32_t)(llm_type_find(type)->file_type + (mixed && (type == LLM_Q4_K || type == LLM_Q5_K)));
+}
+
+typedef struct llm__quantizer {
+    llm_writer *writer;
+    bool (*progress)(void *user, uint64_t done, uint64_t total);
+    void *user;
+    uint64_t done, total; /* bytes of the input */
+    bool stopped;         /* by progress */
+    float *values;        /* (LLM__QUANTIZE_VALUES or a row, the larger) */
+    uint8_t *packed;
+} llm__quantizer;
+
+enum { LLM__QUANTIZE_VALUES = 1 << 20 };
+
+static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
+    q->done += bytes;
+    q->stopped = q->progress && !q->progress(q->user, q->done, q->total);
+    return !q->stopped;
+}
+
+/* RoPE pairs are neighbours in a "llama" GGUF file, half a head apart in a folder. Returns the head
+ * size if rows of this tensor must be reordered, else 0. */
+static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tensor) {
+    llm_string architecture = {"", 0};
+    size_t cursor = 0;
+    uint64_t head_dim = 0;
+    int64_t layer;
+    llm_value_string(llm_file_find(file, "general.architecture"), &cursor, &architecture);
+    bool q_or_k = llm__is_tensor_of_layer(tensor->name, "attn_q.weight", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_k.weight", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_q.bias", &layer) ||
+                  llm__is_tensor_of_layer(tensor->name, "attn_k.bias", &layer);
+    if (!file->folder || !q_or_k || !llm__is_text(architecture, "llama")) return 0;
+    llm_value_u64(llm_file_find(file, "llama.rope.dimension_count"), 0, &head_dim);
+    uint64_t rows = tensor->dims[tensor->n_dims - 1];
+    return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
+}
+
+/* The row that moves to `row`. */
+static int64_t llm__reordered_row(int64_t row, int64_t head_dim) {
+    int64_t i = row % head_dim;
+    return row - i + i % 2 * (head_dim / 2) + i / 2;
+}
+
+/* values[to(j)] = values[j] for a row */
+static void llm__reorder_values(float *values, float *copy, int64_t n, const int32_t *columns, int64_t head_dim) {
+    memcpy(copy, values, (size_t)n * sizeof *values);
+    for (int64_t j = 0; j < n; j++)
+        if (columns) values[columns[j]] = copy[j];
+        else values[j] = copy[llm__reordered_row(j, head_dim)];
+}
+
+static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor); /* chapter 8 */
+
+static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
+    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
+    if (!rows) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
+        return NULL;
+    }
+    llm__want_large_pages(rows, (size_t)tensor->bytes);
+    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
+    return rows;
+}
+
+/* data: the rows of the tensor. Works on a few rows at a time. */
+static bool llm__quantize_rows(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, const void *data, llm_type type) {
+    int64_t head_dim = llm__reordered_head(file, tensor);
+    if (type == tensor->type && !head_dim && !tensor->columns)
+        return llm_writer_data(q->writer, data, (size_t)tensor->bytes) && llm__quantize_progress(q, tensor->bytes);
+    const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
+    int64_t cols = (int64_t)tensor->dims[0];
+    int64_t rows = (int64_t)(tensor->dims[1] * tensor->dims[2] * tensor->dims[3]);
+    int64_t in_bytes = (int64_t)llm__row_bytes(tensor->type, cols),
+            out_bytes = (int64_t)llm__row_bytes(type, cols);
+    int64_t step = llm__max(LLM__QUANTIZE_VALUES / cols, 1);
+    for (int64_t first = 0; first < rows; first += step) {
+        int64_t n = llm__min(step, rows - first);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+        for (int64_t r = 0; r < n; r++) {
+            int64_t source = head_dim && rows > 1 ? llm__reordered_row(first + r, head_dim) : first + r;
+            in->unpack((const uint8_t *)data + source * in_bytes, q->values + r * cols, cols);
+        }
+        if (tensor->columns || (head_dim && rows == 1))
+            for (int64_t r = 0; r < n; r++)
+                llm__reorder_values(q->values + r * cols, (float *)(void *)q->packed, cols, tensor->columns, head_dim);
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static)
+#endif
+        for (int64_t r = 0; r < n; r++) out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
+        if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
+            !llm__quantize_progress(q, (uint64_t)(n * in_bytes)))
+            return false;
+    }
+    return true;
+}
+
+static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
+    if (tensor->data) return llm__quantize_rows(q, file, tensor, tensor->data, type);
+    void *rows = llm__new_rows(tensor, &q->writer->err);
+    bool good = rows && llm__quantize_rows(q, file, tensor, rows, type);
+    LLM_FREE(rows);
+    llm__tensor_forget(file, tensor);
+    return good;
+}
+
+static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type, bool mixed) {
+    for (int64_t i = 0; i < llm_file_n_values(in); i++) {
+        const llm_value *value = llm_file_value(in, i);
+        if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
+            llm__is_text(value->key, "general.quantization_version") ||
+            /* the output is one file */
+            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6)))
+            continue;
+        if (!llm_writer_value(q->writer, value)) return false;
+    }
+    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type, mixed));
+    llm_writer_u32(q->writer, "general.quantization_version", 2);
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(in, t, type, mixed), t->n_dims, t->dims))
+            return false;
+    }
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        if (!llm__quantize_tensor(q, in, t, llm__quantized_type(in, t, type, mixed))) return false;
+    }
+    return true;
+}
+
+bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
+                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
+                  llm_error *err) {
+    llm__clear(err);
+    if (!in_path || !out_path) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
+    if (type >= LLM_Q4_Z || !llm_type_find(type))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: unknown type %d", (int)type);
+    llm_file *in = llm_file_open(in_path, err);
+    if (!in) return false;
+    llm__quantizer q;
+    memset(&q, 0, sizeof q);
+    q.progress = progress;
+    q.user = user;
+    uint64_t longest = LLM__QUANTIZE_VALUES; /* at least a row */
+    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
+        const llm_tensor *t = llm_file_tensor(in, i);
+        q.total += t->bytes;
+        if (t->dims[0] > longest) longest = t->dims[0];
+    }
+    q.values = (float *)llm__new((size_t)longest, sizeof(float), "rows to quantize", err);
+    q.packed = q.values ? (uint8_t *)llm__new((size_t)longest, sizeof(float), "quantized rows", err) : NULL;
+    q.writer = q.packed ? llm_writer_create(out_path, err) : NULL;
+    bool ok = q.writer != NULL;
+    if (ok) {
+        llm__quantize_file(&q, in, type, mixed);
+        if (q.stopped) {
+            llm_writer_abandon(q.writer);
+            ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
+        } else {
+            ok = llm_writer_finish(q.writer, err); /* reports its first failure */
+        }
+    }
+    LLM_FREE(q.values);
+    LLM_FREE(q.packed);
+    llm_file_close(in);
+    return ok;
+}
+
 /* =====================================================================================
- * [2] Tokenizer: text to token ids and back
+ * [9] Text: tokenizers and conversations
  *
  * A model reads tokens: pieces of text from a fixed list, the vocabulary, each with a number, its
  * id. Frequent words are one token, rare ones several, and every single byte has a token, so any
@@ -5657,788 +11049,10 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
 }
 
 /* =====================================================================================
- * [3] Numbers: f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
+ * [10] Fast CPU: the executor, and the kernels for each instruction set
  *
- * To make one token a model reads every one of its weights once, so on most machines the speed of
- * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
- * therefore faster as well as smaller, for as long as the answer stays good enough. GGUF's ways to
- * store a number:
- *
- *              sign exponent fraction        bits per weight
- *     f32        1     8       23                32
- *     bf16       1     8        7                16      f32's range: its first 16 bits
- *     f16        1     5       10                16      finer, but nothing above 65504
- *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,        q in -127 .. 127
- *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16), q in 0 .. 31
- *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),  q in 0 .. 15
- *     q5_1     32 x int5, f16 scale and minimum   6      value = scale * q + minimum
- *     q4_1     32 x int4, f16 scale and minimum   5      value = scale * q + minimum
- *     q6_K     16 groups of 16 x int6             6.5625 value = scale * group's scale * (q - 32)
- *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q
- *                                                                - minimum * group's minimum
- *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
- *
- * All but the first three are block formats: 32 neighbours share a scale, because neighbouring
- * weights have similar sizes, and an outlier spoils only its own 31 neighbours.
- *
- *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
- *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
- *                                                  bits hold value i, the high four value i + 16
- *     q4_1, 20 bytes:  | scale | minimum | nibbles, as in q4_0 |
- *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |       bit i of the 32 belongs to value i
- *     q5_1, 24 bytes:  | scale | minimum | 32 fifth bits | nibbles |
- *
- * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less: group scales
- * are small integers, times one f16. That pays for a minimum (q4_K takes no more bits than q4_0) or
- * for groups of half the size (q6_K).
- *
- *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 B | nibbles: 128 B |
- *     q5_K, 176 bytes: | scale | minimum | the same 12 B | fifth bits: 32 B | nibbles: 128 B |
- *     q6_K, 210 bytes: | low four bits: 128 B | high two: 64 B | 16 x int8 scales | scale |
- *
- * This chapter is plain C on whole numbers, or floating point that is exact or rounded once, so the
- * same file gives the same values on every machine. Chapter 4 has the fast forms.
- * ================================================================================== */
-
-static float llm__float_from_bits(uint32_t bits) {
-    float x;
-    memcpy(&x, &bits, sizeof x);
-    return x;
-}
-
-static uint32_t llm__float_bits(float x) {
-    uint32_t bits;
-    memcpy(&bits, &x, sizeof bits);
-    return bits;
-}
-
-static float llm__f16_to_f32(uint16_t half) {
-    uint32_t sign = (uint32_t)(half & 0x8000) << 16;
-    uint32_t magnitude = half & 0x7fff;
-    if (magnitude >= 0x7c00) /* infinity, or a NaN with its payload */
-        return llm__float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
-    if (magnitude >= 0x0400) /* normal: shift the fields, change the bias from 15 to 127 */
-        return llm__float_from_bits(sign | ((magnitude << 13) + ((127 - 15) << 23)));
-    /* zero or denormal: magnitude counts steps of 2^-24, exact in f32 */
-    return llm__float_from_bits(sign | llm__float_bits((float)magnitude * (1.0f / 16777216.0f)));
-}
-
-/* Round to nearest, ties to even. */
-static uint16_t llm__f32_to_f16(float x) {
-    uint32_t bits = llm__float_bits(x);
-    uint32_t sign = bits >> 16 & 0x8000;
-    uint32_t magnitude = bits & 0x7fffffff;
-    if (magnitude > 0x7f800000) return (uint16_t)(sign | 0x7e00 | (magnitude >> 13 & 0x3ff));
-    if (magnitude >= 0x477ff000) return (uint16_t)(sign | 0x7c00); /* 65520 and more: infinity */
-    if (magnitude >= 0x38800000) {                                 /* 2^-14 and more: normal */
-        uint32_t tie_to_even = magnitude >> 13 & 1;
-        return (uint16_t)(sign | ((magnitude - ((127 - 15) << 23) + 0xfff + tie_to_even) >> 13));
-    }
-    if (magnitude < 0x33000000) return (uint16_t)sign; /* rounds to zero */
-    /* denormal: the fraction, with its hidden one, in steps of 2^-24 */
-    uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
-    uint32_t shift = 126 - (magnitude >> 23);
-    uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
-    return (uint16_t)(sign | (steps + (rest > half || (rest == half && (steps & 1)))));
-}
-
-static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
-
-/* Round to nearest, ties to even. */
-static uint16_t llm__f32_to_bf16(float x) {
-    uint32_t bits = llm__float_bits(x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* quiet NaN */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
-
-/* Blocks have no alignment: 16-bit numbers are read bytewise. */
-static uint16_t llm__read_u16(const void *p) {
-    uint16_t x;
-    memcpy(&x, p, sizeof x);
-    return x;
-}
-
-static void llm__write_u16(void *p, uint16_t x) { memcpy(p, &x, sizeof x); }
-
-static void llm__unpack_f32(const void *blocks, float *values, int64_t count) {
-    memcpy(values, blocks, (size_t)count * sizeof *values);
-}
-
-static void llm__pack_f32(const float *values, void *blocks, int64_t count) {
-    memcpy(blocks, values, (size_t)count * sizeof *values);
-}
-
-static void llm__unpack_f16(const void *blocks, float *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
-}
-
-static void llm__pack_f16(const float *values, void *blocks, int64_t count) {
-    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_f16(values[i]));
-}
-
-static void llm__unpack_bf16(const void *blocks, float *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
-}
-
-static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
-    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_bf16(values[i]));
-}
-
-enum {
-    LLM__BLOCK = 32, LLM__Q8_0_BYTES = 2 + 32, LLM__Q4_0_BYTES = 2 + 16, LLM__Q4_1_BYTES = 4 + 16,
-    LLM__Q4_Z_BYTES = 4 + 16,
-    LLM__Q5_0_BYTES = 2 + 4 + 16, LLM__Q5_1_BYTES = 4 + 4 + 16,
-    LLM__SUPER = 256, LLM__Q4_K_BYTES = 4 + 12 + 128, LLM__Q5_K_BYTES = 4 + 12 + 32 + 128,
-    LLM__Q6_K_BYTES = 128 + 64 + 16 + 2
-};
-
-static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
-    const uint8_t *block = (const uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
-        float scale = llm__f16_to_f32(llm__read_u16(block));
-        for (int i = 0; i < LLM__BLOCK; i++) values[first + i] = scale * (float)(int8_t)block[2 + i];
-    }
-}
-
-/* The largest magnitude becomes 127. As in ggml, q is found with the scale before rounding. */
-static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
-        const float *x = values + first;
-        float largest = 0.0f;
-        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        float scale = largest / 127.0f;
-        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-        llm__write_u16(block, llm__f32_to_f16(scale));
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            float q = roundf(x[i] * inverse);
-            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* NaN: 0 */
-            if (q > 127.0f) q = 127.0f;
-            block[2 + i] = (uint8_t)(int8_t)q;
-        }
-    }
-}
-
-/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero */
-
-static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits, bool has_minimum) {
-    const uint8_t *block = (const uint8_t *)blocks;
-    int zero = has_minimum ? 0 : 1 << (bits - 1);
-    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
-        float scale = llm__f16_to_f32(llm__read_u16(block));
-        float minimum = has_minimum ? llm__f16_to_f32(llm__read_u16(block + 2)) : 0.0f;
-        const uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            int q = nibbles[i % 16] >> (i / 16 * 4) & 15;
-            if (bits == 5) q |= (fifth[i / 8] >> (i % 8) & 1) << 4;
-            float value = scale * (float)(q - zero);
-            values[first + i] = has_minimum ? value + minimum : value;
-        }
-        block = nibbles + 16;
-    }
-}
-
-/* Around zero (4 bits: -8 to +7) the largest magnitude gets -8: the scale carries its sign. With a
- * minimum, the levels span smallest to largest. */
-static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, int bits, bool has_minimum) {
-    uint8_t *block = (uint8_t *)blocks;
-    int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
-    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
-        const float *x = values + first;
-        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest keeps its sign */
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
-            low = x[i] < low ? x[i] : low;
-            high = x[i] > high ? x[i] : high;
-        }
-        if (!has_minimum) low = 0.0f;
-        float scale = has_minimum ? (high - low) / (float)top : largest / (float)-zero;
-        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-        llm__write_u16(block, llm__f32_to_f16(scale));
-        if (has_minimum) llm__write_u16(block + 2, llm__f32_to_f16(low));
-        uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
-        memset(fifth, 0, bits == 5 ? 4 + 16 : 16);
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            /* x / scale + zero, rounded. The cast prevents an FMA: same bits on every machine. */
-            float shifted = (float)((double)(x[i] - low) * (double)inverse) + ((float)zero + 0.5f);
-            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* 0 for a NaN */
-            int q = shifted > (float)top ? top : (int)shifted;
-            nibbles[i % 16] = (uint8_t)(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
-            if (bits == 5) fifth[i / 8] = (uint8_t)(fifth[i / 8] | (q >> 4) << (i % 8));
-        }
-        block = nibbles + 16;
-    }
-}
-
-static void llm__unpack_q4_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, false); }
-static void llm__unpack_q4_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, true); }
-static void llm__unpack_q5_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, false); }
-static void llm__unpack_q5_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, true); }
-static void llm__pack_q4_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, false); }
-static void llm__pack_q4_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, true); }
-static void llm__pack_q5_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, false); }
-static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, true); }
-
-/* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
-
-/* The low six bits of bytes 0 to 3 are the scales, of bytes 4 to 7 the minimums, of groups 0 to 3.
- * Groups 4 to 7: bytes 8 to 11 have the low four bits of scale and minimum; their high two are on
- * top of bytes 0 to 7. */
-static void llm__group_scales(const uint8_t *packed, int group, int *scale, int *minimum) {
-    const uint8_t *p = packed + group % 4;
-    *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
-    *minimum = group < 4 ? p[4] & 63 : p[8] >> 4 | p[4] >> 6 << 4;
-}
-
-static void llm__set_group_scales(uint8_t *packed, int group, int scale, int minimum) {
-    uint8_t *p = packed + group % 4;
-    if (group < 4) {
-        p[0] = (uint8_t)((p[0] & 0xc0) | scale);
-        p[4] = (uint8_t)((p[4] & 0xc0) | minimum);
-    } else {
-        p[8] = (uint8_t)((scale & 15) | (minimum & 15) << 4);
-        p[0] = (uint8_t)((p[0] & 63) | scale >> 4 << 6);
-        p[4] = (uint8_t)((p[4] & 63) | minimum >> 4 << 6);
-    }
-}
-
-/* Two groups share 32 bytes of nibbles, one in the low halves; bit g of byte i is the fifth bit of
- * value i of group g. scale x group's scale x q is always exact in f32. */
-static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
-    const uint8_t *block = (const uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER) {
-        float scale = llm__f16_to_f32(llm__read_u16(block)), minimum = llm__f16_to_f32(llm__read_u16(block + 2));
-        const uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
-        for (int group = 0; group < 8; group++) {
-            int s, m;
-            llm__group_scales(block + 4, group, &s, &m);
-            float group_scale = scale * (float)s, group_minimum = minimum * (float)m;
-            for (int i = 0; i < 32; i++) {
-                int q = nibbles[group / 2 * 32 + i] >> (group % 2 * 4) & 15;
-                if (bits == 5) q |= (fifth[i] >> group & 1) << 4;
-                *values++ = group_scale * (float)q - group_minimum;
-            }
-        }
-        block = nibbles + 128;
-    }
-}
-
-/* v rounded to a whole number, 0 to top; NaN: 0 */
-static float llm__whole_between(float v, float top) {
-    v = v > 0.0f ? v : 0.0f;
-    v = v < top ? v : top;
-    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: a float's last bit is worth 1 */
-}
-
-/* Find scale and offset, both >= 0, so that scale * q - offset, q from 0 to top, best approximates
- * x (n values). Leaving the extremes a little outside the levels brings the others closer. So
- * several spacings are tried; the q of each give a least-squares line through (q, x), and the line
- * of the smallest error wins. x is taken relative to the smallest value, to keep precision. */
-static void llm__fit_levels(const float *x, int n, int top, float *scale, float *offset) {
-    enum { TRIALS = 20 };
-    float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
-    for (int i = 0; i < n; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
-    }
-    *scale = *offset = 0.0f;
-    if (!(high > low) || !(high - low <= FLT_MAX)) return; /* all zero, or not finite */
-    for (int i = 0; i < n; i++) sum += x[i] - low;
-    for (int trial = 0; trial < TRIALS; trial++) {
-        float inverse = ((float)top - 1.0f + 0.1f * (float)trial) / (high - low);
-        float q_sum = 0.0f, qq_sum = 0.0f, qx_sum = 0.0f;
-#ifdef _OPENMP
-#pragma omp simd reduction(+ : q_sum, qq_sum, qx_sum)
-#endif
-        for (int i = 0; i < n; i++) {
-            float q = llm__whole_between((x[i] - low) * inverse, (float)top);
-            q_sum += q;
-            qq_sum += q * q;
-            qx_sum += q * (x[i] - low);
-        }
-        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0: all q equal */
-        float slope = spread > 0.0f ? ((float)n * qx_sum - q_sum * sum) / spread : 0.0f;
-        float start = (sum - slope * q_sum) / (float)n;
-        if (start > -low) { /* offset < 0: take the best line through zero */
-            start = -low;
-            slope = (qx_sum - start * q_sum) / qq_sum;
-        }
-        /* squared error, less the constant sum of x^2 */
-        float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) + start * ((float)n * start - 2.0f * sum);
-        if (!(error < best) || slope < 0.0f) continue;
-        best = error;
-        *scale = slope;
-        *offset = -(start + low);
-    }
-}
-
-/* Scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
-static float llm__pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
-    float largest = 0.0f;
-    for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
-    llm__write_u16(f16, llm__f32_to_f16(largest / 63.0f < 65504.0f ? largest / 63.0f : 65504.0f));
-    float unit = llm__f16_to_f32(llm__read_u16(f16)), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-    for (int i = 0; i < n; i++) packed[i] = (int)llm__whole_between(scales[i] * inverse, 63.0f);
-    return unit;
-}
-
-static void llm__pack_groups(const float *values, void *blocks, int64_t count, int bits) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER) {
-        const float *x = values + first;
-        float top = (float)((1 << bits) - 1), scales[8], offsets[8];
-        int s[8], m[8];
-        for (int group = 0; group < 8; group++)
-            llm__fit_levels(x + 32 * group, 32, (int)top, &scales[group], &offsets[group]);
-        float scale = llm__pack_scales(scales, 8, block, s), minimum = llm__pack_scales(offsets, 8, block + 2, m);
-        uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
-        memset(block + 4, 0, (size_t)(nibbles + 128 - (block + 4)));
-        for (int group = 0; group < 8; group++, x += 32) {
-            llm__set_group_scales(block + 4, group, s[group], m[group]);
-            float group_scale = scale * (float)s[group], group_minimum = minimum * (float)m[group];
-            float inverse = group_scale > 0.0f ? 1.0f / group_scale : 0.0f;
-            for (int i = 0; i < 32; i++) {
-                int q = (int)llm__whole_between((x[i] + group_minimum) * inverse, top);
-                uint8_t *nibble = &nibbles[group / 2 * 32 + i];
-                *nibble = (uint8_t)(*nibble | (q & 15) << (group % 2 * 4));
-                if (bits == 5) fifth[i] = (uint8_t)(fifth[i] | (q >> 4) << group);
-            }
-        }
-        block = nibbles + 128;
-    }
-}
-
-static void llm__unpack_q4_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 4); }
-static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 5); }
-static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 4); }
-static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
-
-/* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
- * In each half (128 values), value i of quarter k has its low four bits in byte 32 (k % 2) + i of
- * 64, the low nibble where k < 2, and its high two in byte i of 32, at bit 2k. */
-
-static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
-    const uint8_t *block = (const uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
-        const uint8_t *scales = block + 192;
-        float scale = llm__f16_to_f32(llm__read_u16(block + 208));
-        for (int i = 0; i < LLM__SUPER; i++) {
-            int half = i / 128, quarter = i / 32 % 4;
-            int low = block[64 * half + 32 * (quarter % 2) + i % 32] >> (quarter / 2 * 4) & 15;
-            int high = block[128 + 32 * half + i % 32] >> (2 * quarter) & 3;
-            *values++ = scale * (float)(int8_t)scales[i / 16] * (float)((low | high << 4) - 32);
-        }
-    }
-}
-
-/* As llm__fit_levels, around zero: q from -32 to 31, scale of any sign. A spacing's best scale is
- * sum(qx) / sum(q^2), which takes sum(qx)^2 / sum(q^2) off the squared error. */
-static float llm__fit_scale(const float *x, int n) {
-    enum { TRIALS = 19 };
-    float largest = 0.0f, best = 0.0f, scale = 0.0f;
-    for (int i = 0; i < n; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
-    if (largest == 0.0f || !(fabsf(largest) <= FLT_MAX)) return 0.0f;
-    for (int trial = 0; trial < TRIALS; trial++) {
-        float inverse = -(32.0f + 0.1f * (float)(trial - TRIALS / 2)) / largest, qx_sum = 0.0f, qq_sum = 0.0f;
-#ifdef _OPENMP
-#pragma omp simd reduction(+ : qx_sum, qq_sum)
-#endif
-        for (int i = 0; i < n; i++) {
-            float q = llm__whole_between(x[i] * inverse + 32.0f, 63.0f) - 32.0f;
-            qx_sum += q * x[i];
-            qq_sum += q * q;
-        }
-        float gain = qq_sum > 0.0f ? qx_sum * (qx_sum / qq_sum) : 0.0f;
-        if (!(gain > best)) continue;
-        best = gain;
-        scale = qx_sum / qq_sum;
-    }
-    return scale;
-}
-
-static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
-        const float *x = values + first;
-        float scales[16], largest = 0.0f;
-        for (int group = 0; group < 16; group++) {
-            scales[group] = llm__fit_scale(x + 16 * group, 16);
-            largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
-        }
-        memset(block, 0, LLM__Q6_K_BYTES);
-        float unit = largest / -128.0f; /* the largest gets -128 */
-        unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
-        llm__write_u16(block + 208, llm__f32_to_f16(unit));
-        unit = llm__f16_to_f32(llm__read_u16(block + 208));
-        for (int i = 0; i < LLM__SUPER; i++) {
-            int group = i / 16, half = i / 128, quarter = i / 32 % 4;
-            float whole = unit != 0.0f ? llm__whole_between(scales[group] / unit + 128.0f, 255.0f) - 128.0f : 0.0f;
-            float group_scale = unit * whole, inverse = group_scale != 0.0f ? 1.0f / group_scale : 0.0f;
-            int q = (int)llm__whole_between(x[i] * inverse + 32.0f, 63.0f);
-            uint8_t *low = &block[64 * half + 32 * (quarter % 2) + i % 32], *high = &block[128 + 32 * half + i % 32];
-            *low = (uint8_t)(*low | (q & 15) << (quarter / 2 * 4));
-            *high = (uint8_t)(*high | (q >> 4) << (2 * quarter));
-            block[192 + group] = (uint8_t)(int8_t)whole;
-        }
-    }
-}
-
-/* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
- * q4_1 with a zero point, 0 to 16, in place of the minimum: value = scale x (q - zero). An f16
- * minimum would be rounded. (GPTQ stores zero - 1.) */
-
-static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
-    const uint8_t *block = (const uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
-        float scale = llm__f16_to_f32(llm__read_u16(block));
-        int zero = llm__read_u16(block + 2);
-        for (int i = 0; i < LLM__BLOCK; i++)
-            values[first + i] = scale * (float)((block[4 + i % 16] >> (i / 16 * 4) & 15) - zero);
-    }
-}
-
-static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
-        float low = 0.0f, high = 0.0f;
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            low = values[first + i] < low ? values[first + i] : low;
-            high = values[first + i] > high ? values[first + i] : high;
-        }
-        llm__write_u16(block, llm__f32_to_f16((high - low) / 15.0f));
-        float scale = llm__f16_to_f32(llm__read_u16(block)), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        int zero = (int)llm__whole_between(-low * inverse, 15.0f);
-        llm__write_u16(block + 2, (uint16_t)zero);
-        memset(block + 4, 0, 16);
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            int q = (int)llm__whole_between(values[first + i] * inverse + (float)zero, 15.0f);
-            block[4 + i % 16] = (uint8_t)(block[4 + i % 16] | q << (i / 16 * 4));
-        }
-    }
-}
-
-static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
-
-/* ---- The bits alone, for kernels ------------------------------------- */
-
-typedef struct llm__levels { /* 32 neighbouring values of a row, unscaled */
-    uint8_t q[LLM__BLOCK];     /* q8_0: int8 */
-    uint16_t scale, minimum;   /* f16; minimum is added, or (K) subtracted; q4_Z: the zero point */
-    uint8_t group[2];          /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
-} llm__levels;
-
-/* Columns 32 * block to 32 * block + 31. */
-static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, llm__levels *out) {
-    memset(out, 0, sizeof *out);
-    if (type == LLM_Q6_K) {
-        const uint8_t *p = row + block / 8 * LLM__Q6_K_BYTES;
-        int half = (int)(block % 8 / 4), quarter = (int)(block % 4);
-        const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
-        for (int i = 0; i < LLM__BLOCK; i++)
-            out->q[i] = (uint8_t)((low[i] >> (quarter / 2 * 4) & 15) | (high[i] >> (2 * quarter) & 3) << 4);
-        memcpy(out->group, p + 192 + block % 8 * 2, 2);
-        out->scale = llm__read_u16(p + 208);
-    } else if (type == LLM_Q4_K || type == LLM_Q5_K) {
-        const uint8_t *p = row + block / 8 * (type == LLM_Q4_K ? LLM__Q4_K_BYTES : LLM__Q5_K_BYTES);
-        int group = (int)(block % 8), scale, minimum;
-        const uint8_t *nibbles = p + (type == LLM_Q5_K ? 48 : 16) + group / 2 * 32;
-        for (int i = 0; i < LLM__BLOCK; i++) out->q[i] = nibbles[i] >> (group % 2 * 4) & 15;
-        for (int i = 0; type == LLM_Q5_K && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[16 + i] >> group & 1) << 4);
-        llm__group_scales(p + 4, group, &scale, &minimum);
-        out->group[0] = (uint8_t)scale;
-        out->group[1] = (uint8_t)minimum;
-        out->scale = llm__read_u16(p);
-        out->minimum = llm__read_u16(p + 2);
-    } else {
-        bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
-        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes */
-        const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
-        out->scale = llm__read_u16(p);
-        if (has_minimum) out->minimum = llm__read_u16(p + 2);
-        p += head + bits;
-        if (type == LLM_Q8_0) memcpy(out->q, p, LLM__BLOCK);
-        else
-            for (int i = 0; i < LLM__BLOCK / 2; i++) {
-                out->q[i] = p[i] & 15;
-                out->q[i + LLM__BLOCK / 2] = p[i] >> 4;
-            }
-        for (int i = 0; fifth && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[i / 8 - bits] >> (i % 8) & 1) << 4);
-    }
-}
-
-static const llm_type_info llm__types[] = {
-    {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
-    {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
-    {LLM_BF16, "bf16", 1, 2, 32, llm__unpack_bf16, llm__pack_bf16},
-    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, 7, llm__unpack_q8_0, llm__pack_q8_0},
-    {LLM_Q6_K, "q6_K", LLM__SUPER, LLM__Q6_K_BYTES, 18, llm__unpack_q6_K, llm__pack_q6_K},
-    {LLM_Q5_1, "q5_1", LLM__BLOCK, LLM__Q5_1_BYTES, 9, llm__unpack_q5_1, llm__pack_q5_1},
-    {LLM_Q5_0, "q5_0", LLM__BLOCK, LLM__Q5_0_BYTES, 8, llm__unpack_q5_0, llm__pack_q5_0},
-    {LLM_Q5_K, "q5_K", LLM__SUPER, LLM__Q5_K_BYTES, 16, llm__unpack_q5_K, llm__pack_q5_K},
-    {LLM_Q4_1, "q4_1", LLM__BLOCK, LLM__Q4_1_BYTES, 3, llm__unpack_q4_1, llm__pack_q4_1},
-    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, 2, llm__unpack_q4_0, llm__pack_q4_0},
-    {LLM_Q4_K, "q4_K", LLM__SUPER, LLM__Q4_K_BYTES, 14, llm__unpack_q4_K, llm__pack_q4_K},
-};
-
-const llm_type_info *llm_type_at(int index) {
-    int n = (int)(sizeof llm__types / sizeof llm__types[0]);
-    return index >= 0 && index < n ? &llm__types[index] : NULL;
-}
-
-const llm_type_info *llm_type_find(llm_type type) {
-    const llm_type_info *info;
-    for (int i = 0; (info = llm_type_at(i)) != NULL; i++)
-        if (info->type == type) return info;
-    return type == LLM_Q4_Z ? &llm__own_type : NULL;
-}
-
-static char llm__lower(char c) { return (char)(c >= 'A' && c <= 'Z' ? c - 'A' + 'a' : c); }
-
-const llm_type_info *llm_type_by_name(const char *name) {
-    const llm_type_info *info;
-    for (int i = 0; name && (info = llm_type_at(i)) != NULL; i++) {
-        size_t n = 0;
-        while (name[n] && llm__lower(name[n]) == llm__lower(info->name[n])) n++;
-        if (!name[n] && !info->name[n]) return info;
-    }
-    return NULL;
-}
-
-static size_t llm__row_bytes(llm_type type, int64_t cols) {
-    const llm_type_info *info = llm_type_find(type);
-    return info ? (size_t)(cols / info->block_values) * (size_t)info->block_bytes : 0;
-}
-
-/* ---- Rewriting a model in another type -------------------------------
- * Decoding is bound by the bytes it reads, so rounding the weights is the cheapest way to speed.
- * Embedding and output matrix choose between words, and show rounding first: at least 8 bits. */
-
-static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
-    char text[64], wanted[64];
-    if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
-    memcpy(text, name.data, name.length);
-    text[name.length] = 0;
-    *layer = strtoll(text + 4, NULL, 10);
-    snprintf(wanted, sizeof wanted, "blk.%lld.%s", (long long)*layer, part);
-    return *layer >= 0 && !strcmp(text, wanted);
-}
-
-/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: first and last layers, every third
- * between. */
-static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
-    static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
-    int64_t layer = 0, other, n_layers = 0;
-    for (int i = 0; i < 2; i++)
-        if (llm__is_tensor_of_layer(name, delicate[i], &layer)) {
-            for (int64_t k = 0; k < llm_file_n_tensors(file); k++)
-                n_layers += llm__is_tensor_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
-            return layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2;
-        }
-    return false;
-}
-
-llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output) {
-    bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
-    bool few_bits = groups || type == LLM_Q4_0 || type == LLM_Q4_1 || type == LLM_Q5_0 || type == LLM_Q5_1;
-    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
-    /* a row must be whole blocks */
-    if (cols % LLM__SUPER) type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
-    return cols % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
-}
-
-static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
-    if (tensor->n_dims < 2) /* norms and biases: small, used by every token */
-        return file->folder ? LLM_F32 : tensor->type; /* GGUF readers expect f32 */
-    bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
-    bool output = llm__is_text(tensor->name, "output.weight");
-    if (llm__is_text(tensor->name, "token_embd.weight"))
-        output = !(mixed && groups && llm_file_find_tensor(file, "output.weight"));
-    if (mixed && groups && !output && llm__keeps_more_bits(file, tensor->name)) wanted = LLM_Q6_K;
-    return llm_quantize_type(wanted, tensor->dims[0], output);
-}
-
-static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 14: Q4_K_S */
-    return (uint32_t)(llm_type_find(type)->file_type + (mixed && (type == LLM_Q4_K || type == LLM_Q5_K)));
-}
-
-typedef struct llm__quantizer {
-    llm_writer *writer;
-    bool (*progress)(void *user, uint64_t done, uint64_t total);
-    void *user;
-    uint64_t done, total; /* bytes of the input */
-    bool stopped;         /* by progress */
-    float *values;        /* (LLM__QUANTIZE_VALUES or a row, the larger) */
-    uint8_t *packed;
-} llm__quantizer;
-
-enum { LLM__QUANTIZE_VALUES = 1 << 20 };
-
-static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
-    q->done += bytes;
-    q->stopped = q->progress && !q->progress(q->user, q->done, q->total);
-    return !q->stopped;
-}
-
-/* RoPE pairs are neighbours in a "llama" GGUF file, half a head apart in a folder. Returns the head
- * size if rows of this tensor must be reordered, else 0. */
-static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tensor) {
-    llm_string architecture = {"", 0};
-    size_t cursor = 0;
-    uint64_t head_dim = 0;
-    int64_t layer;
-    llm_value_string(llm_file_find(file, "general.architecture"), &cursor, &architecture);
-    bool q_or_k = llm__is_tensor_of_layer(tensor->name, "attn_q.weight", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_k.weight", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_q.bias", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_k.bias", &layer);
-    if (!file->folder || !q_or_k || !llm__is_text(architecture, "llama")) return 0;
-    llm_value_u64(llm_file_find(file, "llama.rope.dimension_count"), 0, &head_dim);
-    uint64_t rows = tensor->dims[tensor->n_dims - 1];
-    return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
-}
-
-/* The row that moves to `row`. */
-static int64_t llm__reordered_row(int64_t row, int64_t head_dim) {
-    int64_t i = row % head_dim;
-    return row - i + i % 2 * (head_dim / 2) + i / 2;
-}
-
-/* values[to(j)] = values[j] for a row */
-static void llm__reorder_values(float *values, float *copy, int64_t n, const int32_t *columns, int64_t head_dim) {
-    memcpy(copy, values, (size_t)n * sizeof *values);
-    for (int64_t j = 0; j < n; j++)
-        if (columns) values[columns[j]] = copy[j];
-        else values[j] = copy[llm__reordered_row(j, head_dim)];
-}
-
-static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor); /* chapter 6 */
-
-static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
-    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
-    if (!rows) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
-        return NULL;
-    }
-    llm__want_large_pages(rows, (size_t)tensor->bytes);
-    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
-    return rows;
-}
-
-/* data: the rows of the tensor. Works on a few rows at a time. */
-static bool llm__quantize_rows(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, const void *data, llm_type type) {
-    int64_t head_dim = llm__reordered_head(file, tensor);
-    if (type == tensor->type && !head_dim && !tensor->columns)
-        return llm_writer_data(q->writer, data, (size_t)tensor->bytes) && llm__quantize_progress(q, tensor->bytes);
-    const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
-    int64_t cols = (int64_t)tensor->dims[0];
-    int64_t rows = (int64_t)(tensor->dims[1] * tensor->dims[2] * tensor->dims[3]);
-    int64_t in_bytes = (int64_t)llm__row_bytes(tensor->type, cols),
-            out_bytes = (int64_t)llm__row_bytes(type, cols);
-    int64_t step = llm__max(LLM__QUANTIZE_VALUES / cols, 1);
-    for (int64_t first = 0; first < rows; first += step) {
-        int64_t n = llm__min(step, rows - first);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-        for (int64_t r = 0; r < n; r++) {
-            int64_t source = head_dim && rows > 1 ? llm__reordered_row(first + r, head_dim) : first + r;
-            in->unpack((const uint8_t *)data + source * in_bytes, q->values + r * cols, cols);
-        }
-        if (tensor->columns || (head_dim && rows == 1))
-            for (int64_t r = 0; r < n; r++)
-                llm__reorder_values(q->values + r * cols, (float *)(void *)q->packed, cols, tensor->columns, head_dim);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-        for (int64_t r = 0; r < n; r++) out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
-        if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
-            !llm__quantize_progress(q, (uint64_t)(n * in_bytes)))
-            return false;
-    }
-    return true;
-}
-
-static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
-    if (tensor->data) return llm__quantize_rows(q, file, tensor, tensor->data, type);
-    void *rows = llm__new_rows(tensor, &q->writer->err);
-    bool good = rows && llm__quantize_rows(q, file, tensor, rows, type);
-    LLM_FREE(rows);
-    llm__tensor_forget(file, tensor);
-    return good;
-}
-
-static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type, bool mixed) {
-    for (int64_t i = 0; i < llm_file_n_values(in); i++) {
-        const llm_value *value = llm_file_value(in, i);
-        if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
-            llm__is_text(value->key, "general.quantization_version") ||
-            /* the output is one file */
-            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6)))
-            continue;
-        if (!llm_writer_value(q->writer, value)) return false;
-    }
-    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type, mixed));
-    llm_writer_u32(q->writer, "general.quantization_version", 2);
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(in, t, type, mixed), t->n_dims, t->dims))
-            return false;
-    }
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm__quantize_tensor(q, in, t, llm__quantized_type(in, t, type, mixed))) return false;
-    }
-    return true;
-}
-
-bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
-                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
-                  llm_error *err) {
-    llm__clear(err);
-    if (!in_path || !out_path) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
-    if (type >= LLM_Q4_Z || !llm_type_find(type))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: unknown type %d", (int)type);
-    llm_file *in = llm_file_open(in_path, err);
-    if (!in) return false;
-    llm__quantizer q;
-    memset(&q, 0, sizeof q);
-    q.progress = progress;
-    q.user = user;
-    uint64_t longest = LLM__QUANTIZE_VALUES; /* at least a row */
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        q.total += t->bytes;
-        if (t->dims[0] > longest) longest = t->dims[0];
-    }
-    q.values = (float *)llm__new((size_t)longest, sizeof(float), "rows to quantize", err);
-    q.packed = q.values ? (uint8_t *)llm__new((size_t)longest, sizeof(float), "quantized rows", err) : NULL;
-    q.writer = q.packed ? llm_writer_create(out_path, err) : NULL;
-    bool ok = q.writer != NULL;
-    if (ok) {
-        llm__quantize_file(&q, in, type, mixed);
-        if (q.stopped) {
-            llm_writer_abandon(q.writer);
-            ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
-        } else {
-            ok = llm_writer_finish(q.writer, err); /* reports its first failure */
-        }
-    }
-    LLM_FREE(q.values);
-    LLM_FREE(q.packed);
-    llm_file_close(in);
-    return ok;
-}
-
-/* =====================================================================================
- * [4] CPU kernels: each operation as a plain loop, then fast
- *
- * A kernel is the loop that does one operation of the seam. This chapter has each of them twice.
- *
- * First as the textbook has it: the reference loops, llm__plain_NAME. They are slow, they add in
- * double precision, and one can see at a glance that they are right. A backend made with
- * LLM_ISA_REFERENCE runs them; all other forms, on the GPU too, are tested against it.
- *
- * Then fast. What is there to gain? A processor core has vector registers of 4, 8 or 16 floats (SSE or NEON,
+ * A kernel is the loop that does one operation. Chapter 6 has the kernels that define the operations; here are the
+ * fast ones. What is there to gain? A processor core has vector registers of 4, 8 or 16 floats (SSE or NEON,
  * AVX2, AVX-512) and can do two multiply-adds on whole registers in a cycle, if it finds the
  * numbers in registers. The kernels below are therefore written over a vector type of LLM__W floats, and
  * this file includes itself once per instruction set to compile the same text for
@@ -6459,391 +11073,6 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
  * instruction set, however the loops around it are blocked. The blocking below only ever decides which
  * sums advance together, never how one of them is ordered.
  * ================================================================================== */
-
-/* ---- The arguments of kernels --------------------------------------------------------- */
-
-typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
-    const llm_weight *w;
-    const float *x;
-    const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
-    size_t x_tile_bytes;
-    int height;              /* rows of x in a tile */
-    bool tiles;              /* use matrix tiles */
-    const float *bias;       /* NULL: none */
-    bool add;
-    int n;
-    float *out;
-    bool gate;               /* out holds the gate: out = silu(out) x the product */
-    size_t tile_bytes;       /* of scratch, for unpacked weights */
-} llm__matmul_job;
-
-typedef struct llm__rope_job { /* the op's buffers, for all tokens of the batch */
-    const llm_batch *batch;
-    const llm_op *op;
-    const llm_cache *cache;
-    const float *angles, *q_norm, *k_norm; /* norms: NULL, none */
-    float *q, *k;
-    const float *v;
-} llm__rope_job;
-
-typedef struct llm__attention_job {
-    const llm_batch *batch;
-    llm_attention_shape shape;
-    const float *q;
-    const llm_cache *cache;
-    int layer;
-    float *out;
-    bool tiles;              /* use matrix tiles */
-} llm__attention_job;
-
-/* One set of compiled kernels. Each works on a range that one thread was given. */
-typedef struct llm__kernels {
-    llm_isa isa;
-    int lanes;                       /* floats in a register */
-    /* Rows 0 to rows - 1 of x (of at most 16), stripes first to end - 1, `group` values to a scale, into their tile of x, which is `height` high */
-    void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile);
-    void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
-    void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
-    void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
-    int32_t (*argmax)(const float *x, int n);
-    double (*sum_exp)(const float *x, int n, float shift);
-    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head);
-    /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
-    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
-                      void *scratch);
-} llm__kernels;
-
-typedef struct llm__cpu { /* the context of a CPU backend */
-    llm_backend backend;
-    const llm__kernels *kernels;     /* NULL: the reference loops */
-    llm_isa isa;
-    int n_threads;
-    bool pack;                       /* weights, as they are loaded, */
-    struct llm__slab *slabs;         /* (n_slabs) into these */
-    int64_t n_slabs, slab_capacity;
-    uint64_t rounded_bytes;          /* of `rounded` */
-    void *rounded;                   /* the rows of one matmul input as int8 */
-    char *scratch;                   /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes, tile_bytes; /* of a thread; of these, for unpacked weights */
-    double alone_until;              /* on the clock; see llm__run_team */
-} llm__cpu;
-
-/* Threads share the cache lines that they write to only at the borders of their parts; memory that a thread
- * owns starts on a cache line of its own. The pointer that malloc gave stands just before the block. */
-enum { LLM__ALIGNMENT = 64 };
-
-static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
-    char *raw = bytes <= SIZE_MAX / 2 ? (char *)llm__zeroed(bytes + LLM__ALIGNMENT + sizeof raw) : NULL;
-    if (!raw) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", bytes, what);
-        return NULL;
-    }
-    char *aligned = raw + sizeof raw;
-    aligned += (LLM__ALIGNMENT - (uintptr_t)aligned % LLM__ALIGNMENT) % LLM__ALIGNMENT;
-    memcpy(aligned - sizeof raw, &raw, sizeof raw);
-    return aligned;
-}
-
-static void llm__aligned_free(void *aligned) {
-    if (!aligned) return;
-    char *raw;
-    memcpy(&raw, (char *)aligned - sizeof raw, sizeof raw);
-    LLM_FREE(raw);
-}
-
-static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
-
-/* Where the cache keeps position `position` of sequence s, as the number of its row of head_dim values in a layer. */
-static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence, int kv_head, int position) {
-    const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
-    int64_t block = table[position / batch->block_size];
-    return (block * cache->n_kv_heads + kv_head) * batch->block_size + position % batch->block_size;
-}
-
-static const char *llm__cache_layer(const llm_cache *cache, const void *side, int layer) {
-    return (const char *)side + (size_t)layer * cache->layer_bytes;
-}
-
-/* A row's first value in its layer; the next one lies *stride values on. */
-static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row, int64_t *stride) {
-    bool transposed = side == cache->keys && cache->keys_transposed;
-    int64_t slot = row % cache->block_size;
-    *stride = transposed ? cache->block_size : 1;
-    return transposed ? (row - slot) * cache->head_dim + slot : row * cache->head_dim;
-}
-
-/* ---- The reference loops --------------------------------------------------------------- */
-
-/* Root mean square normalisation (Zhang and Sennrich 2019): bring the row to length sqrt(dim), then
- * stretch each of its dimensions by a learned weight. */
-static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
-                               float epsilon, float *out) {
-    for (int64_t row = 0; row < n; row++) {
-        double sum = 0.0;
-        for (int i = 0; i < dim; i++) sum += (double)x[row * dim + i] * x[row * dim + i];
-        double scale = 1.0 / sqrt(sum / dim + epsilon);
-        for (int i = 0; i < dim; i++)
-            out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
-    }
-}
-
-/* unpacked (cols) is scratch, for one row of w. */
-static void llm__plain_matmul(const float *x, const llm_weight *w, const float *bias, int64_t n,
-                              bool add, float *unpacked, float *out) {
-    const llm_type_info *type = llm_type_find(w->type);
-    for (int64_t row = 0; row < w->rows; row++) {
-        type->unpack((const char *)w->data + (size_t)row * llm__row_bytes(w->type, w->cols),
-                     unpacked, w->cols);
-        for (int64_t i = 0; i < n; i++) {
-            double sum = bias ? bias[row] : 0.0;
-            for (int64_t j = 0; j < w->cols; j++) sum += (double)unpacked[j] * x[i * w->cols + j];
-            out[i * w->rows + row] = (float)(add ? out[i * w->rows + row] + sum : sum);
-        }
-    }
-}
-
-/* SwiGLU (Shazeer 2020): one half of the feed-forward block decides how much of the other passes. */
-static void llm__plain_swiglu(const float *gate, const float *up, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
-}
-
-/* Rotary position embedding (Su et al. 2021): pairs of dimensions turn with the position, each at its own speed, so
- * that the product of a query and a key depends on the distance between them alone. */
-static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
-    for (int i = 0; i < rope_dim / 2; i++) {
-        float *a = pairing == LLM_ROPE_HALVES ? head + i : head + 2 * i;
-        float *b = pairing == LLM_ROPE_HALVES ? head + i + rope_dim / 2 : head + 2 * i + 1;
-        double x = *a, y = *b, cosine = angles[2 * i], sine = angles[2 * i + 1];
-        *a = (float)(x * cosine - y * sine);
-        *b = (float)(x * sine + y * cosine);
-    }
-}
-
-/* (What f16 cannot hold becomes its largest value: infinity would make of a weight of 0 something that is not a number.) */
-static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
-    int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
-    int64_t at = llm__cache_place(cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
-    char *to = (char *)side + (size_t)layer * cache->layer_bytes;
-    for (int i = 0; i < cache->head_dim; i++, at += stride) {
-        if (cache->type == LLM_F16) llm__write_u16(to + 2 * at, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
-        else memcpy(to + 4 * at, head + i, sizeof *head);
-    }
-}
-
-static void llm__plain_rope_store(const llm__rope_job *job) {
-    const llm_op *op = job->op;
-    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads,
-        head_dim = op->attention.head_dim;
-    int64_t n = job->batch->n_tokens;
-    if (job->q_norm)
-        llm__plain_rmsnorm(job->q, job->q_norm, n * n_heads, head_dim, op->epsilon, job->q);
-    if (job->k_norm)
-        llm__plain_rmsnorm(job->k, job->k_norm, n * n_kv_heads, head_dim, op->epsilon, job->k);
-    for (int64_t token = 0; token < n; token++) {
-        const float *turn = job->angles + token * (op->rope_dim / 2) * 2;
-        int slot = job->batch->slots[token];
-        for (int head = 0; head < n_heads; head++)
-            llm__plain_rope(job->q + (token * n_heads + head) * head_dim, turn, op->rope_dim,
-                            op->pairing);
-        for (int head = 0; head < n_kv_heads; head++) {
-            int64_t row = (token * n_kv_heads + head) * head_dim;
-            llm__plain_rope(job->k + row, turn, op->rope_dim, op->pairing);
-            llm__plain_store(job->cache, job->cache->keys, op->layer, slot, head, job->k + row);
-            llm__plain_store(job->cache, job->cache->values, op->layer, slot, head, job->v + row);
-        }
-    }
-}
-
-static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t i) {
-    if (cache->type == LLM_F16) return llm__f16_to_f32(llm__read_u16(layer + 2 * i));
-    float x;
-    memcpy(&x, layer + 4 * i, sizeof x);
-    return x;
-}
-
-/* The first position that a token sees: all of the sequence, or the last `window` tokens (Child et al. 2019; Mistral). What
- * lies before it stays in the cache, since a later prompt may begin alike, but is not read. */
-static int llm__first_seen(const llm_attention_shape *shape, int position) {
-    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
-}
-
-/* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
- * weighted mean of the values. scores (position + 1) is scratch. */
-static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
-    const llm_attention_shape *shape = &job->shape;
-    const llm_cache *cache = job->cache;
-    int head_dim = shape->head_dim, position = job->batch->positions[token];
-    int kv_head = head / (shape->n_heads / shape->n_kv_heads);
-    int64_t stride;
-    const float *q = job->q + ((int64_t)token * shape->n_heads + head) * head_dim;
-    float *out = job->out + ((int64_t)token * shape->n_heads + head) * head_dim;
-    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
-    const char *values = llm__cache_layer(cache, cache->values, job->layer);
-
-    float largest = -INFINITY;
-    int first = llm__first_seen(shape, position);
-    for (int p = first; p <= position; p++) {
-        int64_t at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
-        double dot = 0.0;
-        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
-        scores[p] = (float)(dot * shape->scale);
-        if (scores[p] > largest) largest = scores[p];
-    }
-    double total = 0.0; /* the largest score is taken off, which changes no quotient and keeps exp from overflowing */
-    for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
-    for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
-    for (int p = first; p <= position; p++) {
-        int64_t at = llm__cache_place(cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
-        float share = (float)(scores[p] / total);
-        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, values, at + i * stride);
-    }
-}
-
-/* All heads of one token. */
-static void llm__plain_attention(const llm__attention_job *job, int token, float *scores) {
-    const llm_batch *batch = job->batch;
-    int s = 0;
-    while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
-        if (++s == batch->n_sequences) return; /* it belongs to no sequence */
-    for (int head = 0; head < job->shape.n_heads; head++)
-        llm__plain_attention_row(job, s, token, head, scores);
-}
-
-/* The four operations that move rows, or compute a few numbers for each, have one form for all
- * executors. They do the rows first to end - 1 of `out`. */
-static void llm__embed(const llm_batch *batch, const llm_weight *table, int64_t first, int64_t end,
-                       float *out) {
-    const llm_type_info *type = llm_type_find(table->type);
-    size_t row_bytes = llm__row_bytes(table->type, table->cols);
-    for (int64_t t = first; t < end; t++)
-        type->unpack((const char *)table->data + (size_t)batch->tokens[t] * row_bytes,
-                     out + t * table->cols, table->cols);
-}
-
-static void llm__rope_angles(const llm_batch *batch, const llm_op *op, int64_t first, int64_t end,
-                             float *out) {
-    const float *frequencies = (const float *)op->weight->data;
-    int n = op->rope_dim / 2;
-    for (int64_t t = first; t < end; t++)
-        for (int i = 0; i < n; i++) {
-            float angle = (float)batch->positions[t] * frequencies[i], *at = out + 2 * (t * n + i);
-            at[0] = op->scale * cosf(angle);
-            at[1] = op->scale * sinf(angle);
-        }
-}
-
-static void llm__gather_rows(const float *x, const int32_t *rows, int64_t width, int64_t first,
-                             int64_t end, float *out) {
-    for (int64_t i = first; i < end; i++)
-        memcpy(out + i * width, x + rows[i] * width, (size_t)width * sizeof *x);
-}
-
-static void llm__gather_columns(const float *x, const llm_weight *w, int64_t first, int64_t end,
-                                float *out) {
-    for (int64_t i = first; i < end; i++)
-        for (int64_t j = 0; j < w->cols; j++) out[i * w->cols + j] = x[i * w->cols + w->columns[j]];
-}
-
-/* ---- The reference executor: the program, one operation after another ------------------------ */
-
-/* One call of run: what the operations work on. */
-typedef struct llm__step {
-    llm__cpu *cpu;
-    const llm_program *program;
-    const llm_batch *batch;
-    int first, n_logits;     /* the head's slice of batch->logit_rows */
-} llm__step;
-
-/* Buffer `index` of an operation's in[]; NULL if there is none */
-static float *llm__in(const llm__step *step, const llm_op *op, int index) {
-    return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
-}
-
-static float *llm__out(const llm__step *step, const llm_op *op) {
-    return op->out < 0 ? NULL : step->program->buffers[op->out].data;
-}
-
-/* Rows that an operation works on */
-static int llm__op_rows(const llm__step *step, const llm_op *op) {
-    return op->out >= 0 && step->program->buffers[op->out].head ? step->n_logits
-                                                                : step->batch->n_tokens;
-}
-
-static const float *llm__vector(const llm_weight *w) { return w ? (const float *)w->data : NULL; }
-
-static llm__rope_job llm__rope_job_of(const llm__step *step, const llm_op *op) {
-    llm__rope_job job = {step->batch,
-                         op,
-                         step->program->cache,
-                         llm__in(step, op, 0),
-                         llm__vector(op->q_norm),
-                         llm__vector(op->k_norm),
-                         llm__in(step, op, 1),
-                         llm__in(step, op, 2),
-                         llm__in(step, op, 3)};
-    return job;
-}
-
-static llm__attention_job llm__attention_job_of(const llm__step *step, const llm_op *op) {
-    llm__attention_job job = {
-        step->batch,        op->attention, llm__in(step, op, 0), step->program->cache, op->layer,
-        llm__out(step, op), false};
-    return job;
-}
-
-/* The operations of a part of the program: *first to *end - 1 */
-static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *end) {
-    *first = part & LLM_BODY ? 0 : p->n_body;
-    *end = part & LLM_HEAD ? p->n_ops : p->n_body;
-}
-
-static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
-
-/* Run a part of the program: each operation by the loop that defines it. */
-static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
-                               const llm_batch *batch, int first, int n_logits, llm_error *err) {
-    llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
-    float *scratch = (float *)(void *)step.cpu->scratch;
-    int i, end;
-    if (!llm__check_step(&step, part, err)) return false;
-    llm__part_ops(p, part, &i, &end);
-    for (; i < end; i++) {
-        double start = p->seconds ? llm_seconds() : 0;
-        const llm_op *op = &p->ops[i];
-        const llm_weight *w = op->weight;
-        const float *x = llm__in(&step, op, 0);
-        float *out = llm__out(&step, op);
-        int64_t n = llm__op_rows(&step, op), width = out ? p->buffers[op->out].width : 0;
-        switch (op->kind) {
-        case LLM_OP_EMBED: llm__embed(batch, w, 0, n, out); break;
-        case LLM_OP_ROPE_ANGLES: llm__rope_angles(batch, op, 0, n, out); break;
-        case LLM_OP_RMSNORM:
-            llm__plain_rmsnorm(x, llm__vector(w), n, w->cols, op->epsilon, out);
-            break;
-        case LLM_OP_MATMUL:
-            llm__plain_matmul(x, w, llm__vector(op->bias), n, op->add, scratch, out);
-            break;
-        case LLM_OP_ROPE_STORE: {
-            llm__rope_job job = llm__rope_job_of(&step, op);
-            llm__plain_rope_store(&job);
-            break;
-        }
-        case LLM_OP_ATTENTION: {
-            llm__attention_job job = llm__attention_job_of(&step, op);
-            for (int t = 0; t < n; t++) llm__plain_attention(&job, t, scratch);
-            break;
-        }
-        case LLM_OP_SWIGLU: llm__plain_swiglu(x, llm__in(&step, op, 1), n * width, out); break;
-        case LLM_OP_GATHER_ROWS:
-            llm__gather_rows(x, batch->logit_rows + first, width, 0, n, out);
-            break;
-        case LLM_OP_GATHER_COLUMNS: llm__gather_columns(x, w, 0, n, out); break;
-        case LLM_N_OP_KINDS: break;
-        }
-        if (p->seconds) p->seconds[i] += llm_seconds() - start;
-    }
-    return true;
-}
 
 /* ---- What the fast kernels share --------------------------------------------------------- */
 
@@ -7287,7 +11516,7 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
                        LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)), rest);
 }
 
-/* -- Rows of logits, for chapter 7 -- */
+/* -- Rows of logits, for chapter 3 -- */
 
 /* The index of the largest (first of equals), never a NaN */
 static int32_t LLM__K(argmax)(const float *x, int n) {
@@ -9211,6 +13440,14 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
 }
 
+/* The index of the largest; the first of equals. A NaN is never the largest. */
+static int32_t llm__argmax(const float *x, int n) { return llm__choose_kernels(LLM_ISA_BEST)->argmax(x, n); }
+
+/* sum(exp(x - shift)) */
+static double llm__sum_exp(const float *x, int n, float shift) {
+    return llm__choose_kernels(LLM_ISA_BEST)->sum_exp(x, n, shift);
+}
+
 /* ---- The planned executor: stages, whose items threads share ------------------------------
  * `prepare` cuts a program into stages. `run` starts the threads once, and all of them go through
  * the stages together. A stage is one operation, or a few that are done together. It consists of
@@ -10312,4120 +14549,6 @@ llm_gpu_options llm_gpu_defaults(void) {
     o.graphs = o.fused = o.split_attention = true;
     return o;
 }
-
-/* =====================================================================================
- * [5] Paged cache: blocks, block tables, reference counts, copy-on-write, the prefix cache
- *
- * To produce the next token, attention needs the key and the value of every earlier token, in
- * every layer. Computing them again for each new token would make the cost of a text of n tokens grow with
- * n^2 forward passes; keeping them (the KV cache) makes it n. The price is memory: 2 x n_layers x
- * n_kv_heads x head_dim numbers per token, and nobody knows beforehand how long a text gets.
- *
- * Reserving the longest context for every sequence wastes most of that memory. So the cache is
- * paged, as an operating system pages memory (Kwon et al. 2023, "Efficient Memory Management for
- * Large Language Model Serving with PagedAttention"): one pool of blocks of `block_size` token slots,
- * and for each sequence a block table that says which block holds its tokens 0..15, which 16..31,
- * and so on. A sequence takes a block when it needs one and wastes less than one block.
- *
- *     sequence A, 37 tokens     table: 5 0 3         pool:  [A16-31][    ][B0-15][A32-36]
- *     sequence B, 18 tokens     table: 2 6                  [      ][A0-15][B16-17][    ]
- *
- * Blocks are counted. A fork (several samples of one prompt) copies the table, not the blocks,
- * and raises their counts; the first of them that writes into a shared block gets a copy of its own
- * (copy-on-write). A block whose count falls to zero is free again.
- *
- * Free, but not forgotten: a full block stays as it is until its memory is wanted, and a later prompt that
- * begins with the same tokens takes it up again instead of computing it (the prefix cache). What a block holds
- * depends on its own tokens and on all that come before, so it is found under the hash of its parent's identity
- * and its tokens. A hash is only a hint: tokens and parent are compared. The identity is a number that is never
- * given twice, so a block whose parent was evicted cannot be found under another parent that happens to use the
- * same memory.
- *
- * This chapter only does the book-keeping. The keys and values themselves are the device's (struct llm_cache),
- * and the same block number means the same place in every layer, and in the caches of target and draft alike.
- * ================================================================================== */
-
-typedef struct llm__pool {
-    int block_size;
-    int64_t n_blocks;
-    int64_t n_free;      /* blocks that no table names, with or without kept content */
-    int64_t peak;        /* most blocks that were ever in use */
-    int32_t *references; /* (n_blocks) how many block tables name this block */
-    /* The free blocks, a ring in the order in which they are given out: first those without kept content, then
-     * the least recently used. Entry n_blocks is the ring's begin and end. */
-    int32_t *before, *after; /* (n_blocks + 1) */
-    /* The prefix cache. */
-    bool keeps_prefixes;
-    uint64_t *identity; /* (n_blocks) of the kept content; 0: none is kept */
-    uint64_t *parent;   /* (n_blocks) identity of the block before; 0: it is the first of a text */
-    int32_t *tokens;    /* (n_blocks, block_size) */
-    int32_t *buckets;   /* (n_buckets) first block of each; -1: none */
-    int32_t *next;      /* (n_blocks) in the same bucket */
-    int64_t n_buckets;  /* a power of two */
-    uint64_t last_identity;
-    /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
-    int32_t *copy_from, *copy_to; /* (max_copies) */
-    int n_copies, max_copies;
-} llm__pool;
-
-typedef struct llm__table { /* the block table of one sequence */
-    int32_t *blocks;        /* (capacity) physical block of logical block i */
-    int n_blocks;
-    int capacity;
-    int n_kept;        /* leading blocks that are full and known to the prefix cache */
-    uint64_t identity; /* of the last of them; 0: none */
-} llm__table;
-
-static void llm__pool_free(llm__pool *pool) {
-    LLM_FREE(pool->references);
-    LLM_FREE(pool->before);
-    LLM_FREE(pool->after);
-    LLM_FREE(pool->identity);
-    LLM_FREE(pool->parent);
-    LLM_FREE(pool->tokens);
-    LLM_FREE(pool->buckets);
-    LLM_FREE(pool->next);
-    LLM_FREE(pool->copy_from);
-    LLM_FREE(pool->copy_to);
-    memset(pool, 0, sizeof *pool);
-}
-
-/* Free blocks: into the ring, in front of `place`. */
-static void llm__pool_insert(llm__pool *pool, int32_t block, int32_t place) {
-    int32_t before = pool->before[place];
-    pool->before[block] = before;
-    pool->after[block] = place;
-    pool->after[before] = pool->before[place] = block;
-    pool->n_free++;
-}
-
-static void llm__pool_remove(llm__pool *pool, int32_t block) {
-    pool->after[pool->before[block]] = pool->after[block];
-    pool->before[pool->after[block]] = pool->before[block];
-    pool->n_free--;
-    pool->peak = llm__max(pool->peak, pool->n_blocks - pool->n_free);
-}
-
-/* max_copies: the most sequences that may write in one step, for each can need one copy. */
-static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
-                           bool keeps_prefixes, llm_error *err) {
-    memset(pool, 0, sizeof *pool);
-    pool->block_size = block_size;
-    pool->n_blocks = n_blocks;
-    pool->max_copies = max_copies;
-    pool->keeps_prefixes = keeps_prefixes;
-    for (pool->n_buckets = 16; pool->n_buckets < 2 * n_blocks;) pool->n_buckets *= 2;
-    size_t n = (size_t)n_blocks;
-    const char *what = "the book-keeping of the cache";
-    bool ok = (pool->references = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
-              (pool->before = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
-              (pool->after = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
-              (pool->identity = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
-              (pool->parent = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
-              (pool->tokens = (int32_t *)llm__new(n, sizeof(int32_t) * (size_t)block_size, what, err)) &&
-              (pool->buckets = (int32_t *)llm__new((size_t)pool->n_buckets, sizeof(int32_t), what, err)) &&
-              (pool->next = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
-              (pool->copy_from = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err)) &&
-              (pool->copy_to = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err));
-    if (!ok) {
-        llm__pool_free(pool);
-        return false;
-    }
-    pool->before[n_blocks] = pool->after[n_blocks] = (int32_t)n_blocks;
-    for (int64_t i = 0; i < n_blocks; i++) llm__pool_insert(pool, (int32_t)i, (int32_t)n_blocks);
-    for (int64_t i = 0; i < pool->n_buckets; i++) pool->buckets[i] = -1;
-    return true;
-}
-
-/* ---- The prefix cache ------------------------------------------------------------------- */
-
-static int32_t *llm__pool_bucket(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
-    uint64_t hash = llm__mix(parent);
-    for (int i = 0; i < pool->block_size; i++) hash = llm__mix(hash ^ (uint32_t)tokens[i]);
-    return &pool->buckets[hash & (uint64_t)(pool->n_buckets - 1)];
-}
-
-static int32_t *llm__pool_tokens(const llm__pool *pool, int32_t block) {
-    return pool->tokens + (int64_t)block * pool->block_size;
-}
-
-/* The block that holds these tokens (block_size) after that parent; -1: none. */
-static int32_t llm__pool_find(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
-    int32_t block = *llm__pool_bucket(pool, parent, tokens);
-    while (block >= 0 && (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
-                                                                  (size_t)pool->block_size * sizeof *tokens)))
-        block = pool->next[block];
-    return block;
-}
-
-static void llm__pool_forget(llm__pool *pool, int32_t block) {
-    if (!pool->identity[block]) return;
-    int32_t *link = llm__pool_bucket(pool, pool->parent[block], llm__pool_tokens(pool, block));
-    while (*link != block) link = &pool->next[*link];
-    *link = pool->next[block];
-    pool->identity[block] = 0;
-}
-
-/* A block has become full: remember what it holds. Returns the identity of this content, which another block
- * may already have. */
-static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, const int32_t *tokens) {
-    int32_t known = llm__pool_find(pool, parent, tokens);
-    if (known >= 0) return pool->identity[known];
-    int32_t *bucket = llm__pool_bucket(pool, parent, tokens);
-    memcpy(llm__pool_tokens(pool, block), tokens, (size_t)pool->block_size * sizeof *tokens);
-    pool->parent[block] = parent;
-    pool->next[block] = *bucket;
-    *bucket = block;
-    return pool->identity[block] = ++pool->last_identity;
-}
-
-/* ---- Blocks ------------------------------------------------------------------------------ */
-
-/* A free block, with a count of one. The caller has checked that there is one. */
-static int32_t llm__pool_take(llm__pool *pool) {
-    int32_t block = pool->after[pool->n_blocks];
-    llm__pool_remove(pool, block);
-    llm__pool_forget(pool, block);
-    pool->references[block] = 1;
-    return block;
-}
-
-static void llm__pool_share(llm__pool *pool, int32_t block) {
-    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free, its content kept */
-}
-
-static void llm__pool_drop(llm__pool *pool, int32_t block) {
-    if (--pool->references[block] > 0) return;
-    bool kept = pool->identity[block] != 0;
-    llm__pool_insert(pool, block, kept ? (int32_t)pool->n_blocks : pool->after[pool->n_blocks]);
-}
-
-static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens) {
-    return llm__divide_up(n_tokens, pool->block_size);
-}
-
-/* ---- Block tables -------------------------------------------------------------------------- */
-
-/* Make the slots of tokens first .. end - 1 writable by this sequence alone: a block in which
- * they start and that others share is copied, and blocks are taken for the rest. All
- * or nothing: false, with nothing changed, if the pool or the table cannot hold it. Calling it again with the
- * same range does nothing more. */
-static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end) {
-    if (first >= end) return true;
-    int64_t wanted = llm__blocks_for(pool, end);
-    int shared = first / pool->block_size; /* blocks before this one are only read */
-    bool copy = shared < table->n_blocks && pool->references[table->blocks[shared]] > 1;
-    int64_t take = llm__max(wanted - table->n_blocks, 0) + copy;
-    if (wanted > table->capacity || take > pool->n_free || (copy && pool->n_copies == pool->max_copies))
-        return false;
-    if (copy) {
-        int32_t from = table->blocks[shared], to = llm__pool_take(pool);
-        pool->copy_from[pool->n_copies] = from;
-        pool->copy_to[pool->n_copies++] = to;
-        table->blocks[shared] = to;
-        llm__pool_drop(pool, from); /* others still hold it, so its content stays until the copy is done */
-    }
-    while (table->n_blocks < wanted) table->blocks[table->n_blocks++] = llm__pool_take(pool);
-    return true;
-}
-
-/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
- * them reads. */
-static int llm__copies_at_once(const llm__pool *pool) {
-    for (int n = 1; n < pool->n_copies; n++)
-        for (int i = 0; i < n; i++)
-            if (pool->copy_to[n] == pool->copy_from[i]) return n;
-    return pool->n_copies;
-}
-
-/* The first n of them have been done. */
-static void llm__copies_done(llm__pool *pool, int n) {
-    pool->n_copies -= n;
-    memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
-    memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
-}
-
-/* Give back the blocks behind the first n_tokens. Last ones first: so the beginnings of texts, which others
- * are likelier to share, are the last to be evicted. */
-static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
-    int64_t wanted = llm__blocks_for(pool, n_tokens);
-    while (table->n_blocks > wanted) llm__pool_drop(pool, table->blocks[--table->n_blocks]);
-}
-
-static void llm__table_clear(llm__pool *pool, llm__table *table) {
-    llm__table_trim(pool, table, 0);
-    table->n_kept = 0;
-    table->identity = 0;
-}
-
-/* copy shares all blocks of table. Its capacity must be at least table->n_blocks. */
-static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
-    for (int i = 0; i < table->n_blocks; i++) {
-        copy->blocks[i] = table->blocks[i];
-        llm__pool_share(pool, table->blocks[i]);
-    }
-    copy->n_blocks = table->n_blocks;
-    copy->n_kept = table->n_kept;
-    copy->identity = table->identity;
-}
-
-/* Fill an empty table with the kept blocks that hold the beginning of these tokens. Returns how many tokens
- * that is. */
-static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
-    while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
-        int32_t block =
-            llm__pool_find(pool, table->identity, tokens + (int64_t)table->n_blocks * pool->block_size);
-        if (block < 0) break;
-        llm__pool_share(pool, block);
-        table->blocks[table->n_blocks++] = block;
-        table->identity = pool->identity[block];
-    }
-    table->n_kept = table->n_blocks;
-    return table->n_blocks * pool->block_size;
-}
-
-/* The first n_tokens are in the cache now: remember the blocks that have become full. */
-static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
-    if (!pool->keeps_prefixes) return;
-    for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
-        table->identity = llm__pool_keep(pool, table->blocks[table->n_kept], table->identity,
-                                         tokens + (int64_t)table->n_kept * pool->block_size);
-}
-
-/* Where the cache keeps the token at `position`. */
-static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position) {
-    return table->blocks[position / pool->block_size] * pool->block_size + position % pool->block_size;
-}
-
-/* =====================================================================================
- * [6] Transformer: one forward pass over a ragged batch
- *
- * A model of the Llama family (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around a
- * "residual stream": one vector of `dim` numbers per token, which every layer reads and adds to.
- *
- *     x = embedding[token]                               (T, dim)
- *     for each layer:
- *         x += Wo . attention(rope(Wq.h), rope(Wk.h), Wv.h)      where h = rmsnorm(x)
- *         x += Wdown . (silu(Wgate.h) * Wup.h)                   where h = rmsnorm(x)
- *     logits = Woutput . rmsnorm(x)                      (T, vocab_size)
- *
- * Attention is the only place where a token sees others; all the rest works on each of the T tokens of the
- * batch by itself. That is why one pass may hold a piece of a prompt, single tokens of twenty
- * other sequences and the guesses of a draft model at the same time: only attention needs to know
- * whose token is whose, and it looks that up in the batch.
- *
- * A model is data: one table below says which tensors a layer may have, under which names and
- * of which shapes, another which of them an architecture has. Loading checks the file against both; the pass goes through
- * what is there.
- * ================================================================================== */
-
-typedef enum llm__part { /* the tensors of a layer */
-                         LLM__ATTN_NORM,
-                         LLM__Q,
-                         LLM__K,
-                         LLM__V,
-                         LLM__O,
-                         LLM__Q_BIAS,
-                         LLM__K_BIAS,
-                         LLM__V_BIAS,
-                         LLM__O_BIAS,
-                         LLM__Q_NORM,
-                         LLM__K_NORM,
-                         LLM__FFN_NORM,
-                         LLM__GATE,
-                         LLM__UP,
-                         LLM__DOWN,
-                         LLM__GATE_BIAS,
-                         LLM__UP_BIAS,
-                         LLM__DOWN_BIAS,
-                         LLM__N_PARTS
-} llm__part;
-
-/* widths that tensors are made of */
-typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN, LLM__HEAD } llm__width;
-
-typedef struct llm__part_row {
-    const char *name;      /* blk.N.<name> in a GGUF file */
-    const char *source;    /* model.layers.N.<source> in a Hugging Face folder */
-    llm__width rows, cols; /* (rows, cols); rows = LLM__ONE: a vector */
-} llm__part_row;
-
-static const llm__part_row *llm__parts(void) {
-    static const llm__part_row table[LLM__N_PARTS] = {
-        {"attn_norm.weight", "input_layernorm.weight", LLM__ONE, LLM__DIM},
-        {"attn_q.weight", "self_attn.q_proj.weight", LLM__Q_WIDTH, LLM__DIM},
-        {"attn_k.weight", "self_attn.k_proj.weight", LLM__KV_WIDTH, LLM__DIM},
-        {"attn_v.weight", "self_attn.v_proj.weight", LLM__KV_WIDTH, LLM__DIM},
-        {"attn_output.weight", "self_attn.o_proj.weight", LLM__DIM, LLM__Q_WIDTH},
-        {"attn_q.bias", "self_attn.q_proj.bias", LLM__ONE, LLM__Q_WIDTH},
-        {"attn_k.bias", "self_attn.k_proj.bias", LLM__ONE, LLM__KV_WIDTH},
-        {"attn_v.bias", "self_attn.v_proj.bias", LLM__ONE, LLM__KV_WIDTH},
-        {"attn_output.bias", "self_attn.o_proj.bias", LLM__ONE, LLM__DIM},
-        {"attn_q_norm.weight", "self_attn.q_norm.weight", LLM__ONE, LLM__HEAD},
-        {"attn_k_norm.weight", "self_attn.k_norm.weight", LLM__ONE, LLM__HEAD},
-        {"ffn_norm.weight", "post_attention_layernorm.weight", LLM__ONE, LLM__DIM},
-        {"ffn_gate.weight", "mlp.gate_proj.weight", LLM__HIDDEN, LLM__DIM},
-        {"ffn_up.weight", "mlp.up_proj.weight", LLM__HIDDEN, LLM__DIM},
-        {"ffn_down.weight", "mlp.down_proj.weight", LLM__DIM, LLM__HIDDEN},
-        {"ffn_gate.bias", "mlp.gate_proj.bias", LLM__ONE, LLM__HIDDEN},
-        {"ffn_up.bias", "mlp.up_proj.bias", LLM__ONE, LLM__HIDDEN},
-        {"ffn_down.bias", "mlp.down_proj.bias", LLM__ONE, LLM__DIM},
-    };
-    return table;
-}
-
-/* Sets of parts, a bit for each. */
-enum {
-    LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__FFN_NORM |
-                  1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
-    LLM__QKV_BIASES = 1 << LLM__Q_BIAS | 1 << LLM__K_BIAS | 1 << LLM__V_BIAS,
-    LLM__BIASES = LLM__QKV_BIASES | 1 << LLM__O_BIAS,
-    LLM__FFN_BIASES = 1 << LLM__GATE_BIAS | 1 << LLM__UP_BIAS | 1 << LLM__DOWN_BIAS,
-    LLM__HEAD_NORMS = 1 << LLM__Q_NORM | 1 << LLM__K_NORM
-};
-
-/* The architectures that run. Others differ in ways that would give wrong words, not an error, so nothing is guessed. */
-typedef struct llm__architecture {
-    const char *name;           /* general.architecture of a GGUF file */
-    const char *model_type;     /* in config.json of a folder */
-    llm_rope_pairing pairing;   /* in GGUF files; in folders it is always LLM_ROPE_HALVES */
-    unsigned required, optional; /* parts of a layer */
-    /* what it means where config.json does not say (0: nothing, it must say, or the usual) */
-    int head_dim, window;
-    bool kv_heads;              /* as many key/value heads as query heads */
-} llm__architecture;
-
-static const llm__architecture *llm__architecture_at(int index) {
-    static const llm__architecture table[] = {
-        {"llama", "llama", LLM_ROPE_ADJACENT, LLM__ALWAYS, LLM__BIASES | LLM__FFN_BIASES, 0, 0, true},
-        {"llama", "mistral", LLM_ROPE_ADJACENT, LLM__ALWAYS, 0, 0, 4096, false},
-        {"qwen2", "qwen2", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__QKV_BIASES, 0, 0, 0, false},
-        {"qwen3", "qwen3", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__HEAD_NORMS, LLM__BIASES, 128, 0, false},
-    };
-    return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
-}
-
-/* By general.architecture, or (source) by model_type; NULL: unknown. */
-static const llm__architecture *llm__find_architecture(llm_string name, bool source) {
-    const llm__architecture *a;
-    for (int i = 0; (a = llm__architecture_at(i)) != NULL; i++)
-        if (llm__is_text(name, source ? a->model_type : a->name)) return a;
-    return NULL;
-}
-
-/* "llama, qwen2, ..." */
-static void llm__list_architectures(char *text, size_t size, bool source) {
-    const llm__architecture *a, *last = NULL;
-    size_t used = 0;
-    for (int i = 0; (a = llm__architecture_at(i)) != NULL && used < size; last = a, i++)
-        if (source || !last || strcmp(a->name, last->name))
-            used += (size_t)snprintf(text + used, size - used, "%s%s", last ? ", " : "", source ? a->model_type : a->name);
-}
-
-struct llm_model {
-    llm_file *file;
-    llm_tokenizer *tokenizer;
-    llm_config config;
-    const llm__architecture *architecture;
-    const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
-    const llm_tensor *rope_divisors; /* (rope_dim/2) of the frequencies; NULL: none */
-    int *windows;             /* (n_layers) 0: the layer sees everything */
-    uint64_t ordered_cols;    /* of the widest matrix that takes its input in an order of its own; 0: none does */
-    const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
-    uint64_t weight_bytes;    /* of all tensors */
-};
-
-/* ---- Loading: the shape ------------------------------------------------------------- */
-
-/* Metadata keys carry the architecture's name in front: "llama.block_count". */
-static const llm_value *llm__model_value(const llm_model *model, const char *name) {
-    char key[128];
-    snprintf(key, sizeof key, "%s.%s", model->config.architecture, name);
-    return llm_file_find(model->file, key);
-}
-
-/* A dimension: an integer from 1 to INT32_MAX; `fallback` (unless 0) where the file does not say. */
-static bool llm__model_int(const llm_model *model, const char *name, int64_t fallback, int *out,
-                           llm_error *err) {
-    const llm_value *value = llm__model_value(model, name);
-    uint64_t x = (uint64_t)fallback;
-    if (!value && !fallback)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the metadata has no %s.%s, which this architecture needs",
-                         llm_file_path(model->file), model->config.architecture, name);
-    if (value && (value->type == LLM_VALUE_ARRAY || !llm_value_u64(value, 0, &x)))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: %s.%s is not one whole number (a value per layer is not supported)",
-                         llm_file_path(model->file), model->config.architecture, name);
-    if (x < 1 || x > INT32_MAX)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is %llu, which is impossible",
-                         llm_file_path(model->file), model->config.architecture, name, (unsigned long long)x);
-    *out = (int)x;
-    return true;
-}
-
-static bool llm__model_float(const llm_model *model, const char *name, double fallback, float *out,
-                             llm_error *err) {
-    const llm_value *value = llm__model_value(model, name);
-    double x = fallback;
-    if ((value && !llm_value_f64(value, 0, &x)) || !(x > 0) || x > 1e30)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is not a positive number",
-                         llm_file_path(model->file), model->config.architecture, name);
-    *out = (float)x;
-    return true;
-}
-
-static bool llm__model_architecture(llm_model *model, llm_error *err) {
-    llm_string name = {"", 0};
-    size_t cursor = 0;
-    char known[128];
-    const llm_value *value = llm_file_find(model->file, "general.architecture");
-    if (!llm_value_string(value, &cursor, &name))
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: the metadata has no general.architecture; is this a model file?",
-                         llm_file_path(model->file));
-    model->architecture = llm__find_architecture(name, false);
-    llm__list_architectures(known, sizeof known, false);
-    if (!model->architecture)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: %s",
-                         llm_file_path(model->file), llm__show(name).text, known);
-    memcpy(model->config.architecture, name.data, name.length);
-    model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES : model->architecture->pairing;
-    return true;
-}
-
-/* Does the value say no: false, 0, an empty text? */
-static bool llm__is_off(const llm_value *value) {
-    double x;
-    llm_string s;
-    size_t cursor = 0;
-    if (value->type == LLM_VALUE_ARRAY) return false;
-    if (value->type == LLM_VALUE_STRING) return llm_value_string(value, &cursor, &s) && !s.length;
-    return llm_value_f64(value, 0, &x) && x == 0;
-}
-
-/* An option of the architecture that is not known here would change the result, so it is refused by its name, unless it
- * is off. */
-static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
-    static const char *const known[] = {
-        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window", "attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base",
-        "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "tensor_data_layout" /* of q and k before they were permuted; says nothing of the file as it is */};
-    size_t prefix = strlen(model->config.architecture);
-    for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
-        const llm_value *value = llm_file_value(model->file, i);
-        llm_string key = value->key;
-        if (key.length <= prefix || memcmp(key.data, model->config.architecture, prefix) || key.data[prefix] != '.')
-            continue;
-        key.data += prefix + 1;
-        key.length -= prefix + 1;
-        bool found = llm__is_off(value);
-        for (size_t k = 0; !found && k < sizeof known / sizeof *known; k++) found = llm__is_text(key, known[k]);
-        if (!found)
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s is an option of %s that is not supported",
-                             llm_file_path(model->file), llm__show(value->key).text, model->config.architecture);
-    }
-    return true;
-}
-
-/* How the model was stretched to more positions. */
-static bool llm__model_scaling(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    const llm_value *type = llm__model_value(model, "rope.scaling.type");
-    llm_string name = {"linear", 6}; /* files that only give a factor mean this */
-    size_t cursor = 0;
-    float factor = 1, magnitude = 1;
-    if (type && !llm_value_string(type, &cursor, &name))
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
-    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older way */
-        !llm__model_float(model, "rope.scaling.factor", factor, &factor, err) ||
-        !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
-        !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
-        !llm__model_float(model, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow, err) ||
-        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err))
-        return false;
-    if (llm__is_text(name, "none")) factor = 1;
-    else if (llm__is_text(name, "yarn")) c->rope_scaling = LLM_ROPE_YARN;
-    else if (!llm__is_text(name, "linear"))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported; supported: linear, yarn",
-                         llm_file_path(model->file), llm__show(name).text);
-    else if (factor != 1) c->rope_scaling = LLM_ROPE_LINEAR;
-    c->rope_factor = factor;
-    c->rope_magnitude = magnitude;
-    if (c->rope_scaling == LLM_ROPE_YARN && factor > 1) c->rope_magnitude *= 1.0f + 0.1f * logf(factor);
-    return true;
-}
-
-/* Which layers see only the last tokens. */
-static bool llm__model_windows(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    const llm_value *window = llm__model_value(model, "attention.sliding_window");
-    const llm_value *pattern = llm__model_value(model, "attention.sliding_window_pattern");
-    const char *path = llm_file_path(model->file);
-    uint64_t w = 0;
-    if (window && (window->type == LLM_VALUE_ARRAY || !llm_value_u64(window, 0, &w)))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: attention.sliding_window is not one whole number", path);
-    if (pattern && (pattern->element_type != LLM_VALUE_BOOL || pattern->count != (uint64_t)c->n_layers))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: attention.sliding_window_pattern is not a list of yes or no for each of the %d layers", path,
-                         c->n_layers);
-    /* each layer has tensors; asked before allocating what an absurd count wants */
-    if (c->n_layers > llm_file_n_tensors(model->file) || c->n_layers > INT32_MAX / LLM__N_PARTS)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors%s", path, c->n_layers,
-                         (long long)llm_file_n_tensors(model->file),
-                         llm_file_n_tensors(model->file) ? "" : " (a vocabulary only?)");
-    model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *model->windows, "the windows of the layers", err);
-    if (!model->windows) return false;
-    if (w > INT32_MAX) w = 0; /* it sees everything */
-    for (int i = 0; i < c->n_layers; i++) {
-        bool windowed = true;
-        if (pattern && !llm_value_bool(pattern, (uint64_t)i, &windowed))
-            return llm__fail(err, LLM_ERROR_FORMAT, "%s: attention.sliding_window_pattern is neither yes nor no", path);
-        model->windows[i] = windowed ? (int)w : 0;
-        if (model->windows[i]) c->window = (int)w;
-    }
-    return true;
-}
-
-static bool llm__model_config(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    int value_length = 0;
-    if (!llm__model_architecture(model, err) || !llm__model_known_keys(model, err) ||
-        !llm__model_int(model, "block_count", 0, &c->n_layers, err) ||
-        !llm__model_int(model, "context_length", 0, &c->context_length, err) ||
-        !llm__model_int(model, "embedding_length", 0, &c->dim, err) ||
-        !llm__model_int(model, "feed_forward_length", 0, &c->hidden_dim, err) ||
-        !llm__model_int(model, "attention.head_count", 0, &c->n_heads, err) ||
-        !llm__model_int(model, "attention.head_count_kv", c->n_heads, &c->n_kv_heads, err) ||
-        !llm__model_int(model, "attention.key_length", llm__max(c->dim / c->n_heads, 1), &c->head_dim, err) ||
-        !llm__model_int(model, "attention.value_length", c->head_dim, &value_length, err) ||
-        !llm__model_int(model, "rope.dimension_count", c->head_dim, &c->rope_dim, err) ||
-        !llm__model_float(model, "rope.freq_base", 10000, &c->rope_base, err) ||
-        !llm__model_float(model, "attention.layer_norm_rms_epsilon", 1e-5, &c->norm_epsilon, err))
-        return false;
-    const char *path = llm_file_path(model->file);
-    if (c->n_heads % c->n_kv_heads)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d query heads cannot share %d key/value heads evenly",
-                         path, c->n_heads, c->n_kv_heads);
-    if (value_length != c->head_dim)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: keys of %d and values of %d numbers per head; they must be alike", path,
-                         c->head_dim, value_length);
-    if (c->rope_dim > c->head_dim || c->rope_dim % 2)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: RoPE over %d dimensions of a head of %d: it must be even and not more", path,
-                         c->rope_dim, c->head_dim);
-    return llm__model_scaling(model, err) && llm__model_windows(model, err);
-}
-
-/* ---- Loading: the tensors ------------------------------------------------------------ */
-
-static uint64_t llm__width_of(const llm_config *c, llm__width width) {
-    switch (width) {
-    case LLM__DIM: return (uint64_t)c->dim;
-    case LLM__Q_WIDTH: return (uint64_t)c->n_heads * (uint64_t)c->head_dim;
-    case LLM__KV_WIDTH: return (uint64_t)c->n_kv_heads * (uint64_t)c->head_dim;
-    case LLM__HIDDEN: return (uint64_t)c->hidden_dim;
-    case LLM__HEAD: return (uint64_t)c->head_dim;
-    case LLM__ONE: break;
-    }
-    return 1;
-}
-
-/* A tensor by name, of shape (rows, cols) (rows = 1: a vector). NULL, with the error set, if it is absent or
- * different. */
-static const llm_tensor *llm__model_tensor(const llm_model *model, const char *name, uint64_t rows,
-                                           uint64_t cols, llm_error *err) {
-    const llm_tensor *t = llm_file_find_tensor(model->file, name);
-    const char *path = llm_file_path(model->file);
-    if (!t) {
-        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s is missing%s", path, name,
-                  llm_file_n_tensors(model->file) ? "" : " (the file holds no tensors: a vocabulary only?)");
-        return NULL;
-    }
-    if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1) {
-        llm__fail(err, LLM_ERROR_FORMAT,
-                  "%s: the tensor %s is of shape (%llu, %llu), but the metadata asks for (%llu, %llu)", path,
-                  name, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
-                  (unsigned long long)rows, (unsigned long long)cols);
-        return NULL;
-    }
-    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* the kernels read numbers in place */
-    if ((uintptr_t)t->data % alignment) {
-        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
-        return NULL;
-    }
-    return t;
-}
-
-/* "blk.<layer>.<part>" */
-static void llm__part_name(char name[64], int layer, int part) {
-    snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
-}
-
-static int llm__compare_pointers(const void *a, const void *b) {
-    const llm_tensor *x = *(const llm_tensor *const *)a, *y = *(const llm_tensor *const *)b;
-    return (x > y) - (x < y);
-}
-
-/* A tensor that the table does not know means that the model does something more than this engine does: the
- * words would be wrong, not missing. used (n_used): the tensors that were asked for. */
-static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **used, int64_t n_used,
-                                    llm_error *err) {
-    qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
-    for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
-        const llm_tensor *t = llm_file_tensor(model->file, i);
-        if (!bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers))
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                             "%s: the tensor %s is unknown to the %s architecture here",
-                             llm_file_path(model->file), llm__show(t->name).text, model->config.architecture);
-    }
-    return true;
-}
-
-static bool llm__model_tensors(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    const llm_tensor *embedding = llm_file_find_tensor(model->file, "token_embd.weight");
-    /* some models have rows that no token of the vocabulary uses */
-    uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
-    if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
-    if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: %s has %llu tokens, but the embedding (token_embd.weight) only %llu rows: tokens were added without resizing "
-                         "the model; give it the vocabulary of the model that it was made from",
-                         llm_file_path(model->file), model->file->folder ? "tokenizer.json (with what lies beside it)" : "the vocabulary",
-                         (unsigned long long)vocab, (unsigned long long)embedding->dims[1]);
-    c->vocab_size = (int)vocab;
-
-    model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
-    if (!model->embedding) return false;
-    model->output_norm = llm__model_tensor(model, "output_norm.weight", 1, dim, err);
-    if (!model->output_norm) return false;
-    c->tied_output = !llm_file_find_tensor(model->file, "output.weight");
-    model->output =
-        c->tied_output ? model->embedding : llm__model_tensor(model, "output.weight", vocab, dim, err);
-    if (!model->output) return false;
-    if (llm_file_find_tensor(model->file, "rope_freqs.weight")) {
-        model->rope_divisors = llm__model_tensor(model, "rope_freqs.weight", 1, (uint64_t)c->rope_dim / 2, err);
-        if (!model->rope_divisors) return false;
-    }
-
-    model->parts = (const llm_tensor **)llm__new((size_t)c->n_layers * LLM__N_PARTS, sizeof *model->parts,
-                                                 "the table of tensors", err);
-    if (!model->parts) return false;
-    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) {
-        const llm__part_row *row = &llm__parts()[i % LLM__N_PARTS];
-        char name[64];
-        llm__part_name(name, i / LLM__N_PARTS, i % LLM__N_PARTS);
-        unsigned part = 1u << (i % LLM__N_PARTS);
-        if (!(model->architecture->required & part) &&
-            !(model->architecture->optional & part && llm_file_find_tensor(model->file, name)))
-            continue;
-        model->parts[i] =
-            llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
-        if (!model->parts[i]) return false;
-        if (model->parts[i]->columns && model->parts[i]->dims[0] > model->ordered_cols)
-            model->ordered_cols = model->parts[i]->dims[0];
-    }
-
-    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 4;
-    const llm_tensor **used =
-        (const llm_tensor **)llm__new((size_t)n_used, sizeof *used, "the table of tensors", err);
-    if (!used) return false;
-    memcpy(used, model->parts, (size_t)(n_used - 4) * sizeof *used);
-    used[n_used - 4] = model->rope_divisors;
-    used[n_used - 3] = model->embedding;
-    used[n_used - 2] = model->output;
-    used[n_used - 1] = model->output_norm;
-    bool known = llm__no_unknown_tensors(model, used, n_used, err);
-    LLM_FREE(used);
-    return known;
-}
-
-/* Takes the file, also on failure. */
-static llm_model *llm__model_create(llm_file *file, llm_error *err) {
-    llm_model *model = file ? (llm_model *)llm__new(1, sizeof *model, "a model", err) : NULL;
-    if (!model) {
-        llm_file_close(file);
-        return NULL;
-    }
-    model->file = file;
-    if (!llm__model_config(model, err) || !(model->tokenizer = llm_tokenizer_create(file, err)) ||
-        !llm__model_tensors(model, err)) {
-        llm_model_free(model);
-        return NULL;
-    }
-    for (int64_t i = 0; i < llm_file_n_tensors(file); i++)
-        model->weight_bytes += llm_file_tensor(file, i)->bytes;
-    return model;
-}
-
-llm_model *llm_model_load(const char *path, llm_error *err) {
-    llm__clear(err);
-    return llm__model_create(llm_file_open(path, err), err);
-}
-
-llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
-    llm__clear(err);
-    return llm__model_create(llm_file_from_memory(data, size, name, err), err);
-}
-
-void llm_model_free(llm_model *model) {
-    if (!model) return;
-    LLM_FREE(model->parts);
-    LLM_FREE(model->windows);
-    llm_tokenizer_free(model->tokenizer);
-    llm_file_close(model->file);
-    LLM_FREE(model);
-}
-
-const llm_config *llm_model_config(const llm_model *model) { return &model->config; }
-const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model->tokenizer; }
-const llm_file *llm_model_file(const llm_model *model) { return model->file; }
-
-uint64_t llm_model_step_bytes(const llm_model *model) {
-    /* an embedding that is also the output matrix is read as a whole; else one row of it is */
-    uint64_t unread = model->config.tied_output ? 0 : model->embedding->bytes;
-    return model->weight_bytes - unread + (unread ? unread / (uint64_t)model->config.vocab_size : 0);
-}
-
-uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type) {
-    const llm_config *c = &model->config;
-    const llm_type_info *info = llm_type_find(cache_type);
-    uint64_t numbers = 2 * (uint64_t)c->n_layers * llm__width_of(c, LLM__KV_WIDTH);
-    return info ? numbers * (uint64_t)info->block_bytes / (uint64_t)info->block_values : 0;
-}
-
-/* ---- Hugging Face folders ---------------------------------------------------------------
- * The same model, told in another way: config.json has the shape, safetensors files the weights, tokenizer.json the
- * vocabulary. All of it is translated here into what a GGUF file would say, and becomes an llm_file; the
- * tensors stay where they are mapped and only get their GGUF names. So whatever works with a file works with a folder.
- *
- * One thing differs in the weights themselves. RoPE turns pairs of dimensions, and for "llama" the makers of GGUF files
- * reorder the rows of q and k so that a pair stands together. Nothing is reordered here: the
- * model is marked to pair halves. */
-
-typedef struct llm__folder {
-    const char *path;
-    const llm__architecture *architecture;
-    llm__json config;
-    char **paths;             /* (n_files) of the safetensors files */
-    llm__json *headers;       /* (n_files) */
-    int64_t n_files, paths_capacity, headers_capacity;
-    llm__sources sources;     /* of all files */
-    llm_file *file;           /* in the making */
-    char *names;              /* of its tensors, LLM__TENSOR_NAME bytes each; a region of it */
-    int64_t capacity;         /* of its tensors */
-    int n_layers, dim, n_heads, head_dim;
-    bool int4, gptq;          /* are its matrices 4-bit integers, by GPTQ, or else AWQ? */
-    llm_error *err;
-} llm__folder;
-
-enum { LLM__TENSOR_NAME = 64 };
-
-LLM__PRINTF(3, 4)
-static bool llm__folder_error(const llm__folder *f, llm_status status, const char *format, ...) {
-    char text[400];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    return llm__fail(f->err, status, "%s: %s", f->path, text);
-}
-
-/* "folder/name"; the caller frees it. */
-static char *llm__folder_path(const llm__folder *f, const char *name, llm_error *err) {
-    size_t length = strlen(f->path);
-    char *path = (char *)llm__new(length + strlen(name) + 2, 1, "a path", err);
-    if (path) sprintf(path, "%s%s%s", f->path, length && f->path[length - 1] == '/' ? "" : "/", name);
-    return path;
-}
-
-static bool llm__folder_has(const llm__folder *f, const char *name) {
-    char *path = llm__folder_path(f, name, NULL);
-    bool there = path && !access(path, F_OK);
-    LLM_FREE(path);
-    return there;
-}
-
-/* A JSON file of the folder, which must hold an object. On failure there is nothing to free. */
-static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *json) {
-    const void *data = NULL;
-    uint64_t size = 0;
-    char *path = llm__folder_path(f, name, f->err);
-    bool ok = path && llm__map(path, &data, &size, f->err);
-    memset(json, 0, sizeof *json);
-    if (ok) ok = llm__json_parse(json, (const char *)data, (size_t)size, path, f->err);
-    llm__release(data, size, LLM__MAPPED);
-    if (ok && json->nodes->kind != LLM__JSON_OBJECT) {
-        ok = llm__fail(f->err, LLM_ERROR_FORMAT, "%s: it holds no object, but something else", path);
-        llm__json_free(json);
-    }
-    LLM_FREE(path);
-    return ok;
-}
-
-/* ---- config.json ------------------------------------------------------------------------- */
-
-/* An entry; NULL where it is absent or null. */
-static const llm__json_node *llm__folder_entry(const llm__json_node *object, const char *key) {
-    const llm__json_node *node = llm__json_member(object, key);
-    return llm__json_has_kind(node, LLM__JSON_NULL) ? NULL : node;
-}
-
-/* A positive whole number; `fallback` (unless 0) where there is none. */
-static bool llm__folder_int(const llm__folder *f, const llm__json_node *object, const char *key, int64_t fallback, int *out) {
-    const llm__json_node *node = llm__folder_entry(object, key);
-    int64_t x = fallback;
-    if (!node && !fallback) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
-    if ((node && !llm__json_i64(node, &x)) || x < 1 || x > INT32_MAX)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a whole number from 1 to %d", key, INT32_MAX);
-    *out = (int)x;
-    return true;
-}
-
-static bool llm__folder_number(const llm__folder *f, const llm__json_node *object, const char *key, double fallback, double *out) {
-    const llm__json_node *node = llm__folder_entry(object, key);
-    *out = fallback;
-    if (!node && !(fallback > 0)) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
-    if ((node && !llm__json_f64(node, out)) || !(*out > 0) || *out > 1e30)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a positive number", key);
-    return true;
-}
-
-/* What stands there, in a form that can be printed. */
-static llm__printable llm__show_node(const llm__json_node *node) {
-    static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
-    llm_string s = {node->text, node->length};
-    return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
-}
-
-/* Off: null, false, or a list or an object of nothing. */
-static bool llm__node_is_off(const llm__json_node *node) {
-    bool holds = node->kind == LLM__JSON_ARRAY || node->kind == LLM__JSON_OBJECT;
-    return node->kind == LLM__JSON_NULL || node->kind == LLM__JSON_FALSE || (holds && !node->length);
-}
-
-/* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
- * with a NULL. */
-static bool llm__folder_known(const llm__folder *f, const llm__json_node *object, const char *where, const char *const *known) {
-    for (const llm__json_node *n = llm__json_first(object); n; n = llm__json_next(object, n)) {
-        llm_string key = llm__json_key(n);
-        bool found = llm__node_is_off(n) || (key.length && key.data[0] == '_');
-        for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
-        if (!found)
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"%s\": %s in %s is an option that is not supported",
-                                     llm__show(key).text, llm__show_node(n).text, where);
-    }
-    return true;
-}
-
-/* The names in which config.json speaks of the shape, and those that say nothing of the result. */
-static bool llm__folder_known_config(const llm__folder *f) {
-    static const char *const known[] = {
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
-        "rope_parameters", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window",
-        "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "quantization_config",
-        "bos_token_id", "eos_token_id",
-        /* how it was trained, where it came from, how others run it */
-        "architectures", "attention_dropout", "attn_pdrop", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
-        "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
-        "is_llama_config", "label2id", "max_sequence_length", "model_max_length", "name_or_path", "neftune_noise_alpha", "pad_token_id",
-        "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
-        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "torch_dtype",
-        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
-        /* how to choose words, which stood here before generation_config.json was invented: that is the request's to say */
-        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",
-        "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
-        "repetition_penalty", "temperature", "top_k", "top_p", "typical_p", NULL};
-    return llm__folder_known(f, f->config.nodes, "config.json", known);
-}
-
-/* "llama.name" */
-static const char *llm__folder_key(const llm__folder *f, const char *name, char key[128]) {
-    snprintf(key, 128, "%s.%s", f->architecture->name, name);
-    return key;
-}
-
-static void llm__folder_write_int(const llm__folder *f, llm_writer *w, const char *name, int x) {
-    char key[128];
-    llm_writer_u32(w, llm__folder_key(f, name, key), (uint32_t)x);
-}
-
-static void llm__folder_write_float(const llm__folder *f, llm_writer *w, const char *name, double x) {
-    char key[128];
-    llm_writer_f32(w, llm__folder_key(f, name, key), (float)x);
-}
-
-/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that make fewer than
- * low_freq_factor turns over the original context are divided by the factor, those that make more than high_freq_factor stay,
- * and between the two it is blended. */
-static bool llm__folder_llama3(llm__folder *f, const llm__json_node *rope, double base, int context) {
-    double factor, low, high;
-    int original, n = f->head_dim / 2;
-    if (!llm__folder_number(f, rope, "factor", 0, &factor) || !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
-        !llm__folder_number(f, rope, "high_freq_factor", 0, &high) ||
-        !llm__folder_int(f, rope, "original_max_position_embeddings", context, &original))
-        return false;
-    if (!(high > low))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "high_freq_factor in config.json is not above low_freq_factor");
-    float *divisors = (float *)llm__new((size_t)n, sizeof *divisors, "the RoPE frequencies", f->err);
-    if (!divisors) return false;
-    for (int i = 0; i < n; i++) {
-        double turns = original * pow(base, -2.0 * i / f->head_dim) / (2 * 3.14159265358979323846);
-        double blend = (turns - low) / (high - low);
-        blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
-        divisors[i] = (float)(1 / ((1 - blend) / factor + blend));
-    }
-    if (!llm__add_region(f->file, divisors, (uint64_t)n * sizeof *divisors, LLM__OWNED, f->err)) return false;
-    llm_tensor *t = &f->file->tensors[f->file->n_tensors++];
-    t->name = llm__string("rope_freqs.weight");
-    t->type = LLM_F32;
-    t->n_dims = 1;
-    t->dims[0] = (uint64_t)n;
-    t->dims[1] = t->dims[2] = t->dims[3] = 1;
-    t->data = divisors;
-    t->bytes = (uint64_t)n * sizeof *divisors;
-    return true;
-}
-
-static bool llm__folder_yarn(const llm__folder *f, llm_writer *w, const llm__json_node *rope, double factor, int *context) {
-    double fast, slow, magnitude, usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, m = 0, all = 0;
-    int original;
-    bool truncate = true;
-    llm__json_bool(llm__json_member(rope, "truncate"), &truncate);
-    if (!truncate) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "YaRN with \"truncate\": false is not supported");
-    if (llm__json_f64(llm__folder_entry(rope, "mscale"), &m) && llm__json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
-        m != 0 && all != 0 && factor > 1)
-        usual = (0.1 * m * log(factor) + 1) / (0.1 * all * log(factor) + 1);
-    if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) || !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
-        !llm__folder_number(f, rope, "attention_factor", usual, &magnitude) ||
-        !llm__folder_int(f, rope, "original_max_position_embeddings", *context, &original))
-        return false;
-    llm__folder_write_int(f, w, "rope.scaling.original_context_length", original);
-    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_fast", fast);
-    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_slow", slow);
-    /* GGUF's readers multiply it by the usual magnitude */
-    llm__folder_write_float(f, w, "rope.scaling.attn_factor", magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
-    *context = original;
-    return true;
-}
-
-/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and "rope_scaling". */
-static bool llm__folder_rope(llm__folder *f, llm_writer *w, int context) {
-    static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-                                        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
-                                        "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned", NULL};
-    const llm__json_node *config = f->config.nodes, *rope = llm__folder_entry(config, "rope_parameters");
-    double base, factor = 1, part;
-    char key[128];
-    if (!rope) rope = llm__folder_entry(config, "rope_scaling");
-    if (rope && !llm__json_has_kind(rope, LLM__JSON_OBJECT))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json is no object");
-    if (!llm__folder_known(f, rope, "the RoPE scaling of config.json", known) ||
-        !llm__folder_number(f, config, "rope_theta", 10000, &base) || !llm__folder_number(f, rope, "rope_theta", base, &base) ||
-        !llm__folder_number(f, config, "partial_rotary_factor", 1, &part) ||
-        !llm__folder_number(f, rope, "partial_rotary_factor", part, &part))
-        return false;
-    if (part != 1) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "partial_rotary_factor %g is not supported", part);
-    llm__folder_write_float(f, w, "rope.freq_base", base);
-    base = (float)base;
-
-    const llm__json_node *type = llm__folder_entry(rope, "rope_type");
-    if (!type) type = llm__folder_entry(rope, "type");
-    if (rope && llm__folder_entry(rope, "factor") && !type)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json does not say its rope_type");
-    if (type && !llm__json_is(type, "default")) {
-        bool yarn = llm__json_is(type, "yarn");
-        if (llm__json_is(type, "llama3")) {
-            if (!llm__folder_llama3(f, rope, base, context)) return false;
-        } else if (!yarn && !llm__json_is(type, "linear")) {
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
-                                     "RoPE scaling \"%s\" is not supported; supported: default, linear, yarn, llama3",
-                                     llm__show_node(type).text);
-        } else {
-            if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
-                (yarn && !llm__folder_yarn(f, w, rope, factor, &context)))
-                return false;
-            llm_writer_string(w, llm__folder_key(f, "rope.scaling.type", key), yarn ? "yarn" : "linear");
-            llm__folder_write_float(f, w, "rope.scaling.factor", factor);
-        }
-    }
-    /* what is stretched was made for so many positions, and now takes that many times more */
-    llm__folder_write_int(f, w, "context_length", (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
-    return true;
-}
-
-/* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
-static bool llm__folder_window(const llm__folder *f, llm_writer *w) {
-    const llm__json_node *config = f->config.nodes, *types = llm__folder_entry(config, "layer_types");
-    const llm__json_node *node = llm__json_member(config, "sliding_window");
-    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have a window? */
-    bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
-    int window = 0;
-    int64_t first = 0;
-    char key[128];
-    if (!llm__json_bool(llm__json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
-    if (!uses || llm__json_has_kind(node, LLM__JSON_NULL) || (!node && !f->architecture->window && !types)) return true;
-    if (!strcmp(f->architecture->model_type, "llama"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"sliding_window\" in config.json is not supported for llama");
-    if (!llm__folder_int(f, config, "sliding_window", f->architecture->window, &window)) return false;
-    if (qwen && !types && (!llm__json_i64(llm__json_member(config, "max_window_layers"), &first) || first < 0))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say from which layer on the window is used (max_window_layers)");
-    if (types && (!llm__json_has_kind(types, LLM__JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "layer_types in config.json is not a list of %d types", f->n_layers);
-    uint8_t *pattern = (uint8_t *)llm__new((size_t)f->n_layers, 1, "the windows of the layers", f->err);
-    if (!pattern) return false;
-    bool ok = true;
-    const llm__json_node *type = llm__json_first(types);
-    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm__json_next(types, type) : NULL) {
-        pattern[i] = types ? llm__json_is(type, "sliding_attention") : i >= first;
-        windowed[pattern[i]] = true;
-        if (types && !pattern[i] && !llm__json_is(type, "full_attention"))
-            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the layer type \"%s\" in config.json is not supported",
-                                   llm__show_node(type).text);
-    }
-    if (windowed[1]) llm__folder_write_int(f, w, "attention.sliding_window", window);
-    if (windowed[1] && windowed[0]) {
-        llm_value value = {llm__string(llm__folder_key(f, "attention.sliding_window_pattern", key)), LLM_VALUE_ARRAY, LLM_VALUE_BOOL,
-                           (uint64_t)f->n_layers, pattern, (size_t)f->n_layers};
-        llm_writer_value(w, &value);
-    }
-    LLM_FREE(pattern);
-    return ok;
-}
-
-/* config.json into metadata. */
-static bool llm__folder_config(llm__folder *f, llm_writer *w) {
-    const llm__json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
-    int hidden, kv_heads, context;
-    double epsilon;
-    if (act && !llm__json_is(act, "silu") && !llm__json_is(act, "swish"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the activation \"%s\" is not supported; supported: silu",
-                                 llm__show_node(act).text);
-    if (!llm__folder_known_config(f) || !llm__folder_int(f, config, "hidden_size", 0, &f->dim) ||
-        !llm__folder_int(f, config, "intermediate_size", 0, &hidden) ||
-        !llm__folder_int(f, config, "num_hidden_layers", 0, &f->n_layers) ||
-        !llm__folder_int(f, config, "num_attention_heads", 0, &f->n_heads) ||
-        !llm__folder_int(f, config, "num_key_value_heads", f->architecture->kv_heads ? f->n_heads : 0, &kv_heads) ||
-        !llm__folder_int(f, config, "max_position_embeddings", 0, &context) ||
-        !llm__folder_number(f, config, "rms_norm_eps", 1e-6, &epsilon))
-        return false;
-    int usual = f->architecture->head_dim ? f->architecture->head_dim : (int)llm__max(f->dim / f->n_heads, 1);
-    if (!llm__folder_int(f, config, "head_dim", usual, &f->head_dim)) return false;
-    /* each layer has tensors; asked before allocating what an absurd count wants */
-    if (f->n_layers > f->sources.count || f->n_layers > INT32_MAX / LLM__N_PARTS)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says %d layers, but there are only %lld tensors", f->n_layers,
-                                 (long long)f->sources.count);
-    if (f->head_dim > 1 << 20)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says heads of %d numbers, which is absurd", f->head_dim);
-    llm_writer_string(w, "general.architecture", f->architecture->name);
-    llm__folder_write_int(f, w, "block_count", f->n_layers);
-    llm__folder_write_int(f, w, "embedding_length", f->dim);
-    llm__folder_write_int(f, w, "feed_forward_length", hidden);
-    llm__folder_write_int(f, w, "attention.head_count", f->n_heads);
-    llm__folder_write_int(f, w, "attention.head_count_kv", kv_heads);
-    llm__folder_write_int(f, w, "attention.key_length", f->head_dim);
-    llm__folder_write_int(f, w, "attention.value_length", f->head_dim);
-    llm__folder_write_int(f, w, "rope.dimension_count", f->head_dim);
-    llm__folder_write_float(f, w, "attention.layer_norm_rms_epsilon", epsilon);
-    f->file->tensors = (llm_tensor *)llm__new((size_t)(f->n_layers * LLM__N_PARTS + 4), sizeof(llm_tensor), "the tensors", f->err);
-    return f->file->tensors && llm__folder_rope(f, w, context) && llm__folder_window(f, w);
-}
-
-/* ---- The tensors ---------------------------------------------------------------------------- */
-
-/* Map a safetensors file of the folder and read its header. */
-static bool llm__folder_shard(llm__folder *f, llm_string name) {
-    char copy[256];
-    const void *data = NULL;
-    uint64_t size = 0;
-    if (!name.length || name.length >= sizeof copy || memchr(name.data, '/', name.length) || memchr(name.data, 0, name.length))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the index names the file '%s', which is no name of a file in this folder",
-                                 llm__show(name).text);
-    memcpy(copy, name.data, name.length);
-    copy[name.length] = 0;
-    void *grown = llm__grow(f->paths, f->n_files, &f->paths_capacity, sizeof *f->paths, "the files", f->err);
-    if (!grown) return false;
-    f->paths = (char **)grown;
-    grown = llm__grow(f->headers, f->n_files, &f->headers_capacity, sizeof *f->headers, "the files", f->err);
-    if (!grown) return false;
-    f->headers = (llm__json *)grown;
-    char *path = llm__folder_path(f, copy, f->err);
-    if (!path) return false;
-    int64_t i = f->n_files++;
-    f->paths[i] = path;
-    memset(&f->headers[i], 0, sizeof *f->headers);
-    return llm__map(path, &data, &size, f->err) && llm__add_region(f->file, data, size, LLM__MAPPED, f->err) &&
-           llm__read_safetensors(&f->sources, &f->headers[i], (const uint8_t *)data, size, path, f->err);
-}
-
-/* Is this the file's path? */
-static bool llm__folder_is_file(const char *path, llm_string name) {
-    size_t length = strlen(path);
-    return length > name.length && path[length - name.length - 1] == '/' &&
-           !memcmp(path + length - name.length, name.data, name.length);
-}
-
-/* All files that the index names. */
-static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
-    if (!llm__json_first(map) || map->kind != LLM__JSON_OBJECT)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
-    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
-        llm_string name = {"", 0};
-        if (!llm__json_string(n, &name))
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "the weight_map of model.safetensors.index.json names no file for '%s'",
-                                     llm__show(llm__json_key(n)).text);
-        int64_t i = 0;
-        while (i < f->n_files && !llm__folder_is_file(f->paths[i], name)) i++;
-        if (i == f->n_files && !llm__folder_shard(f, name)) return false;
-    }
-    return true;
-}
-
-/* What the index says must be so. */
-static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *map) {
-    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
-        llm_string name = llm__json_key(n), file = {n->text, n->length};
-        const llm__source *source = (const llm__source *)(const void *)llm__find_string(f->sources.index, f->sources.count, name);
-        if (!source || !llm__folder_is_file(source->path, file))
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' is not in the file that the index names for it",
-                                     llm__show(name).text);
-    }
-    return true;
-}
-
-static bool llm__folder_weights(llm__folder *f) {
-    llm__json index;
-    memset(&index, 0, sizeof index);
-    bool single = llm__folder_has(f, "model.safetensors");
-    if (!single && !llm__folder_has(f, "model.safetensors.index.json"))
-        return llm__folder_error(f, LLM_ERROR_FILE, "there is neither model.safetensors nor model.safetensors.index.json%s",
-                                 llm__folder_has(f, "pytorch_model.bin") || llm__folder_has(f, "pytorch_model.bin.index.json")
-                                     ? "; its pytorch_model.bin is not read: such files may run programs" : "");
-    if (!single && !llm__folder_json(f, "model.safetensors.index.json", &index)) return false;
-    const llm__json_node *map = llm__json_member(index.nodes, "weight_map");
-    bool ok = single ? llm__folder_shard(f, llm__string("model.safetensors")) : llm__folder_shards(f, map);
-    if (ok) f->sources.index = llm__sorted_names(f->sources.items, f->sources.count, sizeof *f->sources.items, f->err);
-    ok = ok && f->sources.index;
-    const llm_string *twice = ok ? llm__duplicate(f->sources.index, f->sources.count) : NULL;
-    if (twice) ok = llm__folder_error(f, LLM_ERROR_FORMAT, "two of the files have a tensor called '%s'", llm__show(*twice).text);
-    if (ok && !single) ok = llm__folder_check_index(f, map);
-    llm__json_free(&index);
-    return ok;
-}
-
-/* The next tensor of the file, under its GGUF name. */
-static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
-    llm_tensor *t = &f->file->tensors[f->file->n_tensors];
-    char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
-    f->file->n_tensors++;
-    snprintf(copy, LLM__TENSOR_NAME, "%s", name);
-    t->name = llm__string(copy);
-    for (int i = 0; i < 4; i++) t->dims[i] = 1;
-    return t;
-}
-
-/* Kernels read numbers in place, so they must be aligned, which the format does not promise. */
-static const void *llm__folder_aligned(const llm__folder *f, const llm__source *source) {
-    if ((uintptr_t)source->data % (uintptr_t)source->value_bytes == 0) return source->data;
-    void *copy = llm__new((size_t)source->bytes, 1, "a tensor that lies at an odd place", f->err);
-    if (!copy) return NULL;
-    memcpy(copy, source->data, (size_t)source->bytes);
-    return llm__add_region(f->file, copy, source->bytes, LLM__OWNED, f->err) ? copy : NULL;
-}
-
-static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name) {
-    if (source->type < 0)
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
-                                 llm__show(source->name).text, source->dtype);
-    if (source->n_dims < 1)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
-    llm_tensor *t = llm__folder_new_tensor(f, name);
-    t->type = (llm_type)source->type;
-    t->n_dims = source->n_dims;
-    for (int i = 0; i < source->n_dims; i++) t->dims[i] = source->dims[source->n_dims - 1 - i];
-    t->bytes = source->bytes;
-    t->data = llm__folder_aligned(f, source);
-    source->used = true;
-    return t->data != NULL;
-}
-
-/* ---- 4-bit integers: GPTQ and AWQ ------------------------------------------------------------
- * Both replace a matrix "X.weight" (rows, cols) by X.qweight, X.qzeros and X.scales: for each row and each group of g
- * columns (Frantar et al. 2022, arxiv.org/abs/2210.17323; Lin et al. 2023, arxiv.org/abs/2306.00978)
- *
- *     value = scale x (q - zero)        q and zero in 4 bits, eight to an int32, scale f16
- *
- * All three are stored transposed: scales (groups, rows), zeros (groups, rows/8).
- *
- *     GPTQ  qweight (cols/8, rows): eight neighbours of a row of the matrix to an int32, the first in the lowest bits. Zeros
- *           are stored less one, but not where the checkpoint_format is "gptq_v2". X.g_idx (cols) is the group of
- *           each column, where they are not in order ("desc_act", "act-order": the columns were quantized
- *           in order of their importance). Here the columns are sorted by group, and the input of the matrix with them.
- *     AWQ   qweight (cols, rows/8), eight rows to an int32, in the order 0 2 4 6 1 3 5 7.
- *
- * They become q4_0 where zero is 8 everywhere ("sym"), else q4_Z, in which the values are exactly the same. */
-
-typedef struct llm__int4 {
-    bool awq, zeros_less_one;
-    int64_t rows, cols, n_groups;
-    const uint32_t *weights, *zeros;
-    const uint16_t *scales;    /* (n_groups, rows) f16 */
-    const int32_t *columns;    /* (cols) in order of their groups; NULL: they are */
-    const int32_t *groups;     /* (cols) of the columns; NULL: of equal size, in order */
-} llm__int4;
-
-/* The bits in which AWQ keeps row i of eight. */
-static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 & 3))); }
-
-static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
-    uint32_t word = m->zeros[group * (m->rows / 8) + row / 8];
-    return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
-}
-
-enum {
-    LLM__INT4_ROWS = 128,               /* taken together: their words of AWQ fill a cache line, and with */
-    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns, k and k + 16 of a block, they fill a tile of bytes */
-};
-
-/* The tile (PAIRS, ROWS) of the n rows from `first` on and the block of columns from `column` on: column k in the lower four bits, k + 16
- * in the upper ones, as q4_0 has them. Here for AWQ, where one word holds a column of eight rows: in every line of the tile first the rows
- * in the even places of each word, then the others. */
-static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
-    const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
-    for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
-        LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* every line lies in another page, so nobody else thinks of it */
-        LLM__PREFETCH(high + 2 * LLM__BLOCK * m->rows / 8);
-        uint32_t even[LLM__INT4_ROWS / 8] = {0}, odd[LLM__INT4_ROWS / 8] = {0};
-        for (int64_t i = 0; i < n / 8; i++) {
-            even[i] = (low[i] & lower) | (high[i] & lower) << 4;
-            odd[i] = (low[i] >> 4 & lower) | (high[i] & ~lower);
-        }
-        memcpy(tile + k * LLM__INT4_ROWS, even, sizeof even);
-        memcpy(tile + k * LLM__INT4_ROWS + sizeof even, odd, sizeof odd);
-    }
-}
-
-/* The place of row i in such a line. */
-static int llm__int4_place_awq(int i) {
-    int nibble = llm__awq_shift(i) / 4;
-    return i / 8 * 4 + nibble / 2 + (nibble & 1) * LLM__INT4_ROWS / 2;
-}
-
-/* The same for GPTQ, with the rows in order. */
-static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
-    for (int k = 0; k < LLM__INT4_PAIRS; k++) {
-        int64_t a = column + k, b = a + LLM__INT4_PAIRS;
-        if (m->columns) a = m->columns[a], b = m->columns[b];
-        const uint32_t *low = m->weights + a / 8 * m->rows + first, *high = m->weights + b / 8 * m->rows + first;
-        for (int64_t i = 0; k % 8 == 0 && i < n; i += 16) {
-            LLM__PREFETCH(low + 8 * m->rows + i);
-            LLM__PREFETCH(high + 8 * m->rows + i);
-        }
-        for (int64_t i = 0; i < n; i++)
-            tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) | (high[i] >> (4 * (b & 7)) & 15) << 4);
-    }
-}
-
-/* (PAIRS, ROWS) to (ROWS, PAIRS). Each pass lays the two halves of the tile between each other, like a pack of cards: the highest bit of
- * every index becomes its lowest, so after four passes the four bits of a pair are there. */
-static void llm__int4_transpose(uint8_t *tile) {
-    enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
-    uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
-    for (int pass = 0; pass < 4; pass++) {
-        for (int i = 0; i < HALF; i++) to[2 * i] = from[i], to[2 * i + 1] = from[HALF + i];
-        uint8_t *other = from;
-        from = to;
-        to = other;
-    }
-}
-
-/* What stands before the integers in the blocks of these rows and of a group: the scale, and the zero point. */
-static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group, uint8_t heads[LLM__INT4_ROWS][4]) {
-    for (int64_t i = 0; i < n; i++) {
-        llm__write_u16(heads[i], m->scales[group * m->rows + first + i]);
-        llm__write_u16(heads[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
-    }
-}
-
-/* n rows of the matrix (between two multiples of LLM__INT4_ROWS) as blocks of q4_0, or of q4_Z. The same columns of all rows at once,
- * since neighbours in memory are what different rows have in one column; so it is done for whole eights. */
-static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
-    int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
-    size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
-    uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0}, heads[LLM__INT4_ROWS][4];
-    first -= skipped;
-    n = llm__divide_up(end, 8) * 8;
-    for (int64_t column = 0, last = -1; column < m->cols; column += LLM__BLOCK) {
-        int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
-        if (group != last) llm__int4_heads(m, first, n, last = group, heads);
-        if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
-        else llm__int4_tile_gptq(m, first, n, column, tile);
-        llm__int4_transpose(tile);
-        uint8_t *to = out + (size_t)(column / LLM__BLOCK) * block_bytes;
-        for (int i = skipped; i < end; i++, to += row_bytes) {
-            LLM__PREFETCH_FAR(to + 128);
-            memcpy(to, heads[i], 4); /* of which q4_0 has two; the integers go over the others */
-            memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
-        }
-    }
-}
-
-static bool llm__int4_symmetric(const llm__int4 *m) {
-    uint32_t differs = 0;
-    for (int64_t i = 0; i < m->n_groups * (m->rows / 8); i++) differs |= m->zeros[i] ^ (m->zeros_less_one ? 0x77777777 : 0x88888888);
-    return !differs;
-}
-
-/* The source "<module>.<part>" of this dtype with n_dims dimensions; NULL, with the error set. */
-static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, const char *part, const char *dtype, int n_dims) {
-    char name[160];
-    snprintf(name, sizeof name, "%s.%s", module, part);
-    llm__source *source = llm__find_source(&f->sources, name);
-    if (!source) return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", name), (llm__source *)NULL;
-    if (strcmp(source->dtype, dtype) || source->n_dims != n_dims) {
-        llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is of type %s with %d dimensions, but should be %s with %d", name,
-                          source->dtype, source->n_dims, dtype, n_dims);
-        return NULL;
-    }
-    source->used = true;
-    return source;
-}
-
-/* Sort the columns by group; without change where they are in order already. The array becomes the file's. */
-static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
-    int64_t size = m->cols / m->n_groups;
-    bool ordered = true;
-    for (int64_t c = 0; c < m->cols; c++) {
-        if (m->groups[c] < 0 || m->groups[c] >= m->n_groups)
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx names the group %d of %lld", module, m->groups[c], (long long)m->n_groups);
-        ordered = ordered && m->groups[c] == c / size;
-    }
-    if (ordered) return true;
-    int64_t *next = (int64_t *)llm__new((size_t)m->n_groups + 1, sizeof *next, "the groups", f->err);
-    int32_t *columns = next ? (int32_t *)llm__new((size_t)m->cols, sizeof *columns, "the order of columns", f->err) : NULL;
-    bool ok = columns != NULL;
-    for (int64_t c = 0; ok && c < m->cols; c++) next[m->groups[c] + 1]++;
-    for (int64_t g = 0; ok && g < m->n_groups; g++) {
-        if (next[g + 1] % LLM__BLOCK)
-            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "a group of %s has %lld columns, no multiple of %d", module,
-                                   (long long)next[g + 1], LLM__BLOCK);
-        next[g + 1] += next[g];
-    }
-    for (int64_t c = 0; ok && c < m->cols; c++) columns[next[m->groups[c]]++] = (int32_t)c;
-    LLM_FREE(next);
-    if (!ok) return LLM_FREE(columns), false;
-    m->columns = columns;
-    return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
-}
-
-/* How the integers are packed, by the name that the tool which packed them has for it; NULL: it does not say. */
-static const llm__json_node *llm__int4_format(const llm__json_node *quantization) {
-    static const char *const keys[] = {"checkpoint_format", "format", "version"};
-    const llm__json_node *format = NULL;
-    for (int i = 0; i < 3 && !format; i++) format = llm__folder_entry(quantization, keys[i]);
-    return format;
-}
-
-/* The three or four tensors of a matrix, checked to fit each other. */
-static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
-    const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
-    int64_t group = 0;
-    bool descending = false;
-    char name[160];
-    llm__source *weights = llm__folder_int4_source(f, module, "qweight", "I32", 2);
-    llm__source *zeros = weights ? llm__folder_int4_source(f, module, "qzeros", "I32", 2) : NULL;
-    llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
-    if (!scales) return false;
-    m->awq = llm__json_is(llm__json_member(q, "quant_method"), "awq");
-    m->zeros_less_one = !m->awq && !llm__json_is(llm__int4_format(q), "gptq_v2");
-    m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
-    m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
-    m->n_groups = (int64_t)scales->dims[0];
-    llm__json_i64(llm__json_member(q, "group_size"), &group);
-    if (group == -1) group = m->cols;
-    if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 || group % LLM__BLOCK || m->cols % group ||
-        m->n_groups != m->cols / group || (int64_t)scales->dims[1] != m->rows || (int64_t)zeros->dims[0] != m->n_groups ||
-        (int64_t)zeros->dims[1] != m->rows / 8)
-        return llm__folder_error(f, LLM_ERROR_FORMAT,
-                                 "%s: qweight (%llu, %llu), qzeros (%llu, %llu) and scales (%llu, %llu) do not fit together in groups "
-                                 "of %lld, which must be a multiple of %d", module, (unsigned long long)weights->dims[0],
-                                 (unsigned long long)weights->dims[1], (unsigned long long)zeros->dims[0], (unsigned long long)zeros->dims[1],
-                                 (unsigned long long)scales->dims[0], (unsigned long long)scales->dims[1], (long long)group, LLM__BLOCK);
-    m->weights = (const uint32_t *)llm__folder_aligned(f, weights);
-    m->zeros = m->weights ? (const uint32_t *)llm__folder_aligned(f, zeros) : NULL;
-    m->scales = m->zeros ? (const uint16_t *)llm__folder_aligned(f, scales) : NULL;
-    if (!m->scales) return false;
-    snprintf(name, sizeof name, "%s.g_idx", module);
-    llm__json_bool(llm__json_member(q, "desc_act"), &descending);
-    if (m->awq || (!descending && !llm__find_source(&f->sources, name))) return true;
-    llm__source *groups = llm__folder_int4_source(f, module, "g_idx", "I32", 1);
-    if (!groups) return false;
-    if ((int64_t)groups->dims[0] != m->cols)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx has %llu entries for %lld columns", module,
-                                 (unsigned long long)groups->dims[0], (long long)m->cols);
-    m->groups = (const int32_t *)llm__folder_aligned(f, groups);
-    return m->groups && llm__folder_columns(f, m, module);
-}
-
-/* Noted and checked; the integers are read where they are wanted. */
-static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
-    llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
-    if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
-    llm_tensor *t = llm__folder_new_tensor(f, name);
-    t->type = llm__int4_symmetric(m) ? LLM_Q4_0 : LLM_Q4_Z;
-    t->n_dims = 2;
-    t->dims[0] = (uint64_t)m->cols;
-    t->dims[1] = (uint64_t)m->rows;
-    t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* less than the sources take, twice: no overflow */
-    t->columns = m->columns;
-    t->int4 = m;
-    return true;
-}
-
-bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err) {
-    llm__clear(err);
-    if (!tensor || (n && !out)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %s is NULL", tensor ? "out" : "the tensor");
-    uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3], row_bytes = tensor->bytes / rows;
-    if (first > rows || n > rows - first)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %llu rows of %s from row %llu on, but it has %llu",
-                         (unsigned long long)n, llm__show(tensor->name).text, (unsigned long long)first, (unsigned long long)rows);
-    if (!tensor->int4) {
-        if (n) memcpy(out, (const uint8_t *)tensor->data + first * row_bytes, (size_t)(n * row_bytes));
-        return true;
-    }
-    int64_t begin = (int64_t)first, end = (int64_t)(first + n);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-    for (int64_t tile = begin / LLM__INT4_ROWS; tile < llm__divide_up(end, LLM__INT4_ROWS); tile++) {
-        int64_t from = llm__max(tile * LLM__INT4_ROWS, begin), to = llm__min((tile + 1) * LLM__INT4_ROWS, end);
-        llm__int4_rows(tensor->int4, from, to - from, tensor->type, (uint8_t *)out + (uint64_t)(from - begin) * row_bytes);
-    }
-    return true;
-}
-
-/* See llm__file_forget. */
-static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
-    const llm__int4 *m = tensor->int4;
-    if (!m) {
-        llm__file_forget(file, tensor->data, tensor->bytes);
-        return;
-    }
-    llm__file_forget(file, m->weights, (uint64_t)(m->rows * m->cols / 2));
-    llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
-    llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
-}
-
-/* What config.json says of the quantization; only what is implemented passes. */
-static bool llm__folder_quantization(llm__folder *f) {
-    static const char *const known[] = {
-        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version", "data_type",
-        /* how it was made, and how others run it */
-        "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-        "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-        "exllama_config", "format", "fuse_max_seq_len", "gradient_accumulate_steps", "iters", "lm_head", "low_cpu_mem_usage",
-        "low_gpu_mem_usage", "lr", "max_input_length", "meta", "method", "minmax_lr", "model_file_base_name", "model_name_or_path",
-        "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
-        "nsamples", "pack_dtype", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
-        "static_groups", "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16", "use_exllama", NULL};
-    const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
-    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q), *type = llm__folder_entry(q, "data_type");
-    int64_t bits = 0;
-    if (!q) return true;
-    f->gptq = llm__json_is(method, "gptq");
-    f->int4 = f->gptq || llm__json_is(method, "awq");
-    if (!f->int4)
-        return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
-                                          llm__show_node(method).text)
-                      : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
-    if (type && !llm__json_is(type, "int")) /* AutoRound's word for what the bits are */
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
-                                 llm__show_node(type).text);
-    if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
-                                 (long long)bits);
-    if (format && !llm__json_is(format, f->gptq ? "gptq" : "gemm") && !llm__json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the format \"%s\" of %s is not supported; supported: %s", llm__show_node(format).text,
-                                 f->gptq ? "gptq" : "awq", f->gptq ? "gptq, gptq_v2" : "gemm");
-    return llm__folder_known(f, q, "the quantization_config", known);
-}
-
-/* A bias that config.json does not speak of: some tools write one of zeros into every layer. */
-static bool llm__all_zero(const llm__source *source) {
-    for (uint64_t i = 0; i < source->bytes; i++)
-        if (source->data[i]) return false;
-    return true;
-}
-
-/* Does config.json ask for this optional part? Head norms and the like need no asking. */
-static bool llm__folder_wants(const llm__folder *f, int part) {
-    bool attention = false, mlp = false;
-    llm__json_bool(llm__json_member(f->config.nodes, "attention_bias"), &attention);
-    llm__json_bool(llm__json_member(f->config.nodes, "mlp_bias"), &mlp);
-    return (f->architecture->required >> part & 1) || (attention && (f->architecture->optional & LLM__BIASES) >> part & 1) ||
-           (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
-}
-
-/* The tensor "X.weight" (or "X.bias", which nobody quantizes) is missing: why? */
-static bool llm__folder_missing(const llm__folder *f, const char *name) {
-    char quantized[160];
-    snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")), name);
-    const char *why = !llm__find_source(&f->sources, quantized) ? ""
-                      : f->int4 ? "; it is quantized, which is supported for the matrices of the layers only"
-                      : llm__folder_has(f, "quantize_config.json")
-                          ? "; it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there, "
-                            "with a \"quant_method\" of \"gptq\" or \"awq\""
-                          : "; it is quantized, but config.json has no quantization_config, which says how";
-    return llm__folder_error(f, *why ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT, "the tensor %s is missing%s", name, why);
-}
-
-static bool llm__folder_part(llm__folder *f, int layer, int part) {
-    char name[LLM__TENSOR_NAME], source_name[128];
-    llm__part_name(name, layer, part);
-    int length = snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
-    llm__source *source = llm__find_source(&f->sources, source_name);
-    if (llm__folder_wants(f, part)) {
-        if (!source && f->int4 && llm__parts()[part].rows != LLM__ONE) {
-            source_name[length - (int)strlen(".weight")] = 0;
-            return llm__folder_int4(f, name, source_name);
-        }
-        if (source) return llm__folder_tensor(f, source, name);
-        return llm__folder_missing(f, source_name);
-    }
-    if (source && llm__all_zero(source)) source->used = true;
-    return true;
-}
-
-/* The tensors outside of the layers. */
-static bool llm__folder_ends_of_stack(llm__folder *f) {
-    static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
-                                           {"model.norm.weight", "output_norm.weight"},
-                                           {"lm_head.weight", "output.weight"}};
-    bool tied = false;
-    llm__json_bool(llm__json_member(f->config.nodes, "tie_word_embeddings"), &tied);
-    for (int i = 0; i < 3; i++) {
-        llm__source *source = llm__find_source(&f->sources, names[i][0]);
-        if (i == 2 && tied) { /* some files hold it all the same */
-            if (source) source->used = true;
-        } else if (!source) {
-            return llm__folder_missing(f, names[i][0]);
-        } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
-    }
-    return true;
-}
-
-static bool llm__ends_with(llm_string s, const char *end) {
-    size_t n = strlen(end);
-    return s.length >= n && !memcmp(s.data + s.length - n, end, n);
-}
-
-static bool llm__folder_tensors(llm__folder *f) {
-    uint64_t names = (uint64_t)(f->n_layers * LLM__N_PARTS + 4) * LLM__TENSOR_NAME;
-    f->names = (char *)llm__new((size_t)names, 1, "the names of the tensors", f->err);
-    if (!f->names || !llm__add_region(f->file, f->names, names, LLM__OWNED, f->err)) return false;
-    if (!llm__folder_ends_of_stack(f)) return false;
-    for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
-        if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
-    for (int64_t i = 0; i < f->sources.count; i++) {
-        const llm__source *source = &f->sources.items[i];
-        /* old files store what can be computed from config.json */
-        if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
-                                     llm__show(source->name).text, f->architecture->model_type);
-    }
-    f->file->tensor_index = llm__sorted_names(f->file->tensors, f->file->n_tensors, sizeof(llm_tensor), f->err);
-    return f->file->tensor_index != NULL;
-}
-
-/* ---- Opening a folder ------------------------------------------------------------------------- */
-
-static bool llm__folder_architecture(llm__folder *f) {
-    llm_string type = {"", 0};
-    char known[128];
-    if (!llm__json_string(llm__json_member(f->config.nodes, "model_type"), &type))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
-    f->architecture = llm__find_architecture(type, true);
-    llm__list_architectures(known, sizeof known, true);
-    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type is \"%s\"; supported: %s",
-                                                llm__show(type).text, known);
-}
-
-/* A folder without config.json may still hold a vocabulary. */
-static bool llm__folder_read(llm__folder *f, llm_writer *w) {
-    if (!llm__folder_has(f, "config.json")) {
-        bool weights = llm__folder_has(f, "model.safetensors") || llm__folder_has(f, "model.safetensors.index.json");
-        if (!weights && llm__folder_has(f, "tokenizer.json")) return llm__folder_vocabulary(w, f->path, f->err);
-        return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
-                                 "; to run a GGUF file, give its own path");
-    }
-    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_quantization(f) &&
-           llm__folder_weights(f) && llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
-}
-
-static llm_file *llm__folder_open(const char *path, llm_error *err) {
-    llm__folder f;
-    memset(&f, 0, sizeof f);
-    f.path = path;
-    f.err = err;
-    f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
-    llm_writer *w = f.file ? llm__header_begin(err) : NULL;
-    bool ok = w && (f.file->path = llm__copy_text(path, "", err)) != NULL;
-    if (ok) f.file->folder = true;
-    ok = ok && llm__folder_read(&f, w);
-    ok = ok && llm__header_read(w, f.file, err);
-    if (w) llm__writer_free(w);
-    for (int64_t i = 0; i < f.n_files; i++) {
-        llm__json_free(&f.headers[i]);
-        LLM_FREE(f.paths[i]);
-    }
-    LLM_FREE(f.headers);
-    LLM_FREE(f.paths);
-    LLM_FREE(f.sources.items);
-    LLM_FREE((void *)f.sources.index);
-    llm__json_free(&f.config);
-    if (ok) return f.file;
-    llm_file_close(f.file);
-    return NULL;
-}
-
-/* ---- A model on a device -------------------------------------------------------------- */
-
-typedef struct llm__network {
-    const llm_model *model;
-    llm_backend *backend;
-    llm_weight embedding, output;
-    llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
-    llm_weight frequencies; /* (rope_dim/2) */
-    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data and packed NULL: absent */
-    llm_cache cache;
-    llm_program program;
-    float *activations;     /* device: the memory of all its buffers */
-    size_t activation_bytes;
-    int max_logits;         /* rows in a slice of the head */
-    void **rows;            /* (n_rows) memory of weights that the device reads in place, and the file has in another form */
-    int64_t n_rows, rows_capacity;
-} llm__network;
-
-static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t n, llm_weight *w,
-                               llm_error *err) {
-    size_t bytes = (size_t)n * sizeof *host;
-    w->type = LLM_F32;
-    w->rows = 1;
-    w->cols = n;
-    w->data = backend->allocate(backend->context, bytes, "a vector of weights", err);
-    void *to = (void *)(uintptr_t)w->data;
-    return to && backend->upload(backend->context, to, host, bytes, err);
-}
-
-/* A vector (norm, bias) as f32 in device memory. */
-static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
-    int64_t n = (int64_t)tensor->dims[0];
-    float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
-    if (host) llm_type_find(tensor->type)->unpack(tensor->data, host, n);
-    bool ok = host && llm__upload_vector(backend, host, n, w, err);
-    LLM_FREE(host);
-    return ok;
-}
-
-/* The order in which a matrix takes its input. */
-static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
-    size_t bytes = (size_t)w->cols * sizeof *w->columns;
-    w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
-    return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
-}
-
-/* The rows of a matrix that the file has in another form; they are the network's. */
-static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
-    void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows, "the rows of matrices", err);
-    if (!grown) return NULL;
-    net->rows = (void **)grown;
-    void *rows = llm__new_rows(tensor, err);
-    if (rows) net->rows[net->n_rows++] = rows;
-    return rows;
-}
-
-static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
-    llm_backend *backend = net->backend;
-    const void *host = tensor->data ? tensor->data : llm__network_rows(net, tensor, err);
-    w->type = tensor->type;
-    w->rows = (int64_t)tensor->dims[1];
-    w->cols = (int64_t)tensor->dims[0];
-    if (!host || !backend->load_weight(backend->context, w, host, err)) return false;
-    bool copied = w->packed || w->data != host;
-    if (copied && !tensor->data) { /* then the rows are wanted no more */
-        if (w->data == host) w->data = NULL;
-        LLM_FREE(net->rows[--net->n_rows]);
-    }
-    if (copied || !tensor->data) llm__tensor_forget(net->model->file, tensor);
-    return !tensor->columns || llm__load_columns(backend, tensor, w, err);
-}
-
-/* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
- * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer").
- *
- * A model that is to read longer texts than it was trained on would meet angles it has never seen. So the
- * frequencies are divided: all alike ("linear"), or those only that do not complete a turn within the
- * trained length, while the quick ones, which have seen all angles, stay. Llama 3 brings a divisor
- * for each; YaRN computes one, blending between beta_fast and beta_slow turns over that length. */
-static double llm__frequency(const llm_config *c, int i, double divisor) {
-    double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
-    if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
-    /* the dimension that makes so many turns over the length that the model was trained for at first */
-    double per_turn = c->rope_original_context / (2 * 3.14159265358979323846), scale = c->rope_dim / (2 * log(c->rope_base));
-    double fast = floor(scale * log(per_turn / c->rope_beta_fast)), slow = ceil(scale * log(per_turn / c->rope_beta_slow));
-    fast = fast > 0 ? fast : 0;
-    slow = slow < c->rope_dim - 1 ? slow : c->rope_dim - 1;
-    double blend = (i - fast) / (slow - fast > 0.001 ? slow - fast : 0.001);
-    blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
-    return frequency * (1 - blend) + frequency / c->rope_factor * blend;
-}
-
-static bool llm__load_frequencies(llm__network *net, llm_error *err) {
-    const llm_config *c = &net->model->config;
-    const llm_tensor *divisors = net->model->rope_divisors;
-    int n = c->rope_dim / 2;
-    float *host = (float *)llm__new((size_t)n, sizeof(float), "the RoPE frequencies", err);
-    if (!host) return false;
-    for (int i = 0; i < n; i++) host[i] = 1;
-    if (divisors) llm_type_find(divisors->type)->unpack(divisors->data, host, n);
-    for (int i = 0; i < n; i++) {
-        if (!(host[i] > 0)) {
-            llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g", llm_file_path(net->model->file),
-                      (double)host[i]);
-            return LLM_FREE(host), false;
-        }
-        host[i] = (float)llm__frequency(c, i, host[i]);
-    }
-    bool ok = llm__upload_vector(net->backend, host, n, &net->frequencies, err);
-    LLM_FREE(host);
-    return ok;
-}
-
-static bool llm__load_cache(llm__network *net, llm_type type, int block_size, int64_t n_blocks,
-                            llm_error *err) {
-    const llm_config *c = &net->model->config;
-    llm_cache *cache = &net->cache;
-    llm_backend *b = net->backend;
-    cache->type = type;
-    cache->n_layers = c->n_layers;
-    cache->n_kv_heads = c->n_kv_heads;
-    cache->head_dim = c->head_dim;
-    cache->block_size = block_size;
-    cache->n_blocks = n_blocks;
-    cache->keys_transposed = b->keys_transposed;
-    uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 / (uint64_t)c->n_layers, layer,
-             all;
-    if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||
-        !llm__multiply(layer, (uint64_t)c->n_layers, &all) || all > SIZE_MAX / 2)
-        return llm__fail(err, LLM_ERROR_MEMORY,
-                         "a cache of %lld blocks of %d tokens is more than this machine can address",
-                         (long long)n_blocks, block_size);
-    cache->layer_bytes = (size_t)layer;
-    cache->keys = b->allocate(b->context, (size_t)all,
-                              "the keys of the cache (a smaller cache_bytes or context needs less)", err);
-    if (!cache->keys) return false;
-    cache->values = b->allocate(b->context, (size_t)all,
-                                "the values of the cache (a smaller cache_bytes or context needs less)", err);
-    return cache->values != NULL;
-}
-
-/* Bytes of one block in all layers, keys and values. */
-static size_t llm__block_bytes(const llm_cache *cache) {
-    return 2 * (size_t)cache->n_layers * (cache->layer_bytes / (size_t)cache->n_blocks);
-}
-
-/* One block of all layers between the cache and host memory (llm__block_bytes). */
-static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err) {
-    const llm_cache *cache = &net->cache;
-    llm_backend *b = net->backend;
-    size_t piece = cache->layer_bytes / (size_t)cache->n_blocks;
-    for (int i = 0; i < 2 * cache->n_layers; i++, host += piece) {
-        char *side = (char *)(i % 2 ? cache->values : cache->keys);
-        char *device = side + (size_t)(i / 2) * cache->layer_bytes + (size_t)block * piece;
-        if (!(out ? b->download(b->context, host, device, piece, err)
-                  : b->upload(b->context, device, host, piece, err)))
-            return false;
-    }
-    return true;
-}
-
-static void llm__network_free(llm__network *net) {
-    llm_backend *b = net->backend;
-    if (!b) return;
-    b->forget(b->context, &net->program);
-    b->release(b->context, net->activations);
-    LLM_FREE(net->program.ops);
-    LLM_FREE(net->program.buffers);
-    if (net->embedding.data) b->free_weight(b->context, &net->embedding);
-    if (net->output.data) b->free_weight(b->context, &net->output);
-    b->release(b->context, (void *)net->output_norm.data);
-    for (int i = 0; net->parts && i < net->model->config.n_layers * LLM__N_PARTS; i++) {
-        llm_weight *w = &net->parts[i];
-        if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
-        else {
-            b->release(b->context, (void *)(uintptr_t)w->columns);
-            if (w->data || w->packed) b->free_weight(b->context, w);
-        }
-    }
-    while (net->n_rows > 0) LLM_FREE(net->rows[--net->n_rows]);
-    LLM_FREE(net->rows);
-    LLM_FREE(net->parts);
-    b->release(b->context, (void *)net->frequencies.data);
-    b->release(b->context, net->cache.keys);
-    b->release(b->context, net->cache.values);
-    memset(net, 0, sizeof *net);
-}
-
-/* Put the model's weights on the device. On failure the caller frees what is there. */
-static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err) {
-    net->model = model;
-    net->backend = backend;
-    int n = model->config.n_layers * LLM__N_PARTS;
-    net->parts = (llm_weight *)llm__new((size_t)n, sizeof *net->parts, "the table of weights", err);
-    net->embedding.only_rows = !model->config.tied_output;
-    if (!net->parts || !llm__load_frequencies(net, err) ||
-        !llm__load_matrix(net, model->embedding, &net->embedding, err) ||
-        !llm__load_vector(backend, model->output_norm, &net->output_norm, err))
-        return false;
-    if (!model->config.tied_output && !llm__load_matrix(net, model->output, &net->output, err))
-        return false;
-    for (int i = 0; i < n; i++) {
-        bool vector = llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE;
-        if (model->parts[i] && !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
-                                        : llm__load_matrix(net, model->parts[i], &net->parts[i], err)))
-            return false;
-    }
-    return true;
-}
-
-/* ---- The program ----------------------------------------------------------------------------
- * What the model computes, operation by operation. A trait of an architecture (a bias, a norm of
- * the heads, a window) is a line in one of these functions. */
-
-enum { /* the buffers of a program */
-    LLM__X,         /* (T, dim) the residual stream */
-    LLM__NORMED,    /* (T, dim) its normalised copy */
-    LLM__QUERIES,   /* (T, n_heads, head_dim) */
-    LLM__KEYS,      /* (T, n_kv_heads, head_dim) */
-    LLM__VALUES,    /* (T, n_kv_heads, head_dim) */
-    LLM__ATTENDED,  /* (T, n_heads, head_dim) */
-    LLM__GATES,     /* (T, hidden_dim) */
-    LLM__UPS,       /* (T, hidden_dim) */
-    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, its columns in another order */
-    LLM__ANGLES,    /* (T, rope_dim/2, 2) */
-    LLM__CACHE,     /* the paged cache: no memory of the program's */
-    LLM__ROWS,      /* (R, dim) the residual stream of the rows whose logits are wanted */
-    LLM__LOGITS,    /* (R, vocab_size) */
-    LLM__N_BUFFERS
-};
-
-static llm_op *llm__emit_op(llm_program *p, llm_op_kind kind, int layer, int in, int out) {
-    llm_op *op = &p->ops[p->n_ops++];
-    memset(op, 0, sizeof *op);
-    op->kind = kind;
-    op->layer = layer;
-    op->in[0] = in;
-    for (int i = 1; i < LLM_OP_INPUTS; i++) op->in[i] = -1;
-    op->out = out;
-    op->name = "";
-    return op;
-}
-
-static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w, const char *name,
-                              int in, int out) {
-    llm_op *op = llm__emit_op(&net->program, LLM_OP_RMSNORM, layer, in, out);
-    op->weight = w;
-    op->name = name;
-    op->epsilon = net->model->config.norm_epsilon;
-    return op;
-}
-
-/* out = w . in, + the bias if the model has it. A matrix may take its input in an order of its own.
- */
-static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
-                                int in, int out) {
-    const llm_weight *w = &net->parts[layer * LLM__N_PARTS + part],
-                     *b = &net->parts[layer * LLM__N_PARTS + bias];
-    if (w->columns) {
-        llm__emit_op(&net->program, LLM_OP_GATHER_COLUMNS, layer, in, LLM__ORDERED)->weight = w;
-        in = LLM__ORDERED;
-    }
-    llm_op *op = llm__emit_op(&net->program, LLM_OP_MATMUL, layer, in, out);
-    op->weight = w;
-    op->bias = b->data ? b : NULL;
-    op->name = llm__parts()[part].name;
-    return op;
-}
-
-/* x += attention of the normalised x */
-static void llm__emit_attention(llm__network *net, int layer, bool naive) {
-    const llm_config *c = &net->model->config;
-    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
-    const float scale = 1.0f / sqrtf((float)c->head_dim);
-    llm_attention_shape shape = {c->n_heads, c->n_kv_heads, c->head_dim, scale, naive,
-                                 net->model->windows[layer]};
-    llm__emit_norm(net, layer, &w[LLM__ATTN_NORM], "attn_norm.weight", LLM__X, LLM__NORMED);
-    llm__emit_matmul(net, layer, LLM__Q, LLM__Q_BIAS, LLM__NORMED, LLM__QUERIES);
-    llm__emit_matmul(net, layer, LLM__K, LLM__K_BIAS, LLM__NORMED, LLM__KEYS);
-    llm__emit_matmul(net, layer, LLM__V, LLM__V_BIAS, LLM__NORMED, LLM__VALUES);
-
-    llm_op *rope = llm__emit_op(&net->program, LLM_OP_ROPE_STORE, layer, LLM__ANGLES, -1);
-    rope->in[1] = LLM__QUERIES;
-    rope->in[2] = LLM__KEYS;
-    rope->in[3] = LLM__VALUES;
-    rope->in[4] = LLM__CACHE;
-    rope->attention = shape;
-    rope->pairing = c->rope_pairing;
-    rope->rope_dim = c->rope_dim;
-    rope->epsilon = c->norm_epsilon;
-    rope->q_norm = w[LLM__Q_NORM].data ? &w[LLM__Q_NORM] : NULL;
-    rope->k_norm = w[LLM__K_NORM].data ? &w[LLM__K_NORM] : NULL;
-
-    llm_op *attention = llm__emit_op(&net->program, LLM_OP_ATTENTION, layer, LLM__QUERIES,
-                                     LLM__ATTENDED);
-    attention->in[1] = LLM__CACHE;
-    attention->attention = shape;
-    llm__emit_matmul(net, layer, LLM__O, LLM__O_BIAS, LLM__ATTENDED, LLM__X)->add = true;
-}
-
-/* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
- * opens and closes gates for the other. */
-static void llm__emit_feed_forward(llm__network *net, int layer) {
-    const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
-    llm__emit_norm(net, layer, &w[LLM__FFN_NORM], "ffn_norm.weight", LLM__X, LLM__NORMED);
-    llm__emit_matmul(net, layer, LLM__GATE, LLM__GATE_BIAS, LLM__NORMED, LLM__GATES);
-    llm__emit_matmul(net, layer, LLM__UP, LLM__UP_BIAS, LLM__NORMED, LLM__UPS);
-    llm__emit_op(&net->program, LLM_OP_SWIGLU, layer, LLM__GATES, LLM__GATES)->in[1] = LLM__UPS;
-    llm__emit_matmul(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__GATES, LLM__X)->add = true;
-}
-
-/* The head: the output matrix is the largest of all, so only the wanted rows are multiplied by it.
- */
-static void llm__emit_head(llm__network *net) {
-    llm_program *p = &net->program;
-    p->n_body = p->n_ops;
-    llm__emit_op(p, LLM_OP_GATHER_ROWS, -1, LLM__X, LLM__ROWS);
-    llm__emit_norm(net, -1, &net->output_norm, "output_norm.weight", LLM__ROWS, LLM__ROWS);
-    llm_op *logits = llm__emit_op(p, LLM_OP_MATMUL, -1, LLM__ROWS, LLM__LOGITS);
-    logits->weight = net->model->config.tied_output ? &net->embedding : &net->output;
-    logits->name = net->model->config.tied_output ? "token_embd.weight" : "output.weight";
-}
-
-/* Emit all operations, and describe the buffers. */
-static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_error *err) {
-    enum { LAYER_OPS = 12, OTHER_OPS = 5 };
-    const llm_config *c = &net->model->config;
-    const llm_buffer buffers[LLM__N_BUFFERS] = {
-        {"x", c->dim, false, NULL},
-        {"h", c->dim, false, NULL},
-        {"q", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
-        {"k", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
-        {"v", (int64_t)llm__width_of(c, LLM__KV_WIDTH), false, NULL},
-        {"a", (int64_t)llm__width_of(c, LLM__Q_WIDTH), false, NULL},
-        {"gate", c->hidden_dim, false, NULL},
-        {"up", c->hidden_dim, false, NULL},
-        {"ordered", (int64_t)net->model->ordered_cols, false, NULL},
-        {"angles", c->rope_dim, false, NULL},
-        {"cache", 0, false, NULL},
-        {"rows", c->dim, true, NULL},
-        {"logits", c->vocab_size, true, NULL},
-    };
-    llm_program *p = &net->program;
-    size_t n_ops = (size_t)c->n_layers * LAYER_OPS + OTHER_OPS;
-    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) n_ops += net->parts[i].columns != NULL;
-    p->ops = (llm_op *)llm__new(n_ops, sizeof *p->ops, "a program", err);
-    p->buffers = (llm_buffer *)llm__new(LLM__N_BUFFERS, sizeof *p->buffers, "a program", err);
-    if (!p->ops || !p->buffers) return false;
-    memcpy(p->buffers, buffers, sizeof buffers);
-    p->n_buffers = LLM__N_BUFFERS;
-    p->cache = &net->cache;
-    p->fusions = o->fusions;
-    llm__emit_op(p, LLM_OP_EMBED, -1, -1, LLM__X)->weight = &net->embedding;
-    p->ops[0].name = "token_embd.weight";
-    llm_op *angles = llm__emit_op(p, LLM_OP_ROPE_ANGLES, -1, -1, LLM__ANGLES);
-    angles->weight = &net->frequencies;
-    angles->rope_dim = c->rope_dim;
-    angles->scale = c->rope_magnitude;
-    for (int layer = 0; layer < c->n_layers; layer++) {
-        llm__emit_attention(net, layer, o->naive_attention);
-        llm__emit_feed_forward(net, layer);
-    }
-    llm__emit_head(net);
-    return true;
-}
-
-/* Values of a buffer in steps of up to max_tokens tokens, rounded up so that the next one starts on
- * a cache line. 0: too many to address (widths are below 2^62, rows below 2^31). */
-static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *buffer,
-                                   int max_tokens) {
-    uint64_t values, rows = (uint64_t)llm_rounded_rows(buffer->head ? net->max_logits : max_tokens);
-    if (!llm__multiply(rows, (uint64_t)buffer->width, &values) || values > SIZE_MAX / 64) return 0;
-    return (values / 16 + 1) * 16;
-}
-
-/* Memory for all buffers, sized once for the largest batch: one allocation. */
-static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *err) {
-    llm_program *p = &net->program;
-    llm_backend *b = net->backend;
-    uint64_t total = 0;
-    for (int i = 0; i < p->n_buffers; i++) {
-        uint64_t values = llm__buffer_values(net, &p->buffers[i], max_tokens);
-        if (values == 0 || total > SIZE_MAX / 64)
-            return llm__fail(err, LLM_ERROR_MEMORY,
-                             "activations of %d tokens are more than this machine can address",
-                             max_tokens);
-        total += values;
-    }
-    net->activation_bytes = (size_t)total * sizeof(float);
-    net->activations = (float *)b->allocate(
-        b->context, net->activation_bytes,
-        "the activations of a step (a smaller max_batch_tokens needs less)", err);
-    float *next = net->activations;
-    for (int i = 0; next && i < p->n_buffers; i++) {
-        p->buffers[i].data = next;
-        next += llm__buffer_values(net, &p->buffers[i], max_tokens);
-    }
-    return net->activations != NULL;
-}
-
-/* Compile the model and prepare its program, for steps of up to o->max_batch_tokens tokens. */
-static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
-                                 llm_error *err) {
-    llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
-    net->max_logits = max_logits;
-    return llm__compile(net, o, err) && llm__allocate_buffers(net, o->max_batch_tokens, err) &&
-           net->backend->prepare(net->backend->context, &net->program, &limits, err);
-}
-
-/* ---- What an operation costs -------------------------------------------------------------------
- */
-
-const char *llm_op_name(llm_op_kind kind) {
-    static const char *const names[LLM_N_OP_KINDS] = {"embed",  "rope_angles", "rmsnorm",
-                                                      "matmul", "rope_store",  "attention",
-                                                      "swiglu", "gather_rows", "gather_columns"};
-    return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
-}
-
-/* Keys that the attention of a batch reads (*read), and pairs of query and key (*pairs), of one
- * head. */
-static void llm__count_pairs(const llm_op *op, const llm_batch *batch, double *read,
-                             double *pairs) {
-    *read = *pairs = 0;
-    for (int s = 0; s < batch->n_sequences; s++) {
-        int first = batch->seq_first[s], end = first + batch->seq_count[s];
-        if (first == end) continue;
-        *read += batch->positions[end - 1] + 1 -
-                 llm__first_seen(&op->attention, batch->positions[first]);
-        for (int t = first; t < end; t++)
-            *pairs += batch->positions[t] + 1 -
-                      llm__first_seen(&op->attention, batch->positions[t]);
-    }
-}
-
-llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_batch *batch) {
-    const llm_attention_shape *a = &op->attention;
-    bool head = op->out >= 0 && program->buffers[op->out].head;
-    double rows = head ? batch->n_logits : batch->n_tokens,
-           width = op->out >= 0 ? (double)program->buffers[op->out].width : 0;
-    double per_key = 2.0 * a->n_kv_heads * a->head_dim *
-                     (double)llm__value_bytes(program->cache ? program->cache->type : LLM_F32);
-    double read, pairs;
-    llm_cost cost;
-    memset(&cost, 0, sizeof cost);
-    for (int i = 0; i < LLM_OP_INPUTS; i++)
-        if (op->in[i] >= 0)
-            cost.activation_bytes += 4 * rows * (double)program->buffers[op->in[i]].width;
-    cost.activation_bytes += 4 * rows * width * (op->add ? 2 : 1);
-    if (op->weight) {
-        double weight_rows = op->kind == LLM_OP_EMBED ? rows : (double)op->weight->rows;
-        cost.weight_bytes = weight_rows *
-                            (double)llm__row_bytes(op->weight->type, op->weight->cols);
-    }
-    const llm_weight *vectors[] = {op->bias, op->q_norm, op->k_norm};
-    for (int i = 0; i < 3; i++)
-        if (vectors[i]) cost.weight_bytes += 4.0 * (double)vectors[i]->cols;
-    switch (op->kind) {
-    case LLM_OP_MATMUL:
-        cost.operations = 2 * rows * (double)op->weight->rows * (double)op->weight->cols;
-        break;
-    case LLM_OP_RMSNORM: cost.operations = 4 * rows * width; break;
-    case LLM_OP_SWIGLU: cost.operations = 5 * rows * width; break;
-    case LLM_OP_ROPE_ANGLES: cost.operations = 2 * rows * width; break;
-    case LLM_OP_ROPE_STORE:
-        cost.operations = 3 * rows * (a->n_heads + a->n_kv_heads) * a->head_dim;
-        cost.activation_bytes += 4 * rows * (a->n_heads + a->n_kv_heads) *
-                                 a->head_dim; /* q and k are written, too */
-        cost.cache_bytes = rows * per_key;
-        break;
-    case LLM_OP_ATTENTION:
-        llm__count_pairs(op, batch, &read, &pairs);
-        cost.cache_bytes = read * per_key;
-        cost.operations = 4 * pairs * a->n_heads * a->head_dim;
-        break;
-    case LLM_OP_GATHER_COLUMNS:
-        cost.weight_bytes = 4.0 * (double)op->weight->cols;
-        break; /* only the order is read */
-    default: break;
-    }
-    return cost;
-}
-
-/* =====================================================================================
- * [7] Sampling: from logits to a token
- *
- * The model ends in one number per vocabulary entry, the logit; softmax makes probabilities of
- * them. Always taking the likeliest (greedy) is exact and repeatable, and dull: it
- * tends to fall into loops. Drawing from the distribution as it is lets the long tail of
- * unlikely tokens in, each harmless alone, but together a good part of the mass. So the distribution
- * is shaped first, in this order:
- *
- *     repetition penalty   logits of recent tokens are made smaller (Keskar et al. 2019, "CTRL")
- *     temperature          logits / T: below 1 sharpens, above 1 flattens
- *     top-k                only the k likeliest (Fan et al. 2018)
- *     top-p                only the fewest whose probabilities add up to p (Holtzman et al. 2019, "nucleus")
- *     min-p                only those at least min_p times as likely as the likeliest (Nguyen et al. 2024)
- *
- * The last three all keep a beginning of the list sorted by probability, so together they keep the shortest
- * of three beginnings. It is usually tens of entries out of a hundred thousand: instead of sorting
- * everything, a heap (built in one pass) hands out the likeliest one after another until one of the filters
- * says stop.
- *
- * Randomness: number `index` of stream `stream` is a function of (seed, stream, index) alone, with no state. So
- * what a request draws cannot depend on what else runs, and can be drawn again after a preemption.
- *
- * All sums of likelihoods are sums of integers, because those come out the same in any order. A GPU adds up a hundred
- * thousand of them by a thousand threads (llm.cu, chapter [7]), and from the same logits it still draws the same token.
- * ================================================================================== */
-
-/* The 53 random bits, at the top of 64: a number in [0, 1), times 2^64. */
-static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
-    return llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index) >> 11 << 11;
-}
-
-double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
-    uint64_t bits = llm__random_bits(seed, stream, index) >> 11;
-    return (double)bits * 0x1p-53; /* every double in [0, 1) of that spacing is equally likely */
-}
-
-/* The upper half of the product of two 64-bit numbers: a/2^64 x b, rounded down. */
-static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
-    uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
-    uint64_t middle = ah * bl + (al * bl >> 32), low = (middle & 0xffffffffu) + al * bh;
-    return ah * bh + (middle >> 32) + (low >> 32);
-}
-
-/* The index of the largest; the first of equals. A NaN is never the largest. */
-static int32_t llm__argmax(const float *x, int n) { return llm__choose_kernels(LLM_ISA_BEST)->argmax(x, n); }
-
-/* ln(sum(exp(x))), shifted by the largest so that nothing overflows */
-static double llm__log_sum_exp(const float *x, int n) {
-    const llm__kernels *kernels = llm__choose_kernels(LLM_ISA_BEST);
-    float most = x[kernels->argmax(x, n)];
-    if (!(fabsf(most) <= FLT_MAX)) return most;
-    return (double)most + log(kernels->sum_exp(x, n, most));
-}
-
-float llm_logprob(const float *logits, int n, int32_t id) {
-    if (id < 0 || id >= n) return -INFINITY;
-    double total = llm__log_sum_exp(logits, n);
-    return total > -INFINITY ? (float)((double)logits[id] - total) : -INFINITY;
-}
-
-llm_sampling llm_sampling_defaults(void) {
-    llm_sampling s;
-    memset(&s, 0, sizeof s);
-    s.top_p = 1;
-    s.repetition_penalty = 1;
-    s.penalty_window = 64;
-    return s;
-}
-
-static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
-    if (!(s->temperature >= 0) || s->temperature > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be from 0 (greedy) to 1e6",
-                         (double)s->temperature);
-    if (s->top_k < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more", s->top_k);
-    if (!(s->top_p > 0 && s->top_p <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_p is %g: it must be above 0 and at most 1",
-                         (double)s->top_p);
-    if (!(s->min_p >= 0 && s->min_p <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1", (double)s->min_p);
-    if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
-                         (double)s->repetition_penalty);
-    if (s->penalty_window < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "penalty_window is %d: it must be 0 (all tokens) or more",
-                         s->penalty_window);
-    return true;
-}
-
-typedef struct llm__choice {
-    float logit;
-    int32_t id;
-} llm__choice;
-
-/* What a model has to say behind one token: its logits, or, where the device has drawn from them already, the token. */
-typedef struct llm__outcome {
-    float *logits;     /* (vocab_size); NULL: see id */
-    int32_t id;        /* the model's own choice */
-    float logprob;
-} llm__outcome;
-
-typedef struct llm__sampler { /* scratch, one per engine */
-    int vocab_size;
-    int bits;          /* the likeliest token counts 2^bits */
-    llm__choice *heap; /* (vocab_size) */
-    llm__choice *kept; /* (vocab_size) in order of probability */
-    uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
-    uint32_t n_draws;
-    llm_draw *draws;         /* (max_draws) what a slice of logits is for, and ... */
-    llm__outcome *outcomes;  /* ... what came of it */
-    llm_draw *device_draws;  /* those of them that the device does */
-    int32_t *ids;
-    float *logprobs;
-} llm__sampler;
-
-static void llm__sampler_free(llm__sampler *s) {
-    LLM_FREE(s->heap);
-    LLM_FREE(s->kept);
-    LLM_FREE(s->seen);
-    LLM_FREE(s->draws);
-    LLM_FREE(s->outcomes);
-    LLM_FREE(s->device_draws);
-    LLM_FREE(s->ids);
-    LLM_FREE(s->logprobs);
-    memset(s, 0, sizeof *s);
-}
-
-/* As fine as it can be (and needs to be) so that the sum of n such numbers stays below 2^63. */
-static int llm__likelihood_bits(int n) {
-    int bits = 44;
-    while ((int64_t)n >> (63 - bits)) bits--;
-    return bits;
-}
-
-/* max_draws: tokens that are drawn from one slice of logits, at the most */
-static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err) {
-    size_t draws = (size_t)max_draws;
-    s->vocab_size = vocab_size;
-    s->bits = llm__likelihood_bits(vocab_size);
-    s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
-    s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
-    s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
-    s->draws = (llm_draw *)llm__new(draws, sizeof *s->draws, "the sampler", err);
-    s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
-    s->device_draws = (llm_draw *)llm__new(draws, sizeof *s->device_draws, "the sampler", err);
-    s->ids = (int32_t *)llm__new(draws, sizeof *s->ids, "the sampler", err);
-    s->logprobs = (float *)llm__new(draws, sizeof *s->logprobs, "the sampler", err);
-    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->device_draws && s->ids && s->logprobs) return true;
-    llm__sampler_free(s);
-    return false;
-}
-
-/* The order of all that follows: likelier first, the smaller id first among equals, so that ties break alike
- * everywhere. */
-static bool llm__likelier(llm__choice a, llm__choice b) {
-    return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
-}
-
-static void llm__sift_down(llm__choice *heap, int n, int i) {
-    llm__choice moving = heap[i];
-    for (;;) {
-        int child = 2 * i + 1;
-        if (child >= n) break;
-        if (child + 1 < n && llm__likelier(heap[child + 1], heap[child])) child++;
-        if (!llm__likelier(heap[child], moving)) break;
-        heap[i] = heap[child];
-        i = child;
-    }
-    heap[i] = moving;
-}
-
-/* Logits of tokens among `recent` are pushed down: divided by the penalty if positive, else multiplied. Once
- * each. */
-static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent, int n_recent) {
-    if (p->repetition_penalty == 1) return;
-    int n = p->penalty_window && p->penalty_window < n_recent ? p->penalty_window : n_recent;
-    if (++s->n_draws == 0) { /* the counter came round: forget the old marks */
-        memset(s->seen, 0, (size_t)s->vocab_size * sizeof *s->seen);
-        s->n_draws = 1;
-    }
-    for (int i = n_recent - n; i < n_recent; i++) {
-        int32_t id = recent[i];
-        if (s->seen[id] == s->n_draws) continue;
-        s->seen[id] = s->n_draws;
-        float *logit = &s->heap[id].logit;
-        *logit = *logit > 0 ? *logit / p->repetition_penalty : *logit * p->repetition_penalty;
-    }
-}
-
-/* e^(logit/T) relative to the likeliest's: 2^bits for that one, and 0 for what is less than 2^-bits of it. In whole numbers,
- * so that every machine gets the same: e^-x = 2^-y, y is cut after 24 bits, its whole part is a shift, and for the rest there
- * is the series of 2^-f = e^(-f ln 2) = 1 - f ln 2 + (f ln 2)^2/2! - ... (its numbers times 2^32). A larger logit never
- * gets less: a step of 2^-24 in f is larger than all rounding here. */
-static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
-    static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
-                                     661577,     65510,      5676,       437,       30};
-    float x = (most - logit) / p->temperature;
-    if (!(x < 44)) return 0;
-    uint64_t y = (uint64_t)((double)x * (1.4426950408889634 * 16777216)); /* x / ln 2, times 2^24 */
-    uint64_t f = (y & 0xffffff) << 8, sum = terms[10];
-    for (int i = 9; i >= 0; i--) sum = terms[i] - (f * sum >> 32);
-    return sum << (bits - 32) >> (y >> 24);
-}
-
-/* Apply the filters to heap[0 .. vocab_size): fills `kept` with what is left, likeliest first, and returns how
- * many. */
-static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
-    int n = s->vocab_size, n_kept = 0;
-    int limit = p->top_k && p->top_k < n ? p->top_k : n;
-    bool all = limit == n;
-    for (int i = n / 2 - 1; i >= 0; i--) llm__sift_down(s->heap, n, i);
-    float most = s->heap[0].logit;
-    uint64_t least = (uint64_t)((double)p->min_p * (double)((uint64_t)1 << s->bits));
-
-    /* What top-p measures itself against: the mass of all, or, after top-k, of the k (which must be handed out
-     * first). */
-    uint64_t total = 0, sum = 0;
-    if (all && p->top_p < 1)
-        for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
-    uint64_t enough = all && p->top_p < 1 ? (uint64_t)((double)p->top_p * (double)total) : UINT64_MAX;
-    for (; n_kept < limit; n_kept++) {
-        uint64_t weight = llm__likelihood(p, s->heap[0].logit, most, s->bits);
-        if (n_kept && (sum >= enough || weight < least)) break;
-        s->kept[n_kept] = s->heap[0];
-        sum += weight;
-        s->heap[0] = s->heap[--n];
-        llm__sift_down(s->heap, n, 0);
-    }
-    if (!all && p->top_p < 1) {
-        /* min-p may have stopped before the k-th; the rest of the k count towards the mass all the same */
-        total = sum;
-        for (int i = n_kept; i < limit; i++) {
-            total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
-            s->heap[0] = s->heap[--n];
-            llm__sift_down(s->heap, n, 0);
-        }
-        int n_mass = 0;
-        enough = (uint64_t)((double)p->top_p * (double)total);
-        for (sum = 0; n_mass < n_kept && (n_mass == 0 || sum < enough); n_mass++)
-            sum += llm__likelihood(p, s->kept[n_mass].logit, most, s->bits);
-        n_kept = n_mass;
-    }
-    *mass = sum;
-    return n_kept;
-}
-
-/* What is left of a distribution after penalties, temperature and filters. */
-typedef struct llm__shaped {
-    const llm__choice *kept; /* (n) */
-    int n;
-    float most;    /* the largest logit */
-    int bits;      /* it counts 2^bits */
-    uint64_t mass; /* the sum of all likelihoods */
-} llm__shaped;
-
-/* logits (vocab_size) are left as they are. recent (n_recent): the sequence so far. The result lives in the
- * sampler. */
-static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const float *logits,
-                              const int32_t *recent, int n_recent) {
-    for (int i = 0; i < s->vocab_size; i++) {
-        s->heap[i].logit = logits[i] == logits[i] ? logits[i] : -INFINITY; /* a NaN is never drawn */
-        s->heap[i].id = i;
-    }
-    llm__penalize(s, p, recent, n_recent);
-    int32_t best = 0;
-    for (int i = 1; i < s->vocab_size; i++)
-        if (llm__likelier(s->heap[i], s->heap[best])) best = i;
-
-    llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
-    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or no logit is finite */
-        shaped.kept = &s->heap[best];
-        shaped.n = 1;
-        shaped.mass = 1;
-    } else if (p->top_k || p->top_p < 1 || p->min_p > 0) {
-        shaped.n = llm__filter(s, p, &shaped.mass);
-        shaped.kept = s->kept;
-    } else {
-        for (int i = 0; i < shaped.n; i++)
-            shaped.mass += llm__likelihood(p, shaped.kept[i].logit, shaped.most, s->bits);
-    }
-    return shaped;
-}
-
-static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
-    return shaped->n == 1 ? shaped->mass : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
-}
-
-/* Choose a token: walk along the probabilities until a random point is passed. `index` counts the generated
- * tokens of stream (sampling->seed, stream). */
-static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
-                           int n_recent, uint64_t stream, uint64_t index) {
-    if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
-    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
-    uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
-    int i = 0;
-    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the point is below the mass: one of them has it */
-        if ((passed += llm__shaped_weight(&shaped, p, i)) > point) break;
-    return shaped.kept[i].id;
-}
-
-/* The distribution that llm__sample draws from, as probabilities (vocab_size). */
-static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
-                              const int32_t *recent, int n_recent, float *probabilities) {
-    llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
-    memset(probabilities, 0, (size_t)s->vocab_size * sizeof *probabilities);
-    for (int i = 0; i < shaped.n; i++)
-        probabilities[shaped.kept[i].id] =
-            (float)((double)llm__shaped_weight(&shaped, p, i) / (double)shaped.mass);
-}
-
-/* =====================================================================================
- * [8] Scheduler: which tokens go into the next step
- *
- * A step costs about the same whether it carries one token or twenty: it is bound by reading the weights once.
- * So requests should share steps. They arrive and end at different times and nobody knows their lengths, hence
- * continuous batching (Yu et al. 2022, "Orca"): the batch is put together anew for every step. Who has ended
- * leaves, who waits enters as soon as there is room, and a long prompt is cut into chunks that fill what the
- * decoding sequences leave of the step's token budget (Agrawal et al. 2023, "Sarathi").
- *
- * Every sequence is described by two counts: n_tokens, the tokens that are known (the prompt, then also what
- * was generated), and n_cached, those whose keys and values are in the cache. A prompt that waits has n_cached
- * = 0; a sequence that decodes is always one token behind. The decision is the same for both: put some of the
- * missing tokens into the batch.
- *
- * A step is decided in four moves:
- *
- *     llm__resume    who was preempted comes back, if there is room again
- *     llm__admit     who waits enters, if there is room, in order of rank
- *     llm__select    who takes part, and with how many tokens
- *     llm__secure    blocks for all of them, the oldest first; where the pool is empty, the newest
- *                    sequence gives up its blocks (is preempted) and comes back later
- *
- * The oldest sequence is never preempted for another, and each alone fits into the pool (llm_submit sees to
- * it): so there is always one that gets on, and all come to their end.
- * ================================================================================== */
-
-typedef struct llm__job llm__job;
-
-typedef struct llm__sequence { /* one sample of a request */
-    llm__job *job;
-    int sample;
-    int32_t *tokens; /* (job->limit + job->depth) the prompt, what was generated, what a draft proposes */
-    int n_tokens, n_cached; /* known; in the cache */
-    int n_drafted;          /* in the cache of the draft model */
-    int n_seen;             /* positions whose logits the request's hook has seen */
-    int n_scheduled;        /* known ones in the step that is being made */
-    int depth, n_proposed;  /* proposals wanted in this step; made */
-    int n_checked;          /* rows of logits that this step has brought so far */
-    bool padding;           /* it had ended before this step, and is computed all the same */
-    bool rejected;          /* a proposal of this step: what follows it is void */
-    double acceptance;      /* running mean of the share of proposals that were accepted */
-    int place;              /* in llm__scheduler.sequences */
-    bool preempted;
-    int n_swapped; /* blocks in host memory, while preempted; their numbers stand in the table */
-    llm__table table;
-    llm_stream stream;
-    char *text; /* of its events since the last step, then what is held back (see llm__tell) */
-    size_t text_used, text_held;
-    llm_finish finish;
-} llm__sequence;
-
-struct llm__job { /* a request inside the engine, from submit to its last event; one allocation */
-    uint64_t id;
-    int64_t rank;        /* the smallest goes first */
-    double submitted;    /* on the clock */
-    llm_request request; /* its pointers point into this allocation */
-    int limit;           /* tokens at the most, prompt and generated */
-    int depth;           /* proposals in a step, at the most */
-    int n_live;          /* samples that have not ended */
-    bool running;
-    bool forked;              /* the prompt is done, and all samples have started */
-    llm__sequence *sequences; /* (n_samples); the first does the prompt, the others are forked from it */
-    llm__job *previous, *next;
-};
-
-typedef struct llm__queue { /* a list of jobs */
-    llm__job *first, *last;
-} llm__queue;
-
-/* Insert behind all that rank before it; with equal priorities that is at the end. */
-static void llm__queue_insert(llm__queue *q, llm__job *job) {
-    llm__job *after = q->last;
-    while (after && after->rank >= job->rank) after = after->previous;
-    job->previous = after;
-    job->next = after ? after->next : q->first;
-    *(after ? &after->next : &q->first) = job;
-    *(job->next ? &job->next->previous : &q->last) = job;
-}
-
-static void llm__queue_remove(llm__queue *q, llm__job *job) {
-    *(job->previous ? &job->previous->next : &q->first) = job->next;
-    *(job->next ? &job->next->previous : &q->last) = job->previous;
-}
-
-typedef struct llm__scheduler {
-    const llm_engine_options *options;
-    llm__pool pool;
-    llm__queue waiting, running;
-    int n_waiting;             /* jobs */
-    llm__sequence **sequences; /* (max_sequences) the admitted ones, oldest first; some may be preempted */
-    int n_sequences, n_preempted;
-    int promised_sequences;    /* of the running jobs: also those that are yet to be forked */
-    int64_t promised_blocks;   /* set aside for the group that runs; may be more than there are: see llm__blocks_to_enter */
-    int turn;                  /* who is first, where not all fit into a step */
-    llm__network *networks[2]; /* whose caches are swapped: the target's, the draft's (or NULL) */
-    /* Blocks in host memory, for preemption by swapping. */
-    char *swap;         /* (n_swap, swap_block_bytes) */
-    int32_t *swap_free; /* (n_swap) a stack */
-    int64_t n_swap, n_swap_free;
-    size_t swap_block_bytes;
-    /* The batch that is being made, and its arrays. */
-    llm_batch batch;
-    llm__sequence **batch_sequences;                                 /* (max_sequences) */
-    int32_t *memory;                                                 /* all of these, one after another: */
-    int32_t *tokens, *positions, *slots, *logit_rows, *row_sequence; /* (max_batch_tokens) each */
-    int32_t *seq_first, *seq_count;                                  /* (max_sequences) each */
-    int32_t *block_tables;                                           /* (max_sequences, blocks of a context) */
-    double proposal_cost; /* of one proposal, in passes of the target over one row */
-    uint64_t n_preemptions, n_blocks_swapped, n_padding, prefix_tokens, prefix_hits;
-} llm__scheduler;
-
-static void llm__scheduler_free(llm__scheduler *s) {
-    llm__pool_free(&s->pool);
-    LLM_FREE(s->sequences);
-    LLM_FREE(s->batch_sequences);
-    LLM_FREE(s->memory);
-    llm__aligned_free(s->swap);
-    LLM_FREE(s->swap_free);
-}
-
-/* Host memory for preempted blocks, taken once so that a step allocates nothing. */
-static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
-    const llm_engine_options *o = s->options;
-    if (o->preempt != LLM_PREEMPT_SWAP) return true;
-    for (int i = 0; i < 2; i++)
-        if (s->networks[i]) s->swap_block_bytes += llm__block_bytes(&s->networks[i]->cache);
-    s->n_swap = s->n_swap_free = (int64_t)(o->swap_bytes / s->swap_block_bytes);
-    if (s->n_swap > INT32_MAX) s->n_swap = s->n_swap_free = INT32_MAX;
-    s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
-                                       "preempted blocks (a smaller swap_bytes needs less)", err);
-    s->swap_free =
-        (int32_t *)llm__new((size_t)s->n_swap, sizeof *s->swap_free, "the list of preempted blocks", err);
-    if (!s->swap || !s->swap_free) return false;
-    for (int64_t i = 0; i < s->n_swap; i++) s->swap_free[i] = (int32_t)i;
-    return true;
-}
-
-static bool llm__scheduler_init(llm__scheduler *s, const llm_engine_options *o, int64_t n_blocks,
-                                llm__network *target, llm__network *draft, llm_error *err) {
-    s->options = o;
-    s->networks[0] = target;
-    s->networks[1] = draft;
-    uint64_t n = (uint64_t)o->max_sequences, t = (uint64_t)o->max_batch_tokens, tables = 0, numbers = 0;
-    if (!llm__multiply(n, (uint64_t)llm__divide_up(o->context_length, o->block_size), &tables) ||
-        !llm__add(tables, 5 * t + 2 * n, &numbers))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is too large");
-    s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
-                                    "the arrays of a batch (a smaller max_sequences needs less)", err);
-    s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
-    s->batch_sequences =
-        (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
-    if (!s->memory || !s->sequences || !s->batch_sequences ||
-        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache, err) ||
-        !llm__swap_init(s, err))
-        return false;
-    s->tokens = s->memory;
-    s->positions = s->tokens + t;
-    s->slots = s->positions + t;
-    s->logit_rows = s->slots + t;
-    s->row_sequence = s->logit_rows + t;
-    s->seq_first = s->row_sequence + t;
-    s->seq_count = s->seq_first + n;
-    s->block_tables = s->seq_count + n;
-    return true;
-}
-
-/* ---- Preemption --------------------------------------------------------------------------- */
-
-/* Copy a block of all caches to host memory, or back. */
-static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out, llm_error *err) {
-    char *memory = s->swap + (size_t)host * s->swap_block_bytes;
-    s->n_blocks_swapped++;
-    for (int i = 0; i < 2; i++) {
-        if (!s->networks[i]) continue;
-        if (!llm__block_copy(s->networks[i], block, memory, out, err)) return false;
-        memory += llm__block_bytes(&s->networks[i]->cache);
-    }
-    return true;
-}
-
-/* Take a sequence's blocks away. What they hold is saved, if there is room for it, or else computed again
- * later; its tokens are known, so nothing is lost but time. */
-static bool llm__preempt(llm__scheduler *s, llm__sequence *sequence, llm_error *err) {
-    llm__table *table = &sequence->table;
-    int64_t used = llm__blocks_for(&s->pool, sequence->n_cached);
-    bool swap = s->n_swap > 0 && used > 0 && used <= s->n_swap_free && s->pool.n_copies == 0;
-    for (int i = 0; swap && i < used; i++)
-        if (!llm__swap_copy(s, table->blocks[i], s->swap_free[s->n_swap_free - 1 - i], true, err)) return false;
-    sequence->preempted = true;
-    sequence->n_scheduled = sequence->depth = 0;
-    s->n_preempted++;
-    s->n_preemptions++;
-    if (!swap) {
-        llm__table_clear(&s->pool, table);
-        sequence->n_cached = sequence->n_drafted = 0;
-        return true;
-    }
-    llm__table_trim(&s->pool, table, sequence->n_cached);
-    for (int64_t i = used; i-- > 0;) llm__pool_drop(&s->pool, table->blocks[i]); /* as llm__table_trim does */
-    for (int64_t i = 0; i < used; i++) table->blocks[i] = s->swap_free[--s->n_swap_free];
-    sequence->n_swapped = (int)used;
-    table->n_blocks = table->n_kept = 0;
-    table->identity = 0;
-    return true;
-}
-
-/* Give up the host memory of a sequence that was swapped. */
-static void llm__swap_release(llm__scheduler *s, llm__sequence *sequence) {
-    while (sequence->n_swapped > 0)
-        s->swap_free[s->n_swap_free++] = sequence->table.blocks[--sequence->n_swapped];
-}
-
-/* Blocks for what a sequence knows, the next token, and the proposals behind it. */
-static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *sequence) {
-    int64_t next = (int64_t)sequence->n_tokens + 1;
-    return llm__blocks_for(&s->pool, llm__min(next + sequence->job->depth, llm__max(sequence->job->limit, next)));
-}
-
-/* What the admitted sequences still miss of that. */
-static int64_t llm__blocks_missing(const llm__scheduler *s) {
-    int64_t missing = 0;
-    for (int i = 0; i < s->n_sequences; i++) {
-        const llm__sequence *sequence = s->sequences[i];
-        if (!sequence->preempted)
-            missing += llm__max(llm__blocks_wanted(s, sequence) - sequence->table.n_blocks, 0);
-    }
-    return missing;
-}
-
-static bool llm__swap_in(llm__scheduler *s, llm__sequence *sequence, llm_error *err) {
-    llm__table *table = &sequence->table;
-    int n = sequence->n_swapped;
-    bool ok = true;
-    sequence->n_swapped = 0;
-    for (int i = 0; i < n; i++) {
-        int32_t host = table->blocks[i];
-        table->blocks[i] = llm__pool_take(&s->pool);
-        table->n_blocks++;
-        s->swap_free[s->n_swap_free++] = host;
-        ok = ok && llm__swap_copy(s, table->blocks[i], host, false, err);
-    }
-    if (ok) return true;
-    llm__table_clear(&s->pool, table); /* the device failed: compute it again */
-    sequence->n_cached = sequence->n_drafted = 0;
-    return false;
-}
-
-/* The oldest first; who does not fit stops those behind it, so that it is not overtaken for ever. */
-static bool llm__resume(llm__scheduler *s, llm_error *err) {
-    for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        if (!sequence->preempted) continue;
-        if (llm__blocks_wanted(s, sequence) > s->pool.n_free - llm__blocks_missing(s)) break;
-        sequence->preempted = false;
-        s->n_preempted--;
-        if (sequence->n_swapped > 0) {
-            if (!llm__swap_in(s, sequence, err)) return false;
-        } else {
-            int known = sequence->job->request.logits_hook ? sequence->n_seen
-                                                           : sequence->n_tokens - 1; /* a hook skips nothing */
-            sequence->n_cached = sequence->n_drafted =
-                llm__table_match(&s->pool, &sequence->table, sequence->tokens, known);
-        }
-    }
-    return true;
-}
-
-/* ---- Admission ----------------------------------------------------------------------------- */
-
-static bool llm__by_groups(const llm__scheduler *s) { return s->options->policy != LLM_POLICY_CONTINUOUS; }
-
-/* The blocks that a request must find in order to enter. A group is a rectangle: each of its sequences has all that it may
- * ever need (n > 1: as if the samples shared nothing), until the last of the group has ended. With pages it is enough that
- * the prompt fits and a token behind it: more are taken when they are needed. */
-static int64_t llm__blocks_to_enter(const llm__scheduler *s, const llm__job *job) {
-    return llm__by_groups(s) ? job->n_live * llm__blocks_for(&s->pool, job->limit)
-                             : llm__blocks_for(&s->pool, job->request.n_prompt + 1);
-}
-
-/* Blocks that are taken, or promised. */
-static int64_t llm__blocks_used(const llm__scheduler *s) {
-    return llm__max(s->pool.n_blocks - s->pool.n_free, llm__min(s->promised_blocks, s->pool.n_blocks));
-}
-
-/* The policies differ in when the door is open. Static batching lets a group in and nobody else until all of it
- * has ended; dynamic batching also waits for the group to fill, up to a time. Both compute places for nothing and hold memory
- * that nobody uses, which is the reason for continuous batching and for pages; they are here to be compared with these. */
-static bool llm__door_open(const llm__scheduler *s) {
-    const llm_engine_options *o = s->options;
-    if (!s->waiting.first) return false;
-    if (o->policy == LLM_POLICY_CONTINUOUS) return true;
-    if (s->running.first) return false;
-    if (o->policy == LLM_POLICY_STATIC) return true;
-    int64_t sequences = o->max_sequences, blocks = s->pool.n_blocks;
-    double oldest = s->waiting.first->submitted;
-    for (const llm__job *job = s->waiting.first; job && sequences > 0 && blocks > 0; job = job->next) {
-        sequences -= job->n_live;
-        blocks -= llm__blocks_to_enter(s, job);
-        if (job->submitted < oldest) oldest = job->submitted;
-    }
-    return sequences <= 0 || blocks <= 0 || llm_seconds() - oldest >= o->batch_window;
-}
-
-static void llm__admit_job(llm__scheduler *s, llm__job *job) {
-    llm__sequence *sequence = &job->sequences[0];
-    llm__queue_remove(&s->waiting, job);
-    s->n_waiting--;
-    llm__queue_insert(&s->running, job);
-    job->running = true;
-    s->promised_sequences += job->n_live;
-    sequence->place = s->n_sequences;
-    s->sequences[s->n_sequences++] = sequence;
-    if (job->request.logits_hook) return; /* it wants to see the logits of the whole prompt */
-    int n_prompt = job->request.n_prompt;
-    sequence->n_cached = sequence->n_drafted =
-        llm__table_match(&s->pool, &sequence->table, sequence->tokens, n_prompt - 1);
-    s->prefix_tokens += (uint64_t)n_prompt;
-    s->prefix_hits += (uint64_t)sequence->n_cached;
-}
-
-static void llm__admit(llm__scheduler *s) {
-    if (s->n_preempted > 0 || !llm__door_open(s)) return;
-    int64_t free = s->pool.n_free - llm__blocks_missing(s);
-    for (llm__job *job; (job = s->waiting.first) != NULL;) {
-        if (s->promised_sequences + job->n_live > s->options->max_sequences) return;
-        int64_t before = s->pool.n_free, wanted = llm__blocks_to_enter(s, job);
-        if (wanted > free && s->n_sequences > 0) return;
-        llm__admit_job(s, job);
-        free -= wanted;
-        if (llm__by_groups(s)) {
-            s->promised_blocks += wanted;
-            s->pool.peak = llm__max(s->pool.peak, llm__blocks_used(s));
-        } else { /* what of the prompt was found in the prefix cache is shared, or was free */
-            free += job->sequences[0].table.n_blocks - (before - s->pool.n_free);
-        }
-    }
-}
-
-/* What one more row in a pass of the target is assumed to cost, where the pass with one row costs 1. It is a constant, and not
- * measured, so that the depth of speculation, and with it a sampled text, is the same on every run. */
-#define LLM__ROW_COST 0.1
-
-static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *sequence); /* chapter 9 */
-
-/* ---- The step's tokens ------------------------------------------------------------------------ */
-
-/* Is the sequence still at its prompt, or, after a preemption, at what it has known before? */
-static bool llm__in_prompt(const llm__sequence *sequence) {
-    return !sequence->job->forked || sequence->n_tokens - sequence->n_cached > 1;
-}
-
-/* Who takes part. Decoding sequences first, so that they keep their pace; prompts share what is left of the
- * budget. The turn goes round, so that with more sequences than tokens in a step each has its share. What a
- * sequence gets for speculation depends on itself alone: all of it, or it waits for the next step. Padding goes on where
- * a sequence has ended, with its last token, as far as that has memory: into its own blocks. */
-static void llm__select(llm__scheduler *s) {
-    int budget = s->options->max_batch_tokens, n = s->n_sequences;
-    for (int i = 0; i < n; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        sequence->n_scheduled = sequence->depth = sequence->n_proposed = sequence->n_checked = 0;
-        sequence->rejected = false;
-        sequence->padding = sequence->finish != LLM_FINISH_NONE;
-        if (sequence->padding) sequence->n_cached = (int)llm__min(sequence->n_cached, sequence->n_tokens - 1);
-        sequence->n_drafted =
-            (int)llm__min(sequence->n_drafted, sequence->n_cached); /* ahead, where a step has failed */
-    }
-    for (int pass = 0; pass < 2; pass++)
-        for (int i = 0; i < n && budget > 0; i++) {
-            int prompts = s->options->chunked_prefill
-                              ? pass == 1
-                              : pass == 0; /* a prompt in one piece might never fit behind the others */
-            llm__sequence *sequence = s->sequences[prompts ? i : (i + s->turn) % n];
-            if (sequence->padding || sequence->preempted || llm__in_prompt(sequence) != (prompts == 1)) continue;
-            int missing = sequence->n_tokens - sequence->n_cached;
-            if (prompts && sequence->job->forked)
-                missing--; /* what is known again first; then, as ever, a step for the next token */
-            int depth = prompts ? 0 : llm__speculation_depth(s, sequence);
-            bool whole = !prompts || !s->options->chunked_prefill;
-            if (whole && missing + depth > budget) continue;
-            sequence->n_scheduled = (int)llm__min(missing, budget);
-            sequence->depth = depth;
-            budget -= sequence->n_scheduled + depth;
-        }
-    for (int i = 0; i < n && budget > 0; i++) { /* last, so that padding keeps nobody from getting on */
-        if (!s->sequences[i]->padding) continue;
-        s->sequences[i]->n_scheduled = 1;
-        budget--;
-    }
-    s->turn = n ? (s->turn + 1) % n : 0;
-}
-
-/* Slots for all that was selected. */
-static bool llm__secure(llm__scheduler *s, llm_error *err) {
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        int first = sequence->n_cached;
-        /* A draft that lags behind writes below first; no other sequence shares these blocks while it still has
-         * to. */
-        while (sequence->n_scheduled && !llm__table_grow(&s->pool, &sequence->table, first,
-                                                         first + sequence->n_scheduled + sequence->depth)) {
-            int victim = s->n_sequences - 1;
-            while (victim > i && (s->sequences[victim]->preempted || s->sequences[victim]->table.n_blocks == 0))
-                victim--;
-            if (!llm__preempt(s, s->sequences[victim], err)) return false;
-        }
-    }
-    return true;
-}
-
-/* Decide the next step. */
-static bool llm__schedule(llm__scheduler *s, llm_error *err) {
-    if (!llm__resume(s, err)) return false;
-    llm__admit(s);
-    llm__select(s);
-    return llm__secure(s, err);
-}
-
-/* ---- Batches ------------------------------------------------------------------------------------ */
-
-static void llm__batch_clear(llm__scheduler *s) {
-    s->batch.n_tokens = s->batch.n_sequences = s->batch.n_logits = 0;
-}
-
-/* Put the tokens first .. first + count - 1 of a sequence into the batch, and ask for the logits after
- * positions wanted and later. */
-static void llm__batch_add(llm__scheduler *s, llm__sequence *sequence, int first, int count, int wanted) {
-    llm_batch *b = &s->batch;
-    s->batch_sequences[b->n_sequences] = sequence;
-    s->seq_first[b->n_sequences] = b->n_tokens;
-    s->seq_count[b->n_sequences] = count;
-    for (int p = first; p < first + count; p++) {
-        int t = b->n_tokens++;
-        s->tokens[t] = sequence->tokens[p];
-        s->positions[t] = p;
-        s->slots[t] = llm__table_slot(&s->pool, &sequence->table, p);
-        if (p < wanted) continue;
-        s->row_sequence[b->n_logits] = b->n_sequences;
-        s->logit_rows[b->n_logits++] = t;
-    }
-    b->n_sequences++;
-}
-
-/* Copy the block tables into the batch, as narrow as they can be. */
-static void llm__batch_finish(llm__scheduler *s) {
-    llm_batch *b = &s->batch;
-    b->table_stride = 1;
-    for (int i = 0; i < b->n_sequences; i++)
-        b->table_stride = (int)llm__max(b->table_stride, s->batch_sequences[i]->table.n_blocks);
-    for (int i = 0; i < b->n_sequences; i++) {
-        const llm__table *table = &s->batch_sequences[i]->table;
-        memcpy(s->block_tables + (int64_t)i * b->table_stride, table->blocks,
-               (size_t)table->n_blocks * sizeof(int32_t));
-    }
-    b->tokens = s->tokens;
-    b->positions = s->positions;
-    b->slots = s->slots;
-    b->seq_first = s->seq_first;
-    b->seq_count = s->seq_count;
-    b->block_tables = s->block_tables;
-    b->block_size = s->pool.block_size;
-    b->logit_rows = s->logit_rows;
-}
-
-/* The batch of the target model: what was selected, and what was proposed behind it. */
-static void llm__batch_target(llm__scheduler *s) {
-    llm__batch_clear(s);
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        const llm__job *job = sequence->job;
-        int wanted = job->limit > job->request.n_prompt ? sequence->n_tokens - 1 : INT_MAX;
-        if (job->request.logits_hook) wanted = sequence->n_seen;
-        int n_proposed = sequence->n_proposed;
-        if (sequence->n_scheduled)
-            llm__batch_add(s, sequence, sequence->n_cached, sequence->n_scheduled + n_proposed, wanted);
-    }
-    llm__batch_finish(s);
-}
-
-/* ---- Ends ------------------------------------------------------------------------------------------ */
-
-/* Does an ended sequence stay in its place, with its memory, until the last of its group has ended? That is static batching as
- * the field knows it: the group is one array (sequences, longest), and a step computes a column of it, whoever may have ended.
- * Not so for a request that is too large to be a rectangle. */
-static bool llm__keeps_ended(const llm__scheduler *s) {
-    return llm__by_groups(s) && s->running.first && s->promised_blocks <= s->pool.n_blocks;
-}
-
-/* A sequence has ended: its blocks and its place in the lists are free after the step, or when its group has ended. */
-static void llm__end_sequence(llm__scheduler *s, llm__sequence *sequence, llm_finish finish) {
-    llm__job *job = sequence->job;
-    sequence->finish = finish;
-    llm__swap_release(s, sequence);
-    if (sequence->preempted) s->n_preempted--;
-    sequence->preempted = false;
-    job->n_live--;
-    if (job->running) s->promised_sequences--;
-}
-
-static void llm__drop_ended(llm__scheduler *s) {
-    int n = 0;
-    if (llm__keeps_ended(s)) return;
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        if (sequence->finish) {
-            llm__table_clear(&s->pool, &sequence->table);
-        } else {
-            sequence->place = n;
-            s->sequences[n++] = sequence;
-        }
-    }
-    s->n_sequences = n;
-    if (n == 0) s->promised_blocks = 0;
-}
-
-/* =====================================================================================
- * [9] Speculation: a draft proposes, the target verifies
- *
- * Decoding one sequence reads all weights for every token, and leaves the arithmetic idle. Verifying K guessed
- * tokens takes one pass over K + 1 rows, which costs hardly more than a pass over one. So let something cheap
- * guess: a small model with the same vocabulary (the draft), or the text itself, where it repeats (prompt
- * lookup). Guesses that the target agrees with are kept; the first that it does not agree with is replaced by
- * the target's own choice, and the rest is dropped. The output is exactly what the target alone would give:
- *
- *     position      ...  n-1    n     n+1   n+2   n+3
- *     known              the    cat
- *     draft, K = 3                    sat   on    a            3 small passes
- *     target                    sat   on    the   ...          1 large pass: logits after cat, sat, on, a
- *     result                          sat   on    the          2 accepted, 1 corrected: 3 tokens for one pass
- *
- * With greedy choice "agree" means: the same token. With sampling (Leviathan et al. 2023, "Fast Inference from
- * Transformers via Speculative Decoding"; Chen et al. 2023) a guess d, drawn from the draft's distribution q,
- * is accepted with probability min(1, p(d)/q(d)), where p is the target's; else the token is drawn from what p
- * has more than q: max(0, p - q), normalised. Then a token t comes out with probability q(t) min(1, p(t)/q(t))
- * + (mass rejected) x residual(t) = min(p, q) + max(0, p - q) = p(t), whatever q is. p and q are the
- * distributions after penalties, temperature and filters.
- *
- * If each guess is accepted with probability a, a step gives 1 + a + ... + a^K = (1 - a^(K+1)) / (1 - a)
- * tokens.
- *
- * The draft's cache is indexed by the same block tables as the target's. What was guessed wrongly leaves
- * garbage in slots behind the end of the sequence; no position before its own ever reads them, and the right
- * tokens overwrite them.
- * ================================================================================== */
-
-/* Four kinds of random numbers must not touch: those of plain sampling (lane 0), of the guess, of its test, of
- * the correction. */
-static double llm__lane_random(const llm__sequence *sequence, uint64_t lane, int index) {
-    return llm_random(sequence->job->request.sampling.seed, (uint64_t)sequence->sample | lane << 32,
-                      (uint64_t)index);
-}
-
-/* How many tokens to propose for a sequence. This depends on the sequence alone and never on the clock or on
- * its neighbours, since it decides which random numbers are used for which token. */
-static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *sequence) {
-    const llm__job *job = sequence->job;
-    int most = (int)llm__min(job->depth, job->limit - sequence->n_tokens - 1); /* a step gives one token more */
-    if (most <= 0 || !job->forked) return 0;
-    if (job->request.speculate != LLM_SPECULATE_AUTO) return most;
-    /* The depth with the most tokens per cost. A proposal costs a pass of the draft and a row more in the
-     * target's. */
-    double cost = job->request.lookup ? LLM__ROW_COST : s->proposal_cost;
-    double a = sequence->acceptance, tokens = 1, power = 1, best = 1;
-    int depth = 0;
-    for (int k = 1; k <= most; k++) {
-        tokens += power *= a;
-        double rate = tokens / (1 + k * cost);
-        if (rate > best) {
-            best = rate;
-            depth = k;
-        }
-    }
-    return depth == 0 && sequence->n_tokens % 16 == 0 ? 1 : depth; /* try again now and then: texts change */
-}
-
-/* ---- The rule -------------------------------------------------------------------------------------- */
-
-/* Is a guess accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
-static bool llm__accept(double p, double q, double u) { return u * q < p; }
-
-/* A token from max(0, p - q), normalised. q NULL: all of it is on `guess` (or, for a guess of -1, nowhere: then
- * from p). */
-static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t guess, double u) {
-    double total = 0, point;
-    int32_t last = guess < 0 ? 0 : guess;
-    for (int i = 0; i < n; i++) {
-        double more = q ? (double)p[i] - (double)q[i] : i == guess ? 0 : (double)p[i];
-        if (more > 0) total += more;
-    }
-    point = u * total;
-    for (int i = 0; i < n; i++) {
-        double more = q ? (double)p[i] - (double)q[i] : i == guess ? 0 : (double)p[i];
-        if (more <= 0) continue;
-        last = i;
-        point -= more;
-        if (point < 0) break;
-    }
-    return last;
-}
-
-/* ---- Who draws: the device, or the sampler of chapter 7 ------------------------------------------- */
-
-/* Can the device draw what this sequence needs? Not where a hook wants the logits; nor where a
- * sampled proposal is made by the draft or weighed by the target: both take whole distributions. */
-static bool llm__device_draws(const llm__sequence *sequence) {
-    const llm_request *r = &sequence->job->request;
-    int weighed = r->lookup ? sequence->n_proposed : sequence->depth; /* a draft makes all that are wanted */
-    return !r->logits_hook && (r->sampling.temperature == 0 || weighed == 0);
-}
-
-/* The draw behind `position`, for sample `sample`. */
-static llm_draw llm__draw_of(const llm__sequence *sequence, int sample, int row, int position) {
-    const llm_request *r = &sequence->job->request;
-    int n = position + 1, window = r->sampling.penalty_window;
-    llm_draw draw;
-    memset(&draw, 0, sizeof draw);
-    draw.row = row;
-    draw.sampling = r->sampling;
-    draw.random = llm__random_bits(r->sampling.seed, (uint64_t)sample, (uint64_t)(n - r->n_prompt));
-    draw.n_recent = r->sampling.repetition_penalty == 1 ? 0 : window && window < n ? window : n;
-    draw.recent = sequence->tokens + n - draw.n_recent;
-    return draw;
-}
-
-/* Note what the rows first .. first + n - 1 of the batch's logits are for: one draw each, but several where the samples of a
- * request part. Returns how many. An outcome gets the place of its logits in `host`, if they have to come there: NULL, where the device draws. */
-static int llm__plan_draws(llm__sampler *sampler, const llm__scheduler *s, bool device, float *host, int first, int n) {
-    int n_draws = 0;
-    for (int row = 0; row < n; row++) {
-        const llm__sequence *sequence = s->batch_sequences[s->row_sequence[first + row]];
-        const llm__job *job = sequence->job;
-        int position = s->positions[s->logit_rows[first + row]];
-        bool parting = !job->forked && position == sequence->n_tokens - 1;
-        for (int i = 0; i < (parting ? job->request.n_samples : 1); i++, n_draws++) {
-            sampler->draws[n_draws] = llm__draw_of(sequence, parting ? i : sequence->sample, row, position);
-            sampler->outcomes[n_draws].logits = device && llm__device_draws(sequence) ? NULL : host + (int64_t)row * sampler->vocab_size;
-        }
-    }
-    return n_draws;
-}
-
-/* What comes of n rows of logits in device memory: of some just the tokens, of the others all the logits, in `host`. Returns the number
- * of outcomes; -1 on failure. */
-static int llm__fetch_outcomes(llm__sampler *sampler, const llm__scheduler *s, llm_backend *b, float *logits, float *host,
-                               int first, int n, llm_error *err) {
-    int n_draws = llm__plan_draws(sampler, s, b->sample && !s->options->host_sampling, host, first, n), n_drawn = 0, drawn = 0;
-    llm__outcome *outcomes = sampler->outcomes;
-    for (int i = 0; i < n_draws; i++)
-        if (!outcomes[i].logits) sampler->device_draws[n_drawn++] = sampler->draws[i];
-    if (n_drawn && !b->sample(b->context, logits, sampler->vocab_size, sampler->device_draws, n_drawn, sampler->ids, sampler->logprobs, err))
-        return -1;
-    for (int i = 0; i < n_draws; i++) {
-        outcomes[i].id = outcomes[i].logits ? -1 : sampler->ids[drawn];
-        outcomes[i].logprob = outcomes[i].logits ? 0 : sampler->logprobs[drawn];
-        drawn += !outcomes[i].logits;
-    }
-    for (int i = 0, end; i < n_draws; i = end) { /* rows side by side come together */
-        for (end = i + 1; outcomes[i].logits && end < n_draws && outcomes[end].logits;) end++;
-        if (!outcomes[i].logits) continue;
-        const int64_t row = sampler->draws[i].row, rows = sampler->draws[end - 1].row + 1 - row, at = row * sampler->vocab_size;
-        if (!b->download(b->context, host + at, logits + at, (size_t)(rows * sampler->vocab_size) * sizeof *host, err)) return -1;
-    }
-    return n_draws;
-}
-
-/* ---- Prompt lookup ------------------------------------------------------------------------------
- * Where the last few tokens have occurred before, what followed then is a good guess for what follows now:
- * names, quotations, code (Saxena 2023, "Prompt lookup decoding"). */
-static void llm__propose_lookup(llm__sequence *sequence) {
-    int n = sequence->n_tokens;
-    int32_t *tokens = sequence->tokens;
-    for (int length = 3; length >= 1; length--)
-        for (int start = n - length - 1; start >= 0; start--) {
-            if (memcmp(tokens + start, tokens + n - length, (size_t)length * sizeof *tokens)) continue;
-            for (int from = start + length; from < n && sequence->n_proposed < sequence->depth; from++)
-                tokens[n + sequence->n_proposed++] = tokens[from];
-            return;
-        }
-}
-
-/* ---- A draft model ------------------------------------------------------------------------------- */
-
-typedef struct llm__speculator {
-    llm__network draft; /* draft.model NULL: none */
-    int max_depth, vocab_size;
-    float *logits;        /* (draft.max_logits, vocab_size) of the draft, host */
-    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions that guesses were drawn
-                             from */
-    float *target;        /* (vocab_size) the one that a guess is tested against */
-    uint64_t proposed, accepted, proposed_at[16], accepted_at[16];
-} llm__speculator;
-
-static void llm__speculator_free(llm__speculator *sp) {
-    llm__network_free(&sp->draft);
-    LLM_FREE(sp->logits);
-    LLM_FREE(sp->probabilities);
-    LLM_FREE(sp->target);
-    memset(sp, 0, sizeof *sp);
-}
-
-/* A guess is an id: both models have to mean the same by it. */
-static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft, llm_error *err) {
-    const llm_tokenizer *a = target->tokenizer, *b = draft->tokenizer;
-    int32_t n = llm_tokenizer_size(a);
-    if (n != llm_tokenizer_size(b))
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT,
-            "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be the same",
-            llm_file_path(draft->file), llm_tokenizer_size(b), n);
-    for (int32_t i = 0; i < n; i++) {
-        llm_string x = llm_tokenizer_text(a, i), y = llm_tokenizer_text(b, i);
-        if (llm__compare_strings(&x, &y))
-            return llm__fail(
-                err, LLM_ERROR_ARGUMENT,
-                "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's is \"%s\"",
-                llm_file_path(draft->file), i, llm__show(y).text, llm__show(x).text);
-    }
-    return true;
-}
-
-/* Put the draft (NULL: none, for lookup only) on the target's device. */
-static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
-                                 int max_logits, llm_error *err) {
-    const llm_model *draft = o->draft;
-    sp->max_depth = o->max_speculation;
-    sp->vocab_size = target->config.vocab_size;
-    size_t vocab = (size_t)sp->vocab_size;
-    if (!(sp->target = (float *)llm__new(vocab, sizeof(float), "a distribution", err))) return false;
-    if (!draft) return true;
-    if (!llm__same_vocabulary(target, draft, err)) return false;
-    if (draft->config.context_length < o->context_length)
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT,
-            "%s: the draft was trained for %d tokens, and context_length is %d: set it to %d or less",
-            llm_file_path(draft->file), draft->config.context_length, o->context_length,
-            draft->config.context_length);
-    sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits", err);
-    sp->probabilities = (float *)llm__new(
-        (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
-        "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
-    return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
-           llm__network_prepare(&sp->draft, o, max_logits, err);
-}
-
-static float *llm__guess_distribution(const llm__speculator *sp, const llm__sequence *sequence, int guess) {
-    return sp->probabilities +
-           ((size_t)sequence->place * (size_t)sp->max_depth + (size_t)guess) * (size_t)sp->vocab_size;
-}
-
-/* The draft's next guess for a sequence, drawn from its logits just as the target's tokens are. */
-static void llm__guess(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
-                       const llm__outcome *outcome) {
-    const llm_sampling *p = &sequence->job->request.sampling;
-    const float *logits = outcome->logits;
-    int n = sequence->n_tokens + sequence->n_proposed;
-    float *q = llm__guess_distribution(sp, sequence, sequence->n_proposed);
-    int32_t guess;
-    if (p->temperature == 0) { /* a greedy guess is right or wrong: nobody asks for its distribution */
-        guess = logits ? llm__sample(sampler, p, logits, sequence->tokens, n, 0, 0) : outcome->id;
-    } else {
-        llm__distribution(sampler, p, logits, sequence->tokens, n, q);
-        guess = llm__draw_residual(q, NULL, sp->vocab_size, -1,
-                                   llm__lane_random(sequence, 1, n - sequence->job->request.n_prompt));
-    }
-    sequence->tokens[n] = guess;
-    sequence->n_proposed++;
-}
-
-/* Up to where the draft has to read a sequence in this step: as far as the target, in a prompt; else so far
- * that its next guess can be made. */
-static int llm__draft_goal(const llm__sequence *sequence) {
-    if (!sequence->n_scheduled || sequence->job->depth == 0 || sequence->job->request.lookup) return 0;
-    if (llm__in_prompt(sequence)) return sequence->n_cached + sequence->n_scheduled;
-    return sequence->n_proposed < sequence->depth ? sequence->n_tokens + sequence->n_proposed : 0;
-}
-
-/* One pass of the draft over what it misses: a batch as ragged as any, of chunks of prompts and single tokens.
- * *more is false when there was nothing to do. */
-static bool llm__draft_pass(llm__speculator *sp, llm__scheduler *s, llm__sampler *sampler, bool *more,
-                            llm_error *err) {
-    llm_backend *b = sp->draft.backend;
-    llm_batch *batch = &s->batch;
-    llm__batch_clear(s);
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        int goal = llm__draft_goal(sequence), first = sequence->n_drafted;
-        int count = (int)llm__min(goal - first, s->options->max_batch_tokens - batch->n_tokens);
-        if (count <= 0) continue;
-        bool guess = goal >= sequence->n_tokens && sequence->depth > 0;
-        llm__batch_add(s, sequence, first, count, guess ? goal - 1 : INT_MAX);
-    }
-    *more = batch->n_tokens > 0;
-    if (!*more) return true;
-    llm__batch_finish(s);
-    const llm__network *net = &sp->draft;
-    for (int first = 0, n; first == 0 || first < batch->n_logits; first += net->max_logits) {
-        n = (int)llm__min(net->max_logits, batch->n_logits - first);
-        llm_part part = first > 0 ? LLM_HEAD : n > 0 ? LLM_WHOLE : LLM_BODY;
-        if (!b->run(b->context, &net->program, part, batch, first, n, err)) return false;
-        float *logits = net->program.buffers[LLM__LOGITS].data;
-        if (n > 0) n = llm__fetch_outcomes(sampler, s, b, logits, sp->logits, first, n, err);
-        if (n < 0) return false;
-        for (int i = 0; i < n; i++)
-            llm__guess(sp, sampler, s->batch_sequences[s->row_sequence[first + sampler->draws[i].row]],
-                       &sampler->outcomes[i]);
-    }
-    if (!b->sync(b->context, err)) return false;
-    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
-    return true;
-}
-
-/* Fill in the proposals of all sequences that are to have some in this step. */
-static bool llm__propose(llm__speculator *sp, llm__scheduler *s, llm__sampler *sampler, llm_error *err) {
-    bool more = sp->draft.model != NULL;
-    for (int i = 0; i < s->n_sequences; i++)
-        if (s->sequences[i]->job->request.lookup && s->sequences[i]->depth > 0)
-            llm__propose_lookup(s->sequences[i]);
-    while (more)
-        if (!llm__draft_pass(sp, s, sampler, &more, err)) return false;
-    return true;
-}
-
-/* ---- Verification ---------------------------------------------------------------------------------- */
-
-/* The next token of a sequence, from the target's logits behind its last known token: the proposal that stands
- * there, if there is one and it passes; else the target's own choice, and then *rejected says that the
- * proposals behind it are void. */
-static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *sequence,
-                           const llm__outcome *outcome, bool *rejected) {
-    const llm_request *r = &sequence->job->request;
-    const float *logits = outcome->logits;
-    int position = sequence->n_checked++, index = sequence->n_tokens - r->n_prompt;
-    bool proposed = position < sequence->n_proposed, greedy = r->sampling.temperature == 0;
-    int32_t own = outcome->id;
-    *rejected = false;
-    if (logits && (greedy || !proposed))
-        own = llm__sample(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens,
-                          (uint64_t)sequence->sample, (uint64_t)index);
-    if (!proposed) return own;
-
-    int32_t guess = sequence->tokens[sequence->n_tokens];
-    const float *p = sp->target, *q = r->lookup ? NULL : llm__guess_distribution(sp, sequence, position);
-    if (!greedy)
-        llm__distribution(sampler, &r->sampling, logits, sequence->tokens, sequence->n_tokens, sp->target);
-    bool accepted = greedy ? own == guess
-                           : llm__accept((double)p[guess], q ? (double)q[guess] : 1,
-                                         llm__lane_random(sequence, 2, index));
-    int column = position < 15 ? position : 15;
-    sp->proposed++;
-    sp->proposed_at[column]++;
-    sp->accepted += accepted;
-    sp->accepted_at[column] += accepted;
-    sequence->acceptance += 0.1 * ((accepted ? 1 : 0) - sequence->acceptance);
-    *rejected = !accepted;
-    return accepted ? guess
-           : greedy ? own
-                    : llm__draw_residual(p, q, sp->vocab_size, guess, llm__lane_random(sequence, 3, index));
-}
-
-/* =====================================================================================
- * [10] Engine: submit, step, events, cancel, statistics
- *
- * The engine owns a model on a device, a cache and a scheduler, and turns requests into events. It has no
- * thread of its own: whoever calls llm_step drives it, one forward pass at a time, and reads the
- * events of that pass. So it fits into a program with a loop of its own, a server's or a game's.
- * ================================================================================== */
-
-struct llm_engine {
-    const llm_model *model;
-    llm_engine_options options;
-    llm_backend *own_backend; /* NULL: the caller's */
-    llm__network network;
-    llm__scheduler scheduler;
-    llm__sampler sampler;
-    llm__speculator speculator;
-    float *logits;     /* (network.max_logits, vocab_size) host */
-    float *hooked;     /* (vocab_size) a copy that a hook may change */
-    llm__queue ended;  /* jobs whose last event may still be unread, or that are padding; freed by a later step */
-    llm_event *events; /* (max_events) */
-    int n_events, next_event, max_events;
-    int64_t n_live; /* samples that have not ended, of all jobs */
-    uint64_t last_id;
-    llm_statistics statistics;
-    llm_device_state device; /* as it was when the engine came: what it has done before is not ours */
-};
-
-llm_engine_options llm_engine_defaults(void) {
-    llm_engine_options o;
-    memset(&o, 0, sizeof o);
-    o.max_isa = LLM_ISA_BEST;
-    o.pack_weights = true;
-    o.block_size = 16;
-    o.cache_type = LLM_F16;
-    o.max_sequences = 16;
-    o.max_batch_tokens = 512;
-    o.max_speculation = 8;
-    o.batch_window = 0.05;
-    o.swap_bytes = 256u << 20;
-    o.memory_share = 0.9f;
-    o.prefix_cache = true;
-    o.chunked_prefill = true;
-    o.fusions = LLM_FUSE_ALL;
-    return o;
-}
-
-llm_request llm_request_defaults(void) {
-    llm_request r;
-    memset(&r, 0, sizeof r);
-    r.max_tokens = -1;
-    r.n_samples = 1;
-    r.sampling = llm_sampling_defaults();
-    return r;
-}
-
-/* ---- Creation --------------------------------------------------------------------------- */
-
-/* Check the options and fill in what was left to the engine. */
-static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
-    if (o->context_length < 0 || o->context_length > c->context_length)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
-                         o->context_length, c->context_length);
-    if (o->context_length == 0) o->context_length = c->context_length;
-    if (o->block_size < 1 || o->block_size > 1 << 20)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "block_size is %d: it must be from 1 to %d", o->block_size,
-                         1 << 20);
-    if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
-    if (o->max_sequences < 1 || o->max_sequences > 1 << 20)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is %d: it must be from 1 to %d",
-                         o->max_sequences, 1 << 20);
-    if (o->max_batch_tokens < 1 || o->max_batch_tokens > 1 << 20)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_batch_tokens is %d: it must be from 1 to %d",
-                         o->max_batch_tokens, 1 << 20);
-    if (o->max_speculation < 1 || o->max_speculation > 1024)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_speculation is %d: it must be from 1 to 1024",
-                         o->max_speculation);
-    if ((unsigned)o->policy > LLM_POLICY_DYNAMIC || (unsigned)o->preempt > LLM_PREEMPT_SWAP)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "policy %d or preempt %d is none that there is",
-                         (int)o->policy, (int)o->preempt);
-    if (!(o->batch_window >= 0 && o->batch_window <= 86400))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "batch_window is %g: it must be from 0 to 86400 seconds",
-                         o->batch_window);
-    if (!(o->memory_share > 0 && o->memory_share <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1",
-                         (double)o->memory_share);
-    if (o->n_threads < 0 || o->n_threads > 4096)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
-    return true;
-}
-
-static llm_device_state llm__device_state(const llm_backend *b) {
-    llm_device_state state;
-    memset(&state, 0, sizeof state);
-    if (b && b->state) b->state(b->context, &state);
-    return state;
-}
-
-/* Without being asked for more, no more blocks than this, or than all sequences together could use: the host keeps some hundred bytes for
- * each, and a small model on a large GPU would get a hundred million. */
-enum { LLM__MANY_BLOCKS = 1 << 20 };
-
-/* How many blocks the pool gets: as many as its budget allows, or as fit into its share of the device memory, beside those
- * of the draft, or as all sequences together could use. */
-static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
-                               llm_error *err) {
-    uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) * (uint64_t)o->block_size;
-    uint64_t context = (uint64_t)llm__divide_up(o->context_length, o->block_size);
-    uint64_t n = o->cache_bytes / block;
-    llm_device_state device = llm__device_state(o->backend);
-    if (!o->cache_bytes && device.total_bytes) {
-        uint64_t both = block;
-        if (o->draft) both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
-        uint64_t fit = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both, enough = context * (uint64_t)o->max_sequences;
-        n = (uint64_t)llm__min((int64_t)fit, llm__max((int64_t)enough, LLM__MANY_BLOCKS));
-        if (n == 0)
-            return llm__fail(err, LLM_ERROR_MEMORY,
-                             "%s: %.1f MiB of device memory are free after weights and activations: too little for a cache (one "
-                             "block takes %llu bytes); weights of a smaller type or a smaller max_batch_tokens leave more",
-                             o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
-    } else if (!o->cache_bytes) {
-        uint64_t budget = (1u << 30) / block;
-        n = context * (uint64_t)o->max_sequences;
-        if (n > budget) n = budget > context ? budget : context;
-    }
-    if (n == 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
-                         (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
-    if (n > (uint64_t)INT32_MAX / (uint64_t)o->block_size) /* slots are numbered by an int32 */
-        n = (uint64_t)INT32_MAX / (uint64_t)o->block_size;
-    *n_blocks = (int64_t)n;
-    return true;
-}
-
-/* Rows of logits that are made at a time: 16 MB of them, and at least one. A device that draws tokens itself is to do so for all
- * sequences at once: each time again costs it a pass over the output matrix and us a wait. (On the host, memory that no logits come to is
- * never touched.) */
-static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
-    int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
-    if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
-    return (int)llm__min(rows, o->max_batch_tokens);
-}
-
-static bool llm__engine_init(llm_engine *e, llm_error *err) {
-    const llm_config *c = llm_model_config(e->model);
-    llm_engine_options *o = &e->options;
-    int64_t n_blocks = 0;
-    if (!llm__engine_options(o, c, err)) return false;
-    if (!o->backend) {
-        o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
-        llm_cpu_pack_weights(o->backend, o->pack_weights);
-    }
-    if (!o->backend) return false;
-    int max_logits = llm__engine_logits(c, o);
-    /* the caches come last: they get what all the rest leaves */
-    if (!llm__network_load(&e->network, e->model, o->backend, err) ||
-        !llm__network_prepare(&e->network, o, max_logits, err) ||
-        !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
-        !llm__engine_blocks(e->model, o, &n_blocks, err) ||
-        !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
-        (o->draft && !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
-        !llm__scheduler_init(&e->scheduler, o, n_blocks, &e->network, o->draft ? &e->speculator.draft : NULL,
-                             err) ||
-        !llm__sampler_init(&e->sampler, c->vocab_size, (int64_t)max_logits + o->max_sequences, err))
-        return false;
-    e->scheduler.proposal_cost = LLM__ROW_COST; /* a row more in the target's pass ... */
-    if (o->draft)                     /* ... and a pass of the draft: both are bound by the bytes they read */
-        e->scheduler.proposal_cost +=
-            (double)llm_model_step_bytes(o->draft) / (double)llm_model_step_bytes(e->model);
-    e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float), "logits", err);
-    e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
-    e->device = llm__device_state(o->backend);
-    return e->logits && e->hooked;
-}
-
-llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
-    llm__clear(err);
-    if (!model) {
-        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_engine_create: the model is NULL");
-        return NULL;
-    }
-    llm_engine *e = (llm_engine *)llm__new(1, sizeof *e, "an engine", err);
-    if (!e) return NULL;
-    e->model = model;
-    e->options = options ? *options : llm_engine_defaults();
-    if (llm__engine_init(e, err)) return e;
-    llm_engine_free(e);
-    return NULL;
-}
-
-static void llm__free_jobs(llm__queue *q) {
-    while (q->first) {
-        llm__job *job = q->first;
-        llm__queue_remove(q, job);
-        LLM_FREE(job);
-    }
-}
-
-void llm_engine_free(llm_engine *e) {
-    if (!e) return;
-    llm__free_jobs(&e->scheduler.waiting);
-    llm__free_jobs(&e->scheduler.running);
-    llm__free_jobs(&e->ended);
-    llm__scheduler_free(&e->scheduler);
-    llm__speculator_free(&e->speculator);
-    llm__sampler_free(&e->sampler);
-    llm__network_free(&e->network);
-    llm_backend_free(e->own_backend);
-    LLM_FREE(e->events);
-    LLM_FREE(e->logits);
-    LLM_FREE(e->hooked);
-    LLM_FREE(e);
-}
-
-/* ---- Submit ------------------------------------------------------------------------------ */
-
-static bool llm__check_stops(const llm_request *r, llm_error *err) {
-    if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_stop is %d, and stop is %s", r->n_stop,
-                         r->stop ? "given" : "NULL");
-    for (int i = 0; i < r->n_stop; i++)
-        if (!r->stop[i] || !r->stop[i][0])
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "stop text %d is empty", i);
-    return true;
-}
-
-static bool llm__check_speculation(const llm_engine *e, const llm_request *r, llm_error *err) {
-    const llm_engine_options *o = &e->options;
-    if (r->speculate == 0) return true;
-    if (r->speculate < LLM_SPECULATE_AUTO || r->speculate > o->max_speculation)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
-                         r->speculate, o->max_speculation);
-    if (!o->draft && !r->lookup)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "speculation needs a draft model (llm_engine_options.draft), or lookup");
-    if (r->logits_hook)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "speculation cannot run with a logits hook: one of the two must go");
-    return true;
-}
-
-static bool llm__request_check(const llm_engine *e, const llm_request *r, llm_error *err) {
-    int context = e->options.context_length, vocab = e->model->config.vocab_size;
-    if (!r->prompt || r->n_prompt < 1)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "the prompt is empty: it needs at least one token (BOS, say)");
-    if (r->max_tokens < -1)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "max_tokens is %d: it must be -1 (to the end of the context) or more", r->max_tokens);
-    if (r->n_samples < 1 || r->n_samples > e->options.max_sequences)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_samples is %d: it must be from 1 to max_sequences (%d)",
-                         r->n_samples, e->options.max_sequences);
-    if (!llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
-        !llm__check_speculation(e, r, err))
-        return false;
-    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
-        return llm__fail(err, LLM_ERROR_CAPACITY,
-                         "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
-                         context, context < e->model->config.context_length ? ", or raise context_length" : "");
-    for (int i = 0; i < r->n_prompt; i++)
-        if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d", i,
-                             r->prompt[i], vocab - 1);
-    return true;
-}
-
-/* Room for what is there already, and for all that the samples that live can tell before the next step: a token
- * and its accepted proposals each, and that they were cancelled. */
-static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
-    int64_t wanted = e->n_events + (e->n_live + n_more) * (e->options.max_speculation + 2);
-    if (wanted <= e->max_events) return true;
-    if (wanted > INT32_MAX / 2)
-        return llm__fail(err, LLM_ERROR_CAPACITY, "too many requests wait in this engine");
-    wanted *= 2;
-    llm_event *events = (llm_event *)LLM_REALLOC(e->events, (size_t)wanted * sizeof *events);
-    if (!events)
-        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for events",
-                         (size_t)wanted * sizeof *events);
-    e->events = events;
-    e->max_events = (int)wanted;
-    return true;
-}
-
-/* A piece of a job's allocation: measured where base is NULL, handed out where it is not. Each starts on a
- * multiple of 8. */
-static void *llm__carve(char *base, size_t *used, uint64_t count, size_t size) {
-    void *piece = base ? base + *used : NULL;
-    *used += ((size_t)count * size + 7) / 8 * 8;
-    return piece;
-}
-
-/* Lay out everything that a job and its samples will ever need behind the job itself, so that steps allocate
- * nothing; returns the bytes of it. */
-static size_t llm__job_layout(llm__job *job, char *base, size_t text, int n_blocks) {
-    const llm_request *r = &job->request;
-    size_t used = (sizeof *job + 7) / 8 * 8;
-    int n = r->n_samples;
-    llm__sequence *sequences = (llm__sequence *)llm__carve(base, &used, (uint64_t)n, sizeof *sequences);
-    char **stop = (char **)llm__carve(base, &used, (uint64_t)r->n_stop, sizeof *stop);
-    for (int i = 0; i < r->n_stop; i++) {
-        size_t length = strlen(r->stop[i]) + 1;
-        char *copy = (char *)llm__carve(base, &used, length, 1);
-        if (base) stop[i] = (char *)memcpy(copy, r->stop[i], length);
-    }
-    for (int i = 0; i < n; i++) {
-        int32_t *tokens =
-            (int32_t *)llm__carve(base, &used, (uint64_t)job->limit + (uint64_t)job->depth, sizeof *tokens);
-        int32_t *blocks = (int32_t *)llm__carve(base, &used, (uint64_t)n_blocks, sizeof *blocks);
-        char *texts = (char *)llm__carve(base, &used, text, 1);
-        if (!base) continue;
-        sequences[i].tokens = tokens;
-        sequences[i].table.blocks = blocks;
-        sequences[i].text = texts;
-    }
-    if (base) {
-        job->sequences = sequences;
-        job->request.stop = (const char *const *)stop;
-    }
-    return used;
-}
-
-/* Bytes for the texts of one step's events: of each token that speculation may accept, of what the stream and
- * the stop texts hold back. */
-static size_t llm__job_text(const llm_engine *e, const llm_request *r, int depth) {
-    size_t longest = 0;
-    for (int i = 0; i < r->n_stop; i++)
-        longest = (size_t)llm__max((int64_t)longest, (int64_t)strlen(r->stop[i]));
-    return ((size_t)depth + 3) * llm_stream_capacity(e->model->tokenizer) + 2 * longest;
-}
-
-static llm__job *llm__job_create(const llm_engine *e, const llm_request *r, llm_error *err) {
-    const llm_engine_options *o = &e->options;
-    const llm__pool *pool = &e->scheduler.pool;
-    int room = o->context_length - r->n_prompt;
-    llm__job plan; /* the sizes, before there is memory for it */
-    memset(&plan, 0, sizeof plan);
-    plan.request = *r;
-    plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
-    plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
-    plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
-    int64_t blocks = llm__blocks_for(pool, plan.limit);
-    if (blocks > pool->n_blocks) {
-        llm__fail(err, LLM_ERROR_CAPACITY,
-                  "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
-                  "tokens, or raise cache_bytes",
-                  (long long)blocks, pool->block_size, (long long)pool->n_blocks);
-        return NULL;
-    }
-    if (!o->chunked_prefill && plan.limit > o->max_batch_tokens) {
-        llm__fail(
-            err, LLM_ERROR_CAPACITY,
-            "the request may grow to %d tokens, and without chunked_prefill all must fit into one step of "
-            "max_batch_tokens (%d)",
-            plan.limit, o->max_batch_tokens);
-        return NULL;
-    }
-    size_t text = llm__job_text(e, r, plan.depth);
-    /* no more blocks than the pool has, no more tokens than the context: only the number of samples could
-     * overflow this */
-    uint64_t each = ((uint64_t)plan.limit + (uint64_t)plan.depth + (uint64_t)blocks) * sizeof(int32_t) + text +
-                    sizeof(llm__sequence),
-             all;
-    bool fits = llm__multiply(each, (uint64_t)r->n_samples, &all) && all < SIZE_MAX / 4;
-    size_t bytes = fits ? llm__job_layout(&plan, NULL, text, (int)blocks) : SIZE_MAX / 2;
-    llm__job *job = (llm__job *)llm__new(1, bytes, "a request", err);
-    if (!job) return NULL;
-    *job = plan;
-    llm__job_layout(job, (char *)job, text, (int)blocks);
-    job->n_live = r->n_samples;
-    for (int i = 0; i < r->n_samples; i++) {
-        llm__sequence *sequence = &job->sequences[i];
-        sequence->job = job;
-        sequence->sample = i;
-        sequence->table.capacity = (int)blocks;
-        sequence->acceptance = 0.7;      /* until it is known better */
-        sequence->stream.started = true; /* the text continues a prompt: its first space is part of it */
-        sequence->n_tokens = r->n_prompt;
-        memcpy(sequence->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
-    }
-    job->request.prompt = job->sequences[0].tokens;
-    return job;
-}
-
-bool llm_submit(llm_engine *e, const llm_request *request, uint64_t *id, llm_error *err) {
-    llm__clear(err);
-    if (!e || !request)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit: the engine or the request is NULL");
-    if (!llm__request_check(e, request, err) || !llm__reserve_events(e, request->n_samples, err)) return false;
-    llm__job *job = llm__job_create(e, request, err);
-    if (!job) return false;
-    job->id = ++e->last_id;
-    if (id) *id = job->id;
-    job->rank =
-        (int64_t)job->id - 64 * (int64_t)request->priority; /* so that all get older, and nobody starves */
-    job->submitted = llm_seconds();
-    llm__queue_insert(&e->scheduler.waiting, job);
-    e->scheduler.n_waiting++;
-    e->n_live += job->n_live;
-    e->statistics.requests_submitted++;
-    return true;
-}
-
-bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request, uint64_t *id,
-                     llm_error *err) {
-    llm__clear(err);
-    if (!e || !text)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit_text: the engine or the text is NULL");
-    llm_request r = request ? *request : llm_request_defaults();
-    size_t length = strlen(text);
-    int64_t capacity =
-        (int64_t)length + 8; /* a token is at least a byte; SentencePiece adds a space, and there is BOS */
-    int32_t *ids = (int32_t *)llm__new((size_t)capacity, sizeof *ids, "the tokens of a prompt", err);
-    if (!ids) return false;
-    int64_t n = llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, capacity, err);
-    bool ok = n >= 0;
-    if (n > capacity) { /* some vocabularies spell a byte with several tokens */
-        LLM_FREE(ids);
-        ids = (int32_t *)llm__new((size_t)n, sizeof *ids, "the tokens of a prompt", err);
-        ok = ids && llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
-    }
-    r.prompt = ids;
-    r.n_prompt = (int)llm__min(n, INT32_MAX);
-    ok = ok && llm_submit(e, &r, id, err);
-    LLM_FREE(ids);
-    return ok;
-}
-
-/* ---- Events ------------------------------------------------------------------------------ */
-
-/* Where in text (n) the first of the request's stop texts begins; n if nowhere. */
-static size_t llm__find_stop(const llm_request *r, const char *text, size_t n) {
-    for (size_t at = 0; at < n; at++)
-        for (int i = 0; i < r->n_stop; i++) {
-            size_t length = strlen(r->stop[i]);
-            if (length <= n - at && !memcmp(text + at, r->stop[i], length)) return at;
-        }
-    return n;
-}
-
-/* How many bytes at the end of text (n) may be the beginning of a stop text: they are held back. */
-static size_t llm__held_back(const llm_request *r, const char *text, size_t n) {
-    for (size_t at = 0; at < n; at++)
-        for (int i = 0; i < r->n_stop; i++)
-            if (strlen(r->stop[i]) > n - at && !memcmp(text + at, r->stop[i], n - at)) return n - at;
-    return 0;
-}
-
-/* The text of an event: what was held back, then that of the token, then, at an end, what the stream still has.
- * What is given out stays where it is until the next step; what is held back stands behind it. Returns whether
- * a stop text has come. */
-static bool llm__tell_text(llm_engine *e, llm__sequence *sequence, llm_event *event) {
-    const llm_tokenizer *tokenizer = e->model->tokenizer;
-    const llm_request *r = &sequence->job->request;
-    char *text = sequence->text + sequence->text_used;
-    size_t n = sequence->text_held;
-    if (event->token >= 0) n += llm_stream_decode(tokenizer, &sequence->stream, event->token, text + n);
-    if (event->finish) n += llm_stream_decode(tokenizer, &sequence->stream, -1, text + n);
-    size_t given = r->n_stop ? llm__find_stop(r, text, n) : n;
-    bool stopped = given < n;
-    if (!stopped && !event->finish && r->n_stop) given = n - llm__held_back(r, text, n);
-    event->text = text;
-    event->text_length = given;
-    sequence->text_used += given;
-    sequence->text_held = stopped ? 0 : n - given;
-    return stopped;
-}
-
-/* What a sample has to tell: a token (or -1), and whether it ends. */
-static void llm__tell(llm_engine *e, llm__sequence *sequence, int32_t token, float logprob, bool accepted,
-                      llm_finish finish) {
-    llm__job *job = sequence->job;
-    llm_event *event = &e->events[e->n_events++];
-    memset(event, 0, sizeof *event);
-    event->request = job->id;
-    event->sample = sequence->sample;
-    event->user = job->request.user;
-    event->token = token;
-    event->index = sequence->n_tokens - job->request.n_prompt - (token >= 0 && finish != LLM_FINISH_END);
-    event->logprob = logprob;
-    event->accepted = accepted;
-    event->finish = finish;
-    if (llm__tell_text(e, sequence, event) && finish != LLM_FINISH_CANCELLED) event->finish = LLM_FINISH_STOP;
-    if (!event->finish) return;
-    llm__end_sequence(&e->scheduler, sequence, event->finish);
-    e->n_live--;
-    if (job->n_live > 0) return;
-    llm__queue_remove(job->running ? &e->scheduler.running : &e->scheduler.waiting, job);
-    if (!job->running) e->scheduler.n_waiting--;
-    llm__queue_insert(&e->ended, job);
-    e->statistics.requests_finished++;
-}
-
-bool llm_next_event(llm_engine *e, llm_event *event) {
-    if (!e || !event || e->next_event == e->n_events) return false;
-    *event = e->events[e->next_event++];
-    return true;
-}
-
-bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
-    llm__clear(err);
-    if (!e) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_cancel: the engine is NULL");
-    llm__job *job = e->scheduler.running.first;
-    while (job && job->id != id) job = job->next;
-    if (!job) job = e->scheduler.waiting.first;
-    while (job && job->id != id) job = job->next;
-    if (!job)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "no request %llu runs or waits here (it may have ended)",
-                         (unsigned long long)id);
-    if (e->next_event == e->n_events) e->next_event = e->n_events = 0;
-    for (int i = 0; i < job->request.n_samples; i++)
-        if (!job->sequences[i].finish) llm__tell(e, &job->sequences[i], -1, 0, false, LLM_FINISH_CANCELLED);
-    llm__drop_ended(&e->scheduler);
-    return true;
-}
-
-/* ---- Step -------------------------------------------------------------------------------- */
-
-/* Between steps: what the last one told is over, and what ended in it can go. */
-static void llm__forget_events(llm_engine *e) {
-    llm__scheduler *s = &e->scheduler;
-    if (!llm__keeps_ended(s)) llm__free_jobs(&e->ended);
-    e->n_events = e->next_event = 0;
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *sequence = s->sequences[i];
-        memmove(sequence->text, sequence->text + sequence->text_used, sequence->text_held);
-        sequence->text_used = 0;
-    }
-}
-
-/* The first n_cached tokens of a sequence are in the cache now: others may find them there. */
-static void llm__keep_prefix(llm__scheduler *s, llm__sequence *sequence, int n_cached) {
-    int known = s->networks[1] ? (int)llm__min(sequence->n_drafted, n_cached)
-                               : n_cached; /* a kept block holds what either model needs */
-    llm__table_keep(&s->pool, &sequence->table, sequence->tokens, known);
-}
-
-/* The first sample has done the prompt: the others start from its blocks. */
-static void llm__fork_samples(llm__scheduler *s, llm__job *job) {
-    job->forked = true;
-    llm__keep_prefix(s, &job->sequences[0],
-                     job->request.n_prompt); /* now, since the first token may be the last */
-    for (int i = 1; i < job->request.n_samples; i++) {
-        llm__sequence *sequence = &job->sequences[i];
-        llm__table_fork(&s->pool, &job->sequences[0].table, &sequence->table);
-        sequence->n_cached = sequence->n_seen =
-            job->request.n_prompt; /* the first one's count is set at the end of the step */
-        sequence->n_drafted = job->sequences[0].n_drafted;
-        sequence->place = s->n_sequences;
-        s->sequences[s->n_sequences++] = sequence;
-    }
-}
-
-/* Take the next token of a sequence, from what came behind its last one, and tell. */
-static void llm__take_token(llm_engine *e, llm__sequence *sequence, const llm__outcome *outcome) {
-    llm__outcome seen = *outcome;
-    llm__job *job = sequence->job;
-    const llm_request *r = &job->request;
-    int vocab = e->model->config.vocab_size;
-    if (r->logits_hook) {
-        memcpy(e->hooked, outcome->logits, (size_t)vocab * sizeof(float));
-        seen.logits = e->hooked;
-        r->logits_hook(r->user, job->id, sequence->sample, sequence->n_tokens - 1, e->hooked);
-        sequence->n_seen = sequence->n_tokens;
-    }
-    if (job->limit == r->n_prompt) { /* max_tokens was 0 */
-        llm__tell(e, sequence, -1, 0, false, LLM_FINISH_LENGTH);
-        return;
-    }
-    bool proposed = sequence->n_checked < sequence->n_proposed;
-    int32_t id = llm__verify(&e->speculator, &e->sampler, sequence, &seen, &sequence->rejected);
-    float logprob = outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
-    e->statistics.generated_tokens++;
-    bool accepted = proposed && !sequence->rejected;
-    if (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id)) {
-        llm__tell(e, sequence, id, logprob, accepted, LLM_FINISH_END);
-        return;
-    }
-    sequence->tokens[sequence->n_tokens++] = id;
-    llm__tell(e, sequence, id, logprob, accepted,
-              sequence->n_tokens == job->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
-}
-
-/* What came of one row of logits: of a position inside a prompt, for the hook; or of the last known token, or of
- * a proposal behind it, unless what came before has made it void. */
-static void llm__take_row(llm_engine *e, int row, const llm__outcome *outcomes) {
-    llm__scheduler *s = &e->scheduler;
-    llm__sequence *sequence = s->batch_sequences[s->row_sequence[row]];
-    llm__job *job = sequence->job;
-    int position = s->positions[s->logit_rows[row]];
-    if (sequence->finish || sequence->rejected) return;
-    if (position < sequence->n_tokens - 1) {
-        job->request.logits_hook(job->request.user, job->id, sequence->sample, position, outcomes[0].logits);
-        sequence->n_seen = position + 1;
-        return;
-    }
-    if (job->forked) {
-        llm__take_token(e, sequence, outcomes);
-        return;
-    }
-    llm__fork_samples(s, job); /* the end of the prompt: the first token of all samples comes from one row */
-    for (int i = 0; i < job->request.n_samples; i++) llm__take_token(e, &job->sequences[i], &outcomes[i]);
-    if (sequence->n_checked > 0) e->statistics.decode_steps += (uint64_t)job->request.n_samples - 1; /* llm__settle counts the first */
-}
-
-/* Copy the blocks that this step will write to and others hold too. The block tables name the copies already, so what the device
- * fails to do stays to be done: the next step begins with it. */
-static bool llm__run_copies(llm_engine *e, llm_error *err) {
-    llm__scheduler *s = &e->scheduler;
-    llm__pool *pool = &s->pool;
-    llm_backend *b = e->options.backend;
-    while (pool->n_copies > 0) {
-        int n = llm__copies_at_once(pool);
-        for (int i = 0; i < 2; i++)
-            if (s->networks[i]) b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to, n);
-        if (!b->sync(b->context, err)) return false;
-        llm__copies_done(pool, n);
-    }
-    return true;
-}
-
-/* A slice of logits has been computed: hand each row to the sequence that wants it. */
-static bool llm__take_logits(llm_engine *e, int first, int n, llm_error *err) {
-    llm__sampler *sampler = &e->sampler;
-    double start = llm_seconds();
-    n = llm__fetch_outcomes(sampler, &e->scheduler, e->options.backend,
-                            e->network.program.buffers[LLM__LOGITS].data, e->logits, first, n, err);
-    if (n < 0) return false;
-    double middle = llm_seconds();
-    for (int i = 0; i < n; i++)
-        if (i == 0 || sampler->draws[i].row != sampler->draws[i - 1].row)
-            llm__take_row(e, first + sampler->draws[i].row, &sampler->outcomes[i]);
-    e->statistics.forward_seconds += middle - start;
-    e->statistics.sampling_seconds += llm_seconds() - middle;
-    return true;
-}
-
-/* A sequence after its step. What was known before is in the cache now, and so are the proposals that were
- * accepted; the slots of the others are given back. */
-static void llm__settle(llm_engine *e, llm__sequence *sequence) {
-    llm__scheduler *s = &e->scheduler;
-    llm__job *job = sequence->job;
-    if (sequence->padding) { /* the next column: what ended a sequence, again, as far as it has memory */
-        s->n_padding++;
-        if (++sequence->n_cached < sequence->n_tokens || sequence->n_tokens == job->limit) return;
-        sequence->tokens[sequence->n_tokens] = sequence->tokens[sequence->n_tokens - 1];
-        sequence->n_tokens++;
-        return;
-    }
-    e->statistics.sequence_steps++;
-    int prompt_left = job->request.n_prompt - sequence->n_cached;
-    if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, sequence->n_scheduled);
-    if (job->forked && sequence->n_checked > 0) e->statistics.decode_steps++;
-    sequence->n_cached += sequence->n_scheduled + (int)llm__max(sequence->n_checked - 1, 0);
-    if (sequence->finish) return;
-    sequence->n_drafted = (int)llm__min(sequence->n_drafted, sequence->n_cached);
-    llm__table_trim(&s->pool, &sequence->table, sequence->n_cached);
-    llm__keep_prefix(s, sequence, sequence->n_cached);
-    bool silent = job->limit == job->request.n_prompt &&
-                  !job->request.logits_hook; /* nobody wants anything of it but its end */
-    if (silent && sequence->n_cached == job->limit)
-        for (int i = 0; i < job->request.n_samples; i++)
-            llm__tell(e, &job->sequences[i], -1, 0, false, LLM_FINISH_LENGTH);
-}
-
-/* Run the scheduled step. */
-static bool llm__run_step(llm_engine *e, llm_error *err) {
-    llm__scheduler *s = &e->scheduler;
-    llm_backend *b = e->options.backend;
-    bool any = false; /* none is left if the only scheduled sequence was preempted */
-    for (int i = 0; i < s->n_sequences; i++) any = any || s->sequences[i]->n_scheduled > 0;
-    if (!any) return true;
-    double start = llm_seconds();
-    if (!llm__propose(&e->speculator, s, &e->sampler, err)) return false;
-    e->statistics.draft_seconds += llm_seconds() - start;
-    llm__batch_target(s);
-    /* the body and as many rows of logits as fit, then the others, a slice at a time */
-    const llm__network *net = &e->network;
-    for (int first = 0; first == 0 || first < s->batch.n_logits; first += net->max_logits) {
-        int n = (int)llm__min(net->max_logits, s->batch.n_logits - first);
-        llm_part part = first > 0 ? LLM_HEAD : n > 0 ? LLM_WHOLE : LLM_BODY;
-        start = llm_seconds();
-        if (!b->run(b->context, &net->program, part, &s->batch, first, n, err)) return false;
-        e->statistics.forward_seconds += llm_seconds() - start;
-        if (n > 0 && !llm__take_logits(e, first, n, err)) return false;
-    }
-    if (!b->sync(b->context, err)) return false;
-    for (int i = 0; i < s->batch.n_sequences; i++) llm__settle(e, s->batch_sequences[i]);
-    e->statistics.steps++;
-    return true;
-}
-
-/* Nothing can be done yet, but something waits: for a batch to fill, with dynamic batching. */
-static void llm__wait_a_little(void) { poll(NULL, 0, 1); /* a millisecond */ }
-
-int llm_step(llm_engine *e, llm_error *err) {
-    llm__clear(err);
-    if (!e) {
-        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_step: the engine is NULL");
-        return -1;
-    }
-    double start = llm_seconds();
-    llm__scheduler *s = &e->scheduler;
-    llm__forget_events(e);
-    if (!s->running.first && !s->waiting.first) return 0;
-    bool ok = llm__run_copies(e, err) && llm__schedule(s, err);
-    ok = ok && llm__run_copies(e, err);
-    e->statistics.schedule_seconds += llm_seconds() - start;
-    if (ok && !s->running.first) llm__wait_a_little();
-    else if (ok) ok = llm__run_step(e, err);
-    llm__drop_ended(s); /* also those that ended in a step that then failed */
-    e->statistics.step_seconds += llm_seconds() - start;
-    return ok ? 1 : -1;
-}
-
-/* ---- Statistics ---------------------------------------------------------------------------- */
-
-/* Slots of the pool that hold a token. A block that k sequences share is counted by each as 1/k. */
-static int64_t llm__slots_used(const llm__scheduler *s) {
-    double used = 0;
-    for (int i = 0; i < s->n_sequences; i++) {
-        const llm__sequence *sequence = s->sequences[i];
-        for (int k = 0; k < sequence->table.n_blocks && !sequence->finish; k++) {
-            int64_t tokens = llm__min(sequence->n_cached - (int64_t)k * s->pool.block_size, s->pool.block_size);
-            if (tokens > 0) used += (double)tokens / s->pool.references[sequence->table.blocks[k]];
-        }
-    }
-    return (int64_t)(used + 0.5);
-}
-
-llm_program *llm_engine_program(llm_engine *e, bool draft) {
-    if (!e || (draft && !e->speculator.draft.model)) return NULL;
-    return draft ? &e->speculator.draft.program : &e->network.program;
-}
-
-llm_statistics llm_engine_statistics(const llm_engine *e) {
-    llm_statistics s;
-    memset(&s, 0, sizeof s);
-    if (!e) return s;
-    s = e->statistics;
-    const llm__scheduler *scheduler = &e->scheduler;
-    const llm__pool *pool = &scheduler->pool;
-    const llm__speculator *sp = &e->speculator;
-    for (int i = 0; i < scheduler->n_sequences; i++) s.running += !scheduler->sequences[i]->finish;
-    s.waiting = scheduler->n_waiting;
-    s.preemptions = scheduler->n_preemptions;
-    s.blocks_swapped = scheduler->n_blocks_swapped;
-    s.padding_tokens = scheduler->n_padding;
-    s.prefix_tokens = scheduler->prefix_tokens;
-    s.prefix_hits = scheduler->prefix_hits;
-    s.blocks_total = pool->n_blocks;
-    s.blocks_free = pool->n_blocks - llm__blocks_used(scheduler);
-    s.blocks_peak = pool->peak;
-    s.block_size = pool->block_size;
-    for (int64_t i = 0; i < pool->n_blocks; i++) s.blocks_shared += pool->references[i] > 1;
-    s.slots_used = llm__slots_used(scheduler);
-    int64_t slots = (s.blocks_total - s.blocks_free) * pool->block_size;
-    s.kv_waste = slots ? 1 - (double)s.slots_used / (double)slots : 0;
-    s.proposed = sp->proposed;
-    s.accepted = sp->accepted;
-    memcpy(s.proposed_at, sp->proposed_at, sizeof s.proposed_at);
-    memcpy(s.accepted_at, sp->accepted_at, sizeof s.accepted_at);
-    s.weight_bytes = e->model->weight_bytes + (e->options.draft ? e->options.draft->weight_bytes : 0);
-    const llm_cache *caches[] = {&e->network.cache, &sp->draft.cache};
-    for (int i = 0; i < 2; i++)
-        s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
-    s.arena_bytes = e->network.activation_bytes + sp->draft.activation_bytes;
-    llm_device_state device = llm__device_state(e->options.backend);
-    s.wait_seconds = device.wait_seconds - e->device.wait_seconds;
-    s.device_launches = device.launches - e->device.launches;
-    s.device_replays = device.replays - e->device.replays;
-    s.device_bytes = device.total_bytes;
-    s.device_free_bytes = device.free_bytes;
-    return s;
-}
-
-const llm_model *llm_engine_model(const llm_engine *e) { return e ? e->model : NULL; }
-const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? &e->options : NULL; }
 
 #endif /* LLM__IMPLEMENTED */
 #endif /* LLM_IMPLEMENTATION */

@@ -812,16 +812,14 @@ _Static_assert(LLM_F32 == 0 && LLM_F16 == 1 && sizeof(llm_type) == sizeof(int), 
     {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
 #define BLOCK_OPTION(e) {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, "tokens in a block of the cache (default 16)"}
 #define STEP_OPTION(e) {0, "max-batch-tokens", "N", WHOLE, &(e).max_batch_tokens, 1, 1 << 20, "tokens in one forward pass (default 512)"}
-#define SCHEDULE_OPTIONS(e, window) \
+#define SCHEDULE_OPTIONS(e) \
     {0, "max-sequences", "N", WHOLE, &(e).max_sequences, 1, 1 << 16, "sequences that run at the same time (default 16)"}, \
     STEP_OPTION(e), \
-    {0, "window", "SECONDS", REAL, &(window), 0, 3600, "how long dynamic batching waits for a batch to fill (default 0.05)"}, \
     {0, "preempt", PREEMPTIONS, CHOICE, &(e).preempt, 0, 0, "out of blocks: forget and recompute (default), or copy away"}, \
     {0, "no-prefix-cache", NULL, OFF, &(e).prefix_cache, 0, 0, "prompts that begin alike share no blocks"}, \
     {0, "no-chunked-prefill", NULL, OFF, &(e).chunked_prefill, 0, 0, "a prompt goes through the model in one step"}
 
-/* The words of enum llm_policy and of enum llm_preempt, in their order. */
-#define POLICIES "continuous|static|dynamic"
+/* The words of enum llm_preempt, in their order. */
 #define PREEMPTIONS "recompute|swap"
 
 /* ---- What run, batch and bench have in common ------------------------------------------------ */
@@ -927,6 +925,43 @@ static void free_engine(llm_engine *engine) {
     bool ours = backend && llm_cpu_threads(backend) == 0; /* a CPU backend is the engine's own */
     llm_engine_free(engine);
     if (ours) llm_backend_free(backend);
+}
+
+#include "docs/trace.h"
+
+#define TRACE_OPTION(path) \
+    {0, "trace", "FILE", TEXT, &(path), 0, 0, "write what each step decided: Chrome trace events, for Perfetto"}
+
+static int check_trace_name(const command *self, const char *path) {
+    if (!path || (*path && strcmp(path, "-"))) return PARSED;
+    return misuse(self, "--trace needs the name of a file: standard output is for the text");
+}
+
+/* Nothing is written over but an old trace, or an empty file; nor `output`, which this command writes too (NULL: none). */
+static bool check_trace(const char *path, const char *output) {
+    struct stat a, b;
+    char first = '[';
+    if (!path || stat(path, &a) != 0) return true;
+    if (output && stat(output, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
+        return !fail("--trace and the output are the same file, %s: give another path to write to", path);
+    FILE *file = S_ISREG(a.st_mode) ? fopen(path, "r") : NULL;
+    if (file && fread(&first, 1, 1, file) == 0) first = '[';
+    if (file) fclose(file);
+    return first == '[' || !fail("%s is there, and is no trace: give another path to write to", path);
+}
+
+/* Set the engine's options to write a trace to `path` (NULL: none). */
+static bool open_trace(trace_writer *trace, const char *path, llm_engine_options *options) {
+    int error = path ? trace_open(trace, path) : 0;
+    if (error) return !fail("cannot write to %s: %s", path, strerror(error));
+    options->trace = path ? trace_write : NULL;
+    options->trace_user = trace;
+    return true;
+}
+
+static bool close_trace(trace_writer *trace, const char *path) {
+    int error = trace_close(trace);
+    return !error || !fail("cannot write to %s: %s", path, strerror(error));
 }
 
 /* What speculation came to; 0: unknown. */
@@ -1107,7 +1142,8 @@ typedef struct figures { /* of a run */
 } figures;
 
 typedef struct run {
-    const char *model, *file;
+    const char *model, *file, *trace_path;
+    trace_writer trace;
     llm_engine_options engine;
     llm_request request;
     speculation speculation;
@@ -1299,6 +1335,7 @@ static int run_context(const run *r) {
 
 static int run_model(run *r, int argc, char **argv) {
     llm_error err;
+    if (!check_trace(r->trace_path, NULL)) return FAILED;
     char *path = model_path(r->model);
     bool good = path && run_read_prompt(r, argc, argv);
     good = good && load_models(path, r->speculation.path, &r->loaded, &r->draft);
@@ -1307,8 +1344,10 @@ static int run_model(run *r, int argc, char **argv) {
     r->engine.draft = r->draft;
     chosen.quiet = r->quiet;
     if (r->engine.context_length == 0) r->engine.context_length = run_context(r);
+    if (!open_trace(&r->trace, r->trace_path, &r->engine)) return FAILED;
     llm_engine *engine = create_engine(r->loaded, &r->engine, &err);
-    if (!engine) return fail_with(&err);
+    if (!engine) return close_trace(&r->trace, r->trace_path), fail_with(&err);
+    r->trace.blocks_total = llm_engine_statistics(engine).blocks_total;
     r->samples = make_samples(r->request.n_samples);
     good = run_generate(r, engine);
     if (good) {
@@ -1317,6 +1356,7 @@ static int run_model(run *r, int argc, char **argv) {
         else if (!r->quiet && !output.error) run_print_figures(r, &s);
     }
     free_engine(engine);
+    good = close_trace(&r->trace, r->trace_path) && good;
     return good && !stop_requested ? 0 : FAILED;
 }
 
@@ -1344,12 +1384,14 @@ static int command_run(const command *self, int argc, char **argv) {
         CACHE_OPTION(r.engine, "as needed"),
         BLOCK_OPTION(r.engine),
         STEP_OPTION(r.engine),
+        TRACE_OPTION(r.trace_path),
         JSON_OPTION(r.json),
         {'q', "quiet", NULL, FLAG, &r.quiet, 0, 0, "the new text alone: no prompt, no figures"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status == PARSED && argc && r.file) status = misuse(self, "two prompts: '%s' and --file %s", argv[0], r.file);
     if (status == PARSED) status = check_speculation(self, &r.speculation);
+    if (status == PARSED) status = check_trace_name(self, r.trace_path);
     if (status != PARSED) return free(r.stop.items), status;
     apply_speculation(&r.speculation, &r.engine, &r.request);
     r.request.stop = r.stop.items;
@@ -1380,6 +1422,7 @@ static const char run_notes[] =
     "  llm run --samples 3 --seed 7 \"There was a fox who\"\n"
     "  llm run --json --seed 1 -n 20 \"The wolf\" > wolf.json\n"
     "  llm run --draft models/tales-draft.gguf --speculate 4 \"The wolf\"\n"
+    "  llm run --samples 3 --trace trace.json \"The wolf\"    (open it at ui.perfetto.dev)\n"
     "  git log -1 --format=%B | llm run -m some.gguf -\n";
 
 /* ---- llm chat ------------------------------------------------------------------------------ */
@@ -1820,7 +1863,8 @@ typedef struct batch_line { /* from the input to the output */
 } batch_line;
 
 typedef struct batch {
-    const char *model, *in_path, *out_path;
+    const char *model, *in_path, *out_path, *trace_path;
+    trace_writer trace;
     llm_engine_options engine_options;
     llm_request request; /* what a line does not say */
     speculation speculation;
@@ -2256,11 +2300,15 @@ static int batch_model(batch *b) {
     char *path = model_path(b->model);
     bool good = path && load_models(path, b->speculation.path, &b->loaded, &b->draft);
     free(path);
-    if (!good || !open_files(b)) return FAILED;
+    if (!good || !open_files(b) || !check_trace(b->trace_path, b->out_path) ||
+        !open_trace(&b->trace, b->trace_path, &b->engine_options))
+        return FAILED;
     b->engine_options.draft = b->draft;
     b->engine = create_engine(b->loaded, &b->engine_options, &err);
-    if (!b->engine) return fail_with(&err);
+    if (!b->engine) return close_trace(&b->trace, b->trace_path), fail_with(&err);
+    b->trace.blocks_total = llm_engine_statistics(b->engine).blocks_total;
     good = batch_run(b);
+    good = close_trace(&b->trace, b->trace_path) && good;
     show_progress("batch", -1, "");
     if (b->out_is_file && fsync(b->out) != 0 && good) good = !fail("cannot write to %s: %s", b->out_path, strerror(errno));
     if (good && !b->quiet) batch_print_figures(b);
@@ -2275,7 +2323,6 @@ static int command_batch(const command *self, int argc, char **argv) {
                .out_path = "-", .out = -1, .input.file = -1};
     llm_engine_options *e = &b.engine_options;
     llm_sampling *s = &b.request.sampling;
-    float window = (float)e->batch_window;
     s->temperature = 0.8f;
     s->top_p = 0.95f;
     b.request.max_tokens = 512;
@@ -2297,15 +2344,15 @@ static int command_batch(const command *self, int argc, char **argv) {
         CACHE_TYPE_OPTION(*e),
         CACHE_OPTION(*e, "what all sequences need"),
         BLOCK_OPTION(*e),
-        {0, "policy", POLICIES, CHOICE, &e->policy, 0, 0, "when lines enter (default continuous)"},
-        SCHEDULE_OPTIONS(*e, window),
+        SCHEDULE_OPTIONS(*e),
+        TRACE_OPTION(b.trace_path),
         {'q', "quiet", NULL, FLAG, &b.quiet, 0, 0, "no figures at the end"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED && !b.in_path) status = misuse(self, "the prompts are missing: -f FILE");
     if (status == PARSED) status = check_speculation(self, &b.speculation);
+    if (status == PARSED) status = check_trace_name(self, b.trace_path);
     if (status == PARSED) {
-        e->batch_window = (double)window;
         b.request.stop = b.stop.items;
         b.request.n_stop = b.stop.count;
         apply_speculation(&b.speculation, e, &b.request);
@@ -2342,6 +2389,7 @@ static const char batch_notes[] =
     "Examples:\n"
     "  llm batch -f prompts.jsonl -o results.jsonl\n"
     "  llm batch -f prompts.jsonl -o results.jsonl --max-sequences 64 --temperature 0 -n 100\n"
+    "  llm batch -f prompts.jsonl -o results.jsonl --trace trace.json    (open it at ui.perfetto.dev)\n"
     "  echo '{\"prompt\": \"The wolf\", \"n\": 3, \"stop\": \".\"}' | llm batch -f -\n";
 
 /* ---- llm info ---------------------------------------------------------------------------- */
@@ -3506,6 +3554,8 @@ static const char bench_batch_notes[] =
     "  llm bench batch\n"
     "  llm bench batch -m some.gguf --sequences 1,16 --prompt 128 --gen 64 --runs 5 --json\n";
 
+#include "docs/groups.h"
+
 /* ---- llm bench serve: requests that come and go ---------------------------------------------------
  * The same requests, at the same times, for each policy. TTFT is counted from the time at which a request was to arrive. */
 enum {
@@ -3530,8 +3580,8 @@ static const struct {
 };
 
 typedef struct serve_request {
-    double arrival; /* seconds from the start */
-    int n_prompt, n_generate, n_tokens;
+    double arrival;     /* seconds from the start */
+    member member;
     double first, last; /* tokens, on the clock */
 } serve_request;
 
@@ -3542,60 +3592,46 @@ typedef struct serve {
     int policy; /* of POLICIES; their number: all of them, side by side */
     int n_requests, shared, runs;
     int ask; /* for so many tokens; 0: for those that it will get */
-    float rate;
+    float rate, window;
     int_range prompt, generate;
     seed_value seed;
     bool json;
     llm_model *loaded, *draft;
     serve_request *requests;
-    int32_t *ids; /* of the prompt that is being made */
+    int32_t *ids; /* of all prompts, one after another */
 } serve;
-
-enum { N_POLICIES = 3 };
-static const char *const policy_names[N_POLICIES] = {"continuous", "static", "dynamic"};
 
 static int draw_range(int_range r, uint64_t seed, uint64_t stream, uint64_t index) {
     return r.low + (int)(llm_random(seed, stream, index) * (r.high - r.low + 1));
 }
 
-/* When they come, and how long they are: the same in every run. */
+/* When they come, and what they ask for: the same in every run. */
 static void serve_plan(serve *v) {
     double clock = 0;
     uint64_t seed = v->seed.value;
+    int vocab = llm_model_config(v->loaded)->vocab_size;
+    size_t n_ids = 0;
     for (int i = 0; i < v->n_requests; i++) {
         serve_request *r = &v->requests[i];
-        *r = (serve_request){0};
+        llm_request *request = &r->member.request;
+        int n_prompt = v->shared + draw_range(v->prompt, seed, 1, (uint64_t)i);
         if (v->rate > 0) clock -= log(1 - llm_random(seed, 0, (uint64_t)i)) / (double)v->rate;
-        r->arrival = clock;
-        r->n_prompt = v->shared + draw_range(v->prompt, seed, 1, (uint64_t)i);
-        r->n_generate = draw_range(v->generate, seed, 2, (uint64_t)i);
+        *r = (serve_request){.arrival = clock, .member.request = llm_request_defaults()};
+        apply_speculation(&v->speculation, &v->engine_options, request);
+        v->ids = resize(v->ids, (n_ids + (size_t)n_prompt) * sizeof *v->ids);
+        for (int k = 0; k < n_prompt; k++)
+            v->ids[n_ids++] = (int32_t)(llm_random(seed, k < v->shared ? 3 : 4 + (uint64_t)i, (uint64_t)k) * vocab);
+        r->member.wanted = draw_range(v->generate, seed, 2, (uint64_t)i);
+        request->n_prompt = n_prompt;
+        request->max_tokens = v->ask ? v->ask : r->member.wanted;
+        request->ignore_end = true;
+        request->user = r;
     }
-}
-
-static bool serve_submit(serve *v, llm_engine *engine, int index) {
-    llm_error err;
-    serve_request *r = &v->requests[index];
-    int vocab = llm_model_config(v->loaded)->vocab_size;
-    for (int k = 0; k < r->n_prompt; k++)
-        v->ids[k] = (int32_t)(llm_random(v->seed.value, k < v->shared ? 3 : 4 + (uint64_t)index, (uint64_t)k) * vocab);
-    llm_request request = llm_request_defaults();
-    apply_speculation(&v->speculation, &v->engine_options, &request);
-    request.prompt = v->ids;
-    request.n_prompt = r->n_prompt;
-    request.max_tokens = v->ask ? v->ask : r->n_generate;
-    request.ignore_end = true;
-    request.user = r;
-    return llm_submit(engine, &request, NULL, &err) || !fail_with(&err);
-}
-
-/* What has come of a request. One that asks for more than it is to get ends as if by an end token. */
-static void serve_event(llm_engine *engine, const llm_event *event, double now) {
-    llm_error unused;
-    serve_request *r = event->user;
-    if (event->token < 0 || r->n_tokens == r->n_generate) return;
-    if (r->n_tokens++ == 0) r->first = now;
-    r->last = now;
-    if (r->n_tokens == r->n_generate && !event->finish) llm_cancel(engine, event->request, &unused);
+    n_ids = 0; /* they stay where they are from here on */
+    for (int i = 0; i < v->n_requests; i++) {
+        v->requests[i].member.request.prompt = v->ids + n_ids;
+        n_ids += (size_t)v->requests[i].member.request.n_prompt;
+    }
 }
 
 /* The value that a share p of them do not exceed. Sorts them. */
@@ -3606,7 +3642,7 @@ static double percentile(double *x, int n, double p) {
     return x[rank > 0 ? rank - 1 : 0];
 }
 
-static void serve_summary(const serve *v, llm_engine *engine, double start, double *figures) {
+static void serve_summary(const serve *v, const batcher *b, double start, double *figures) {
     int n = v->n_requests, n_paced = 0;
     double *ttft = resize(NULL, 2 * (size_t)n * sizeof *ttft), *tpot = ttft + n, last = start;
     static const double shares[] = {0.5, 0.9, 0.99};
@@ -3614,8 +3650,8 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
     for (int i = 0; i < n; i++) {
         const serve_request *r = &v->requests[i];
         ttft[i] = r->first - start - r->arrival;
-        if (r->n_tokens > 1) tpot[n_paced++] = (r->last - r->first) / (r->n_tokens - 1);
-        tokens += r->n_tokens;
+        if (r->member.n_tokens > 1) tpot[n_paced++] = (r->last - r->first) / (r->member.n_tokens - 1);
+        tokens += r->member.n_tokens;
         if (r->last > last) last = r->last;
     }
     for (int i = 0; i < COUNT(shares); i++) {
@@ -3623,13 +3659,13 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
         figures[TPOT_50 + i] = percentile(tpot, n_paced, shares[i]);
     }
     free(ttft);
-    llm_statistics s = llm_engine_statistics(engine);
+    llm_statistics s = llm_engine_statistics(b->engine);
     figures[SECONDS] = last - start;
     figures[THROUGHPUT] = (double)tokens / (last - start);
     figures[STEPS] = (double)s.steps;
-    figures[BATCH] = (double)s.sequence_steps / (double)s.steps;
+    figures[BATCH] = (double)(s.sequence_steps - b->padding_steps) / (double)s.steps;
     figures[OCCUPANCY] = figures[BATCH] / v->engine_options.max_sequences;
-    figures[PADDING] = (double)s.padding_tokens / (double)s.steps;
+    figures[PADDING] = (double)b->padding_tokens / (double)s.steps;
     figures[PREEMPTIONS_MADE] = (double)s.preemptions;
     figures[HIT_RATE] = s.prefix_tokens ? (double)s.prefix_hits / (double)s.prefix_tokens : 0;
     figures[SCHEDULER] = (s.step_seconds - s.forward_seconds - s.draft_seconds - s.sampling_seconds) / s.step_seconds;
@@ -3639,7 +3675,7 @@ static void serve_summary(const serve *v, llm_engine *engine, double start, doub
 }
 
 /* All requests through one engine, each when its time has come. */
-static bool serve_requests(serve *v, llm_engine *engine, const char *what, double *figures) {
+static bool serve_requests(serve *v, batcher *b, double *figures) {
     llm_error err;
     llm_event event;
     int n_steps = 0, n_looks = 0;
@@ -3647,24 +3683,26 @@ static bool serve_requests(serve *v, llm_engine *engine, const char *what, doubl
     for (int next = 0, n_ended = 0; n_ended < v->n_requests && !stop_requested;) {
         double now = llm_seconds() - start;
         while (next < v->n_requests && v->requests[next].arrival <= now)
-            if (!serve_submit(v, engine, next++)) return false;
-        int status = llm_step(engine, &err);
+            if (!batcher_submit(b, &v->requests[next++].member, &err)) return !fail_with(&err);
+        int status = batcher_step(b, &err);
         if (status < 0) return !fail_with(&err);
         if (status == 0) poll(NULL, 0, (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0))); /* nobody is here */
         now = llm_seconds();
-        while (llm_next_event(engine, &event)) {
-            serve_event(engine, &event, now);
+        while (batcher_next_event(b, &event)) {
+            serve_request *r = event.user;
+            if (r->first == 0) r->first = now;
+            r->last = now;
             n_ended += event.finish != LLM_FINISH_NONE;
         }
-        if (status == 0 || n_steps++ % 8) continue; /* a look at the pool takes time, of a large one too much for each step */
-        figures[WASTE] += llm_engine_statistics(engine).kv_waste;
+        if (b->n_running == 0 || n_steps++ % 8) continue; /* a look at the pool takes time, of a large one too much for each step */
+        figures[WASTE] += batcher_waste(b);
         n_looks++;
         char note[64];
-        snprintf(note, sizeof note, "%s, %d of %d requests", what, n_ended, v->n_requests);
+        snprintf(note, sizeof note, "%s, %d of %d requests", policy_names[b->policy], n_ended, v->n_requests);
         show_progress("bench", (double)n_ended / v->n_requests, note);
     }
-    figures[WASTE] /= n_looks;
-    if (!stop_requested) serve_summary(v, engine, start, figures);
+    figures[WASTE] /= n_looks ? n_looks : 1;
+    if (!stop_requested) serve_summary(v, b, start, figures);
     return true;
 }
 
@@ -3672,11 +3710,10 @@ static bool serve_once(serve *v, int policy, double *figures) {
     llm_error err;
     for (int i = 0; i < N_FIGURES; i++) figures[i] = 0;
     serve_plan(v);
-    v->engine_options.policy = (llm_policy)policy;
-    llm_engine *engine = create_engine(v->loaded, &v->engine_options, &err);
-    if (!engine) return !fail_with(&err);
-    bool good = serve_requests(v, engine, policy_names[policy], figures);
-    free_engine(engine);
+    batcher b = {.engine = create_engine(v->loaded, &v->engine_options, &err), .policy = policy, .window = (double)v->window};
+    if (!b.engine) return !fail_with(&err);
+    bool good = serve_requests(v, &b, figures);
+    free_engine(b.engine);
     return good;
 }
 
@@ -3737,7 +3774,6 @@ static int serve_model(serve *v, const char *path) {
     v->engine_options.context_length = longest;
     v->engine_options.draft = v->draft;
     v->requests = resize(NULL, (size_t)v->n_requests * sizeof *v->requests);
-    v->ids = resize(NULL, (size_t)longest * sizeof *v->ids);
     int first = v->policy < N_POLICIES ? v->policy : 0, n = v->policy < N_POLICIES ? 1 : N_POLICIES;
     double *figures = resize(NULL, (size_t)n * (size_t)v->runs * N_FIGURES * sizeof *figures);
     serve_print_head(v, path);
@@ -3753,9 +3789,8 @@ static int serve_model(serve *v, const char *path) {
 
 static int command_bench_serve(const command *self, int argc, char **argv) {
     serve v = {.engine_options = llm_engine_defaults(), .speculation.depth = NO_DEPTH, .policy = N_POLICIES, .n_requests = 64, .runs = 1,
-               .prompt = {16, 128}, .generate = {10, 200}, .seed = {false, 1}};
+               .window = 0.05f, .prompt = {16, 128}, .generate = {10, 200}, .seed = {false, 1}};
     llm_engine_options *e = &v.engine_options;
-    float window = (float)e->batch_window;
     const option options[] = {
         MODEL_OPTION(v.model),
         {0, "requests", "N", WHOLE, &v.n_requests, 1, 1 << 24, "how many (default 64)"},
@@ -3768,7 +3803,8 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
         {'s', "seed", "N", SEED, &v.seed, 0, 0, "of the times, lengths and tokens (default 1)"},
         {'r', "runs", "R", WHOLE, &v.runs, 1, 1000, "times to do each; the medians are told (default 1)"},
         {0, "policy", POLICIES "|all", CHOICE, &v.policy, 0, 0, "when requests enter (default all, side by side)"},
-        SCHEDULE_OPTIONS(*e, window),
+        {0, "window", "SECONDS", REAL, &v.window, 0, 3600, "how long dynamic batching waits for a group to fill (default 0.05)"},
+        SCHEDULE_OPTIONS(*e),
         SPECULATION_OPTIONS(v.speculation),
         THREADS_OPTION(e->n_threads),
         CACHE_TYPE_OPTION(*e),
@@ -3780,7 +3816,6 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
     if (status == PARSED) status = check_speculation(self, &v.speculation);
     if (status == PARSED && v.ask && v.ask < v.generate.high)
         status = misuse(self, "--ask is %d, and --gen gives up to %d tokens: ask for as many, or more", v.ask, v.generate.high);
-    e->batch_window = (double)window;
     char *path = status == PARSED ? model_path(v.model) : NULL;
     if (status == PARSED) status = path ? serve_model(&v, path) : FAILED;
     free(path);
@@ -3796,9 +3831,14 @@ static const char bench_serve_notes[] =
     "the time from the arrival of a request to its first token; TPOT the time per token after it; p90: nine of ten requests have\n"
     "no more. A step's time that is spent neither in the models nor in choosing tokens is the scheduler's.\n"
     "\n"
-    "Static and dynamic batching work in groups, as one array: a sequence has memory for all it may need from the first step\n"
-    "on, and who has ended is still computed, and keeps this memory, until the last of the group has ended. How much it may\n"
-    "need is what it asks for; nobody knows beforehand when a model will end a text, so requests mostly ask for more (--ask).\n"
+    "Static and dynamic batching are done here, outside of the engine. Requests wait until the engine is empty, and enter it\n"
+    "as a group, which is one array: each member asks for as many tokens as the one that asks for most, and no more enter\n"
+    "than the cache has room for, at that length. A request that has its tokens is computed on, as padding, until the last\n"
+    "of the group has its own. Nobody knows beforehand when a model will end a text, so requests mostly ask for more (--ask).\n"
+    "\n"
+    "\"Sequences in a step\" are those that still want tokens; \"ended, and still computed\" are tokens of padding per step.\n"
+    "\"Cache slots wasted\": continuous batching, the share of the blocks in use that holds no token of a running sequence;\n"
+    "groups, the share of what was set aside for the group that holds no token of a request that still wants some.\n"
     "\n"
     "Examples:\n"
     "  llm bench serve\n"

@@ -1,10 +1,11 @@
 /* 08-paged.c - llm lesson paged: who owns which block of the cache, step by step. Beside 08-paged.md.
  *
  * Four requests come and go; one asks for three samples (a fork: they share the prompt's blocks, and who writes into a
- * shared block first gets a copy of it), one begins as another did (the prefix cache). After each step the lesson
- * reads the block tables and the reference counts where the scheduler keeps them. */
+ * shared block first gets a copy of it), one begins as another did (the prefix cache). The engine's trace says which
+ * block each sequence takes, shares, copies and gives up; from that the lesson keeps block tables of its own, and draws
+ * them after each step. */
 
-enum { PAGED_REQUESTS = 4, PAGED_OWNERS = 6, PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT };
+enum { PAGED_REQUESTS = 4, PAGED_OWNERS = 6, PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT, PAGED_BLOCKS = 96 };
 
 static const struct paged_plan {
     const char *what;
@@ -14,55 +15,95 @@ static const struct paged_plan {
                                 {"C: begins as A did", 14, 0, 26, 1, 22},
                                 {"D: a long prompt", 24, 5000, 44, 1, 8}};
 
-static struct { /* what stands at the seam has no argument of its own to remember things by */
-    void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
+/* What the trace has said so far. Owners are numbered A, B1, B2, B3, C, D. */
+typedef struct paged_state {
+    uint64_t requests[PAGED_REQUESTS]; /* (n_requests) their ids, in the order in which they came */
+    int n_requests;
+    llm_state states[PAGED_OWNERS];
+    int32_t tables[PAGED_OWNERS][PAGED_BLOCKS]; /* (lengths) blocks */
+    int lengths[PAGED_OWNERS];
+    int references[PAGED_BLOCKS]; /* tables that name the block */
+    bool kept[PAGED_BLOCKS];      /* the prefix cache can find its content */
     int copies;
-} paged_spy;
-
-static void paged_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
-    paged_spy.copies += n;
-    paged_spy.copy_blocks(context, cache, from, to, n);
-}
-
-/* Owners are numbered A, B1, B2, B3, C, D. */
-static int paged_owner(const llm__sequence *sequence) {
-    int id = (int)sequence->job->id - (int)*(const uint64_t *)sequence->job->request.user; /* 0 to 3 */
-    return id == 0 ? 0 : id == 1 ? 1 + sequence->sample : id + 2;
-}
-
-typedef struct paged_state { /* of the pool after a step */
-    int used, shared, kept, sequences, copies;
-    double references, entries, tokens;
 } paged_state;
 
-/* Read the tables; note each block's owner in the map. */
-static paged_state paged_look(const llm_engine *engine, plot *map, int step) {
-    const llm__scheduler *s = &engine->scheduler;
-    const llm__pool *pool = &s->pool;
-    paged_state state = {.used = (int)(pool->n_blocks - pool->n_free), .copies = paged_spy.copies};
-    for (int block = 0; block < pool->n_blocks; block++) {
-        state.references += pool->references[block];
-        state.shared += pool->references[block] > 1;
-        bool kept = pool->references[block] == 0 && pool->identity[block];
-        state.kept += kept;
-        if (kept) plot_cell(map, block, step, PAGED_KEPT);
-    }
-    for (int i = 0; i < s->n_sequences; i++) {
-        const llm__sequence *sequence = s->sequences[i];
-        state.sequences++;
-        state.entries += sequence->table.n_blocks;
-        for (int k = 0; k < sequence->table.n_blocks; k++) {
-            int32_t block = sequence->table.blocks[k];
-            plot_cell(map, block, step, pool->references[block] > 1 ? PAGED_SHARED : paged_owner(sequence));
-        }
-    }
-    state.tokens = (double)llm__slots_used(s);
-    return state;
+/* Which owner an event is about; -1: none. */
+static int paged_owner(const paged_state *p, const llm_trace_event *e) {
+    int i = 0;
+    while (i < p->n_requests && p->requests[i] != e->request) i++;
+    if (i == p->n_requests) return -1;
+    return i == 0 ? 0 : i == 1 ? 1 + e->sample : i + 2;
 }
 
-static bool paged_submit(lesson *l, llm_engine *engine, int i, uint64_t *first_id) {
+/* The block becomes an entry of the owner's table. */
+static void paged_enter(paged_state *p, int owner, int entry, int32_t block, int references) {
+    p->tables[owner][entry] = block;
+    if (entry >= p->lengths[owner]) p->lengths[owner] = entry + 1;
+    p->references[block] = references;
+    p->kept[block] = false;
+}
+
+/* The owner gives the block up, and `references` tables still name it. */
+static void paged_leave(paged_state *p, int owner, const llm_trace_event *e) {
+    int n = 0;
+    for (int i = 0; i < p->lengths[owner]; i++)
+        if (p->tables[owner][i] != e->block) p->tables[owner][n++] = p->tables[owner][i];
+    p->lengths[owner] = n;
+    p->references[e->block] = e->count;
+    p->kept[e->block] = e->kept;
+}
+
+/* The engine calls it for each of its decisions: keep the tables as it says. */
+static void paged_trace(void *user, const llm_trace_event *e) {
+    paged_state *p = user;
+    bool submitted = e->kind == LLM_TRACE_STATE && e->from == LLM_WAITING && e->state == LLM_WAITING;
+    if (submitted && e->sample == 0 && p->n_requests < PAGED_REQUESTS) p->requests[p->n_requests++] = e->request;
+    if (e->kind == LLM_TRACE_EVICT) p->kept[e->block] = false;
+    int owner = paged_owner(p, e);
+    if (owner < 0) return;
+    switch (e->kind) {
+    case LLM_TRACE_STATE: p->states[owner] = e->state; break;
+    case LLM_TRACE_TAKE: paged_enter(p, owner, e->first, e->block, 1); break;
+    case LLM_TRACE_SHARE: paged_enter(p, owner, e->first, e->block, p->references[e->block] + 1); break;
+    case LLM_TRACE_COPY:
+        paged_enter(p, owner, e->first, e->block, 1);
+        p->references[e->source]--;
+        p->copies++;
+        break;
+    case LLM_TRACE_RELEASE: paged_leave(p, owner, e); break;
+    default: break;
+    }
+}
+
+typedef struct paged_counts { /* of the pool after a step */
+    int used, shared, kept, sequences;
+    double references, entries;
+} paged_counts;
+
+/* Count, and note each block's owner in the map. */
+static paged_counts paged_look(const paged_state *p, plot *map, int step, int n_blocks) {
+    paged_counts c = {0};
+    for (int block = 0; block < n_blocks; block++) {
+        bool kept = p->references[block] == 0 && p->kept[block];
+        c.references += p->references[block];
+        c.used += p->references[block] > 0;
+        c.shared += p->references[block] > 1;
+        c.kept += kept;
+        if (kept) plot_cell(map, block, step, PAGED_KEPT);
+    }
+    for (int owner = 0; owner < PAGED_OWNERS; owner++) {
+        c.sequences += p->states[owner] != LLM_WAITING && p->states[owner] != LLM_ENDED;
+        c.entries += p->lengths[owner];
+        for (int k = 0; k < p->lengths[owner]; k++) {
+            int32_t block = p->tables[owner][k];
+            plot_cell(map, block, step, p->references[block] > 1 ? PAGED_SHARED : owner);
+        }
+    }
+    return c;
+}
+
+static bool paged_submit(lesson *l, llm_engine *engine, int i) {
     llm_error err;
-    uint64_t id;
     llm_request request = llm_request_defaults();
     int32_t *prompt = lesson_tokens(l, paged_plan[i].first, paged_plan[i].prompt);
     request.prompt = prompt;
@@ -71,14 +112,13 @@ static bool paged_submit(lesson *l, llm_engine *engine, int i, uint64_t *first_i
     request.max_tokens = paged_plan[i].tokens;
     request.sampling.temperature = 1;
     request.ignore_end = true;
-    request.user = first_id;
-    bool good = prompt && (llm_submit(engine, &request, &id, &err) || !fail_with(&err));
-    if (good && i == 0) *first_id = id;
+    bool good = prompt && (llm_submit(engine, &request, NULL, &err) || !fail_with(&err));
     free(prompt);
     return good;
 }
 
 typedef struct paged_run { /* what all steps came to */
+    paged_state state;
     table steps;
     plot map, slots;
     double waste_paged, waste_contiguous; /* shares of the slots that held no token, added up */
@@ -107,17 +147,17 @@ static paged_run new_paged_run(int n_blocks) {
     return r;
 }
 
-/* Note the state after a step. */
-static void paged_note(const lesson *l, paged_run *r, const paged_state *s, int step, int n_blocks) {
-    double used = (double)s->used * l->engine.block_size, whole = (double)s->sequences * l->engine.context_length;
-    add_row(&r->steps, (double)step, (double)s->used, (double)(n_blocks - s->used), (double)s->shared, (double)s->kept,
-            s->references, s->entries, (double)s->sequences, s->tokens, used, (double)s->copies);
-    plot_point(&r->slots, 0, step, s->tokens);
+/* Note what there is after a step. */
+static void paged_note(const lesson *l, paged_run *r, const paged_counts *c, double tokens, int step, int n_blocks) {
+    double used = (double)c->used * l->engine.block_size, whole = (double)c->sequences * l->engine.context_length;
+    add_row(&r->steps, (double)step, (double)c->used, (double)(n_blocks - c->used), (double)c->shared, (double)c->kept,
+            c->references, c->entries, (double)c->sequences, tokens, used, (double)r->state.copies);
+    plot_point(&r->slots, 0, step, tokens);
     plot_point(&r->slots, 1, step, used);
     plot_point(&r->slots, 2, step, whole);
     if (used > 0) {
-        r->waste_paged += 1 - s->tokens / used;
-        r->waste_contiguous += 1 - fmin(s->tokens / whole, 1);
+        r->waste_paged += 1 - tokens / used;
+        r->waste_contiguous += 1 - fmin(tokens / whole, 1);
         r->counted++;
     }
 }
@@ -125,17 +165,15 @@ static void paged_note(const lesson *l, paged_run *r, const paged_state *s, int 
 /* All requests, each at its step, until all have ended. */
 static bool paged_work(lesson *l, llm_engine *engine, int n_blocks, paged_run *r) {
     llm_error err;
-    uint64_t first_id = 0;
     int came = 0;
     bool good = true, going = true;
     for (int step = 0; good && going && !stop_requested; step++) {
-        while (good && came < PAGED_REQUESTS && paged_plan[came].step <= step)
-            good = paged_submit(l, engine, came++, &first_id);
+        while (good && came < PAGED_REQUESTS && paged_plan[came].step <= step) good = paged_submit(l, engine, came++);
         int result = good ? llm_step(engine, &err) : 0;
         if (result < 0) good = !fail_with(&err);
         going = result > 0 || came < PAGED_REQUESTS;
-        paged_state state = paged_look(engine, &r->map, step);
-        if (good) paged_note(l, r, &state, step, n_blocks);
+        paged_counts counts = paged_look(&r->state, &r->map, step, n_blocks);
+        if (good) paged_note(l, r, &counts, (double)llm_engine_statistics(engine).slots_used, step, n_blocks);
     }
     r->hits = (int)llm_engine_statistics(engine).prefix_hits;
     return good && !stop_requested && r->counted > 0;
@@ -160,8 +198,8 @@ static void paged_show(lesson *l, paged_run *r) {
         "\n%d blocks were copied on a write, and %d tokens of prompts were found in the prefix cache. Slots that "
         "held no token: %.0f %% of the blocks in use, at the mean of all steps; with the whole context of %d tokens "
         "reserved for each sequence %.0f %%.\n",
-        paged_spy.copies, r->hits, 100 * waste_paged, l->engine.context_length, 100 * waste_contiguous);
-    fact(l, "blocks_copied", paged_spy.copies);
+        r->state.copies, r->hits, 100 * waste_paged, l->engine.context_length, 100 * waste_contiguous);
+    fact(l, "blocks_copied", r->state.copies);
     fact(l, "prefix_hits", r->hits);
     fact(l, "waste_paged", waste_paged);
     fact(l, "waste_contiguous", waste_contiguous);
@@ -176,7 +214,7 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {0, "block-size", "N", WHOLE, &l.engine.block_size, 1, 96, "tokens in a block (default 8)"},
-        {0, "blocks", "N", WHOLE, &n_blocks, 1, 96, "blocks of the pool (default 28)"},
+        {0, "blocks", "N", WHOLE, &n_blocks, 1, PAGED_BLOCKS, "blocks of the pool (default 28)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
@@ -188,21 +226,15 @@ static int lesson_paged(const command *self, int argc, char **argv) {
         fail("--blocks is %d: the longest request alone, of %d tokens, needs %d", n_blocks, longest, fewest);
         return lesson_end(&l, false);
     }
-    llm_backend *device = lesson_device(&l);
-    if (!device) return lesson_end(&l, false);
-    llm_backend spy = *device;
-    paged_spy.copy_blocks = device->copy_blocks;
-    paged_spy.copies = 0;
-    spy.copy_blocks = paged_copy_blocks;
-    l.engine.backend = &spy;
     l.engine.context_length = given_or(-1, 96, 1, llm_model_config(l.loaded)->context_length);
     l.engine.cache_bytes = (uint64_t)n_blocks * (uint64_t)l.engine.block_size *
                            llm_model_cache_bytes_per_token(l.loaded, l.engine.cache_type);
-    llm_engine *engine = lesson_engine(l.loaded, &l.engine);
     paged_run r = new_paged_run(n_blocks);
+    l.engine.trace = paged_trace;
+    l.engine.trace_user = &r.state;
+    llm_engine *engine = lesson_engine(l.loaded, &l.engine);
     bool good = engine && paged_work(&l, engine, n_blocks, &r);
-    llm_engine_free(engine);
-    llm_backend_free(device);
+    free_engine(engine);
     if (good) {
         paged_show(&l, &r);
     } else {

@@ -14,7 +14,7 @@ typedef struct rung {
     llm_isa isa;
     int threads;     /* 0: all */
     int sequences;   /* at the same time; 0: as many as the cache has room for */
-    llm_policy policy;
+    bool groups;     /* static batches */
     int many;        /* requests of the many; slow rungs do fewer */
     bool tiled, fused, split, graphs; /* on a GPU: kernels beyond the textbook's, ... */
 } rung;
@@ -34,21 +34,37 @@ typedef struct rung_result {
     int n_many;
 } rung_result;
 
+/* In static groups: see lesson batching. */
+static bool ladder_groups(llm_engine *engine, task *tasks, int n) {
+    member members[LADDER_REQUESTS];
+    batcher groups = {.engine = engine, .policy = STATIC};
+    llm_error err;
+    llm_event event;
+    int status = 1;
+    for (int i = 0; i < n && status > 0; i++) {
+        members[i] = (member){.request = tasks[i].request};
+        members[i].request.user = &tasks[i];
+        if (!batcher_submit(&groups, &members[i], &err)) status = -1;
+    }
+    while (status > 0 && !stop_requested && (status = batcher_step(&groups, &err)) > 0)
+        while (batcher_next_event(&groups, &event)) take_task_event(&event);
+    return status >= 0 || !fail_with(&err);
+}
+
 /* Tokens a second of these tasks together, prompts included in the time. Without a cache every token is a request of
  * its own: see lesson kv. */
-static bool ladder_work(llm_engine *engine, task *tasks, int n, bool no_cache, double *rate) {
+static bool ladder_work(llm_engine *engine, task *tasks, int n, const rung *r, double *rate) {
     double start = llm_seconds(), tokens = 0;
-    bool good = true;
-    if (!no_cache) good = run_tasks(engine, tasks, n);
+    bool good = true, no_cache = r->no_cache;
+    if (!no_cache) good = r->groups ? ladder_groups(engine, tasks, n) : run_tasks(engine, tasks, n);
     for (int i = 0; i < n && no_cache && good; i++) {
-        kv_run r = new_kv_run(tasks[i].request.max_tokens);
-        good =
-            kv_without(engine, tasks[i].request.prompt, tasks[i].request.n_prompt, tasks[i].request.max_tokens, &r) &&
-            !stop_requested;
-        tasks[i].n = tasks[i].request.max_tokens;
-        tasks[i].tokens = r.tokens;
-        free(r.seconds);
-        free(r.computed);
+        const llm_request *request = &tasks[i].request;
+        kv_run run = new_kv_run(request->max_tokens);
+        good = kv_without(engine, request->prompt, request->n_prompt, request->max_tokens, &run) && !stop_requested;
+        tasks[i].n = request->max_tokens;
+        tasks[i].tokens = run.tokens;
+        free(run.seconds);
+        free(run.computed);
     }
     for (int i = 0; i < n; i++) tokens += tasks[i].n;
     *rate = tokens / (llm_seconds() - start);
@@ -64,7 +80,6 @@ static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_bac
     o.max_sequences = r->sequences ? r->sequences : LADDER_REQUESTS;
     o.prefix_cache = r->prefix;
     o.naive_attention = r->naive;
-    o.policy = r->policy;
     o.draft = r->draft ? x->draft : NULL;
     o.max_speculation = 2;
     return o;
@@ -95,8 +110,8 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     x->one.request.speculate = r->draft ? 2 : 0;
     int n_many = r->many < x->requests ? r->many : x->requests;
     double one = 0, many = 0;
-    bool good = engine && run_tasks(engine, &warm, 1) && ladder_work(engine, &x->one, 1, r->no_cache, &one) &&
-                ladder_work(engine, x->many, n_many, r->no_cache, &many);
+    bool good = engine && run_tasks(engine, &warm, 1) && ladder_work(engine, &x->one, 1, r, &one) &&
+                ladder_work(engine, x->many, n_many, r, &many);
     free_task(&warm);
     out->one = larger(out->one, one);
     out->many = larger(out->many, many);
@@ -208,7 +223,7 @@ static const rung ladder_cpu[] = {
     {"+ wide vectors", LADDER_FAST, .threads = 1, .sequences = 1},
     {"+ threads", LADDER_FAST, .sequences = 1},
     {"+ int4 weights", LADDER_INT4, .sequences = 1},
-    {"+ static batches", LADDER_INT4, .sequences = LADDER_CONTEXTS, .policy = LLM_POLICY_STATIC},
+    {"+ static batches", LADDER_INT4, .sequences = LADDER_CONTEXTS, .groups = true},
     {"+ continuous", LADDER_INT4, .sequences = LADDER_CONTEXTS},
     {"+ paged cache", LADDER_INT4, .paged = true},
     {"+ prefix cache", LADDER_INT4, .paged = true, .prefix = true},
@@ -227,7 +242,7 @@ static const rung ladder_gpu[] = {
     {"+ split attention", LADDER_KERNELS, .sequences = 1, .fused = true, .split = true},
     {"+ graphs", LADDER_GPU, .sequences = 1},
     {"+ int4 weights", LADDER_GPU_INT4, .sequences = 1},
-    {"+ static batches", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS, .policy = LLM_POLICY_STATIC},
+    {"+ static batches", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS, .groups = true},
     {"+ continuous", LADDER_GPU_INT4, .sequences = LADDER_CONTEXTS},
     {"+ paged cache", LADDER_GPU_INT4, .paged = true},
     {"+ prefix cache", LADDER_GPU_INT4, .paged = true, .prefix = true},

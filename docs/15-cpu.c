@@ -358,7 +358,7 @@ static int lesson_cpu(const command *self, int argc, char **argv) {
 }
 
 static const char cpu_notes[] =
-    "One product of a matrix in memory with 1, 16 and 512 rows of x, by each form of chapter [4] of llm.h that this processor has (or --isa\n"
+    "One product of a matrix in memory with 1, 16 and 512 rows of x, by each form of chapter [10] of llm.h that this processor has (or --isa\n"
     "allows), beside what memory and the processor's instructions could give.\n"
     "\n"
     "Examples:\n"

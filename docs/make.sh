@@ -89,7 +89,7 @@ for page in $all; do
             grep -q -w -e "$symbol" llm.h llm.cu main.c docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no $symbol"
         done
         sed -n '/^[0-9]*\. A line:/p' "$page" | grep -o '\(instead of\|[Dd]elete\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
-            grep -q -F -e "$code" llm.h llm.cu docs/*.c docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
+            grep -q -F -e "$code" llm.h llm.cu docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
         done ;;
     esac >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }

@@ -139,6 +139,14 @@ ok "invalid UTF-8 from a file" "" "$LLM" run -m "$M" -n 8 -q -f invalid.txt
 ok "invalid UTF-8, JSON" '"prompt_tokens"' "$LLM" run -m "$M" -n 8 -q --json -f invalid.txt
 json "run --json of invalid UTF-8"
 i=0; while [ $i -lt 40 ]; do printf 'QWERTY%d ' $i; i=$((i + 1)); done >longer.txt
+ok "run --trace" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end --max-batch-tokens 2 --trace t.json -f invalid.txt
+trace "... writes a trace" t.json '"prefill 2"'
+ok "run --trace of several samples" "" "$LLM" run -m "$M" -n 4 -s 3 -q --ignore-end --samples 3 --trace t.json "Hello"
+trace "... writes over the last one" t.json '"request 1, sample 3"'
+bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" "$LLM" run -m "$M" -n 4 --trace - Hello
+bad "run --trace over the prompt" 1 "prompt.txt is there, and is no trace: give another path" "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
+bad "run --trace over the model" 1 "s.gguf is there, and is no trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
+bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 --trace "$T" Hello
 bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
 bad "... than the context asked for" 1 "context 8: shorten the prompt, or raise --context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
 bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
@@ -376,6 +384,8 @@ if [ -w /dev/full ]; then
     full "tokenize" "$LLM" tokenize -m "$M" Hello
     full "perplexity" "$LLM" perplexity -m "$M" text.txt
     full "bench" "$LLM" bench -m "$M" -t 1 -p 2 -g 1 -r 1
+    name="run --trace to a full disk"; run "$LLM" run -m "$M" -n 1 -q --trace /dev/full Hello
+    judge 1 "^llm: cannot write to /dev/full: No space left on device$" ""
     full "a long run" "$LLM" run -m long.gguf -n 100000 --ignore-end -q Hello # ends at once, not in a minute
 else
     skip "a full disk (no /dev/full)"
@@ -417,13 +427,14 @@ fi
 for signal in INT TERM; do
     name="run, stopped by SIG$signal"
     : >out # now: the background command does so at its leisure
-    "$LLM" run -m long.gguf -n 100000 --ignore-end --seed 1 Hello >out 2>err </dev/null &
+    "$LLM" run -m long.gguf -n 100000 --ignore-end --seed 1 --trace t.json Hello >out 2>err </dev/null &
     pid=$! i=0
     while [ "$(wc -c <out)" -lt 50 ] && [ $i -lt 1000 ] && kill -0 $pid 2>/dev/null; do sleep 0.02; i=$((i + 1)); done
     kill -$signal $pid
     wait $pid
     status=$?
     judge 1 '^\[stopped; [0-9]+ prompt tokens, first token after .*; [0-9]+ tokens at .*seed 1\]$' "^Hello"
+    trace "... with a whole trace" t.json decode
 done
 
 # ---- --device

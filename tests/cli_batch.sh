@@ -61,8 +61,8 @@ name="batch"; run batch -f many.jsonl -o full.jsonl; judge 0 "" ""
 name="one line for each"; if [ "$(wc -l <full.jsonl)" -eq 200 ]; then pass; else fail "200 lines"; fi
 name="in order"; i=$(sed -n 's/^{"line": \([0-9]*\), "hash": "[0-9a-f]*", "id": "p[0-9]*", "samples": .*/\1/p' full.jsonl | tr '\n' ' ')
 if [ "$i" = "$(seq 200 | tr '\n' ' ')" ]; then pass; else fail "line 1 to 200"; fi
-for o in "--max-sequences 2" "--max-sequences 64 --max-batch-tokens 7" "--policy static --max-sequences 8" "--policy dynamic --window 0.001" \
-    "--no-prefix-cache" "--cache-memory 64K --block-size 4" "--cache-memory 64K --preempt swap --block-size 4" "-t 1 --no-chunked-prefill"; do
+for o in "--max-sequences 2" "--max-sequences 64 --max-batch-tokens 7" "--no-prefix-cache" "--trace t.json" \
+    "--cache-memory 64K --block-size 4" "--cache-memory 64K --preempt swap --block-size 4" "-t 1 --no-chunked-prefill"; do
     rm -f o.jsonl
     name="batch $o"; run batch -f many.jsonl -o o.jsonl $o; judge 0 "" ""
     same "... gives the same bytes" full.jsonl o.jsonl
@@ -208,7 +208,29 @@ bad "an input that is a directory" 1 "cannot read .*: Is a directory" batch -f "
 bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch -f many.jsonl -o nowhere/o.jsonl
 bad "a cache of one byte" 1 "^llm: --cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1
 bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch -f many.jsonl --context 1000000
-bad "an unknown policy" 2 "policy needs one of continuous\|static\|dynamic, not 'random'" batch -f many.jsonl --policy random
+bad "a policy: batch has none" 2 "unknown option --policy" batch -f many.jsonl --policy static
+bad "a window: batch has none" 2 "unknown option --window" batch -f many.jsonl --window 1
+
+# ---- batch --trace: who was in which step ------------------------------------------------------
+rm -f o.jsonl
+name="batch --trace"; run batch -f many.jsonl -o o.jsonl --trace t.json --cache-memory 64K --block-size 4 --max-sequences 8; judge 0 "" ""
+trace "... writes a trace" t.json '"request 200, sample 2"'
+for what in prefill decode admitted preempted resumed ended '"in use"'; do
+    name="... with $what"; if grep -q -- "$what" t.json; then pass; else fail "$what"; fi
+done
+name="... of 300 sequences, each of which ends"; if [ "$(grep -c '"name": "ended"' t.json)" -eq 300 ] && [ "$(grep -c '"request [0-9]*, sample [12]"' t.json)" -eq 300 ]; then pass; else fail "300 ends"; fi
+ok "batch --trace, with proposals" "" batch -f greedy.jsonl -o - --trace t.json --draft "$M" --speculate 3
+trace "... has them" t.json '"verify 1\+3", "args": .*"accepted": 3'
+cp many.jsonl p.jsonl
+bad "a trace over the prompts" 1 "^llm: p.jsonl is there, and is no trace: give another path to write to$" batch -f many.jsonl --trace p.jsonl
+same "... leaves them as they were" p.jsonl many.jsonl
+rm -f o.jsonl
+bad "a trace over the results" 1 "the same file, o.jsonl: give another" batch -f many.jsonl -o o.jsonl --trace o.jsonl
+bad "a trace over the model" 1 "d.gguf is there, and is no trace" "$LLM" batch -m "$D" -q -f many.jsonl --trace d.gguf
+bad "a trace to standard output" 2 "trace needs the name of a file" batch -f many.jsonl --trace -
+bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f many.jsonl --trace nowhere/t.json
+bad "a trace of no engine" 1 "cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1 --trace t.json
+trace "... is a trace all the same" t.json steps
 
 mkfifo fifo
 rm -f o.jsonl
@@ -228,13 +250,14 @@ exec 3>&-
 name="stopped while it waits"; if [ $status -eq 1 ] && [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass; else fail "status 1, 3 lines"; fi
 rm -f o.jsonl
 for signal in INT TERM; do
-    "$LLM" batch -m "$M" --no-timings -f many.jsonl -o o.jsonl --max-sequences 2 >out 2>err </dev/null &
+    "$LLM" batch -m "$M" --no-timings -f many.jsonl -o o.jsonl --max-sequences 2 --trace t.json >out 2>err </dev/null &
     pid=$! i=0 before=$(wc -l 2>/dev/null <o.jsonl || echo 0)
     while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -le $((before + 5)) ] && [ $i -lt 2000 ] && kill -0 $pid 2>/dev/null; do sleep 0.01; i=$((i + 1)); done
     kill -$signal $pid
     wait $pid
     status=$?
     name="stopped by SIG$signal"; judge 1 "stopped, with [0-9]+ lines done; the same command goes on from there" ""
+    trace "... with a whole trace" t.json decode
 done
 name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
@@ -249,6 +272,7 @@ name="... leaves whole lines"; if [ -s o.jsonl ] && [ -z "$(tail -c 1 o.jsonl)" 
 name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
 if [ -w /dev/full ]; then
+    name="batch --trace /dev/full"; run batch -f greedy.jsonl --trace /dev/full; judge 1 "^llm: cannot write to /dev/full: No space left on device$" '"line": 40'
     bad "batch -o /dev/full" 1 "cannot write to /dev/full: No space left" batch -f many.jsonl -o /dev/full
     name="batch to a full standard output"; batch -f many.jsonl >/dev/full 2>err </dev/null; status=$?; : >out
     judge 1 "cannot write to standard output: No space left on device" ""
@@ -275,12 +299,16 @@ ok "bench batch --json" '"complete": true' "$LLM" bench batch -m "$M" --sequence
 json "bench batch --json is JSON"
 bad "bench batch beyond the context" 1 "context of 128" "$LLM" bench batch -m "$M"
 ok "bench serve" "continuous +static +dynamic" "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --max-sequences 4
+name="bench serve: a group computes as many tokens of each as of its longest"; judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
 ok "bench serve --rate" "200 a second" "$LLM" bench serve -m "$M" --requests 12 --rate 200 --prompt 4-20 --gen 2-30 --shared 32 --policy continuous
 ok "bench serve --json" '"policy": "dynamic".*"complete": true|"complete": true' "$LLM" bench serve -m "$M" --requests 12 --prompt 4 --gen 1-30 --cache-memory 64K --preempt swap --runs 2 --json
 json "bench serve --json is JSON"
 # those that ended before they had what they asked for: all of them have their tokens, and a group computes what continuous batching does not
 ok "bench serve --ask" "of 60 asked for" "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --max-sequences 4
 name="bench serve: padding under static and dynamic only"; judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
+# a group has memory for all that its members may come to, so that none is preempted, though continuous batching would be
+ok "bench serve: groups that fit" "" "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --cache-memory 64K --block-size 4
+name="bench serve: preemptions under continuous only"; judge 0 "" "^preemptions +[1-9][0-9]* +0 +0$"
 bad "bench serve: asking for less" 2 "ask is 20, and --gen gives up to 30 tokens" "$LLM" bench serve -m "$M" --gen 2-30 --ask 20
 ok "bench serve --draft" "proposals accepted" "$LLM" bench serve -m "$M" --requests 6 --prompt 4-20 --gen 2-30 --draft "$D" --policy static
 bad "bench serve beyond the context" 1 "context is 128" "$LLM" bench serve -m "$M" --gen 10-500

@@ -58,6 +58,18 @@ json() { # name: the last output is valid JSON and nothing else
     else fail "valid JSON"
     fi
 }
+trace() { # name, file, pattern in it: a whole trace (docs/trace.h). It is an array with one object a line; llm batch reads such lines
+    name=$1
+    sed -e '1d; $d; s/,$//' "$2" >lines
+    "$LLM" batch -m "$M" -q -f lines >objects 2>log </dev/null
+    if [ "$(head -n 1 "$2")" != '[' ] || [ "$(tail -n 1 "$2")" != ']' ]; then fail "an array"
+    elif [ ! -s lines ] || [ "$(grep -c "unknown key 'pid'" objects)" -ne "$(wc -l <lines)" ]; then fail "an object a line: $(grep -v "key 'pid'" objects | head -n 1)"
+    elif [ "$(grep -c ',$' "$2")" -ne $(($(wc -l <lines) - 1)) ]; then fail "a comma between two"
+    elif ! grep -q -E -e "$3" "$2"; then fail "'$3' in $2"
+    elif [ -n "$python" ] && ! "$python" -c 'import json, sys; json.load(open(sys.argv[1], encoding="utf-8"))' "$2" >log 2>&1; then fail "valid JSON: $(tail -n 1 log)"
+    else pass
+    fi
+}
 closed() { # name, command...: to a pipe that nobody reads any more
     name="$1 to a closed pipe"
     shift

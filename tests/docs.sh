@@ -56,6 +56,18 @@ for example in embed chat batch; do
     check "docs/examples/$example.c compiles without a warning" \
         $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp $kernels -I. "docs/examples/$example.c" $library -o "$work/$example" -lm
 done
+cat >"$work/trace.c" <<'END'
+#include "llm.h"
+#include "docs/trace.h"
+int main(void) {
+    trace_writer trace;
+    llm_engine_options options = llm_engine_defaults();
+    options.trace = trace_write;
+    options.trace_user = &trace;
+    return trace_open(&trace, "trace.json") || trace_close(&trace) || !options.trace;
+}
+END
+check 'docs/trace.h compiles without a warning' $cc -std=c11 -Wall -Wextra -Wpedantic -Werror -I. -c "$work/trace.c" -o "$work/trace.o"
 model=models/tales-q4_0.gguf
 runs() { # title, pattern, command...
     title=$1 pattern=$2

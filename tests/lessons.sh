@@ -127,7 +127,8 @@ holds "batching: the same tokens under all policies" 'd["same_tokens"] == 1'
 holds "batching: continuous never idles a place while a request waits" 'd["policies"][0]["idle_while_waiting"] == 0 and all(t["running"] == d["slots"] or t["waiting"] == 0 for t in d["trace_continuous"])'
 holds "batching: static does, and takes longer" 'd["policies"][1]["idle_while_waiting"] > 0 and d["policies"][0]["ticks"] < d["policies"][1]["ticks"]'
 holds "batching: busy places are tokens; nobody ends before it began, or waits longer than the last" 'all(abs(p["busy_percent"] * p["ticks"] * d["slots"] / 100 - sum(t["running"] for t in d["trace_" + p["policy"]])) < 1e-6 and p["ticks"] == len(d["trace_" + p["policy"]]) and p["mean_wait_ticks"] < p["mean_latency_ticks"] <= p["worst_latency_ticks"] for p in d["policies"]) and d["policies"][0]["busy_percent"] == max(p["busy_percent"] for p in d["policies"])'
-holds "batching: never more than the places" 'all(t["running"] <= d["slots"] for k in ("continuous", "static", "dynamic") for t in d["trace_" + k])'
+holds "batching: groups compute padding, which continuous batching does not" 'd["policies"][0]["padding"] == 0 < d["policies"][1]["padding"] and all(p["padding"] == sum(t["padding"] for t in d["trace_" + p["policy"]]) for p in d["policies"])'
+holds "batching: never more than the places" 'all(t["running"] + t["padding"] <= d["slots"] for k in ("continuous", "static", "dynamic") for t in d["trace_" + k])'
 holds "batching: all policies make as many tokens" 'len({sum(t["running"] for t in d["trace_" + k]) for k in ("continuous", "static", "dynamic")}) == 1'
 
 lesson paged

@@ -23,8 +23,10 @@ static int soak_clock(struct timespec *t) {
 }
 
 #define clock_gettime(clock, time) soak_clock(time)
+#define LLM_DEBUG
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "invariants.h"
 #undef clock_gettime
 
 #include "emulator.h"
@@ -89,7 +91,7 @@ static struct {
 
 static struct { /* of all rounds */
     long rounds, failed, emulated, with_faults, requests, refused, compared, cancelled, faults;
-    long steps, preemptions, swapped, hits, accepted, padding, replays;
+    long steps, preemptions, swapped, hits, accepted, replays;
 } total;
 
 static int below(int n) { return random_below(&now.random, n); }
@@ -232,8 +234,6 @@ static void draw_options(void) {
     o.max_sequences = 1 + below(8);
     o.max_batch_tokens = chance(50) ? 1 + below(24) : 16 + below(120);
     o.max_speculation = 1 + below(8);
-    if (chance(30)) o.policy = chance(50) ? LLM_POLICY_STATIC : LLM_POLICY_DYNAMIC;
-    o.batch_window = chance(30) ? 0 : (double)uniform(0, 0.02f);
     o.preempt = chance(50) ? LLM_PREEMPT_RECOMPUTE : LLM_PREEMPT_SWAP;
     o.swap_bytes = chance(70) ? (uint64_t)1 << 20 : (uint64_t)below(1 << 15);
     o.prefix_cache = chance(75);
@@ -610,7 +610,6 @@ static void count_round(void) {
     total.swapped += (long)s.blocks_swapped;
     total.hits += (long)s.prefix_hits;
     total.accepted += (long)s.accepted;
-    total.padding += (long)s.padding_tokens;
     total.replays += (long)s.device_replays;
 }
 
@@ -646,9 +645,8 @@ static void tell_failure(void) {
             llm_isa_name(o->max_isa), o->n_threads);
     fprintf(stderr, "  context %d, block size %d, cache %s of %llu bytes\n", o->context_length,
             o->block_size, llm_type_find(o->cache_type)->name, (unsigned long long)o->cache_bytes);
-    fprintf(stderr, "  sequences %d, batch tokens %d, speculation %d, policy %d, preempt %d\n",
-            o->max_sequences, o->max_batch_tokens, o->max_speculation, (int)o->policy,
-            (int)o->preempt);
+    fprintf(stderr, "  sequences %d, batch tokens %d, speculation %d, preempt %d\n",
+            o->max_sequences, o->max_batch_tokens, o->max_speculation, (int)o->preempt);
     fprintf(stderr, "  prefix cache %d, chunked prefill %d, naive attention %d\n", o->prefix_cache,
             o->chunked_prefill, o->naive_attention);
     fprintf(stderr, "  to repeat it: soak --seed %llu\n", (unsigned long long)now.seed);
@@ -705,9 +703,8 @@ static void tell_progress(long seconds) {
 
 static void tell_coverage(void) {
     printf("%ld steps, %ld preemptions, %ld blocks swapped, %ld prefix hits, "
-           "%ld proposals accepted, %ld padding tokens, %ld graph replays\n",
-           total.steps, total.preemptions, total.swapped, total.hits, total.accepted, total.padding,
-           total.replays);
+           "%ld proposals accepted, %ld graph replays\n",
+           total.steps, total.preemptions, total.swapped, total.hits, total.accepted, total.replays);
 }
 
 /* early: the most in the first third of the run; late: the least in the last. Single values vary by

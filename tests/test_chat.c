@@ -1,9 +1,10 @@
-/* Chapter 2: conversations, and tokenizer.json. Run from the repository's root. */
+/* Chapter 9: conversations, and tokenizer.json. Run from the repository's root. */
 #ifndef _GNU_SOURCE
 #define _GNU_SOURCE /* for terminals */
 #endif
 #include <stdarg.h>
 #include <stddef.h>
+#include <poll.h>
 #include <setjmp.h>
 #include <stdint.h>
 #include <cmocka.h>

@@ -1,4 +1,4 @@
-/* Every operation of the seam on a device, against the textbook loops of chapter 4 (LLM_ISA_REFERENCE), over random shapes and
+/* Every operation of the seam on a device, against the textbook loops of chapter 6 (LLM_ISA_REFERENCE), over random shapes and
  * ragged batches. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. A GPU's operations run in each form
  * that its options switch, and on the emulated device in every order of its threads: the bits must not change.
  *

@@ -184,7 +184,7 @@ static void test_company(void **state) {
         device_set_order(device, kind % device_orders(device));
         if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;        /* one context's worth: preemption; small chunks */
         if (kind == 2) other.cache_bytes = 9300, other.preempt = LLM_PREEMPT_SWAP;
-        if (kind == 3) other.prefix_cache = false, other.block_size = 16, other.policy = LLM_POLICY_STATIC; /* with padding */
+        if (kind == 3) other.prefix_cache = false, other.block_size = 16;
         run_requests(&other, true, ALL_HOOKS, got);
         for (int i = 0; i < N_REQUESTS; i++) assert_same(alone[i], got[i]);
         free_records(got);
@@ -197,7 +197,6 @@ static void test_company(void **state) {
         if (kind == 3) form.overlap = true; /* on a GPU that can */
         llm_backend *c = device_open(device, &form);
         llm_engine_options other = options_on(c);
-        if (kind == 2) other.policy = LLM_POLICY_STATIC;
         run_requests(&other, true, kind == 4 ? SOME_HOOKS : NO_HOOKS, got);
         for (int i = 0; i < N_REQUESTS; i++) assert_same_tokens(alone[i], got[i]);
         for (int i = 1; i < N_REQUESTS && kind == 4; i += 3) assert_same(alone[i], got[i]);

@@ -1,4 +1,4 @@
-/* Tokens drawn on a device are those that the sampler of chapter 7 draws from the same logits, in every order of threads: over
+/* Tokens drawn on a device are those that the sampler of chapter 3 draws from the same logits, in every order of threads: over
  * random logits of many shapes, with ties, with infinities and NaNs, and all filters. */
 #define LLM_IMPLEMENTATION
 #include "llm.h"

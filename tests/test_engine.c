@@ -10,8 +10,10 @@
 #include <stdlib.h>
 
 #include "test_util.h"
+#define LLM_DEBUG
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "invariants.h"
 #include "engine_util.h"
 #include "tiny_model.h"
 

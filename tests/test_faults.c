@@ -7,8 +7,10 @@
 #include <cmocka.h>
 
 #include "test_util.h"
+#define LLM_DEBUG
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "invariants.h"
 #include "engine_util.h"
 #include "failing_backend.h"
 
@@ -41,9 +43,9 @@ static llm_request some_request(int i, int32_t *prompt) {
     return r;
 }
 
-enum { RECOMPUTE, SWAP, GROUPS, N_KINDS };
+enum { RECOMPUTE, SWAP, N_KINDS };
 
-/* Small enough to preempt, in one way or the other; or by groups, in a pool that lets several requests share one. */
+/* A pool small enough to preempt, in one way or the other. */
 static llm_engine_options some_options(int kind) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
@@ -54,9 +56,8 @@ static llm_engine_options some_options(int kind) {
     o.max_batch_tokens = 24;
     o.max_speculation = 4;
     o.preempt = kind == SWAP ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
-    o.policy = kind == GROUPS ? LLM_POLICY_STATIC : LLM_POLICY_CONTINUOUS;
     o.swap_bytes = 1 << 20;
-    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (kind == GROUPS ? 160 : 80);
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 80;
     return o;
 }
 
@@ -229,7 +230,6 @@ static bool life_with_failing_device(int kind, long k) {
     assert_int_equal(n_failed, calls > k && k >= 0);
     assert_idle(engine);
     assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
-    assert_int_equal(llm_engine_statistics(engine).padding_tokens > 0, kind == GROUPS);
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);

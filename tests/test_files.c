@@ -1,4 +1,4 @@
-/* Chapter 1: GGUF files, read and written. Run from the repository's root. */
+/* Chapter 8: GGUF files, read and written. Run from the repository's root. */
 #define _GNU_SOURCE
 #include <stdarg.h>
 #include <stddef.h>
@@ -544,7 +544,7 @@ static void test_open(void **state) {
     refuse_path("/dev/null", LLM_ERROR_FILE, "it is a pipe or a device, not a file");
     refuse_path("", LLM_ERROR_ARGUMENT, "no path");
     refuse_path(NULL, LLM_ERROR_ARGUMENT, "no path");
-    refuse_path("tests/test_files.c", LLM_ERROR_FORMAT, "tests/test_files.c: not a GGUF file: it starts with \"/* Chapter 1: GG\"");
+    refuse_path("tests/test_files.c", LLM_ERROR_FORMAT, "tests/test_files.c: not a GGUF file: it starts with \"/* Chapter 8: GG\"");
     spit(path, "", 0);
     refuse_path(path, LLM_ERROR_FORMAT, "it is empty");
     bytes b = sample(3);

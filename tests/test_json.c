@@ -1,4 +1,4 @@
-/* The JSON reader of chapter 1: what RFC 8259 allows and nothing else, with the place of every mistake. */
+/* The JSON reader of chapter 8: what RFC 8259 allows and nothing else, with the place of every mistake. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>

@@ -1,4 +1,4 @@
-/* Chapter 4 of llm.h: every fast kernel against the reference loops, and the promise that a result does not
+/* Chapter 10 of llm.h: every fast kernel against the reference loops, and the promise that a result does not
  * depend, to the last bit, on what is computed beside it.
  *
  * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_kernels.c -lcmocka -lm -fopenmp */

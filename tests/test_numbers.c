@@ -1,4 +1,4 @@
-/* Chapter 3 of llm.h: the bits of each type, against the gguf package's (tests/data/numbers.bin, made by
+/* Chapter 7 of llm.h: the bits of each type, against the gguf package's (tests/data/numbers.bin, made by
  * tests/make_numbers_golden.py) and against arithmetic.
  *
  * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_numbers.c -lcmocka -lm -fopenmp */

@@ -1,4 +1,4 @@
-/* Chapter 5 against a model of it that is too simple to be wrong: the pool is a list of who holds what, the prefix cache a
+/* Chapter 4 against a model of it that is too simple to be wrong: the pool is a list of who holds what, the prefix cache a
  * search through all blocks, and the "device" keeps in each slot a number that stands for the token there AND all before it, as
  * keys and values do. Random matching, growing, keeping, forking, trimming and clearing; after every step the counts, the ring of free
  * blocks, the buckets and the CONTENT that each sequence sees must be what the simple model says. */

@@ -1,4 +1,4 @@
-/* Chapters 5 and 8 through the public API: whatever requests share an engine, in whatever order, with blocks so scarce that
+/* Chapters 1 and 4 through the public API: whatever requests share an engine, in whatever order, with blocks so scarce that
  * they are taken away again, each gives what it gives alone, bit for bit; and what the scheduler promises about order,
  * pace, memory and waste. */
 #include <setjmp.h>
@@ -8,8 +8,10 @@
 #include <cmocka.h>
 
 #include "test_util.h"
+#define LLM_DEBUG
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "invariants.h"
 #include "engine_util.h"
 #include "tiny_model.h"
 
@@ -89,7 +91,7 @@ typedef struct workload {
 } workload;
 
 typedef struct totals {
-    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared, rectangles, padding;
+    long samples, cancelled, preemptions, swapped, prefix_hits, proposed, accepted, stopped, shared;
 } totals;
 
 static int pick(workload *w, int n) { return random_below(&w->random, n); }
@@ -106,8 +108,6 @@ static void random_options(workload *w) {
     o.max_speculation = 8;
     o.chunked_prefill = chance(w, 80);
     o.max_batch_tokens = o.chunked_prefill ? 9 + pick(w, 60) : WALK_CONTEXT + pick(w, 60);
-    o.policy = chance(w, 60) ? LLM_POLICY_CONTINUOUS : (llm_policy)pick(w, 3);
-    o.batch_window = 0.001;
     o.preempt = (llm_preempt)pick(w, 2);
     o.swap_bytes = chance(w, 50) ? 1 << 20 : 20000; /* the second runs out */
     o.prefix_cache = chance(w, 75);
@@ -193,17 +193,12 @@ static void check_running(const workload *w, const llm_engine *engine) {
     assert_true(s.kv_waste >= 0 && s.kv_waste <= 1);
 }
 
-/* No two tokens of a step are written to the same place, and none of padding's to a block that somebody else may read. */
+/* No two tokens of a step are written to the same place. */
 static void check_slots(const llm_engine *engine) {
     const llm__scheduler *s = &engine->scheduler;
     assert_true(s->batch.n_tokens <= s->options->max_batch_tokens);
     for (int a = 0; a < s->batch.n_tokens; a++)
         for (int b = 0; b < a; b++) assert_int_not_equal(s->slots[a], s->slots[b]);
-    for (int i = 0; i < s->n_sequences; i++) {
-        const llm__sequence *sequence = s->sequences[i];
-        if (!sequence->padding || !sequence->n_scheduled) continue;
-        assert_int_equal(s->pool.references[sequence->table.blocks[(sequence->n_cached - 1) / s->pool.block_size]], 1);
-    }
 }
 
 /* All of it on one engine: requests arrive and are cancelled at random moments. */
@@ -224,24 +219,13 @@ static void run_together(workload *w, llm_engine *engine) {
     }
 }
 
-/* Can a group of its own hold each request, as a rectangle? Then no sequence is ever preempted. */
-static bool all_rectangles(const workload *w, int64_t n_blocks) {
-    for (int i = 0; i < w->n_jobs; i++) {
-        const llm_request *r = &w->jobs[i].request;
-        int longest = r->n_prompt + r->max_tokens < WALK_CONTEXT ? r->n_prompt + r->max_tokens : WALK_CONTEXT;
-        if (r->n_samples * ((longest + w->options.block_size - 1) / w->options.block_size) > n_blocks) return false;
-    }
-    return w->options.policy != LLM_POLICY_CONTINUOUS;
-}
-
 /* All is given back, and what was counted is what was told. */
 static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     llm_statistics s = llm_engine_statistics(engine);
     uint64_t told = 0, prompts = 0, at = 0;
     assert_idle(engine);
     assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
-    assert_int_equal(engine->scheduler.promised_sequences, 0);
-    assert_int_equal(engine->scheduler.promised_blocks, 0);
+    assert_int_equal(engine->scheduler.n_places, 0);
     assert_int_equal(engine->scheduler.n_preempted, 0);
     assert_int_equal(s.requests_submitted, w->n_jobs);
     for (int i = 0; i < w->n_jobs; i++) {
@@ -264,12 +248,6 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     }
     assert_int_equal(at, s.proposed);
     assert_true(w->options.preempt == LLM_PREEMPT_SWAP || s.blocks_swapped == 0);
-    if (all_rectangles(w, s.blocks_total)) {
-        assert_int_equal(s.preemptions, 0);
-        t->rectangles++;
-    }
-    assert_true(w->options.policy != LLM_POLICY_CONTINUOUS || s.padding_tokens == 0);
-    t->padding += (long)s.padding_tokens;
     t->preemptions += (long)s.preemptions;
     t->swapped += (long)s.blocks_swapped;
     t->prefix_hits += (long)s.prefix_hits;
@@ -331,229 +309,10 @@ static void test_random_workloads(void **state) {
         }
     }
     free(w);
-    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted; %ld rows of padding\n",
-                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed, t.padding);
+    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
+                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
     /* the workloads do reach what they are for */
-    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50 && t.rectangles > 5 && t.padding > 100);
-}
-
-/* ---- A model of the rules --------------------------------------------------------------- */
-
-/* The scheduler's rules over counts alone: blocks have no numbers, tokens no values. They hold for
- * requests of one sample each, without a hook, speculation or the prefix cache, under the
- * continuous policy, and with enough host memory where blocks are swapped. */
-typedef struct counted { /* a request */
-    uint64_t id;
-    int64_t rank;
-    int n_prompt, limit;
-    int known, cached;  /* tokens */
-    int blocks, saved;  /* in the pool; in host memory */
-    int scheduled;      /* tokens in this step */
-    bool preempted;
-    bool decodes;       /* it has its first token */
-} counted;
-
-typedef struct rules {
-    llm_engine_options options;
-    int pool, n_waiting, n_admitted, turn;
-    counted waiting[MAX_JOBS], admitted[MAX_JOBS]; /* by rank; by age */
-    uint64_t told[MAX_JOBS]; /* (n_told) the requests that get a token in this step, in order */
-    int n_told;
-    uint64_t steps, prompt_tokens, sequence_steps, preemptions, swapped;
-} rules;
-
-static int blocks_for(const rules *r, int n) {
-    return (n + r->options.block_size - 1) / r->options.block_size;
-}
-
-static int free_blocks(const rules *r) {
-    int n = r->pool;
-    for (int i = 0; i < r->n_admitted; i++) n -= r->admitted[i].blocks;
-    return n;
-}
-
-/* Free blocks that no admitted sequence needs for what it knows and its next token. */
-static int spare_blocks(const rules *r) {
-    int n = free_blocks(r);
-    for (int i = 0; i < r->n_admitted; i++) {
-        const counted *c = &r->admitted[i];
-        int more = blocks_for(r, c->known + 1) - c->blocks;
-        if (!c->preempted && more > 0) n -= more;
-    }
-    return n;
-}
-
-static void rules_submit(rules *r, uint64_t id, const llm_request *request) {
-    counted c;
-    memset(&c, 0, sizeof c);
-    c.id = id;
-    c.rank = (int64_t)id - 64 * request->priority;
-    c.n_prompt = c.known = request->n_prompt;
-    c.limit = c.n_prompt + request->max_tokens;
-    int at = r->n_waiting++;
-    for (; at > 0 && r->waiting[at - 1].rank >= c.rank; at--) r->waiting[at] = r->waiting[at - 1];
-    r->waiting[at] = c;
-}
-
-static bool rules_resume(rules *r) { /* returns whether all are back */
-    for (int i = 0; i < r->n_admitted; i++) {
-        counted *c = &r->admitted[i];
-        if (!c->preempted) continue;
-        if (blocks_for(r, c->known + 1) > spare_blocks(r)) return false;
-        c->preempted = false;
-        c->blocks = c->saved;
-        r->swapped += (uint64_t)c->saved;
-        if (!c->saved) c->cached = 0;
-        c->saved = 0;
-    }
-    return true;
-}
-
-static void rules_admit(rules *r) {
-    while (r->n_waiting > 0 && r->n_admitted < r->options.max_sequences &&
-           (r->n_admitted == 0 || blocks_for(r, r->waiting[0].n_prompt + 1) <= spare_blocks(r))) {
-        r->admitted[r->n_admitted++] = r->waiting[0];
-        memmove(r->waiting, r->waiting + 1, sizeof *r->waiting * (size_t)--r->n_waiting);
-    }
-}
-
-static void rules_select(rules *r) {
-    int budget = r->options.max_batch_tokens, n = r->n_admitted;
-    bool chunks = r->options.chunked_prefill;
-    for (int i = 0; i < n; i++) r->admitted[i].scheduled = 0;
-    for (int pass = 0; pass < 2; pass++) {
-        bool prompts = chunks ? pass == 1 : pass == 0;
-        for (int i = 0; i < n; i++) {
-            counted *c = &r->admitted[prompts ? i : (i + r->turn) % n];
-            int missing = c->known - c->cached;
-            if (c->preempted || (!c->decodes || missing > 1) != prompts) continue;
-            if (c->decodes && prompts) missing--; /* the next token comes in a step of its own */
-            if ((!chunks || !prompts) && missing > budget) continue;
-            c->scheduled = missing < budget ? missing : budget;
-            budget -= c->scheduled;
-        }
-    }
-    r->turn = n ? (r->turn + 1) % n : 0;
-}
-
-static void rules_preempt(rules *r, counted *c) {
-    if (r->options.preempt == LLM_PREEMPT_SWAP) c->saved = blocks_for(r, c->cached);
-    r->swapped += (uint64_t)c->saved;
-    c->preempted = true;
-    c->blocks = c->scheduled = 0;
-    r->preemptions++;
-}
-
-static void rules_secure(rules *r) {
-    for (int i = 0; i < r->n_admitted; i++) {
-        counted *c = &r->admitted[i];
-        while (c->scheduled) {
-            int more = blocks_for(r, c->cached + c->scheduled) - c->blocks;
-            if (more <= free_blocks(r)) {
-                c->blocks += more > 0 ? more : 0;
-                break;
-            }
-            int newest = r->n_admitted - 1;
-            while (newest > i && r->admitted[newest].blocks == 0) newest--;
-            rules_preempt(r, &r->admitted[newest]);
-        }
-    }
-}
-
-static void rules_run(rules *r) {
-    int n = 0, any = 0;
-    r->n_told = 0;
-    for (int i = 0; i < r->n_admitted; i++) {
-        counted c = r->admitted[i];
-        int prompt = c.n_prompt - c.cached;
-        if (prompt > c.scheduled) prompt = c.scheduled;
-        if (prompt > 0) r->prompt_tokens += (uint64_t)prompt;
-        r->sequence_steps += c.scheduled > 0;
-        any += c.scheduled > 0;
-        c.cached += c.scheduled;
-        if (c.scheduled && c.cached == c.known) {
-            c.known++;
-            c.decodes = true;
-            r->told[r->n_told++] = c.id;
-        }
-        if (c.known < c.limit) r->admitted[n++] = c;
-    }
-    r->n_admitted = n;
-    r->steps += any > 0;
-}
-
-static void rules_step(rules *r) {
-    if (rules_resume(r)) rules_admit(r);
-    rules_select(r);
-    rules_secure(r);
-    rules_run(r);
-}
-
-static void assert_rules(const rules *r, llm_engine *engine) {
-    llm_event event;
-    for (int i = 0; i < r->n_told; i++) {
-        assert_true(llm_next_event(engine, &event));
-        assert_int_equal(event.request, r->told[i]);
-    }
-    assert_false(llm_next_event(engine, &event));
-    llm_statistics s = llm_engine_statistics(engine);
-    assert_int_equal(s.waiting, r->n_waiting);
-    assert_int_equal(s.running, r->n_admitted);
-    assert_int_equal(s.blocks_free, free_blocks(r));
-    assert_int_equal(s.preemptions, r->preemptions);
-    assert_int_equal(s.blocks_swapped, r->swapped);
-    assert_int_equal(s.steps, r->steps);
-    assert_int_equal(s.sequence_steps, r->sequence_steps);
-    assert_int_equal(s.prompt_tokens, r->prompt_tokens);
-}
-
-static uint64_t walk_by_the_rules(uint64_t seed) {
-    test_random random = {llm__mix(seed)};
-    int32_t prompt[20];
-    rules *r = (rules *)calloc(1, sizeof *r);
-    assert_non_null(r);
-    llm_engine_options o = llm_engine_defaults();
-    o.n_threads = 1;
-    o.prefix_cache = false;
-    o.block_size = 1 + random_below(&random, 5);
-    o.max_sequences = 2 + random_below(&random, 6);
-    o.chunked_prefill = seed % 4 != 0;
-    o.max_batch_tokens = o.chunked_prefill ? 1 + random_below(&random, 20) : 36;
-    o.preempt = seed % 2 ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
-    o.swap_bytes = 1 << 20;
-    r->pool = 36 / o.block_size + 1 + random_below(&random, 8);
-    o.cache_bytes = (uint64_t)(r->pool * o.block_size);
-    o.cache_bytes *= llm_model_cache_bytes_per_token(target, LLM_F16);
-    r->options = o;
-    llm_engine *engine = engine_new(target, &o);
-    int left = 12;
-    while (left > 0 || r->n_waiting + r->n_admitted > 0) {
-        for (; left > 0 && random_below(&random, 3) == 0; left--) {
-            int n = 1 + random_below(&random, 20);
-            ids(prompt, n, random_u64(&random));
-            llm_request request = plain_request(prompt, n, 1 + random_below(&random, 16));
-            request.priority = random_below(&random, 10) == 0;
-            rules_submit(r, submit(engine, request), &request);
-        }
-        int more = step(engine);
-        assert_int_equal(more, r->n_waiting + r->n_admitted > 0);
-        if (more) rules_step(r);
-        else r->n_told = 0;
-        assert_rules(r, engine);
-    }
-    assert_idle(engine);
-    llm_engine_free(engine);
-    uint64_t preemptions = r->preemptions;
-    free(r);
-    return preemptions;
-}
-
-static void test_rules(void **state) {
-    uint64_t preemptions = 0;
-    (void)state;
-    for (uint64_t seed = 1; seed <= 60; seed++) preemptions += walk_by_the_rules(seed);
-    print_message("%ld preemptions, each of the right sequence\n", (long)preemptions);
-    assert_true(preemptions > 100);
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50);
 }
 
 /* ---- Admission -------------------------------------------------------------------------- */
@@ -674,31 +433,6 @@ static void test_older_goes_first(void **state) {
     llm_engine_free(engine);
 }
 
-/* Dynamic: the window begins with the request that has waited longest, also where a more urgent
- * one has come since. */
-static void test_window_of_the_oldest(void **state) {
-    int32_t prompt[4];
-    (void)state;
-    for (int round = 0; round < 3; round++) {
-        llm_engine_options o = llm_engine_defaults();
-        o.n_threads = 1;
-        o.policy = LLM_POLICY_DYNAMIC;
-        o.batch_window = 0.005;
-        llm_engine *engine = engine_new(target, &o);
-        llm_request r = plain_request(ids(prompt, 4, 1), 4, 1);
-        double start = llm_seconds();
-        submit(engine, r);
-        while (llm_seconds() - start < 0.006) {}
-        r.priority = 1;
-        submit(engine, r);
-        step(engine);
-        assert_int_equal(llm_engine_statistics(engine).steps, 1);
-        drain(engine);
-        assert_idle(engine);
-        llm_engine_free(engine);
-    }
-}
-
 /* ---- Order --------------------------------------------------------------------------------- */
 
 /* One at a time: they go by id - 64 x priority. */
@@ -788,291 +522,29 @@ static void test_whole_prompts_do_not_starve(void **state) {
     llm_engine_free(engine);
 }
 
-/* ---- Policies -------------------------------------------------------------------------------- */
-
-/* Static: nobody enters until the last of the group has left, though there is room. */
-static void test_static_policy(void **state) {
-    int32_t prompt[8];
-    (void)state;
-    llm_engine_options o = llm_engine_defaults();
-    o.n_threads = 1;
-    o.max_sequences = 4;
-    o.policy = LLM_POLICY_STATIC;
-    llm_engine *engine = engine_new(target, &o);
-    static const int groups[] = {4, 4, 3};
-    uint64_t last = 0;
-    for (int i = 0; i < 10; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, 2 + 3 * (i % 4)));
-    for (int group = 0; group < 3; group++) {
-        uint64_t first = last + 1;
-        last += (uint64_t)groups[group];
-        for (int left = groups[group]; left > 0;) {
-            llm_event event;
-            assert_int_equal(step(engine), 1);
-            while (llm_next_event(engine, &event)) {
-                assert_in_range(event.request, first, last);
-                left -= event.finish != 0;
-                if (event.request == 1 && event.finish) submit(engine, plain_request(prompt, 8, 1)); /* for the last group */
-            }
-        }
-    }
-    assert_int_equal(step(engine), 0);
-    assert_idle(engine);
-    llm_engine_free(engine);
-}
-
-/* A pool of 20 blocks, and 9 requests of 5 blocks each, most of which end long before they have used them. */
-static llm_engine *submit_nine(llm_policy policy) {
-    int32_t prompt[8];
-    llm_engine_options o = llm_engine_defaults();
-    o.n_threads = 1;
-    o.policy = policy;
-    o.max_sequences = 8;
-    o.block_size = 4;
-    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 80;
-    llm_engine *engine = engine_new(target, &o);
-    for (int i = 0; i < 9; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, i == 3 ? 12 : 9));
-    return engine;
-}
-
-/* What a group may ever need is set aside until it has ended: so fewer enter, nobody is preempted, and what one of them gives back
- * is of no use to those who wait. */
-static void test_groups_hold_their_memory(void **state) {
-    (void)state;
-    llm_engine *engine = submit_nine(LLM_POLICY_CONTINUOUS);
-    step(engine);
-    assert_int_equal(llm_engine_statistics(engine).running, 6); /* 3 blocks each, to begin with */
-    drain(engine);
-    assert_true(llm_engine_statistics(engine).preemptions > 0);
-    assert_idle(engine);
-    llm_engine_free(engine);
-
-    engine = submit_nine(LLM_POLICY_STATIC);
-    static const int ends[] = {4, 8, 9}; /* 4 x 5 blocks; 4 x 5; 5 */
-    int ended = 0;
-    for (int group = 0; group < 3; group++) {
-        int begin = ended, size = ends[group] - begin;
-        while (ended < ends[group]) {
-            llm_event event;
-            step(engine);
-            while (llm_next_event(engine, &event)) ended += event.finish != 0;
-            llm_statistics s = llm_engine_statistics(engine);
-            assert_int_equal(s.running, ends[group] - ended);
-            assert_int_equal(s.blocks_total - s.blocks_free, ended < ends[group] ? 5 * size : 0);
-            assert_true(s.slots_used <= s.running * 20);
-        }
-    }
-    llm_statistics s = llm_engine_statistics(engine);
-    assert_int_equal(s.preemptions, 0);
-    assert_int_equal(s.blocks_peak, 20);
-    assert_int_equal(step(engine), 0);
-    assert_idle(engine);
-    llm_engine_free(engine);
-}
-
-/* Who has ended is told so at once, and is computed on until the last of the group has ended: a row and its logits in each step. */
-static void test_padding(void **state) {
-    enum { N = 5 };
-    static const int lengths[N] = {3, 9, 1, 20, 6};
-    int32_t prompt[8];
-    (void)state;
-    for (int policy = 0; policy < 3; policy++) {
-        llm_engine_options o = llm_engine_defaults();
-        o.n_threads = 1;
-        o.max_sequences = N;
-        o.policy = (llm_policy)policy;
-        llm_engine *engine = engine_new(target, &o);
-        for (int i = 0; i < N; i++) submit(engine, plain_request(ids(prompt, 8, (uint64_t)i), 8, lengths[i]));
-        for (int n = 1; n <= 20; n++) {
-            llm_event event;
-            llm_error err;
-            int rows = 0; /* of those that live: the last will be cancelled after 4 tokens */
-            for (int i = 0; i < N; i++) rows += n <= (i == 4 ? 4 : lengths[i]);
-            assert_int_equal(step(engine), 1);
-            assert_int_equal(engine->scheduler.batch.n_logits, policy ? N : rows);
-            if (n > 1) assert_int_equal(engine->scheduler.batch.n_tokens, policy ? N : rows);
-            for (int i = 0; policy && n > 1 && i < N; i++) /* one column of a rectangle, as far as each has memory */
-                assert_int_equal(engine->scheduler.batch.positions[i], llm__min(8 + n - 2, 8 + lengths[i] - 1));
-            while (llm_next_event(engine, &event)) {
-                assert_int_equal(event.index, n - 1);
-                assert_int_equal(event.finish, n == lengths[event.request - 1] ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
-                rows--;
-            }
-            assert_int_equal(rows, 0); /* each got its token, and padding none */
-            if (n == 4) {
-                assert_true(llm_cancel(engine, 5, &err));
-                assert_true(llm_next_event(engine, &event));
-                assert_int_equal(event.finish, LLM_FINISH_CANCELLED);
-                assert_false(llm_cancel(engine, 1, &err)); /* it has ended, wherever its row may be */
-            }
-        }
-        assert_int_equal(step(engine), 0);
-        llm_statistics s = llm_engine_statistics(engine);
-        assert_int_equal(s.steps, 20);
-        assert_int_equal(s.generated_tokens, 3 + 9 + 1 + 20 + 4);
-        assert_int_equal(s.prompt_tokens, 8 * N);
-        assert_int_equal(s.decode_steps, s.generated_tokens);
-        assert_int_equal(s.sequence_steps, s.generated_tokens); /* the prompts take one step, which draws a token, too */
-        assert_int_equal(s.padding_tokens, policy ? 20 * N - s.generated_tokens : 0);
-        assert_idle(engine);
-        llm_engine_free(engine);
-    }
-}
-
-/* More places than tokens in a step: padding waits for the prompts, not they for it. */
-static void test_padding_comes_last(void **state) {
-    int32_t prompt[30];
-    (void)state;
-    llm_engine_options o = llm_engine_defaults();
-    o.n_threads = 1;
-    o.max_sequences = 8;
-    o.max_batch_tokens = 4;
-    o.policy = LLM_POLICY_STATIC;
-    llm_engine *engine = engine_new(target, &o);
-    for (int i = 0; i < 8; i++) submit(engine, plain_request(ids(prompt, 30, (uint64_t)i), i < 5 ? 1 : 30, 1 + i % 3));
-    int steps = 0;
-    while (step(engine)) {
-        llm_statistics s = llm_engine_statistics(engine);
-        assert_true(++steps < 100);
-        if (s.prompt_tokens < 5 + 3 * 30) assert_int_equal(s.padding_tokens, 0);
-    }
-    assert_true(llm_engine_statistics(engine).padding_tokens > 0);
-    assert_idle(engine);
-    llm_engine_free(engine);
-}
-
-/* Cancelled in the middle of its prompt, as the last one but one; then all of them. */
-static void test_padding_of_cancelled_prompts(void **state) {
-    int32_t prompt[60];
-    (void)state;
-    for (int all = 0; all < 2; all++) {
-        llm_engine_options o = llm_engine_defaults();
-        llm_error err;
-        o.n_threads = 1;
-        o.max_sequences = 8;
-        o.max_batch_tokens = 16;
-        o.block_size = 4;
-        o.policy = LLM_POLICY_STATIC;
-        llm_engine *engine = engine_new(target, &o);
-        record *r = record_new(target), *hooked = record_new(target);
-        llm_request long_one = plain_request(ids(prompt, 60, 1), 60, 5), short_one = plain_request(prompt, 5, 12);
-        long_one.n_samples = 3;
-        record *expected = run_alone(target, NULL, short_one);
-        record_submit(engine, r, short_one, true);
-        record_submit(engine, hooked, long_one, true);
-        for (int n = 0; n < 3; n++) step(engine), record_events(engine);
-        assert_true(engine->scheduler.sequences[1]->n_cached < 60);
-        assert_true(llm_cancel(engine, hooked->id, &err));
-        record_events(engine);
-        int rows = hooked->samples[0].n_rows;
-        llm_statistics s = llm_engine_statistics(engine);
-        assert_int_equal(s.running, 1);
-        assert_int_equal(s.blocks_total - s.blocks_free, 5 + 3 * 17); /* still set aside */
-        if (all) {
-            assert_true(llm_cancel(engine, r->id, &err));
-            record_events(engine);
-            assert_idle(engine); /* at once, not after a step */
-        } else {
-            uint64_t prompts = s.prompt_tokens;
-            record_drain(engine);
-            s = llm_engine_statistics(engine);
-            assert_same(expected, r);
-            assert_int_equal(s.prompt_tokens, prompts);
-            assert_int_equal(s.padding_tokens, s.steps - 3);
-            assert_idle(engine);
-        }
-        assert_int_equal(hooked->samples[0].n_rows, rows); /* padding is nothing to a hook */
-        record_free(r), record_free(hooked), record_free(expected);
-        llm_engine_free(engine);
-    }
-}
-
-/* Samples that share their prompt may fit where rectangles would not: then the request runs, and alone. */
-static void test_large_request_runs_alone(void **state) {
+/* Samples share their prompt: four of them fit where four separate sequences would not. */
+static void test_samples_fit_together(void **state) {
     int32_t prompt[40];
     (void)state;
-    for (int policy = LLM_POLICY_STATIC; policy <= LLM_POLICY_DYNAMIC; policy++) {
-        llm_engine_options o = llm_engine_defaults();
-        o.n_threads = 1;
-        o.policy = (llm_policy)policy;
-        o.batch_window = 0;
-        o.block_size = 4;
-        o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 60; /* 15 blocks */
-        llm_engine *engine = engine_new(target, &o);
-        llm_request small = plain_request(ids(prompt, 40, 1), 4, 4), large = plain_request(prompt, 40, 20);
-        large.n_samples = 4; /* 60 blocks as a rectangle */
-        large.sampling.temperature = 1;
-        submit(engine, small);
-        uint64_t id = submit(engine, large);
-        submit(engine, small);
-        int open[4] = {0, 1, 4, 1}; /* samples that have not ended, by id */
-        while (step(engine)) {
-            llm_event event;
-            while (llm_next_event(engine, &event)) {
-                assert_true(event.request == 1 || open[1] == 0);
-                assert_true(event.request != 3 || open[id] == 0);
-                open[event.request] -= event.finish != 0;
-            }
-        }
-        for (int i = 0; i < 4; i++) assert_int_equal(open[i], 0);
-        assert_true(llm_engine_statistics(engine).preemptions > 0);
-        assert_int_equal(llm_engine_statistics(engine).blocks_peak, 15);
-        llm_statistics s = llm_engine_statistics(engine);
-        assert_int_equal(s.padding_tokens, 0);
-        assert_int_equal(s.decode_steps, s.generated_tokens); /* also the first tokens of the samples, which are drawn from one row */
-        assert_idle(engine);
-        llm_engine_free(engine);
-    }
-}
-
-/* Dynamic: a group starts when it is full, or when the first has waited for the window. */
-static void test_dynamic_policy(void **state) {
-    int32_t prompt[8];
-    (void)state;
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
-    o.max_sequences = 3;
-    o.policy = LLM_POLICY_DYNAMIC;
-    o.batch_window = 1000;
+    o.block_size = 4;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 60; /* 15 blocks */
     llm_engine *engine = engine_new(target, &o);
-    llm_request r = plain_request(ids(prompt, 8, 1), 8, 3);
+    llm_request r = plain_request(ids(prompt, 40, 1), 40, 20);
+    r.n_samples = 4; /* 60 blocks, if they shared nothing */
+    r.sampling.temperature = 1;
     submit(engine, r);
-    submit(engine, r);
-    for (int i = 0; i < 5; i++) assert_int_equal(step(engine), 1);
-    assert_int_equal(llm_engine_statistics(engine).running, 0); /* two wait for a third */
-    assert_int_equal(llm_engine_statistics(engine).waiting, 2);
-    submit(engine, r);
-    step(engine);
-    assert_int_equal(llm_engine_statistics(engine).running, 3);
-    submit(engine, r);
-    submit(engine, r);
-    submit(engine, r);
-    step(engine);
-    assert_int_equal(llm_engine_statistics(engine).waiting, 3); /* full, but the first group is still at it */
-    drain(engine);
-    assert_idle(engine);
-    llm_engine_free(engine);
-
-    /* a group is also full when it has no blocks left */
-    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 2 * 16;
-    o.context_length = 32;
-    engine = engine_new(target, &o);
-    submit(engine, r);
-    for (int i = 0; i < 5; i++) assert_int_equal(step(engine), 1);
-    assert_int_equal(llm_engine_statistics(engine).running, 0);
-    submit(engine, r);
-    step(engine);
-    assert_int_equal(llm_engine_statistics(engine).running, 2);
-    drain(engine);
-    assert_idle(engine);
-    llm_engine_free(engine);
-
-    o.batch_window = 0.03;
-    engine = engine_new(target, &o);
-    double start = llm_seconds();
-    submit(engine, r);
-    while (llm_engine_statistics(engine).steps == 0) assert_int_equal(step(engine), 1);
-    assert_true(llm_seconds() - start >= 0.03);
-    drain(engine);
+    int n_ended = 0;
+    while (step(engine)) {
+        llm_event event;
+        while (llm_next_event(engine, &event)) n_ended += event.finish != 0;
+    }
+    llm_statistics s = llm_engine_statistics(engine);
+    assert_int_equal(n_ended, 4);
+    assert_true(s.preemptions > 0);
+    assert_int_equal(s.blocks_peak, 15);
+    assert_int_equal(s.decode_steps, s.generated_tokens); /* the first tokens of all samples come from one row */
     assert_idle(engine);
     llm_engine_free(engine);
 }
@@ -1466,12 +938,6 @@ static void test_refused_engines(void **state) {
     refuse_engine(target, o, "max_speculation");
     o = good, o.max_speculation = 1025;
     refuse_engine(target, o, "max_speculation");
-    o = good, o.batch_window = NAN;
-    refuse_engine(target, o, "batch_window");
-    o = good, o.batch_window = -1;
-    refuse_engine(target, o, "batch_window");
-    o = good, o.policy = (llm_policy)3;
-    refuse_engine(target, o, "policy");
     o = good, o.preempt = (llm_preempt)2;
     refuse_engine(target, o, "preempt");
 
@@ -1501,24 +967,16 @@ static void test_refused_engines(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_rules),
         cmocka_unit_test(test_admission_with_a_prefix),
         cmocka_unit_test(test_admission_counts_samples),
         cmocka_unit_test(test_turns),
         cmocka_unit_test(test_older_goes_first),
-        cmocka_unit_test(test_window_of_the_oldest),
         cmocka_unit_test(test_rejected_slots),
         cmocka_unit_test(test_random_workloads),
         cmocka_unit_test(test_priority_order),
         cmocka_unit_test(test_nobody_starves),
         cmocka_unit_test(test_whole_prompts_do_not_starve),
-        cmocka_unit_test(test_static_policy),
-        cmocka_unit_test(test_groups_hold_their_memory),
-        cmocka_unit_test(test_padding),
-        cmocka_unit_test(test_padding_comes_last),
-        cmocka_unit_test(test_padding_of_cancelled_prompts),
-        cmocka_unit_test(test_large_request_runs_alone),
-        cmocka_unit_test(test_dynamic_policy),
+        cmocka_unit_test(test_samples_fit_together),
         cmocka_unit_test(test_decoding_keeps_its_pace),
         cmocka_unit_test(test_steps_allocate_nothing),
         cmocka_unit_test(test_waste),

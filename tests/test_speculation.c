@@ -1,4 +1,4 @@
-/* Chapter 9: what comes out of speculation is what the target alone gives: the same tokens where it is greedy, the same distribution where
+/* Chapter 2: what comes out of speculation is what the target alone gives: the same tokens where it is greedy, the same distribution where
  * it draws. The distribution is tested with chi-squared: the rule by itself, the rule inside the engine, and two wrong
  * rules, which the same test must catch. */
 #include <setjmp.h>
@@ -8,8 +8,10 @@
 #include <cmocka.h>
 
 #include "test_util.h"
+#define LLM_DEBUG
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "invariants.h"
 #include "engine_util.h"
 #include "tiny_model.h"
 
@@ -633,17 +635,17 @@ static void test_auto_depth(void **state) {
     (void)state;
     llm_engine_options options = llm_engine_defaults();
     llm__scheduler s;
-    llm__job job;
+    llm__request request;
     llm__sequence sequence;
     memset(&s, 0, sizeof s);
-    memset(&job, 0, sizeof job);
+    memset(&request, 0, sizeof request);
     memset(&sequence, 0, sizeof sequence);
     s.options = &options;
-    sequence.job = &job;
-    job.request.speculate = LLM_SPECULATE_AUTO;
-    job.forked = true;
-    job.depth = 8;
-    job.limit = 1000;
+    sequence.request = &request;
+    request.params.speculate = LLM_SPECULATE_AUTO;
+    request.forked = true;
+    request.depth = 8;
+    request.limit = 1000;
     sequence.n_tokens = 17;
     for (int cost = 1; cost <= 20; cost++)
         for (int acceptance = 0; acceptance <= 20; acceptance++) {
@@ -669,12 +671,12 @@ static void test_auto_depth(void **state) {
     s.proposal_cost = 0.1;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 8);
     for (int left = 1; left <= 12; left++) { /* never beyond the end of the request */
-        sequence.n_tokens = job.limit - left;
+        sequence.n_tokens = request.limit - left;
         assert_int_equal(llm__speculation_depth(&s, &sequence), left - 1 < 8 ? left - 1 : 8);
     }
-    job.request.speculate = 3;
+    request.params.speculate = 3;
     sequence.n_tokens = 100;
-    job.depth = 3;
+    request.depth = 3;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 3);
 }
 

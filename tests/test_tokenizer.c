@@ -1,4 +1,4 @@
-/* Chapter 2: text to token ids and back. Run from the repository's root. */
+/* Chapter 9: text to token ids and back. Run from the repository's root. */
 #include <stdarg.h>
 #include <stddef.h>
 #include <setjmp.h>

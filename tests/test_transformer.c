@@ -1,4 +1,4 @@
-/* Chapter 6 of llm.h against a forward pass in double precision that shares no code with it: every
+/* Chapter 5 of llm.h against a forward pass in double precision that shares no code with it: every
  * trait of an architecture, over ragged batches. And the RoPE frequencies against the formulas of
  * Hugging Face transformers, with the parameters of real models.
  *

@@ -1,0 +1,972 @@
+/* The life of a request against a model of it that is too simple to be wrong: a million random
+ * calls (submit, step, cancel), on a device that fails at random (token_backend.h). Each token must
+ * be the one that follows its text. Where requests share no prefixes and no draft proposes, the
+ * model knows exactly what a step does: which sequences are admitted, scheduled, preempted and
+ * resumed, with how many tokens and blocks, and what is left of it after a failure. Everywhere,
+ * block tables and states are followed through the trace, and checked. */
+#include <setjmp.h>
+#include <stdarg.h>
+#include <stddef.h>
+#include <stdint.h>
+#include <cmocka.h>
+
+#include "test_util.h"
+#define LLM_DEBUG
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+#include "invariants.h"
+#include "engine_util.h"
+#include "tiny_model.h"
+#include "token_backend.h"
+
+enum { CONTEXT = 40, MAX_PROMPT = 22, REQUESTS = 16, SAMPLES = 4, SEQUENCES = 8, BLOCKS = 160 };
+enum { DEPTH = 4 }; /* of speculation */
+
+typedef struct request request;
+
+typedef struct sequence { /* a sample of a request */
+    request *of;
+    int sample;
+    int32_t tokens[CONTEXT];
+    uint64_t hashes[CONTEXT]; /* of the text up to each token */
+    int known;                /* tokens */
+    int seen, seen_before;    /* positions that the hook has seen; before this step */
+    llm_finish finish;
+    /* Of the rules: */
+    llm_state state;
+    int cached;
+    int first; /* cached before this step */
+    int table[CONTEXT], n_blocks;
+    int saved;            /* blocks in host memory */
+    int scheduled, depth; /* in this step: known tokens; proposals, at the most */
+    int32_t proposals[DEPTH];
+    int n_proposed, n_accepted;
+    /* What the trace says: */
+    llm_state traced;
+    int32_t traced_table[CONTEXT];
+    int n_traced;
+    int traced_saved, traced_generated;
+    /* Its events in this step; request 0: none. */
+    llm_trace_event scheduled_event, proposed_event, accepted_event;
+} sequence;
+
+struct request {
+    bool live;
+    uint64_t id;
+    int64_t rank;
+    llm_request options;
+    int32_t prompt[MAX_PROMPT];
+    char stop[2];
+    const char *stops[1];
+    int limit, depth;
+    bool forked;
+    sequence samples[SAMPLES];
+};
+
+typedef struct outcome { /* an event that must come */
+    sequence *of;
+    int32_t token;
+    int index;
+    bool accepted;
+    llm_finish finish;
+} outcome;
+
+typedef struct world {
+    uint64_t seed;
+    test_random random;
+    llm_engine_options options;
+    token_device *device;
+    llm_engine *engine;
+    int n_blocks;
+    int n_host; /* blocks of host memory */
+    int slice;  /* rows of logits that a pass brings at the most */
+    bool exact; /* the rules say what a step does */
+    request requests[REQUESTS];
+    uint64_t last_id;
+    outcome outcomes[SEQUENCES * (DEPTH + 1) + REQUESTS * SAMPLES]; /* not read yet */
+    int n_outcomes;
+    /* Of the rules: */
+    request *waiting[REQUESTS]; /* by rank */
+    int n_waiting;
+    sequence *admitted[SEQUENCES]; /* by age */
+    int n_admitted, turn;
+    int held[BLOCKS];       /* block tables that name a block */
+    int n_copies, n_copied; /* promised; done in this step */
+    int host_free;
+    int n_calls[CALL_NONE]; /* of the device, in this step */
+    uint64_t steps, prompt_tokens, generated, sequence_steps, decode_steps, preemptions, swapped,
+        proposed, accepted, finished;
+    /* What the trace says: */
+    bool stepping;
+    uint64_t steps_before;
+    int step_end; /* what llm_step is about to return */
+    int references[BLOCKS];
+    bool kept[BLOCKS];
+} world;
+
+static struct totals {
+    long steps, walks, exact, tokens, cancelled, failures[CALL_NONE], preemptions, swapped,
+        accepted, hits, refused, copies, evicted;
+} totals;
+
+/* ---- Checks that name their walk --------------------------------------------------------- */
+
+static world *current;
+
+static void differ(const char *a, const char *b, int64_t x, int64_t y, int line) {
+    fail_msg("walk %llu, step %llu: %s is %lld, %s is %lld (line %d)", (ull)current->seed,
+             (ull)current->steps, a, (long long)x, b, (long long)y, line);
+}
+#define SAME(a, b)                                                                                 \
+    ((int64_t)(a) == (int64_t)(b) ? (void)0 : differ(#a, #b, (int64_t)(a), (int64_t)(b), __LINE__))
+#define CHECK(condition) SAME((condition) != 0, true)
+
+/* ---- Texts ------------------------------------------------------------------------------- */
+
+static void append(sequence *s, int32_t token) {
+    CHECK(s->known < CONTEXT);
+    s->hashes[s->known] = text_hash(s->known ? s->hashes[s->known - 1] : 0, token);
+    s->tokens[s->known++] = token;
+}
+
+/* The hooks of odd samples do not let the first of the tokens pass that may follow. */
+static bool forbids_first(const sequence *s) { return s->of->options.logits_hook && s->sample % 2; }
+
+/* The token that follows. */
+static int32_t next_token(const sequence *s) {
+    const llm_request *r = &s->of->options;
+    int32_t ids[TOKEN_CHOICES];
+    uint64_t index = (uint64_t)(s->known - r->n_prompt), sample = (uint64_t)s->sample;
+    int forbidden = forbids_first(s); /* how many of them */
+    choices_after(s->hashes[s->known - 1], s->tokens[s->known - 1], ids);
+    if (r->sampling.temperature == 0) return ids[forbidden];
+    double u = llm_random(r->sampling.seed, sample, index);
+    return ids[forbidden + (int)((TOKEN_CHOICES - forbidden) * u)];
+}
+
+static void expect(world *w, sequence *s, int32_t token, bool accepted, llm_finish finish) {
+    outcome o = {s, token, s->known - s->of->options.n_prompt, accepted, finish};
+    CHECK(w->n_outcomes < (int)(sizeof w->outcomes / sizeof *w->outcomes));
+    CHECK(!s->finish);
+    w->outcomes[w->n_outcomes++] = o;
+    s->finish = finish;
+    if (!finish) return;
+    s->state = LLM_ENDED;
+    bool all = true;
+    for (int i = 0; i < s->of->options.n_samples; i++) all = all && s->of->samples[i].finish;
+    if (!all) return;
+    s->of->live = false;
+    w->finished++;
+}
+
+/* A token has been chosen. */
+static void choose(world *w, sequence *s, int32_t token, bool accepted) {
+    const llm_request *r = &s->of->options;
+    llm_finish finish = LLM_FINISH_NONE;
+    w->generated++;
+    if (token == TOKEN_END && !r->ignore_end) finish = LLM_FINISH_END;
+    else if (s->known + 1 == s->of->limit) finish = LLM_FINISH_LENGTH;
+    if (finish != LLM_FINISH_END && r->n_stop && token >= TOKEN_LETTER &&
+        s->of->stop[0] == 'a' + token - TOKEN_LETTER)
+        finish = LLM_FINISH_STOP;
+    expect(w, s, token, accepted, finish);
+    if (finish != LLM_FINISH_END) append(s, token);
+}
+
+/* ---- The rules ----------------------------------------------------------------------------
+ * The scheduler's, over counts and lists, and blocks that have only numbers (other ones than the
+ * engine's). They hold without the prefix cache and without a draft; prompt lookup proposes
+ * greedily, to a fixed depth. */
+
+static int least(int a, int b) { return a < b ? a : b; }
+static int most(int a, int b) { return a > b ? a : b; }
+
+static int blocks_for(const world *w, int tokens) {
+    return (tokens + w->options.block_size - 1) / w->options.block_size;
+}
+
+static int free_blocks(const world *w) {
+    int n = 0;
+    for (int i = 0; i < w->n_blocks; i++) n += !w->held[i];
+    return n;
+}
+
+static int take_block(world *w) {
+    int i = 0;
+    while (w->held[i]) i++;
+    w->held[i] = 1;
+    return i;
+}
+
+static void give_back(world *w, sequence *s, int keep) {
+    while (s->n_blocks > keep) w->held[s->table[--s->n_blocks]]--;
+}
+
+/* Does the device fail in this call? */
+static bool fails(world *w, token_call call) {
+    const token_device *d = w->device;
+    return w->n_calls[call]++ == d->failed_index && d->failed == call;
+}
+
+/* Copies that copy-on-write has promised are done before anything else. */
+static bool do_copies(world *w) {
+    int left = w->n_copied + w->n_copies - w->device->n_calls[CALL_COPY];
+    if (w->device->failed == CALL_COPY && left > 0) {
+        w->n_copied += w->n_copies - left;
+        w->n_copies = left;
+        return false;
+    }
+    w->n_copied += w->n_copies;
+    w->n_copies = 0;
+    return true;
+}
+
+/* Blocks for what it knows, the next token and the proposals after that. */
+static int wanted_blocks(const world *w, const sequence *s) {
+    int next = s->known + 1;
+    return blocks_for(w, least(next + s->of->depth, most(s->of->limit, next)));
+}
+
+/* Free blocks that no admitted sequence needs for that. */
+static int spare_blocks(const world *w) {
+    int n = free_blocks(w);
+    for (int i = 0; i < w->n_admitted; i++) {
+        const sequence *s = w->admitted[i];
+        if (s->state != LLM_PREEMPTED) n -= most(wanted_blocks(w, s) - s->n_blocks, 0);
+    }
+    return n;
+}
+
+/* Is it at its prompt, or, after a preemption, at what it has known before? */
+static llm_state state_of(const sequence *s) {
+    return !s->of->forked || s->known - s->cached > 1 ? LLM_PREFILL : LLM_DECODE;
+}
+
+static bool resume(world *w) {
+    for (int i = 0; i < w->n_admitted; i++) {
+        sequence *s = w->admitted[i];
+        if (s->state != LLM_PREEMPTED) continue;
+        if (wanted_blocks(w, s) > spare_blocks(w)) return true;
+        bool ok = true;
+        for (int k = 0; k < s->saved && ok; k++) {
+            w->swapped++;
+            s->table[s->n_blocks++] = take_block(w);
+            ok = !fails(w, CALL_RESTORE) && !fails(w, CALL_RESTORE); /* keys, values */
+        }
+        if (!ok) { /* it stays in host memory */
+            give_back(w, s, 0);
+            return false;
+        }
+        w->host_free += s->saved;
+        s->saved = 0;
+        s->state = state_of(s);
+    }
+    return true;
+}
+
+static bool any_preempted(const world *w) {
+    for (int i = 0; i < w->n_admitted; i++)
+        if (w->admitted[i]->state == LLM_PREEMPTED) return true;
+    return false;
+}
+
+/* Samples of admitted requests that have not ended, begun or not. */
+static int promised(const world *w) {
+    int n = 0;
+    for (int i = 0; i < w->n_admitted; i++) {
+        const request *r = w->admitted[i]->of;
+        n += r->forked ? 1 : r->options.n_samples;
+    }
+    return n;
+}
+
+static void admit(world *w) {
+    if (any_preempted(w)) return;
+    int spare = spare_blocks(w);
+    while (w->n_waiting > 0) {
+        request *r = w->waiting[0];
+        int wanted = blocks_for(w, r->options.n_prompt + 1);
+        if (promised(w) + r->options.n_samples > w->options.max_sequences) return;
+        if (wanted > spare && w->n_admitted > 0) return;
+        spare -= wanted;
+        r->samples[0].state = LLM_PREFILL;
+        w->admitted[w->n_admitted++] = &r->samples[0];
+        memmove(w->waiting, w->waiting + 1, sizeof *w->waiting * (size_t)--w->n_waiting);
+    }
+}
+
+/* Decoding sequences first, in turns; then prompts, the oldest first. Whole prompts come first. */
+static void select_tokens(world *w) {
+    int budget = w->options.max_batch_tokens, n = w->n_admitted;
+    bool chunks = w->options.chunked_prefill;
+    for (int i = 0; i < n; i++) w->admitted[i]->scheduled = w->admitted[i]->depth = 0;
+    for (int pass = 0; pass < 2; pass++) {
+        bool prompts = chunks ? pass == 1 : pass == 0;
+        for (int i = 0; i < n; i++) {
+            sequence *s = w->admitted[prompts ? i : (i + w->turn) % n];
+            int missing = s->known - s->cached, depth = 0;
+            if (s->state != (prompts ? LLM_PREFILL : LLM_DECODE)) continue;
+            if (prompts && s->of->forked) missing--; /* the next token comes in a step of its own */
+            if (!prompts) depth = least(s->of->depth, s->of->limit - s->known - 1);
+            if ((!chunks || !prompts) && missing + depth > budget) continue;
+            s->scheduled = least(missing, budget);
+            s->depth = s->scheduled ? depth : 0;
+            budget -= s->scheduled + s->depth;
+        }
+    }
+    w->turn = n ? (w->turn + 1) % n : 0;
+}
+
+static bool preempt(world *w, sequence *s) {
+    int used = blocks_for(w, s->cached);
+    bool swap = used > 0 && used <= w->host_free;
+    for (int i = 0; swap && i < used; i++) {
+        w->swapped++;
+        if (fails(w, CALL_SAVE) || fails(w, CALL_SAVE)) return false; /* keys, values */
+    }
+    s->state = LLM_PREEMPTED;
+    s->scheduled = s->depth = 0;
+    give_back(w, s, 0);
+    if (swap) w->host_free -= s->saved = used;
+    else s->cached = 0;
+    w->preemptions++;
+    return true;
+}
+
+/* Blocks for what was selected, for the oldest first; the newest is preempted for them. */
+static bool secure(world *w) {
+    for (int i = 0; i < w->n_admitted; i++) {
+        sequence *s = w->admitted[i];
+        while (s->scheduled) {
+            int first = s->cached / w->options.block_size; /* the first that is written */
+            bool copy = first < s->n_blocks && w->held[s->table[first]] > 1;
+            int end = s->cached + s->scheduled + s->depth;
+            int more = most(blocks_for(w, end) - s->n_blocks, 0);
+            if (more + copy <= free_blocks(w)) {
+                int shared = copy ? s->table[first] : -1;
+                if (copy) {
+                    s->table[first] = take_block(w);
+                    w->n_copies++;
+                    totals.copies++;
+                }
+                while (more-- > 0) s->table[s->n_blocks++] = take_block(w);
+                if (copy) w->held[shared]--;
+                break;
+            }
+            int newest = w->n_admitted - 1;
+            while (newest > i && w->admitted[newest]->n_blocks == 0) newest--;
+            if (!preempt(w, w->admitted[newest])) return false;
+        }
+    }
+    return true;
+}
+
+/* What followed the last place where the text's end, of three tokens or fewer, has been before. */
+static void look_up(sequence *s) {
+    for (int length = 3; length > 0; length--)
+        for (int at = s->known - length - 1; at >= 0; at--) {
+            bool same = true;
+            for (int i = 0; i < length; i++)
+                same = same && s->tokens[at + i] == s->tokens[s->known - length + i];
+            if (!same) continue;
+            for (int i = at + length; i < s->known && s->n_proposed < s->depth; i++)
+                s->proposals[s->n_proposed++] = s->tokens[i];
+            return;
+        }
+}
+
+/* The prompt has been computed: all samples go on from there. */
+static void fork_samples(world *w, request *r) {
+    r->forked = true;
+    for (int i = 1; i < r->options.n_samples; i++) {
+        sequence *s = &r->samples[i];
+        s->cached = r->options.n_prompt;
+        s->n_blocks = r->samples[0].n_blocks;
+        for (int k = 0; k < s->n_blocks; k++) w->held[s->table[k] = r->samples[0].table[k]]++;
+        s->state = LLM_DECODE;
+        s->scheduled = 0;
+        w->admitted[w->n_admitted++] = s;
+    }
+}
+
+/* How many rows of logits a sequence has in this step. A hook wants those of all positions that it
+ * has not seen. */
+static int rows_of(const sequence *s) {
+    const request *r = s->of;
+    int end = s->cached + s->scheduled + s->n_proposed;
+    if (!s->scheduled) return 0;
+    if (r->options.logits_hook) return most(end - s->seen_before, 0);
+    return r->limit > r->options.n_prompt ? most(end - (s->known - 1), 0) : 0;
+}
+
+/* Choose the tokens after a text from `rows` rows of logits. Returns how many were chosen. */
+static int choose_tokens(world *w, sequence *s, int rows) {
+    w->decode_steps++;
+    for (int n = 1;; n++) {
+        int32_t token = next_token(s);
+        bool proposed = n <= s->n_proposed, accepted = proposed && s->proposals[n - 1] == token;
+        w->proposed += proposed;
+        w->accepted += accepted;
+        s->n_accepted += accepted;
+        choose(w, s, token, accepted);
+        if (!accepted || s->finish || n == rows) return n;
+    }
+}
+
+/* A sequence after a pass that brought `rows` rows after its last known token. ok: the whole step
+ * went well; else only what was chosen before it failed counts. */
+static void commit(world *w, sequence *s, int rows, bool ok) {
+    request *r = s->of;
+    bool silent = r->limit == r->options.n_prompt; /* it generates nothing */
+    int prompt = most(least(r->options.n_prompt - s->cached, s->scheduled), 0), chosen = 0;
+    if (!ok && (rows <= 0 || silent)) return;
+    w->prompt_tokens += (uint64_t)prompt;
+    w->sequence_steps++;
+    s->cached += s->scheduled;
+    bool forks = !r->forked && s->cached == r->options.n_prompt;
+    if (forks) fork_samples(w, r);
+    for (int i = 0; i < (forks ? r->options.n_samples : 1); i++) {
+        sequence *sample = forks ? &r->samples[i] : s;
+        if (silent && forks) expect(w, sample, -1, false, LLM_FINISH_LENGTH);
+        else if (rows > 0) chosen = choose_tokens(w, sample, rows);
+    }
+    s->cached += most(chosen - 1, 0);
+    if (s->finish) return;
+    give_back(w, s, blocks_for(w, s->cached));
+    s->state = state_of(s);
+}
+
+static void drop_ended(world *w) {
+    int n = 0;
+    for (int i = 0; i < w->n_admitted; i++) {
+        if (w->admitted[i]->finish) give_back(w, w->admitted[i], 0);
+        else w->admitted[n++] = w->admitted[i];
+    }
+    w->n_admitted = n;
+}
+
+static bool run(world *w) {
+    const token_device *d = w->device;
+    int n = w->n_admitted, n_scheduled = 0, n_rows = 0, before = 0;
+    for (int i = 0; i < n; i++) {
+        sequence *s = w->admitted[i];
+        s->first = s->cached;
+        if (s->depth) look_up(s);
+        n_scheduled += s->scheduled;
+        n_rows += rows_of(s);
+    }
+    if (n_scheduled == 0) return true;
+    /* Each pass brings a slice of the rows. A failure leaves those of the slices before it. */
+    int arrived = n_rows, n_slices = most((n_rows + w->slice - 1) / w->slice, 1);
+    if (d->failed == CALL_RUN) arrived = d->failed_index * w->slice;
+    else if (d->failed == CALL_LOGITS) arrived = (d->n_calls[CALL_RUN] - 1) * w->slice;
+    else SAME(d->n_calls[CALL_RUN], n_slices);
+    bool ok = d->failed == CALL_NONE;
+    for (int i = 0; i < n; i++) {
+        sequence *s = w->admitted[i];
+        int rows = rows_of(s), own = least(rows, arrived - before);
+        before += rows;
+        if (s->of->options.logits_hook) own -= most(s->known - 1 - s->seen_before, 0);
+        if (s->scheduled) commit(w, s, own, ok);
+    }
+    w->steps += ok;
+    return ok;
+}
+
+static bool rules_step(world *w) {
+    w->n_copied = 0;
+    memset(w->n_calls, 0, sizeof w->n_calls);
+    bool ok = do_copies(w) && resume(w);
+    if (ok) admit(w);
+    if (ok) select_tokens(w);
+    ok = ok && secure(w) && do_copies(w) && run(w);
+    drop_ended(w);
+    return ok;
+}
+
+static void rules_cancel(world *w, request *r) {
+    for (int i = 0; i < r->options.n_samples; i++) {
+        sequence *s = &r->samples[i];
+        if (s->finish) continue;
+        expect(w, s, -1, false, LLM_FINISH_CANCELLED);
+        w->host_free += s->saved;
+        s->saved = 0;
+    }
+    for (int i = 0; i < w->n_waiting; i++)
+        if (w->waiting[i] == r)
+            memmove(w->waiting + i, w->waiting + i + 1,
+                    sizeof *w->waiting * (size_t)(--w->n_waiting - i));
+    drop_ended(w);
+}
+
+/* ---- The trace ----------------------------------------------------------------------------- */
+
+static sequence *traced_sequence(world *w, const llm_trace_event *event) {
+    for (int i = 0; i < REQUESTS; i++)
+        if (w->requests[i].id == event->request) {
+            CHECK(event->sample >= 0 && event->sample < w->requests[i].options.n_samples);
+            return &w->requests[i].samples[event->sample];
+        }
+    fail_msg("the trace names a request %llu that is not there", (ull)event->request);
+    return NULL;
+}
+
+static bool may_follow(llm_state from, llm_state to) {
+    switch (from) {
+    case LLM_WAITING: return to != LLM_PREEMPTED; /* to itself when submitted */
+    case LLM_PREFILL: return to == LLM_DECODE || to == LLM_PREEMPTED || to == LLM_ENDED;
+    case LLM_DECODE: return to == LLM_PREEMPTED || to == LLM_ENDED;
+    case LLM_PREEMPTED: return to == LLM_PREFILL || to == LLM_DECODE || to == LLM_ENDED;
+    default: return false;
+    }
+}
+
+static void trace_state(world *w, sequence *s, const llm_trace_event *event) {
+    SAME(event->from, s->traced);
+    CHECK(may_follow(event->from, event->state));
+    if (event->from == LLM_WAITING && event->state == LLM_PREFILL && w->exact)
+        SAME(event->count, 0); /* found in the prefix cache */
+    if (event->state == LLM_PREEMPTED) s->traced_saved = event->count;
+    if (event->state == LLM_ENDED) s->traced_generated = event->count;
+    s->traced = event->state;
+}
+
+static void trace_block(world *w, sequence *s, const llm_trace_event *event) {
+    int32_t block = event->block;
+    CHECK(block >= 0 && block < w->n_blocks);
+    int *references = &w->references[block];
+    switch (event->kind) {
+    case LLM_TRACE_TAKE:
+        SAME(*references, 0);
+        CHECK(!w->kept[block]);
+        SAME(event->first, s->n_traced);
+        s->traced_table[s->n_traced++] = block;
+        ++*references;
+        break;
+    case LLM_TRACE_SHARE:
+        CHECK(*references > 0 || w->kept[block]);
+        SAME(event->first, s->n_traced);
+        s->traced_table[s->n_traced++] = block;
+        ++*references;
+        break;
+    case LLM_TRACE_COPY:
+        CHECK(event->first >= 0 && event->first < s->n_traced);
+        SAME(event->source, s->traced_table[event->first]);
+        CHECK(w->references[event->source] > 1);
+        SAME(*references, 0);
+        CHECK(!w->kept[block]);
+        s->traced_table[event->first] = block;
+        w->references[event->source]--;
+        ++*references;
+        break;
+    case LLM_TRACE_RELEASE:
+        CHECK(s->n_traced > 0);
+        SAME(block, s->traced_table[--s->n_traced]);
+        SAME(event->count, --*references);
+        if (event->count == 0) w->kept[block] = event->kept;
+        break;
+    default: /* LLM_TRACE_EVICT */
+        SAME(*references, 0);
+        CHECK(w->kept[block]);
+        w->kept[block] = false;
+        totals.evicted++;
+    }
+}
+
+static void on_trace(void *user, const llm_trace_event *event) {
+    world *w = (world *)user;
+    SAME(event->step, w->stepping ? w->steps_before : llm_engine_statistics(w->engine).steps);
+    if (event->kind == LLM_TRACE_STEP_BEGIN || event->kind == LLM_TRACE_STEP_END) {
+        bool begins = event->kind == LLM_TRACE_STEP_BEGIN;
+        SAME(w->stepping, !begins);
+        w->stepping = begins;
+        w->step_end = event->count;
+        return;
+    }
+    if (event->kind == LLM_TRACE_EVICT) {
+        trace_block(w, NULL, event);
+        return;
+    }
+    sequence *s = traced_sequence(w, event);
+    switch (event->kind) {
+    case LLM_TRACE_STATE: trace_state(w, s, event); break;
+    case LLM_TRACE_SCHEDULE: s->scheduled_event = *event; break;
+    case LLM_TRACE_PROPOSE: s->proposed_event = *event; break;
+    case LLM_TRACE_ACCEPT: s->accepted_event = *event; break;
+    default: trace_block(w, s, event);
+    }
+}
+
+/* Between calls: the block tables and states of the trace are those of the rules. */
+static void check_trace(world *w) {
+    int used = 0, shared = 0;
+    for (int i = 0; i < REQUESTS; i++)
+        for (int k = 0; w->requests[i].id && k < w->requests[i].options.n_samples; k++) {
+            const sequence *s = &w->requests[i].samples[k];
+            if (s->finish) SAME(s->n_traced, 0);
+            if (s->finish) SAME(s->traced_generated, s->known - s->of->options.n_prompt);
+            SAME(s->traced == LLM_ENDED, s->finish != LLM_FINISH_NONE);
+            if (s->traced == LLM_WAITING || s->traced == LLM_PREEMPTED) SAME(s->n_traced, 0);
+            if (!w->exact) continue;
+            SAME(s->traced, s->state);
+            SAME(s->n_traced, s->n_blocks);
+            if (s->state == LLM_PREEMPTED) SAME(s->traced_saved, s->saved);
+        }
+    for (int i = 0; i < w->n_blocks; i++) {
+        used += w->references[i] > 0;
+        shared += w->references[i] > 1;
+    }
+    llm_statistics s = llm_engine_statistics(w->engine);
+    SAME(s.blocks_total - s.blocks_free, used);
+    SAME(s.blocks_shared, shared);
+}
+
+/* ---- A walk --------------------------------------------------------------------------------- */
+
+static llm_model *target, *draft;
+static int pick(world *w, int n) { return random_below(&w->random, n); }
+static bool chance(world *w, int percent) { return pick(w, 100) < percent; }
+
+static void random_world(world *w) {
+    llm_engine_options o = llm_engine_defaults();
+    w->exact = chance(w, 60);
+    w->device = token_device_new(chance(w, 50), w->seed);
+    o.backend = &w->device->backend;
+    o.draft = w->exact || chance(w, 40) ? NULL : draft;
+    w->device->draft_differs = chance(w, 30) ? 0 : 4;
+    o.prefix_cache = !w->exact && (!o.draft || chance(w, 60));
+    o.context_length = CONTEXT;
+    o.block_size = 1 + pick(w, 6);
+    o.max_sequences = 1 + pick(w, SEQUENCES);
+    o.max_speculation = DEPTH;
+    o.chunked_prefill = chance(w, 75);
+    o.max_batch_tokens = o.chunked_prefill ? 1 + pick(w, 20) : 20 + pick(w, 30);
+    o.preempt = (llm_preempt)pick(w, 2);
+    o.host_sampling = chance(w, 20);
+    o.trace = on_trace;
+    o.trace_user = w;
+    w->n_blocks = (20 + pick(w, 100)) / o.block_size + 1;
+    o.cache_bytes = 16 * (uint64_t)(w->n_blocks * o.block_size);
+    w->n_host = o.preempt == LLM_PREEMPT_SWAP ? 1 + pick(w, 80) / o.block_size : 0;
+    w->host_free = w->n_host;
+    o.swap_bytes = 16 * (uint64_t)(w->n_host * o.block_size) * (o.draft ? 2 : 1);
+    CHECK(w->n_blocks <= BLOCKS);
+    w->options = o;
+}
+
+static float *first_choice(float *logits) {
+    while (*logits < 0) logits++;
+    return logits;
+}
+
+/* A hook sees each position once, in order, with the logits that belong there. */
+static void on_logits(void *user, uint64_t id, int sample, int position, float *logits) {
+    request *r = (request *)user;
+    sequence *s = &r->samples[sample];
+    float row[TOKEN_VOCAB];
+    SAME(id, r->id);
+    SAME(position, s->seen++);
+    CHECK(position < s->known);
+    token_logits(s->hashes[position], s->tokens[position], row);
+    CHECK(!memcmp(row, logits, sizeof row));
+    if (forbids_first(s)) *first_choice(logits) = -1000;
+}
+
+static void random_request(world *w, request *r) {
+    memset(r, 0, sizeof *r);
+    r->options = llm_request_defaults();
+    llm_request *o = &r->options;
+    o->n_prompt = 1 + pick(w, MAX_PROMPT);
+    uint64_t text = (uint64_t)pick(w, 3); /* few texts, so that many begin alike */
+    for (int i = 0; i < o->n_prompt; i++) {
+        r->prompt[i] = TOKEN_LETTER + (int)(token_mix(text * 100 + (uint64_t)i) % 16);
+        if (chance(w, 3)) r->prompt[i] = TOKEN_LETTER + pick(w, 16);
+    }
+    o->prompt = r->prompt;
+    o->max_tokens = chance(w, 5) ? 0 : chance(w, 5) ? -1 : 1 + pick(w, 14);
+    o->n_samples = chance(w, 60) ? 1 : 1 + pick(w, least(w->options.max_sequences, SAMPLES));
+    o->priority = chance(w, 80) ? 0 : pick(w, 3) - 1;
+    o->ignore_end = chance(w, 50);
+    o->sampling.seed = (uint64_t)pick(w, 1000);
+    o->sampling.temperature = chance(w, 30) && o->n_samples == 1 ? 0 : 1;
+    if (chance(w, 20)) {
+        r->stop[0] = (char)('a' + pick(w, 16));
+        r->stops[0] = r->stop;
+        o->stop = r->stops;
+        o->n_stop = 1;
+    }
+    if (chance(w, 40)) {
+        o->speculate = chance(w, 25) && !w->exact ? LLM_SPECULATE_AUTO : 1 + pick(w, DEPTH);
+        o->lookup = !w->options.draft || (w->device->draft_differs && chance(w, 30));
+        if (w->exact || chance(w, 70)) o->sampling.temperature = 0;
+    } else if (chance(w, 15)) {
+        o->logits_hook = on_logits;
+    }
+    o->user = r;
+}
+
+static bool fits(const world *w, const request *r) {
+    return blocks_for(w, r->limit) <= w->n_blocks &&
+           (w->options.chunked_prefill || r->limit <= w->options.max_batch_tokens);
+}
+
+static void submit(world *w) {
+    llm_error err;
+    request *r = w->requests;
+    while (r < w->requests + REQUESTS && r->live) r++;
+    if (r == w->requests + REQUESTS) return;
+    random_request(w, r);
+    llm_request *o = &r->options;
+    int room = CONTEXT - o->n_prompt,
+        depth = o->speculate == LLM_SPECULATE_AUTO ? DEPTH : o->speculate;
+    r->limit = o->n_prompt + (o->max_tokens < 0 ? room : least(o->max_tokens, room));
+    r->depth = least(depth, w->options.max_batch_tokens - 1);
+    for (int k = 0; k < o->n_samples; k++) {
+        sequence *s = &r->samples[k];
+        s->of = r;
+        s->sample = k;
+        s->seen = k ? o->n_prompt - 1 : 0;
+        for (int i = 0; i < o->n_prompt; i++) append(s, r->prompt[i]);
+    }
+    r->id = w->last_id + 1;
+    uint64_t id = 0;
+    bool ok = llm_submit(w->engine, o, &id, &err);
+    CHECK(ok == fits(w, r));
+    if (!ok) {
+        SAME(err.status, LLM_ERROR_CAPACITY);
+        r->id = 0;
+        totals.refused++;
+        return;
+    }
+    SAME(id, r->id);
+    w->last_id = id;
+    r->live = true;
+    r->rank = (int64_t)id - 64 * o->priority;
+    if (!w->exact) return;
+    int at = w->n_waiting++;
+    for (; at > 0 && w->waiting[at - 1]->rank >= r->rank; at--) w->waiting[at] = w->waiting[at - 1];
+    w->waiting[at] = r;
+}
+
+/* Where there are no rules, an event says itself that a token was chosen; the token must be right
+ * all the same. */
+static void follow_event(world *w, const llm_event *event) {
+    sequence *s = &((request *)event->user)->samples[event->sample];
+    const llm_request *r = &s->of->options;
+    CHECK(!s->finish);
+    if (event->token < 0) {
+        SAME(s->of->limit, r->n_prompt);
+        expect(w, s, -1, false, LLM_FINISH_LENGTH);
+        return;
+    }
+    /* sampled proposals change what is drawn, but not what may be */
+    bool weighed = r->speculate && r->sampling.temperature > 0;
+    int32_t ids[TOKEN_CHOICES], token = next_token(s);
+    choices_after(s->hashes[s->known - 1], s->tokens[s->known - 1], ids);
+    for (int i = 0; weighed && i < TOKEN_CHOICES; i++)
+        if (ids[i] == event->token) token = event->token;
+    choose(w, s, token, r->speculate && event->accepted);
+}
+
+/* All events that are there, which must be all that were expected. */
+static void read_events(world *w) {
+    llm_event event;
+    int n = 0;
+    for (; llm_next_event(w->engine, &event); n++) {
+        if (!w->exact && n == w->n_outcomes) follow_event(w, &event);
+        CHECK(n < w->n_outcomes);
+        const outcome *o = &w->outcomes[n];
+        const request *r = o->of->of;
+        SAME(event.request, r->id);
+        SAME(event.sample, o->of->sample);
+        CHECK(event.user == r);
+        SAME(event.token, o->token);
+        SAME(event.index, o->index);
+        SAME(event.finish, o->finish);
+        SAME(event.accepted, o->accepted);
+        if (event.token >= 0) CHECK(event.logprob > -1.39f && event.logprob < -1.38f);
+        bool letter = event.token >= TOKEN_LETTER && event.finish != LLM_FINISH_STOP;
+        SAME(event.text_length, letter);
+        if (letter) SAME(event.text[0], 'a' + event.token - TOKEN_LETTER);
+        totals.tokens += event.token >= 0;
+        totals.cancelled += event.finish == LLM_FINISH_CANCELLED;
+    }
+    SAME(n, w->n_outcomes);
+    w->n_outcomes = 0;
+}
+
+static void check_counts(world *w) {
+    llm_statistics s = llm_engine_statistics(w->engine);
+    SAME(s.requests_finished, w->finished);
+    SAME(s.generated_tokens, w->generated);
+    SAME(s.blocks_total, w->n_blocks);
+    CHECK(s.running <= w->options.max_sequences &&
+          s.slots_used <= (s.blocks_total - s.blocks_free) * s.block_size);
+    if (!w->exact) {
+        w->steps = s.steps;
+        return;
+    }
+    int shared = 0;
+    for (int i = 0; i < w->n_blocks; i++) shared += w->held[i] > 1;
+    SAME(s.steps, w->steps);
+    SAME(s.waiting, w->n_waiting);
+    SAME(s.running, w->n_admitted);
+    SAME(s.blocks_free, free_blocks(w));
+    SAME(s.blocks_shared, shared);
+    SAME(s.preemptions, w->preemptions);
+    SAME(s.blocks_swapped, w->swapped);
+    SAME(s.prompt_tokens, w->prompt_tokens);
+    SAME(s.sequence_steps, w->sequence_steps);
+    SAME(s.decode_steps, w->decode_steps);
+    SAME(s.proposed, w->proposed);
+    SAME(s.accepted, w->accepted);
+}
+
+/* What a step that went well said of itself. */
+static void check_schedule(const world *w) {
+    for (int i = 0; i < REQUESTS * SAMPLES; i++) {
+        const sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
+        int accepted = s->accepted_event.request ? s->accepted_event.count : 0;
+        CHECK(accepted <= (s->proposed_event.request ? s->proposed_event.count : 0));
+        if (!w->exact) continue;
+        SAME(s->scheduled_event.request != 0, s->scheduled > 0);
+        if (s->scheduled) SAME(s->scheduled_event.first, s->first);
+        if (s->scheduled) SAME(s->scheduled_event.count, s->scheduled);
+        SAME(s->proposed_event.request ? s->proposed_event.count : 0, s->n_proposed);
+        if (!s->finish) SAME(accepted, s->n_accepted); /* what followed the end is in the former */
+    }
+}
+
+static bool any_live(const world *w) {
+    for (int i = 0; i < REQUESTS; i++)
+        if (w->requests[i].live) return true;
+    return false;
+}
+
+static void cancel(world *w) {
+    llm_error err;
+    request *r = &w->requests[pick(w, REQUESTS)];
+    bool live = r->live;
+    if (!r->id) return;
+    CHECK(llm_cancel(w->engine, r->id, &err) == live);
+    if (live) rules_cancel(w, r);
+}
+
+/* Returns whether there was anything to do. */
+static bool step(world *w) {
+    llm_error err;
+    bool live = any_live(w), ok = true;
+    for (int i = 0; i < REQUESTS * SAMPLES; i++) {
+        sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
+        s->scheduled = s->n_proposed = s->n_accepted = 0;
+        s->seen_before = s->seen;
+        s->scheduled_event.request = s->proposed_event.request = s->accepted_event.request = 0;
+    }
+    w->steps_before = llm_engine_statistics(w->engine).steps;
+    token_device_step(w->device);
+    long allocations = test_allocations;
+    int more = llm_step(w->engine, &err);
+    SAME(test_allocations, allocations);
+    CHECK(!w->stepping);
+    SAME(w->step_end, more);
+    if (more < 0 && (w->device->failed == CALL_NONE || err.status != LLM_ERROR_DEVICE))
+        fail_msg("walk %llu, step %llu: %s", (ull)w->seed, (ull)w->steps, err.message);
+    totals.steps++;
+    if (w->device->failed != CALL_NONE) totals.failures[w->device->failed]++;
+    if (live && w->exact) {
+        ok = rules_step(w);
+        if (w->n_copied) SAME(w->device->n_calls[CALL_COPY], w->n_copied);
+    }
+    SAME(more < 0, w->device->failed != CALL_NONE);
+    if (w->exact) SAME(more < 0, !ok);
+    if (more >= 0) SAME(more, live);
+    if (more > 0) check_schedule(w);
+    return live;
+}
+
+static void walk(uint64_t seed, int n_calls) {
+    world *w = (world *)calloc(1, sizeof *w);
+    long live = test_live;
+    assert_non_null(w);
+    current = w;
+    w->seed = seed;
+    w->random.state = token_mix(seed);
+    random_world(w);
+    w->engine = engine_new(target, &w->options);
+    w->slice = w->engine->network.max_logits; /* all rows, unless the vocabulary is huge */
+    if (chance(w, 50)) {
+        w->slice = least(w->slice, 1 + pick(w, 4));
+        w->engine->network.max_logits = w->engine->speculator.draft.max_logits = w->slice;
+    }
+    int load = 5 + pick(w, 60), cancels = pick(w, 4), rate = chance(w, 40) ? 0 : 10 + pick(w, 200);
+    bool drains = false, leaves = chance(w, 10); /* the engine goes while requests are alive */
+    for (int i = 0; i < n_calls || (any_live(w) && !leaves); i++) {
+        drains = i >= n_calls;
+        w->device->fail_one_in = drains ? 0 : rate && chance(w, 1) ? 1 : rate;
+        if (i > n_calls + 5000) fail_msg("walk %llu: it does not come to an end", (ull)seed);
+        while (!drains && chance(w, load)) submit(w);
+        if (chance(w, cancels)) cancel(w);
+        check_trace(w);
+        if (chance(w, 90)) read_events(w);
+        else if (chance(w, 50)) cancel(w);
+        read_events(w);
+        check_counts(w);
+        step(w);
+        if (chance(w, cancels)) { /* the step's events are still there afterwards */
+            if (!w->exact) read_events(w);
+            cancel(w);
+        }
+        read_events(w);
+        check_counts(w);
+        check_trace(w);
+    }
+    if (!any_live(w)) assert_idle(w->engine);
+    llm_statistics s = llm_engine_statistics(w->engine);
+    if (w->options.draft && !w->device->draft_differs)
+        SAME(s.accepted, s.proposed); /* it has always read the same text */
+    totals.walks++;
+    totals.exact += w->exact;
+    totals.preemptions += (long)s.preemptions;
+    totals.swapped += (long)s.blocks_swapped;
+    totals.accepted += (long)s.accepted;
+    totals.hits += (long)s.prefix_hits;
+    llm_engine_free(w->engine);
+    token_device_free(w->device);
+    SAME(test_live, live);
+    free(w);
+}
+
+static void test_walks(void **state) {
+    const int n = repeats(1000000, 50000);
+    (void)state;
+    for (uint64_t seed = 1; totals.steps < n; seed++) walk(seed, 1000);
+    const struct totals *t = &totals;
+    print_message("%ld steps in %ld walks (%ld by the rules): %ld tokens, %ld samples cancelled, "
+                  "%ld requests refused, %ld preemptions, %ld blocks swapped, "
+                  "%ld copied, %ld prefix hits, %ld proposals accepted\n",
+                  t->steps, t->walks, t->exact, t->tokens, t->cancelled, t->refused, t->preemptions,
+                  t->swapped, t->copies, t->hits, t->accepted);
+    print_message(
+        "failures: %ld copies, %ld saves, %ld restores, %ld passes, %ld logits, %ld at the end\n",
+        t->failures[CALL_COPY], t->failures[CALL_SAVE], t->failures[CALL_RESTORE],
+        t->failures[CALL_RUN], t->failures[CALL_LOGITS], t->failures[CALL_SYNC]);
+    for (int i = 0; i < CALL_NONE; i++) assert_true(t->failures[i] > n / 20000);
+    assert_true(t->cancelled > n / 1000 && t->preemptions > n / 1000 && t->swapped > n / 1000 &&
+                t->copies > n / 1000 && t->hits > n / 1000 && t->accepted > n / 1000);
+}
+
+static int load_models(void **state) {
+    static tiny_model models[2];
+    tiny t = tiny_defaults();
+    (void)state;
+    t.vocab = TOKEN_VOCAB;
+    for (int i = 0; i < 2; i++) models[i] = tiny_model_new(t);
+    target = models[0].model;
+    draft = models[1].model;
+    return 0;
+}
+
+int main(void) {
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_walks)};
+    return cmocka_run_group_tests_name("states", tests, load_models, NULL);
+}
