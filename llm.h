@@ -53,7 +53,7 @@
  *     [10]    Fast CPU           the executor, and the kernels for each instruction set
  *
  *     If you have an hour: the beginnings of the chapters of Part I, [DATA], and llm_step in [1] with the
- *     five functions that it calls. If you have a day: all of Part I, with a debugger (LLM_ISA_REFERENCE).
+ *     functions that it calls. If you have a day: all of Part I, with a debugger (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
  *
@@ -398,17 +398,18 @@ typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields t
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
     LLM_TRACE_STEP_END,        /* and ends. count: 1 worked, 0 nothing to do, -1 failed */
     LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted, both are
-                                  LLM_WAITING). count: on admission, prompt tokens found in the prefix cache; on
-                                  preemption, blocks saved in host memory; on resuming, tokens that are cached again;
-                                  at the end, tokens generated */
+                                  LLM_WAITING). count: on leaving LLM_WAITING or LLM_PREEMPTED, tokens that are in the
+                                  cache already; on preemption, blocks saved in host memory; at the end, tokens
+                                  generated, without an end token; else 0 */
     LLM_TRACE_SCHEDULE,        /* `count` tokens from position `first` on are in this step */
     LLM_TRACE_PROPOSE,         /* `count` proposals follow them */
     LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
+    /* About a block. count: block tables that name it now. kept: the prefix cache can find its content. */
     LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block table */
     LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry `first` */
     LLM_TRACE_COPY,            /* entry `first`, which others share, becomes `block`, a copy of block `source` */
-    LLM_TRACE_RELEASE,         /* the sequence gives up a block. count: block tables that still name it; kept */
-    LLM_TRACE_EVICT            /* the content of a free block is forgotten: its memory is about to be taken */
+    LLM_TRACE_RELEASE,         /* the sequence gives up a block */
+    LLM_TRACE_EVICT            /* the content of a free block is forgotten, since the block is about to be taken */
 } llm_trace_kind;
 
 typedef struct llm_trace_event {
@@ -419,10 +420,11 @@ typedef struct llm_trace_event {
     llm_state from, state; /* LLM_TRACE_STATE only */
     int first, count;      /* see llm_trace_kind */
     int32_t block, source; /* numbers of blocks in the pool; -1 where they mean nothing */
-    bool kept;             /* LLM_TRACE_RELEASE: the prefix cache can find the block's content from now on */
+    bool kept;
 } llm_trace_event;
 
-/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call the engine. */
+/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call the engine. After a failed
+ * step (count -1) only the sequences with a LLM_TRACE_STATE or LLM_TRACE_ACCEPT, or an llm_event, have advanced. */
 typedef void (*llm_trace)(void *user, const llm_trace_event *event);
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
@@ -473,7 +475,8 @@ llm_sampling llm_sampling_defaults(void);
 
 /* Called with the logits (vocab_size) after the token at `position`, before anything is
  * drawn from them; it may change them (to force a grammar, say), but not call the engine. With a hook the
- * logits of the prompt's own positions are computed too, and shown to it in order (once, as sample 0). */
+ * logits of the prompt's own positions are computed too, and shown to it in order: once, as sample 0, but those after the
+ * last one for each sample, since each draws from them. */
 typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position, float *logits);
 
 enum { LLM_SPECULATE_AUTO = -1 };
@@ -488,8 +491,8 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
     const char *const *stop; /* (n_stop) texts that end the output, and are not part of it; copied by llm_submit */
     int n_stop;
-    int priority;           /* a request goes before the 64 x priority requests that came before it; default 0 */
-    int speculate;          /* proposals per step: 0 none, 1 to max_speculation (and less than max_batch_tokens), or
+    int priority;           /* a request is admitted before the 64 x priority requests that came before it; default 0 */
+    int speculate;          /* proposals per step: 0 none, 1 to max_speculation (max_batch_tokens - 1 are used at most), or
                                LLM_SPECULATE_AUTO: as many as pay. Needs a draft model, or lookup. Greedy output is the
                                same as without; sampled output has the same distribution. */
     bool lookup;            /* propose what followed the last words where they stood before, instead of a draft
@@ -809,7 +812,7 @@ struct llm_backend {
 
     /* -- optional: NULL where the device has nothing to offer ----------------------------- */
     /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that the engine itself would draw (chapter
-     * [7]). ids, logprobs (n) are host memory; waits for them. */
+     * [3]). ids, logprobs (n) are host memory; waits for them. */
     bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
                    float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
@@ -1075,7 +1078,7 @@ static void llm__aligned_free(void *aligned) {
 /* =====================================================================================
  * PART I: THE ENGINE
  *
- * Chapters 1 to 6 tell how requests become tokens. They are complete: a model runs with them alone. Part II,
+ * Chapters 1 to 6 show the whole way from a request to its tokens, with a plain loop for each operation. Part II,
  * chapters 7 to 10, is for looking things up: storage types, files, text, and the same operations fast.
  *
  * [DATA] What the engine consists of, and what Part I calls before it is defined
@@ -1089,9 +1092,9 @@ struct llm_model {
     llm_config config;
     const struct llm__architecture *architecture;
     const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
-    const llm_tensor *rope_divisors; /* (rope_dim/2) of the frequencies; NULL: none */
+    const llm_tensor *rope_divisors; /* (rope_dim/2) divisors of the RoPE frequencies; NULL: none */
     int *windows;             /* (n_layers) 0: the layer sees everything */
-    uint64_t ordered_cols;    /* of the widest matrix that takes its input in an order of its own; 0: none does */
+    uint64_t ordered_cols;    /* widest input of a matrix with permuted columns; 0: no matrix has them */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
 };
@@ -1109,7 +1112,7 @@ typedef struct llm__network {
     size_t activation_bytes;
     float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
     int max_logits;         /* rows in a slice of the head */
-    void **rows;            /* (n_rows) memory of weights that the device reads in place, and the file has in another form */
+    void **rows;            /* (n_rows) converted weights that the device reads from host memory */
     int64_t n_rows, rows_capacity;
 } llm__network;
 
@@ -1128,8 +1131,8 @@ typedef struct llm__pool {
     int64_t n_free;      /* blocks that no table names, with or without kept content */
     int64_t peak;        /* most blocks that were ever in use */
     int32_t *references; /* (n_blocks) how many block tables name this block */
-    /* The free blocks, a ring in the order in which they are given out: first those without kept content, then
-     * the least recently used. Entry n_blocks is the ring's begin and end. */
+    /* The free list, doubly linked, in the order in which blocks are given out: first those without kept
+     * content, then the least recently used. Entry n_blocks is its beginning and end. */
     int32_t *before, *after; /* (n_blocks + 1) */
     /* The prefix cache. */
     bool keeps_prefixes;
@@ -1140,7 +1143,7 @@ typedef struct llm__pool {
     int32_t *next;      /* (n_blocks) in the same bucket */
     int64_t n_buckets;  /* a power of two */
     uint64_t last_identity;
-    /* Copies that copy-on-write has promised and the device has still to do, before the next forward pass. */
+    /* Copies for copy-on-write that the device has still to make, before the next pass. */
     int32_t *copy_from, *copy_to; /* (max_copies) */
     int n_copies, max_copies;
 } llm__pool;
@@ -1149,7 +1152,7 @@ typedef struct llm__table { /* the block table of one sequence */
     int32_t *blocks;        /* (capacity) physical block of logical block i */
     int n_blocks;
     int capacity;
-    int n_kept;        /* leading blocks that are full and known to the prefix cache */
+    int n_kept;        /* leading full blocks whose content the prefix cache knows */
     uint64_t identity; /* of the last of them; 0: none */
     uint64_t request;  /* whose table it is, for the trace */
     int sample;
@@ -1162,7 +1165,7 @@ typedef struct llm__request llm__request;
 typedef struct llm__sequence { /* one sample of a request */
     llm__request *request;
     int sample;
-    llm_state state;   /* llm__set_state changes it */
+    llm_state state;
     llm_finish finish; /* LLM_FINISH_NONE until it ends */
     int32_t *tokens;   /* (limit + depth) the known tokens; within a step, proposed or chosen ones follow */
     int n_tokens;      /* known: the prompt and what was generated */
@@ -1170,23 +1173,23 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
     int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <= n_tokens */
     llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or DECODE */
-    int32_t saved;     /* the first of its blocks in host memory; llm__scheduler.swap_next links the others */
+    int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next; -1: none */
     int n_saved;       /* how many: enough for n_cached tokens, or 0; 0 unless it is PREEMPTED */
-    int place;         /* its index in llm__scheduler.sequences */
-    double acceptance; /* running mean of the share of its proposals that were accepted */
+    int index;         /* in llm__scheduler.sequences */
+    double acceptance; /* moving average of 1 for each accepted proposal and 0 for each rejected one */
     llm_stream stream; /* turns its tokens into text */
-    char *text;        /* the text of its events since the last step, then what is held back */
-    size_t text_used;  /* bytes of the former */
-    size_t text_held;  /* bytes of the latter, which may be the beginning of a stop text */
+    char *text;        /* of its events of the last step and since; then the text that is held back */
+    size_t text_used;  /* bytes in events */
+    size_t text_held;  /* bytes held back, which may be the beginning of a stop text */
     float *logprobs;   /* (depth + 1) of the chosen tokens */
     /* The current step; all are 0 between steps. */
     int n_scheduled;   /* known tokens in the batch: at most n_tokens - n_cached */
-    int depth;         /* proposals wanted after them */
+    int depth;         /* proposals wanted after them, at most request->depth */
     int n_proposed;    /* proposals made */
     int n_rows;        /* rows of logits used */
     int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: the accepted proposals, then one more */
-    int n_tested;      /* proposals compared with the target's choice */
-    int n_accepted;    /* and accepted */
+    int n_tested;      /* proposals tested */
+    int n_accepted;    /* proposals accepted */
     bool closed;       /* no more can be chosen: a proposal was rejected, or the sequence ends */
 } llm__sequence;
 
@@ -1198,7 +1201,7 @@ struct llm__request { /* from llm_submit to its last event; one allocation */
     int depth;                /* most proposals in a step */
     int n_live;               /* samples that have not ended */
     bool admitted;            /* it is in llm__scheduler.running, no longer in waiting */
-    bool forked;              /* its prompt is in the cache, and all samples have started */
+    bool forked;              /* its prompt has been through the model, and all samples have started */
     llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked from it */
     llm__request *previous, *next;
 };
@@ -1215,40 +1218,40 @@ typedef struct llm__scheduler {
     llm__queue ended;          /* their last events may be unread; freed at the next step */
     int n_waiting;             /* requests */
     int64_t n_live;            /* samples of all requests that have not ended */
-    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, oldest first */
+    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, in order of entry */
     int n_sequences;
     int n_preempted;           /* of these */
-    int n_places;              /* n_live of the running requests: what `sequences` may have to hold */
-    int turn;                  /* which decoding sequence is served first */
+    int n_places;              /* the sum of n_live over the running requests: at most max_sequences */
+    int turn;                  /* index of the decoding sequence that llm__select serves first */
     llm__network *networks[2]; /* whose caches the block tables describe: the target, and the draft or NULL */
     char *swap;                /* (n_swap, swap_block_bytes) host memory for the blocks of preempted sequences */
-    int32_t *swap_next;        /* (n_swap) links the unused places, and those of each sequence; -1 at the end */
+    int32_t *swap_next;        /* (n_swap) links the unused ones, and those of each sequence; -1 ends a list */
     int32_t swap_free;         /* the first unused one */
     int64_t n_swap, n_swap_free;
     size_t swap_block_bytes;   /* a block in the caches of all networks */
     llm_batch batch;
     llm__sequence **batch_sequences; /* (max_sequences) */
-    int32_t *memory;                 /* of the arrays below, for which see llm_batch: */
+    int32_t *memory;                 /* one allocation for the arrays of llm_batch: */
     int32_t *tokens, *positions, *slots, *logit_rows; /* (max_batch_tokens) each */
     int32_t *row_sequence;           /* (max_batch_tokens) for each of logit_rows, its sequence in the batch */
     int32_t *seq_first, *seq_count;  /* (max_sequences) each */
     int32_t *block_tables;           /* (max_sequences, blocks of a context) */
-    double proposal_cost;            /* of a proposal, in passes of the target over one row */
+    double proposal_cost;            /* of one proposal; 1: a pass of the target over one row */
     llm_statistics *statistics;      /* of the engine */
 } llm__scheduler;
 
 /* ---- Choosing tokens (chapters 2 and 3) ---- */
 
-typedef struct llm__choice {
+typedef struct llm__token_logit {
     float logit;
     int32_t id;
-} llm__choice;
+} llm__token_logit;
 
 /* What a model says after one token of a sequence: its logits or, where the device has drawn from them, the
  * next token. */
 typedef struct llm__outcome {
     struct llm__sequence *sequence;
-    int position;        /* of the token before */
+    int position;        /* of the token that was read; the outcome is for the next one */
     const float *logits; /* (vocab_size) host; NULL: the device has drawn */
     int32_t id;          /* what it has drawn */
     float logprob;
@@ -1256,10 +1259,10 @@ typedef struct llm__outcome {
 
 typedef struct llm__sampler { /* scratch, one per engine */
     int vocab_size;
-    int bits;          /* the likeliest token counts 2^bits */
-    llm__choice *heap; /* (vocab_size) */
-    llm__choice *kept; /* (vocab_size) in order of probability */
-    uint32_t *seen;    /* (vocab_size) the number of the last draw whose window held this token */
+    int bits;          /* the likeliest token has a likelihood of 2^bits */
+    llm__token_logit *heap; /* (vocab_size) */
+    llm__token_logit *kept; /* (vocab_size) in order of probability */
+    uint32_t *seen;    /* (vocab_size) number of the last draw that penalized this token */
     uint32_t n_draws;
     llm__outcome *outcomes; /* (max_draws) of a slice of logits */
     llm_draw *draws;        /* (max_draws) those of them that the device draws, ... */
@@ -1377,26 +1380,29 @@ static double llm__sum_exp(const float *x, int n, float shift);
  *         llm__commit      apply the result: the only function that changes a sequence after a pass
  *     llm_next_event       the caller reads what happened
  *
- * A sequence is one sample of a request. It has one state, which only llm__set_state changes:
+ * A sequence is one sample of a request, and has one state:
  *
- *              admit             first token            last token
- *     WAITING ------> PREFILL ------------------> DECODE ----------> ENDED
- *                      |   ^                       |   ^
- *              preempt |   | resume        preempt |   | resume, if its blocks were saved
- *                      v   |                       v   |
- *                      +-----------PREEMPTED-----------+
+ *     WAITING   -> PREFILL    its request is admitted; the first sample computes the prompt
+ *               -> DECODE     (further samples) the prompt is in the cache, and the request is forked
+ *     PREFILL   -> DECODE     all known tokens but the last are in the cache
+ *     PREFILL, DECODE -> PREEMPTED    its blocks are needed for an older sequence
+ *     PREEMPTED -> PREFILL    there is room again
+ *               -> DECODE     the same, and n_cached == n_tokens - 1
+ *     any state -> ENDED      a last token, a stop text, llm_cancel
  *
- * (llm_cancel leads from any state to ENDED.) Two counts say what is left to do: n_tokens, the tokens that
- * are known (the prompt and what was generated), and n_cached, those of them whose keys and values are in
- * the cache. A step puts some of the others through the model: in PREFILL there may be many; in DECODE there
- * is one, the last. A preempted sequence has lost its blocks but knows its tokens, so its cache can be
- * computed again, and it continues as if nothing had happened.
+ * Between steps a sequence is little more than its tokens, its block table and two counts: n_tokens, the
+ * tokens that are known (the prompt and what was generated), and n_cached, those of them whose keys and
+ * values are in the cache. A step puts some of the others through the model: in PREFILL there may be many,
+ * in DECODE there is one, the last. Random numbers are functions of the position, not of what happened
+ * before. So nothing has to be undone when a sequence is preempted: without its blocks n_cached is 0, the
+ * cache is computed again, and the output continues as if nothing had happened.
  *
  * When the pool is empty, the newest sequence is preempted. The oldest is never preempted for another, and
  * each fits into the pool alone (llm_submit checks that): so one always advances, and all come to an end.
  *
- * When a step fails, sequences whose tokens were chosen before the failure are committed; the others are as
- * they were before, and the next call of llm_step does their work again.
+ * A step that fails commits the sequences whose tokens were chosen before the failure. The others keep their
+ * tokens and n_cached, and the next step does their work again; what was admitted, preempted or taken from
+ * the pool stays so.
  * ================================================================================== */
 
 static bool llm__schedule(llm_engine *e, llm_error *err);
@@ -1432,7 +1438,7 @@ int llm_step(llm_engine *e, llm_error *err) {
 
 /* ---- States ----------------------------------------------------------------------------------- */
 
-/* An event that is not about a block. */
+/* An event without a block. */
 static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample, int first, int count) {
     llm_trace_event event;
     memset(&event, 0, sizeof event);
@@ -1486,23 +1492,23 @@ static void llm__queue_free(llm__queue *q) {
 
 /* A sequence joins those that take part in steps. */
 static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, int count) {
-    seq->place = s->n_sequences;
+    seq->index = s->n_sequences;
     s->sequences[s->n_sequences++] = seq;
     llm__set_state(s, seq, state, count);
 }
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* A sequence ends: it leaves the list and gives up its blocks; with its last sample, so does its request. */
+/* End a sequence: it leaves the list and gives up its blocks. A request ends with its last sample. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
         llm__free_saved(s, seq);
         llm__table_clear(&s->pool, &seq->table);
         s->n_sequences--;
-        for (int i = seq->place; i < s->n_sequences; i++) {
+        for (int i = seq->index; i < s->n_sequences; i++) {
             s->sequences[i] = s->sequences[i + 1];
-            s->sequences[i]->place = i;
+            s->sequences[i]->index = i;
         }
     }
     seq->finish = finish;
@@ -1532,7 +1538,7 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
     if (id) *id = request->id;
-    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority; /* a later id ranks lower: none starves */
+    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority; /* ids grow, so none starves */
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
     s->n_live += r->n_samples;
@@ -1564,9 +1570,28 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
 
 /* ---- Schedule: resume, admit, select, secure -------------------------------------------------- */
 
-/* Copy a block of all caches to its place in host memory, or back. */
-static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t place, bool out, llm_error *err) {
-    char *memory = s->swap + (size_t)place * s->swap_block_bytes;
+static bool llm__resume(llm__scheduler *s, llm_error *err);
+static void llm__admit(llm__scheduler *s);
+static void llm__select(llm__scheduler *s);
+static bool llm__secure(llm__scheduler *s, llm_error *err);
+static bool llm__run_copies(llm_engine *e, llm_error *err);
+
+static bool llm__schedule(llm_engine *e, llm_error *err) {
+    double start = llm_seconds();
+    llm__scheduler *s = &e->scheduler;
+    bool ok = llm__run_copies(e, err) && llm__resume(s, err);
+    if (ok) {
+        llm__admit(s);
+        llm__select(s);
+        ok = llm__secure(s, err) && llm__run_copies(e, err);
+    }
+    e->statistics.schedule_seconds += llm_seconds() - start;
+    return ok;
+}
+
+/* Copy a block of all caches to block `host` of host memory, or back. */
+static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out, llm_error *err) {
+    char *memory = s->swap + (size_t)host * s->swap_block_bytes;
     s->statistics->blocks_swapped++;
     for (int i = 0; i < 2; i++) {
         if (!s->networks[i]) continue;
@@ -1578,12 +1603,15 @@ static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t place, bool
 
 /* Save a sequence's first n > 0 blocks in host memory; there is room for them. */
 static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_error *err) {
-    int32_t place = s->swap_free, last = -1;
-    for (int i = 0; i < n; i++, place = s->swap_next[last = place])
-        if (!llm__swap_copy(s, seq->table.blocks[i], place, true, err)) return false;
+    int32_t host = s->swap_free, last = -1;
+    for (int i = 0; i < n; i++) {
+        if (!llm__swap_copy(s, seq->table.blocks[i], host, true, err)) return false;
+        last = host;
+        host = s->swap_next[host];
+    }
     seq->saved = s->swap_free;
     seq->n_saved = n;
-    s->swap_free = place;
+    s->swap_free = host;
     s->n_swap_free -= n;
     s->swap_next[last] = -1;
     return true;
@@ -1592,19 +1620,19 @@ static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_erro
 /* Give up what a sequence has in host memory. */
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq) {
     for (; seq->n_saved > 0; seq->n_saved--, s->n_swap_free++) {
-        int32_t place = seq->saved;
-        seq->saved = s->swap_next[place];
-        s->swap_next[place] = s->swap_free;
-        s->swap_free = place;
+        int32_t host = seq->saved;
+        seq->saved = s->swap_next[host];
+        s->swap_next[host] = s->swap_free;
+        s->swap_free = host;
     }
 }
 
 /* Bring a sequence's saved blocks back into the pool; there is room for them. */
 static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
     bool ok = llm__table_grow(&s->pool, &seq->table, 0, seq->n_cached);
-    int32_t place = seq->saved;
-    for (int i = 0; ok && i < seq->n_saved; i++, place = s->swap_next[place])
-        ok = llm__swap_copy(s, seq->table.blocks[i], place, false, err);
+    int32_t host = seq->saved;
+    for (int i = 0; ok && i < seq->n_saved; i++, host = s->swap_next[host])
+        ok = llm__swap_copy(s, seq->table.blocks[i], host, false, err);
     if (ok) llm__free_saved(s, seq);
     else llm__table_clear(&s->pool, &seq->table);
     return ok;
@@ -1632,7 +1660,7 @@ static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *
     return llm__blocks_for(&s->pool, llm__min(next + seq->request->depth, llm__max(seq->request->limit, next)));
 }
 
-/* Free blocks beyond those that the running sequences still lack of that. */
+/* Free blocks, less those that the running sequences may soon need. */
 static int64_t llm__blocks_spare(const llm__scheduler *s) {
     int64_t spare = s->pool.n_free;
     for (int i = 0; i < s->n_sequences; i++) {
@@ -1643,8 +1671,8 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
-/* Let preempted sequences continue, the oldest first. One that does not fit stops those after it, which
- * might otherwise overtake it for ever. */
+/* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop: newer ones
+ * must not starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -1652,8 +1680,9 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* a hook must see every position, so what it has not seen is computed */
-            int known = seq->request->params.logits_hook ? seq->n_seen : seq->n_tokens - 1;
+        } else { /* with a hook, only positions that it has seen need not be computed */
+            int known = seq->n_tokens - 1;
+            if (seq->request->params.logits_hook) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens, known);
         }
         bool decode = seq->request->forked && seq->n_cached == seq->n_tokens - 1;
@@ -1685,14 +1714,13 @@ static void llm__admit(llm__scheduler *s) {
             s->statistics->prefix_hits += (uint64_t)seq->n_cached;
         }
         llm__enter(s, seq, LLM_PREFILL, seq->n_cached);
-        /* Matched blocks that another sequence holds cost nothing; the others were free, and are not now. */
+        /* a matched block that is in use costs nothing, one that was free costs one */
         spare -= wanted - seq->table.n_blocks + (before - s->pool.n_free);
     }
 }
 
 /* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep their pace;
- * prompts share what they leave of the budget. With more sequences than tokens in a step, `turn` gives each
- * its share. */
+ * prompts share what they leave of the budget. If not all decoding sequences fit, `turn` rotates who is first. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
@@ -1701,7 +1729,7 @@ static void llm__select(llm__scheduler *s) {
         for (int i = 0; i < n && budget > 0; i++) {
             llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
             if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
-            /* After a preemption only the cache is filled again: the last token belongs to the next decode. */
+            /* after a preemption the last token is left to the first decode step */
             int missing = seq->n_tokens - seq->n_cached - (prefill && seq->request->forked);
             int depth = prefill ? 0 : llm__speculation_depth(s, seq); /* 0 without speculation */
             bool whole = !prefill || !chunked;
@@ -1719,7 +1747,8 @@ static void llm__select(llm__scheduler *s) {
 static bool llm__secure(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *seq = s->sequences[i];
-        /* A draft that lags behind writes below n_cached; no other sequence shares those blocks by then. */
+        /* A draft that lags writes below n_cached, but not to shared blocks: a block is kept or forked only
+         * when the draft has read it, too. */
         while (seq->n_scheduled && !llm__table_grow(&s->pool, &seq->table, seq->n_cached,
                                                     seq->n_cached + seq->n_scheduled + seq->depth)) {
             int victim = s->n_sequences - 1;
@@ -1745,19 +1774,6 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
         llm__copies_done(pool, n);
     }
     return true;
-}
-
-static bool llm__schedule(llm_engine *e, llm_error *err) {
-    double start = llm_seconds();
-    llm__scheduler *s = &e->scheduler;
-    bool ok = llm__run_copies(e, err) && llm__resume(s, err);
-    if (ok) {
-        llm__admit(s);
-        llm__select(s);
-        ok = llm__secure(s, err) && llm__run_copies(e, err);
-    }
-    e->statistics.schedule_seconds += llm_seconds() - start;
-    return ok;
 }
 
 /* ---- Forward ----------------------------------------------------------------------------------- */
@@ -1806,8 +1822,8 @@ static void llm__batch_finish(llm__scheduler *s) {
     b->logit_rows = s->logit_rows;
 }
 
-/* Build the target's batch: the scheduled tokens, and the proposals after them. Returns the rows of logits
- * wanted, but at least 1; 0: nothing is scheduled. */
+/* Build the target's batch: the scheduled tokens, and the proposals after them. Returns 0 if nothing is
+ * scheduled, else the rows of logits that are wanted, but at least 1. */
 static int llm__build_batch(llm__scheduler *s) {
     llm__batch_clear(s);
     for (int i = 0; i < s->n_sequences; i++) {
@@ -1849,11 +1865,11 @@ static bool llm__forward(llm_engine *e, int first, llm_error *err) {
 
 /* ---- Choose ------------------------------------------------------------------------------------ */
 
-/* Can the device draw this sequence's tokens? Not if a hook wants the logits, nor if a sampled proposal is
- * made by the draft or tested by the target: both take whole distributions. */
+/* Can the device draw this sequence's tokens? Not for a hook, which wants the logits, nor for sampled
+ * speculation, which compares whole distributions. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
-    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft makes all that are wanted */
+    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft will make all that are wanted */
     return !r->logits_hook && (r->sampling.temperature == 0 || tested == 0);
 }
 
@@ -1871,13 +1887,29 @@ static llm_draw llm__draw_of(const llm__sequence *seq, int row, int position) {
     return draw;
 }
 
-/* Fetch what a model says in a slice of rows: an outcome for each row, but for the row after a prompt one
- * for each sample. The device draws the tokens it can; for the others the logits are copied to
- * host (max_logits, vocab_size). Returns the number of outcomes; -1 on failure. */
+/* Copy n rows of logits to host, whose rows are `vocab` wide. A draft's may be of another width: models of one
+ * vocabulary are padded to different numbers of rows. */
+static bool llm__fetch_logits(const llm__network *net, int first, int n, float *host, int64_t vocab,
+                              llm_error *err) {
+    llm_backend *b = net->backend;
+    int64_t width = net->model->config.vocab_size, common = llm__min(width, vocab);
+    const float *logits = net->logits + first * width;
+    host += first * vocab;
+    if (width == vocab)
+        return b->download(b->context, host, logits, (size_t)(n * vocab) * sizeof *host, err);
+    for (int row = 0; row < n; row++, host += vocab, logits += width) {
+        if (!b->download(b->context, host, logits, (size_t)common * sizeof *host, err)) return false;
+        for (int64_t i = common; i < vocab; i++) host[i] = -INFINITY;
+    }
+    return true;
+}
+
+/* Fetch what a model says in a slice of rows: one outcome per row; the last row of a prompt gives one per
+ * sample. The device draws the tokens that it can; for the others the logits are copied to host (max_logits,
+ * the target's vocab_size). Returns the number of outcomes; -1 on failure. */
 static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net, int first,
                       float *host, llm_error *err) {
     llm_backend *b = net->backend;
-    float *logits = net->logits;
     bool device = b->sample && !s->options->host_sampling;
     int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0;
     int64_t vocab = sampler->vocab_size;
@@ -1885,35 +1917,32 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
         llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
         bool drawn = seq && device && llm__device_draws(seq);
         if (!seq || drawn) {
-            if (row > from && !b->download(b->context, host + from * vocab, logits + from * vocab,
-                                           (size_t)((row - from) * vocab) * sizeof *host, err))
-                return -1;
+            if (row > from && !llm__fetch_logits(net, from, row - from, host, vocab, err)) return -1;
             from = row + 1;
         }
         if (!seq) break;
         int position = s->positions[s->logit_rows[first + row]];
-        bool parts = !seq->request->forked && position == seq->n_tokens - 1;
-        for (int i = 0; i < (parts ? seq->request->params.n_samples : 1); i++) {
+        bool forks = !seq->request->forked && position == seq->n_tokens - 1;
+        for (int i = 0; i < (forks ? seq->request->params.n_samples : 1); i++) {
             llm__outcome *o = &sampler->outcomes[n_outcomes++];
-            o->sequence = parts ? &seq->request->sequences[i] : seq;
+            o->sequence = forks ? &seq->request->sequences[i] : seq;
             o->position = position;
             o->logits = drawn ? NULL : host + row * vocab;
             if (drawn) sampler->draws[n_draws++] = llm__draw_of(o->sequence, row, position);
         }
     }
-    if (n_draws && !b->sample(b->context, logits, (int)vocab, sampler->draws, n_draws, sampler->ids,
-                              sampler->logprobs, err))
+    if (n_draws && !b->sample(b->context, net->logits, net->model->config.vocab_size, sampler->draws, n_draws,
+                              sampler->ids, sampler->logprobs, err))
         return -1;
     for (int i = 0, drawn = 0; i < n_outcomes; i++) {
         if (sampler->outcomes[i].logits) continue;
-        sampler->outcomes[i].id = sampler->ids[drawn];
+        sampler->outcomes[i].id = sampler->ids[drawn] < vocab ? sampler->ids[drawn] : 0; /* a draft's padding */
         sampler->outcomes[i].logprob = sampler->logprobs[drawn++];
     }
     return n_outcomes;
 }
 
-/* Choose a sequence's next token. Nothing is known yet: the token is written after the known ones, and
- * llm__commit makes it one of them. */
+/* Choose a sequence's next token. It is written after the known ones; llm__commit makes it one of them. */
 static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm__request *request = seq->request;
@@ -1943,7 +1972,7 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
 static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     double start = llm_seconds();
     llm_backend *b = e->options.backend;
-    if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err); /* parts of prompts: only wait */
+    if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err); /* only parts of prompts: wait for the device */
     int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
     double middle = llm_seconds();
     for (int i = 0; i < n; i++) llm__choose_token(e, &e->sampler.outcomes[i]);
@@ -1965,13 +1994,13 @@ static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
 static void llm__fork(llm__scheduler *s, llm__request *request) {
     llm__sequence *first = &request->sequences[0];
     request->forked = true;
-    llm__keep_prefix(s, first); /* now, since its first token may be the last */
+    llm__keep_prefix(s, first); /* before its first token, which may be the last */
     for (int i = 1; i < request->params.n_samples; i++) {
         llm__sequence *seq = &request->sequences[i];
         seq->n_cached = seq->n_seen = request->params.n_prompt;
         seq->n_drafted = first->n_drafted;
-        llm__enter(s, seq, LLM_DECODE, seq->n_cached);
         llm__table_fork(&s->pool, &first->table, &seq->table);
+        llm__enter(s, seq, LLM_DECODE, seq->n_cached);
     }
 }
 
@@ -1985,32 +2014,33 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
     const llm_request *r = &request->params;
     llm_finish finish = LLM_FINISH_NONE;
     e->statistics.decode_steps += seq->n_chosen > 0;
-    if (seq->n_tested)
-        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, seq->n_tokens,
-                                               seq->n_accepted));
+    int n_accepted = 0;
     for (int i = 0; i < seq->n_chosen && !finish; i++) {
         int32_t id = seq->tokens[seq->n_tokens];
         bool end = !r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id);
         seq->n_tokens += !end;
         e->statistics.generated_tokens++;
         if (i < seq->n_tested) llm__count_proposal(&e->statistics, seq, i);
+        n_accepted += i < seq->n_accepted;
         finish = end ? LLM_FINISH_END : seq->n_tokens == request->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE;
         finish = llm__emit_event(e, seq, id, seq->logprobs[i], i < seq->n_accepted, finish);
     }
+    if (seq->n_tested)
+        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
     if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
         finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
     if (finish) {
         llm__end(s, seq, finish);
         return;
     }
-    llm__table_trim(&s->pool, &seq->table, seq->n_cached); /* the slots of rejected proposals */
+    llm__table_trim(&s->pool, &seq->table, seq->n_cached); /* the blocks of rejected proposals */
     llm__keep_prefix(s, seq);
     if (request->forked && seq->n_cached == seq->n_tokens - 1 && seq->state == LLM_PREFILL)
         llm__set_state(s, seq, LLM_DECODE, 0);
 }
 
-/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are the chosen ones
- * but the last, which were proposals. */
+/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are all chosen ones
+ * but the last: they were proposals. */
 static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
     llm__request *request = seq->request;
     int prompt_left = request->params.n_prompt - seq->n_cached;
@@ -2023,7 +2053,7 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
         llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
 }
 
-/* Apply the result of a step. ok: it went well; else only the sequences whose tokens were chosen get on. */
+/* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     bool any = false;
@@ -2034,19 +2064,19 @@ static void llm__commit(llm_engine *e, bool ok) {
             if (seq->request->params.logits_hook) seq->n_seen += seq->n_rows;
             if (ok || seq->n_chosen) llm__commit_sequence(e, seq);
         }
-        seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached); /* the rest was guesses */
+        seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached); /* it may have read proposals */
         seq->n_scheduled = seq->depth = seq->n_proposed = 0;
         seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
         seq->closed = false;
         if (i < s->n_sequences && s->sequences[i] == seq) i++; /* else it has ended */
     }
-    if (ok && any) e->statistics.steps++;
+    if (ok && any) e->tracer.step = ++e->statistics.steps;
 }
 
 /* ---- Events ------------------------------------------------------------------------------------ */
 
-/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: all of it is there; else, the
- * text ends within it. */
+/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: a complete one; else one that
+ * the end of the text cuts off. */
 static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
     for (size_t at = 0; at < n; at++)
         for (int i = 0; i < r->n_stop; i++) {
@@ -2119,10 +2149,9 @@ bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
     return true;
 }
 
-/* A step begins: forget the events of the last one, and the requests that ended in it. */
+/* A step begins: forget the events of the last one and since, and the requests that ended. */
 static void llm__begin_step(llm_engine *e) {
     llm__scheduler *s = &e->scheduler;
-    e->tracer.step = e->statistics.steps;
     llm__trace(&e->tracer, llm__trace_event(LLM_TRACE_STEP_BEGIN, 0, 0, 0, 0));
     llm__queue_free(&s->ended);
     e->n_events = e->next_event = 0;
@@ -2213,7 +2242,7 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
-/* Most blocks of a pool whose size is left to us, unless all sequences together could use more. The host
+/* Most blocks of a pool whose size the engine chooses, unless all sequences together could use more. The host
  * keeps some hundred bytes for each block, and a large GPU has room for 10^8 blocks of a small model. */
 enum { LLM__MANY_BLOCKS = 1 << 20 };
 
@@ -2311,9 +2340,9 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     if (!llm__engine_options(o, c, err)) return false;
     if (!o->backend) {
         o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
+        if (!o->backend) return false;
         llm_cpu_pack_weights(o->backend, o->pack_weights);
     }
-    if (!o->backend) return false;
     e->tracer.call = o->trace;
     e->tracer.user = o->trace_user;
     int max_logits = llm__engine_logits(c, o);
@@ -2438,15 +2467,15 @@ static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     return true;
 }
 
-/* A piece of a request's allocation, on a multiple of 8. With base NULL it is only measured. */
+/* A piece of a request's allocation, aligned to 8 bytes. base NULL: only add up the size. */
 static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size) {
     void *piece = base ? base + *used : NULL;
     *used += (count * size + 7) / 8 * 8;
     return piece;
 }
 
-/* Lay out everything that a request and its samples will ever need after the request itself, so that steps
- * allocate nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
+/* Lay out, after the request, everything that its samples will need, so that steps allocate nothing. text:
+ * bytes for the text of a step's events. Returns the bytes of all. */
 static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks) {
     const llm_request *r = &request->params;
     uint64_t used = (sizeof *request + 7) / 8 * 8, n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
@@ -2481,7 +2510,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     const llm_engine_options *o = &e->options;
     const llm__pool *pool = &e->scheduler.pool;
     int room = o->context_length - r->n_prompt;
-    llm__request plan; /* for the sizes, before there is memory */
+    llm__request plan; /* to compute the size */
     memset(&plan, 0, sizeof plan);
     plan.params = *r;
     plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
@@ -2505,7 +2534,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
     uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks); /* the options keep it below 2^60 */
-    llm__request *request = (llm__request *)llm__new(1, (size_t)llm__min((int64_t)bytes, SIZE_MAX / 2), "a request", err);
+    llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes, "a request", err);
     if (!request) return NULL;
     *request = plan;
     llm__request_layout(request, (char *)request, text, (int)blocks);
@@ -2583,13 +2612,13 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? 
 /* =====================================================================================
  * [2] Speculation: a draft proposes, the target verifies
  *
- * Decoding one sequence reads all weights for every token, and leaves the arithmetic idle. Verifying K
+ * Decoding one sequence reads all weights for every token, and leaves the arithmetic units idle. Verifying K
  * proposals takes one pass over K + 1 rows, which costs hardly more than a pass over one. So let something
  * cheap propose: a small model with the same vocabulary (the draft), or the text itself, where it repeats
  * (prompt lookup). Proposals that the target agrees with are accepted; the first that it does not agree with
  * is replaced by the target's own choice, and the rest is dropped:
  *
- *     position      ...  n-1    n     n+1   n+2   n+3
+ *     position           n-2    n-1   n     n+1   n+2            n = n_tokens
  *     known              the    cat
  *     draft, K = 3                    sat   on    a            3 small passes
  *     target                    sat   on    the   ...          1 large pass: logits after cat, sat, on, a
@@ -2602,15 +2631,15 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? 
  * (mass rejected) x residual(t) = min(p, q) + max(0, p - q) = p(t), whatever q is. p and q are the
  * distributions after penalties, temperature and filters.
  *
- * If each proposal is accepted with probability a, a step gives 1 + a + ... + a^K tokens.
+ * If each proposal is accepted with probability a, a step gives 1 + a + ... + a^K tokens on average.
  *
  * Speculation plugs into the life of a request at two places. Before the pass, llm__propose writes up to
  * `depth` tokens after a sequence's known ones; the batch takes them along. After it, llm__verify replaces
  * llm__sample for the rows of those tokens. (A tree of proposals would have several tokens at one position,
  * and llm__verify would follow a path; heads that read the residual stream would propose in llm__propose,
- * from rows that the last pass left.) llm__commit needs to know nothing but how many tokens were chosen.
+ * from rows that the last pass left.) llm__commit only reads counts: tokens chosen, proposals accepted.
  *
- * The draft's cache uses the block tables of the target's. A rejected proposal leaves garbage in slots after
+ * The draft's cache uses the same block tables as the target's. A rejected proposal leaves garbage in slots after
  * the end of the sequence: no earlier position reads them, and the right tokens overwrite them.
  * ================================================================================== */
 
@@ -2644,7 +2673,7 @@ static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *
             depth = k;
         }
     }
-    return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth; /* try again sometimes: texts change */
+    return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth; /* else retry every 16 tokens */
 }
 
 /* ---- Prompt lookup ------------------------------------------------------------------------------ */
@@ -2664,6 +2693,144 @@ static void llm__propose_lookup(llm__sequence *seq) {
 }
 
 /* ---- A draft model ------------------------------------------------------------------------------ */
+
+/* Speculation uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2 tests it,
+ * 3 draws the correction. */
+static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
+    const llm_request *r = &seq->request->params;
+    return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32, (uint64_t)(n - r->n_prompt));
+}
+
+/* The distribution from which a sequence's proposal number i was drawn. */
+static float *llm__proposal_distribution(const llm__speculator *sp, const llm__sequence *seq, int i) {
+    return sp->probabilities + ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
+}
+
+/* A token from max(0, p - q), normalised. q NULL: it has all its mass on `proposal`; if that is -1, draw from p. */
+static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal, double u) {
+    double total = 0;
+    int32_t last = proposal < 0 ? 0 : proposal;
+    for (int pass = 0; pass < 2; pass++) { /* add up, then walk to the point u of the sum */
+        double point = u * total;
+        for (int i = 0; i < n; i++) {
+            double more = q ? (double)p[i] - (double)q[i] : i == proposal ? 0 : (double)p[i];
+            if (more <= 0) continue;
+            if (pass == 0) {
+                total += more;
+                continue;
+            }
+            last = i;
+            point -= more;
+            if (point < 0) break;
+        }
+    }
+    return last;
+}
+
+/* Append the draft's next proposal, drawn from its logits after the same penalties, temperature and filters. */
+static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler, const llm__outcome *outcome) {
+    llm__sequence *seq = outcome->sequence;
+    const llm_sampling *p = &seq->request->params.sampling;
+    int n = seq->n_tokens + seq->n_proposed;
+    float *q = llm__proposal_distribution(sp, seq, seq->n_proposed++);
+    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not needed */
+        seq->tokens[n] =
+            outcome->logits ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0) : outcome->id;
+        return;
+    }
+    llm__distribution(sampler, p, outcome->logits, seq->tokens, n, q);
+    seq->tokens[n] = llm__draw_residual(q, NULL, sp->vocab_size, -1, llm__lane_random(seq, 1, n));
+}
+
+/* How many tokens of a sequence the draft must have read after its next pass: in a prompt as many as the
+ * target, else as many as its next proposal needs; 0: it has nothing to do. */
+static int llm__draft_goal(const llm__sequence *seq) {
+    if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
+    if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
+    return seq->n_proposed < seq->depth ? seq->n_tokens + seq->n_proposed : 0;
+}
+
+/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was something to do. */
+static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm__speculator *sp = &e->speculator;
+    llm_batch *batch = &s->batch;
+    const llm__network *net = &sp->draft;
+    llm__batch_clear(s);
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        int goal = llm__draft_goal(seq), first = seq->n_drafted;
+        int count = (int)llm__min(goal - first, s->options->max_batch_tokens - batch->n_tokens);
+        if (count <= 0) continue;
+        bool propose = goal >= seq->n_tokens && seq->depth > 0;
+        llm__batch_add(s, seq, first, count, propose ? goal - 1 : INT_MAX);
+    }
+    *more = batch->n_tokens > 0;
+    if (!*more) return true;
+    llm__batch_finish(s);
+    for (int first = 0; first == 0 || first < batch->n_logits; first += net->max_logits) {
+        if (!llm__run(net, batch, first, err)) return false;
+        int n = batch->n_logits ? llm__fetch(&e->sampler, s, net, first, sp->logits, err) : 0;
+        for (int i = 0; i < n; i++) llm__propose_token(sp, &e->sampler, &e->sampler.outcomes[i]);
+        if (n < 0) return false;
+    }
+    if (!net->backend->sync(net->backend->context, err)) return false;
+    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
+    return true;
+}
+
+/* Before the pass: write the proposals of this step after the known tokens. */
+static bool llm__propose(llm_engine *e, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    double start = llm_seconds();
+    bool more = e->speculator.draft.model != NULL, ok = true;
+    for (int i = 0; i < s->n_sequences; i++)
+        if (s->sequences[i]->request->params.lookup && s->sequences[i]->depth > 0)
+            llm__propose_lookup(s->sequences[i]);
+    while (ok && more) ok = llm__draft_pass(e, &more, err);
+    e->statistics.draft_seconds += llm_seconds() - start;
+    return ok;
+}
+
+/* ---- Verification ------------------------------------------------------------------------------- */
+
+/* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
+static bool llm__accept(double p, double q, double u) { return u * q < p; }
+
+/* After the pass: choose a sequence's next token where there is a proposal. logits: the target's, or NULL
+ * if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else the correction. */
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
+                           int32_t own) {
+    const llm_request *r = &seq->request->params;
+    int i = seq->n_tested++, n = seq->n_tokens + i;
+    int32_t proposal = seq->tokens[n];
+    const float *p = sp->target, *q = r->lookup ? NULL : llm__proposal_distribution(sp, seq, i);
+    bool greedy = r->sampling.temperature == 0, accepted;
+    if (greedy) {
+        if (logits) own = llm__sample(sampler, &r->sampling, logits, seq->tokens, n, 0, 0);
+        accepted = own == proposal;
+    } else {
+        llm__distribution(sampler, &r->sampling, logits, seq->tokens, n, sp->target);
+        accepted = llm__accept((double)p[proposal], q ? (double)q[proposal] : 1, llm__lane_random(seq, 2, n));
+    }
+    seq->n_accepted += accepted;
+    seq->closed = !accepted; /* what was proposed after it is void */
+    if (accepted) return proposal;
+    return greedy ? own : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
+}
+
+/* Count a sequence's proposal number i, which was tested in this step. */
+static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i) {
+    bool accepted = i < seq->n_accepted;
+    int column = i < 15 ? i : 15;
+    statistics->proposed++;
+    statistics->proposed_at[column]++;
+    statistics->accepted += accepted;
+    statistics->accepted_at[column] += accepted;
+    seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
+}
+
+/* ---- Creation of the speculator ---------------------------------------------------------------- */
 
 static void llm__speculator_free(llm__speculator *sp) {
     llm__network_free(&sp->draft);
@@ -2714,142 +2881,6 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, c
         "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
     return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
            llm__network_prepare(&sp->draft, o, max_logits, err);
-}
-
-/* Proposing uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2 tests it,
- * 3 draws the correction. */
-static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
-    const llm_request *r = &seq->request->params;
-    return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32, (uint64_t)(n - r->n_prompt));
-}
-
-/* The distribution from which a sequence's proposal number i was drawn. */
-static float *llm__proposal_distribution(const llm__speculator *sp, const llm__sequence *seq, int i) {
-    return sp->probabilities + ((size_t)seq->place * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
-}
-
-/* A token from max(0, p - q), normalised. q NULL: all of it is on `proposal` (-1: nowhere, so from p). */
-static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal, double u) {
-    double total = 0;
-    int32_t last = proposal < 0 ? 0 : proposal;
-    for (int pass = 0; pass < 2; pass++) { /* add up, then walk to the point u of the sum */
-        double point = u * total;
-        for (int i = 0; i < n; i++) {
-            double more = q ? (double)p[i] - (double)q[i] : i == proposal ? 0 : (double)p[i];
-            if (more <= 0) continue;
-            if (pass == 0) {
-                total += more;
-                continue;
-            }
-            last = i;
-            point -= more;
-            if (point < 0) break;
-        }
-    }
-    return last;
-}
-
-/* Append the draft's next proposal, drawn from its logits as the target's tokens are. */
-static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler, const llm__outcome *outcome) {
-    llm__sequence *seq = outcome->sequence;
-    const llm_sampling *p = &seq->request->params.sampling;
-    int n = seq->n_tokens + seq->n_proposed;
-    float *q = llm__proposal_distribution(sp, seq, seq->n_proposed++);
-    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not needed */
-        seq->tokens[n] =
-            outcome->logits ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0) : outcome->id;
-        return;
-    }
-    llm__distribution(sampler, p, outcome->logits, seq->tokens, n, q);
-    seq->tokens[n] = llm__draw_residual(q, NULL, sp->vocab_size, -1, llm__lane_random(seq, 1, n));
-}
-
-/* How many tokens of a sequence the draft must have read in this step: in a prompt as many as the target,
- * else as many as its next proposal needs; 0: it has nothing to do. */
-static int llm__draft_goal(const llm__sequence *seq) {
-    if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
-    if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
-    return seq->n_proposed < seq->depth ? seq->n_tokens + seq->n_proposed : 0;
-}
-
-/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was something to do. */
-static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
-    llm__scheduler *s = &e->scheduler;
-    llm__speculator *sp = &e->speculator;
-    llm_batch *batch = &s->batch;
-    const llm__network *net = &sp->draft;
-    llm__batch_clear(s);
-    for (int i = 0; i < s->n_sequences; i++) {
-        llm__sequence *seq = s->sequences[i];
-        int goal = llm__draft_goal(seq), first = seq->n_drafted;
-        int count = (int)llm__min(goal - first, s->options->max_batch_tokens - batch->n_tokens);
-        if (count <= 0) continue;
-        bool propose = goal >= seq->n_tokens && seq->depth > 0;
-        llm__batch_add(s, seq, first, count, propose ? goal - 1 : INT_MAX);
-    }
-    *more = batch->n_tokens > 0;
-    if (!*more) return true;
-    llm__batch_finish(s);
-    for (int first = 0; first == 0 || first < batch->n_logits; first += net->max_logits) {
-        if (!llm__run(net, batch, first, err)) return false;
-        int n = batch->n_logits ? llm__fetch(&e->sampler, s, net, first, sp->logits, err) : 0;
-        for (int i = 0; i < n; i++) llm__propose_token(sp, &e->sampler, &e->sampler.outcomes[i]);
-        if (n < 0) return false;
-    }
-    if (!net->backend->sync(net->backend->context, err)) return false;
-    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
-    return true;
-}
-
-/* The first place: write the proposals of this step after the known tokens. */
-static bool llm__propose(llm_engine *e, llm_error *err) {
-    llm__scheduler *s = &e->scheduler;
-    double start = llm_seconds();
-    bool more = e->speculator.draft.model != NULL, ok = true;
-    for (int i = 0; i < s->n_sequences; i++)
-        if (s->sequences[i]->request->params.lookup && s->sequences[i]->depth > 0)
-            llm__propose_lookup(s->sequences[i]);
-    while (ok && more) ok = llm__draft_pass(e, &more, err);
-    e->statistics.draft_seconds += llm_seconds() - start;
-    return ok;
-}
-
-/* ---- Verification ------------------------------------------------------------------------------- */
-
-/* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
-static bool llm__accept(double p, double q, double u) { return u * q < p; }
-
-/* The second place: choose a sequence's next token where there is a proposal. logits: the target's, or NULL
- * if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else the correction. */
-static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
-                           int32_t own) {
-    const llm_request *r = &seq->request->params;
-    int i = seq->n_tested++, n = seq->n_tokens + i;
-    int32_t proposal = seq->tokens[n];
-    const float *p = sp->target, *q = r->lookup ? NULL : llm__proposal_distribution(sp, seq, i);
-    bool greedy = r->sampling.temperature == 0, accepted;
-    if (greedy) {
-        if (logits) own = llm__sample(sampler, &r->sampling, logits, seq->tokens, n, 0, 0);
-        accepted = own == proposal;
-    } else {
-        llm__distribution(sampler, &r->sampling, logits, seq->tokens, n, sp->target);
-        accepted = llm__accept((double)p[proposal], q ? (double)q[proposal] : 1, llm__lane_random(seq, 2, n));
-    }
-    seq->n_accepted += accepted;
-    seq->closed = !accepted; /* what was proposed after it is void */
-    return accepted || greedy ? (accepted ? proposal : own)
-                              : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
-}
-
-/* Count a sequence's proposal number i, which was tested in this step. */
-static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i) {
-    bool accepted = i < seq->n_accepted;
-    int column = i < 15 ? i : 15;
-    statistics->proposed++;
-    statistics->proposed_at[column]++;
-    statistics->accepted += accepted;
-    statistics->accepted_at[column] += accepted;
-    seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
 }
 
 /* =====================================================================================
@@ -2961,8 +2992,8 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
     s->bits = llm__likelihood_bits(vocab_size);
-    s->heap = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
-    s->kept = (llm__choice *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
+    s->heap = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->heap, "the sampler", err);
+    s->kept = (llm__token_logit *)llm__new((size_t)vocab_size, sizeof *s->kept, "the sampler", err);
     s->seen = (uint32_t *)llm__new((size_t)vocab_size, sizeof *s->seen, "the sampler", err);
     s->draws = (llm_draw *)llm__new(draws, sizeof *s->draws, "the sampler", err);
     s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
@@ -2975,12 +3006,12 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
 
 /* The order of all that follows: likelier first, the smaller id first among equals, so that ties break alike
  * everywhere. */
-static bool llm__likelier(llm__choice a, llm__choice b) {
+static bool llm__likelier(llm__token_logit a, llm__token_logit b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
 
-static void llm__sift_down(llm__choice *heap, int n, int i) {
-    llm__choice moving = heap[i];
+static void llm__sift_down(llm__token_logit *heap, int n, int i) {
+    llm__token_logit moving = heap[i];
     for (;;) {
         int child = 2 * i + 1;
         if (child >= n) break;
@@ -3069,7 +3100,7 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
 
 /* What is left of a distribution after penalties, temperature and filters. */
 typedef struct llm__shaped {
-    const llm__choice *kept; /* (n) */
+    const llm__token_logit *kept; /* (n) */
     int n;
     float most;    /* the largest logit */
     int bits;      /* it counts 2^bits */
@@ -3283,8 +3314,9 @@ static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm
 static int32_t llm__pool_take(llm__pool *pool) {
     int32_t block = pool->after[pool->n_blocks];
     llm__pool_remove(pool, block);
-    if (pool->identity[block]) llm__trace_block(pool, NULL, LLM_TRACE_EVICT, 0, block);
+    bool kept = pool->identity[block] != 0;
     llm__pool_forget(pool, block);
+    if (kept) llm__trace_block(pool, NULL, LLM_TRACE_EVICT, 0, block);
     pool->references[block] = 1;
     return block;
 }

@@ -46,7 +46,7 @@ static bool llm__check_invariants(llm_engine *e, llm_error *err) {
     for (int i = 0; i < s->n_sequences && !broken; i++) {
         const llm__sequence *seq = s->sequences[i];
         broken = llm__check_sequence(s, seq);
-        if (seq->place != i || seq->state == LLM_WAITING || seq->state == LLM_ENDED) broken = "sequences that run";
+        if (seq->index != i || seq->state == LLM_WAITING || seq->state == LLM_ENDED) broken = "sequences that run";
         n_preempted += seq->state == LLM_PREEMPTED;
     }
     for (const llm__request *r = s->running.first; r; r = r->next) n_places += r->n_live;

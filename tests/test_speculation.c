@@ -248,6 +248,34 @@ static void test_greedy_alike(void **state) {
     tiny_model_free(&draft);
 }
 
+/* Models of one vocabulary whose matrices are padded to different numbers of rows. A draft's padding changes nothing. */
+static void test_padded_vocabularies(void **state) {
+    static const int paddings[][2] = {{0, 0}, {0, 9}, {9, 0}, {7, 9}}; /* of the target, of the draft */
+    record *expected[N_PROMPTS], *got[N_PROMPTS];
+    llm_statistics plain;
+    (void)state;
+    for (int i = 0; i < 4; i++) {
+        tiny t = tiny_defaults(), d = t;
+        d.noise = 0.1f;
+        t.padding = paddings[i][0];
+        d.padding = paddings[i][1];
+        tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
+        assert_int_equal(llm_model_config(draft.model)->vocab_size, d.vocab + d.padding);
+        check_greedy(target.model, draft.model, "padded");
+        llm_statistics s = run_prompts(target.model, draft.model, 1, 1, i == 0 ? expected : got);
+        if (i == 0) plain = s;
+        assert_true(s.accepted > 100);
+        for (int k = 0; k < N_PROMPTS && i > 0; k++) {
+            if (i == 1) assert_same(expected[k], got[k]);
+            record_free(got[k]);
+        }
+        if (i == 1) assert_int_equal(s.accepted, plain.accepted);
+        tiny_model_free(&target);
+        tiny_model_free(&draft);
+    }
+    for (int k = 0; k < N_PROMPTS; k++) record_free(expected[k]);
+}
+
 /* The target as its own draft: all is accepted, also where it draws, and K proposals give K + 1 tokens. */
 static void test_own_draft(void **state) {
     (void)state;
@@ -709,6 +737,7 @@ int main(void) {
         cmocka_unit_test(test_formula),
         cmocka_unit_test(test_greedy_golden),
         cmocka_unit_test(test_greedy_alike),
+        cmocka_unit_test(test_padded_vocabularies),
         cmocka_unit_test(test_own_draft),
         cmocka_unit_test(test_drawn_in_the_engine),
         cmocka_unit_test(test_drawn_texts),

@@ -11,12 +11,13 @@ typedef struct tiny { /* start from tiny_defaults() */
     float noise;     /* that much of other weights (seed + 1) is mixed in: a draft that is like its target, but not the same */
     float sharp;     /* scale of the logits */
     bool constant;   /* the logits are the same after every token */
+    int padding;     /* rows of zeros that the matrices have after those of the vocabulary */
 } tiny;
 
 enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 }; /* so many share: matrix tiles */
 
 static TEST_UNUSED tiny tiny_defaults(void) {
-    tiny t = {40, 512, 1, 'a', 1, 0, 4, false};
+    tiny t = {40, 512, 1, 'a', 1, 0, 4, false, 0};
     return t;
 }
 
@@ -34,6 +35,7 @@ static void tiny_tensor(gguf *g, const tiny *t, const char *name, int index, uin
         values[i] = rows ? (float)(x + (double)t->noise * y) * scale : 1;
         if (t->constant && index > 0) values[i] = 0;
         if (t->constant && index == 0) values[i] = values[i % cols];
+        if (rows == (uint64_t)(t->vocab + t->padding) && i >= (uint64_t)t->vocab * cols) values[i] = 0;
     }
     gguf_tensor(g, name, rows, cols, 0, values, n * sizeof *values);
     free(values);
@@ -72,11 +74,11 @@ static TEST_UNUSED tiny_model tiny_model_new(tiny t) {
     gguf_u32(&g, "llama.attention.head_count", TINY_HEADS);
     gguf_u32(&g, "llama.attention.head_count_kv", TINY_KV_HEADS);
     tiny_vocabulary(&g, &t);
-    tiny_tensor(&g, &t, "token_embd.weight", 0, (uint64_t)t.vocab, TINY_DIM, 2);
+    tiny_tensor(&g, &t, "token_embd.weight", 0, (uint64_t)(t.vocab + t.padding), TINY_DIM, 2);
     tiny_tensor(&g, &t, "output_norm.weight", -1, 0, TINY_DIM, 1);
     bool constant = t.constant;
     t.constant = false;
-    tiny_tensor(&g, &t, "output.weight", 99, (uint64_t)t.vocab, TINY_DIM, t.sharp);
+    tiny_tensor(&g, &t, "output.weight", 99, (uint64_t)(t.vocab + t.padding), TINY_DIM, t.sharp);
     t.constant = constant;
     for (int layer = 0; layer < t.layers; layer++)
         for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
