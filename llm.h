@@ -407,7 +407,7 @@ typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields t
     /* About a block. count: block tables that name it now. kept: the prefix cache can find its content. */
     LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block table */
     LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry `first` */
-    LLM_TRACE_COPY,            /* entry `first`, which others share, becomes `block`, a copy of block `source` */
+    LLM_TRACE_COPY,            /* entry `first` is shared: it becomes `block`, a copy of `source`, which it gives up */
     LLM_TRACE_RELEASE,         /* the sequence gives up a block */
     LLM_TRACE_EVICT            /* the content of a free block is forgotten, since the block is about to be taken */
 } llm_trace_kind;
@@ -555,7 +555,7 @@ typedef struct llm_statistics {
     double step_seconds;          /* all time inside llm_step, of which ... */
     double forward_seconds;       /* ... the forward passes, */
     double draft_seconds;         /* ... the draft's proposals, */
-    double sampling_seconds;      /* ... choosing tokens, */
+    double sampling_seconds;      /* ... choosing tokens and committing them, with their text, */
     double schedule_seconds;      /* ... deciding what to do */
     double wait_seconds;          /* since the engine is there: waiting for a device that works by itself (a GPU). What is left of
                                      step_seconds is the time that the CPU took for the steps. */
@@ -1499,17 +1499,12 @@ static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, i
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* End a sequence: it leaves the list and gives up its blocks. A request ends with its last sample. */
+/* End a sequence: it gives up its blocks. A request ends with its last sample. llm__remove_ended follows. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
         llm__free_saved(s, seq);
         llm__table_clear(&s->pool, &seq->table);
-        s->n_sequences--;
-        for (int i = seq->index; i < s->n_sequences; i++) {
-            s->sequences[i] = s->sequences[i + 1];
-            s->sequences[i]->index = i;
-        }
     }
     seq->finish = finish;
     llm__set_state(s, seq, LLM_ENDED, seq->n_tokens - request->params.n_prompt);
@@ -1520,6 +1515,18 @@ static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     if (!request->admitted) s->n_waiting--;
     llm__queue_insert(&s->ended, request);
     s->statistics->requests_finished++;
+}
+
+/* Take ended sequences out of the list. */
+static void llm__remove_ended(llm__scheduler *s) {
+    int n = 0;
+    for (int i = 0; i < s->n_sequences; i++) {
+        llm__sequence *seq = s->sequences[i];
+        if (seq->state == LLM_ENDED) continue;
+        seq->index = n;
+        s->sequences[n++] = seq;
+    }
+    s->n_sequences = n;
 }
 
 /* ---- Submit ----------------------------------------------------------------------------------- */
@@ -2056,8 +2063,9 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
 /* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
+    double start = llm_seconds();
     bool any = false;
-    for (int i = 0; i < s->n_sequences;) {
+    for (int i = 0; i < s->n_sequences; i++) { /* a fork adds some */
         llm__sequence *seq = s->sequences[i];
         if (seq->n_scheduled) {
             any = true;
@@ -2068,8 +2076,9 @@ static void llm__commit(llm_engine *e, bool ok) {
         seq->n_scheduled = seq->depth = seq->n_proposed = 0;
         seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
         seq->closed = false;
-        if (i < s->n_sequences && s->sequences[i] == seq) i++; /* else it has ended */
     }
+    llm__remove_ended(s);
+    e->statistics.sampling_seconds += llm_seconds() - start;
     if (ok && any) e->tracer.step = ++e->statistics.steps;
 }
 
@@ -2146,6 +2155,7 @@ bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
         if (seq->finish) continue;
         llm__end(&e->scheduler, seq, llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_CANCELLED));
     }
+    llm__remove_ended(&e->scheduler);
     return true;
 }
 

@@ -152,7 +152,7 @@ static void batching_show(lesson *l, const batching *b, batching_result *results
                                      {"ticks", "ticks", "%.0f"},
                                      {"busy_percent", "busy %", "%.1f"},
                                      {"padding", "padding", "%.0f"},
-                                     {"idle_while_waiting", "idle, one waits", "%.0f"},
+                                     {"idle_while_waiting", "idle, wanted", "%.0f"},
                                      {"mean_wait_ticks", "wait", "%.1f"},
                                      {"mean_latency_ticks", "latency", "%.1f"},
                                      {"worst_latency_ticks", "worst", "%.0f"},

@@ -98,7 +98,6 @@ typedef struct world {
         proposed, accepted, finished;
     /* What the trace says: */
     bool stepping;
-    uint64_t steps_before;
     int step_end; /* what llm_step is about to return */
     int references[BLOCKS];
     bool kept[BLOCKS];
@@ -563,6 +562,7 @@ static void trace_block(world *w, sequence *s, const llm_trace_event *event) {
         CHECK(s->n_traced > 0);
         SAME(block, s->traced_table[--s->n_traced]);
         SAME(event->count, --*references);
+        CHECK(!event->kept || w->options.prefix_cache);
         if (event->count == 0) w->kept[block] = event->kept;
         break;
     default: /* LLM_TRACE_EVICT */
@@ -575,7 +575,7 @@ static void trace_block(world *w, sequence *s, const llm_trace_event *event) {
 
 static void on_trace(void *user, const llm_trace_event *event) {
     world *w = (world *)user;
-    SAME(event->step, w->stepping ? w->steps_before : llm_engine_statistics(w->engine).steps);
+    SAME(event->step, llm_engine_statistics(w->engine).steps);
     if (event->kind == LLM_TRACE_STEP_BEGIN || event->kind == LLM_TRACE_STEP_END) {
         bool begins = event->kind == LLM_TRACE_STEP_BEGIN;
         SAME(w->stepping, !begins);
@@ -710,10 +710,16 @@ static bool fits(const world *w, const request *r) {
            (w->options.chunked_prefill || r->limit <= w->options.max_batch_tokens);
 }
 
+static bool has_unread(const world *w, const request *r) {
+    for (int i = 0; i < w->n_outcomes; i++)
+        if (w->outcomes[i].of->of == r) return true;
+    return false;
+}
+
 static void submit(world *w) {
     llm_error err;
     request *r = w->requests;
-    while (r < w->requests + REQUESTS && r->live) r++;
+    while (r < w->requests + REQUESTS && (r->live || has_unread(w, r))) r++;
     if (r == w->requests + REQUESTS) return;
     random_request(w, r);
     llm_request *o = &r->options;
@@ -862,7 +868,6 @@ static bool step(world *w) {
         s->seen_before = s->seen;
         s->scheduled_event.request = s->proposed_event.request = s->accepted_event.request = 0;
     }
-    w->steps_before = llm_engine_statistics(w->engine).steps;
     token_device_step(w->device);
     long allocations = test_allocations;
     int more = llm_step(w->engine, &err);
@@ -916,6 +921,7 @@ static void walk(uint64_t seed, int n_calls) {
             if (!w->exact) read_events(w);
             cancel(w);
         }
+        while (!drains && chance(w, load / 4)) submit(w);
         read_events(w);
         check_counts(w);
         check_trace(w);
@@ -937,7 +943,7 @@ static void walk(uint64_t seed, int n_calls) {
 }
 
 static void test_walks(void **state) {
-    const int n = repeats(1000000, 50000);
+    const int n = repeats(1000000, 200000);
     (void)state;
     for (uint64_t seed = 1; totals.steps < n; seed++) walk(seed, 1000);
     const struct totals *t = &totals;
