@@ -8,7 +8,7 @@
  * and include it plainly everywhere else. It needs C11, libc, libm and, where the compiler
  * has it, OpenMP:  cc -O2 -fopenmp app.c -lm
  *
- * It reads GGUF files and Hugging Face folders as they are, maps them into memory, and runs many requests at
+ * It maps GGUF files and Hugging Face folders into memory as they are, and runs many requests at
  * once over a paged key/value cache. A complete program:
  *
  *     #define LLM_IMPLEMENTATION
@@ -113,8 +113,8 @@ typedef enum llm_type {
     LLM_Q5_K = 13, /* the same, with 5 bits                                       = 176 bytes */
     LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
     LLM_BF16 = 30,
-    /* The engine's own, for the 4-bit integers of AWQ and GPTQ; in no GGUF file, and not in llm_type_at: */
-    LLM_Q4_Z = 0x1000 /* 32 values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20 bytes */
+    LLM_Q4_Z = 0x1000 /* the engine's own, for AWQ and GPTQ; not in GGUF files, nor in llm_type_at. 32
+                       * values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20 bytes */
 } llm_type;
 
 typedef struct llm_type_info {
@@ -122,16 +122,16 @@ typedef struct llm_type_info {
     const char *name;  /* "f32", "q4_0", ... as the command line spells it */
     int block_values;  /* values in a block */
     int block_bytes;   /* bytes of a block */
-    int file_type;     /* what GGUF's general.file_type calls a file that is mostly of this type */
-    /* count values, a multiple of block_values */
+    int file_type;     /* GGUF's general.file_type of a file that is mostly of this type */
+    /* count: values, a multiple of block_values */
     void (*unpack)(const void *blocks, float *values, int64_t count);
     void (*pack)(const float *values, void *blocks, int64_t count);
 } llm_type_info;
 
-/* The table's row of a type; NULL if the engine does not know it. */
+/* The description of a type; NULL: unknown. */
 const llm_type_info *llm_type_find(llm_type type);
 const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" and "Q4_K" too */
-/* All types, in order of the table; NULL past its end. */
+/* All types, by index; NULL past the end. */
 const llm_type_info *llm_type_at(int index);
 
 /* ---- Files: GGUF, and Hugging Face folders ----------------------------------------- */
@@ -148,8 +148,8 @@ typedef enum llm_value_type { /* GGUF's numbers */
 
 typedef struct llm_value { /* one key of a file's metadata */
     llm_string key;
-    llm_value_type type;         /* LLM_VALUE_ARRAY for an array, and then ... */
-    llm_value_type element_type; /* ... this is the type of its elements (never an array) */
+    llm_value_type type;
+    llm_value_type element_type; /* of an array: the type of its elements (never an array) */
     uint64_t count;              /* elements; 1 if not an array */
     const uint8_t *data;         /* little-endian, unaligned, inside the mapping, checked */
     size_t bytes;                /* of data */
@@ -160,19 +160,19 @@ typedef struct llm_tensor { /* one tensor of a file */
     llm_type type;
     int n_dims;        /* 1 to 4 */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
-    const void *data;  /* inside the mapping, checked; NULL: the file has it in another form (int4), see llm_tensor_rows */
-    uint64_t bytes;    /* of data, or of all its rows as llm_tensor_rows gives them */
+    const void *data;  /* inside the mapping, checked; NULL: see llm_tensor_rows */
+    uint64_t bytes;    /* of data, or of all rows that llm_tensor_rows gives */
     const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to input j */
-    const struct llm__int4 *int4; /* the engine's own: of 4-bit integers as AWQ and GPTQ store them; else NULL */
+    const struct llm__int4 *int4; /* internal: how AWQ and GPTQ store it; NULL: as `data` */
 } llm_tensor;
 
 typedef struct llm_file llm_file;
 
-/* Map a GGUF file (version 2 or 3), or a Hugging Face folder (config.json, safetensors, tokenizer.json), which looks like
- * one from then on: its settings are translated into GGUF's metadata, and its tensors have GGUF's names. A tokenizer.json alone
- * gives metadata only. Every count, offset, size and type in its header is
- * checked here, so that nothing read later can lie outside of it. Of a model in several files
- * (NAME-00001-of-00003.gguf and so on) any one may be given: all are mapped, as if they were one. */
+/* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
+ * tokenizer.json). A folder looks like a GGUF file from then on: its settings become GGUF metadata,
+ * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. Of a model in several
+ * files (NAME-00001-of-00003.gguf), pass any one; all are mapped. Every count, offset, size and type
+ * is checked here, so that nothing read later can lie outside of the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
@@ -180,7 +180,7 @@ void llm_file_close(llm_file *file);
 
 const char *llm_file_path(const llm_file *file);
 uint64_t llm_file_size(const llm_file *file); /* of all parts */
-int64_t llm_file_n_parts(const llm_file *file); /* files that the model came in: 1, mostly */
+int64_t llm_file_n_parts(const llm_file *file); /* files that the model consists of */
 int llm_file_version(const llm_file *file); /* of GGUF; 0: a Hugging Face folder, or a tokenizer.json */
 int64_t llm_file_n_values(const llm_file *file);
 const llm_value *llm_file_value(const llm_file *file, int64_t index);
@@ -189,9 +189,9 @@ int64_t llm_file_n_tensors(const llm_file *file);
 const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
 
-/* out = the rows first .. first + n - 1 of a tensor, of dims[0] values each, in its type: a copy of its data where it has any, and
- * otherwise (the 4-bit integers of AWQ and GPTQ) brought into that form by all cores, 128 rows at once. False, with the error set,
- * where there are no such rows. */
+/* Copy the rows first .. first + n - 1 of a tensor, of dims[0] values each, to out, in the tensor's
+ * type. The 4-bit integers of AWQ and GPTQ are converted to it (by all cores; fastest in multiples of
+ * 128 rows). False, with the error set, if there are no such rows. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
@@ -239,41 +239,41 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
 /* ---- Tokenizer ---------------------------------------------------------------------- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* From the vocabulary in a file ("gpt2": byte-level BPE; "llama": SentencePiece BPE with byte fallback), which may be a
- * GGUF file, a tokenizer.json, or a folder with one. Borrows the file: close it after the tokenizer is freed. */
+/* From the vocabulary in a GGUF file, a tokenizer.json or a folder with one ("gpt2": byte-level BPE;
+ * "llama": SentencePiece BPE with byte fallback). It uses the file: close that after the tokenizer. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
 int32_t llm_tokenizer_size(const llm_tokenizer *t);
 int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
 int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
-bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* does the file ask for BOS in front? */
-bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* and for EOS behind? */
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* does the file ask for BOS before a text? */
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* and for EOS after it? */
 bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* EOS, EOT and the like */
 bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* a control token */
 llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* as stored in the file */
 
 enum {
-    LLM_TOKENIZE_BOS = 1,    /* put BOS in front, if the model's file asks for it */
+    LLM_TOKENIZE_BOS = 1,    /* begin with BOS, if the model's file asks for it */
     LLM_TOKENIZE_SPECIAL = 2, /* read "<|endoftext|>" and the like in the text as special
                                 tokens. Leave it off for text that you did not write. */
-    LLM_TOKENIZE_EOS = 4     /* put EOS behind, if the model's file asks for it: for a whole text, not for one to be continued */
+    LLM_TOKENIZE_EOS = 4     /* end with EOS, if the model's file asks for it: only for a whole text */
 };
 
-/* Text (any bytes; invalid UTF-8 is taken byte by byte, and comes back unchanged from
- * llm_detokenize where the vocabulary has bytes) to ids. Returns the number of tokens,
- * also where it is more than `capacity` (then only that many were written); -1 on error. */
+/* Text to ids. The text may have any bytes: invalid UTF-8 is taken byte by byte, and llm_detokenize
+ * returns it unchanged if the vocabulary has bytes. Returns the number of tokens, even if it is more
+ * than `capacity` (only that many are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
 
-/* Ids to text, whole: the bytes of all tokens, special tokens left out. Returns the
- * number of bytes, also where it is more than `capacity`; -1 on error (an id out of range). */
+/* Ids to text, without special tokens. Returns the number of bytes, even if it is more than
+ * `capacity`; -1 on error (an id out of range). */
 int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text,
                        size_t capacity, llm_error *err);
 
-/* Ids to text, one token at a time, never cutting a UTF-8 character: bytes that do not yet
- * make a whole one are held back in the stream (zero it before the first call). `text` must have
- * room for llm_stream_capacity(t) bytes; returns how many were written. A token of -1 flushes. */
+/* Ids to text, one token at a time. No UTF-8 character is cut: the stream (zero it before the first
+ * call) holds back the bytes of an incomplete one. `text` must have room for llm_stream_capacity(t)
+ * bytes; returns how many were written. A token of -1 flushes. */
 typedef struct llm_stream {
     unsigned char held[4];
     int n_held;
@@ -292,30 +292,32 @@ typedef struct llm_message {
 } llm_message;
 
 typedef struct llm_chat_options { /* start from llm_chat_defaults() */
-    const char *template_name; /* one of llm_chat_template_at; NULL: the one that the model's file brings along */
-    const char *date;  /* for templates that tell it, "26 Jul 2024"; NULL: the template's own, or today's */
+    const char *template_name; /* one of llm_chat_template_at; NULL: the one in the model's file */
+    const char *date;  /* for templates with a date, "26 Jul 2024"; NULL: the template's own, or today */
     bool no_thinking;  /* "qwen3": begin the answer with an empty thought */
 } llm_chat_options;
 
 llm_chat_options llm_chat_defaults(void);
-/* The names of all templates that are known, in order; NULL past the end. */
+/* The names of all known templates, by index; NULL past the end. */
 const char *llm_chat_template_at(int index);
-/* The name of the template in the vocabulary's file; NULL if it has none, or one that is not known. */
+/* The name of the template in the vocabulary's file; NULL: it has none, or an unknown one. */
 const char *llm_chat_template(const llm_tokenizer *t);
-/* The template itself, as the file has it (Jinja); empty if it has none. */
+/* The template itself (Jinja), as the file has it; empty: none. */
 llm_string llm_chat_template_source(const llm_tokenizer *t);
 
-/* A conversation, whose last message is the user's, as the tokens of a prompt: the template around the messages, BOS where the
- * model wants it, and the beginning of the answer. Special tokens come from the template alone: the messages' text
- * cannot forge them. Returns the number of tokens, also where it is more than `capacity`; -1 on error: no template is
- * known, or the messages are none that it has a form for (most want user and assistant in turn). */
+/* A conversation, whose last message is the user's, as the tokens of a prompt: BOS if the model wants
+ * it, the messages in the template, and the beginning of the answer. Special tokens come from the
+ * template alone; the text of a message cannot forge them. Returns the number of tokens, even if it
+ * is more than `capacity`; -1 on error: the template is unknown, or has no form for these messages
+ * (most want user and assistant in turn). */
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
                           int32_t *ids, int64_t capacity, llm_error *err);
-/* The same as text, to look at: what the model's own template program makes of the conversation. Returns its bytes, also where they
- * are more than `capacity`. */
+/* The same as text, to look at: exactly what the model's own template makes of the conversation.
+ * Returns its bytes, even if they are more than `capacity`. */
 int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
                         size_t capacity, llm_error *err);
-/* A text to stop at (llm_request.stop) where the template's end of an answer is no end token of this vocabulary; NULL: none. */
+/* The text at which to stop (llm_request.stop), if the end of an answer is not an end token of this
+ * vocabulary; else NULL. */
 const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options);
 
 /* ---- Model -------------------------------------------------------------------------- */
@@ -324,13 +326,13 @@ typedef enum llm_rope_pairing {
     LLM_ROPE_HALVES    /* dimension i turns with i + rope_dim/2 (NeoX, Hugging Face) */
 } llm_rope_pairing;
 
-typedef enum llm_rope_scaling { /* how a model was stretched to more positions than it was first trained for */
+typedef enum llm_rope_scaling { /* how a model was extended to a longer context */
     LLM_ROPE_UNSCALED,
     LLM_ROPE_LINEAR,   /* all positions divided by the factor */
-    LLM_ROPE_YARN      /* only for the dimensions that turn slowly (Peng et al. 2023, arxiv.org/abs/2309.00071) */
-} llm_rope_scaling;    /* (Llama 3's own way is a divisor for each frequency, the tensor rope_freqs.weight) */
+    LLM_ROPE_YARN      /* the same for slow dimensions only (Peng et al. 2023, arXiv 2309.00071) */
+} llm_rope_scaling;    /* (Llama 3 has a divisor for each frequency: the tensor rope_freqs.weight) */
 
-typedef struct llm_config { /* what a model's file says of its shape */
+typedef struct llm_config { /* the shape of a model */
     char architecture[32];
     int vocab_size;
     int context_length; /* tokens the model was trained for */
@@ -345,24 +347,25 @@ typedef struct llm_config { /* what a model's file says of its shape */
     llm_rope_pairing rope_pairing;
     llm_rope_scaling rope_scaling;
     float rope_factor;          /* 1 where unscaled */
-    int rope_original_context;  /* YaRN: the positions it was trained for at first, ... */
-    float rope_beta_fast, rope_beta_slow; /* ... the turns over these between which it blends, ... */
-    float rope_magnitude;       /* ... and what it multiplies rotated queries and keys by; else 1 */
+    int rope_original_context;  /* YaRN: the context before it was extended */
+    float rope_beta_fast, rope_beta_slow; /* YaRN: blends frequencies of so many turns over that context */
+    float rope_magnitude;       /* YaRN: scales rotated queries and keys; else 1 */
     float norm_epsilon;
-    int window;         /* positions that a token sees, itself included, in the layers that have a window; 0: all */
+    int window;         /* positions that a token sees, itself included, in layers with a window; 0: all */
     bool tied_output;   /* the output matrix is the token embedding */
 } llm_config;
 
 typedef struct llm_model llm_model;
 
-/* Map a model, a GGUF file or a Hugging Face folder: its weights (nothing is copied), its shape, its tokenizer. */
+/* Map a model (a GGUF file or a Hugging Face folder): its weights, which are not copied, its shape and
+ * its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_model_free(llm_model *model); /* after the engines that use it, as target or draft */
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
-/* Bytes of weights that one decode step reads (all of them but the embedding's other rows). */
+/* Bytes of weights that a decode step reads: all, but of the embedding only one row. */
 uint64_t llm_model_step_bytes(const llm_model *model);
 /* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes of the type. */
 uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type);
@@ -372,7 +375,7 @@ typedef struct llm_engine llm_engine;
 typedef struct llm_backend llm_backend;
 
 typedef enum llm_isa { /* instruction sets, in ascending order */
-    LLM_ISA_REFERENCE, /* the textbook loops of chapter 6, one thread: slow, and what the others are tested against */
+    LLM_ISA_REFERENCE, /* the plain loops of chapter 6 on one thread: slow; the others are tested against it */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
     LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
     LLM_ISA_AVX2,    /* with FMA and F16C */
@@ -381,9 +384,9 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
     LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
-typedef enum llm_preempt { /* what becomes of the cache of a sequence that must make room */
-    LLM_PREEMPT_RECOMPUTE, /* dropped, and computed again later */
-    LLM_PREEMPT_SWAP       /* copied to host memory and back; recomputed where swap_bytes are used up */
+typedef enum llm_preempt { /* what happens to the cache of a sequence that is preempted */
+    LLM_PREEMPT_RECOMPUTE, /* it is dropped, and computed again later */
+    LLM_PREEMPT_SWAP       /* it is copied to host memory and back, or recomputed if swap_bytes are used up */
 } llm_preempt;
 
 typedef enum llm_state { /* of a sequence, which is one sample of a request */
@@ -414,49 +417,51 @@ typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields t
 
 typedef struct llm_trace_event {
     llm_trace_kind kind;
-    uint64_t step;         /* steps completed before: llm_statistics.steps */
+    uint64_t step;         /* steps completed so far: llm_statistics.steps */
     uint64_t request;      /* 0: the event is not about a sequence */
     int sample;
     llm_state from, state; /* LLM_TRACE_STATE only */
     int first, count;      /* see llm_trace_kind */
-    int32_t block, source; /* numbers of blocks in the pool; -1 where they mean nothing */
-    bool kept;
+    int32_t block, source; /* blocks of the pool; -1: none */
+    bool kept;             /* see llm_trace_kind */
 } llm_trace_event;
 
-/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call the engine. After a failed
- * step (count -1) only the sequences with a LLM_TRACE_STATE or LLM_TRACE_ACCEPT, or an llm_event, have advanced. */
+/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call
+ * the engine. After a failed step (count -1), only sequences with a LLM_TRACE_STATE, a LLM_TRACE_ACCEPT
+ * or an llm_event have advanced. */
 typedef void (*llm_trace)(void *user, const llm_trace_event *event);
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
-    const llm_model *draft; /* a small model with the same vocabulary, for speculation; NULL: none. It must outlive the engine */
-    llm_backend *backend;  /* NULL: a CPU backend of the engine's own. One that is given stays yours: free it after the engine */
-    int n_threads;         /* for that CPU backend; 0: one per processor */
-    llm_isa max_isa;       /* the best instruction set that it may use; default LLM_ISA_BEST */
-    bool pack_weights;     /* it keeps weights in the order in which its kernels read them: see llm_cpu_pack_weights; default true */
+    const llm_model *draft; /* for speculation: a small model with the same vocabulary, which must outlive
+                             * the engine; NULL: none */
+    llm_backend *backend;  /* NULL: a CPU backend that the engine owns. Yours stays yours: free it after the
+                            * engine */
+    int n_threads;         /* of the engine's own CPU backend; 0: one per processor */
+    llm_isa max_isa;       /* of the same: the best instruction set that it may use; default LLM_ISA_BEST */
+    bool pack_weights;     /* of the same: see llm_cpu_pack_weights; default true */
     int context_length;    /* longest sequence; 0: the model's */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
-    uint64_t cache_bytes;  /* budget of the pool; 0: max_sequences whole contexts,
-                              but at most 1 GiB (and never less than one context); on a device with memory of its
-                              own: memory_share of what is left there, but not beyond a million blocks, if that
-                              is more than max_sequences whole contexts.
-                              A draft's cache, of as many blocks, comes on top (but not of a memory_share). */
-    float memory_share;    /* the part of the device memory, free after weights and activations, that the pool
-                              takes where cache_bytes is 0; default 0.9 */
+    uint64_t cache_bytes;  /* of the pool. 0: max_sequences whole contexts, but at most 1 GiB (and at least
+                            * one context). 0 on a device with memory of its own: memory_share of what is
+                            * free there, but at most a million blocks or max_sequences whole contexts. A
+                            * draft's cache has as many blocks; it is extra, but within a memory_share. */
+    float memory_share;    /* share of the device memory left by weights and activations; default 0.9 */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
-    int max_speculation;   /* proposals for a sequence in a step, at the most; default 8 */
+    int max_speculation;   /* most proposals for a sequence in a step; default 8 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
-    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft only requests that
-                              speculate with it leave blocks behind, since the draft must have read them too. */
-    bool chunked_prefill;  /* a long prompt is spread over steps; false: prompts go whole, before anything else, and
-                              prompt and output together must fit into max_batch_tokens; default true */
+    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft, only requests
+                            * that speculate with it can be found: the draft must have read them, too. */
+    bool chunked_prefill;  /* default true. false: prompts are computed whole and before anything else, and
+                            * prompt and output together must fit into max_batch_tokens */
     bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
-    unsigned fusions;      /* LLM_FUSE_...: what may be done together; default LLM_FUSE_ALL */
-    bool host_sampling;    /* draw tokens on the CPU also where the device could: the same ones, but all logits travel */
+    unsigned fusions;      /* LLM_FUSE_...: operations that may be done together; default LLM_FUSE_ALL */
+    bool host_sampling;    /* draw tokens on the CPU even if the device can: the same tokens, but the logits
+                            * are copied to the host */
     llm_trace trace;       /* NULL (default): none */
-    void *trace_user;      /* handed to it */
+    void *trace_user;      /* passed to it */
 } llm_engine_options;
 
 llm_engine_options llm_engine_defaults(void);
@@ -473,10 +478,9 @@ typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
 
 llm_sampling llm_sampling_defaults(void);
 
-/* Called with the logits (vocab_size) after the token at `position`, before anything is
- * drawn from them; it may change them (to force a grammar, say), but not call the engine. With a hook the
- * logits of the prompt's own positions are computed too, and shown to it in order: once, as sample 0, but those after the
- * last one for each sample, since each draws from them. */
+/* Called with the logits (vocab_size) after the token at `position`, before a token is drawn from
+ * them. It may change them (to force a grammar, say), but must not call the engine. It sees every
+ * position of the prompt, in order: once, as sample 0; the last one once for each sample. */
 typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position, float *logits);
 
 enum { LLM_SPECULATE_AUTO = -1 };
@@ -489,16 +493,16 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int n_samples;          /* independent continuations; they share the prompt's blocks; default 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
-    const char *const *stop; /* (n_stop) texts that end the output, and are not part of it; copied by llm_submit */
+    const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
     int n_stop;
-    int priority;           /* a request is admitted before the 64 x priority requests that came before it; default 0 */
-    int speculate;          /* proposals per step: 0 none, 1 to max_speculation (max_batch_tokens - 1 are used at most), or
-                               LLM_SPECULATE_AUTO: as many as pay. Needs a draft model, or lookup. Greedy output is the
-                               same as without; sampled output has the same distribution. */
-    bool lookup;            /* propose what followed the last words where they stood before, instead of a draft
-                               model's guess */
+    int priority;           /* it is admitted before the 64 x priority requests that came before it; default 0 */
+    int speculate;          /* proposals per step: 0: none; 1 to max_speculation, of which at most
+                             * max_batch_tokens - 1 are made; LLM_SPECULATE_AUTO: as many as pay. Needs a draft
+                             * model or lookup. Greedy output is the same as without; sampled output has the
+                             * same distribution. */
+    bool lookup;            /* propose what followed the last words where they occurred before, without a draft */
     llm_logits_hook logits_hook; /* NULL: none */
-    void *user;             /* handed back in events, and to the hook */
+    void *user;             /* passed to the hook, and returned in events */
 } llm_request;
 
 llm_request llm_request_defaults(void);
@@ -516,75 +520,79 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     int sample;           /* 0 to n_samples - 1 */
     void *user;
     int32_t token;        /* -1 in an event that only ends */
-    int index;            /* 0 for the first generated token; without a token: how many there were */
+    int index;            /* 0: the first generated token; without a token: how many there were */
     float logprob;        /* ln p(token), of the model itself: before penalties, temperature and filters */
     bool accepted;        /* the token was proposed by speculation, and accepted */
-    const char *text;     /* whole UTF-8 characters, perhaps none yet (nor what may be the beginning of a
-                             stop text); not zero-terminated;
-                             valid until the next call of llm_step or llm_engine_free */
+    const char *text;     /* whole UTF-8 characters, without a possible beginning of a stop text; perhaps none
+                           * yet. Not zero-terminated; valid until the next llm_step or llm_engine_free */
     size_t text_length;
     llm_finish finish;    /* not NONE: the last event of this sample */
 } llm_event;
 
-/* options NULL: the defaults. The model must outlive the engine, and is only read: several engines may share it. */
+/* options NULL: the defaults. The model must outlive the engine; several engines may share it. */
 llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err);
 void llm_engine_free(llm_engine *engine);
 
-/* Queue a request; *id (may be NULL) names it in events and for llm_cancel. A request that could never fit
- * (longer than the context, more blocks than the pool has) is refused here. */
+/* Queue a request. *id (may be NULL) names it in events and for llm_cancel. A request that can never
+ * fit (longer than the context, more blocks than the pool has) is refused. */
 bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, llm_error *err);
-/* The same from text: tokenized with BOS as the model's file asks, special tokens not parsed. The prompt
- * of `request` (NULL: defaults) is ignored. */
+/* The same from text, with BOS if the model's file asks for it; special tokens are not parsed. The
+ * prompt of `request` (NULL: defaults) is ignored. */
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
-/* One forward pass over whatever is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all events before
- * the next call, those of llm_cancel too: it forgets what has not been read. After an error nothing is lost: what the device failed to do
- * is done again by the next call, which may go well (but a GPU that is lost fails each time). */
+/* One forward pass over what is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all
+ * events before the next call (those of llm_cancel, too), which forgets them. After an error nothing is
+ * lost: the next call repeats what the device failed to do (though a lost GPU fails every time). */
 int llm_step(llm_engine *engine, llm_error *err);
-/* The next event that has not been read yet, oldest first. False: none. */
+/* The oldest event that has not been read. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
-/* End a request now; each of its samples that had not ended gets an event LLM_FINISH_CANCELLED. */
+/* End a request now. Each of its samples that has not ended gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-typedef struct llm_statistics {
-    uint64_t steps;
-    uint64_t prompt_tokens;       /* put through the model as prompts, again after a preemption */
+typedef struct llm_statistics {    /* since the engine was created, unless it says `now` */
+    uint64_t steps;                /* completed */
+    uint64_t prompt_tokens;        /* prompt tokens put through the model; again after a preemption */
     uint64_t generated_tokens;
     uint64_t requests_submitted, requests_finished;
-    int running, waiting;         /* sequences, requests: now */
-    double step_seconds;          /* all time inside llm_step, of which ... */
-    double forward_seconds;       /* ... the forward passes, */
-    double draft_seconds;         /* ... the draft's proposals, */
-    double sampling_seconds;      /* ... choosing tokens and committing them, with their text, */
-    double schedule_seconds;      /* ... deciding what to do */
-    double wait_seconds;          /* since the engine is there: waiting for a device that works by itself (a GPU). What is left of
-                                     step_seconds is the time that the CPU took for the steps. */
-    uint64_t device_launches;     /* (since then, too) kernels that were launched one by one, */
-    uint64_t device_replays;      /* and graphs that were replayed: see llm.cu, chapter [8] */
-    uint64_t device_bytes, device_free_bytes; /* the device's memory, and what nobody has of it; 0: it has none of its own */
-    uint64_t preemptions, blocks_swapped;
-    uint64_t prefix_tokens, prefix_hits; /* prompt tokens of admitted requests without a hook; of these, found in the
-                                            prefix cache */
-    int64_t blocks_shared;        /* blocks that more than one sequence holds, now */
-    uint64_t sequence_steps;      /* single sequences that took part in a step, of all steps: by steps, the mean batch */
-    double kv_waste;              /* part of the slots of the blocks in use that holds no token of a sequence that runs, now */
-    uint64_t decode_steps;        /* rounds of single sequences that drew tokens, one or, with speculation, several */
-    uint64_t proposed, accepted;  /* by speculation: proposals tested (those behind a rejected one are not) */
-    uint64_t proposed_at[16], accepted_at[16]; /* by position in the proposal; 15: and later */
-    int64_t blocks_total, blocks_free, blocks_peak; /* of the pool; peak = most in use at once */
-    int block_size;
-    int64_t slots_used;           /* slots of the blocks in use that hold a token (shared ones once) */
-    uint64_t weight_bytes;        /* of the file's tensors */
-    uint64_t cache_bytes;         /* of the pool */
-    uint64_t arena_bytes;         /* activations, logits and tables of a step */
+    int running;                   /* sequences, now */
+    int waiting;                   /* requests, now */
+    double step_seconds;           /* in llm_step, all included */
+    double forward_seconds;        /* of these: forward passes */
+    double draft_seconds;          /* of these: the draft's proposals */
+    double sampling_seconds;       /* of these: choosing tokens, and committing them with their text */
+    double schedule_seconds;       /* of these: deciding what to do */
+    double wait_seconds;           /* of these: waiting for a device that works by itself (a GPU) */
+    uint64_t device_launches;      /* kernels launched one by one */
+    uint64_t device_replays;       /* graphs replayed: see llm.cu, chapter [8] */
+    uint64_t device_bytes;         /* of the device's own memory; 0: it has none */
+    uint64_t device_free_bytes;    /* of it, not allocated, now */
+    uint64_t preemptions;
+    uint64_t blocks_swapped;       /* to host memory and back, each way */
+    uint64_t prefix_tokens;        /* prompt tokens of admitted requests without a hook */
+    uint64_t prefix_hits;          /* of these, found in the prefix cache */
+    int64_t blocks_shared;         /* blocks that more than one sequence holds, now */
+    uint64_t sequence_steps;       /* sequences in a step, added up over the steps */
+    double kv_waste;               /* share of the slots of blocks in use that hold no token, now */
+    uint64_t decode_steps;         /* sequences for which a step chose tokens, added up over the steps */
+    uint64_t proposed, accepted;   /* proposals tested, and accepted */
+    uint64_t proposed_at[16], accepted_at[16]; /* the same by position in the proposal; 15: and later */
+    int64_t blocks_total;          /* of the pool */
+    int64_t blocks_free;           /* now */
+    int64_t blocks_peak;           /* most in use at once */
+    int block_size;                /* slots in a block */
+    int64_t slots_used;            /* slots that hold a token, shared ones counted once, now */
+    uint64_t weight_bytes;         /* of the files' tensors */
+    uint64_t cache_bytes;          /* of the pool */
+    uint64_t arena_bytes;          /* activations, logits and tables of a step */
 } llm_statistics;
 
 llm_statistics llm_engine_statistics(const llm_engine *engine);
-/* The program that the engine runs in each step, or its draft model's (NULL if it has none). The
- * caller may set its `seconds`. */
+/* The program that the engine runs in each step, or its draft model's (NULL: none). The caller may set
+ * its `seconds`. */
 struct llm_program *llm_engine_program(llm_engine *engine, bool draft);
 const llm_model *llm_engine_model(const llm_engine *engine);
-const llm_engine_options *llm_engine_settings(const llm_engine *engine); /* as they came out */
+/* The options in effect: what was left to the engine is filled in. */
+const llm_engine_options *llm_engine_settings(const llm_engine *engine);
 
 /* ---- Small tools that embedders ask for ------------------------------------------- */
 double llm_seconds(void); /* a clock that only moves forward */
@@ -608,18 +616,18 @@ double llm_random(uint64_t seed, uint64_t stream, uint64_t index);
 typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
     llm_type type;
     int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
-    const void *data;       /* device; on the CPU this is the mapped file itself */
-    void *packed;           /* the same in the order in which a kernel reads it; NULL: none. The backend's own */
-    const int32_t *columns; /* device, (cols): its input is taken in this order, by gather_columns; NULL: as it is */
-    bool only_rows;         /* only embed reads it: there will be no product */
+    const void *data;       /* device; on the CPU, the mapped file itself */
+    void *packed;           /* the backend's own: the matrix as its kernels read it; NULL: none */
+    const int32_t *columns; /* device (cols): gather_columns permutes its input like this; NULL: it does not */
+    bool only_rows;         /* embed alone reads it: no matmul does */
 } llm_weight;
 
-/* All the tokens of one step, of any number of sequences: the ragged batch. A decode step has one
- * token per sequence, a prefill chunk many; nothing below this struct knows which is which.
- * Host memory, filled by the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose
- * positions ascend by one. Token t is written to slot slots[t] of the cache; the key of position p of sequence s lies in
- * block block_tables[s * table_stride + p / block_size], slot p % block_size. Each token belongs to one sequence, and what a
- * step writes to the cache, no other sequence reads in that step. */
+/* The ragged batch: all tokens of one step, of any number of sequences. A decode step has one token
+ * per sequence, a prefill chunk many; the program does not know which is which. Host memory, filled by
+ * the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose positions ascend by
+ * one. Token t is written to slot slots[t] of the cache; the key of position p of sequence s is in
+ * block block_tables[s * table_stride + p / block_size], slot p % block_size. No sequence reads what
+ * another one writes in the same step. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
@@ -635,8 +643,8 @@ typedef struct llm_batch {
     const int32_t *logit_rows;   /* (n_logits) the tokens whose logits are wanted, ascending */
 } llm_batch;
 
-/* The cache of one model: keys and values of every layer, (layer, block, kv head, slot, head_dim); or, if the backend wants its
- * keys transposed, these as (layer, block, kv head, head_dim, slot). */
+/* The cache of one model: keys and values (layer, block, kv head, slot, head_dim); if the backend wants
+ * keys transposed, these are (layer, block, kv head, head_dim, slot). */
 typedef struct llm_cache {
     llm_type type;         /* LLM_F16 or LLM_F32 */
     int n_layers, n_kv_heads, head_dim, block_size;
@@ -721,12 +729,12 @@ typedef struct llm_program {
     int n_buffers;
     const llm_cache *cache;    /* what the buffer "cache" stands for */
     unsigned fusions;          /* LLM_FUSE_...: which of them prepare may use */
-    double *seconds;           /* (n_ops) run adds the time of each operation, of fused ones to one of
-                                * them; NULL: no profile */
-    void *plan;                /* the backend's own: what prepare made; at first NULL */
+    double *seconds;           /* (n_ops) run adds the time of each operation here (of fused operations to
+                                * one of them); NULL: no profile */
+    void *plan;                /* the backend's own, made by prepare; initially NULL */
 } llm_program;
 
-typedef struct llm_limits {    /* the largest of everything that a step may bring */
+typedef struct llm_limits {    /* the largest step */
     int max_tokens;            /* in a batch */
     int max_sequences;
     int max_context;           /* positions of one sequence */
@@ -751,40 +759,40 @@ typedef struct llm_stage {     /* one unit of an executor's work */
     bool each;                 /* every thread does all of it, for itself */
 } llm_stage;
 
-/* A device may process up to llm_rounded_rows(n) rows where n are wanted, so that steps of similar
- * size look alike. Buffers have room for them; the extra rows hold no meaningful values. */
+/* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size are alike.
+ * Buffers have room for them; the extra rows hold no meaningful values. */
 int llm_rounded_rows(int n);
 
-typedef struct llm_device_state { /* what a device says of itself */
+typedef struct llm_device_state { /* counters of a device */
     const char *name;
     uint64_t total_bytes, free_bytes; /* of its own memory; 0: it has none */
-    double wait_seconds;   /* that the CPU has waited for it, in all */
+    double wait_seconds;   /* total time that the CPU has waited for it */
     uint64_t launches, replays;
 } llm_device_state;
 
 typedef struct llm_draw {  /* a token to be drawn */
-    int row;               /* from this row of the logits; ascending from draw to draw */
+    int row;               /* of the logits; rows ascend from draw to draw */
     llm_sampling sampling;
     uint64_t random;       /* the random number in [0, 1), times 2^64 */
-    const int32_t *recent; /* (n_recent) host: the tokens that the penalty falls on; some may be there twice */
+    const int32_t *recent; /* (n_recent) host: the tokens to penalize; some may occur twice */
     int n_recent;
 } llm_draw;
 
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
     void *context;         /* the backend's own; first argument of every function */
-    bool keys_transposed;  /* what its attention wants of a cache: see llm_cache */
+    bool keys_transposed;  /* whether it wants them so: see llm_cache */
 
     /* -- memory ------------------------------------------------------------------------ */
-    /* Device memory, not cleared; `what` says what for, in the error. NULL on failure. */
+    /* Device memory, not cleared. `what` names its purpose in an error. NULL on failure. */
     void *(*allocate)(void *context, size_t bytes, const char *what, llm_error *err);
-    /* NULL is fine. Release nothing in the middle of a step: what the step has asked for so far may not be done then. */
+    /* NULL is fine. Do not release memory within a step: its work may not be done. */
     void (*release)(void *context, void *device);
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
-    /* Make a matrix of the file ready for matmul and embed. w comes with type, rows, cols; sets w->data.
-     * The host memory stays mapped as long as the weight lives, so the CPU just points to it; but memory that was made for this call
-     * (of 4-bit integers) goes at once where w->packed is set, or w->data is elsewhere. */
+    /* Make a matrix of the file ready for matmul and embed: w has type, rows and cols; set w->data.
+     * The host memory stays mapped while the weight lives, so the CPU just points to it. (A matrix that
+     * was converted for this call is freed at once if w->packed is set or w->data is elsewhere.) */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
@@ -793,7 +801,7 @@ struct llm_backend {
      * that a step allocates nothing. Weights and buffers are in place and stay there; the cache may
      * be allocated later. After an error, programs that were prepared before can still be run. */
     bool (*prepare)(void *context, llm_program *program, const llm_limits *limits, llm_error *err);
-    /* Release what prepare made. Fine for a program that is not prepared. */
+    /* Release what prepare made, if anything. */
     void (*forget)(void *context, llm_program *program);
     /* Run a part of the program over a batch. The head computes the logits of entries first to
      * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
@@ -804,15 +812,15 @@ struct llm_backend {
      * NULL: the backend does not describe its plan. */
     bool (*stage)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                   int n, int index, llm_stage *stage);
-    /* Wait until all of it is done; false: something failed since the last sync. */
+    /* Wait until all work is done. False: something failed since the last sync. */
     bool (*sync)(void *context, llm_error *err);
-    /* for every layer, keys and values: block to[i] = block from[i]; host arrays (n). In order. Where the next sync fails, the same
-     * copies are asked for again. */
+    /* Copy block from[i] to block to[i], in order, keys and values of every layer; host arrays (n). If the
+     * next sync fails, the engine asks for the same copies again. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
 
-    /* -- optional: NULL where the device has nothing to offer ----------------------------- */
-    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that the engine itself would draw (chapter
-     * [3]). ids, logprobs (n) are host memory; waits for them. */
+    /* -- optional: may be NULL ------------------------------------------------------------- */
+    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that chapter [3] would
+     * draw. Waits for them; ids and logprobs (n) are host memory. */
     bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
                    float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
@@ -820,13 +828,13 @@ struct llm_backend {
     void (*destroy)(llm_backend *backend);
 };
 
-/* The reference device. n_threads: 0 = one per processor. The fastest instruction set that both this
- * processor and max_isa allow is used (pass LLM_ISA_BEST for no limit). */
+/* The CPU. n_threads 0: one per processor. It uses the best instruction set that this processor has and
+ * max_isa allows (LLM_ISA_BEST: no limit). */
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
-/* Whether weights that are loaded from now on are also kept in the order in which the kernels read them (default true):
- * prompts and batches run several times as fast. That is a second copy of them, but the pages of the file that were read for it are given
- * back to the system; of f16, bf16 and f32 none is made. Results do not change. */
+/* Whether weights that are loaded from now on are also kept as the kernels read them (default true).
+ * Prompts and batches run several times as fast. It takes a second copy of quantized weights, but the
+ * file's pages are given back to the system. Results do not change. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
 int llm_cpu_threads(const llm_backend *backend);
@@ -835,21 +843,21 @@ void llm_backend_free(llm_backend *backend); /* NULL is fine */
 
 typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
     int device;           /* which GPU, from 0 */
-    bool graphs;          /* the launches of a step are recorded once and replayed; default true */
-    bool fused;           /* several operations in one kernel where there is one; default true */
-    bool split_attention; /* the positions of a long sequence are spread over several blocks; default true */
-    bool overlap;         /* a kernel may begin to fetch its weights before the one ahead of it has ended (Hopper and newer); not measured
-                             yet, so default false */
-    bool plain;           /* the textbook kernels, slow and for comparison; default false */
-    bool deterministic;   /* only kernels that give the same logits, bit for bit, whatever else is in the batch. So far all do,
-                             and this changes nothing: it says that you count on it; default false */
+    bool graphs;          /* record the launches of a decode step once, and replay them; default true */
+    bool fused;           /* do several operations in one kernel where possible; default true */
+    bool split_attention; /* spread the positions of a long sequence over several blocks; default true */
+    bool overlap;         /* let a kernel fetch its weights before the one before it ends (Hopper and newer);
+                           * default false */
+    bool plain;           /* the plain kernels, slow, for comparison; default false */
+    bool deterministic;   /* use only kernels whose logits do not depend on what else is in the batch, bit for
+                           * bit (all kernels are like that); default false */
 } llm_gpu_options;
 
 llm_gpu_options llm_gpu_defaults(void);
-/* An NVIDIA GPU (in llm.cu: link it). Error LLM_ERROR_UNSUPPORTED: there is none here, or none that will do. options NULL: the
- * defaults. */
+/* An NVIDIA GPU (link llm.cu). options NULL: the defaults. LLM_ERROR_UNSUPPORTED: there is no GPU, or
+ * none that will do. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err);
-/* The same kernels run by the CPU, slowly: llm.cu compiled as C++ with LLM_EMULATED defined. */
+/* The same kernels, run slowly by the CPU: llm.cu compiled as C++ with LLM_EMULATED defined. */
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err);
 
 #ifdef __cplusplus
