@@ -1,59 +1,61 @@
 /* llm.cu - the operations of llm.h on an NVIDIA GPU
  *
- * Copy this file beside llm.h, and build it with the CUDA Toolkit (12 or 13), which is all that it needs:
+ * Copy this file next to llm.h and build it with the CUDA Toolkit (12 or 13):
  *
  *     nvcc -O3 -arch=native -c llm.cu -o llm_cuda.o
- *     cc -O2 -fopenmp app.c llm_cuda.o -lm -L/usr/local/cuda/lib64 -lcudart_static -lstdc++ -lpthread -ldl -lrt
+ *     cc -O2 -fopenmp app.c llm_cuda.o -lm -L/usr/local/cuda/lib64 \
+ *        -lcudart_static -lstdc++ -lpthread -ldl -lrt
  *
- * where app.c is a program over llm.h that asks for the GPU:
+ * where app.c uses llm.h and selects the GPU:
  *
  *     llm_engine_options options = llm_engine_defaults();
  *     options.backend = llm_cuda_backend(NULL, &err);
  *     llm_engine *engine = llm_engine_create(model, &options, &err);
  *
- * All else stays the same: the engine above the seam (struct llm_backend in llm.h) does not know which device it
- * drives. Free the backend, with llm_backend_free, after the engine.
+ * Free the backend with llm_backend_free, after the engine.
  *
- * WHAT A GPU IS, for a reader who knows C and has never written a kernel
+ * WHAT A GPU IS, for a reader who has never written a kernel
  *
- * A kernel is a C function that the GPU runs many thousand times at once. `LLM_LAUNCH(kernel, grid, block, ...)` says how
- * often: a grid of blocks of threads. A thread finds out which of them it is (blockIdx, threadIdx) and picks its share of
- * the work by that. There are three levels, and each has a kind of memory to itself:
+ * A kernel is a C function that many thousands of threads run at once. LLM_LAUNCH starts a grid of
+ * blocks of threads; each thread picks its work by its indexes (blockIdx, threadIdx). Each of the
+ * three levels has its own memory:
  *
- *     thread       up to 255 registers. 32 threads with neighbouring numbers are a warp: they run the same instruction
- *                  at the same time, and can read each other's registers (__shfl_xor_sync).
- *     block        up to 1024 threads (32 warps) on one of the GPU's processors (an "SM"; an H100 has 132), with up to
- *                  some 200 KB of shared memory: as fast as a cache, but filled by hand. __syncthreads() waits until all
- *                  threads of the block have come to that line, so that what one wrote there others can read.
- *     grid         all blocks, in any order, on all SMs. They share the GPU's main memory ("global" memory: tens of GB,
- *                  at 2 to 5 TB/s), and cannot wait for each other: what needs the result of all is another kernel.
+ *     thread   up to 255 registers. 32 consecutive threads (lanes) form a warp: they run the same
+ *              instruction at the same time and can read each other's registers.
+ *     block    up to 1024 threads on one of the GPU's processors (SMs; an H100 has 132), with up to
+ *              about 200 KB of shared memory: as fast as a cache, but filled by the program.
+ *              __syncthreads() is a barrier, after which the threads of a block can read what the
+ *              others wrote before it.
+ *     grid     all blocks, in any order, on all SMs. They share the main ("global") memory: tens of
+ *              GB at 2 to 5 TB/s. Blocks cannot wait for each other, so work that needs the results
+ *              of all of them is another kernel.
  *
- * Launches are queued on a stream: the GPU does them in order, while the CPU goes on. A launch costs
- * the CPU some microseconds, so chapter [8] captures those of a decode step once and replays them.
+ * The GPU runs the kernels of a stream in order while the CPU continues. A launch costs the CPU a
+ * few microseconds, so chapter [8] captures a decode step once as a graph and replays it.
  *
- * Two numbers bound every kernel: how many bytes it must move to and from global memory, and how much arithmetic it must
- * do. An H200 moves 4.8 TB/s and does 990 TFLOP/s with its matrix instructions, so a kernel that does fewer than some 200
- * operations with each byte waits for memory and not for arithmetic. A warp's 32 reads of 4 neighbouring bytes are one
- * request of 128 bytes ("coalesced"); reads all over the place are 32 requests. Comments below say of each kernel what
- * bounds it, and the fewest bytes it can move.
+ * A kernel is limited by the bytes it moves to and from global memory, or by arithmetic. An H200
+ * moves 4.8 TB/s and does 990 TFLOP/s with its matrix instructions, so memory is the limit below
+ * about 200 operations per byte. 32 adjacent 4-byte words that a warp reads are one request of 128
+ * bytes (a "coalesced" read); scattered words are up to 32 requests. Each kernel's comment gives
+ * its limit, or the fewest bytes it can move.
  *
- * CONTENTS (search for the mark in the left column)
+ * CONTENTS (search for the bracketed number)
  *
- *     [0]  The device      the context, launches, sums over a warp and a block, each special instruction in a function
- *     [1]  Memory          allocate, upload through pinned memory, download; errors
- *     [2]  Simple kernels  embed, rope_angles, rmsnorm, rope_and_store, swiglu, gather_rows, copy_blocks
- *     [3]  Matmul, few rows   bound by the bytes of the weights
- *     [4]  Matmul, many rows  bound by arithmetic
+ *     [0]  The device         context, launches, sums over threads
+ *     [1]  Memory             allocate, upload, download; errors; the batch of a step
+ *     [2]  Simple kernels     RoPE, RMSNorm, SwiGLU, gathers, copies of blocks
+ *     [3]  Matmul, few rows   limited by the bytes of the weights
+ *     [4]  Matmul, many rows  limited by arithmetic
  *     [5]  Attention, many queries of a sequence (prefill)
- *     [6]  Attention, one query of each sequence (decode)
- *     [7]  Sampling        from logits to a token, on the device
- *     [8]  The program     operations become launches; decode steps are captured and replayed
- *     [9]  The backend     the table of functions that llm.h calls
+ *     [6]  Attention, few queries of each sequence (decode)
+ *     [7]  Sampling           from logits to a token
+ *     [8]  The program        operations become launches; graphs
+ *     [9]  The backend        the functions that llm.h calls
  *
- * The same text also compiles as plain C++17 over tests/cuda_on_cpu.h (with LLM_EMULATED defined), which runs blocks and
- * threads on the CPU: slowly, but on any machine, in a debugger, and with every barrier checked. That is the device called
- * "emulated". So launches go through one macro, shared memory is declared by another, and each instruction that C++ has
- * no name for is one small function of chapter [0] with a twin over there.
+ * With LLM_EMULATED defined, this file is C++17 over tests/cuda_on_cpu.h and runs on the CPU:
+ * slowly, but on any machine, in a debugger, with every barrier checked. So launches and shared
+ * arrays go through macros, and each special instruction is one small function with a twin in that
+ * header.
  *
  * License: public domain or MIT, as you prefer; see the end of llm.h.
  */
@@ -81,17 +83,17 @@
  * ================================================================================== */
 
 #ifndef LLM_EMULATED
-/* Run kernel(...) on every thread of `grid` blocks of `block` threads, each block with shared_bytes of dynamic shared memory,
- * after all that is on the stream already. */
+/* Run kernel(...) on `grid` blocks of `block` threads, with shared_bytes of dynamic shared memory
+ * per block. */
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) kernel<<<grid, block, shared_bytes, stream>>>(__VA_ARGS__)
-/* The same on the stream of the context `cuda`, where the kernel may begin before the one ahead of it has ended: see
- * llm__wait_for_last. */
+/* The same on cuda->stream. With the option `overlap`, the kernel may begin before the previous one
+ * ends: see llm__wait_for_last. */
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     llm__launch_early((cuda)->options.overlap, kernel, grid, block, shared_bytes, (cuda)->stream, __VA_ARGS__)
-/* Before a loop over an array that is to be kept in registers, which have no address: the loop is written out. */
+/* Unroll the next loop, so that its arrays can be in registers, which have no addresses. */
 #define LLM_UNROLL _Pragma("unroll")
-#define LLM_LOOP _Pragma("unroll 1") /* not written out: registers are short */
-/* An array in shared memory, of a size known to the compiler, or as large as the launch says. */
+#define LLM_LOOP _Pragma("unroll 1") /* do not unroll, to save registers */
+/* An array in shared memory, of constant size or of the size given at launch. */
 #define LLM_SHARED(type, name, count) __shared__ __align__(16) type name[count]
 #define LLM_DYNAMIC_SHARED(type, name)                                  \
     extern __shared__ __align__(16) unsigned char llm__dynamic_shared[]; \
@@ -101,61 +103,62 @@
 #define LLM_LOOP
 #endif
 
-/* The batch of a step as kernels see it; the arrays are device memory. If the step is a graph, the
- * counts here are rounded up (the grid of a launch cannot change), and the true ones are in `counts`.
- * Nobody reads what the extra rows compute, and their slots are -1, so they store nothing. */
+/* The batch of a step as kernels see it. For a step that may become a graph, the counts are rounded
+ * up; `counts` has the true ones. The extra rows have slot -1, so they store nothing, and their
+ * results are not read. */
 typedef struct llm__device_batch {
-    int n_tokens, n_sequences, n_logits; /* for the sizes of grids */
-    int max_count;               /* the most tokens of one sequence; 1: a decode step */
-    int max_context;             /* the most positions of one sequence, those of this step included */
+    int n_tokens, n_sequences, n_logits; /* for grid sizes */
+    int max_count;               /* most tokens of one sequence; 1: plain decode */
+    int max_context;             /* most positions of one sequence, this step's included */
     int block_size;
-    const int32_t *counts;       /* device (4): n_tokens, n_sequences, n_logits, table_stride, as they are */
-    const int32_t *tokens, *positions, *slots; /* device (n_tokens) as in llm_batch */
-    const int32_t *sequence_of;  /* device (n_tokens) whose token it is; -1: nobody's */
-    const int32_t *seq_first, *seq_count; /* device (n_sequences); a count of 0: nobody */
-    const int32_t *logit_rows;   /* device (n_logits) */
+    const int32_t *counts;       /* device (4): the three true counts; table_stride */
+    const int32_t *tokens, *positions, *slots; /* device (n_tokens), as in llm_batch */
+    const int32_t *sequence_of;  /* device (n_tokens): the token's sequence; -1: none */
+    const int32_t *seq_first, *seq_count; /* device (n_sequences); count 0: no tokens */
+    const int32_t *logit_rows;   /* device (n_logits), as in llm_batch */
     const int32_t *block_tables; /* device (n_sequences, counts[3]) */
 } llm__device_batch;
 
-enum {
-    LLM__GRAPH_TOKENS = 512, /* a step of more tokens takes so long that its launches cost nothing beside it */
-    LLM__GRAPH_COUNT = 16,   /* tokens of a sequence in a decode step, proposals included, at most */
-    LLM__GRAPHS = 128        /* that are kept */
+enum { /* limits of the graphs of chapter [8] */
+    LLM__GRAPH_TOKENS = 512, /* most tokens; launches are cheap beside larger steps */
+    LLM__GRAPH_COUNT = 16,   /* most tokens of one sequence */
+    LLM__GRAPHS = 128        /* graphs kept at a time */
 };
 
-enum { LLM__STAGES = 3 }; /* pieces of pinned memory: one is filled while others are on their way */
+enum { LLM__STAGES = 3 }; /* pinned buffers: one is filled while others are copied */
 
-typedef struct llm__stage { /* what is uploaded goes through here */
+typedef struct llm__stage { /* a pinned buffer for uploads */
     char *host;           /* pinned (stage_bytes) */
-    cudaEvent_t done;     /* the last copy out of it has been done */
-    bool busy;            /* ... or may not have been yet */
+    cudaEvent_t done;     /* signaled when the last copy out of `host` is done */
+    bool busy;            /* that copy may not be done */
 } llm__stage;
 
-typedef struct llm__room { /* pinned memory, and as much on the device, between which small things are copied at once */
-    char *host, *device;
-    size_t bytes;         /* of each */
+typedef struct llm__room { /* a pinned buffer and a device buffer of the same size */
+    char *host, *device;  /* (bytes) each */
+    size_t bytes;         /* size of one buffer */
 } llm__room;
 
-typedef struct llm__device_draw { /* llm_draw, as the kernel of chapter [7] sees it */
+typedef struct llm__device_draw { /* llm_draw as the kernel of chapter [7] reads it */
     llm_sampling sampling;
     uint64_t random;
-    int first_recent, n_recent; /* in the array of all */
+    int first_recent, n_recent; /* range in the array of recent tokens */
 } llm__device_draw;
 
 typedef struct llm__graph llm__graph; /* see chapter [8] */
 
-typedef struct llm__largest { /* of everything, in all programs that were prepared */
+typedef struct llm__largest { /* maximums over all prepared programs */
     int max_tokens, max_sequences, max_context;
     int n_heads, head_dim;
-    int64_t max_cols;            /* of a matrix */
+    int64_t max_cols;            /* columns of the widest matrix */
 } llm__largest;
 
-/* q, k and v multiply the same x, and gate and up: it is rounded once. Nothing may have been launched since, but those matmuls. */
+/* What the buffer `rounded` holds: consecutive matmuls of one x (q, k and v; gate and up) round it
+ * once. Any other launch makes the record invalid. */
 typedef struct llm__rounded_input {
-    const float *x;    /* NULL: none */
-    int n, n_chunks;
+    const float *x;    /* NULL: nothing */
+    int n, n_chunks;   /* rows; chunks of 64 columns */
     int64_t cols;
-    uint64_t launches; /* the context's count after the last of them */
+    uint64_t launches; /* llm__cuda.launches after the last matmul */
 } llm__rounded_input;
 
 typedef struct llm__cuda { /* the context of the backend */
@@ -163,44 +166,44 @@ typedef struct llm__cuda { /* the context of the backend */
     llm_gpu_options options;
     cudaStream_t stream;
     char device_name[256];
-    int device, n_processors;    /* SMs */
-    int capability;              /* 80, 86, 89, 90, ... */
-    size_t shared_bytes;         /* the most dynamic shared memory of a block */
-    llm__largest largest;        /* what there is room for */
-    llm__graph *graphs;          /* (n_graphs of LLM__GRAPHS) */
+    int device, n_processors;    /* CUDA device number; SMs */
+    int capability;              /* compute capability: 80, 86, 89, 90, ... */
+    size_t shared_bytes;         /* most dynamic shared memory per block */
+    llm__largest largest;        /* what scratch memory is reserved for */
+    llm__graph *graphs;          /* (n_graphs), capacity LLM__GRAPHS */
     int n_graphs;
-    uint64_t n_runs;             /* a clock: which graph was used last */
+    uint64_t n_runs;             /* runs so far: the clock of last_use */
 
-    llm__room batch_room;        /* the arrays of a step */
-    bool batch_on_its_way;       /* ... may still be read by a copy to the device */
-    llm__room draw_room;         /* what to draw, and what was drawn */
-    llm__device_batch batch;     /* of this step */
+    llm__room batch_room;        /* the batch's arrays */
+    bool batch_on_its_way;       /* the copy out of batch_room.host may not be done */
+    llm__room draw_room;         /* token draws and their results */
+    llm__device_batch batch;     /* the current step's batch */
 
     llm__stage stages[LLM__STAGES];
-    size_t stage_bytes;          /* 0: they are not there yet */
+    size_t stage_bytes;          /* size of a stage; 0: none allocated */
     unsigned next_stage;
 
-    double wait_seconds;         /* that the CPU has waited for the device */
-    uint64_t launches, replays;  /* of kernels one by one, and of graphs */
-    char *raw, *rounded, *parts; /* device, scratch: weights on their way in, rounded activations, parts of attention */
-    char *pairs;                 /* ... and the blocks to copy */
+    double wait_seconds;         /* time the CPU has waited for the device */
+    uint64_t launches, replays;  /* kernels launched; graphs replayed */
+    char *raw, *rounded, *parts; /* device scratch: file rows; rounded x; parts of attention */
+    char *pairs;                 /* device scratch: block numbers to copy */
     size_t raw_bytes, rounded_bytes, parts_bytes, pairs_bytes;
-    llm__rounded_input last;     /* what is in `rounded` */
-    llm_error failure;           /* the first since the last sync */
+    llm__rounded_input last;     /* what `rounded` holds */
+    llm_error failure;           /* first one not yet reported */
 } llm__cuda;
 
 __host__ __device__ static inline int64_t llm__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
 /* ---- One kernel after another --------------------------------------------------------------
- * Between two kernels of a stream the GPU is idle for a microsecond or two: the last blocks of one end at different times, and
- * only then the next is started, whose blocks wait for their first bytes. A step of a small model has hundreds of these gaps.
- * Hopper can close them ("programmatic dependent launch"): once all blocks of a kernel have said llm__let_next_begin, blocks of the
- * next one move in wherever there is room. They can fetch what nobody is about to change, as the weights, and then
- * must wait, each thread of each block, for the end of all that went before. It is an option (overlap), which is off until it has been
- * measured. */
+ * Between two kernels of a stream the GPU idles for a microsecond or two: the next kernel starts
+ * when the last block has ended, then waits for its first bytes. Hopper and newer GPUs can close
+ * this gap ("programmatic dependent launch", the option `overlap`). Once all blocks of a kernel
+ * have called llm__let_next_begin, blocks of the next kernel start wherever there is room. Until it
+ * calls llm__wait_for_last, a thread of theirs may read only what no kernel changes: weights. */
 
 #ifndef LLM_EMULATED
-__device__ __forceinline__ void llm__wait_for_last() { /* until all earlier kernels have ended and what they wrote can be read */
+/* Wait until all earlier kernels have ended and their results can be read. */
+__device__ __forceinline__ void llm__wait_for_last() {
 #if defined(__CUDA_ARCH__) && __CUDA_ARCH__ >= 900
     asm volatile("griddepcontrol.wait;" ::: "memory");
 #endif
@@ -224,11 +227,12 @@ static void llm__launch_early(bool early, void (*kernel)(P...), dim3 grid, dim3 
     config.stream = stream;
     config.attrs = &attribute;
     config.numAttrs = early;
-    cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...); /* llm__cuda_launched asks how that went */
+    /* llm__cuda_launched checks for an error. */
+    cudaLaunchKernelEx(&config, kernel, static_cast<P>(arguments)...);
 }
 #endif
 
-/* The first lines of a kernel that has nothing to fetch beforehand. */
+/* The start of a kernel that fetches nothing before it waits. */
 __device__ __forceinline__ void llm__take_over() {
     llm__let_next_begin();
     llm__wait_for_last();
@@ -238,26 +242,27 @@ __device__ __forceinline__ void llm__take_over() {
 
 __device__ static inline float llm__f16_bits_to_f32(uint16_t bits) { return __half2float(__ushort_as_half(bits)); }
 __device__ static inline uint16_t llm__f32_to_f16_bits(float x) { return __half_as_ushort(__float2half_rn(x)); }
-/* For the cache: what is larger than f16's largest value becomes that. Infinite, it would turn a weight of 0 into not-a-number. */
+/* For the cache: clamp to f16's range, since an infinite value times a weight of 0 would be NaN. */
 __device__ static inline uint16_t llm__stored_f16(float x) { return llm__f32_to_f16_bits(fmaxf(fminf(x, 65504.0f), -65504.0f)); }
 __device__ static inline float llm__bf16_bits_to_f32(uint16_t bits) { return __uint_as_float((uint32_t)bits << 16); }
 
-/* Value i of a row of weights in the file's own layout, which is f32, f16 or bf16. */
+/* Value i of an f32, f16 or bf16 row in the file's layout. */
 __device__ static inline float llm__weight_value(llm_type type, const void *row, int64_t i) {
     if (type == LLM_F32) return ((const float *)row)[i];
     if (type == LLM_F16) return llm__f16_bits_to_f32(((const uint16_t *)row)[i]);
     return llm__bf16_bits_to_f32(((const uint16_t *)row)[i]);
 }
 
-/* Bytes of a row of weights in that layout. */
+/* Bytes of a row in the file's layout. */
 static size_t llm__row_bytes(llm_type type, int64_t cols) {
     const llm_type_info *info = llm_type_find(type);
     return info ? (size_t)(cols / info->block_values) * (size_t)info->block_bytes : 0;
 }
 
 /* ---- Sums over threads --------------------------------------------------------------------
- * A warp adds up 32 numbers in five rounds: each thread adds that of the thread whose number differs in one bit. All
- * end up with the same sum, to the last bit, since a + b = b + a. The order is fixed: so is the result. */
+ * A warp adds 32 numbers in five rounds. In each, a thread adds the value of the thread whose
+ * number differs in one bit. The order is fixed, and since a + b = b + a, all threads get the same
+ * bits. */
 
 __device__ static inline float llm__warp_sum(float x) {
     for (int other = 16; other; other /= 2) x += __shfl_xor_sync(0xffffffffu, x, other);
@@ -269,11 +274,12 @@ __device__ static inline float llm__warp_max(float x) {
     return x;
 }
 
-/* The sum over all threads of a block (a multiple of 32, up to 1024), for each of them. `shared` (32) is scratch. */
+/* The sum over a block of 32 to 1024 threads (a multiple of 32), for each of them. `shared` (32) is
+ * scratch. */
 __device__ static inline float llm__block_sum(float x, float *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;
     x = llm__warp_sum(x);
-    __syncthreads(); /* the scratch of the last sum has been read */
+    __syncthreads(); /* the previous call has read the scratch */
     if (lane == 0) shared[warp] = x;
     __syncthreads();
     return llm__warp_sum(lane < n_warps ? shared[lane] : 0.0f);
@@ -291,9 +297,9 @@ __device__ static inline float llm__block_max(float x, float *shared) {
 /* =====================================================================================
  * [1] Memory: allocate, upload, download; errors
  *
- * Nothing here ends the program. A call that can fail fills in an llm_error; a launch, which has nobody to tell, leaves its
- * failure in the context, and the next sync or download tells it. A GPU that was lost in mid-run fails every call
- * from then on, and can still be freed.
+ * A call that can fail fills in an llm_error. A launch cannot: the context keeps its failure until
+ * the next sync or download reports it. After a GPU is lost, every call fails, but the backend can
+ * still be freed.
  * ================================================================================== */
 
 static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format, ...) {
@@ -306,11 +312,11 @@ static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format
     return false;
 }
 
-/* The context of a call that goes to the CUDA library. Which GPU its calls mean is kept for each thread of the CPU, and the engine may be
- * used by another one than that which made it. */
+/* The context, for a function that calls the CUDA library. CUDA keeps the current GPU per CPU
+ * thread, and any thread may call the engine. */
 static llm__cuda *llm__cuda_of(void *context) {
     llm__cuda *cuda = (llm__cuda *)context;
-    cudaSetDevice(cuda->device); /* of a GPU that is lost, the calls that follow tell */
+    cudaSetDevice(cuda->device); /* if the GPU is lost, the next call reports it */
     return cuda;
 }
 
@@ -318,32 +324,34 @@ static void llm__cuda_clear(llm_error *err) {
     if (err) memset(err, 0, sizeof *err);
 }
 
-/* Did a call of the CUDA library go well? If not, say what was being done. */
+/* Check the result of a CUDA call; `doing` names the call in the error. */
 static bool llm__cuda_check(const llm__cuda *cuda, cudaError_t code, const char *doing, llm_error *err) {
     if (code == cudaSuccess) return true;
     cudaStreamCaptureStatus capture = cudaStreamCaptureStatusNone;
     if (cuda->stream) cudaStreamIsCapturing(cuda->stream, &capture);
     cudaError_t now = cuda->stream && capture == cudaStreamCaptureStatusNone ? cudaStreamQuery(cuda->stream) : cudaSuccess;
     bool lost = now != cudaSuccess && now != cudaErrorNotReady;
-    cudaGetLastError(); /* what was told is told (and "not ready" is no error): the library must not report it at the next launch */
+    /* This reports the error, so clear it: llm__cuda_launched must not see it. */
+    cudaGetLastError();
     return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s (%s): %s failed: %s%s", cuda->backend.name, cuda->device_name, doing,
                           cudaGetErrorString(code), lost ? ": the GPU is lost to this program, which has to be started again" : "");
 }
 
-/* Note a failure of an operation, which has nobody to tell; only the first counts. */
+/* Keep the first failure of an operation, which cannot return it. */
 static void llm__cuda_note(llm__cuda *cuda, cudaError_t code, const char *doing) {
     llm_error err;
     if (code != cudaSuccess && !llm__cuda_check(cuda, code, doing, &err) && cuda->failure.status == LLM_OK)
         cuda->failure = err;
 }
 
-/* After each launch: was it one that the device could start? (What goes wrong while it runs, the next sync tells.) */
+/* Call this after each launch: it keeps the error of a kernel that could not start. The next sync
+ * reports failures while it runs. */
 static void llm__cuda_launched(llm__cuda *cuda, const char *kernel) {
     cuda->launches++;
     llm__cuda_note(cuda, cudaGetLastError(), kernel);
 }
 
-/* Wait until the device has done all that is on the stream. */
+/* Wait for all work on the stream. */
 static bool llm__cuda_wait(llm__cuda *cuda, const char *doing, llm_error *err) {
     double start = llm_seconds();
     cudaError_t code = cudaStreamSynchronize(cuda->stream);
@@ -352,6 +360,7 @@ static bool llm__cuda_wait(llm__cuda *cuda, const char *doing, llm_error *err) {
     return llm__cuda_check(cuda, code, doing, err);
 }
 
+/* Report the failure that was kept, and clear it. */
 static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     bool fine = cuda->failure.status == LLM_OK;
     if (!fine && err) *err = cuda->failure;
@@ -360,7 +369,7 @@ static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
 }
 
 
-/* As a number that says something, of 10 bytes and of 10^11. */
+/* Convert bytes to KiB, MiB or GiB. */
 static double llm__in_units(size_t bytes, const char **unit) {
     *unit = bytes < 1 << 20 ? "KiB" : bytes < 1 << 30 ? "MiB" : "GiB";
     return (double)bytes / (bytes < 1 << 20 ? 1 << 10 : bytes < 1 << 30 ? 1 << 20 : 1 << 30);
@@ -394,15 +403,15 @@ static void *llm__cuda_allocate(void *context, size_t bytes, const char *what, l
 
 static void llm__cuda_release(void *context, void *device) {
     llm__cuda_of(context);
-    if (device) cudaFree(device); /* a lost device has lost its memory too: nothing to be done about a failure */
+    if (device) cudaFree(device); /* no check: a lost GPU has lost its memory too */
     cudaGetLastError();
 }
 
 /* ---- Upload -----------------------------------------------------------------------------
- * The device can fetch from the CPU's memory by itself, at the full speed of the bus, but only from memory that stays where it
- * is: pinned memory. So a file of weights goes through a few pinned pieces: threads copy the next part of the mapped file into
- * one of them (which reads it from the disk, or from the system's cache of it) while the device fetches another. One
- * thread copies some 10 GB/s, the bus carries 25 (PCIe 4) to 60 (PCIe 5): hence several threads. */
+ * The device can read the CPU's memory at the full speed of the bus only if it is pinned. So
+ * weights go through a few pinned buffers: threads copy the next piece of the mapped file into one
+ * while the device reads another. One thread copies some 10 GB/s, and the bus carries 25 (PCIe 4)
+ * to 60 GB/s (PCIe 5): hence several threads. */
 
 typedef struct llm__copy_part {
     char *to;
@@ -418,17 +427,17 @@ static void *llm__copy_thread(void *part_) {
 
 enum { LLM__COPY_THREADS = 8 };
 
-/* memcpy by several threads. One that cannot be started is done without. */
+/* memcpy by several threads. If one cannot start, the caller copies its part. */
 static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
     pthread_t threads[LLM__COPY_THREADS];
     llm__copy_part parts[LLM__COPY_THREADS];
     bool started[LLM__COPY_THREADS];
-    int n = (int)(bytes >> 20); /* a megabyte for each, at least */
+    int n = (int)(bytes >> 20); /* at least 1 MiB each */
     n = n < 1 ? 1 : n > LLM__COPY_THREADS ? LLM__COPY_THREADS : n;
     int processors = llm_processor_count();
     if (n > processors) n = processors;
     size_t share = (size_t)llm__ceil_div((int64_t)bytes, (int64_t)n * 4096) * 4096;
-    for (int i = n - 1; i >= 0; i--) { /* the first part is the calling thread's own */
+    for (int i = n - 1; i >= 0; i--) { /* the caller copies part 0 */
         size_t first = (size_t)i * share < bytes ? (size_t)i * share : bytes;
         parts[i] = {to + first, from + first, bytes - first < share ? bytes - first : share};
         started[i] = i > 0 && pthread_create(&threads[i], NULL, llm__copy_thread, &parts[i]) == 0;
@@ -438,9 +447,9 @@ static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
         if (started[i]) pthread_join(threads[i], NULL);
 }
 
-/* The pinned pieces. Without them uploads still work, as fast as the driver does it. */
+/* Allocate the pinned buffers. Uploads also work without them, at the driver's speed. */
 static void llm__stages_create(llm__cuda *cuda) {
-    cuda->stage_bytes = 32 << 20; /* so large that starting threads for each costs little beside the copy */
+    cuda->stage_bytes = 32 << 20; /* large, so that starting threads costs little */
     for (int i = 0; i < LLM__STAGES; i++) {
         llm__stage *stage = &cuda->stages[i];
         if (cudaHostAlloc((void **)&stage->host, cuda->stage_bytes, cudaHostAllocDefault) != cudaSuccess) stage->host = NULL;
@@ -458,12 +467,13 @@ static void llm__stages_free(llm__cuda *cuda) {
     cuda->stage_bytes = 0;
 }
 
-/* Returns when `host` has been read; the last pieces may still be on their way, in order with all else on the stream. */
+/* Returns when `host` has been read; the copies to the device may still be on the stream. */
 static bool llm__cuda_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
     llm__cuda *cuda = llm__cuda_of(context);
     cuda->last.x = NULL;
     llm__cuda_clear(err);
-    if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda); /* for less, pinning them takes longer than the copy */
+    /* For less, pinning takes longer than the copy. */
+    if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda);
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
         char *to = (char *)device + first;
@@ -507,11 +517,12 @@ static void llm__cuda_state(void *context, llm_device_state *state) {
     state->replays = cuda->replays;
 }
 
-/* Scratch memory of at least so many bytes, which does not keep what it holds when it grows. Without memory for more it has as much as
- * before, if that can be had again: other engines of this backend count on it. */
+/* Grow scratch memory to at least `bytes`; its contents are lost. On failure, restore the old size
+ * if possible: other engines of this backend rely on it. */
 static bool llm__cuda_scratch(llm__cuda *cuda, char **scratch, size_t *scratch_bytes, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= *scratch_bytes) return true;
-    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false; /* nothing on its way may still use the old one */
+    /* queued work may use the old memory */
+    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false;
     llm__cuda_release(cuda, *scratch);
     *scratch = (char *)llm__cuda_allocate(cuda, bytes, what, err);
     if (*scratch) return *scratch_bytes = bytes, true;
@@ -522,21 +533,24 @@ static bool llm__cuda_scratch(llm__cuda *cuda, char **scratch, size_t *scratch_b
 
 /* ---- Limits and the batch of a step ------------------------------------------------------- */
 
-enum { LLM__HEAD_DIM = 3072 }; /* the most: rope_and_store keeps four heads in the 48 KB of shared memory that each launch may have */
+/* Largest head_dim: rope_and_store keeps four heads (f32) in 48 KB, the shared memory that every
+ * launch may have. */
+enum { LLM__HEAD_DIM = 3072 };
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
 
 static const char LLM__TABLES[] = "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)";
 static const char LLM__DRAWS[] = "the draws of a step (a smaller max_sequences needs less)";
 static const char LLM__PAIRS[] = "a list of blocks to copy";
-enum { LLM__PAIRS_BYTES = 2 * 4096 * sizeof(int32_t) }; /* usually enough */
+enum { LLM__PAIRS_BYTES = 2 * 4096 * sizeof(int32_t) }; /* two lists of 4096 blocks; can grow */
 
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err);    /* chapter [4] */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter [6] */
 
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err);
 
-/* Make room for the largest of everything. What is there for other programs stays, also on failure. */
+/* Make scratch memory large enough for `wanted` and for the programs prepared before. On failure,
+ * those keep theirs. */
 static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_error *err) {
     if (wanted->max_tokens < 1 || wanted->max_context < 1)
         return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: prepare: every limit must be at least 1", cuda->backend.name);
@@ -550,7 +564,8 @@ static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_e
     l->n_heads = llm__larger(l->n_heads, wanted->n_heads);
     l->head_dim = llm__larger(l->head_dim, wanted->head_dim);
     if (wanted->max_cols > l->max_cols) l->max_cols = wanted->max_cols;
-    /* the tables of whole contexts in blocks of 16, and a usual window of penalties: a step that brings more makes more room */
+    /* Tables of whole contexts in blocks of 16; draws with penalty windows of 64 tokens. A step
+     * that needs more grows its room. */
     size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
     size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
     bool fine = llm__cuda_room(cuda, &cuda->batch_room, tables, LLM__TABLES, err) &&
@@ -561,11 +576,12 @@ static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_e
     return fine;
 }
 
-/* See that a room has so many bytes. It grows by half as much again, so that it soon grows no more. */
+/* Grow a room to `bytes` and half as much again, so that it seldom grows. Its contents are lost. */
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= room->bytes) return true;
     bytes += bytes / 2;
-    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false; /* nothing on its way may use the old memory */
+    /* queued work may use the old memory */
+    if (!llm__cuda_wait(cuda, "what the device was doing", err)) return false;
     cudaFreeHost(room->host);
     llm__cuda_release(cuda, room->device);
     memset(room, 0, sizeof *room);
@@ -581,16 +597,16 @@ static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const
     return true;
 }
 
-/* The next n numbers of the step's buffer: where to fill them in, and where they will be on the device. */
+/* Places the arrays of a step in batch_room, one after another. */
 typedef struct llm__batch_writer {
     char *host, *device;
-    size_t used;
+    size_t used; /* bytes */
 } llm__batch_writer;
 
 static int32_t *llm__batch_array(llm__batch_writer *writer, int64_t n, const int32_t **device) {
     int32_t *host = (int32_t *)(void *)(writer->host + writer->used);
     *device = (const int32_t *)(const void *)(writer->device + writer->used);
-    writer->used += (size_t)(n + 3) / 4 * 4 * sizeof(int32_t); /* each array starts at a multiple of 16 bytes */
+    writer->used += (size_t)(n + 3) / 4 * 4 * sizeof(int32_t); /* 16-byte aligned */
     return host;
 }
 
@@ -601,8 +617,8 @@ static void llm__batch_copy(llm__batch_writer *writer, const int32_t *from, int 
     for (int i = n; i < rounded; i++) to[i] = padding;
 }
 
-/* The sizes of a step. Those of a decode step that may become a graph are rounded up, so that it
- * looks like other steps. Returns whether they were. */
+/* Set the sizes of a step. Those of a decode step that may become a graph are rounded up, so that
+ * similar steps share a graph. Returns whether they were. */
 static bool llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch, bool may_be_graph) {
     llm__device_batch *b = &cuda->batch;
     memset(b, 0, sizeof *b);
@@ -626,14 +642,14 @@ static bool llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch, bool may_b
     return true;
 }
 
-/* All arrays of the batch in one buffer, and that in one copy: many small copies would cost some microseconds each. */
+/* Copy all arrays of the batch in one buffer, since each copy costs some microseconds. */
 static bool llm__cuda_batch(llm__cuda *cuda, const llm_batch *batch, llm_error *err) {
     llm__device_batch *b = &cuda->batch;
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
     size_t numbers = (size_t)(4 + 4 * b->n_tokens + 2 * b->n_sequences + b->n_logits + table) + 8 * 4;
     if (!llm__cuda_room(cuda, &cuda->batch_room, numbers * sizeof(int32_t), LLM__TABLES, err)) return false;
 
-    /* the last step's copy must have been done before its buffer is filled anew: it has, if anybody has waited for a result */
+    /* The previous copy may still read this buffer. (Any wait since then has cleared the flag.) */
     if (cuda->batch_on_its_way && !llm__cuda_wait(cuda, "what the device was doing", err)) return false;
     llm__batch_writer writer = {cuda->batch_room.host, cuda->batch_room.device, 0};
     int32_t counts[4] = {batch->n_tokens, batch->n_sequences, batch->n_logits, batch->table_stride};
@@ -667,20 +683,19 @@ static bool llm__cuda_sync(void *context, llm_error *err) {
 /* =====================================================================================
  * [2] Simple kernels
  *
- * None of these does more than a few operations with each number it reads, so all of them are bound by bytes, and
- * by the time of a launch where there are few. Speeds are not measured yet (no GPU was available).
+ * Each does only a few operations per number, so its limit is bytes, or the time of a launch.
  * ================================================================================== */
 
-enum { LLM__BLOCK = 256 }; /* threads of a block, where nothing speaks for another number */
+enum { LLM__BLOCK = 256 }; /* default threads per block */
 
-/* Threads for a row of n numbers: whole warps, and none that would have nothing to do. It depends on n alone, and so does the order of a
- * sum over them. */
+/* Threads for a row of n numbers: whole warps, at most LLM__BLOCK threads. The number depends on n
+ * alone, and so does the order of a sum over the row. */
 static dim3 llm__threads(int64_t n) { return dim3((unsigned)(n < (int)LLM__BLOCK ? llm__ceil_div(n, 32) * 32 : (int)LLM__BLOCK)); }
 
-/* Grids count in 32 bits in x and in 16 bits in y and z. */
+/* A grid of n blocks, at most `most`. (CUDA allows 2^31 - 1 in x, 65535 in y and z.) */
 static unsigned llm__grid(int64_t n, int64_t most) { return (unsigned)(n < 1 ? 1 : n < most ? n : most); }
 
-/* One block per token, a thread per pair of dimensions. Done once a step, and used by every layer. */
+/* One block per token. Runs once per step, for all layers. */
 __global__ static void llm__rope_angles_kernel(const int32_t *positions, const float *frequencies, int n_pairs,
                                                float magnitude, float2 *angles) {
     llm__take_over();
@@ -698,7 +713,7 @@ static void llm__cuda_rope_angles(llm__cuda *cuda, const float *frequencies, int
     llm__cuda_launched(cuda, "rope_angles");
 }
 
-/* One block per row. Bytes: the row read (the second time it comes from a cache), the row written. */
+/* One block per row. Bytes: the row read (the second time from a cache) and written. */
 __global__ static void llm__rmsnorm_kernel(const float *x, const float *weight, int dim, float epsilon, float *out) {
     llm__take_over();
     LLM_SHARED(float, scratch, 32);
@@ -716,7 +731,7 @@ static void llm__cuda_rmsnorm(llm__cuda *cuda, const float *x, const float *weig
     llm__cuda_launched(cuda, "rmsnorm");
 }
 
-/* Turn the pairs of a head (shared memory, or global) by the angles of its token. The lanes of one warp share the pairs. */
+/* Rotate the pairs of a head by its token's angles. The lanes of a warp share the pairs. */
 __device__ static inline void llm__rope(float *head, const float2 *angles, int rope_dim, llm_rope_pairing pairing, int lane) {
     for (int i = lane; i < rope_dim / 2; i += 32) {
         int a = pairing == LLM_ROPE_HALVES ? i : 2 * i;
@@ -728,7 +743,7 @@ __device__ static inline void llm__rope(float *head, const float2 *angles, int r
 }
 
 typedef struct llm__rope_arguments {
-    const int32_t *slots;
+    const int32_t *slots;         /* (T) */
     int n_tokens, n_heads, n_kv_heads, head_dim, rope_dim, block_size;
     llm_rope_pairing pairing;
     const float2 *angles;         /* (T, rope_dim/2) */
@@ -737,18 +752,18 @@ typedef struct llm__rope_arguments {
     float *q;                     /* (T, n_heads, head_dim) */
     const float *k, *v;           /* (T, n_kv_heads, head_dim) */
     llm_type cache_type;
-    char *keys, *values;          /* of this layer */
+    char *keys, *values;          /* (n_blocks, n_kv_heads, block_size, head_dim) of this layer */
 } llm__rope_arguments;
 
-/* Where the cache keeps the head of a token, as the number of its row of head_dim values; -1: nowhere. */
+/* The row (of head_dim values) where the cache stores a head of a token; -1: none. */
 __device__ static inline int64_t llm__slot_row(const llm__rope_arguments *a, int slot, int kv_head) {
     if (slot < 0) return -1;
     return ((int64_t)(slot / a->block_size) * a->n_kv_heads + kv_head) * a->block_size + slot % a->block_size;
 }
 
-/* Per-head norm, RoPE and the write into the cache, in one kernel: one warp per head of a token, first the query heads, then
- * those of the keys, then of the values. A head is read into shared memory, worked on there, and written once. Bytes: q read
- * and written, k and v read, and written in the type of the cache. */
+/* Head norm, RoPE and the write into the cache in one kernel. One warp per head of a token: query
+ * heads, then key heads, then value heads. Bytes: q read and written; k and v read, and written in
+ * the type of the cache. */
 __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
     llm__take_over();
     LLM_DYNAMIC_SHARED(float, all_heads); /* (warps, head_dim) */
@@ -790,7 +805,8 @@ __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
     }
 }
 
-/* The same in parts, as the textbook has it, for comparison: RMSNorm of all heads as rows, then these two. One warp per head. */
+/* The same in separate kernels (the option `fused` is off): RMSNorm with each head as a row, then
+ * these two. One warp per head. */
 __global__ static void llm__rope_kernel(float *x, const float2 *angles, int n_tokens, int n_heads, int head_dim, int rope_dim,
                                         llm_rope_pairing pairing) {
     int64_t item = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
@@ -857,7 +873,7 @@ static void llm__cuda_rope_and_store(llm__cuda *cuda, const llm_op *op, const fl
     llm__cuda_launched(cuda, "rope_and_store");
 }
 
-/* A thread per number. Bytes: two rows read, one written. */
+/* One thread per number. Bytes: two rows read, one written. */
 __global__ static void llm__swiglu_kernel(const float *gate, const float *up, int64_t n, float *out) {
     llm__take_over();
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
@@ -871,7 +887,8 @@ static void llm__cuda_swiglu(llm__cuda *cuda, const float *gate, const float *up
     llm__cuda_launched(cuda, "swiglu");
 }
 
-/* The columns of x in another order: a thread per number. Bytes: a row read, by whole lines wherever the order allows, and written. */
+/* Permute columns, one thread per number. Bytes: a row read (coalesced where the order allows) and
+ * written. */
 __global__ static void llm__gather_columns_kernel(const float *x, const int32_t *columns, int64_t n, int cols, float *out) {
     for (int64_t i = (int64_t)blockIdx.x * blockDim.x + threadIdx.x; i < n; i += (int64_t)gridDim.x * blockDim.x)
         out[i] = x[i / cols * cols + columns[i % cols]];
@@ -898,8 +915,8 @@ static void llm__cuda_gather_rows(llm__cuda *cuda, const float *x, int dim, int 
     llm__cuda_launched(cuda, "gather_rows");
 }
 
-/* A thread carries the same piece of every pair, one pair after the other: so a block that is first copied from and then to
- * is copied in that order, though no thread waits for another. blockIdx.y: the layer; z: keys or values. */
+/* A thread copies the same word of every pair, in order, so pairs that share a block need no
+ * barrier. blockIdx.y is the layer; z is 0 for keys, 1 for values. */
 template <typename Word>
 __global__ static void llm__copy_blocks_kernel(char *keys, char *values, size_t layer_bytes, int64_t words, const int32_t *from,
                                                const int32_t *to, int n) {
@@ -933,65 +950,68 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
 /* =====================================================================================
  * [3] Matmul, few rows
  *
- * Nearly all the time of a decode step goes into out (n, rows) = x (n, cols) times the transposed weights (rows, cols), with
- * n, the number of tokens, small. Every weight is used n times, so what counts is how fast the weights come from memory: for
- * n = 1 that is 2 operations for 0.56 bytes (q4_0), where the GPU could do a hundred times as many. The least that has to be
- * moved is the weights themselves, once. So: as few bytes as possible (4-bit weights stay 4-bit until they are in a register),
- * all of a warp's reads in one piece of 512 bytes, several such reads on their way at any time, and so little arithmetic per
- * weight that it hides behind them. The arithmetic is done by the matrix instructions, which do not care whether there is
- * one token or eight.
+ * A decode step spends nearly all its time in out (n, rows) = x (n, cols) times the transposed
+ * weights (rows, cols), with n, the number of tokens, small. The limit is reading the weights,
+ * once: for n = 1 and q4_0, there are 2 operations per 0.56 bytes, where the GPU could do a
+ * hundred. So 4-bit weights stay 4-bit until they are in registers, a warp reads 512 contiguous
+ * bytes at a time and has several such reads in flight, and the arithmetic overlaps with them. It
+ * uses matrix instructions, which take the same time for one token as for eight.
  *
- * THE INSTRUCTION. mma.m16n8k16 multiplies a 16 x 16 matrix A (here 16 rows of weights, 16 columns of them) with a 16 x 8 matrix
- * B (here those 16 values of 8 tokens) and adds to a 16 x 8 matrix D. No thread holds a whole matrix: they are spread over the
- * registers of the warp. With g = lane / 4 and t = lane % 4, a lane holds
+ * THE INSTRUCTION. mma.m16n8k16 computes D += A x B. Here A (16 x 16) is 16 columns of 16 rows of
+ * weights, B (16 x 8) is those columns of x for 8 tokens, and D (16 x 8) is sums. All three are
+ * spread over the registers of a warp: with g = lane / 4 and t = lane % 4, a lane holds
  *
  *           A: weights (f16)                 B: x (f16)             D: sums (f32)
  *               k = 2t,2t+1   2t+8,2t+9          token g               token 2t,2t+1
  *     row g        a[0]          a[2]       k=2t,2t+1    b[0]    row g     d[0],d[1]
  *     row g + 8    a[1]          a[3]       k=2t+8,2t+9  b[1]    row g+8   d[2],d[3]
  *
- * THE ORDER OF COLUMNS. The instruction adds over k, so it does not matter which column is called which k, if A and B agree. Of each
- * 32 columns (two instructions, j = 0 and 1) lane t takes the eight neighbours 8t .. 8t + 7: the first four in j = 0, the
- * others in j = 1. So what a lane needs of x lies in 16 neighbouring bytes, and one read brings it. The weights are put into
- * the same order when they are loaded ("packed"), such that what a lane needs of them are 16 bytes too:
+ * THE ORDER OF COLUMNS. The instruction sums over k, so any column may be any k if A and B agree.
+ * Of each 32 columns (two instructions, j = 0 and 1), lane t takes columns 8t to 8t + 7: the first
+ * four in j = 0, the rest in j = 1. So its part of x is 16 contiguous bytes. Weights are put into
+ * the same order ("packed") when they are loaded:
  *
- *     a matrix     tiles of 16 rows; in a tile, chunks of 64 columns. Rows and columns are filled up with zeros.
- *     a chunk      f16    | 512 B | 512 B | 512 B | 512 B |     16 bytes for each of the 32 lanes: its A of an instruction,
- *                           columns 0-31     32-63              j = 0, 1, 0, 1
- *                  q8_0   | 512 B | 512 B | 64 B scales |       8 columns of row g, 8 of row g + 8
- *                  q4_0   | 512 B | 64 B scales |               ... and that for both halves of the chunk
- *                  4, 5, 6 bits  | 512 B | 0, 128 or 256 B | 128 B scales |   as q4_0, and the bits above the fourth apart
+ *     a matrix     tiles of 16 rows, each a list of chunks of 64 columns, padded with zeros
+ *     a chunk      two halves of 32 columns. Each 512 B below are 16 bytes per lane.
+ *       f16            | 512 B | 512 B | 512 B | 512 B |    A of j = 0 and 1, for each half
+ *       q8_0           | 512 B | 512 B | 64 B scales |      8 columns of rows g and g + 8, per half
+ *       q4_0           | 512 B | 64 B scales |              the same, both halves together
+ *       4, 5, 6 bits   | 512 B | 0, 128 or 256 B | 128 B scales |    as q4_0; higher bits apart
  *
- * THE SUM over the columns is always taken in the same order, so that the result does not depend, to the last bit, on how many
- * other tokens there are, nor on which of the kernels of this chapter and the next did it. The columns are cut into 8
- * segments (at places that depend on the matrix alone). In a segment the chunks are added up in order, in f32; then the
- * segments are added up in order. Here each segment has a warp of its own:
+ * THE SUM over the columns has a fixed order, so the result is the same, bit for bit, with any
+ * number of tokens and in every fast kernel of this chapter and the next. The columns are cut into
+ * 8 segments, at places that depend on the matrix alone. The chunks of a segment are added in
+ * order, in f32; then the segments are added in order. Here each segment has its own warp:
  *
- *     block:  16 or 32 rows of weights       columns  | warp 0 | warp 1 | ...             | warp 7 |
- *                                                          |        |                          |
- *                                        shared memory:  part 0 + part 1 + ...            + part 7   -> out
+ *     block:  16 or more rows     columns  | warp 0 | warp 1 | ...          | warp 7 |
+ *                                               |        |                       |
+ *                             shared memory:  part 0 + part 1 + ...         + part 7   -> out
  *
- * A MINIMUM. In q4_1, q4_K and their like a weight is scale x integer + minimum, both for 32 columns. So the sum over these is
- * scale x sum(integer x) + minimum x sum(x), and the sum of x comes from the same instruction, with a matrix of ones for A.
+ * A MINIMUM. In q4_1, q4_K and similar types, a weight is scale x integer + minimum, both shared by
+ * 32 columns. The sum is scale x sum(integer x) + minimum x sum(x); a matrix of ones as A gives
+ * sum(x).
  *
- * WHAT IS ROUNDED. Weights: those of f16 and of integers not at all (integers of that size are exact in f16; the scale of 32
- * weights is multiplied into the f32 sum of their 32 products, not into them), but for q6_K: its scales are for 16 columns,
- * and are multiplied into the integers: what is above 2048 then loses its last bit. bf16 is moved into f16 times a power of two for
- * each row: exact, but for weights 2^32 times smaller than the largest of their row. f32 becomes the sum of two f16 in the same
- * way: 22 bits. x: is f32, and is rounded to f16: 11 bits. f16 ends at 65504, and there are models with
- * larger activations; so each token's x is first brought, in each segment, to a largest value between 2^14 and 2^15, by a power of
- * two, which comes off the sum again. (For f32 weights, x is the sum of two f16 too.)
+ * WHAT IS ROUNDED
+ *     f16, integers   nothing. A scale multiplies the f32 sum of 32 products, not the integers.
+ *     q6_K            a scale of 16 columns multiplies the integers: above 2048, one bit is lost
+ *     bf16            becomes f16 times a power of two per row: exact, except for weights 2^32
+ *                     times smaller than the largest of their row
+ *     f32             becomes the sum of two such f16: 22 bits
+ *     x               becomes f16: 11 bits; with f32 weights, the sum of two f16. Some models have
+ *                     activations above 65504, f16's largest value. So each segment of a token's x
+ *                     is divided by a power of two that brings its largest value to 2^14 .. 2^15,
+ *                     and the sum is multiplied by it.
  * ================================================================================== */
 
 enum {
-    LLM__TILE_ROWS = 16, /* weights: the height of a matrix instruction */
-    LLM__CHUNK = 64,     /* columns */
-    LLM__SEGMENTS = 8,   /* of a sum */
-    LLM__FEW_TOKENS = 32, /* the most that the kernels of this chapter take */
-    LLM__PRODUCTS = 3    /* of the same x, in one launch */
+    LLM__TILE_ROWS = 16, /* rows of weights in a tile: the height of A */
+    LLM__CHUNK = 64,     /* columns in a chunk */
+    LLM__SEGMENTS = 8,   /* segments of a sum */
+    LLM__FEW_TOKENS = 32, /* most tokens for the kernels of this chapter */
+    LLM__PRODUCTS = 3    /* most products of one x in a launch */
 };
 
-/* How a matrix lies in the device's memory. */
+/* The layout of a matrix in device memory. */
 typedef enum llm__layout {
     LLM__LAYOUT_F16, LLM__LAYOUT_Q8_0, LLM__LAYOUT_Q4_0,
     LLM__LAYOUT_4_BITS, LLM__LAYOUT_4_BITS_GROUPS, LLM__LAYOUT_5_BITS, LLM__LAYOUT_5_BITS_GROUPS, LLM__LAYOUT_6_BITS
@@ -999,13 +1019,13 @@ typedef enum llm__layout {
 
 typedef struct llm__packed { /* a matrix as kernels see it */
     llm__layout layout;
-    bool is_zero;            /* 4 or 5 bits: what is kept beside a scale is not the minimum, but the integer that means 0 */
-    const char *chunks;      /* (n_tiles, n_chunks) */
-    const float *row_scales; /* (n_tiles * 16) powers of two to multiply the rows with; NULL: 1 */
+    bool is_zero;            /* 4 and 5 bits: zero points are stored in place of minimums */
+    const char *chunks;      /* device (n_tiles, n_chunks) */
+    const float *row_scales; /* (n_tiles * 16) powers of two for the rows; NULL: 1 */
     int64_t rows, cols;
     int n_tiles, n_chunks;
-    int plane_chunks;        /* of one pass over the columns. f32 makes three: see llm__plane */
-    int segment_chunks;
+    int plane_chunks;        /* chunks in one plane: see llm__plane */
+    int segment_chunks;      /* chunks in a segment */
 } llm__packed;
 
 /* ---- Instructions ---------------------------------------------------------------------- */
@@ -1018,8 +1038,9 @@ __device__ __forceinline__ void llm__mma_m16n8k16_f16(float d[4], const uint32_t
                  : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b[0]), "r"(b[1]));
 }
 
-/* Four 8 x 8 matrices of 16-bit values from shared memory, each transposed. Lane 8 m + i gives the address of row i of matrix m;
- * register m of lane (g, t) gets the rows 2t and 2t + 1 of column g of matrix m. */
+/* Four transposed 8 x 8 matrices of 16-bit values from shared memory. Lane 8 m + i passes the
+ * address of row i of matrix m. Register m of lane (g, t) receives rows 2t and 2t + 1 of column g
+ * of that matrix. */
 __device__ __forceinline__ void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row) {
     asm volatile("ldmatrix.sync.aligned.m8n8.x4.trans.shared.b16 {%0,%1,%2,%3}, [%4];"
                  : "=r"(r[0]), "=r"(r[1]), "=r"(r[2]), "=r"(r[3])
@@ -1027,8 +1048,8 @@ __device__ __forceinline__ void llm__ldmatrix_x4_trans(uint32_t r[4], const void
                  : "memory");
 }
 
-/* Start to copy 16 bytes from global to shared memory, past the registers; zeros where not valid. They have arrived after
- * a wait that covers their group, and a barrier if others are to read them. */
+/* Start a copy of 16 bytes from global to shared memory, without registers; zeros if not `valid`.
+ * It is done after a wait that covers its group; other threads also need a barrier. */
 __device__ __forceinline__ void llm__cp_async_16(void *shared, const void *global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                  "l"(global), "r"(valid ? 16 : 0)
@@ -1036,25 +1057,25 @@ __device__ __forceinline__ void llm__cp_async_16(void *shared, const void *globa
 }
 __device__ __forceinline__ void llm__cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/* Wait until no more than N of the groups committed last are still on their way. */
+/* Wait until only the last N committed groups may be unfinished. */
 template <int N> __device__ __forceinline__ void llm__cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Any function of three bits, on 32 at once: bit 4a + 2b + c of the table. */
+/* Any function of three bits, for 32 positions: bit 4a + 2b + c of `table` is the result. */
 template <int table> __device__ __forceinline__ uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(table));
     return r;
 }
 
-/* Four of the eight bytes of b:a, chosen by the selector's hexadecimal digits. */
+/* Four of the eight bytes of b:a, each chosen by a hexadecimal digit of the selector. */
 __device__ __forceinline__ uint32_t llm__prmt(uint32_t a, uint32_t b, uint32_t selector) {
     return __byte_perm(a, b, selector);
 }
 #endif
 
-/* Two f16 in a register, the first in the low half. */
+/* Two f16 in a register, `low` in the low half. */
 __device__ static inline uint32_t llm__pair(float low, float high) {
     __half2 pair = __floats2half2_rn(low, high);
     uint32_t bits;
@@ -1072,49 +1093,56 @@ __device__ static inline uint32_t llm__pair_fma(uint32_t a, uint32_t b, uint32_t
     return a;
 }
 
-/* Integers to f16 without a conversion instruction, two at a time: in the f16 with the bits 0x6400, which is 1024, the last ten
- * bits count ones. So writing an integer there makes 1024 + i, and a subtraction leaves i, exactly. */
+/* Integers to f16 without a conversion instruction, two at a time. In the f16 with bits 0x6400,
+ * which is 1024, the last ten bits count ones. An integer i written there makes 1024 + i;
+ * subtracting 1024 leaves i, exactly. */
 enum {
-    LLM__F16_1 = 0x3c003c00,         /* 1, 1 */
+    LLM__F16_1 = 0x3c003c00,         /* 1, twice */
     LLM__F16_SIXTEENTH = 0x2c002c00, /* 1/16, twice */
     LLM__F16_1024 = 0x64006400
 };
 
 enum { LLM__AND_OR = 0xea }; /* llm__lop3: (a & b) | c */
 
-/* Eight 4-bit weights of a word, each minus `zero`: out[i] has the columns 2i and 2i + 1. They lie in the word as 7 5 3 1 6 4 2 0,
- * from high to low, so that a mask takes two neighbours at once: */
+/* The eight 4-bit weights of a word, minus `zero`; out[i] has columns 2i and 2i + 1. From high to
+ * low the word holds columns 7 5 3 1 6 4 2 0, so that one mask selects two neighbours. */
 template <int zero> __device__ __forceinline__ void llm__unpack_q4(uint32_t word, uint32_t out[4]) {
 LLM_UNROLL
     for (int half = 0; half < 2; half++, word >>= 8) {
-        uint32_t ones = llm__lop3<LLM__AND_OR>(word, 0x000f000f, LLM__F16_1024);     /* 1024 + q */
-        uint32_t sixteens = llm__lop3<LLM__AND_OR>(word, 0x00f000f0, LLM__F16_1024); /* 1024 + 16 q */
-        out[2 * half] = llm__pair_fma(ones, LLM__F16_1, 0xe400e400u + zero * 0x10001u);                   /* - 1024 - zero */
-        out[2 * half + 1] = llm__pair_fma(sixteens, LLM__F16_SIXTEENTH, 0xd400d400u + zero * 0x100010u); /* / 16 - 64 - zero */
+        /* ones is 1024 + q: subtract 1024 + zero. sixteens is 1024 + 16 q: divide by 16, subtract
+         * 64 + zero. */
+        uint32_t ones = llm__lop3<LLM__AND_OR>(word, 0x000f000f, LLM__F16_1024);
+        uint32_t sixteens = llm__lop3<LLM__AND_OR>(word, 0x00f000f0, LLM__F16_1024);
+        out[2 * half] = llm__pair_fma(ones, LLM__F16_1, 0xe400e400u + zero * 0x10001u);
+        out[2 * half + 1] = llm__pair_fma(sixteens, LLM__F16_SIXTEENTH, 0xd400d400u + zero * 0x100010u);
     }
 }
 
-/* Four int8 to f16. The sign bit is flipped, which adds 128. */
+/* Four int8 to f16. Flipping the sign bit adds 128. */
 __device__ static inline void llm__unpack_q8(uint32_t word, uint32_t out[2]) {
     word ^= 0x80808080u;
-    out[0] = llm__pair_fma(llm__prmt(word, LLM__F16_1024, 0x5150), LLM__F16_1, 0xe480e480u); /* 1024 + 128 + q - 1152 */
+    /* 1024 + 128 + q: subtract 1152 */
+    out[0] = llm__pair_fma(llm__prmt(word, LLM__F16_1024, 0x5150), LLM__F16_1, 0xe480e480u);
     out[1] = llm__pair_fma(llm__prmt(word, LLM__F16_1024, 0x5352), LLM__F16_1, 0xe480e480u);
 }
 
 /* ---- The layouts ------------------------------------------------------------------------
- * Each knows how a chunk is written (pack, when a matrix is loaded), read (stream, from global memory, a chunk at a time; load, from
- * shared memory, half of it), and made into matrix fragments (unpack): a[j] is that of instruction j of the 32 columns of
- * a half. A lane of a warp does its own part. */
+ * A layout can write a chunk (pack), read it (stream: a chunk from global memory; load: half of one
+ * from shared memory), turn half of it into matrix fragments (unpack: a[j] is for instruction j)
+ * and return one weight (value). Each lane does its own part. The constants: scale_bytes is per g,
+ * high_bytes per lane, depth the chunks that a warp has in flight. */
 
-typedef struct llm__scales { /* of rows g and g + 8, for the 32 columns of half a chunk: weight = scale x integer + minimum */
+/* Scales of rows g and g + 8 for half a chunk: weight = scale x integer + minimum. */
+typedef struct llm__scales {
     float scale[2], minimum[2];
 } llm__scales;
 
-typedef struct llm__source { /* some rows of a matrix, from a tile's first one on, as they came from the file */
+/* Rows of a matrix in the file's layout, from the first row of a tile on. */
+typedef struct llm__source {
     llm_type type;
     const char *data;
     size_t row_bytes;
-    int64_t first_row, end_row; /* their numbers in the matrix */
+    int64_t first_row, end_row; /* row numbers in the matrix */
     int64_t cols;
 } llm__source;
 
@@ -1122,25 +1150,26 @@ __device__ static inline const char *llm__source_row(const llm__source *s, int64
     return s->data + (size_t)(row - s->first_row) * s->row_bytes;
 }
 
-/* An f32 is kept as high + low, both f16: so w x = high_w high_x + high_w low_x + low_w high_x, and a bit that is lost. That is three
- * matrices with f16 weights beside each other: high, high, low; and three times x: high, low, high. The kernels need not know.
- * The k-th column of the wide matrix is which column, and which of the three? */
+/* f32 is stored as high + low, both f16. So w x = high_w high_x + high_w low_x + low_w high_x, but
+ * for the last bit. The matrix becomes three f16 planes side by side (high, high, low) and x
+ * becomes high, low, high; kernels see one wide matrix. This function returns the plane of column
+ * *k of that matrix, and sets *k to the column in the plane. */
 __device__ static inline int llm__plane(const llm__packed *w, int64_t *k) {
     int plane = 0;
     for (; *k >= (int64_t)w->plane_chunks * LLM__CHUNK; plane++) *k -= (int64_t)w->plane_chunks * LLM__CHUNK;
     return plane;
 }
 
-/* x rounded to f16; or, if low, what that leaves */
+/* The part of x to store in an f16: x itself or, if `low`, its rounding error. */
 __device__ static inline float llm__half_of(float x, bool low) {
     return low ? x - __half2float(__float2half_rn(x)) : x;
 }
 
-/* 16 bytes that are read once, and so need not push anything out of a cache */
+/* Read 16 bytes that are used once, so the caches need not keep them. */
 __device__ static inline uint4 llm__stream_16(const char *p) { return __ldcs((const uint4 *)(const void *)p); }
 __device__ static inline uint4 llm__load_16(const char *p) { return *(const uint4 *)(const void *)p; }
 
-/* Scales of rows g and g + 8, for the columns 0-31 and 32-63 of a chunk: 8 bytes */
+/* Write the scales of rows g and g + 8, for both halves of a chunk: 8 bytes. */
 __device__ static inline void llm__pack_scales(char *to, const llm__source *s, int64_t row, int64_t block, int block_bytes) {
     uint16_t scales[4];
     for (int i = 0; i < 4; i++) {
@@ -1156,14 +1185,14 @@ __device__ static inline void llm__unpack_scales(uint32_t pair, llm__scales *sca
     scales->scale[1] = llm__f16_bits_to_f32((uint16_t)(pair >> 16));
 }
 
-/* Eight columns of rows g and g + 8, in pairs, as the fragments of two instructions */
+/* Eight columns of rows g (top) and g + 8 (bottom), as the fragments of two instructions. */
 __device__ __forceinline__ void llm__fragments(const uint32_t top[4], const uint32_t bottom[4], uint32_t a[2][4]) {
 LLM_UNROLL
     for (int j = 0; j < 2; j++)
         a[j][0] = top[2 * j], a[j][1] = bottom[2 * j], a[j][2] = top[2 * j + 1], a[j][3] = bottom[2 * j + 1];
 }
 
-/* Where a lane finds its parts of a chunk. It moves on by whole chunks, so that the address of a read is a sum of two numbers. */
+/* Addresses of a lane's parts of a chunk. They advance by whole chunks. */
 struct llm__reader {
     const char *words, *high, *scales;
 };
@@ -1174,7 +1203,7 @@ template <class Layout> __device__ __forceinline__ llm__reader llm__reader_of(co
 struct llm__f16_layout {
     enum { chunk_bytes = 2048, scales_at = 0, scale_bytes = 0, high_bytes = 0, scaled = 0, minimums = 0, depth = 2 };
     struct half_chunk {
-        uint4 a[2]; /* of each instruction */
+        uint4 a[2]; /* A of instruction j */
 
         __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
 LLM_UNROLL
@@ -1188,7 +1217,7 @@ LLM_UNROLL
     };
     half_chunk halves[2];
 
-    /* A's four registers: two columns of row g, of row g + 8, and the next two of both. */
+    /* A's four registers: two columns of row g, of row g + 8, then the next two of both. */
     __device__ static void pack(char *chunk, const llm__packed *w, const llm__source *s, int64_t row, int64_t k, int lane) {
         int plane = llm__plane(w, &k);
         for (int piece = 0; piece < 4; piece++) {
@@ -1279,14 +1308,16 @@ struct llm__q4_0_layout {
     };
     half_chunk halves[2];
 
-    __device__ static int place(int i) { return i % 2 * 16 + i / 2 * 4; } /* of column i of 8, in a word: see llm__unpack_q4 */
+    /* The lowest bit of column i (0 to 7) in a word: see llm__unpack_q4. */
+    __device__ static int place(int i) { return i % 2 * 16 + i / 2 * 4; }
     __device__ static void pack(char *chunk, const llm__packed *, const llm__source *s, int64_t row, int64_t k, int lane) {
         uint32_t packed[4];
         for (int part = 0; part < 4; part++) {
             int64_t r = row + part % 2 * 8 + lane / 4, block = k / 32 + part / 2;
             packed[part] = 0;
             for (int i = 0; i < 8; i++) {
-                int column = lane % 4 * 8 + i; /* of 32; byte c of a block of the file has the columns c and c + 16 */
+                /* column of 32; byte c of a block in the file has columns c and c + 16 */
+                int column = lane % 4 * 8 + i;
                 uint32_t q = 8;
                 if (r < s->end_row && block < s->cols / 32)
                     q = (uint8_t)llm__source_row(s, r)[block * 18 + 2 + column % 16] >> column / 16 * 4 & 15;
@@ -1310,7 +1341,8 @@ struct llm__q4_0_layout {
     }
 };
 
-/* Integer i of a row of the file, from 0 on. (The formats: chapter [7] of llm.h.) */
+/* Integer i of a row of the file, with no zero point subtracted. (Formats: chapter [7] of
+ * llm.h.) */
 __device__ static inline uint32_t llm__level(llm_type type, const char *row_, int64_t i) {
     const uint8_t *row = (const uint8_t *)row_;
     int j = (int)(i % 32), group = (int)(i % 256 / 32);
@@ -1332,9 +1364,11 @@ __device__ static inline uint32_t llm__level(llm_type type, const char *row_, in
     return fifth ? low | (uint32_t)(p[j / 8] >> j % 8 & 1) << 4 : low;
 }
 
-/* All that a row keeps of its scales for 64 columns, as kernels want it: x and y are, for 32 columns each, scale and minimum (or
- * zero) in f16. Groups: x is the scale and the minimum of 256 columns, y the whole numbers of 32: scale, minimum, scale, minimum.
- * q6_K: x is the scale of 256, y the int8 scales of 16 columns each. */
+/* The scales of a row for a chunk, as kernels read them:
+ *     most types   x and y, for 32 columns each: scale and minimum (or zero point), f16
+ *     q4_K, q5_K   x: scale and minimum of 256 columns, f16; y: the bytes scale, minimum of 32
+ *                  columns, scale, minimum of the next 32
+ *     q6_K         x: scale of 256 columns, f16; y: four int8 scales of 16 columns each */
 __device__ static inline uint2 llm__level_scales(llm_type type, const char *row_, int64_t chunk, int64_t cols) {
     const uint8_t *row = (const uint8_t *)row_;
     uint16_t words[2][2] = {};
@@ -1345,7 +1379,8 @@ __device__ static inline uint2 llm__level_scales(llm_type type, const char *row_
         memcpy(words, type == LLM_Q6_K ? p + 208 : p, type == LLM_Q6_K ? 2 : 4);
         for (int i = 0; i < 4; i++) {
             int group = (int)(chunk % 4) * 2 + i / 2;
-            const uint8_t *s = p + 4 + group % 4 + i % 2 * 4; /* scale or minimum, of 6 bits: see llm__group_scales in llm.h */
+            /* 6-bit scale (i even) or minimum (i odd): see llm__group_scales in llm.h */
+            const uint8_t *s = p + 4 + group % 4 + i % 2 * 4;
             int low = group < 4 ? s[0] & 63 : (p[12 + group % 4] >> i % 2 * 4 & 15) | s[0] >> 6 << 4;
             bytes[i] = type == LLM_Q6_K ? p[192 + chunk % 4 * 4 + i] : (uint8_t)low;
         }
@@ -1364,7 +1399,7 @@ __device__ static inline uint2 llm__level_scales(llm_type type, const char *row_
     return r;
 }
 
-/* Scale and minimum of a row for half of the 64 columns. All of this is exact in f32. */
+/* Scale and minimum of a row for half a chunk, exact in f32. */
 template <bool Groups>
 __device__ __forceinline__ void llm__unpack_minimum(bool is_zero, uint2 row, int half, float *scale, float *minimum) {
     uint32_t pair = half && !Groups ? row.y : row.x, whole = row.y >> 16 * half;
@@ -1376,9 +1411,11 @@ __device__ __forceinline__ void llm__unpack_minimum(bool is_zero, uint2 row, int
     } else *minimum *= is_zero ? -*scale : 1.0f;
 }
 
-/* Integers of 4 + High bits. The low four lie as in q4_0; of the others, those of a lane in one word for the chunk (High 1) or for
- * half of it (2), two neighbours 16 bits apart: pair i of row g at bit i x High, of row g + 8 four pairs later. Then 16 bytes for each g:
- * the scales of rows g and g + 8. High 2 is q6_K: no minimum, the integers have 32 for zero, and a scale every 16 columns. */
+/* Integers of 4 + High bits. The low four are as in q4_0. A lane's other bits are in one word per
+ * chunk (High 1) or per half (High 2): those of columns 2i and 2i + 1 of row g at bits i x High and
+ * i x High + 16. Add 4 x High for row g + 8, and 8 for the second half if High is 1. Then 16 bytes
+ * per g hold the scales of rows g and g + 8. High 2 is q6_K: no minimum, zero point 32, a scale per
+ * 16 columns. */
 template <int High, bool Groups> struct llm__bits_layout {
     enum {
         scales_at = 512 + 128 * High, scale_bytes = 16, high_bytes = 4 * High, chunk_bytes = scales_at + 128,
@@ -1386,7 +1423,7 @@ template <int High, bool Groups> struct llm__bits_layout {
     };
     struct half_chunk {
         uint2 words;   /* as in q4_0 */
-        uint32_t high; /* of the chunk, or of this half */
+        uint32_t high; /* bits 4 and up: of the chunk (High 1) or this half (2) */
         uint4 scales;  /* of row g, of row g + 8 */
 
         __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
@@ -1398,10 +1435,12 @@ template <int High, bool Groups> struct llm__bits_layout {
             if (!High) llm__unpack_q4<0>(word, out);
 LLM_UNROLL
             for (int i = 0; High && i < 4; i++) {
-                const int at = i * High, left = at < 4 ? 4 - at : 0, right = at > 4 ? at - 4 : 0; /* to the fifth bit of each 16 */
+                /* shifts that move the high bits of pair i to bits 4 and 20 */
+                const int at = i * High, left = at < 4 ? 4 - at : 0, right = at > 4 ? at - 4 : 0;
                 uint32_t pair = llm__lop3<LLM__AND_OR>(word >> 4 * i, 0x000f000f, LLM__F16_1024);
                 pair = llm__lop3<LLM__AND_OR>(above << left >> right, High == 1 ? 0x00100010 : 0x00300030, pair);
-                out[i] = llm__pair_fma(pair, LLM__F16_1, High == 1 ? 0xe400e400u : 0xe420e420u); /* - 1024, - 1056 */
+                /* subtract 1024; for q6_K, 1024 + 32 */
+                out[i] = llm__pair_fma(pair, LLM__F16_1, High == 1 ? 0xe400e400u : 0xe420e420u);
             }
         }
         __device__ __forceinline__ void unpack(const llm__packed &w, int half, int lane, uint32_t a[2][4], llm__scales *s) const {
@@ -1431,7 +1470,7 @@ LLM_UNROLL
 
     __device__ static void pack(char *chunk, const llm__packed *, const llm__source *s, int64_t row, int64_t k, int lane) {
         uint32_t words[4] = {}, above[2] = {};
-        for (int part = 0; part < 4; part++) { /* row g, row g + 8; then of the other half */
+        for (int part = 0; part < 4; part++) { /* rows g, g + 8 of half 0, then of half 1 */
             int64_t r = row + part % 2 * 8 + lane / 4, first = k + part / 2 * 32 + lane % 4 * 8;
             for (int i = 0; i < 8 && r < s->end_row && first < s->cols; i++) {
                 uint32_t q = llm__level(s->type, llm__source_row(s, r), first + i);
@@ -1443,7 +1482,7 @@ LLM_UNROLL
         memcpy(chunk + lane * 16, words, 16);
         memcpy(chunk + 512 + lane * 4 * High, above, 4 * High);
         if (lane >= 16) return;
-        uint2 scales = make_uint2(0, 0); /* of row g (even lanes), of row g + 8 */
+        uint2 scales = make_uint2(0, 0); /* of row g (even lanes) or g + 8 (odd) */
         int64_t r = row + lane % 2 * 8 + lane / 2;
         if (r < s->end_row) scales = llm__level_scales(s->type, llm__source_row(s, r), k / LLM__CHUNK, s->cols);
         memcpy(chunk + scales_at + lane * 8, &scales, 8);
@@ -1494,22 +1533,22 @@ __device__ static inline float llm__packed_value(const llm__packed *w, int64_t r
     case LLM__LAYOUT_6_BITS: return llm__6_bits::value(w, w->chunks + chunk * llm__6_bits::chunk_bytes, r, k);
     }
     float x = llm__f16_layout::value(w->chunks + chunk * llm__f16_layout::chunk_bytes, r, k);
-    if (w->n_chunks > w->plane_chunks) /* f32: and its low part */
+    if (w->n_chunks > w->plane_chunks) /* f32: add its low part */
         x += llm__f16_layout::value(w->chunks + (chunk + 2 * w->plane_chunks) * llm__f16_layout::chunk_bytes, r, k);
     return w->row_scales ? x * w->row_scales[row] : x;
 }
 
 /* ---- Loading a matrix -------------------------------------------------------------------- */
 
-/* The power of two that brings numbers of which `largest` is the largest to below 2^15; 1 where there is none. */
+/* The power of two that divides `largest` to between 2^14 and 2^15; 1 if it is 0 or not finite. */
 __device__ static inline float llm__power_for(float largest) {
     if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f;
-    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14; /* of the result: largest / 2^exponent is in 2^14 .. 2^15 */
-    if (exponent < -126) exponent = -126;                            /* a smaller power is not a normal number */
+    int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
+    if (exponent < -126) exponent = -126; /* smaller powers are subnormal */
     return __uint_as_float((uint32_t)(exponent + 127) << 23);
 }
 
-/* row_scales of rows that f16 could not hold: one warp per row */
+/* row_scales for weights that f16 cannot hold. One warp per row. */
 __global__ static void llm__row_scales_kernel(llm__source s, float *row_scales) {
     int64_t row = s.first_row + (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= s.end_row) return;
@@ -1520,7 +1559,7 @@ __global__ static void llm__row_scales_kernel(llm__source s, float *row_scales) 
     if (threadIdx.x % 32 == 0) row_scales[row] = llm__power_for(largest);
 }
 
-/* One warp per chunk. */
+/* Pack rows of the file into chunks. One warp per chunk. */
 template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, llm__source s) {
     int64_t n = llm__ceil_div(s.end_row - s.first_row, LLM__TILE_ROWS) * w.n_chunks;
     for (int64_t i = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < n;
@@ -1531,16 +1570,16 @@ template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, l
     }
 }
 
-/* What becomes of each type. */
+/* How a type of weights is stored on the device. */
 typedef struct llm__format {
     llm_type type;
     llm__layout layout;
-    bool is_zero;
-    int planes;      /* 3: high, high, low */
-    bool row_scales; /* its numbers may be too large or too small for f16 */
+    bool is_zero;    /* as in llm__packed */
+    int planes;      /* 3 for f32: see llm__plane */
+    bool row_scales; /* values may be too large or too small for f16 */
 } llm__format;
 
-/* NULL: a type that is not known here. */
+/* NULL: the type is not supported here. */
 static const llm__format *llm__format_of(llm_type type) {
     static const llm__format formats[] = {
         {LLM_F16, LLM__LAYOUT_F16, false, 1, false},           {LLM_BF16, LLM__LAYOUT_F16, false, 1, true},
@@ -1555,7 +1594,7 @@ static const llm__format *llm__format_of(llm_type type) {
     return NULL;
 }
 
-/* function(a layout) for the layout of that number. The value passed is not used, only its type. */
+/* Call function(layout); only the type of the argument matters. */
 template <class Function> static void llm__with_layout(llm__layout layout, Function function) {
     switch (layout) {
     case LLM__LAYOUT_F16: function(llm__f16_layout()); break;
@@ -1576,7 +1615,7 @@ static size_t llm__packed_bytes(const llm__packed *w) {
 }
 
 static llm__packed llm__packed_of(const llm_weight *weight) {
-    llm__format format = *llm__format_of(weight->type); /* load_weight has seen to it that there is one */
+    llm__format format = *llm__format_of(weight->type); /* load_weight has checked the type */
     llm__packed w;
     w.layout = format.layout;
     w.is_zero = format.is_zero;
@@ -1596,7 +1635,7 @@ static void llm__cuda_free_weight(void *context, llm_weight *w) {
     w->data = NULL;
 }
 
-/* Rows of the file, as many as `raw` holds, from there into the layout. */
+/* Pack the rows of the file that are in `raw`. */
 static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__source *source, llm_error *err) {
     int64_t rows = source->end_row - source->first_row;
     if (w->row_scales)
@@ -1610,7 +1649,7 @@ static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__sou
     return llm__cuda_check(cuda, cudaGetLastError(), "packing weights", err);
 }
 
-enum { LLM__RAW_BYTES = 64 << 20 }; /* of a matrix on the device at a time, in the layout of its file */
+enum { LLM__RAW_BYTES = 64 << 20 }; /* of file rows that are on the device at a time */
 
 static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
     llm__cuda *cuda = llm__cuda_of(context);
@@ -1632,7 +1671,8 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     packed = llm__packed_of(w);
 
     llm__source source = {w->type, NULL, llm__row_bytes(w->type, w->cols), 0, 0, w->cols};
-    int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS; /* whole tiles */
+    /* whole tiles */
+    int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS;
     if (step < LLM__TILE_ROWS) step = LLM__TILE_ROWS;
     if (step > w->rows) step = w->rows;
     bool fine = llm__cuda_scratch(cuda, &cuda->raw, &cuda->raw_bytes, (size_t)step * source.row_bytes, "weights on their way", err);
@@ -1649,20 +1689,22 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
 
 /* ---- x, rounded ---------------------------------------------------------------------------- */
 
-typedef struct llm__input { /* x (n, cols) */
+typedef struct llm__input { /* the input of a matmul: x (n, cols) */
     const float *x;
-    const char *rounded; /* f16 (2 n_chunks, stride, 32): each 32 columns of all tokens, so that reads of fragments are coalesced */
-    const float *scales; /* (segments, n) what the sums of a segment are to be multiplied with */
-    int n, stride;       /* stride: n rounded up to 8, with zeros */
+    /* f16 (2 n_chunks, stride, 32), for coalesced reads of fragments. NULL: each block rounds x. */
+    const char *rounded;
+    const float *scales; /* (segments, n) factors for the segments' sums */
+    int n, stride;       /* stride: n rounded up to 8, with rows of zeros */
 } llm__input;
 
-/* The first or the last chunk of a segment, plus one. */
+/* The first chunk of a segment. That of segment + 1 is its end. */
 __device__ static inline int llm__segment_chunk(const llm__packed *w, int segment) {
     int chunk = segment * w->segment_chunks;
     return chunk < w->n_chunks ? chunk : w->n_chunks;
 }
 
-/* The scale of one segment of a row of x, found by `threads` threads, each with its number; the caller has to put them together. */
+/* The largest |x| that one of `threads` threads finds in a segment of a row. The caller takes the
+ * maximum of all. */
 __device__ static inline float llm__largest_input(const llm__packed *w, const float *row, int segment, int thread, int threads) {
     int64_t end = (int64_t)llm__segment_chunk(w, segment + 1) * LLM__CHUNK;
     float largest = 0.0f;
@@ -1674,7 +1716,7 @@ __device__ static inline float llm__largest_input(const llm__packed *w, const fl
     return largest;
 }
 
-/* Two neighbours of a row of x in one register, divided by the scale. (The scale is a power of two: multiplying by 1/scale is exact.) */
+/* Columns k and k + 1 of a row of the wide x, divided by its scale (a power of two: exact). */
 __device__ static inline uint32_t llm__round_pair(const llm__packed *w, const float *row, int64_t k, float inverse) {
     int64_t col = k;
     int plane = llm__plane(w, &col);
@@ -1682,7 +1724,8 @@ __device__ static inline uint32_t llm__round_pair(const llm__packed *w, const fl
     return llm__pair(llm__half_of(low, plane == 1), llm__half_of(high, plane == 1));
 }
 
-/* blockIdx.x: the segment, y: the token. Bytes: x read (the second time it comes from a cache), half of that written. */
+/* blockIdx.x is the segment, y the token. Bytes: x read (the second time from a cache), half of
+ * that written. */
 __global__ static void llm__round_kernel(llm__packed w, llm__input x, uint32_t *rounded, float *scales) {
     llm__take_over();
     LLM_SHARED(float, scratch, 32);
@@ -1703,11 +1746,11 @@ __global__ static void llm__round_kernel(llm__packed w, llm__input x, uint32_t *
 typedef struct llm__output { /* out (n, rows) */
     float *out;
     const float *bias; /* (rows) or NULL */
-    bool add;
+    bool add;          /* out += */
 } llm__output;
 
-/* q, k and v multiply the same x, and gate and up: one launch does all, so that a matrix of few rows does not leave most of the GPU
- * idle. They have the same layout and the same number of columns. */
+/* Matmuls of one x (q, k and v; gate and up) share a launch, so that a matrix of few rows does not
+ * leave most of the GPU idle. All have the same layout and the same columns. */
 typedef struct llm__product {
     llm__packed w;
     llm__output o;
@@ -1720,7 +1763,8 @@ typedef struct llm__products {
 
 __host__ __device__ static inline int64_t llm__row_blocks(const llm__product &p, int tiles) { return llm__ceil_div(p.w.n_tiles, tiles); }
 
-/* Whose block is it, if each takes so many tiles of rows? *block: its number, among all; then among those of the one that is returned. */
+/* The product that a block works on, where each block takes `tiles` tiles of rows. *block is its
+ * number in the launch; on return, in that product. */
 __device__ __forceinline__ const llm__product &llm__find_product(const llm__products &p, int tiles, int64_t *block) {
     int which = 0;
     for (; which + 1 < p.n && *block >= llm__row_blocks(p.each[which], tiles); which++) *block -= llm__row_blocks(p.each[which], tiles);
@@ -1733,7 +1777,7 @@ static int64_t llm__all_row_blocks(const llm__products &p, int tiles) {
     return n;
 }
 
-/* The last steps of an element, the same in all kernels. */
+/* The last steps of an element, in the same order in all kernels but the plain one. */
 __device__ static inline void llm__finish(const llm__packed *w, const llm__output *o, int64_t token, int64_t row, float sum) {
     if (w->row_scales) sum = __fmul_rn(sum, w->row_scales[row]);
     if (o->bias) sum = __fadd_rn(sum, o->bias[row]);
@@ -1741,7 +1785,7 @@ __device__ static inline void llm__finish(const llm__packed *w, const llm__outpu
     *out = o->add ? __fadd_rn(*out, sum) : sum;
 }
 
-/* sums (of any row, 8 tokens) = x (32, 8) added up; only where there are minimums to multiply them with. */
+/* sums (any row, 8 tokens) = x (32, 8) summed over its columns, if the layout has minimums. */
 template <class Layout> __device__ __forceinline__ void llm__add_up(float sums[4], const uint4 &x) {
     const uint32_t ones[4] = {LLM__F16_1, LLM__F16_1, LLM__F16_1, LLM__F16_1}, b[2][2] = {{x.x, x.y}, {x.z, x.w}};
     sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
@@ -1751,8 +1795,8 @@ template <class Layout> __device__ __forceinline__ void llm__add_up(float sums[4
     }
 }
 
-/* The products of half a chunk: sums (16 rows, 8 tokens) += weights (16, 32) times x (32, 8). The scaled layouts first add up
- * the 32 products of integers alone. */
+/* sums (16 rows, 8 tokens) += weights (16, 32) times x (32, 8). A scale multiplies the sum of its
+ * 32 products. */
 template <class Layout>
 __device__ __forceinline__ void llm__multiply(float sums[4], const uint32_t a[2][4], const llm__scales &scales, const uint4 &x,
                                               const float x_sums[4]) {
@@ -1772,8 +1816,8 @@ LLM_UNROLL
     }
 }
 
-/* The two columns of a chunk that a lane has, of a row of x; zeros from chunk `end` on. Whole: the matrix has no half chunks and is
- * no f32; then this is a single read. */
+/* A lane's two columns of a chunk, in a row of x; zeros from chunk `end` on. Whole: all chunks are
+ * full and the weights are not f32, so this is a single read. */
 template <bool Whole>
 __device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const float *row, int chunk, int end, int lane, int *plane) {
     *plane = 0;
@@ -1784,9 +1828,9 @@ __device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const fl
     return make_float2(col < w->cols ? row[col] : 0.0f, col + 1 < w->cols ? row[col + 1] : 0.0f);
 }
 
-/* A warp's segment of a few rows of x, rounded into shared memory, where `to` is as llm__input.rounded. Saves a launch. Each lane asks
- * for its columns of several chunks at once: one after the other, each would take the time that memory needs to answer. And as
- * every block does this, it has to take few instructions beside those for its 16 rows of weights. */
+/* Round a warp's segment of x into shared memory, as llm__input.rounded; this saves a launch. Each
+ * lane reads several chunks before it uses them, to wait for memory once. Every block does this, so
+ * it must be cheap compared with 16 rows of weights. */
 template <bool Whole>
 __device__ __forceinline__ void llm__round_segment(const llm__packed *w, const llm__input *x, int segment, int lane, uint32_t *to,
                                                    float *scales) {
@@ -1818,35 +1862,34 @@ LLM_UNROLL
     __syncwarp();
 }
 
-/* x of N x 8 tokens in half a chunk: what this lane needs of it. */
+/* A lane's part of half a chunk of x, for N x 8 tokens. */
 template <int N> __device__ __forceinline__ void llm__load_input(uint4 x[N], const char *half, const int own[N]) {
 LLM_UNROLL
     for (int i = 0; i < N; i++) x[i] = llm__load_16(half + own[i]);
 }
 
-/* How many chunks a warp has on their way, of its weights and of x (0: x is read when it is wanted). Registers are short
- * where there are many sums. */
+/* The chunks of weights (depth) and of x (x_depth) that a warp has in flight. x_depth 0: x is read
+ * when it is used. All take registers, so there are fewer where there are many sums. */
 template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
     enum {
         depth = N == 1 ? R == 1 ? (int)Layout::depth : 2 : N == 2 && Layout::chunk_bytes < 600 ? 3 : 2,
         x_depth = Rounds || N > 2 ? 0 : N == 1 ? (int)depth : 1,
-        blocks = R * N > 4 ? 1 : 2 /* of this kernel on an SM at once, at least: so many registers are left for each */
+        /* fewest blocks per SM, which bounds the registers of a thread */
+        blocks = R * N > 4 ? 1 : 2
     };
 };
 
-/* One block: R tiles of 16 rows of weights, all columns, up to N x 8 tokens. One warp for each segment. Each warp has `depth` chunks of its
- * weights on their way while it multiplies another: with 16 or more warps on an SM 40 to 100 KB, which is about what it takes to have
- * memory busy all the time (4 TB/s for the microsecond that a read takes are 4 MB, or 30 KB for each of 132 SMs). If Rounds, the
- * block rounds x itself. (The machine code of nvcc 13 for sm_90 has it so: reads of 16 bytes, those of `depth` chunks ahead of
- * the first product, and nothing in local memory.)
- * Bytes: the weights once; x from the caches, once for each block (which is why blocks grow with N: with 16 tokens, x is as many bytes
- * as 57 rows of q4_0). Speed: not measured yet (no GPU was available). */
+/* One block: R tiles of 16 rows, all columns, up to N x 8 tokens; one warp per segment. A warp has
+ * `depth` chunks in flight while it multiplies another: with 16 warps per SM, at least the 30 KB
+ * that keep memory busy (4 TB/s x 1 us of latency / 132 SMs). If Rounds, the block rounds x itself.
+ * Bytes: the weights once; x once per block, from the caches. So R grows with N: 16 tokens of x are
+ * as many bytes as 57 rows of q4_0. */
 template <class Layout, int R, int N, bool Rounds>
 __global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Rounds>::blocks))
     llm__matmul_few_kernel(llm__products p, llm__input x) {
     typedef llm__few_shape<Layout, R, N, Rounds> shape;
     constexpr int depth = shape::depth, x_depth = shape::x_depth;
-    constexpr int rows = R * LLM__TILE_ROWS, pitch = rows + 4; /* of `parts`: a warp's writes go to 32 different banks */
+    constexpr int rows = R * LLM__TILE_ROWS, pitch = rows + 4; /* pitch: no bank conflicts */
     LLM_SHARED(float, parts, LLM__SEGMENTS * 8 * pitch); /* (segment, token, row) */
     LLM_SHARED(float, x_scales, Rounds ? LLM__SEGMENTS * 8 : 1);
     LLM_DYNAMIC_SHARED(uint32_t, x_rounded);
@@ -1859,7 +1902,7 @@ __global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Roun
 
     llm__reader at[R];
 LLM_UNROLL
-    for (int r = 0; r < R; r++) { /* beyond the last tile: that one again, for nothing */
+    for (int r = 0; r < R; r++) { /* past the last tile: repeat it; the sums are not used */
         int64_t tile = block * R + r < w.n_tiles ? block * R + r : w.n_tiles - 1;
         at[r] = llm__reader_of<Layout>(w.chunks + (tile * w.n_chunks + first) * Layout::chunk_bytes, lane);
     }
@@ -1870,17 +1913,18 @@ LLM_UNROLL
 LLM_UNROLL
             for (int r = 0; r < R; r++) weights[d][r].stream(at[r], d * Layout::chunk_bytes);
         }
-    llm__wait_for_last(); /* only the weights were there before; all else has just been computed */
+    llm__wait_for_last(); /* earlier kernels may write all but the weights */
     if (Rounds) {
         bool whole = w.n_chunks == w.plane_chunks && w.cols % LLM__CHUNK == 0;
         if (whole) llm__round_segment<true>(&w, &x, segment, lane, x_rounded, x_scales);
         else llm__round_segment<false>(&w, &x, segment, lane, x_rounded, x_scales);
         x.rounded = (const char *)x_rounded;
         x.scales = x_scales;
-        x.stride = x.n; /* there are no rows of zeros */
+        x.stride = x.n; /* not rounded up */
     }
     uint4 inputs[x_depth ? 2 * x_depth : 1][N];
-    int own[N]; /* of its half of a chunk. Where there are no more tokens, the first again: nobody asks for what comes of it */
+    /* Offset of a lane's part in half a chunk. Past the last token: the first one's; not used. */
+    int own[N];
     const char *next_half = x.rounded + (int64_t)first * x.stride * 128;
 LLM_UNROLL
     for (int i = 0; i < N; i++) own[i] = (i * 8 + lane / 4 < x.n ? i * 8 + lane / 4 : 0) * 64 + lane % 4 * 16;
@@ -1909,7 +1953,7 @@ LLM_UNROLL
                         for (int r = 0; r < R; r++)
                             llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i], x_sums);
                     }
-                    if (x_depth && c + d + x_depth < end) /* those registers are free again */
+                    if (x_depth && c + d + x_depth < end) /* this x has been used: load another */
                         llm__load_input<N>(inputs[slot], next_half, own);
                 }
                 if (c + d + depth < end) {
@@ -1925,10 +1969,10 @@ LLM_UNROLL
         }
     }
 
-    /* The segments' sums, 8 tokens at a time, through shared memory. */
+    /* Add the segments in order, 8 tokens at a time. */
 LLM_UNROLL
     for (int i = 0; i < N; i++) {
-        __syncthreads(); /* the last 8 have been read */
+        __syncthreads(); /* the previous 8 tokens have been read */
 LLM_UNROLL
         for (int r = 0; r < R; r++)
 LLM_UNROLL
@@ -1947,7 +1991,7 @@ LLM_UNROLL
     }
 }
 
-/* As the textbook has it: one warp per element of the result, over the columns one by one. */
+/* The textbook kernel (the option `plain`): one warp per element of the result. */
 __global__ static void llm__plain_matmul_kernel(llm__packed w, const float *x, int n, llm__output o) {
     int64_t row = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= w.rows) return;
@@ -1962,9 +2006,9 @@ __global__ static void llm__plain_matmul_kernel(llm__packed w, const float *x, i
     }
 }
 
-/* ---- Embedding: here, since it reads packed weights -------------------------------------------- */
+/* ---- Embedding: here, since it reads packed weights ---------------------------------------- */
 
-/* One block per token: the row of the table that its id says, as f32. Bytes: a row of the table read, a row written. */
+/* One block per token. Bytes: a row of the table read, a row of f32 written. */
 __global__ static void llm__embed_kernel(const int32_t *tokens, llm__packed table, float *out) {
     llm__take_over();
     for (int64_t i = threadIdx.x; i < table.cols; i += blockDim.x)
@@ -1980,49 +2024,48 @@ static void llm__cuda_embed(llm__cuda *cuda, const llm_weight *table, float *out
 /* =====================================================================================
  * [4] Matmul, many rows
  *
- * With hundreds of tokens each weight is used hundreds of times, and the arithmetic decides: the matrix instructions should
- * never wait. Now each block computes a tile of the result, 128 rows of weights by 128 tokens (or 64), and keeps what it needs of
- * both in shared memory, 64 columns at a time. There, every weight is used by 128 tokens and every x by 128 rows, so that
- * for each byte from global memory there are 64 operations or more.
+ * With hundreds of tokens the limit is arithmetic: the matrix instructions should never wait. A
+ * block computes a tile of the result, 128 rows of weights by 128 or 64 tokens (less for small
+ * products), with 64 columns of both at a time in shared memory. A tile of 128 by 128 does at least
+ * 64 operations per byte from global memory.
  *
  *                          64 columns at a time ->
- *     tokens 0-127       | x  x  x  x  x ... |           8 warps, each with 32 rows of weights (two fragments) and
- *                                                        64 tokens (eight):
+ *     tokens 0-127       | x  x  x  x  x ... |           8 warps, each with 32 rows (two fragments)
+ *                                                        and 64 tokens (eight):
  *     rows 0-127         | w  w  w  w  w ... |                       tokens 0-63 | tokens 64-127
  *                                                        rows  0- 31    warp 0   |   warp 1
  *     copied by cp.async into a ring of stages:          rows 32- 63    warp 2   |   warp 3
  *       [ c, in use ][ c+1, arrived ][ c+2, on its way ] ...
  *
- * The weights are copied as they lie in memory, so 4-bit weights are 4-bit in shared memory too, and each warp unpacks what it
- * multiplies. The layouts of chapter [3] have all pieces of a fragment side by side, and x likewise: every read of
- * shared memory is 16 bytes for each lane, in order, with no bank hit twice.
+ * Weights are copied as they are, and each warp unpacks those it multiplies. The layouts of chapter
+ * [3] keep the pieces of a fragment together, so lanes read shared memory 16 bytes at a time,
+ * without bank conflicts.
  *
- * The order of a sum is that of chapter [3]: `sums` holds the segment that is being added up, `totals` the ones before.
- * Bytes, at least: the weights and x once; but each tile of x is read again for every 128 rows of weights, and each tile of weights for
- * every 128 tokens, mostly from the second-level cache. Hopper has larger matrix instructions (wgmma: 64 rows, by four warps at once, with
- * one of the matrices in shared memory in an order of its own). They are not used: whether they pay has to be measured on one.
- * Speed: not measured yet (no GPU was available).
+ * Sums have the order of chapter [3]: `sums` holds the current segment, `totals` the earlier ones.
+ * Bytes, at least: the weights and x once. They are read again, mostly from the L2 cache: x for
+ * every 128 rows, weights for every 128 tokens. Hopper's larger matrix instructions (wgmma) are not
+ * used: the same code serves every GPU from sm_80 on.
  * ================================================================================== */
 
 template <class Layout, int Rows, int Tokens> struct llm__many_shape {
     enum {
         warps_down = Rows / 32, warps_across = 2, threads = warps_down * warps_across * 32,
-        N = Tokens / warps_across / 8, /* fragments of 8 tokens of a warp */
+        N = Tokens / warps_across / 8, /* fragments of 8 tokens per warp */
         stage_bytes = Rows / LLM__TILE_ROWS * Layout::chunk_bytes + Tokens * LLM__CHUNK * 2,
         stages = stage_bytes > 24 << 10 ? 3 : 4
     };
 };
 
-/* Where the next chunk is copied from. What a block copies beyond the last tile of weights and the last token is those again: nobody
- * asks for what comes of it. */
+/* Where the next chunk is copied from. Past the last tile or token, a block copies the last one
+ * again; its results are not used. */
 struct llm__chunk_source {
     const char *weights, *x;   /* of the block's first tile, of its first token */
     int64_t tile_bytes;
-    int last_tile, last_token; /* counted from there */
-    int stride;                /* of x */
+    int last_tile, last_token; /* counted from the block's first */
+    int stride;                /* of x: see llm__input */
 };
 
-/* Copy a chunk of the weights' tiles and of x into a stage, 16 bytes for each thread at a time. */
+/* Copy a chunk of the weight tiles and of x into a stage, 16 bytes per thread at a time. */
 template <class Layout, int Rows, int Tokens>
 __device__ __forceinline__ void llm__load_stage(char *stage, llm__chunk_source *from) {
     constexpr int threads = llm__many_shape<Layout, Rows, Tokens>::threads, pieces = Layout::chunk_bytes / 16;
@@ -2065,13 +2108,13 @@ __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>:
                               (int)(x.stride - 1 - first_token), x.stride};
     for (int c = 0; c < stages - 1; c++) {
         if (c < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + c * shape::stage_bytes, &from);
-        llm__cp_async_commit(); /* an empty group too, so that the number of groups tells how far the copies are */
+        llm__cp_async_commit(); /* an empty group too: there is one group per chunk */
     }
     float sums[2][N][4] = {}, totals[2][N][4] = {};
     int segment = 0, segment_end = llm__segment_chunk(&w, 1);
     for (int c = 0; c < w.n_chunks; c++) {
         llm__cp_async_wait<stages - 2>();
-        __syncthreads(); /* chunk c is there for all, and nobody reads the stage before it any more: fill that */
+        __syncthreads(); /* chunk c is there for all; the stage of chunk c - 1 is free */
         int next = c + stages - 1;
         if (next < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + next % stages * shape::stage_bytes, &from);
         llm__cp_async_commit();
@@ -2128,10 +2171,10 @@ LLM_UNROLL
 
 /* ---- Which kernel -------------------------------------------------------------------------- */
 
-/* A kernel may use more than 48 KB of shared memory only if that is said beforehand; the arrays that it has of its own, besides the
- * `bytes` of its launch, count. */
+/* Allow a kernel more than 48 KB of shared memory: the `bytes` of its launch and its static
+ * arrays. */
 template <class Kernel> static void llm__allow_shared(llm__cuda *cuda, Kernel kernel, size_t bytes) {
-    enum { OWN_ARRAYS = 2 << 10 }; /* at most, in the kernels that call this */
+    enum { OWN_ARRAYS = 2 << 10 }; /* upper bound of static arrays in the callers' kernels */
     if (bytes + OWN_ARRAYS > 48 << 10)
         llm__cuda_note(cuda, cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)bytes),
                        "asking for shared memory");
@@ -2155,13 +2198,13 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
                      dim3((unsigned)shape::threads), shared, p, x, token_tiles);
 }
 
-/* A test sets this, to have the kernels of large matrices for small ones; 0: as many as the GPU has. (weak: a program may hold this
- * file twice, for a GPU and for the emulated one.) */
+/* Tests set this to run the kernels for large matrices on small ones; 0: the GPU's SMs. (weak: a
+ * program may contain this file twice, for a GPU and emulated.) */
 __attribute__((weak)) int llm__pretended_processors = 0;
 
-/* All give the same sums; which one is fastest is a matter of n, and of how many blocks there are for the SMs. */
+/* Choose the fastest kernel, by n and the number of blocks per SM. All give the same sums. */
 template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
-    constexpr int large = Layout::scaled ? 64 : 128; /* tokens: where integers are unpacked, registers are short */
+    constexpr int large = Layout::scaled ? 64 : 128; /* tokens; unpacking uses registers too */
     int64_t processors = llm__pretended_processors ? llm__pretended_processors : cuda->n_processors;
     if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, p, x);
     else if (x.n <= 8 && llm__all_row_blocks(p, 2) < 4 * processors) llm__launch_few<Layout, 1, 1, false>(cuda, p, x);
@@ -2175,17 +2218,18 @@ template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const ll
     llm__cuda_launched(cuda, "matmul");
 }
 
-/* Room for the rounded rows of x. A matmul with more rows than fit is done in parts. */
+/* Reserve memory for rounded x. A matmul with more rows than fit is done in parts. */
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     cuda->last.x = NULL;
     size_t rows = (size_t)cuda->largest.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->largest.max_cols, LLM__CHUNK);
-    size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float)); /* at least 8 rows of f32's wide matrix */
+    /* at least 8 rows of the wide x for f32 weights */
+    size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     return llm__cuda_scratch(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
                           "rounded activations (a smaller max_batch_tokens needs less)", err);
 }
 
-enum { LLM__ROUND_SHARED = 32 << 10 }; /* bytes of x that a block rounds itself */
+enum { LLM__ROUND_SHARED = 32 << 10 }; /* most bytes of x that a block rounds itself */
 
 static bool llm__overlap(const float *a, int64_t n_a, const float *b, int64_t n_b) { return a < b + n_b && b < a + n_a; }
 
@@ -2199,7 +2243,8 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
         input.rounded = cuda->rounded;
         input.scales = (const float *)(const void *)(cuda->rounded + (size_t)input.stride * row_bytes);
         if (!there) {
-            unsigned threads = 32u * (unsigned)(w->segment_chunks < 4 ? w->segment_chunks : 4); /* each has two columns, or more */
+            /* at least two columns per thread */
+            unsigned threads = 32u * (unsigned)(w->segment_chunks < 4 ? w->segment_chunks : 4);
             LLM_LAUNCH_EARLY(cuda, llm__round_kernel, dim3(LLM__SEGMENTS, (unsigned)input.stride), dim3(threads), 0, *w, input,
                              (uint32_t *)(void *)cuda->rounded, (float *)input.scales);
             llm__cuda_launched(cuda, "rounding");
@@ -2215,7 +2260,7 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
     last->launches = cuda->launches;
 }
 
-/* One product; or several of the same x, which prepare has found to go together. */
+/* One product, or several of one x that prepare has grouped. */
 static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p, int n) {
     const llm__packed *w = &p->each[0].w;
     if (n < 1 || w->rows < 1) return;
@@ -2243,56 +2288,56 @@ static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p,
 /* =====================================================================================
  * [5] Attention, many queries of a sequence (prefill)
  *
- * Each query (a head of a token) is multiplied with the keys of all positions that it may see; the softmax of those scores says
- * which share of each position's value goes into the result. The queries of all heads that share a kv head, and of
- * neighbouring tokens, need the same keys and values: so a block takes 64 of these (token, head) rows at once, and each key and
- * value that it reads serves all 64. For head_dim 128 that is 64 operations for each byte, more than what global memory needs,
- * since all blocks of a sequence read the same keys from the second-level cache. The arithmetic decides, and is done by
- * matrix instructions.
+ * A query's scores are its dot products with the keys of the positions it sees. Their softmax
+ * weights the values. A block computes 64 rows (a row: the query of one head of one token) that
+ * share a kv head, so each key and value it reads serves 64 rows. Blocks of the same sequence find
+ * most keys and values in the L2 cache. So the limit is arithmetic.
  *
- * ONLINE SOFTMAX (Milakov and Gimelshein 2018; Dao et al. 2022). Positions come in tiles of 64. A row keeps the largest score so far, m,
- * the sum l of exp(score - m), and the values added up with these weights, `sums`. When a tile brings a larger m', what was
- * added up before shrinks by exp(m - m'). So nothing is ever stored that is as large as the matrix of all scores. (The
- * scores are taken times log2(e), and 2^x is used for e^x: the GPU has an instruction for it.)
+ * ONLINE SOFTMAX (Milakov and Gimelshein 2018; Dao et al. 2022). The matrix of all scores is never
+ * stored: keys arrive in tiles of 64 positions. Each row keeps its largest score so far, m; the sum
+ * of exp(score - m), l; and the sum of value x exp(score - m), `sums`. When a tile has a larger
+ * score m', l and `sums` are first multiplied by exp(m - m'). (The code uses scores times log2(e)
+ * and 2^x, for which the GPU has an instruction.)
  *
- *     a warp:  16 rows      K tile (64, head_dim)        scores in the registers          V tile (64, head_dim)
- *              of q      x  [ cp.async, shared ]    ->   of the first product are,   x    [ shared, read by ldmatrix, ]  ->  sums
- *              f16, in      transposed by the            rounded to f16, just the         [ which transposes it       ]      f32
- *              registers    order of its reads           A of the second one
+ *     16 rows of q    x   K tile (64, head_dim)   ->   scores (16, 64)
+ *     f16, registers      f16, shared memory           f32, registers
  *
- * A tile's positions lie in blocks all over the pool: `rows` says, for each position of a tile, where; the block tables are read for one
- * tile while another is worked on. Tiles after the last position that any of the rows may see are skipped, and those before
- * the window.
+ *     weights (16, 64) x  V tile (64, head_dim)   ->   sums (16, head_dim)
+ *     f16, registers      f16, shared memory           f32, registers
  *
- * THE ORDER, as always, must not depend on what else is in the batch: a token's result is the same to the last bit whether it is
- * computed alone or in a chunk of a prompt. So tiles begin at multiples of 64 of the sequence's own positions, and 256 of them
- * make a part. Each part starts afresh, with m, l and sums of its own, and the parts are put together in order ("merged").
- * Here a block does this as it goes, keeping what came before in `out` itself. In chapter [6] each part has its own block.
+ * A warp does this for 16 rows. The first product leaves the scores in the registers where the
+ * second one needs its matrix A. Above head_dim 128, blocks have 32 rows and tiles 32 positions.
  *
- * WHAT IS ROUNDED. q, after scaling each row by a power of two to at most 2^15, and the weights exp(score - m), which are at most
- * 1, to f16; sums are f32. Where keys and values are f32, or head_dim is no multiple of 8 or above 256, the plain kernel does it.
+ * ORDER OF SUMS. A token's result has the same bits whether it is computed alone or in a chunk of a
+ * prompt. So tiles begin at multiples of 64 positions of the sequence, and each 256 positions form
+ * a part with its own m, l and sums. Parts are merged in order: here by the block, into `out`; in
+ * chapter [6] by a second kernel.
+ *
+ * ROUNDING. Weights and q (each row scaled by a power of two) are rounded to f16; sums are f32.
  * ================================================================================== */
 
 typedef struct llm__attention_arguments {
+    /* as in llm__device_batch */
     const int32_t *positions, *sequence_of, *block_tables, *counts, *seq_first, *seq_count;
     int n_tokens, n_sequences;
+    /* as in llm_attention_shape and llm_cache; block_size and window in positions */
     int n_heads, n_kv_heads, head_dim, block_size, window;
-    float scale;
-    llm_type cache_type;
-    const char *keys, *values; /* of this layer */
-    const float *q;            /* (T, n_heads, head_dim) */
-    float *out;
-    /* chapter [6]: */
-    int few_rows;              /* a sequence with at most so many rows is done there */
-    int max_rows, n_parts;
-    float *part_sums;          /* (n_kv_heads, n_sequences, max_rows, n_parts, head_dim); NULL: not split */
-    float2 *part_stats;        /* (n_kv_heads, n_sequences, max_rows, n_parts) m and l */
+    float scale;               /* factor of q.k */
+    llm_type cache_type;       /* LLM_F16 or LLM_F32 */
+    const char *keys, *values; /* device (n_blocks, n_kv_heads, block_size, head_dim): one layer */
+    const float *q;            /* device (T, n_heads, head_dim) */
+    float *out;                /* device (T, n_heads, head_dim) */
+    int few_rows;              /* chapter [6] computes sequences of at most this many rows */
+    int max_rows, n_parts;     /* sizes of the two arrays below */
+    float *part_sums;          /* device (n_kv_heads, n_sequences, max_rows, n_parts, head_dim) or
+                                * NULL: not split into parts */
+    float2 *part_stats;        /* device (n_kv_heads, n_sequences, max_rows, n_parts): m and l */
 } llm__attention_arguments;
 
 enum {
-    LLM__PART = 256,         /* positions that are added up together */
-    LLM__FEW_ROWS = 32,      /* (token, head) rows of a sequence under one kv head for which chapter [6] is faster */
-    LLM__MMA_HEAD_DIM = 256  /* the largest that the kernels with matrix instructions take */
+    LLM__PART = 256,         /* positions in a part */
+    LLM__FEW_ROWS = 32,      /* chapter [6] is faster for up to 32 rows per sequence and kv head */
+    LLM__MMA_HEAD_DIM = 256  /* largest head_dim for the kernels with matrix instructions */
 };
 
 __device__ static inline float llm__cache_value(llm_type type, const char *side, int64_t i) {
@@ -2300,14 +2345,15 @@ __device__ static inline float llm__cache_value(llm_type type, const char *side,
                            : ((const float *)(const void *)side)[i];
 }
 
-/* Which row of head_dim values of a layer holds position p of a sequence. */
+/* The index of the cache row (head_dim values of one layer and kv head) that holds position p. */
 __device__ static inline int64_t llm__position_row(const llm__attention_arguments *a, int sequence, int kv_head, int p) {
     int64_t block = a->block_tables[(int64_t)sequence * a->counts[3] + p / a->block_size];
     return (block * a->n_kv_heads + kv_head) * a->block_size + p % a->block_size;
 }
 
-/* ---- The plain form: one block per query, a tile of as many positions as it has threads. First each thread scores one position,
- * then each adds up some of the dimensions over the tile. blockIdx.x: the head; y: the token */
+/* ---- The plain form ------------------------------------------------------------------------
+ * One block per query. A tile has one position per thread: each thread computes the score of one
+ * position, then sums some dimensions over the tile. blockIdx.x: head; y: token. */
 __global__ static void llm__plain_attention_kernel(llm__attention_arguments a, int n_tokens) {
     LLM_SHARED(float, scratch, 32);
     LLM_SHARED(float, scores, 128);
@@ -2341,7 +2387,7 @@ __global__ static void llm__plain_attention_kernel(llm__attention_arguments a, i
                                                         llm__position_row(&a, sequence, kv_head, tile + k) * a.head_dim + i);
                 sums[i] = sum;
             }
-            __syncthreads(); /* all have read the scores before the next tile's are written */
+            __syncthreads(); /* before the next tile overwrites `scores` */
         }
         float *out = a.out + (token * a.n_heads + head) * a.head_dim;
         for (int i = threadIdx.x; i < a.head_dim; i += blockDim.x) out[i] = sums[i] / total;
@@ -2360,27 +2406,28 @@ __device__ __forceinline__ float llm__exp2(float x) { /* 2^x to 22 bits; 0 for -
 static inline float llm__exp2(float x) { return exp2f(x); }
 #endif
 
-/* Rows of queries of one sequence under one kv head: row r is head r % group of its r / group-th token of this step. */
+/* Rows of one sequence and kv head. Row r is query head r % group of the sequence's token r / group
+ * in this step; group: query heads per kv head. */
 typedef struct llm__query_tile {
-    int sequence; /* -1: none */
+    int sequence;          /* in the batch; -1: no tile */
     int first_row, n_rows;
 } llm__query_tile;
 
-/* The tile-th tile of tile_rows rows, counting through all sequences with more than `above` and at most `most` rows. A warp looks at 32
- * sequences at a time, and adds up how many tiles come before each. */
+/* Tile number `tile` of all sequences with more than `above` and at most `most` rows. A warp takes
+ * 32 sequences at a time: each lane counts the tiles of one, and a running sum those before it. */
 __device__ static inline llm__query_tile llm__find_tile(const llm__attention_arguments *a, int tile, int tile_rows, int above,
                                                         int most) {
     int lane = threadIdx.x % 32, group = a->n_heads / a->n_kv_heads;
     for (int first = 0; first < a->n_sequences; first += 32) {
         int rows = first + lane < a->n_sequences ? a->seq_count[first + lane] * group : 0;
         if (rows <= above || rows > most) rows = 0;
-        int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* those of the lanes up to this one ... */
+        int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* first inclusive */
         for (int other = 1; other < 32; other *= 2) {
             int sum = __shfl_up_sync(0xffffffffu, before, other);
             if (lane >= other) before += sum;
         }
         int all = __shfl_sync(0xffffffffu, before, 31);
-        before -= tiles;                                                /* ... without its own */
+        before -= tiles; /* now exclusive */
         unsigned found = __ballot_sync(0xffffffffu, tile >= before && tile < before + tiles);
         if (found) {
             int owner = __ffs(found) - 1;
@@ -2394,7 +2441,7 @@ __device__ static inline llm__query_tile llm__find_tile(const llm__attention_arg
     return none;
 }
 
-/* The token of a row, and where its query (and result) begins. */
+/* The batch index of a row's token; then the offset of the row in q and in out. */
 __device__ static inline int llm__row_token(const llm__attention_arguments *a, int sequence, int row) {
     return a->seq_first[sequence] + row / (a->n_heads / a->n_kv_heads);
 }
@@ -2406,12 +2453,12 @@ __device__ static inline int llm__window_start(const llm__attention_arguments *a
     return a->window && position >= a->window ? position - a->window + 1 : 0;
 }
 
-/* What a row has added up. Merging puts the next part to what came before; a part with no position that the row sees has m =
- * -infinity, and changes nothing. Scales a and b are for the sums before and for the part's. */
 typedef struct llm__softmax {
-    float m, l;
+    float m, l; /* of a row: the largest score x log2(e); the sum of 2^(score x log2(e) - m) */
 } llm__softmax;
 
+/* Merge a part's m and l into the total. *a and *b are the factors of llm__merged for the sums so
+ * far and for the part's. A part with m = -infinity (no position seen) changes nothing. */
 __device__ static inline void llm__merge(llm__softmax *total, float m, float l, float *a, float *b) {
     float larger = fmaxf(total->m, m), base = larger == -INFINITY ? 0.0f : larger;
     *a = llm__exp2(total->m - base);
@@ -2423,27 +2470,27 @@ __device__ static inline float llm__merged(float before, float part, float a, fl
     return fmaf(before, a, __fmul_rn(part, b));
 }
 
-/* How the kernel is cut for a head size. HD: head_dim, filled up with zeros. A block has R groups of 16 rows and, for each, C warps which
- * all compute the same scores, and then HD / C dimensions of the result each (C > 1 where one warp has not enough registers,
- * or where there is nothing else for other warps to do). */
+/* HD: head_dim, padded with zeros. A block has R groups of 16 rows and C warps per group, which all
+ * compute the same scores and then HD / C dimensions of the result each. (C > 1 where one warp has
+ * too few registers, or where other warps would have no rows.) */
 template <int HD, int R, int C, int Stages> struct llm__attention_shape_of {
     enum {
-        T = HD > 128 ? 32 : 64,   /* positions of a tile; T x HD / 8 is a multiple of the threads */
-        threads = R * C * 32, rows = R * 16, D = HD / C,
+        T = HD > 128 ? 32 : 64,   /* positions in a tile; T x HD / 8 is a multiple of `threads` */
+        threads = R * C * 32, rows = R * 16, D = HD / C, /* D: dimensions of the result per warp */
         side_bytes = T * HD * 2,  /* a tile of keys, or of values */
         shared_bytes = Stages * 2 * side_bytes
     };
 };
 
-/* Where the 8 dimensions from 8 * d8 on of a tile's position lie in shared memory: [32 dimensions][position], and in these 64 bytes the
- * four pieces of 16 change places from one pair of positions to the next. So neither reading 4 pieces of two neighbouring
- * positions (keys) nor one piece of 8 (values, by ldmatrix) hits a bank of shared memory twice. */
+/* Byte offset in a shared-memory tile of a position's 8 dimensions from 8 * d8 on. The layout is
+ * (HD / 32, position, 4 pieces of 16 bytes). The order of the pieces changes every two positions:
+ * 8 lanes read 4 pieces of 2 positions (keys) or 1 of 8 (values) without a bank conflict. */
 template <int T> __device__ __forceinline__ int llm__tile_offset(int position, int d8) {
     return ((d8 / 4 * T + position) * 4 + ((d8 % 4) ^ (position / 2 % 4))) * 16;
 }
 
-/* Start copying a tile. rows[p]: where position p lies in the layer; -1: nowhere, zeros. A row is shared out among HD / 8 threads; each
- * stays with its 8 dimensions, wherever these divide the threads of the block. */
+/* Start to copy a tile. rows[p]: cache row of its position p; -1: zeros. HD / 8 threads copy a row.
+ * If HD / 8 divides Threads, a thread copies the same 8 dimensions in every iteration. */
 template <int HD, int T, int Threads>
 __device__ __forceinline__ void llm__load_tile(const llm__attention_arguments &a, const int *rows, char *keys, char *values) {
     constexpr int pieces = HD / 8, step = Threads / pieces;
@@ -2459,7 +2506,7 @@ LLM_UNROLL
     }
 }
 
-/* The 8 dimensions of a row of q from 8 d8 on, times `factor`, as f16. */
+/* The 8 dimensions of a row of q from 8 * d8 on, times `factor`, as f16. q NULL: zeros. */
 __device__ __forceinline__ uint4 llm__load_query(const llm__attention_arguments &a, const float *q, int d8, float factor) {
     float x[8];
 LLM_UNROLL
@@ -2467,12 +2514,12 @@ LLM_UNROLL
     return make_uint4(llm__pair(x[0], x[1]), llm__pair(x[2], x[3]), llm__pair(x[4], x[5]), llm__pair(x[6], x[7]));
 }
 
-/* Of the tile that a warp works on, lane (g, t) has the scores of its rows g (j = 0, 1) and g + 8 (j = 2, 3) with positions 2t and 2t + 1
- * of each 8. */
+/* scores (16, T) = query times keys. Of each 8 positions, lane (g, t) gets 2t and 2t + 1: for row g
+ * in scores[n][0] and [1], for row g + 8 in [2] and [3]. */
 template <int HD, int T>
 __device__ __forceinline__ void llm__multiply_keys(float scores[T / 8][4], const uint32_t query[HD / 32][2][4], const char *keys, int lane) {
 LLM_UNROLL
-    for (int n = 0; n < T / 8; n++) { /* 8 positions */
+    for (int n = 0; n < T / 8; n++) { /* 8 positions each */
 LLM_UNROLL
         for (int j = 0; j < 4; j++) scores[n][j] = 0.0f;
 LLM_UNROLL
@@ -2485,7 +2532,7 @@ LLM_UNROLL
     }
 }
 
-/* The positions that a row does not see. (Most tiles are seen by all rows as a whole, and need none of this.) */
+/* Set the scores of positions that a row does not see to -infinity. position: rows g and g + 8. */
 template <int T>
 __device__ __forceinline__ void llm__hide_unseen(float scores[T / 8][4], const llm__attention_arguments &a, const int position[2],
                                                  int tile_start, int lane) {
@@ -2498,8 +2545,8 @@ LLM_UNROLL
         }
 }
 
-/* The step of the online softmax: scores become weights, 2^(score x factor - m), m and l are brought up to date, and what was added up
- * before is to be multiplied with `shrink`. A row's scores are spread over four lanes; each adds up only its own in l. */
+/* Turn scores into weights 2^(score x factor - m), and update m and l. The caller multiplies the
+ * sums so far by `shrink`. Four lanes share a row; in l each sums only its own weights. */
 template <int T>
 __device__ __forceinline__ void llm__weigh(float scores[T / 8][4], const float factor[2], llm__softmax now[2], float shrink[2]) {
     float largest[2] = {-INFINITY, -INFINITY}, base[2];
@@ -2515,7 +2562,7 @@ LLM_UNROLL
         largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 1));
         largest[h] = fmaxf(largest[h], __shfl_xor_sync(0xffffffffu, largest[h], 2));
         float m = fmaxf(now[h].m, largest[h]);
-        base[h] = m == -INFINITY ? 0.0f : m; /* nothing seen yet: every weight is 2^-infinity = 0 */
+        base[h] = m == -INFINITY ? 0.0f : m; /* no position seen yet: all weights are 2^-inf = 0 */
         shrink[h] = llm__exp2(now[h].m - base[h]);
         now[h].m = m;
         now[h].l = __fmul_rn(now[h].l, shrink[h]);
@@ -2529,17 +2576,17 @@ LLM_UNROLL
         }
 }
 
-/* sums (16 rows, D dimensions from first_d on) += weights (16, T) times values (T, D). */
+/* sums (16, D) += weights (16, T) times values (T, D), of the D dimensions from first_d on. */
 template <int T, int D>
 __device__ __forceinline__ void llm__multiply_values(float sums[D / 8][4], const float weights[T / 8][4], const char *values, int first_d,
                                                      int lane) {
 LLM_UNROLL
-    for (int k = 0; k < T / 16; k++) { /* 16 positions */
+    for (int k = 0; k < T / 16; k++) { /* 16 positions each */
         const float *low = weights[2 * k], *high = weights[2 * k + 1];
         const uint32_t rounded[4] = {llm__pair(low[0], low[1]), llm__pair(low[2], low[3]), llm__pair(high[0], high[1]),
                                      llm__pair(high[2], high[3])};
 LLM_UNROLL
-        for (int n = 0; n < D / 16; n++) { /* 16 dimensions: four matrices of 8 x 8 */
+        for (int n = 0; n < D / 16; n++) { /* 16 dimensions each: four 8 x 8 matrices */
             uint32_t v[4];
             llm__ldmatrix_x4_trans(v, values + llm__tile_offset<T>(k * 16 + lane % 16, first_d / 8 + 2 * n + lane / 16));
             llm__mma_m16n8k16_f16(sums[2 * n], rounded, v);
@@ -2548,23 +2595,23 @@ LLM_UNROLL
     }
 }
 
-/* blockIdx.x: the tile of rows; y: the kv head; z: the part, if split. Bytes: q, and keys and values up to the last row's position, for every
- * 64 rows (16 where Few); `out` written, and, once for every 256 positions, read and written again. Speed: not measured yet
- * (no GPU was available). */
+/* blockIdx.x: tile of rows; y: kv head; z: part, if split. Few: chapter [6].
+ * Bytes: q; for each tile of rows, the keys and values it sees; `out`, written once per part and
+ * read again for the next part (if split: part_sums, written once). */
 template <int HD, int R, int C, int Stages, bool Few>
 __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stages>::threads))
     llm__attention_kernel(llm__attention_arguments a) {
     llm__take_over();
     typedef llm__attention_shape_of<HD, R, C, Stages> shape;
     constexpr int T = shape::T, D = shape::D;
-    LLM_DYNAMIC_SHARED(char, tiles); /* (Stages, keys and values) */
-    LLM_SHARED(int, table, Stages * T);
+    LLM_DYNAMIC_SHARED(char, tiles); /* (Stages, 2, side_bytes): keys, values */
+    LLM_SHARED(int, table, Stages * T); /* (Stages, T): cache row of each position; -1: none */
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, kv_head = blockIdx.y;
-    /* the last rows of a prompt see the most positions: they begin first */
+    /* The last rows of a prompt see the most positions, so their tiles start first. */
     llm__query_tile tile = llm__find_tile(&a, gridDim.x - 1 - blockIdx.x, shape::rows, Few ? 0 : a.few_rows, Few ? a.few_rows : INT32_MAX);
     if (tile.sequence < 0) return;
 
-    /* Positions that any row of the block sees, and those that a sequence has. */
+    /* The block's rows see the positions first_seen to end - 1. The first tile is at `start`. */
     int first_position = a.positions[llm__row_token(&a, tile.sequence, tile.first_row)];
     int last_position = a.positions[llm__row_token(&a, tile.sequence, tile.first_row + tile.n_rows - 1)];
     int first_seen = llm__window_start(&a, first_position), start = first_seen / T * T, end = last_position + 1;
@@ -2573,10 +2620,10 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
     if (split) {
         start = max(start, part * LLM__PART);
         end = min(end, (part + 1) * LLM__PART);
-        if (start >= end) return; /* fewer parts than the longest sequence has */
+        if (start >= end) return; /* this sequence has fewer than n_parts parts */
     }
 
-    /* Fill the ring. Iteration i works on the tile at start + i T. The first tiles are on their way while q is read. */
+    /* Start to fill the ring of tiles, then read q while they arrive. Tile i is at start + i T. */
     int n_tiles = (end - start + T - 1) / T;
     for (int i = threadIdx.x; i < (Stages - 1) * T; i += blockDim.x) {
         int p = start + i;
@@ -2589,10 +2636,11 @@ __global__ static void __launch_bounds__((llm__attention_shape_of<HD, R, C, Stag
         llm__cp_async_commit();
     }
 
-    /* q of this warp's rows: lane (g, t) has the dimensions 8t to 8t + 7 of every 32, of rows g and g + 8, as chapter [3] has x */
+    /* Lane (g, t) reads dimensions 8t to 8t + 7 of each 32, of rows g (h = 0) and g + 8 (h = 1), as
+     * the matmul of chapter [3] reads x. */
     int row[2], position[2];
-    float factor[2]; /* of a score: the scale, log2(e), and what q was divided by */
-    uint32_t query[HD / 32][2][4]; /* A of the instructions */
+    float factor[2]; /* for the scores: scale x log2(e) x the power of two that q is divided by */
+    uint32_t query[HD / 32][2][4]; /* matrix A of two instructions for each 32 dimensions */
 LLM_UNROLL
     for (int h = 0; h < 2; h++) {
         int in_tile = warp / C * 16 + h * 8 + lane / 4;
@@ -2616,8 +2664,8 @@ LLM_UNROLL
 
     float sums[D / 8][4] = {};
     llm__softmax now[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}}, total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
-    int first_d = warp % C * D; /* of this warp's dimensions of the result */
-    int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* of this warp's rows; -1: it has none */
+    int first_d = warp % C * D; /* this warp's first dimension of the result */
+    int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* of the warp's rows; -1: no rows */
     int window_start = llm__window_start(&a, last_position);
     for (int i = 0; i < n_tiles; i++) {
         int next = i + Stages - 1, slot = next % Stages, tile_start = start + i * T;
@@ -2626,7 +2674,7 @@ LLM_UNROLL
             table[slot * T + threadIdx.x] = p >= first_seen && p < end ? (int)llm__position_row(&a, tile.sequence, kv_head, p) : -1;
         }
         llm__cp_async_wait<Stages - 2>();
-        __syncthreads(); /* tile i is there for all; the table too; nobody reads tile i - 1 any more, whose place is the next one's */
+        __syncthreads(); /* tile i and the table are complete; tile i - 1 is no longer read */
         char *keys = tiles + slot * 2 * shape::side_bytes;
         if (next < n_tiles) llm__load_tile<HD, T, shape::threads>(a, table + slot * T, keys, keys + shape::side_bytes);
         llm__cp_async_commit();
@@ -2645,12 +2693,12 @@ LLM_UNROLL
         bool last = i + 1 == n_tiles;
         if (!last && (tile_start + T) % LLM__PART) continue;
 
-        /* The end of a part. */
+        /* The end of a part: store it (split) or merge it into `out`. */
 LLM_UNROLL
         for (int h = 0; h < 2; h++) {
             now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 1);
             now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 2);
-            bool first = total[h].m == -INFINITY; /* there is nothing yet in `out` */
+            bool first = total[h].m == -INFINITY; /* `out` holds nothing yet */
             float before, share;
             llm__merge(&total[h], now[h].m, now[h].l, &before, &share);
             float divide = last && !split ? 1.0f / total[h].l : 1.0f;
@@ -2659,7 +2707,8 @@ LLM_UNROLL
                 float *out = split ? a.part_sums + part_row * a.head_dim
                                    : a.out + llm__row_offset(&a, tile.sequence, kv_head, row[h]);
                 if (split && lane % 4 == 0 && warp % C == 0) a.part_stats[part_row] = make_float2(now[h].m, now[h].l);
-                float2 *place = (float2 *)(void *)(out + first_d + lane % 4 * 2); /* head_dim is a multiple of 8 */
+                /* aligned, because head_dim is a multiple of 8 */
+                float2 *place = (float2 *)(void *)(out + first_d + lane % 4 * 2);
 LLM_UNROLL
                 for (int n = 0; n < D / 8; n++) {
                     if (first_d + n * 8 >= a.head_dim) break;
@@ -2692,7 +2741,7 @@ static void llm__launch_attention(llm__cuda *cuda, const llm__attention_argument
     llm__cuda_launched(cuda, "attention");
 }
 
-/* The most tiles of rows that the batch can have: each sequence has at most one that is not full. */
+/* An upper bound: each sequence has at most one tile that is not full. */
 static int64_t llm__most_tiles(const llm__cuda *cuda, const llm__attention_arguments *a, int rows) {
     int group = a->n_heads / a->n_kv_heads;
     return (int64_t)cuda->batch.n_tokens * group / rows + cuda->batch.n_sequences;
@@ -2710,24 +2759,24 @@ static void llm__cuda_many_attention(llm__cuda *cuda, const llm__attention_argum
 /* =====================================================================================
  * [6] Attention, few queries of each sequence (decode)
  *
- * A decode step has one token per sequence: for each kv head only as many rows as query heads share it (4 in Llama 3), so all that
- * counts are the bytes: every key and value once. For head_dim 128 a position is 512 bytes of each kv head. The kernel is
- * that of chapter [5] with a single group of 16 rows (of which mostly some are empty, which costs nothing), and four warps
- * that share the dimensions of the result; three tiles on their way, 96 KB for each block.
+ * A decode step has few rows: one token per sequence, so 4 rows per kv head in Llama 3. The limit
+ * is bytes: every key and value once. The kernel is that of chapter [5] with one group of 16 rows,
+ * a ring of three tiles, and two or four warps that divide the dimensions of the result.
  *
- * One block per sequence and kv head would leave most of the GPU idle: 8 blocks for a lone sequence, on 132 SMs. So the
- * positions are split too: a block takes one part of 256 positions, and writes what it added up, undivided, with its m and l.
- * A second kernel then merges the parts of a row, in order, with the same operations as chapter [5]:
+ * One block per sequence and kv head would leave most SMs idle: one sequence of Llama 3 has 8 kv
+ * heads. So the positions are split too. Each block computes one part and writes its m, l and sums.
+ * A second kernel merges the parts of each row in order, with the arithmetic of chapter [5]:
  *
- *     positions  | 0 .. 255 | 256 .. 511 | 512 .. 767 | 768 .. |      a block for each
- *                  m, l, sums  m, l, sums    m, l, sums   m, l, sums    to memory: 1/30 of the bytes of the keys and values
- *                      \__________\_____________/____________/
- *                                   merged -> out
+ *     positions    0 .. 255      256 .. 511    512 .. 767    768 ..        one block each
+ *                  m, l, sums    m, l, sums    m, l, sums    m, l, sums    to global memory
+ *                      \_____________\_____________/_____________/
+ *                                         merge -> out                     one block per row
  *
- * The parts lie at fixed positions, so splitting or not (a switch) makes no difference to a single bit.
+ * For 4 rows that adds 1/30 to the bytes. Parts begin at fixed positions, so the result has the
+ * same bits with and without the split.
  * ================================================================================== */
 
-/* blockIdx.x: the row, y: the kv head; z: the sequence. Its parts, in order. */
+/* blockIdx.x: row; y: kv head; z: sequence. Bytes: all parts read, `out` written. */
 __global__ static void llm__merge_kernel(llm__attention_arguments a) {
     llm__take_over();
     int row = blockIdx.x, kv_head = blockIdx.y;
@@ -2735,7 +2784,7 @@ __global__ static void llm__merge_kernel(llm__attention_arguments a) {
         int rows = a.seq_count[sequence] * (a.n_heads / a.n_kv_heads);
         if (row >= rows || rows > a.few_rows) continue;
         int last = a.positions[llm__row_token(&a, sequence, row)];
-        /* the first part is that of the tile of 16 rows in which the row was computed */
+        /* Parts are numbered from the first one of the 16-row tile that contains this row. */
         int first = llm__window_start(&a, a.positions[llm__row_token(&a, sequence, row / 16 * 16)]) / LLM__PART;
         int64_t part_row = (((int64_t)kv_head * a.n_sequences + sequence) * a.max_rows + row) * a.n_parts;
         for (int d = threadIdx.x; d < a.head_dim; d += blockDim.x) {
@@ -2752,23 +2801,24 @@ __global__ static void llm__merge_kernel(llm__attention_arguments a) {
     }
 }
 
-/* Room for the parts of a step with so many rows. */
+/* Allocate the parts of the largest decode step, up to 128 MB. Larger steps are not split. */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     const llm__largest *l = &cuda->largest;
     int64_t parts = llm__ceil_div(l->max_context, LLM__PART) + 1;
-    int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* a decode step has that many */
+    int64_t rows = (int64_t)l->max_sequences * l->n_heads; /* one token per sequence, all heads */
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
     double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
     return llm__cuda_scratch(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most),
                           "parts of attention (a smaller max_sequences or context_length needs less)", err);
 }
 
-/* May the few rows of each sequence be split into parts? Is there more than one, and room for them? */
+/* Split the positions if they form several parts and the scratch memory suffices. */
 static void llm__split(llm__cuda *cuda, llm__attention_arguments *a) {
     const llm__device_batch *b = &cuda->batch;
     int64_t rows = (int64_t)b->max_count * (a->n_heads / a->n_kv_heads);
     int64_t seen = a->window && a->window + b->max_count < b->max_context ? a->window + b->max_count : b->max_context;
-    int64_t parts = llm__ceil_div(seen, LLM__PART) + (seen < b->max_context); /* a window begins anywhere in a part */
+    /* one more part for a window, which may begin inside a part */
+    int64_t parts = llm__ceil_div(seen, LLM__PART) + (seen < b->max_context);
     a->max_rows = rows < LLM__FEW_ROWS ? (int)rows : LLM__FEW_ROWS;
     a->n_parts = (int)parts;
     double all = (double)a->n_kv_heads * b->n_sequences * a->max_rows * parts;
@@ -2827,7 +2877,7 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
     int64_t cache_rows = cache->n_blocks * cache->n_kv_heads * cache->block_size;
     bool plain = cuda->options.plain || shape->naive || cache->type != LLM_F16 || a.head_dim % 8 ||
                  a.head_dim > LLM__MMA_HEAD_DIM || cache_rows > INT32_MAX;
-    int64_t rows = (int64_t)b->max_count * (a.n_heads / a.n_kv_heads); /* the most that a sequence has */
+    int64_t rows = (int64_t)b->max_count * (a.n_heads / a.n_kv_heads); /* at most, per sequence */
     if (plain) {
         dim3 grid(a.n_heads, llm__grid(a.n_tokens, 65535));
         LLM_LAUNCH(llm__plain_attention_kernel, grid, dim3(128), (size_t)a.head_dim * sizeof(float), cuda->stream, a, a.n_tokens);
@@ -2835,7 +2885,9 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
         return;
     }
     bool few = rows <= LLM__FEW_ROWS || b->n_sequences > 1;
-    if (!few) a.few_rows = 0; /* all are many: max_count may be rounded up, so the one sequence may have fewer rows than that */
+    /* max_count may be rounded up, so the only sequence may in fact have few rows. The kernel for
+     * many rows must compute it too. */
+    if (!few) a.few_rows = 0;
     if (rows > LLM__FEW_ROWS) llm__cuda_many_attention(cuda, &a);
     if (few) llm__cuda_few_attention(cuda, &a);
 }
@@ -2843,34 +2895,36 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
 /* =====================================================================================
  * [7] Sampling: from logits to a token, on the device
  *
- * A row of logits is 600 KB for a vocabulary of 150000, and 256 sequences have 150 MB of them: 3 to 6 milliseconds on the bus, and
- * more on one CPU core, as long as the whole step. So the token is drawn here, and 8 bytes of each row travel.
+ * 256 rows of logits of a vocabulary of 150000 are 150 MB: copying them to the CPU would take as
+ * long as the rest of the step. So the device draws, and returns a token and its logprob.
  *
- * It is to be the same token that chapter [3] of llm.h draws from these logits. That one sorts (with a heap) and walks along
- * the sorted list; a thousand threads cannot walk. But all that its filters and its draw ask is one question, of a list sorted by
- * likelihood: WHERE DOES THE RUNNING SUM PASS T? For top-k the sum counts tokens, for top-p and for the draw it adds up their
- * likelihoods. And that can be answered without sorting, by histograms ("radix select"): bits of a float, read as an integer
- * with the sign turned round, are in the order of the numbers; so add up all tokens by the first 11 bits of that key, find the
- * bin where the running sum passes T, and go on inside it with the next 11 bits, and the last 10. The sums are whole numbers,
- * as in llm.h, so that it makes no difference in which order threads add.
+ * It draws the same token as chapter [3] of llm.h, which walks along a sorted list of tokens. The
+ * filters and the draw only ask where the running sum over this list passes some t. For top-k the
+ * sum counts tokens; for top-p and the draw it adds their likelihoods (their "mass").
  *
- * All filters keep a beginning of the sorted list, so what is left is the shortest of three, that is the one of the least mass.
+ * Histograms answer this without sorting ("radix select"). llm__sort_key makes a 32-bit key of each
+ * logit. Sum the tokens by the first 11 bits of their keys, find the bin in which the running sum
+ * passes t, and repeat inside that bin with the next 11 bits, then the last 10. Likelihoods are
+ * integers, so the order in which threads add them does not matter.
  *
- * One block works on one row. Bound by bytes: the row is read some five times without filters and up to a dozen
- * times with all of them; the first time from global memory, then from the second-level cache. Not measured yet.
+ * Each filter keeps a prefix of the list, so all filters together keep the shortest prefix: the one
+ * with the least mass.
+ *
+ * One block draws from one row. The limit is bytes: without filters it reads the row about five
+ * times, with all of them about twelve times, mostly from the L2 cache.
  * ================================================================================== */
 
 enum { LLM__DRAW_THREADS = 512, LLM__BINS = 2048 };
 
-typedef struct llm__tally { /* a sum over tokens */
-    unsigned long long mass, count;
+typedef struct llm__tally {
+    unsigned long long mass, count; /* of some tokens: sum of likelihoods; number of tokens */
 } llm__tally;
 
-/* Shared memory adds 32 bits in one instruction; 64 take a loop in which threads that want the same bin wait for one another, and most
- * logits fall into a few bins. So a mass is kept as two words, with the carry added by hand. */
+/* A mass is kept as two 32-bit words. An atomic addition of 32 bits in shared memory is one
+ * instruction; one of 64 bits is a loop in which threads with the same bin wait for each other. */
 typedef struct llm__histogram {
-    unsigned low[LLM__BINS], high[LLM__BINS]; /* of the mass */
-    unsigned count[LLM__BINS];
+    unsigned low[LLM__BINS], high[LLM__BINS]; /* halves of the mass */
+    unsigned count[LLM__BINS];                /* tokens */
 } llm__histogram;
 
 __device__ static inline unsigned long long llm__bin_mass(const llm__histogram *h, int bin) {
@@ -2884,18 +2938,18 @@ __device__ static inline void llm__bin_add(llm__histogram *h, int bin, unsigned 
 }
 
 typedef struct llm__draw_shared {
-    llm__histogram first, finer; /* by the first 11 bits; by later ones, inside one bin of the first */
-    llm__tally warps[32];
-    llm__tally found;            /* what lies before the bin that was found */
-    float values[32];
-    int ids[32];
-    int bin, id;
+    llm__histogram first, finer; /* by the top 11 key bits; by lower ones, within one bin */
+    llm__tally warps[32];        /* scratch, one per warp */
+    llm__tally found;            /* the sum before the bin that llm__find_bin found */
+    float values[32];            /* scratch, one per warp */
+    int ids[32];                 /* scratch, one per warp */
+    int bin, id;                 /* results of llm__find_bin and llm__find_id */
 } llm__draw_shared;
 
-/* How the likelihood of a logit is told: see llm__likelihood in llm.h, which this repeats to the bit. */
+/* Parameters of llm__device_likelihood, which equals llm__likelihood in llm.h bit for bit. */
 typedef struct llm__odds {
-    float most, temperature;
-    int bits;
+    float most, temperature; /* the largest logit; the divisor of logits */
+    int bits;                /* the likelihood of the largest logit is 2^bits */
 } llm__odds;
 
 __device__ static inline unsigned long long llm__device_likelihood(const llm__odds *odds, float logit) {
@@ -2909,7 +2963,7 @@ __device__ static inline unsigned long long llm__device_likelihood(const llm__od
     return sum << (odds->bits - 32) >> (y >> 24);
 }
 
-/* A number that is smaller, the larger the logit is; equal logits (0 and -0 too) have equal ones. */
+/* A larger logit has a smaller key; equal logits (0 and -0 too) have equal keys. */
 __device__ static inline uint32_t llm__sort_key(float logit) {
     uint32_t bits = __float_as_uint(logit == 0 ? 0.0f : logit);
     return bits & 0x80000000u ? bits : ~(bits | 0x80000000u);
@@ -2936,8 +2990,8 @@ __device__ static inline unsigned long long llm__block_sum_whole(unsigned long l
     return llm__warp_sum_whole(lane < n_warps ? shared[lane].mass : 0);
 }
 
-/* visit(i, x) for the numbers first, first + step, ... of a row, in order. A thread asks for several of them at once: one after the other,
- * each would take the time that memory needs to answer, and there is but one block to each row. */
+/* Call visit(i, row[i]) for i = first, first + step, ..., in order. A thread starts several reads
+ * at once: one block per row has too few threads to hide the latency of memory otherwise. */
 template <class Visit> __device__ __forceinline__ void llm__each_logit(const float *row, int n, unsigned first, unsigned step, Visit visit) {
     enum { AT_ONCE = 8 };
     for (unsigned start = first; start < (unsigned)n; start += AT_ONCE * step) {
@@ -2950,7 +3004,7 @@ LLM_UNROLL
     }
 }
 
-/* The largest of a row, and the first place where it stands; all threads get both. */
+/* The largest logit of a row and, in *id, the first token that has it; for all threads. */
 __device__ static inline float llm__block_best(const float *row, int n, llm__draw_shared *s, int *id) {
     float best = -INFINITY;
     int at = n;
@@ -2962,7 +3016,7 @@ __device__ static inline float llm__block_best(const float *row, int n, llm__dra
         }
     });
     __syncthreads();
-    for (int round = 0; round < 2; round++) { /* in each warp; then over what the warps found */
+    for (int round = 0; round < 2; round++) { /* 0: within each warp; 1: over the warps' results */
         for (int other = 16; other; other /= 2) {
             float x = __shfl_xor_sync(0xffffffffu, best, other);
             int i = __shfl_xor_sync(0xffffffffu, at, other);
@@ -2993,9 +3047,9 @@ __device__ static inline void llm__histogram_clear(llm__histogram *h) {
     __syncthreads();
 }
 
-/* The bin of a histogram where the running sum (of counts, or of masses) passes t; s->found is what lies before it. LLM__BINS if
- * all together do not pass t. Each thread owns a few bins in a row, and learns what lies before them from a scan: a running
- * sum over the lanes of a warp, and then over the warps. */
+/* The bin in which the running sum (of counts or masses) passes t, or LLM__BINS; s->found is the
+ * sum before it. Each thread owns a few neighbouring bins. The sum before these comes from a scan
+ * over the lanes of a warp, then over the warps. */
 __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histogram *h, unsigned long long t, bool by_count) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, own = LLM__BINS / (int)blockDim.x, first = (int)threadIdx.x * own;
     llm__tally sum = {0, 0};
@@ -3003,7 +3057,7 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
         sum.mass += llm__bin_mass(h, i);
         sum.count += h->count[i];
     }
-    llm__tally before = sum; /* up to this lane's end, to begin with */
+    llm__tally before = sum; /* first inclusive */
     for (int step = 1; step < 32; step *= 2) {
         unsigned long long mass = __shfl_up_sync(0xffffffffu, before.mass, step);
         unsigned long long count = __shfl_up_sync(0xffffffffu, before.count, step);
@@ -3024,7 +3078,7 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
     }
     for (int i = first; i < first + own; i++) {
         unsigned long long from = by_count ? before.count : before.mass, width = by_count ? h->count[i] : llm__bin_mass(h, i);
-        if (from <= t && t - from < width) { /* true for one bin of all */
+        if (from <= t && t - from < width) { /* true for one bin at most */
             s->found = before;
             s->bin = i;
         }
@@ -3035,8 +3089,8 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
     return s->bin;
 }
 
-/* Add up the tokens of the row whose key begins like `key` (all bits above shift + width), by the next `width` bits. Tokens of
- * no likelihood at all are left out: they come last, and change no mass. */
+/* Sum the tokens whose key equals `key` in the bits from shift + width up, by their next `width`
+ * bits. Tokens of likelihood 0 are skipped: they are last in the list and add no mass. */
 __device__ static inline void llm__histogram_fill(llm__histogram *h, const float *row, int n, const llm__odds *odds,
                                                   uint32_t key, int shift, int width) {
     llm__histogram_clear(h);
@@ -3052,8 +3106,8 @@ __device__ static inline void llm__histogram_fill(llm__histogram *h, const float
     __syncthreads();
 }
 
-/* The question: which logit is it where the running sum over the sorted list passes t? True: *key is its key, *before what comes
- * before all tokens of that logit. False: all together do not pass t. */
+/* Find the logit at which the running sum over the sorted list passes t. *key is its key; *before
+ * sums the tokens with larger logits. False: the sum never passes t. s->first must be filled. */
 __device__ static inline bool llm__find(llm__draw_shared *s, const float *row, int n, const llm__odds *odds, unsigned long long t,
                                         bool by_count, uint32_t *key, llm__tally *before) {
     int bin = llm__find_bin(s, &s->first, t, by_count);
@@ -3067,18 +3121,18 @@ __device__ static inline bool llm__find(llm__draw_shared *s, const float *row, i
         before->count += s->found.count;
         *key |= (uint32_t)bin << shift;
     }
-    __syncthreads(); /* all have read s->found */
+    __syncthreads(); /* before s->found changes */
     return true;
 }
 
-/* What a token adds to a running sum in order of ids: its likelihood; or 1 if it has this key (is one of equals). */
+/* A term of the sum in llm__find_id: a token's likelihood; if `equals`, whether it has `key`. */
 __device__ static inline unsigned long long llm__share(const llm__odds *odds, float logit, bool equals, uint32_t key) {
     logit = llm__clean(logit);
     return equals ? llm__sort_key(logit) == key : llm__device_likelihood(odds, logit);
 }
 
-/* The token where the running sum in order of ids passes t; *total (if not NULL) tells all of it instead. Each warp has a
- * stretch of ids to itself. The one in whose stretch it happens goes through it again, 32 at a time. */
+/* The token at which the running sum of llm__share, in order of ids, passes t. Each warp sums one
+ * range of ids. The warp in whose range the sum passes t scans it again, 32 ids at a time. */
 __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row, int n, const llm__odds *odds,
                                           unsigned long long t, bool equals, uint32_t key) {
     int lane = threadIdx.x % 32, warp = threadIdx.x / 32, n_warps = blockDim.x / 32;
@@ -3091,7 +3145,7 @@ __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row,
     __syncthreads();
     unsigned long long before = 0;
     for (int i = 0; i < warp; i++) before += s->warps[i].mass;
-    if (before <= t && t - before < sum) { /* this warp, and no other */
+    if (before <= t && t - before < sum) { /* true for one warp */
         for (int i = first; i < end; i += 32) {
             unsigned long long own = i + lane < end ? llm__share(odds, row[i + lane], equals, key) : 0, upto = own;
             for (int step = 1; step < 32; step *= 2) {
@@ -3107,7 +3161,7 @@ __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row,
     return s->id;
 }
 
-/* The mass that the filters leave. The first histogram is filled. */
+/* The mass of the tokens that the filters keep. s->first must be filled. */
 __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared *s, const float *row, int n, const llm__odds *odds,
                                                                const llm_sampling *p) {
     uint32_t key;
@@ -3139,7 +3193,7 @@ __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared 
     return mass;
 }
 
-/* One draw from a row, penalties done. */
+/* Draw one token from a row whose logits include the penalty. */
 __device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row, int n, int bits, const llm__device_draw *draw) {
     const llm_sampling *p = &draw->sampling;
     int best;
@@ -3160,9 +3214,9 @@ __device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row
     return llm__find_id(s, row, n, &odds, (point - before.mass) / one, true, key);
 }
 
-/* One block for each row; draws[starts[b]] .. draws[starts[b + 1] - 1] are from row rows[b]. A penalty is put into the row itself
- * and taken out again: first all that read what stood there, then all that write, so that a token that
- * comes up twice is changed once. saved (as many as recent) keeps what stood there. */
+/* Block b does draws starts[b] to starts[b + 1] - 1, from row rows[b]. The penalty is written into
+ * the row and undone after the draw; `saved` (as long as `recent`) keeps the original logits. All
+ * threads save before any writes, so a token that occurs twice is penalised once. */
 __global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     llm__sample_kernel(float *logits, int n, int bits, const llm__device_draw *draws, const int32_t *starts, const int32_t *rows,
                        const int32_t *recent, float *saved, int32_t *ids, float *logprobs) {
@@ -3196,7 +3250,7 @@ __global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     }
 }
 
-/* The likeliest counts 2^bits: see llm__likelihood_bits in llm.h. */
+/* The same as llm__likelihood_bits in llm.h. */
 static int llm__odds_bits(int n) {
     int bits = 44;
     while ((int64_t)n >> (63 - bits)) bits--;
@@ -3210,7 +3264,8 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
     int n_rows = 0;
     llm__cuda_clear(err);
     for (int i = 0; i < n; i++) n_recent += draws[i].n_recent;
-    /* in this order: draws, starts, rows, ids, logprobs, recent tokens, and, on the device only, what the penalty hides */
+    /* The layout of the room: draws (n), starts (n + 1), rows (n), ids (n), logprobs (n), recent
+     * tokens (n_recent); on the device also saved logits (n_recent). */
     size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
     size_t bytes = count * sizeof(llm__device_draw) + numbers + (size_t)n_recent * sizeof(float);
     if (!llm__cuda_room(cuda, &cuda->draw_room, bytes, LLM__DRAWS, err)) return false;
@@ -3249,46 +3304,42 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
 /* =====================================================================================
  * [8] The program: operations become launches; decode steps are captured and replayed
  *
- * To run a program is to launch a kernel or two for each operation: llm__launch_op, a switch.
- * Matmuls of the same x (q, k and v; gate and up) go together in one launch; `prepare` finds them.
+ * Each operation is one or two launches (llm__launch_op). Matmuls with the same x (q, k and v; gate
+ * and up) share a launch; `prepare` finds them.
  *
- * A decode step of 32 layers is some 400 launches, and each costs the CPU 2 to 5 microseconds: a
- * millisecond or two in all, about as long as a small model takes. So the GPU would wait for the
- * CPU. A graph is a list of launches that the driver has prepared, with all their arguments. To
- * launch it takes some 10 microseconds, and the GPU goes from kernel to kernel by itself.
+ * GRAPHS. A decode step of 32 layers has about 400 launches, each 2 to 5 microseconds of CPU time.
+ * For a small model, that is as long as the GPU needs for the step. A graph is a list of launches
+ * that the driver has prepared: the CPU launches all of it in about 10 microseconds.
  *
- * But a graph is frozen: the same kernels, grids and pointers each time. So what differs from step to
- * step is in device memory, at the same place: kernels look there for tokens, positions, block
- * tables, and how many there are. The sizes of grids are rounded up (llm_rounded_rows), so that a
- * step of 27 tokens and one of 31 are the same graph. What runs past the end finds a slot of -1, or a
- * sequence without tokens, and does no harm.
+ * A graph repeats the same kernels, grids and arguments. So the tables of a step (tokens,
+ * positions, block tables, counts) are always at the same place in device memory. Grids are rounded
+ * up (llm_rounded_rows), so that steps of 27 and 31 tokens share a graph. The extra threads find a
+ * slot of -1 or a sequence without tokens.
  *
- * The address of the program and the rounded sizes of the batch identify a graph. The first time a
- * shape comes, it is only launched: many shapes never come again. The second time, the launches go
- * to a stream that only captures them. Steps with more than 16 tokens of one sequence are not
- * captured: they have too many shapes, and their launches cost little next to the work.
+ * A shape is captured the second time it occurs, because many occur only once. Large steps
+ * (LLM__GRAPH_TOKENS, LLM__GRAPH_COUNT) are not captured: launches are a small part of their time.
  * ================================================================================== */
 
 struct llm__graph {
     const llm_program *program;
-    llm__device_batch batch;  /* the sizes and places of the batch's arrays */
-    int n_logits;             /* rows in the slice of the head */
-    cudaGraphExec_t exec;     /* NULL: not captured yet */
-    uint64_t last_use;
+    llm__device_batch batch;    /* rounded sizes; pointers to the arrays */
+    int n_logits;               /* rows of the head, rounded up */
+    cudaGraphExec_t exec;       /* NULL: not captured yet */
+    uint64_t last_use;          /* a value of llm__cuda.n_runs */
 };
 
-typedef struct llm__run {     /* one call of run */
+typedef struct llm__run {       /* one call of llm__cuda_run */
     const llm_program *program;
     llm_part part;
-    int first;                /* of the batch's logit_rows */
-    int n_tokens, n_logits;   /* rows to work on; rounded up in a graph */
+    int first;                  /* first row of the head: an index into logit_rows */
+    int n_tokens, n_logits;     /* rows of the body and of the head; rounded up for a graph */
 } llm__run;
 
 static float *llm__in(const llm__run *run, const llm_op *op, int index) {
     return op->in[index] < 0 ? NULL : run->program->buffers[op->in[index]].data;
 }
 
-/* Can matmul b go with matmul a in one launch? Buffers do not overlap. */
+/* Can matmuls a and b share a launch? (Different buffers do not overlap.) */
 static bool llm__may_join(const llm_op *a, const llm_op *b) {
     if (b->kind != LLM_OP_MATMUL || b->in[0] != a->in[0] || b->out == a->out ||
         b->out == a->in[0] || a->out == a->in[0])
@@ -3298,7 +3349,7 @@ static bool llm__may_join(const llm_op *a, const llm_op *b) {
            llm__format_of(a->weight->type)->planes == llm__format_of(b->weight->type)->planes;
 }
 
-/* How many matmuls from operation `index` on go together in one launch */
+/* The number of matmuls, from operation `index` on, that share one launch. */
 static int llm__join(const llm__cuda *cuda, const llm_program *program, int index) {
     int n = 1, end = index < program->n_body ? program->n_body : program->n_ops;
     if (!cuda->options.fused || cuda->options.plain || !(program->fusions & LLM_FUSE_SIDE_BY_SIDE))
@@ -3311,7 +3362,7 @@ static int llm__join(const llm__cuda *cuda, const llm_program *program, int inde
     return n;
 }
 
-/* Launch n operations that go together. */
+/* Launch op[0] to op[n - 1], which share a launch. */
 static void llm__launch_op(llm__cuda *cuda, const llm__run *run, const llm_op *op, int n) {
     const llm_program *p = run->program;
     const llm_weight *w = op->weight;
@@ -3358,12 +3409,12 @@ static void llm__launch_op(llm__cuda *cuda, const llm__run *run, const llm_op *o
     }
 }
 
-/* Launch a part of the program. program->plan (n_ops) says how many operations go together. */
+/* Launch a part of the program. Its plan (n_ops) says how many operations share each launch. */
 static void llm__launch_part(llm__cuda *cuda, const llm__run *run) {
     const llm_program *p = run->program;
     const int *together = (const int *)p->plan;
     int end = run->part & LLM_HEAD ? p->n_ops : p->n_body;
-    cuda->last.x = NULL; /* a graph depends on nothing from before it, and leaves nothing after it */
+    cuda->last.x = NULL; /* a captured graph must not rely on an input rounded before it */
     for (int i = run->part & LLM_BODY ? 0 : p->n_body; i < end; i += together[i]) {
         double start = p->seconds ? llm_seconds() : 0;
         llm__launch_op(cuda, run, &p->ops[i], together[i]);
@@ -3381,7 +3432,7 @@ static void llm__graph_free(llm__graph *graph) {
     memset(graph, 0, sizeof *graph);
 }
 
-/* Forget the graphs of a program; NULL: of all. */
+/* Free the graphs of a program; NULL: of all programs. */
 static void llm__graphs_forget(llm__cuda *cuda, const llm_program *program) {
     for (int i = cuda->n_graphs - 1; i >= 0; i--) {
         if (program && cuda->graphs[i].program != program) continue;
@@ -3401,8 +3452,7 @@ static llm__graph *llm__graph_find(llm__cuda *cuda, const llm__run *run) {
     return NULL;
 }
 
-/* Remember this shape, in place of the one that was used longest ago where there are many. Without
- * memory it is just not remembered. */
+/* Record this shape; a full list drops the least recently used one. */
 static void llm__graph_remember(llm__cuda *cuda, const llm__run *run) {
     if (!cuda->graphs && !(cuda->graphs = (llm__graph *)calloc(LLM__GRAPHS, sizeof *cuda->graphs)))
         return;
@@ -3421,10 +3471,9 @@ static void llm__graph_remember(llm__cuda *cuda, const llm__run *run) {
     graph->last_use = cuda->n_runs;
 }
 
-/* Capture the launches of a run without doing them. False: one was refused, or there is no memory
- * for a graph. Nothing was run then, so no failure is reported either: the same launches one by one
- * may go well, and report it if not. (A capture stays valid without a refused launch; each
- * replay would silently skip that kernel.) */
+/* Capture the launches of a run without executing them. False: a launch failed (replays would skip
+ * its kernel), or there is no memory. This is not reported, because the caller then launches the
+ * kernels directly, which reports any failure. */
 static bool llm__graph_capture(llm__cuda *cuda, const llm__run *run, llm__graph *graph) {
     uint64_t launches = cuda->launches;
     llm_error before = cuda->failure;
@@ -3446,8 +3495,8 @@ static bool llm__graph_capture(llm__cuda *cuda, const llm__run *run, llm__graph 
     return good;
 }
 
-/* Replay the graph of a run. False: it has none yet, or it cannot be launched (the first time takes
- * memory on the device). */
+/* Replay the graph of a run, captured first if necessary. False: the shape is new, or the graph
+ * cannot be captured or launched (a first launch allocates device memory). */
 static bool llm__graph_replay(llm__cuda *cuda, const llm__run *run) {
     llm__graph *graph = llm__graph_find(cuda, run);
     if (!graph) return llm__graph_remember(cuda, run), false;
@@ -3455,7 +3504,7 @@ static bool llm__graph_replay(llm__cuda *cuda, const llm__run *run) {
     if (!graph->exec && !llm__graph_capture(cuda, run, graph)) return false;
     if (cudaGraphLaunch(graph->exec, cuda->stream) == cudaSuccess) {
         cuda->replays++;
-        cuda->last.x = NULL; /* it has rounded other rows since */
+        cuda->last.x = NULL; /* the graph has overwritten `rounded` */
         return true;
     }
     cudaGetLastError();
@@ -3498,7 +3547,7 @@ static bool llm__cuda_prepare(void *context, llm_program *program, const llm_lim
         }
         together[i] = op->kind == LLM_OP_MATMUL ? llm__join(cuda, program, i) : 1;
     }
-    llm__graphs_forget(cuda, NULL); /* they may use scratch memory that moves now */
+    llm__graphs_forget(cuda, NULL); /* they may use scratch memory that moves here */
     if (llm__cuda_reserve(cuda, &largest, err)) return true;
     llm__cuda_forget(cuda, program);
     return false;
@@ -3533,7 +3582,8 @@ static bool llm__cuda_run(void *context, const llm_program *program, llm_part pa
 
 static void llm__cuda_destroy(llm_backend *backend) {
     llm__cuda *cuda = (llm__cuda *)backend->context;
-    if (!cuda->stream) { /* refused; to choose a GPU would take hundreds of MB on it, for as long as the program runs */
+    /* Creation failed. cudaSetDevice could now take hundreds of MB of the device for nothing. */
+    if (!cuda->stream) {
         free(cuda);
         return;
     }
@@ -3555,7 +3605,7 @@ static void llm__cuda_destroy(llm_backend *backend) {
     free(cuda);
 }
 
-/* Find the GPU, or say what is missing. */
+/* Find the GPU, or report what is missing. */
 static bool llm__cuda_find(llm__cuda *cuda, llm_error *err) {
     const char *name = cuda->backend.name;
     int n = 0, driver = 0, runtime = 0;
@@ -3583,7 +3633,7 @@ static bool llm__cuda_find(llm__cuda *cuda, llm_error *err) {
     cuda->device = cuda->options.device;
     cuda->n_processors = facts.multiProcessorCount;
     cuda->capability = 10 * facts.major + facts.minor;
-    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) /* in graphs, CUDA has it from 12.3 on */
+    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) /* CUDA 12.3: first in graphs */
         cuda->options.overlap = false;
     cuda->shared_bytes = facts.sharedMemPerBlockOptin;
     if (cuda->capability < 80)
@@ -3631,7 +3681,7 @@ llm_backend *LLM__DEVICE_BACKEND(const llm_gpu_options *options, llm_error *err)
         llm__cuda_check(cuda, cudaFuncSetAttribute(llm__sample_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize,
                                                    (int)sizeof(llm__draw_shared)),
                         "preparing the kernels", err)) {
-        cudaFuncAttributes facts; /* code made for older GPUs does not wait for the kernel ahead of it */
+        cudaFuncAttributes facts; /* code for older GPUs does not wait for the previous kernel */
         if (cudaFuncGetAttributes(&facts, llm__merge_kernel) != cudaSuccess || facts.ptxVersion < 90) cuda->options.overlap = false;
         cudaGetLastError();
         return b;

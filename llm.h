@@ -866,8 +866,8 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #endif /* LLM_H */
 
 /* =====================================================================================
- * Implementation. Chapter 10 includes this file again, once per instruction set, to compile
- * its kernels several times from one text; LLM__KERNEL_PASS says that such a pass is on.
+ * Implementation. Chapter 10 includes this file again, once per instruction set, to compile its
+ * kernels; LLM__KERNEL_PASS is defined during such a pass.
  * ================================================================================== */
 #if defined(LLM_IMPLEMENTATION) && !defined(LLM__KERNEL_PASS)
 #ifndef LLM__IMPLEMENTED
@@ -896,7 +896,8 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #define LLM__X86 1
 #elif defined(__aarch64__)
 #include <arm_neon.h>
-#if defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__)) /* older clangs want it asked for at the command line */
+/* GCC enables these instructions by pragma (chapter 10); older clangs need a compiler flag. */
+#if defined(__ARM_FEATURE_DOTPROD) || (defined(__linux__) && !defined(__clang__))
 #define LLM__DOTPROD 1
 #ifdef __linux__
 #include <sys/auxv.h>
@@ -904,15 +905,15 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #endif
 #endif
 
-/* With -std=c11 the system's headers keep back what ISO C does not know; then it is declared here. (Without madvise a model would take twice
- * the memory, and without a clock of its own the time between two looks could be negative.) */
+/* With -std=c11, system headers hide everything that is not in ISO C, so declare it here: madvise
+ * gives back pages of weights that were copied; the monotonic clock never runs backwards. */
 #ifdef __linux__
 #ifndef MADV_HUGEPAGE
 #define MADV_DONTNEED 4
 #define MADV_HUGEPAGE 14
 int madvise(void *memory, size_t bytes, int advice);
 #endif
-#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* on others the function may have another name */
+#if !defined(CLOCK_MONOTONIC) && defined(__LP64__) /* elsewhere the symbol may have another name */
 #define CLOCK_MONOTONIC 1
 int clock_gettime(int clock, struct timespec *time);
 #endif
@@ -924,7 +925,7 @@ int clock_gettime(int clock, struct timespec *time);
 
 #ifndef LLM_MALLOC
 #define LLM_MALLOC(bytes) malloc(bytes)
-#define LLM__CALLOC(bytes) calloc(1, bytes) /* large zeroed memory that costs nothing until it is touched */
+#define LLM__CALLOC(bytes) calloc(1, bytes) /* zeroes large blocks lazily, when touched */
 #define LLM_REALLOC(pointer, bytes) realloc(pointer, bytes)
 #define LLM_FREE(pointer) free(pointer)
 #endif
@@ -935,7 +936,7 @@ int clock_gettime(int clock, struct timespec *time);
 #define LLM__PRINTF(text, rest)
 #endif
 
-/* Fill an error and return false, so that a failing check is one statement. */
+/* Fill in an error. Returns false, so that a failing check is one statement. */
 LLM__PRINTF(3, 4)
 static bool llm__fail(llm_error *err, llm_status status, const char *format, ...) {
     if (err) {
@@ -955,7 +956,7 @@ static void llm__clear(llm_error *err) {
     }
 }
 
-/* a * b and a + b, or false where the result does not fit */
+/* *out = a * b (llm__add: a + b). False: overflow. */
 static bool llm__multiply(uint64_t a, uint64_t b, uint64_t *out) {
     if (a && b > UINT64_MAX / a) return false;
     *out = a * b;
@@ -967,23 +968,22 @@ static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
     return *out >= a;
 }
 
-/* A processor remembers where some two thousand pages lie, 8 MB if they are of the usual 4 KB: who reads through a large matrix
- * has to look up nearly every page, and the prefetcher stops at the end of each. With pages of 2 MB, reading is a third faster;
- * and the system is asked for a page, which takes it a microsecond, once where it was asked 512 times. For memory that
- * nobody has touched yet. */
+/* Ask for 2 MB pages, for memory that is not yet touched. With 4 KB pages, a TLB of 2000 entries
+ * covers 8 MB: reading a large matrix misses it on nearly every page, and the hardware prefetcher
+ * stops at each page's end. Larger pages also mean 512 times fewer page faults. */
 static void llm__want_large_pages(void *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
-    if (bytes >= (size_t)1 << 22) madvise((void *)first, end - first, MADV_HUGEPAGE); /* a wish: it may be refused */
+    if (bytes >= (size_t)1 << 22) madvise((void *)first, end - first, MADV_HUGEPAGE); /* a hint */
 #else
     (void)memory, (void)bytes;
 #endif
 }
 
-/* Ask for memory before it is used. */
-#define LLM__PREFETCH(p) __builtin_prefetch(p)           /* to the first-level cache */
-#define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* to the second */
-#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* a line that is written in part, or in parts, is read first */
+/* Prefetch a cache line. (To write part of a line, the processor reads it first.) */
+#define LLM__PREFETCH(p) __builtin_prefetch(p)           /* into L1 */
+#define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to be written */
 
 static void *llm__zeroed(size_t bytes) {
 #ifdef LLM__CALLOC
@@ -994,7 +994,7 @@ static void *llm__zeroed(size_t bytes) {
 #endif
 }
 
-/* Zeroed memory for count items. NULL, with the error set, if there is none. */
+/* Zeroed memory for count items. NULL, with the error set, on failure. */
 static void *llm__new(size_t count, size_t size, const char *what, llm_error *err) {
     uint64_t bytes = 0;
     bool fits = llm__multiply(count, size, &bytes) && bytes <= SIZE_MAX / 2;
@@ -1008,7 +1008,7 @@ static int64_t llm__min(int64_t a, int64_t b) { return a < b ? a : b; }
 static int64_t llm__max(int64_t a, int64_t b) { return a > b ? a : b; }
 static int64_t llm__divide_up(int64_t a, int64_t b) { return (a + b - 1) / b; }
 
-/* Spread every bit of a number over all bits of the result: for hash tables and for random numbers (the output
+/* Spread every bit of x over all bits of the result, for hash tables and random numbers (the output
  * function of SplitMix64, Steele et al. 2014). */
 static uint64_t llm__mix(uint64_t x) {
     x += 0x9E3779B97F4A7C15u;
@@ -1017,14 +1017,14 @@ static uint64_t llm__mix(uint64_t x) {
     return x ^ (x >> 31);
 }
 
-/* A hash of n bytes, eight at a time. Who does not know the seed cannot make texts that collide. */
+/* A hash of n bytes. If the seed is unpredictable, no file can force collisions. */
 static uint64_t llm__hash_bytes(uint64_t seed, const char *data, size_t n) {
     uint64_t hash = seed ^ n, word = 0;
     for (; n > 8; data += 8, n -= 8) {
         memcpy(&word, data, 8);
         hash = llm__mix(hash ^ word);
     }
-    if (n >= 4) { /* the last eight or fewer; the two halves may overlap */
+    if (n >= 4) { /* the last 4 to 8 bytes; the halves may overlap */
         uint32_t halves[2];
         memcpy(&halves[0], data, 4);
         memcpy(&halves[1], data + n - 4, 4);
@@ -1047,7 +1047,7 @@ double llm_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A string of a file made safe to print: short, one line, ASCII. */
+/* A string from a file made safe to print: short, one line, ASCII. */
 typedef struct llm__printable {
     char text[72];
 } llm__printable;
@@ -1060,8 +1060,8 @@ static llm__printable llm__show(llm_string s) {
     return p;
 }
 
-/* Threads share the cache lines that they write to only at the borders of their parts; memory that a thread
- * owns starts on a cache line of its own. The pointer that malloc gave stands just before the block. */
+/* Memory that starts on a cache line, so that threads that write to different blocks share no line.
+ * The pointer from LLM_MALLOC is stored just before it. */
 enum { LLM__ALIGNMENT = 64 };
 
 static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
@@ -2904,48 +2904,43 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, c
 /* =====================================================================================
  * [3] Sampling: from logits to a token
  *
- * The model ends in one number per vocabulary entry, the logit; softmax makes probabilities of
- * them. Always taking the likeliest (greedy) is exact and repeatable, and dull: it
- * tends to fall into loops. Drawing from the distribution as it is lets the long tail of
- * unlikely tokens in, each harmless alone, but together a good part of the mass. So the distribution
- * is shaped first, in this order:
+ * The model outputs a logit per vocabulary entry; softmax turns them into probabilities. Always
+ * choosing the likeliest token (greedy) tends to fall into loops; drawing from all of them often
+ * hits the long tail of unlikely ones. So the distribution is shaped first, in this order:
  *
- *     repetition penalty   logits of recent tokens are made smaller (Keskar et al. 2019, "CTRL")
+ *     repetition penalty   lower the logits of recent tokens (Keskar et al. 2019, "CTRL")
  *     temperature          logits / T: below 1 sharpens, above 1 flattens
- *     top-k                only the k likeliest (Fan et al. 2018)
- *     top-p                only the fewest whose probabilities add up to p (Holtzman et al. 2019, "nucleus")
- *     min-p                only those at least min_p times as likely as the likeliest (Nguyen et al. 2024)
+ *     top-k                keep the k likeliest (Fan et al. 2018)
+ *     top-p                keep the fewest whose probabilities add up to p (Holtzman et al. 2019)
+ *     min-p                keep those of at least min_p x the top probability (Nguyen et al. 2024)
  *
- * The last three all keep a beginning of the list sorted by probability, so together they keep the shortest
- * of three beginnings. It is usually tens of entries out of a hundred thousand: instead of sorting
- * everything, a heap (built in one pass) hands out the likeliest one after another until one of the filters
- * says stop.
+ * The last three each keep a prefix of the list sorted by probability, together the shortest one:
+ * usually tens of 100,000 entries. So a heap yields the likeliest one by one until a filter stops.
  *
- * Randomness: number `index` of stream `stream` is a function of (seed, stream, index) alone, with no state. So
- * what a request draws cannot depend on what else runs, and can be drawn again after a preemption.
+ * A random number depends on (seed, stream, index) alone: not on other requests or preemption.
  *
- * All sums of likelihoods are sums of integers, because those come out the same in any order. A GPU adds up a hundred
- * thousand of them by a thousand threads (llm.cu, chapter [7]), and from the same logits it still draws the same token.
+ * Likelihoods (unnormalised probabilities) are integers, whose sum is the same in any order. So a
+ * GPU, which adds in parallel (chapter [7] of llm.cu), draws the same token from the same logits.
  * ================================================================================== */
 
-/* The 53 random bits, at the top of 64: a number in [0, 1), times 2^64. */
+/* 53 random bits, the upper ones of 64: a number in [0, 1), times 2^64. */
 static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
     return llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index) >> 11 << 11;
 }
 
 double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
     uint64_t bits = llm__random_bits(seed, stream, index) >> 11;
-    return (double)bits * 0x1p-53; /* every double in [0, 1) of that spacing is equally likely */
+    return (double)bits * 0x1p-53; /* each multiple of 2^-53 is equally likely */
 }
 
-/* The upper half of the product of two 64-bit numbers: a/2^64 x b, rounded down. */
+/* The upper 64 bits of the 128-bit product: a / 2^64 x b, rounded down. */
 static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
     uint64_t middle = ah * bl + (al * bl >> 32), low = (middle & 0xffffffffu) + al * bh;
     return ah * bh + (middle >> 32) + (low >> 32);
 }
 
-/* ln(sum(exp(x))), shifted by the largest so that nothing overflows */
+/* ln(sum(exp(x))); the largest x is subtracted so that exp cannot overflow */
 static double llm__log_sum_exp(const float *x, int n) {
     float most = x[llm__argmax(x, n)];
     if (!(fabsf(most) <= FLT_MAX)) return most;
@@ -2998,14 +2993,14 @@ static void llm__sampler_free(llm__sampler *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* As fine as it can be (and needs to be) so that the sum of n such numbers stays below 2^63. */
+/* Bits of a likelihood: at most 44, and few enough that the sum of n stays below 2^63. */
 static int llm__likelihood_bits(int n) {
     int bits = 44;
     while ((int64_t)n >> (63 - bits)) bits--;
     return bits;
 }
 
-/* max_draws: tokens that are drawn from one slice of logits, at the most */
+/* max_draws: most tokens drawn from one slice of logits */
 static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err) {
     size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
@@ -3022,8 +3017,7 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     return false;
 }
 
-/* The order of all that follows: likelier first, the smaller id first among equals, so that ties break alike
- * everywhere. */
+/* Likelier first; ties by id, so that every device orders alike. */
 static bool llm__likelier(llm__token_logit a, llm__token_logit b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
@@ -3041,12 +3035,11 @@ static void llm__sift_down(llm__token_logit *heap, int n, int i) {
     heap[i] = moving;
 }
 
-/* Logits of tokens among `recent` are pushed down: divided by the penalty if positive, else multiplied. Once
- * each. */
+/* Penalize each recent token once: divide its logit by the penalty if positive, else multiply. */
 static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent, int n_recent) {
     if (p->repetition_penalty == 1) return;
     int n = p->penalty_window && p->penalty_window < n_recent ? p->penalty_window : n_recent;
-    if (++s->n_draws == 0) { /* the counter came round: forget the old marks */
+    if (++s->n_draws == 0) { /* the counter wrapped: clear the old marks */
         memset(s->seen, 0, (size_t)s->vocab_size * sizeof *s->seen);
         s->n_draws = 1;
     }
@@ -3059,10 +3052,10 @@ static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t 
     }
 }
 
-/* e^(logit/T) relative to the likeliest's: 2^bits for that one, and 0 for what is less than 2^-bits of it. In whole numbers,
- * so that every machine gets the same: e^-x = 2^-y, y is cut after 24 bits, its whole part is a shift, and for the rest there
- * is the series of 2^-f = e^(-f ln 2) = 1 - f ln 2 + (f ln 2)^2/2! - ... (its numbers times 2^32). A larger logit never
- * gets less: a step of 2^-24 in f is larger than all rounding here. */
+/* 2^bits x e^((logit - most) / T), where `most` is the largest logit. Integer arithmetic gives the
+ * same on every machine: e^-x = 2^-y, where y = x / ln 2 has 24 fractional bits. The whole part of
+ * y is a shift; for its fraction f, 2^-f = 1 - f ln 2 + (f ln 2)^2/2! - ... (terms: coefficients
+ * x 2^32). A larger logit never gets less: a step of y exceeds the rounding of the series. */
 static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
     static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
                                      661577,     65510,      5676,       437,       30};
@@ -3074,8 +3067,8 @@ static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, 
     return sum << (bits - 32) >> (y >> 24);
 }
 
-/* Apply the filters to heap[0 .. vocab_size): fills `kept` with what is left, likeliest first, and returns how
- * many. */
+/* Filter heap (vocab_size) into `kept`, likeliest first. *mass: the sum of its likelihoods. Returns
+ * its length. */
 static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     int n = s->vocab_size, n_kept = 0;
     int limit = p->top_k && p->top_k < n ? p->top_k : n;
@@ -3084,8 +3077,8 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     float most = s->heap[0].logit;
     uint64_t least = (uint64_t)((double)p->min_p * (double)((uint64_t)1 << s->bits));
 
-    /* What top-p measures itself against: the mass of all, or, after top-k, of the k (which must be handed out
-     * first). */
+    /* top-p is a share of the total mass: of all tokens or, with top-k, of the k likeliest. The
+     * latter is known only after the loop. */
     uint64_t total = 0, sum = 0;
     if (all && p->top_p < 1)
         for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
@@ -3099,7 +3092,7 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
         llm__sift_down(s->heap, n, 0);
     }
     if (!all && p->top_p < 1) {
-        /* min-p may have stopped before the k-th; the rest of the k count towards the mass all the same */
+        /* if min-p stopped the loop, the rest of the k still count towards the mass */
         total = sum;
         for (int i = n_kept; i < limit; i++) {
             total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
@@ -3116,21 +3109,20 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     return n_kept;
 }
 
-/* What is left of a distribution after penalties, temperature and filters. */
+/* A distribution after penalties, temperature and filters. */
 typedef struct llm__shaped {
     const llm__token_logit *kept; /* (n) */
-    int n;
+    int n;         /* tokens */
     float most;    /* the largest logit */
-    int bits;      /* it counts 2^bits */
-    uint64_t mass; /* the sum of all likelihoods */
+    int bits;      /* the likelihood of the largest logit is 2^bits */
+    uint64_t mass; /* sum of the likelihoods of `kept` */
 } llm__shaped;
 
-/* logits (vocab_size) are left as they are. recent (n_recent): the sequence so far. The result lives in the
- * sampler. */
+/* logits (vocab_size); recent (n_recent): the sequence so far. The result points into s. */
 static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const float *logits,
                               const int32_t *recent, int n_recent) {
     for (int i = 0; i < s->vocab_size; i++) {
-        s->heap[i].logit = logits[i] == logits[i] ? logits[i] : -INFINITY; /* a NaN is never drawn */
+        s->heap[i].logit = logits[i] == logits[i] ? logits[i] : -INFINITY; /* never draw NaN */
         s->heap[i].id = i;
     }
     llm__penalize(s, p, recent, n_recent);
@@ -3139,7 +3131,7 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
         if (llm__likelier(s->heap[i], s->heap[best])) best = i;
 
     llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
-    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* greedy, or no logit is finite */
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* or no logit is finite */
         shaped.kept = &s->heap[best];
         shaped.n = 1;
         shaped.mass = 1;
@@ -3157,20 +3149,20 @@ static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling
     return shaped->n == 1 ? shaped->mass : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
-/* Choose a token: walk along the probabilities until a random point is passed. `index` counts the generated
- * tokens of stream (sampling->seed, stream). */
+/* Draw a token: the first at which the running sum of likelihoods exceeds a random point below the
+ * mass. index: the number of tokens generated so far. */
 static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
                            int n_recent, uint64_t stream, uint64_t index) {
     if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
     uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
     int i = 0;
-    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the point is below the mass: one of them has it */
+    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the last one needs no test */
         if ((passed += llm__shaped_weight(&shaped, p, i)) > point) break;
     return shaped.kept[i].id;
 }
 
-/* The distribution that llm__sample draws from, as probabilities (vocab_size). */
+/* The probabilities (vocab_size) with which llm__sample draws each token. */
 static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
                               const int32_t *recent, int n_recent, float *probabilities) {
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
@@ -3183,33 +3175,30 @@ static void llm__distribution(llm__sampler *s, const llm_sampling *p, const floa
 /* =====================================================================================
  * [4] Paged cache: blocks, block tables, reference counts, copy-on-write, the prefix cache
  *
- * To produce the next token, attention needs the key and the value of every earlier token, in
- * every layer. Computing them again for each new token would make the cost of a text of n tokens grow with
- * n^2 forward passes; keeping them (the KV cache) makes it n. The price is memory: 2 x n_layers x
- * n_kv_heads x head_dim numbers per token, and nobody knows beforehand how long a text gets.
+ * Attention needs the keys and values of all earlier tokens, in every layer. The KV cache keeps
+ * them: 2 x n_layers x n_kv_heads x head_dim numbers per token. Without it, token n would cost a
+ * forward pass over n tokens instead of one.
  *
- * Reserving the longest context for every sequence wastes most of that memory. So the cache is
- * paged, as an operating system pages memory (Kwon et al. 2023, "Efficient Memory Management for
- * Large Language Model Serving with PagedAttention"): one pool of blocks of `block_size` token slots,
- * and for each sequence a block table that says which block holds its tokens 0..15, which 16..31,
- * and so on. A sequence takes a block when it needs one and wastes less than one block.
+ * The length of a text is not known in advance, and reserving the longest context for each sequence
+ * wastes most of the memory. So the cache is paged (Kwon et al. 2023, "Efficient Memory Management
+ * for Large Language Model Serving with PagedAttention"): a pool has blocks of `block_size` slots,
+ * and the block table of a sequence lists its blocks. A sequence takes blocks as it grows, and
+ * wastes less than one. With 8 blocks (0 to 3, then 4 to 7) of 16 slots:
  *
  *     sequence A, 37 tokens     table: 5 0 3         pool:  [A16-31][    ][B0-15][A32-36]
  *     sequence B, 18 tokens     table: 2 6                  [      ][A0-15][B16-17][    ]
  *
- * Blocks are counted. A fork (several samples of one prompt) copies the table, not the blocks,
- * and raises their counts; the first of them that writes into a shared block gets a copy of its own
- * (copy-on-write). A block whose count falls to zero is free again.
+ * Blocks have reference counts. A fork (several samples of one prompt) copies the table, not the
+ * blocks. A sequence that writes into a shared block first copies it (copy-on-write). A block whose
+ * count falls to zero is free.
  *
- * Free, but not forgotten: a full block stays as it is until its memory is wanted, and a later prompt that
- * begins with the same tokens takes it up again instead of computing it (the prefix cache). What a block holds
- * depends on its own tokens and on all that come before, so it is found under the hash of its parent's identity
- * and its tokens. A hash is only a hint: tokens and parent are compared. The identity is a number that is never
- * given twice, so a block whose parent was evicted cannot be found under another parent that happens to use the
- * same memory.
+ * A full block keeps its content while it is free, so that a later prompt that begins with the same
+ * tokens can share it (the prefix cache). Its keys and values depend on its tokens and all earlier
+ * ones, so it is looked up by its tokens and the identity of its parent, the block before it.
+ * Identities are never reused, so children of an evicted parent match no later content.
  *
- * This chapter only does the book-keeping. The keys and values themselves are the device's (struct llm_cache),
- * and the same block number means the same place in every layer, and in the caches of target and draft alike.
+ * This chapter is only book-keeping. The device has the keys and values (struct llm_cache). A block
+ * number means the same place in every layer, in the caches of target and draft alike.
  * ================================================================================== */
 
 static void llm__pool_free(llm__pool *pool) {
@@ -3226,7 +3215,7 @@ static void llm__pool_free(llm__pool *pool) {
     memset(pool, 0, sizeof *pool);
 }
 
-/* Free blocks: into the ring, in front of `place`. */
+/* Add a block to the ring of free blocks, before `place`. */
 static void llm__pool_insert(llm__pool *pool, int32_t block, int32_t place) {
     int32_t before = pool->before[place];
     pool->before[block] = before;
@@ -3242,7 +3231,7 @@ static void llm__pool_remove(llm__pool *pool, int32_t block) {
     pool->peak = llm__max(pool->peak, pool->n_blocks - pool->n_free);
 }
 
-/* max_copies: the most sequences that may write in one step, for each can need one copy. */
+/* max_copies: most sequences in a step, since each needs at most one copy. */
 static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
                            bool keeps_prefixes, llm_error *err) {
     memset(pool, 0, sizeof *pool);
@@ -3285,7 +3274,7 @@ static int32_t *llm__pool_tokens(const llm__pool *pool, int32_t block) {
     return pool->tokens + (int64_t)block * pool->block_size;
 }
 
-/* The block that holds these tokens (block_size) after that parent; -1: none. */
+/* The block with these tokens (block_size) and this parent; -1: none. */
 static int32_t llm__pool_find(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
     int32_t block = *llm__pool_bucket(pool, parent, tokens);
     while (block >= 0 && (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
@@ -3302,8 +3291,8 @@ static void llm__pool_forget(llm__pool *pool, int32_t block) {
     pool->identity[block] = 0;
 }
 
-/* A block has become full: remember what it holds. Returns the identity of this content, which another block
- * may already have. */
+/* Add a full block to the prefix cache, unless another block has the same content. Returns the
+ * content's identity. */
 static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, const int32_t *tokens) {
     int32_t known = llm__pool_find(pool, parent, tokens);
     if (known >= 0) return pool->identity[known];
@@ -3317,7 +3306,7 @@ static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, 
 
 /* ---- Blocks ------------------------------------------------------------------------------ */
 
-/* Report what happens to a block, which is or was entry `place` of a table. */
+/* Report an event of a block that is, or was, entry `place` of a table. */
 static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm_trace_kind kind, int place,
                              int32_t block) {
     llm_trace_event event = llm__trace_event(kind, table ? table->request : 0, table ? table->sample : 0, place, 0);
@@ -3328,7 +3317,7 @@ static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm
     llm__trace(pool->tracer, event);
 }
 
-/* A free block, with a count of one. The caller has checked that there is one. */
+/* Take a free block; its count becomes 1. The caller has checked that there is one. */
 static int32_t llm__pool_take(llm__pool *pool) {
     int32_t block = pool->after[pool->n_blocks];
     llm__pool_remove(pool, block);
@@ -3340,7 +3329,7 @@ static int32_t llm__pool_take(llm__pool *pool) {
 }
 
 static void llm__pool_share(llm__pool *pool, int32_t block) {
-    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free, its content kept */
+    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free */
 }
 
 static void llm__pool_drop(llm__pool *pool, int32_t block) {
@@ -3355,14 +3344,12 @@ static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens) {
 
 /* ---- Block tables -------------------------------------------------------------------------- */
 
-/* Make the slots of tokens first .. end - 1 writable by this sequence alone: a block in which
- * they start and that others share is copied, and blocks are taken for the rest. All
- * or nothing: false, with nothing changed, if the pool or the table cannot hold it. Calling it again with the
- * same range does nothing more. */
+/* Give a sequence private slots for tokens first to end - 1: copy the block of `first` if shared,
+ * and take new blocks. False, with nothing changed: too few free blocks or table entries. */
 static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end) {
     if (first >= end) return true;
     int64_t wanted = llm__blocks_for(pool, end);
-    int shared = first / pool->block_size; /* blocks before this one are only read */
+    int shared = first / pool->block_size; /* earlier blocks are only read */
     bool copy = shared < table->n_blocks && pool->references[table->blocks[shared]] > 1;
     int64_t take = llm__max(wanted - table->n_blocks, 0) + copy;
     if (wanted > table->capacity || take > pool->n_free || (copy && pool->n_copies == pool->max_copies))
@@ -3372,7 +3359,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
         pool->copy_from[pool->n_copies] = from;
         pool->copy_to[pool->n_copies++] = to;
         table->blocks[shared] = to;
-        llm__pool_drop(pool, from); /* others still hold it, so its content stays until the copy is done */
+        llm__pool_drop(pool, from); /* others share it, so its content stays until it is copied */
         llm__trace_block(pool, table, LLM_TRACE_COPY, shared, to);
     }
     for (int i; (i = table->n_blocks) < wanted; table->n_blocks++) {
@@ -3382,8 +3369,8 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
     return true;
 }
 
-/* How many of the copies may be done twice, where nobody knows whether they were done: those before the first that overwrites what one of
- * them reads. */
+/* How many leading copies may be repeated after a failure: those before the first that overwrites
+ * the source of an earlier one. */
 static int llm__copies_at_once(const llm__pool *pool) {
     for (int n = 1; n < pool->n_copies; n++)
         for (int i = 0; i < n; i++)
@@ -3391,15 +3378,15 @@ static int llm__copies_at_once(const llm__pool *pool) {
     return pool->n_copies;
 }
 
-/* The first n of them have been done. */
+/* Remove the first n copies from the list. */
 static void llm__copies_done(llm__pool *pool, int n) {
     pool->n_copies -= n;
     memmove(pool->copy_from, pool->copy_from + n, (size_t)pool->n_copies * sizeof *pool->copy_from);
     memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
 }
 
-/* Give back the blocks behind the first n_tokens. Last ones first: so the beginnings of texts, which others
- * are likelier to share, are the last to be evicted. */
+/* Release the blocks after the first n_tokens, in reverse: the beginnings of texts, which are
+ * shared more often, are evicted last. */
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
     int64_t wanted = llm__blocks_for(pool, n_tokens);
     while (table->n_blocks > wanted) {
@@ -3415,7 +3402,7 @@ static void llm__table_clear(llm__pool *pool, llm__table *table) {
     table->identity = 0;
 }
 
-/* copy shares all blocks of table. Its capacity must be at least table->n_blocks. */
+/* Let `copy` (of capacity >= table->n_blocks) share all blocks of `table`. */
 static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
     for (int i = 0; i < table->n_blocks; i++) {
         copy->blocks[i] = table->blocks[i];
@@ -3427,8 +3414,8 @@ static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table
     copy->identity = table->identity;
 }
 
-/* Fill an empty table with the kept blocks that hold the beginning of these tokens. Returns how many tokens
- * that is. */
+/* Fill an empty table with the prefix of these tokens that is in the prefix cache. Returns its
+ * length in tokens. */
 static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
     while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
         int32_t block =
@@ -3443,7 +3430,7 @@ static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *t
     return table->n_blocks * pool->block_size;
 }
 
-/* The first n_tokens are in the cache now: remember the blocks that have become full. */
+/* The first n_tokens are in the cache: add their full blocks to the prefix cache. */
 static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
     if (!pool->keeps_prefixes) return;
     for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
@@ -3451,7 +3438,7 @@ static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *t
                                          tokens + (int64_t)table->n_kept * pool->block_size);
 }
 
-/* Where the cache keeps the token at `position`. */
+/* The slot of the token at `position`. */
 static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position) {
     return table->blocks[position / pool->block_size] * pool->block_size + position % pool->block_size;
 }
@@ -3459,8 +3446,8 @@ static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, i
 /* =====================================================================================
  * [5] The program: a model as a list of operations
  *
- * A model of the Llama family (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around a
- * "residual stream": one vector of `dim` numbers per token, which every layer reads and adds to.
+ * A Llama model (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around the
+ * residual stream: one vector of `dim` numbers per token, which every layer reads and adds to.
  *
  *     x = embedding[token]                               (T, dim)
  *     for each layer:
@@ -3468,17 +3455,15 @@ static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, i
  *         x += Wdown . (silu(Wgate.h) * Wup.h)                   where h = rmsnorm(x)
  *     logits = Woutput . rmsnorm(x)                      (T, vocab_size)
  *
- * Attention is the only place where a token sees others; all the rest works on each of the T tokens of the
- * batch by itself. That is why one pass may hold a piece of a prompt, single tokens of twenty
- * other sequences and the guesses of a draft model at the same time: only attention needs to know
- * whose token is whose, and it looks that up in the batch.
+ * Only attention combines tokens; everything else works on each of the T tokens of the batch alone.
+ * That is why one step can hold part of a prompt, single tokens of twenty other sequences and a
+ * draft's proposals: only attention looks up, in the batch, which sequence a token is in.
  *
- * A model is data: one table below says which tensors a layer may have, under which names and
- * of which shapes, another which of them an architecture has. Loading checks the file against both; the pass goes through
- * what is there.
+ * A model is data. One table lists the tensors that a layer can have, with names and shapes;
+ * another lists which of them each architecture has. Loading checks the file against both.
  * ================================================================================== */
 
-typedef enum llm__part { /* the tensors of a layer */
+typedef enum llm__part { /* a tensor of a layer */
                          LLM__ATTN_NORM,
                          LLM__Q,
                          LLM__K,
@@ -3500,7 +3485,7 @@ typedef enum llm__part { /* the tensors of a layer */
                          LLM__N_PARTS
 } llm__part;
 
-/* widths that tensors are made of */
+/* a dimension of a tensor */
 typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN, LLM__HEAD } llm__width;
 
 static uint64_t llm__width_of(const llm_config *c, llm__width width) {
@@ -3518,7 +3503,7 @@ static uint64_t llm__width_of(const llm_config *c, llm__width width) {
 typedef struct llm__part_row {
     const char *name;      /* blk.N.<name> in a GGUF file */
     const char *source;    /* model.layers.N.<source> in a Hugging Face folder */
-    llm__width rows, cols; /* (rows, cols); rows = LLM__ONE: a vector */
+    llm__width rows, cols; /* rows = LLM__ONE: a vector */
 } llm__part_row;
 
 static const llm__part_row *llm__parts(void) {
@@ -3545,7 +3530,7 @@ static const llm__part_row *llm__parts(void) {
     return table;
 }
 
-/* Sets of parts, a bit for each. */
+/* Sets of parts: bit i is part i. */
 enum {
     LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__FFN_NORM |
                   1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
@@ -3555,15 +3540,15 @@ enum {
     LLM__HEAD_NORMS = 1 << LLM__Q_NORM | 1 << LLM__K_NORM
 };
 
-/* The architectures that run. Others differ in ways that would give wrong words, not an error, so nothing is guessed. */
+/* A supported architecture. Others are refused: run as one of these, they give wrong text. */
 typedef struct llm__architecture {
     const char *name;           /* general.architecture of a GGUF file */
     const char *model_type;     /* in config.json of a folder */
-    llm_rope_pairing pairing;   /* in GGUF files; in folders it is always LLM_ROPE_HALVES */
-    unsigned required, optional; /* parts of a layer */
-    /* what it means where config.json does not say (0: nothing, it must say, or the usual) */
-    int head_dim, window;
-    bool kv_heads;              /* as many key/value heads as query heads */
+    llm_rope_pairing pairing;   /* in GGUF files; folders always have LLM_ROPE_HALVES */
+    unsigned required, optional; /* sets of parts */
+    /* Defaults for keys absent from config.json: */
+    int head_dim, window;       /* 0: dim / n_heads; 0: no window */
+    bool kv_heads;              /* n_kv_heads defaults to n_heads; false: the key is required */
 } llm__architecture;
 
 static const llm__architecture *llm__architecture_at(int index) {
@@ -3576,7 +3561,7 @@ static const llm__architecture *llm__architecture_at(int index) {
     return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
 }
 
-/* By general.architecture, or (source) by model_type; NULL: unknown. */
+/* By name or, if source, by model_type. NULL: unknown. */
 static const llm__architecture *llm__find_architecture(llm_string name, bool source) {
     const llm__architecture *a;
     for (int i = 0; (a = llm__architecture_at(i)) != NULL; i++)
@@ -3606,7 +3591,7 @@ static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t 
     return to && backend->upload(backend->context, to, host, bytes, err);
 }
 
-/* A vector (norm, bias) as f32 in device memory. */
+/* Convert a vector (norm, bias) to f32 in device memory. */
 static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     int64_t n = (int64_t)tensor->dims[0];
     float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
@@ -3616,14 +3601,14 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm
     return ok;
 }
 
-/* The order in which a matrix takes its input. */
+/* Upload w->columns. */
 static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
     w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
     return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
 }
 
-/* The rows of a matrix that the file has in another form; they are the network's. */
+/* Convert a matrix that the file has in another form (AWQ, GPTQ). The network owns the rows. */
 static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
     void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows, "the rows of matrices", err);
     if (!grown) return NULL;
@@ -3641,7 +3626,7 @@ static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_we
     w->cols = (int64_t)tensor->dims[0];
     if (!host || !backend->load_weight(backend->context, w, host, err)) return false;
     bool copied = w->packed || w->data != host;
-    if (copied && !tensor->data) { /* then the rows are wanted no more */
+    if (copied && !tensor->data) { /* the device has its own copy */
         if (w->data == host) w->data = NULL;
         LLM_FREE(net->rows[--net->n_rows]);
     }
@@ -3649,17 +3634,17 @@ static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_we
     return !tensor->columns || llm__load_columns(backend, tensor, w, err);
 }
 
-/* theta_i = base^(-2i/rope_dim): the first dimensions of a head turn quickly with the position and
- * tell near tokens apart, the last turn slowly and tell far ones (Su et al. 2021, "RoFormer").
+/* The frequency of pair i: base^(-2i/rope_dim) radians per position. The first pairs turn fast and
+ * distinguish near positions; the last turn slowly and distinguish far ones (Su et al. 2021).
  *
- * A model that is to read longer texts than it was trained on would meet angles it has never seen. So the
- * frequencies are divided: all alike ("linear"), or those only that do not complete a turn within the
- * trained length, while the quick ones, which have seen all angles, stay. Llama 3 brings a divisor
- * for each; YaRN computes one, blending between beta_fast and beta_slow turns over that length. */
+ * In texts longer than the training length, slow pairs reach angles that the model has not seen.
+ * So frequencies are divided: all alike (linear), or those of slow pairs only. Llama 3 stores a
+ * divisor per pair. YaRN divides by rope_factor where a pair makes fewer than beta_slow turns over
+ * the training length, by 1 where it makes more than beta_fast, and blends in between. */
 static double llm__frequency(const llm_config *c, int i, double divisor) {
     double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
     if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
-    /* the dimension that makes so many turns over the length that the model was trained for at first */
+    /* fast, slow: the pairs that make beta_fast and beta_slow turns over the training length */
     double per_turn = c->rope_original_context / (2 * 3.14159265358979323846), scale = c->rope_dim / (2 * log(c->rope_base));
     double fast = floor(scale * log(per_turn / c->rope_beta_fast)), slow = ceil(scale * log(per_turn / c->rope_beta_slow));
     fast = fast > 0 ? fast : 0;
@@ -3718,12 +3703,12 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
     return cache->values != NULL;
 }
 
-/* Bytes of one block in all layers, keys and values. */
+/* Bytes of one block: keys and values of all layers. */
 static size_t llm__block_bytes(const llm_cache *cache) {
     return 2 * (size_t)cache->n_layers * (cache->layer_bytes / (size_t)cache->n_blocks);
 }
 
-/* One block of all layers between the cache and host memory (llm__block_bytes). */
+/* Copy a block of all layers out to host memory (llm__block_bytes), or back in. */
 static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err) {
     const llm_cache *cache = &net->cache;
     llm_backend *b = net->backend;
@@ -3765,7 +3750,7 @@ static void llm__network_free(llm__network *net) {
     memset(net, 0, sizeof *net);
 }
 
-/* Put the model's weights on the device. On failure the caller frees what is there. */
+/* Load the model's weights onto the device. On failure the caller frees the network. */
 static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err) {
     net->model = model;
     net->backend = backend;
@@ -3788,22 +3773,21 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
 }
 
 /* ---- The program ----------------------------------------------------------------------------
- * What the model computes, operation by operation. A trait of an architecture (a bias, a norm of
- * the heads, a window) is a line in one of these functions. */
+ * A trait of an architecture (a bias, head norms, a window) is a line in one of these functions. */
 
 enum { /* the buffers of a program */
     LLM__X,         /* (T, dim) the residual stream */
-    LLM__NORMED,    /* (T, dim) its normalised copy */
+    LLM__NORMED,    /* (T, dim) the normalised residual stream */
     LLM__QUERIES,   /* (T, n_heads, head_dim) */
     LLM__KEYS,      /* (T, n_kv_heads, head_dim) */
     LLM__VALUES,    /* (T, n_kv_heads, head_dim) */
     LLM__ATTENDED,  /* (T, n_heads, head_dim) */
     LLM__GATES,     /* (T, hidden_dim) */
     LLM__UPS,       /* (T, hidden_dim) */
-    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, its columns in another order */
-    LLM__ANGLES,    /* (T, rope_dim/2, 2) */
-    LLM__CACHE,     /* the paged cache: no memory of the program's */
-    LLM__ROWS,      /* (R, dim) the residual stream of the rows whose logits are wanted */
+    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, with permuted columns */
+    LLM__ANGLES,    /* (T, rope_dim/2, 2) cosine and sine per pair */
+    LLM__CACHE,     /* the paged cache: takes no memory here */
+    LLM__ROWS,      /* (R, dim) the residual stream of tokens whose logits are needed */
     LLM__LOGITS,    /* (R, vocab_size) */
     LLM__N_BUFFERS
 };
@@ -3829,8 +3813,7 @@ static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w,
     return op;
 }
 
-/* out = w . in, + the bias if the model has it. A matrix may take its input in an order of its own.
- */
+/* out = w . in, + bias if the model has it. Permute the input first if the matrix has `columns`. */
 static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
                                 int in, int out) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS + part],
@@ -3846,7 +3829,7 @@ static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, ll
     return op;
 }
 
-/* x += attention of the normalised x */
+/* x += Wo . attention of the normalised x */
 static void llm__emit_attention(llm__network *net, int layer, bool naive) {
     const llm_config *c = &net->model->config;
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
@@ -3877,8 +3860,7 @@ static void llm__emit_attention(llm__network *net, int layer, bool naive) {
     llm__emit_matmul(net, layer, LLM__O, LLM__O_BIAS, LLM__ATTENDED, LLM__X)->add = true;
 }
 
-/* x += feed-forward of the normalised x. SwiGLU (Shazeer 2020): one half of the hidden layer
- * opens and closes gates for the other. */
+/* x += feed-forward of the normalised x */
 static void llm__emit_feed_forward(llm__network *net, int layer) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS];
     llm__emit_norm(net, layer, &w[LLM__FFN_NORM], "ffn_norm.weight", LLM__X, LLM__NORMED);
@@ -3888,8 +3870,7 @@ static void llm__emit_feed_forward(llm__network *net, int layer) {
     llm__emit_matmul(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__GATES, LLM__X)->add = true;
 }
 
-/* The head: the output matrix is the largest of all, so only the wanted rows are multiplied by it.
- */
+/* The output matrix is the largest of all, so gather the rows whose logits are needed first. */
 static void llm__emit_head(llm__network *net) {
     llm_program *p = &net->program;
     p->n_body = p->n_ops;
@@ -3900,7 +3881,7 @@ static void llm__emit_head(llm__network *net) {
     logits->name = net->model->config.tied_output ? "token_embd.weight" : "output.weight";
 }
 
-/* Emit all operations, and describe the buffers. */
+/* Emit all operations and describe the buffers. */
 static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_error *err) {
     enum { LAYER_OPS = 12, OTHER_OPS = 5 };
     const llm_config *c = &net->model->config;
@@ -3943,8 +3924,8 @@ static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_err
     return true;
 }
 
-/* Values of a buffer in steps of up to max_tokens tokens, rounded up so that the next one starts on
- * a cache line. 0: too many to address (widths are below 2^62, rows below 2^31). */
+/* Values in a buffer for steps of max_tokens tokens, rounded up so that the next buffer starts on
+ * a cache line. 0: too many to address. */
 static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *buffer,
                                    int max_tokens) {
     uint64_t values, rows = (uint64_t)llm_rounded_rows(buffer->head ? net->max_logits : max_tokens);
@@ -3952,7 +3933,7 @@ static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *bu
     return (values / 16 + 1) * 16;
 }
 
-/* Memory for all buffers, sized once for the largest batch: one allocation. */
+/* Allocate all buffers at once, for the largest batch. */
 static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *err) {
     llm_program *p = &net->program;
     llm_backend *b = net->backend;
@@ -3977,7 +3958,7 @@ static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *
     return net->activations != NULL;
 }
 
-/* Compile the model and prepare its program, for steps of up to o->max_batch_tokens tokens. */
+/* Compile the model and prepare its program. max_logits: rows in a slice of the head. */
 static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
                                  llm_error *err) {
     llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
@@ -3987,8 +3968,7 @@ static bool llm__network_prepare(llm__network *net, const llm_engine_options *o,
     return net->backend->prepare(net->backend->context, &net->program, &limits, err);
 }
 
-/* ---- What an operation costs -------------------------------------------------------------------
- */
+/* ---- What an operation costs -------------------------------------------------------------- */
 
 const char *llm_op_name(llm_op_kind kind) {
     static const char *const names[LLM_N_OP_KINDS] = {"embed",  "rope_angles", "rmsnorm",
@@ -3997,8 +3977,7 @@ const char *llm_op_name(llm_op_kind kind) {
     return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
 }
 
-/* Keys that the attention of a batch reads (*read), and pairs of query and key (*pairs), of one
- * head. */
+/* Per head: the keys that attention reads over a batch, and the pairs of query and key. */
 static void llm__count_pairs(const llm_op *op, const llm_batch *batch, double *read,
                              double *pairs) {
     *read = *pairs = 0;
@@ -4045,7 +4024,7 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
     case LLM_OP_ROPE_STORE:
         cost.operations = 3 * rows * (a->n_heads + a->n_kv_heads) * a->head_dim;
         cost.activation_bytes += 4 * rows * (a->n_heads + a->n_kv_heads) *
-                                 a->head_dim; /* q and k are written, too */
+                                 a->head_dim; /* q and k are also written */
         cost.cache_bytes = rows * per_key;
         break;
     case LLM_OP_ATTENTION:
@@ -4055,7 +4034,7 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
         break;
     case LLM_OP_GATHER_COLUMNS:
         cost.weight_bytes = 4.0 * (double)op->weight->cols;
-        break; /* only the order is read */
+        break; /* reads w->columns, not the weights */
     default: break;
     }
     return cost;
@@ -4064,53 +4043,53 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
 /* =====================================================================================
  * [6] The operations: each as the plain loop that defines it
  *
- * One function per kind of llm_op, written as a textbook would: slow, in double precision, and easy to see
- * through. llm__reference_run, at the end, is the executor that a class steps through: a loop over the
- * program with a switch over these functions. LLM_ISA_REFERENCE selects it, and everything fast, here and in
- * llm.cu, is tested against it.
+ * One function per kind of llm_op, as in a textbook: slow, mostly in double precision, and simple.
+ * llm__reference_run, at the end, is a loop over the program with a switch over these functions.
+ * LLM_ISA_REFERENCE selects it. The fast kernels, here and in llm.cu, are tested against it.
  * ================================================================================== */
 
 /* ---- The arguments of kernels --------------------------------------------------------- */
 
-typedef struct llm__matmul_job { /* out (n, rows) = x (n, cols) times w (rows, cols) transposed */
-    const llm_weight *w;
-    const float *x;
-    const void *x_tiles;     /* x rounded to int8, for the block formats (see "Panels") */
-    size_t x_tile_bytes;
+typedef struct llm__matmul_job { /* out = x times w transposed, + bias */
+    const llm_weight *w;     /* (rows, cols) */
+    const float *x;          /* (n, cols) */
+    const void *x_tiles;     /* x as int8 in tiles, for quantized w (see LLM__X_BYTES) */
+    size_t x_tile_bytes;     /* of one tile */
     int height;              /* rows of x in a tile */
-    bool tiles;              /* use matrix tiles */
-    const float *bias;       /* NULL: none */
-    bool add;
-    int n;
-    float *out;
+    bool tiles;              /* use the processor's matrix tiles (AMX) */
+    const float *bias;       /* (rows); NULL: none */
+    bool add;                /* add the result to out */
+    int n;                   /* rows of x */
+    float *out;              /* (n, rows) */
     bool gate;               /* out holds the gate: out = silu(out) x the product */
     size_t tile_bytes;       /* of scratch, for unpacked weights */
 } llm__matmul_job;
 
-typedef struct llm__rope_job { /* the op's buffers, for all tokens of the batch */
+typedef struct llm__rope_job {
     const llm_batch *batch;
     const llm_op *op;
     const llm_cache *cache;
-    const float *angles, *q_norm, *k_norm; /* norms: NULL, none */
-    float *q, *k;
-    const float *v;
+    const float *angles, *q_norm, *k_norm; /* (T, rope_dim/2, 2); (head_dim) or NULL: no norm */
+    float *q, *k;            /* (T, n_heads, head_dim); (T, n_kv_heads, head_dim) */
+    const float *v;          /* (T, n_kv_heads, head_dim) */
 } llm__rope_job;
 
 typedef struct llm__attention_job {
     const llm_batch *batch;
     llm_attention_shape shape;
-    const float *q;
+    const float *q;          /* (T, n_heads, head_dim) */
     const llm_cache *cache;
     int layer;
-    float *out;
-    bool tiles;              /* use matrix tiles */
+    float *out;              /* (T, n_heads, head_dim) */
+    bool tiles;              /* use the processor's matrix tiles (AMX) */
 } llm__attention_job;
 
-/* One set of compiled kernels. Each works on a range that one thread was given. */
+/* The kernels for one instruction set. A call computes the range given to one thread. */
 typedef struct llm__kernels {
     llm_isa isa;
     int lanes;                       /* floats in a register */
-    /* Rows 0 to rows - 1 of x (of at most 16), stripes first to end - 1, `group` values to a scale, into their tile of x, which is `height` high */
+    /* Round x (rows, cols) to int8, with a scale per `group` values, into a tile of `height` rows;
+     * only stripes (of 64 columns) first to end - 1 */
     void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile);
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
@@ -4118,7 +4097,8 @@ typedef struct llm__kernels {
     int32_t (*argmax)(const float *x, int n);
     double (*sum_exp)(const float *x, int n, float shift);
     void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head);
-    /* the query rows first_row .. end_row - 1 of a sequence under one kv head, where row = token * group + head */
+    /* Rows first_row to end_row - 1 of a sequence's queries for one kv head: row t * g + h is query
+     * head h, of the g that share the kv head, of the sequence's token t in the batch. */
     void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
                       void *scratch);
 } llm__kernels;
@@ -4128,19 +4108,19 @@ typedef struct llm__cpu { /* the context of a CPU backend */
     const llm__kernels *kernels;     /* NULL: the reference loops */
     llm_isa isa;
     int n_threads;
-    bool pack;                       /* weights, as they are loaded, */
-    struct llm__slab *slabs;         /* (n_slabs) into these */
+    bool pack;                       /* pack weights into slabs when they are loaded */
+    struct llm__slab *slabs;         /* (n_slabs) memory of packed weights */
     int64_t n_slabs, slab_capacity;
     uint64_t rounded_bytes;          /* of `rounded` */
     void *rounded;                   /* the rows of one matmul input as int8 */
     char *scratch;                   /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes, tile_bytes; /* of a thread; of these, for unpacked weights */
-    double alone_until;              /* on the clock; see llm__run_team */
+    size_t scratch_bytes, tile_bytes; /* per thread; the part of it for unpacked weights */
+    double alone_until;              /* llm_seconds() until which one thread runs; 0: all run */
 } llm__cpu;
 
 static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
 
-/* Where the cache keeps position `position` of sequence s, as the number of its row of head_dim values in a layer. */
+/* The row (of head_dim values) of a layer's keys or values that holds this position. */
 static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence, int kv_head, int position) {
     const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
     int64_t block = table[position / batch->block_size];
@@ -4151,7 +4131,7 @@ static const char *llm__cache_layer(const llm_cache *cache, const void *side, in
     return (const char *)side + (size_t)layer * cache->layer_bytes;
 }
 
-/* A row's first value in its layer; the next one lies *stride values on. */
+/* The index of a row's first value in its layer; the next value is *stride further on. */
 static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row, int64_t *stride) {
     bool transposed = side == cache->keys && cache->keys_transposed;
     int64_t slot = row % cache->block_size;
@@ -4161,8 +4141,8 @@ static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_
 
 /* ---- The reference loops --------------------------------------------------------------- */
 
-/* Root mean square normalisation (Zhang and Sennrich 2019): bring the row to length sqrt(dim), then
- * stretch each of its dimensions by a learned weight. */
+/* Root mean square normalisation (Zhang and Sennrich 2019): scale each row of x (n, dim) to length
+ * sqrt(dim), then each dimension by its weight (dim). */
 static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
                                float epsilon, float *out) {
     for (int64_t row = 0; row < n; row++) {
@@ -4174,7 +4154,7 @@ static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, i
     }
 }
 
-/* unpacked (cols) is scratch, for one row of w. */
+/* out (n, rows) = x (n, cols) times w transposed. unpacked (cols) is scratch for a row of w. */
 static void llm__plain_matmul(const float *x, const llm_weight *w, const float *bias, int64_t n,
                               bool add, float *unpacked, float *out) {
     const llm_type_info *type = llm_type_find(w->type);
@@ -4189,13 +4169,13 @@ static void llm__plain_matmul(const float *x, const llm_weight *w, const float *
     }
 }
 
-/* SwiGLU (Shazeer 2020): one half of the feed-forward block decides how much of the other passes. */
+/* SwiGLU (Shazeer 2020): the gate decides how much of each value of `up` passes. */
 static void llm__plain_swiglu(const float *gate, const float *up, int64_t n, float *out) {
     for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
 }
 
-/* Rotary position embedding (Su et al. 2021): pairs of dimensions turn with the position, each at its own speed, so
- * that the product of a query and a key depends on the distance between them alone. */
+/* Rotary position embedding (Su et al. 2021): rotate pairs of dimensions by angles proportional to
+ * the position. Then the dot product of a query and a key depends only on their distance. */
 static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
     for (int i = 0; i < rope_dim / 2; i++) {
         float *a = pairing == LLM_ROPE_HALVES ? head + i : head + 2 * i;
@@ -4206,7 +4186,7 @@ static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_
     }
 }
 
-/* (What f16 cannot hold becomes its largest value: infinity would make of a weight of 0 something that is not a number.) */
+/* Clamp to the range of f16: infinity times an attention weight of 0 would be NaN. */
 static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
     int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
     int64_t at = llm__cache_place(cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
@@ -4248,14 +4228,14 @@ static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t
     return x;
 }
 
-/* The first position that a token sees: all of the sequence, or the last `window` tokens (Child et al. 2019; Mistral). What
- * lies before it stays in the cache, since a later prompt may begin alike, but is not read. */
+/* The first position that a token attends to: 0, or the first of the last `window` tokens (Child et
+ * al. 2019). The cache keeps earlier ones, for the prefix cache. */
 static int llm__first_seen(const llm_attention_shape *shape, int position) {
     return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
-/* Attention of one query (Vaswani et al. 2017), as it is written on the blackboard: all scores, their softmax, the
- * weighted mean of the values. scores (position + 1) is scratch. */
+/* Attention of one query (Vaswani et al. 2017): all scores, their softmax, the weighted mean of the
+ * values. scores (position + 1) is scratch. */
 static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
     const llm_attention_shape *shape = &job->shape;
     const llm_cache *cache = job->cache;
@@ -4276,7 +4256,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
         scores[p] = (float)(dot * shape->scale);
         if (scores[p] > largest) largest = scores[p];
     }
-    double total = 0.0; /* the largest score is taken off, which changes no quotient and keeps exp from overflowing */
+    double total = 0.0; /* subtract the largest score: same quotients, no overflow */
     for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
     for (int p = first; p <= position; p++) {
@@ -4291,13 +4271,12 @@ static void llm__plain_attention(const llm__attention_job *job, int token, float
     const llm_batch *batch = job->batch;
     int s = 0;
     while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
-        if (++s == batch->n_sequences) return; /* it belongs to no sequence */
+        if (++s == batch->n_sequences) return; /* a token of no sequence */
     for (int head = 0; head < job->shape.n_heads; head++)
         llm__plain_attention_row(job, s, token, head, scores);
 }
 
-/* The four operations that move rows, or compute a few numbers for each, have one form for all
- * executors. They do the rows first to end - 1 of `out`. */
+/* The next four are also used by the fast executor. They compute rows first to end - 1 of out. */
 static void llm__embed(const llm_batch *batch, const llm_weight *table, int64_t first, int64_t end,
                        float *out) {
     const llm_type_info *type = llm_type_find(table->type);
@@ -4333,15 +4312,15 @@ static void llm__gather_columns(const float *x, const llm_weight *w, int64_t fir
 
 /* ---- The reference executor: the program, one operation after another ------------------------ */
 
-/* One call of run: what the operations work on. */
+/* The arguments of one call of run. */
 typedef struct llm__step {
     llm__cpu *cpu;
     const llm_program *program;
     const llm_batch *batch;
-    int first, n_logits;     /* the head's slice of batch->logit_rows */
+    int first, n_logits;     /* slice of batch->logit_rows that the head computes */
 } llm__step;
 
-/* Buffer `index` of an operation's in[]; NULL if there is none */
+/* Input `index` of an operation; NULL: none */
 static float *llm__in(const llm__step *step, const llm_op *op, int index) {
     return op->in[index] < 0 ? NULL : step->program->buffers[op->in[index]].data;
 }
@@ -4350,7 +4329,7 @@ static float *llm__out(const llm__step *step, const llm_op *op) {
     return op->out < 0 ? NULL : step->program->buffers[op->out].data;
 }
 
-/* Rows that an operation works on */
+/* Rows that an operation computes */
 static int llm__op_rows(const llm__step *step, const llm_op *op) {
     return op->out >= 0 && step->program->buffers[op->out].head ? step->n_logits
                                                                 : step->batch->n_tokens;
@@ -4378,7 +4357,7 @@ static llm__attention_job llm__attention_job_of(const llm__step *step, const llm
     return job;
 }
 
-/* The operations of a part of the program: *first to *end - 1 */
+/* A part of the program is its operations *first to *end - 1. */
 static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *end) {
     *first = part & LLM_BODY ? 0 : p->n_body;
     *end = part & LLM_HEAD ? p->n_ops : p->n_body;
@@ -4386,7 +4365,7 @@ static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *
 
 static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
 
-/* Run a part of the program: each operation by the loop that defines it. */
+/* llm_backend.run by the reference loops */
 static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
                                const llm_batch *batch, int first, int n_logits, llm_error *err) {
     llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
@@ -8189,38 +8168,34 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
 /* =====================================================================================
  * [9] Text: tokenizers and conversations
  *
- * A model reads tokens: pieces of text from a fixed list, the vocabulary, each with a number, its
- * id. Frequent words are one token, rare ones several, and every single byte has a token, so any
- * text can be written. The vocabulary was made by counting in the training text; the file has it.
+ * A model reads tokens: pieces of text from a fixed list, the vocabulary. A token's index in the
+ * list is its id. A frequent word is one token, a rare word several.
  *
- * Both kinds of vocabulary here use byte pair encoding (Gage 1994; for language models Sennrich et
- * al. 2016, arxiv.org/abs/1508.07909): begin with the smallest pieces, and join the two neighbours
- * that make the best larger piece, until no two do. The kinds are:
+ * Both supported kinds of vocabulary use byte pair encoding (BPE; Gage 1994; for language models
+ * Sennrich et al. 2016, arxiv.org/abs/1508.07909): start with the smallest pieces, and repeatedly
+ * join the best pair of neighbours, until no pair makes a token.
  *
- *     "gpt2"   byte-level BPE. Text is first split into words (a row of llm__splits); no token
- *              crosses a word's end. The smallest pieces are bytes. The best pair is the first in
- *              the file's list of merges. The file spells bytes as printable letters (a space is
- *              U+0120), see llm__spell_byte.
- *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). Text is not
- *              split. The smallest pieces are characters; a space is U+2581, and the text gets one
- *              in front. The best pair is the one whose joined token has the highest score. A
- *              character without a token becomes its bytes, the tokens <0x00> to <0xFF>.
+ *     "gpt2"   Byte-level BPE. Text is first split into words by a rule (llm__splits). The smallest
+ *              pieces are bytes; the file spells them as printable characters (llm__spell_byte).
+ *              The best pair is the earliest in the file's list of merges.
+ *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). The smallest
+ *              pieces are characters. A space becomes U+2581, and one more is put before the text.
+ *              The best pair is the one whose joined token has the highest score. A character
+ *              without a token becomes its bytes, the tokens <0x00> to <0xFF>.
  *
- * Looking at all pairs for each join takes quadratic time. Here the pieces form a linked list, in
- * which joining is cheap, and the candidate pairs a heap, in which finding the best is cheap:
- * n log n in all (llm__merge).
+ * The pieces form a linked list and the candidate pairs a heap: O(n log n) time (llm__merge).
  *
- * Special tokens ("end of text") are no text. They are looked for only if the caller asks, since
- * text from outside could otherwise end the conversation or pose as another speaker. Tokens of the
- * kind "user-defined" are ordinary text that is never split; they are always looked for.
+ * Special tokens, such as "<|endoftext|>", are recognized only if the caller asks: otherwise
+ * untrusted text could end the conversation or pose as another speaker. "User-defined" tokens are
+ * ordinary text that is never split; they are always recognized.
  * ================================================================================== */
 
 /* ---- Characters ------------------------------------------------------ */
 
 enum { LLM__UTF8_INVALID = 0x110000, LLM__UTF8_INCOMPLETE = 0x110001 };
 
-/* Decode the character at s (n >= 1 bytes) and return its length. *code LLM__UTF8_INVALID: returns
- * the bytes that began like a character; LLM__UTF8_INCOMPLETE: cut off by the end, returns n. */
+/* Decode the character at s (n >= 1 bytes) and return its length. *code is LLM__UTF8_INCOMPLETE if
+ * the end cuts it off, LLM__UTF8_INVALID for bytes that are not a character. */
 static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     uint32_t first = s[0];
     *code = first;
@@ -8245,7 +8220,11 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     return length;
 }
 
-/* Runs: code points to skip, code points in the class. */
+/* Each table is a list of tuples:
+ *     letters, numbers   code points to skip, code points in the category (L, N)
+ *     combining          code points to skip, code points in the class, combining class
+ *     decompositions     step to the next code point (negative: NFC never composes it), first part,
+ *                        second part or 0 */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 static const uint16_t llm__letters[] = {
     65,26,6,26,47,1,10,1,4,1,5,23,1,31,1,458,4,12,14,5,7,1,1,1,129,5,1,2,2,4,1,1,6,
@@ -8605,7 +8584,7 @@ enum {
     LLM__N_DECOMPOSITIONS = sizeof llm__decompositions / sizeof *llm__decompositions / 3
 };
 
-/* borders: first inside, first outside, first inside ... */
+/* borders: first code point in a run, first after it, first in the next, ... */
 static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
     int low = 0, high = n;
     while (low < high) {
@@ -8616,7 +8595,7 @@ static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
     return low & 1;
 }
 
-/* Unicode's White_Space */
+/* Unicode property White_Space */
 static bool llm__is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
@@ -8624,10 +8603,10 @@ static bool llm__is_space(uint32_t c) {
 }
 
 /* ---- Normal form C ---------------------------------------------------
- * Some tokenizers (Qwen's) bring text into NFC (Unicode Standard Annex 15): accents are composed
- * with their letter where possible and otherwise sorted. Stable characters never change and never
- * join the one before. Only the others, with the stable one before them, are taken apart, sorted
- * and composed. */
+ * Some tokenizers (Qwen's) convert text to NFC (Unicode Standard Annex 15): accents are composed
+ * with their letter where possible, and otherwise sorted. A stable character never changes and
+ * never joins the one before it. Only unstable characters, with the stable one before them, are
+ * decomposed, sorted and composed. */
 
 enum { /* Korean syllables compose by arithmetic */
     LLM__HANGUL = 0xAC00, LLM__HANGUL_L = 0x1100, LLM__HANGUL_V = 0x1161, LLM__HANGUL_T = 0x11A7,
@@ -8635,16 +8614,16 @@ enum { /* Korean syllables compose by arithmetic */
 };
 
 typedef struct llm__decomposition {
-    uint32_t whole, first, second; /* second 0: synonym of first */
+    uint32_t whole, first, second; /* code points; second 0: whole is a synonym of first */
 } llm__decomposition;
 
-typedef struct llm__normalizer { /* the tables, unpacked */
-    llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* sorted by whole */
-    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* sorted by first, then second */
+typedef struct llm__normalizer { /* the tables above, unpacked */
+    llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* all, sorted by whole */
+    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* composable, sorted by first, second */
     int n_together;
-    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of runs */
-    uint8_t mark_classes[LLM__N_COMBINING];
-    uint8_t unstable[0x110000 / 8];                     /* one bit per code point: not stable */
+    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of runs of one class */
+    uint8_t mark_classes[LLM__N_COMBINING];             /* combining class of each run */
+    uint8_t unstable[0x110000 / 8];                     /* a bit per code point: 1 if not stable */
 } llm__normalizer;
 
 static int llm__compare_together(const void *a, const void *b) {
@@ -8688,7 +8667,7 @@ static bool llm__is_stable(const llm__normalizer *n, uint32_t c) {
     return c < 0x300 || c >= LLM__UTF8_INVALID || !(n->unstable[c / 8] >> c % 8 & 1);
 }
 
-/* c, its combining class in the top byte */
+/* c with its combining class in the top byte */
 static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
     int low = 0, high = 2 * LLM__N_COMBINING;
     while (low < high) {
@@ -8699,9 +8678,9 @@ static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
     return low & 1 ? c | (uint32_t)n->mark_classes[low / 2] << 24 : c;
 }
 
-typedef struct llm__codes { /* characters with classes, and room to sort them */
-    uint32_t *data;
-    int64_t n, capacity;
+typedef struct llm__codes { /* characters to normalize */
+    uint32_t *data;      /* (capacity) code point | class << 24; n entries, then scratch */
+    int64_t n, capacity; /* capacity >= 2 n */
 } llm__codes;
 
 static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
@@ -8712,7 +8691,7 @@ static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t 
     return true;
 }
 
-/* Only the first part may have parts itself (four levels at most). */
+/* Recursive: only the first part can have parts itself (four levels at most). */
 static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
     uint32_t syllable = c - LLM__HANGUL, per_lead = LLM__HANGUL_N_V * LLM__HANGUL_N_T;
     if (syllable < LLM__HANGUL_N_L * per_lead) {
@@ -8732,7 +8711,7 @@ static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uin
            (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
 }
 
-/* Stable sort, by class, of neighbouring characters of a class above 0. */
+/* Stable sort, by class, of each run of characters of a class above 0. */
 static void llm__sort_marks(llm__codes *codes) {
     uint32_t *data = codes->data, *room = data + codes->n;
     for (int64_t begin = 0, end; begin < codes->n; begin = end + 1) {
@@ -8745,7 +8724,7 @@ static void llm__sort_marks(llm__codes *codes) {
     }
 }
 
-/* 0: they do not compose. */
+/* The character composed of the two; 0: none. */
 static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t second) {
     uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V, tail = second - LLM__HANGUL_T;
     if (lead < LLM__HANGUL_N_L && vowel < LLM__HANGUL_N_V)
@@ -8760,7 +8739,8 @@ static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t
     return found ? found->whole : 0;
 }
 
-/* A character joins the last one of class 0, unless one between has the same or a higher class. */
+/* A character composes with the last one of class 0, unless one between them has the same or a
+ * higher class. */
 static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     int64_t starter = -1, kept = 0;
     uint32_t last = 0;
@@ -8779,7 +8759,7 @@ static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     codes->n = kept;
 }
 
-/* Append text in NFC; bytes that are not UTF-8 stay. */
+/* Append text in NFC. Invalid UTF-8 is copied unchanged. */
 static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length, llm__codes *codes,
                            llm__bytes *out, llm_error *err) {
     size_t copied = 0, before = 0; /* start of the last stable character */
@@ -8812,62 +8792,63 @@ static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t
 
 /* ---- The vocabulary -------------------------------------------------- */
 
-enum { /* in GGUF's numbers */
+enum { /* kinds of tokens, numbered as in GGUF */
     LLM__TOKEN_NORMAL = 1, LLM__TOKEN_UNKNOWN, LLM__TOKEN_CONTROL, LLM__TOKEN_USER, LLM__TOKEN_UNUSED,
     LLM__TOKEN_BYTE
 };
+/* STRIP_LEFT, STRIP_RIGHT: white space before or after the token is removed. */
 enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2, LLM__MARK_STRIP_LEFT = 4, LLM__MARK_STRIP_RIGHT = 8 };
 
 typedef struct llm__merge_rule { /* entry of the hash table of merges */
     uint64_t pair;   /* left id << 32 | right id */
-    int32_t rank;    /* 1: the best; 0: free entry */
-    int32_t result;  /* id of the joined text */
+    int32_t rank;    /* position in the list, 1 is the best; 0: free entry */
+    int32_t result;  /* id of the joined token */
 } llm__merge_rule;
 
-/* Length of the first word of n >= 1 bytes. */
+/* Returns the length in bytes of the first word of n >= 1 bytes. */
 typedef size_t (*llm__splitter)(const llm_tokenizer *t, const uint8_t *text, size_t n);
 
-typedef enum llm__prefix { /* where text gets a space in front */
+/* Where encoding puts a space before text. A stretch is the text between two special tokens. */
+typedef enum llm__prefix {
     LLM__PREFIX_NONE,
-    LLM__PREFIX_START,   /* start, and after a control token */
-    LLM__PREFIX_STRETCH, /* every stretch between special tokens */
-    LLM__PREFIX_FIRST,   /* start, unless a space is there */
-    LLM__PREFIX_EACH     /* every stretch that does not begin with one */
+    LLM__PREFIX_START,   /* at the start, and after each control token */
+    LLM__PREFIX_STRETCH, /* before every stretch */
+    LLM__PREFIX_FIRST,   /* at the start, unless the text begins with a space */
+    LLM__PREFIX_EACH     /* before every stretch that does not begin with a space */
 } llm__prefix;
 
 struct llm_tokenizer {
-    const char *name;          /* of the file, for errors */
-    const llm_file *file;      /* holds the texts */
-    int32_t size;
+    const char *name;          /* path of the file, for errors */
+    const llm_file *file;      /* holds the bytes of texts */
+    int32_t size;              /* number of tokens */
     bool byte_level;           /* "gpt2"; else "llama" */
-    llm_string *texts;         /* (size) as stored */
-    uint8_t *kinds, *marks;    /* (size) */
+    llm_string *texts;         /* (size) as stored in the file */
+    uint8_t *kinds, *marks;    /* (size) LLM__TOKEN_*; (size) bits LLM__MARK_* */
     float *scores;             /* (size); NULL: merges are used */
     size_t longest;            /* bytes of the longest text */
-    int32_t *ids;              /* (ids_mask + 1) hash table of texts: id + 1; 0: free */
+    int32_t *ids;              /* (ids_mask + 1) hash table by text: id + 1; 0: free */
     uint64_t ids_mask;
-    llm__merge_rule *merges;   /* (merges_mask + 1) hash table of pairs, or NULL */
+    llm__merge_rule *merges;   /* (merges_mask + 1) hash table by pair; NULL: scores are used */
     uint64_t merges_mask;
-    uint64_t seed;             /* random, of both hash tables: no file can force collisions */
+    uint64_t seed;             /* random, for both hash tables: no file can force collisions */
     int32_t bytes[256];        /* token of each byte; -1: none */
-    int16_t spelled[324];      /* byte of each spelling letter; -1: none */
+    int16_t spelled[324];      /* byte that each code point spells; -1: none */
     llm__splitter split;
-    llm__normalizer *normalizer; /* NULL: text is not normalized */
-    bool ignores_merges;       /* a word that is a token is not merged */
-    bool fuses_unknown;        /* neighbours without a token: one unknown token */
-    int32_t bos, eos, unknown; /* -1: none */
-    bool adds_bos, adds_eos, drops_space; /* drops_space: when decoding */
+    llm__normalizer *normalizer; /* NULL: text is not converted to NFC */
+    bool ignores_merges;       /* a word that is a token needs no merges */
+    bool fuses_unknown;        /* a run of characters without tokens is one unknown token */
+    int32_t bos, eos, unknown; /* ids; -1: none */
+    bool adds_bos, adds_eos, drops_space; /* drops_space: decoding removes the leading space */
     llm__prefix prefix;
     bool has_chat;             /* the file has a chat template */
-    llm_string chat_source;    /* the template */
+    llm_string chat_source;    /* the template (Jinja) */
     const struct llm__chat_format *chat; /* NULL: unknown format */
     char *chat_usual;          /* default system message, or NULL */
-    bool chat_begins_bos;      /* template begins with BOS (KEEPS_USUAL) */
-    bool chat_begins_line;     /* template begins with an empty line (KEEPS_USUAL) */
-    /* sorted by text: [0] user-defined ones, [1] all */
-    const llm_string **specials[2];
+    bool chat_begins_bos;      /* template begins with BOS (LLM__CHAT_KEEPS_USUAL) */
+    bool chat_begins_line;     /* template begins with an empty line (LLM__CHAT_KEEPS_USUAL) */
+    const llm_string **specials[2]; /* sorted: [0] user-defined tokens, [1] special ones too */
     int64_t n_specials[2];
-    bool special_begins[2][256]; /* first bytes of `specials` */
+    bool special_begins[2][256]; /* first bytes of specials */
     uint32_t letters[LLM__N_LETTERS], numbers[LLM__N_NUMBERS]; /* borders of the runs */
 };
 
@@ -8901,7 +8882,7 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot & t->merges_mask];
 }
 
-/* At least a third of the slots stays free: short searches. */
+/* At least a third of the slots stay free, which keeps searches short. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
     while (size < entries + entries / 2) size *= 2;
@@ -8926,13 +8907,13 @@ static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
     size_t cursor = 0;
     for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
         uint64_t slot = llm__token_slot(t, t->texts[id]);
-        if (!t->ids[slot]) t->ids[slot] = id + 1; /* of equal texts the first counts */
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* for equal texts the lowest id wins */
         if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
     }
     return true;
 }
 
-/* "<0x41>"; else -1. */
+/* "<0x41>" gives 0x41, any other text -1. */
 static int llm__parse_byte(llm_string s) {
     if (s.length != 6 || memcmp(s.data, "<0x", 3) || s.data[5] != '>') return -1;
     int value = 0;
@@ -8994,8 +8975,8 @@ static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* How "gpt2" vocabularies spell a byte: the printable Latin-1 ones as themselves, the other 68, in
- * order, as U+0100 and up. Returns the bytes written, 1 or 2. */
+/* Write the character that spells a byte in "gpt2" vocabularies: printable Latin-1 as itself, the
+ * other 68, in order, as U+0100 and up. Returns the bytes written, 1 or 2. */
 static size_t llm__spell_byte(int byte, char *out, uint32_t *letter) {
     uint32_t code = 256;
     for (int b = 0; b <= byte; b++) {
@@ -9021,11 +9002,11 @@ static void llm__load_bytes(llm_tokenizer *t) {
     }
 }
 
-/* "left right". Some files have merges whose parts or result are not tokens: rank 0, skipped.
- * joined: (t->longest) */
+/* Parse "left right". In some files, a part or the result is not a token; such a rule gets rank 0
+ * and is skipped. joined: (t->longest) scratch. */
 static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, int32_t rank, char *joined) {
     llm__merge_rule merge = {0, 0, -1};
-    /* the left part may be a space */
+    /* the left part can be a space */
     const char *gap = rule.length > 1 ? (const char *)memchr(rule.data + 1, ' ', rule.length - 1) : NULL;
     if (!gap || rule.length - 1 > t->longest) return merge;
     llm_string left = {rule.data, (size_t)(gap - rule.data)}, right = {gap + 1, rule.length - left.length - 1},
@@ -9039,7 +9020,7 @@ static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, 
     return merge;
 }
 
-/* The table exceeds the caches: prefetch. */
+/* The table is larger than the CPU caches, so slots are prefetched. */
 static void llm__fill_merges(llm_tokenizer *t, const llm__merge_rule *rules, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         if (i + 16 < n) LLM__PREFETCH(&t->merges[llm__mix(rules[i + 16].pair ^ t->seed) & t->merges_mask]);
@@ -9071,7 +9052,7 @@ static bool llm__load_merges(llm_tokenizer *t, const char *key, llm_error *err) 
     return ok;
 }
 
-/* Without the key: `usual`, if of the right kind. */
+/* If the file lacks the key, *id is `usual` if that token has the given kind, else -1. */
 static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, int kind, int32_t *id,
                             llm_error *err) {
     const llm_value *value = llm_file_find(t->file, key);
@@ -9085,7 +9066,7 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     return true;
 }
 
-/* Some files mark their end token as normal; its <> shows it. */
+/* Some files give an end token the kind "normal". A text in angle brackets makes it special. */
 static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
@@ -9111,14 +9092,14 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     llm__mark_special(t, eom, LLM__MARK_END);
     for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
         int32_t id = llm__find_text(t, spellings[i]);
-        /* byte-level: a normal "</s>" is HTML, not an end */
+        /* In byte-level vocabularies, a normal "</s>" is an HTML tag. */
         if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>")) continue;
         llm__mark_special(t, id, LLM__MARK_END);
     }
     return true;
 }
 
-/* Sorted, tokens with a common beginning are neighbours (llm__match_special). */
+/* Sorting puts tokens with a common beginning side by side, for llm__match_special. */
 static bool llm__load_specials(llm_tokenizer *t, bool all, llm_error *err) {
     int64_t n = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -9155,7 +9136,7 @@ typedef enum llm__class {
     LLM__CLASS_OTHER, LLM__CLASS_LETTER, LLM__CLASS_NUMBER, LLM__CLASS_SPACE
 } llm__class;
 
-/* Class of the first character (n >= 1); an invalid byte is one. */
+/* Class of the first character (n >= 1). An invalid byte counts as a character. */
 static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *length) {
     uint32_t c;
     *length = llm__utf8(text, n, &c);
@@ -9170,10 +9151,11 @@ static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, siz
     return llm__is_space(c) ? LLM__CLASS_SPACE : LLM__CLASS_OTHER;
 }
 
+/* Bytes of white space at the start. *last: offset of its last character. */
 static size_t llm__space_run(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *last) {
     size_t at = 0, length;
     while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
-        *last = at; /* start of the last white space */
+        *last = at;
         at += length;
     }
     return at;
@@ -9185,9 +9167,10 @@ static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const ui
     return at;
 }
 
-/* GPT-2's rule (regular expression: llm__read_split). A word is an English ending; else letters,
- * numbers or others after an optional space; else white space, whose last goes to the next word.
- * digits_alone: each digit is a word; the text between is split as if alone. */
+/* GPT-2's rule (regular expression: llm__read_split). A word is an ending such as 's; else
+ * letters, numbers or others after an optional space; else white space, whose last character goes
+ * to the next word. digits_alone: each digit is a word, and text between digits is split
+ * separately. */
 static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n, bool digits_alone) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     for (size_t i = 0; text[0] == '\'' && i < sizeof endings / sizeof *endings; i++) {
@@ -9211,7 +9194,7 @@ static size_t llm__split_digits_gpt2(const llm_tokenizer *t, const uint8_t *text
     return llm__gpt2_word(t, text, n, true);
 }
 
-/* In any case; "\u017F" is an s too. 0: none. */
+/* Length of an ending such as 's in any case (U+017F is also an s), or 0. */
 static size_t llm__english_ending(const uint8_t *text, size_t n) {
     if (n < 2 || text[0] != '\'') return 0;
     if (n > 2 && text[1] == 0xC5 && text[2] == 0xBF) return 3;
@@ -9221,9 +9204,10 @@ static size_t llm__english_ending(const uint8_t *text, size_t n) {
     return (b == 'e' && (a == 'r' || a == 'v')) || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-/* Llama 3's and Qwen's rule (llm__read_split). Letters may follow one character that is no letter,
- * number or line end; numbers are cut from the left; others take the line ends after them; white
- * space ends at its last line end, or leaves its last to the next word. */
+/* Llama 3's and Qwen's rule (llm__read_split). Letters can follow one character that is not a
+ * letter, number or line end. A number has at most `digits` digits. Others can follow a space, and
+ * include the line ends after them. White space ends at its last line end; without one, its last
+ * character goes to the next word. */
 static size_t llm__llama3_word(const llm_tokenizer *t, const uint8_t *text, size_t n, int digits) {
     size_t length, next, last = 0, ending = llm__english_ending(text, n);
     if (ending) return ending;
@@ -9257,13 +9241,14 @@ static size_t llm__split_qwen2(const llm_tokenizer *t, const uint8_t *text, size
     return llm__llama3_word(t, text, n, 1);
 }
 
-/* Is it a token that text can become? */
+/* Can text become this token by merging? */
 static bool llm__is_piece(const llm_tokenizer *t, int32_t id) {
     return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN && t->kinds[id] != LLM__TOKEN_BYTE;
 }
 
-/* SentencePiece does not split. But where no token has a U+2581 after another character, no merge
- * crosses such a place, so splitting there changes nothing. */
+/* The next U+2581, or the end. SentencePiece does not split text. But if no token has a U+2581
+ * after a different character, no merge crosses such a place, and splitting there gives the same
+ * tokens faster. */
 static const uint8_t *llm__next_space(const uint8_t *text, size_t n) {
     for (const uint8_t *p = text, *end = text + n; (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
         if (end - p >= 3 && p[1] == 0x96 && p[2] == 0x81) return p;
@@ -9288,6 +9273,7 @@ static size_t llm__split_nothing(const llm_tokenizer *t, const uint8_t *text, si
     return n;
 }
 
+/* Does any token have a U+2581 after a different character? */
 static bool llm__joins_spaces(const llm_tokenizer *t) {
     for (int32_t id = 0; id < t->size; id++) {
         const uint8_t *text = (const uint8_t *)t->texts[id].data;
@@ -9300,7 +9286,7 @@ static bool llm__joins_spaces(const llm_tokenizer *t) {
 static const struct llm__split {
     const char *name;           /* value of tokenizer.ggml.pre */
     llm__splitter split;
-    bool composes;              /* to NFC */
+    bool composes;              /* text is converted to NFC */
     bool ignores_merges, adds_bos;
 } llm__splits[] = {
     {"gpt-2", llm__split_gpt2, false, false, false},
@@ -9330,7 +9316,7 @@ static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     size_t cursor = 0;
     if (value && !llm_value_string(value, &cursor, &name))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
-    /* As early files of Llama 3. A guessed rule would be wrong here and there, unnoticed. */
+    /* Early Llama 3 files have none. A guessed rule would silently split some words wrongly. */
     if (!value || llm__is_text(name, "default"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                          "%s: the vocabulary does not say by which rule words are split (tokenizer.ggml.pre is %s), as in files that early "
@@ -9390,7 +9376,7 @@ static bool llm__load_prefix(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* By token scores or, from tokenizer.json, by merge ranks. */
+/* Pieces are joined by token scores or, from a tokenizer.json, by merges. */
 static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     static const char merges[] = "tokenizer.llm.merges";
     if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err) : !llm__load_scores(t, err)) return false;
@@ -9480,33 +9466,35 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
 }
 
 /* ---- tokenizer.json --------------------------------------------------
- * Hugging Face's form: vocabulary, merges, and steps (normalizer, pre_tokenizer, model,
- * post_processor, decoder). The chains of byte-level and SentencePiece BPE are supported, other
- * steps refused by name. All becomes GGUF values; where GGUF has no key, tokenizer.llm.*:
+ * Hugging Face's format: a vocabulary, merges, and the steps normalizer, pre_tokenizer, model,
+ * post_processor and decoder. The steps of byte-level and SentencePiece BPE are supported; others
+ * are refused by name. The result is GGUF values. Where GGUF has no key, we use tokenizer.llm.*:
  *
- *     nfc, ignore_merges        bool, where tokenizer.ggml.pre implies otherwise
- *     merges                    of SentencePiece, instead of scores
- *     prefix                    where text gets a space in front: a number of llm__prefix
- *     drops_space               decoded text loses its first space
- *     split_spaces              no token crosses a space
- *     fuse_unknown              neighbours without a token: one unknown token
- *     strip_left, strip_right   ids of tokens that absorb white space beside them
- *     end_token_ids             more ids that end an answer */
+ *     nfc, ignore_merges        bool, where tokenizer.ggml.pre implies the opposite
+ *     merges                    of a "llama" vocabulary, in place of scores
+ *     prefix                    value of llm__prefix
+ *     drops_space               decoding removes the leading space
+ *     split_spaces              every U+2581 begins a word
+ *     fuse_unknown              a run of characters without tokens is one unknown token
+ *     strip_left, strip_right   ids of tokens that remove the white space before or after them
+ *     end_token_ids             ids of further tokens that end an answer */
 
 typedef struct llm__vocabulary {
-    const char *name;        /* of the tokenizer.json, for errors */
-    llm_writer *w;
+    const char *name;        /* path of the tokenizer.json, for errors */
+    llm_writer *w;           /* receives the GGUF values */
     llm_error *err;
-    llm__json json, config, added; /* tokenizer.json, its config, added_tokens.json */
+    llm__json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
     llm_string *texts;       /* (size) */
-    int32_t *kinds;          /* (size) 0: no token */
-    uint8_t *strips;         /* (size) strips white space: 1 left, 2 right */
-    uint64_t size;
-    llm__splitter split;
+    int32_t *kinds;          /* (size) LLM__TOKEN_*; 0: no token has this id */
+    uint8_t *strips;         /* (size) bits: 1 removes white space before the token, 2 after */
+    uint64_t size;           /* ids, used or not */
+    llm__splitter split;     /* NULL: none yet */
+    /* digits: each digit is a word; escapes: spaces become U+2581; byte_fallback: the tokens <0x00>
+     * to <0xFF> are bytes */
     bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos, adds_eos;
     llm__prefix prefix;
-    int32_t bos, eos, unknown;
-    llm__bytes ids;          /* i32 list being built */
+    int32_t bos, eos, unknown; /* ids; -1: none */
+    llm__bytes ids;          /* int32_t list being built */
 } llm__vocabulary;
 
 static const llm__json_node *llm__setting(const llm__vocabulary *v, const char *key) {
@@ -9535,7 +9523,7 @@ static bool llm__is_step(const llm__json_node *node, const char *type) {
     return llm__json_is(llm__json_member(node, "type"), type);
 }
 
-/* {"pattern": {"String": pattern}, "content": content} */
+/* Is the step {"pattern": {"String": pattern}, "content": content}? */
 static bool llm__replaces(const llm__json_node *node, const char *pattern, const char *content) {
     return llm__json_is(llm__json_member(llm__json_member(node, "pattern"), "String"), pattern) &&
            llm__json_is(llm__json_member(node, "content"), content);
@@ -9571,7 +9559,7 @@ static bool llm__read_metaspace(llm__vocabulary *v, const llm__json_node *node, 
 static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
     static const struct {
         const char *regex;
-        llm__splitter split; /* NULL: each digit alone */
+        llm__splitter split; /* NULL: each digit is a word */
     } rules[] = {
         {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", llm__split_gpt2},
         {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
@@ -9668,7 +9656,7 @@ static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm__json_no
     return llm__json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
 }
 
-/* "single": the text, at most BOS before it, at most EOS after it */
+/* "single" must be the text, with at most one token (BOS) before it and one (EOS) after it. */
 static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
     const llm__json_node *items = llm__json_member(node, "single");
     bool text = false, ok = true;
@@ -9682,9 +9670,10 @@ static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
     return (ok && text) || llm__refuse_step(v, "post_processor", node, "one that puts at most a token in front and one behind");
 }
 
+/* ByteLevel only changes offsets, which are not used. */
 static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *node) {
     const llm__json_node *steps = llm__json_member(node, "processors");
-    if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true; /* only moves offsets */
+    if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true;
     if (llm__is_step(node, "TemplateProcessing")) return llm__read_template(v, node);
     if (!llm__is_step(node, "Sequence"))
         return llm__refuse_step(v, "post_processor", node, "TemplateProcessing, ByteLevel, Sequence");
@@ -9699,7 +9688,7 @@ static uint64_t llm__entry_id(const llm__json_node *node) {
     return llm__json_u64(node, &id) ? id : UINT64_MAX;
 }
 
-/* An id as a key: "96". */
+/* The id of a key such as "96". UINT64_MAX: not an id. */
 static uint64_t llm__key_id(llm_string key) {
     uint64_t id = 0;
     for (size_t i = 0; i < key.length; i++) {
@@ -9722,14 +9711,14 @@ static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int
     return true;
 }
 
-/* token: its settings; NULL: defaults. */
+/* token: settings of the added token; NULL: defaults. */
 static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
     int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
     if (!text.length) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
     if (llm__is_on(token, "single_word", false))
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
                          v->name, llm__show(text).text);
-    /* Hugging Face would look for it with a U+2581 in front */
+    /* Hugging Face would search for it with a U+2581 in front. */
     if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
                          "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
@@ -9739,8 +9728,8 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, con
     return true;
 }
 
-/* From a file beside tokenizer.json. An added token there takes precedence; an ordinary one becomes
- * an added one. */
+/* Add a token of another file in the folder. An added token of tokenizer.json keeps its settings;
+ * an ordinary one becomes an added token. */
 static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
     bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
     int32_t found = same ? (int32_t)id : llm__vocabulary_find_text(v, text);
@@ -9748,8 +9737,8 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, co
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
-/* decoder: tokenizer_config.json, {"96": {"content": "<|x|>", ...}}; else encoder: older
- * tools' added_tokens.json, {"<|x|>": 96}. */
+/* decoder: of tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder: older tools'
+ * added_tokens.json, {"<|x|>": 96}. */
 static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, const llm__json_node *encoder) {
     uint64_t first = v->size, end;
     while (first && !v->kinds[first - 1]) first--;
@@ -9775,7 +9764,7 @@ static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, c
     if (!llm__json_has_kind(decoder, LLM__JSON_OBJECT)) decoder = NULL;
     if (decoder || !llm__json_has_kind(encoder, LLM__JSON_OBJECT)) encoder = NULL;
     uint64_t n_beside = (decoder ? decoder->length : 0) + (uint64_t)(encoder ? encoder->length : 0);
-    /* room for some unused ids */
+    /* leaves room for some unused ids */
     v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256;
     v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
     v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
@@ -9850,7 +9839,7 @@ static bool llm__put_merges(llm__vocabulary *v, const llm__json_node *merges) {
     return true;
 }
 
-/* GGUF's name for the rule, and our keys for what that does not imply. */
+/* Write GGUF's name of the split rule, and tokenizer.llm.* keys for what it does not imply. */
 static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     const struct llm__split *best = NULL;
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
@@ -9880,8 +9869,8 @@ static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
     return true;
 }
 
-/* For other programs: the earlier a token is made, the higher its score. Where ids are in that
- * order, as usual, SentencePiece has the same. */
+/* Scores for other programs. Earlier merges usually make tokens of lower ids, so the score is -id,
+ * as in SentencePiece's own files. */
 static bool llm__put_scores(llm__vocabulary *v) {
     float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens", v->err);
     if (!scores) return false;
@@ -9891,7 +9880,7 @@ static bool llm__put_scores(llm__vocabulary *v) {
     return true;
 }
 
-/* A named text that is no token would be split into pieces and never end anything. */
+/* The value of the key must be a token: a missing end token would never be recognized. */
 static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *id) {
     const llm__json_node *node = llm__json_member(v->config.nodes, key);
     llm_string text = {"", 0};
@@ -9912,7 +9901,7 @@ static bool llm__read_config(llm__vocabulary *v) {
     return true;
 }
 
-/* A string, or the one named "default" of several. */
+/* node: the template, or several with names, of which "default" is used. */
 static bool llm__config_template(const llm__json_node *node, llm_string *text) {
     for (const llm__json_node *item = llm__json_has_kind(node, LLM__JSON_ARRAY) ? llm__json_first(node) : NULL; item;
          item = llm__json_next(node, item))
@@ -9970,9 +9959,9 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
     return (v->byte_level || llm__put_scores(v)) && llm__put_merges(v, llm__json_member(model, "merges")) && llm__put_named(v);
 }
 
-/* ---- The files around it --------------------------------------------- */
+/* ---- The folder of a tokenizer.json ---------------------------------- */
 
-/* A whole file, small enough for JSON. *found: it exists. */
+/* Read a whole file. *found: false if there is none, which is not an error. */
 static bool llm__read_text(const char *folder, const char *name, llm__bytes *text, bool *found, llm_error *err) {
     char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
     struct stat status;
@@ -10007,7 +9996,7 @@ static bool llm__read_json(llm__json *json, const char *folder, const char *name
     return ok;
 }
 
-/* eos_token_id, one id or several. */
+/* "eos_token_id" is one id or several. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     llm__json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
@@ -10025,7 +10014,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
     return ok;
 }
 
-/* More end tokens, and the chat template. */
+/* Read further end tokens and the chat template from the other files of the folder. */
 static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     llm__bytes jinja = {NULL, 0, 0};
     llm_string text = {NULL, 0};
@@ -10042,7 +10031,7 @@ static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     return true;
 }
 
-/* Append the values of a tokenizer.json to a writer in memory. folder: of its siblings, or NULL. */
+/* Append the GGUF values to w. folder: of the other files; NULL: none are read. */
 static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t length, const char *name, const char *folder,
                                       llm_error *err) {
     llm__vocabulary v;
@@ -10085,7 +10074,7 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
     return ok;
 }
 
-/* A vocabulary without tensors, from a tokenizer.json and any siblings. */
+/* Open a tokenizer.json, and the other files in its folder, as a file without tensors. */
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
     llm_writer *w = file ? llm__header_begin(err) : NULL;
@@ -10103,39 +10092,39 @@ static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const c
 
 /* ---- Merging --------------------------------------------------------- */
 
-typedef struct llm__symbol { /* piece of a word, doubly linked */
-    int32_t previous, next;  /* -1 at the ends */
-    int32_t start, length;   /* bytes of the word; length 0: joined to its left neighbour */
-    int32_t id;              /* -1: no token */
+typedef struct llm__symbol { /* piece of a word, in a doubly linked list */
+    int32_t previous, next;  /* -1: none */
+    int32_t start, length;   /* bytes of the word; length 0: joined to the left neighbour */
+    int32_t id;              /* token; -1: none */
 } llm__symbol;
 
 typedef struct llm__candidate { /* two neighbours that make a token */
-    double cost;             /* least first: merge rank, or minus the score */
-    int32_t left;            /* symbol; the other is its next */
-    int32_t length;          /* of both when found */
+    double cost;             /* merge rank or -score; the least is joined first */
+    int32_t left;            /* symbol; the right one is its next */
+    int32_t length;          /* bytes of both symbols when pushed */
     int32_t result;          /* the joined token */
 } llm__candidate;
 
-typedef struct llm__known_word { /* cache entry */
+typedef struct llm__known_word { /* cache entry: a short word and its tokens */
     uint8_t length, n_ids;   /* length 0: free entry */
-    char text[30];
-    int32_t ids[8];
+    char text[30];           /* (length) */
+    int32_t ids[8];          /* (n_ids) */
 } llm__known_word;
 
-typedef struct llm__tokenizing { /* one call of llm_tokenize */
+typedef struct llm__tokenizing { /* state of one call of llm_tokenize */
     const llm_tokenizer *t;
-    const uint8_t *word;     /* being merged */
-    llm__symbol *symbols;
+    const uint8_t *word;     /* word being merged */
+    llm__symbol *symbols;    /* (n_symbols) pieces of the word */
     int64_t n_symbols, symbol_capacity;
-    llm__candidate *heap;    /* children of entry i: 2i + 1, 2i + 2 */
+    llm__candidate *heap;    /* (n_heap) children of entry i: 2i + 1, 2i + 2 */
     int64_t n_heap, heap_capacity;
     llm__bytes normal;       /* text in NFC */
-    llm__bytes escaped;      /* text with its space in front, spaces as U+2581 */
-    llm__codes codes;
-    llm__known_word *known;  /* (known_mask + 1) cache: text repeats itself */
+    llm__bytes escaped;      /* text with a space in front and spaces as U+2581 */
+    llm__codes codes;        /* scratch of llm__normalize */
+    llm__known_word *known;  /* (known_mask + 1) cache, indexed by the word's hash */
     uint64_t known_mask;
-    int32_t *ids;            /* (capacity) caller's */
-    int64_t n_ids, capacity;
+    int32_t *ids;            /* (capacity) the caller's array */
+    int64_t n_ids, capacity; /* n_ids can exceed capacity: all tokens are counted */
     llm_error *err;
 } llm__tokenizing;
 
@@ -10144,7 +10133,7 @@ static void llm__emit(llm__tokenizing *z, int32_t id) {
     z->n_ids++;
 }
 
-/* Ties: the left one. */
+/* With equal costs, the left pair is first. */
 static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
     return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
 }
@@ -10179,7 +10168,7 @@ static int32_t llm__find_piece(const llm_tokenizer *t, const uint8_t *text, int3
     return id >= 0 && llm__is_piece(t, id) ? id : -1;
 }
 
-/* Queue this symbol and its next if they make a token. */
+/* Push a symbol and its next if they make a token. */
 static bool llm__consider(llm__tokenizing *z, int32_t left) {
     const llm_tokenizer *t = z->t;
     if (left < 0 || z->symbols[left].next < 0) return true;
@@ -10196,8 +10185,8 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     return c.result < 0 || llm__heap_push(z, c);
 }
 
-/* Join neighbours, best first. A candidate is stale if one of its symbols has been joined since:
- * symbols only grow, so the length differs. */
+/* Join neighbours, best first. A candidate is stale if one of its symbols was joined after the
+ * push. Symbols only grow, so its length differs. */
 static bool llm__merge(llm__tokenizing *z) {
     z->n_heap = 0;
     for (int32_t i = 0; i < z->n_symbols; i++)
@@ -10230,11 +10219,11 @@ static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int
     return true;
 }
 
-/* Text without a token, as bytes or as one unknown token. *unknown: was the text before unknown?
- * Updated for this one. */
+/* Emit a character without a token as byte tokens or, if one is missing, as the unknown token.
+ * *unknown: is the last piece unknown? Updated. */
 static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length, bool *unknown) {
     const llm_tokenizer *t = z->t;
-    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* a space */
+    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* U+2581 is a space */
         text = (const uint8_t *)" ";
         length = 1;
     }
@@ -10267,7 +10256,7 @@ static bool llm__emit_symbols(llm__tokenizing *z) {
     return true;
 }
 
-/* Bytes or characters. */
+/* Cut the word into bytes ("gpt2") or characters ("llama"). */
 static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     const llm_tokenizer *t = z->t;
     z->n_symbols = 0;
@@ -10283,7 +10272,7 @@ static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     return true;
 }
 
-/* -1: none. */
+/* The token that is the whole word, or -1. */
 static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_t n) {
     char spelled[512];
     if (n > t->longest || n > sizeof spelled / 2) return -1;
@@ -10326,7 +10315,7 @@ static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t 
     return true;
 }
 
-/* Spaces as the vocabulary writes them. */
+/* Copy text to z->escaped, with spaces as the vocabulary spells them. */
 static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool space_in_front) {
     const char *space = z->t->byte_level ? " " : "\xE2\x96\x81";
     z->escaped.length = 0;
@@ -10342,7 +10331,7 @@ static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool 
     return true;
 }
 
-/* first: at the start of the text; after_control: also after a control token. */
+/* first: at the start of the text. after_control: at the start or after a control token. */
 static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first, bool after_control) {
     const llm_tokenizer *t = z->t;
     if (t->normalizer) {
@@ -10359,16 +10348,16 @@ static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_
     return llm__escape(z, text, n, space_in_front) && llm__tokenize_words(z, z->escaped.data, z->escaped.length);
 }
 
-/* Length of the longest special token that text begins with, or 0. Byte by byte, the tokens that
- * still match are a range of the sorted list, found by two binary searches; only the first, the
- * shortest, can end here. */
+/* Length of the longest token of specials[all] that the text begins with, or 0. The tokens that
+ * match so far are a range of the sorted list, which two binary searches narrow for each byte. Only
+ * the first of the range, the shortest, can end there. */
 static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
                                  int32_t *id) {
     const llm_string *const *names = t->specials[all];
     int64_t begin = 0, end = t->n_specials[all];
     size_t matched = 0;
     for (size_t depth = 0; depth < n && begin < end; depth++) {
-        /* first name whose byte here is not less; then first where it is more */
+        /* find the first name whose byte is >= the text's, then the first whose byte is > */
         for (int side = 0; side < 2; side++) {
             int64_t low = begin, high = end;
             while (low < high) {
@@ -10388,13 +10377,12 @@ static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t
     return matched;
 }
 
-/* Where special tokens of a text count: sorted, disjoint. */
+/* Part of a text, in bytes. Arrays of ranges are sorted and disjoint. */
 typedef struct llm__range {
     size_t begin, end;
 } llm__range;
 
-/* Each stretch between special tokens by itself. Special tokens count inside the `trusted` ranges,
- * user-defined ones anywhere. */
+/* Special tokens are recognized in the trusted ranges, user-defined tokens everywhere. */
 static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, const llm__range *trusted,
                                int64_t n_trusted) {
     const llm_tokenizer *t = z->t;
@@ -10465,7 +10453,7 @@ int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, un
 /* ---- Back to text ---------------------------------------------------- */
 
 typedef struct llm__output { /* bytes that do not fit are only counted */
-    char *data;
+    char *data;              /* (capacity) */
     size_t capacity, length;
 } llm__output;
 
@@ -10474,7 +10462,7 @@ static void llm__put(llm__output *out, const void *data, size_t n) {
         if (out->length < out->capacity) out->data[out->length] = ((const char *)data)[i];
 }
 
-/* At most as many bytes as the token's text. */
+/* Writes at most as many bytes as the token's text has. */
 static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm__output *out) {
     llm_string s = t->texts[id];
     const uint8_t *text = (const uint8_t *)s.data;
@@ -10501,7 +10489,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
     }
 }
 
-/* Does it, as first token, begin with the space that llm_tokenize added? */
+/* As the first token, does it lose the leading space that llm_tokenize added? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
@@ -10525,12 +10513,12 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
     return (int64_t)out.length;
 }
 
-/* Up to three held bytes and a token; a byte may become U+FFFD, three bytes. */
+/* Up to 3 held bytes and a token; each byte can become U+FFFD, which has 3 bytes. */
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
-    /* The bytes go to the last third of `text`, then, checked, to its start. Byte i is read at
-     * 2/3 capacity + i, when at most 3i are written: no overlap. */
+    /* The bytes go to the last third of `text`, then, checked, to its start. At most 3 bytes are
+     * written for each that is read, so no unread byte is overwritten. */
     llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
     size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
     llm__put(&raw, stream->held, n_held);
@@ -10559,37 +10547,37 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
 }
 
 /* ---- Conversations ---------------------------------------------------
- * A chat model is trained on conversations in one fixed format, which its file defines by a Jinja
- * program. There are few formats, so in place of an interpreter a table has a row for each, known
- * by expressions in the program. An unknown format is not guessed.
+ * A chat model is trained on conversations in one fixed format, which its file defines by a
+ * template, a program in Jinja. Few formats are in use, so a table of them replaces a Jinja
+ * interpreter. A format is recognized by expressions in the template; an unknown one is refused.
  *
- * %s is the message, %b BOS, %e EOS, %d a date. Only text of the patterns becomes special tokens,
- * so a message cannot end itself and continue as another speaker. (Marks that are no tokens, as
- * Zephyr's "<|user|>", can be imitated.) */
+ * In the patterns of a format, %s is the message, %b BOS, %e EOS and %d a date. Special tokens are
+ * recognized in the patterns only, so a message cannot end itself and pose as another speaker.
+ * (Marks that are not tokens, such as Zephyr's "<|user|>", can be forged.) */
 
 enum {
-    LLM__CHAT_TRIMS = 1,         /* strip messages */
-    LLM__CHAT_TRIMS_ANSWERS = 2, /* strip the assistant's only */
+    LLM__CHAT_TRIMS = 1,         /* strip white space around messages */
+    LLM__CHAT_TRIMS_ANSWERS = 2, /* strip white space around the assistant's messages only */
     LLM__CHAT_ALTERNATES = 4,    /* system (optional), then user and assistant in turn */
-    LLM__CHAT_JOINS_LAST = 8,    /* system text joins the last user message, not the first */
-    LLM__CHAT_FORGETS = 16,      /* drop the thoughts of earlier answers */
-    LLM__CHAT_KEEPS_USUAL = 32,  /* the template may have a default system message */
+    LLM__CHAT_JOINS_LAST = 8,    /* the last user message gets `joined`, not the first */
+    LLM__CHAT_FORGETS = 16,      /* remove the thoughts from earlier answers */
+    LLM__CHAT_KEEPS_USUAL = 32,  /* the template can have its own default system message */
     LLM__CHAT_THINKS = 64,       /* an empty thought before the answer turns thinking off */
-    LLM__CHAT_PRINTS = 128       /* the template prints text outside of tags */
+    LLM__CHAT_PRINTS = 128       /* the template has text outside of tags */
 };
 
 typedef struct llm__chat_format {
     const char *name;
-    unsigned flags;
-    const char *begin;      /* at the start */
-    const char *first;      /* at the start; NULL: as `system` */
-    const char *system;     /* NULL: see joined */
-    const char *joined;     /* system text before the user's; NULL: none */
-    const char *user, *assistant;
+    unsigned flags;         /* LLM__CHAT_* */
+    const char *begin;      /* start of the conversation */
+    const char *first;      /* pattern of a system message at the start; NULL: as `system` */
+    const char *system;     /* pattern of a system message; NULL: see `joined` */
+    const char *joined;     /* pattern of system text within a user message; NULL: none */
+    const char *user, *assistant; /* patterns of their messages */
     const char *open;       /* start of the answer */
     const char *usual;      /* default system message, or NULL */
-    const char *end;        /* ends the answer */
-    const char *date;       /* %d; NULL: today */
+    const char *end;        /* text that ends an answer; "%e": EOS */
+    const char *date;       /* text for %d; NULL: the current date */
 } llm__chat_format;
 
 #define LLM__CHATML(role) "<|im_start|>" role "\n%s<|im_end|>\n"
@@ -10629,11 +10617,11 @@ static const llm__chat_format llm__chat_formats[] = {
 #undef LLM__LLAMA3_DATED
 enum { LLM__N_CHAT_FORMATS = sizeof llm__chat_formats / sizeof *llm__chat_formats };
 
-/* Equivalent programs differ: a format may have several rows. Between marks may be anything about
- * tools, which plain conversations never use; long marks leave less room. */
+/* How to recognize a format. Equivalent templates differ, so a format can have several rows. Code
+ * between the marks, normally for tool calls, is not checked; long marks leave little of it. */
 typedef struct llm__chat_marks {
-    const char *name;
-    const char *marks[9]; /* all occur in llm__skeleton's output; "!x": x does not */
+    const char *name;     /* of the format */
+    const char *marks[9]; /* all occur in the output of llm__skeleton; "!x": x does not */
 } llm__chat_marks;
 
 #define LLM__QWEN3_USER(content) "{%if(message.role=='user')or(message.role=='system'andnotloop.first)%}" \
@@ -10665,7 +10653,7 @@ static const llm__chat_marks llm__chat_marked[] = {
     {"chatml", {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!think>"}},
     {"chatml", /* Qwen3-Instruct-2507 */
      {LLM__QWEN3_MESSAGES LLM__QWEN3_ANSWER "{%", LLM__QWEN3("'}}"), "!strip(", "!think>"}},
-    {"chatml", /* by role */
+    {"chatml", /* with a branch for each role */
      {"{%formessageinmessages%}{%ifmessage.role=='user'%}{{'<|im_start|>user\n'+message.content+'<|im_end|>\n'}}"
       "{%elifmessage.role=='assistant'%}{{'<|im_start|>assistant\n'+message.content+'<|im_end|>\n'}}"
       "{%else%}{{'<|im_start|>system\n'+message.content+'<|im_end|>\n'}}{%endif%}{%endfor%}"
@@ -10673,7 +10661,7 @@ static const llm__chat_marks llm__chat_marked[] = {
     {"qwen3", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3", /* Qwen's own GGUF files */
      {LLM__QWEN3_GGUF("message.content.split('</think>')[-1]"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
-    {"qwen3", /* Unsloth's */
+    {"qwen3", /* Unsloth's files */
      {LLM__QWEN3_GGUF("(message.content.split('</think>')|last)"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3-instruct", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("'}}")}},
     {"qwen3-thinking", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("<think>\n'}}")}},
@@ -10714,8 +10702,9 @@ const char *llm_chat_template_at(int index) {
     return index >= 0 && index < LLM__N_CHAT_FORMATS ? llm__chat_formats[index].name : NULL;
 }
 
-/* White space between two tags, with Jinja's trim_blocks and lstrip_blocks, as Hugging Face
- * sets them. before, after: '%' block, '{' expression, '-' minus (removes all), 0 start or end. */
+/* The text between two tags, trimmed as by Jinja's trim_blocks and lstrip_blocks, which Hugging
+ * Face sets. before, after: the tags: '%' block or comment, '{' expression, '-' one with a minus
+ * sign on this side, 0 none (start or end of the template). */
 static llm_string llm__template_text(llm_string s, char before, char after) {
     size_t end = s.length;
     while (end && strchr(" \t\r\n", s.data[end - 1])) end--;
@@ -10729,7 +10718,7 @@ static llm_string llm__template_text(llm_string s, char before, char after) {
     return s;
 }
 
-/* At the end: ['y'] becomes .y; and 'a'+'b', the second about to begin, 'ab. */
+/* At the end of the output, ['y'] becomes .y */
 static void llm__fold_member(llm__bytes *out) {
     size_t open = out->length - 2;
     while (open > 0 && out->data[open - 1] != '\'') open--;
@@ -10740,8 +10729,8 @@ static void llm__fold_member(llm__bytes *out) {
     out->length = open - 1 + length;
 }
 
-/* A tag without white space outside of strings; strings unescaped, in single quotes. Returns the
- * bytes read; *dash: it ended in a minus. */
+/* Append a tag in normal form: no white space outside of strings, strings unescaped and in single
+ * quotes, 'a'+'b' as 'ab', x['y'] as x.y. Returns the bytes read. *dash: it ended in a minus. */
 static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_error *err) {
     char quote = 0, close = s.data[1] == '{' ? '}' : '%';
     size_t i = 0;
@@ -10771,10 +10760,10 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
     return i;
 }
 
-/* A template in normal form: printed text, tags without comments and white space, x['y'] as x.y,
- * neighbouring strings joined. Zero-terminated. *printed: bytes of such text. */
+/* A template in normal form, to search for marks: text and tags, without comments, zero-terminated.
+ * *printed: bytes of text outside of tags. */
 static bool llm__skeleton(llm_string source, llm__bytes *out, size_t *printed, llm_error *err) {
-    char before = 0; /* prints a line end at the start */
+    char before = 0;
     *printed = 0;
     for (size_t at = 0, next; at < source.length || !at; at = next) {
         const char *begin = source.data + at, *end = source.data + source.length, *tag = begin;
@@ -10807,7 +10796,8 @@ static const llm__chat_format *llm__format_called(const char *name) {
     return NULL;
 }
 
-/* Text outside of tags must be known to the format. */
+/* The format whose marks fit, or NULL. Only some formats allow text outside of tags, or an empty
+ * line at the start. */
 static const llm__chat_format *llm__find_format(const char *skeleton, size_t printed) {
     for (size_t i = 0; i < sizeof llm__chat_marked / sizeof *llm__chat_marked; i++) {
         const char *const *marks = llm__chat_marked[i].marks;
@@ -10821,14 +10811,14 @@ static const llm__chat_format *llm__find_format(const char *skeleton, size_t pri
     return NULL;
 }
 
-/* A chatml default system message is a string by itself. *usual: the caller's, or NULL. False:
- * there is one, but it is unclear. */
+/* The default system message of a chatml template is one string. *usual: the message, or NULL; the
+ * caller frees it. Returns false if it is ambiguous. */
 static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err) {
     static const char begin[] = "'<|im_start|>system\n", end[] = "<|im_end|>\n'";
     *usual = NULL;
     for (const char *p = skeleton; (p = strstr(p, begin)) != NULL; p++) {
         const char *text = p + strlen(begin), *stop = strstr(text, end);
-        if (*text == '\'') continue; /* the conversation's message */
+        if (*text == '\'') continue; /* the caller's message */
         if (!stop || strchr(text, '\'') < stop || *usual) return false;
         size_t length = (size_t)(stop - text);
         *usual = (char *)llm__new(length + 1, 1, "a system message", err);
@@ -10838,7 +10828,7 @@ static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err
     return true;
 }
 
-/* An unknown template is no error here. */
+/* An unknown template is an error only when a conversation needs it. */
 static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
     llm__bytes skeleton = {NULL, 0, 0};
     llm_error none;
@@ -10872,12 +10862,12 @@ llm_chat_options llm_chat_defaults(void) {
     return options;
 }
 
-typedef struct llm__rendering { /* a conversation becoming text */
+typedef struct llm__rendering { /* conversation being converted to text */
     const llm_tokenizer *t;
     const llm__chat_format *format;
-    const char *date;
-    llm__bytes text;
-    llm__range *trusted;     /* parts written by the template */
+    const char *date;        /* text for %d */
+    llm__bytes text;         /* the output so far */
+    llm__range *trusted;     /* (n_trusted) parts of text that come from patterns */
     int64_t n_trusted, capacity;
     llm_error *err;
 } llm__rendering;
@@ -10918,7 +10908,7 @@ static bool llm__write_text(llm__rendering *r, llm_string s, bool trusted) {
     return true;
 }
 
-/* At the end; the text without that at its start (Python's strip). */
+/* Bytes of white space at the end, as Python's strip() defines it. */
 static size_t llm__trailing_space(const char *text, size_t n) {
     for (size_t end = n;;) {
         size_t begin = end;
@@ -10943,7 +10933,7 @@ static llm_string llm__trim(llm_string s) {
     return s;
 }
 
-/* part 0: up to %s; 1: after it. */
+/* part 0: before %s; 1: after it. */
 static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part) {
     const char *cut = strstr(pattern, "%s");
     const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern, *end = part || !cut ? p + strlen(p) : cut;
@@ -10965,7 +10955,7 @@ static bool llm__write_message(llm__rendering *r, const char *pattern, llm_strin
     return llm__write_pattern(r, pattern, 0) && llm__write_text(r, text, false) && llm__write_pattern(r, pattern, 1);
 }
 
-/* Where the format joins the system's text, both are trimmed as one. */
+/* system: text to join to the user's, or NULL. Both are trimmed as one text. */
 static bool llm__write_user(llm__rendering *r, llm_string text, const llm_string *system) {
     const llm__chat_format *f = r->format;
     bool trims = f->flags & LLM__CHAT_TRIMS;
@@ -11032,8 +11022,8 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     return ok && llm__write_pattern(r, f->open, 0);
 }
 
-/* UTC, as "21 Nov 2026"; localtime_r is not C11, localtime not thread-safe. From 1 March, months
- * have 31 30 31 30 31 days, repeated, and the leap day is last. */
+/* The date as "21 Nov 2026", in UTC: localtime_r is not C11, localtime not thread-safe. In years
+ * from 1 March, month lengths repeat 31 30 31 30 31, and the leap day comes last. */
 static void llm__today(char *text, size_t size) {
     static const char months[] = "MarAprMayJunJulAugSepOctNovDecJanFeb";
     int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* since 1 March of year 0 */
@@ -11045,7 +11035,7 @@ static void llm__today(char *text, size_t size) {
              (int)(400 * era + year + (month > 9)));
 }
 
-/* The caller always frees r->text and r->trusted. */
+/* The caller frees r->text and r->trusted, also on failure. */
 static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages,
                         int n, llm_error *err) {
     char today[40];
@@ -11101,49 +11091,42 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
 /* =====================================================================================
  * [10] Fast CPU: the executor, and the kernels for each instruction set
  *
- * A kernel is the loop that does one operation. Chapter 6 has the kernels that define the operations; here are the
- * fast ones. What is there to gain? A processor core has vector registers of 4, 8 or 16 floats (SSE or NEON,
- * AVX2, AVX-512) and can do two multiply-adds on whole registers in a cycle, if it finds the
- * numbers in registers. The kernels below are therefore written over a vector type of LLM__W floats, and
- * this file includes itself once per instruction set to compile the same text for
- * each; which one runs is decided when the backend is created, by asking the processor.
+ * A kernel is the loop that does one operation. Chapter 6 has the plain loops that define the
+ * operations; here are the fast ones. They are written over a vector type of LLM__W floats, a
+ * register of the processor. This file includes itself once per instruction set to compile the same
+ * text for each; llm_cpu_backend chooses which one runs. One of two things limits a matrix product:
  *
- * Two limits matter, and each matrix product meets one of them:
+ *     bytes        limit a decode step: it uses a weight for one row of x per sequence, and reading
+ *                  the weight takes longer than the arithmetic.
+ *     arithmetic   limits a prefill step of hundreds of rows: a weight is loaded into a register
+ *                  once, for as many rows of x as there are registers for their sums.
  *
- *     bytes        A decode step multiplies every weight with one row of activations, so each byte
- *                  of weights does one or two multiply-adds and is not seen again until the next token. Memory
- *                  delivers perhaps 15 GB/s per core: arithmetic is nearly free, bytes are everything.
- *     arithmetic   A prefill step brings hundreds of rows at once. Each weight is now used hundreds of times,
- *                  so it is loaded into a register once and used on as many rows as there are
- *                  registers to add them up in ("register blocking").
- *
- * One promise shapes every loop here: an element of the result does not depend, to the last bit, on how many other
- * rows are computed with it, on which thread does it or where its cache blocks lie. Floating-point
- * addition is not associative, so the promise means that every sum has ONE order, on a given
- * instruction set, however the loops around it are blocked. The blocking below only ever decides which
- * sums advance together, never how one of them is ordered.
+ * One promise shapes every loop: no bit of a result depends on how many other rows are computed
+ * with it, on the thread, or on where its cache blocks are. Floating-point addition is not
+ * associative, so on a given instruction set every sum has ONE order. The loops only choose which
+ * sums advance together.
  * ================================================================================== */
 
 /* ---- What the fast kernels share --------------------------------------------------------- */
 
 enum {
     LLM__TILE = 64,         /* positions in an attention tile */
-    LLM__QUERY_ROWS = 128,   /* most (token, head) pairs that share one */
+    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an item of attention */
     LLM__PADDING = 32,      /* head_dim is padded to a multiple: the depth of a bf16 tile product */
-    LLM__FEW_ROWS = 8,      /* most rows of x for which f16 weights are converted on the fly */
+    LLM__FEW_ROWS = 8,      /* most rows of x to convert f16 weights on the fly */
     LLM__TILE_ROWS = 5,     /* fewest rows of x for matrix tiles */
-    LLM__MANY_ROWS = 32,    /* fewest rows of x for them, by halves */
-    LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 */
-    LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in them */
+    LLM__MANY_ROWS = 32,    /* fewest rows of x for the form "by halves": see "Matrix tiles" */
+    LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 weights */
+    LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
     LLM__FAR_BYTES = 4096,  /* prefetch distance */
-    LLM__X_CACHE_BYTES = 5 << 16,    /* part of x that stays in a 512 KB second-level cache */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same for 2 MB, with matrix tiles */
-    LLM__GATE_CACHE_BYTES = 1 << 17  /* the same of gate results */
+    LLM__X_CACHE_BYTES = 5 << 16,    /* rounded x to keep in an L2 cache of 512 KB */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* rounded x to keep in one of 2 MB, with matrix tiles */
+    LLM__GATE_CACHE_BYTES = 1 << 17  /* gate results to keep in the L2 cache */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-/* Without unrolling, registers become an array in memory. */
+/* Without unrolling, an array of registers would be in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
 #else
@@ -11151,39 +11134,40 @@ enum {
 #endif
 #define LLM__JOIN(a, b) a##b
 
-/* ---- Panels: weights in the order of use -----------------------------------------------
- * A kernel takes 16 rows of weights at once, one per lane of the widest register: sums stay in
- * their lanes, and one column of x serves 16 rows. So 16 rows are packed to a panel: a sequence of
+/* ---- Panels: weights in the order in which kernels read them -------------------------------
+ * A kernel takes 16 rows of weights at once, one per lane of the widest register: each sum stays in
+ * its lane, and one column of x serves 16 rows. So 16 rows are packed into a panel, a sequence of
  * stripes of 64 columns (two blocks of 32):
  *
- *   scales       (2, 16)     f16  per block and row (q4_1, q5_1: then the minimums)
+ *   scales       (2, 16)     f16  per block and row (q4_1, q5_1: then (2, 16) minimums)
  *   quads        (2, Q, 16)  u32  four adjacent columns of a row. q8_0: Q = 8. q4_0: Q = 4; low
- *                                 nibbles: columns 4q to 4q + 3, high ones: 16 further on
+ *                                 nibbles are columns 4q to 4q + 3, high ones 16 columns further
  *
  * q5_0, q5_1 and q5_K add a word with the fifth bits (column 4q + i at bit 8i + q), q6_K two words
- * with the high two bits (of 16 columns each, at bit 8i + 2q).
+ * with the high two bits, of 16 columns each (column 4q + i at bit 8i + 2q).
  *
- * Blocks of the K formats have integer multiples of a floating-point scale per 256 columns. Panels
- * of q4_0 and q4_Z get the same form: of eight scales, the largest becomes the multiplier 2048, and
- * the others are rounded; one of a hundredth of it may be off by 2.4 %. Each eight stripes of these
- * types begin with
+ * Block scales of the K formats are multiples of one f16 scale per 256 columns. Panels of q4_0 and
+ * q4_Z use this form too: the largest of eight scales becomes the multiplier 2048, and the others
+ * are rounded (a scale of 1/100 of the largest by at most 2.4 %). In these types, each span of
+ * eight stripes begins with a head:
  *
- *   scale        (2, 16)     f16  of 256 columns per row (q4_K, q5_K: then the minimums)
+ *   scale        (2, 16)     f16  per 256 columns and row (q4_K, q5_K: then (2, 16) minimums)
  *
- * and each stripe has in place of scales
+ * Its stripes have multipliers in place of scales:
  *
- *   multipliers  (2, 16)     i16  q4_0, q4_Z (then the zero points)
- *   or           (2, 2, 16)  u8   q4_K, q5_K: of scale, of minimum; q6_K: of half blocks
+ *   q4_0, q4_Z   (2, 16)     i16  per block and row (q4_Z: then (2, 16) zero points)
+ *   q4_K, q5_K   (2, 2, 16)  u8   per block: of the scale, of the minimum
+ *   q6_K         (2, 2, 16)  i8   per half block
  *
- * Missing rows and columns are zeros. Packing copies the matrix; without it, each panel is packed
+ * Missing rows and columns are zeros. Without packing (llm_cpu_pack_weights), each panel is packed
  * just before its use. */
 
 enum {
-    LLM__PANEL = 16,        /* rows of weights */
-    LLM__STRIPE = 64,       /* columns */
-    LLM__SPAN = 8,          /* stripes that share a head */
+    LLM__PANEL = 16,        /* rows of weights in a panel */
+    LLM__STRIPE = 64,       /* columns in a stripe */
+    LLM__SPAN = 8,          /* stripes in a span, which share a head */
     LLM__FULL_SCALE = 2048, /* the multiplier of the largest scale */
-    LLM__X_TILE = 16        /* rows of x */
+    LLM__X_TILE = 16        /* most rows of x in a tile */
 };
 
 /* Words per block and row; 0: no panels */
@@ -11210,18 +11194,18 @@ static bool llm__has_minimum(llm_type type) {
 /* q4_K and q5_K */
 static bool llm__has_group_minimums(llm_type type) { return llm__has_groups(type) && llm__has_minimum(type); }
 
-/* The level of zero, if there is no minimum */
+/* The stored level that means zero, if there is no minimum */
 LLM__INLINE int llm__zero_level(llm_type type) {
     return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
 }
 
-/* Bytes before eight stripes */
+/* Bytes of a span before its stripes */
 static size_t llm__span_head(llm_type type) {
     if (!llm__has_multipliers(type)) return 0;
     return 2 * LLM__PANEL * (llm__has_group_minimums(type) ? 4 : 2);
 }
 
-/* Bytes before the quads of a stripe */
+/* Bytes of a stripe before its quads */
 static size_t llm__stripe_head(llm_type type) {
     return 2 * LLM__PANEL * (llm__has_minimum(type) && !llm__has_groups(type) ? 4 : 2);
 }
@@ -11242,7 +11226,7 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
-    uint32_t columns[8]; /* four in each */
+    uint32_t columns[8]; /* four columns in each */
     memcpy(columns, q, sizeof columns);
     for (int i = 0; i < 4; i++) words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
     words[4] = words[5] = 0;
@@ -11251,22 +11235,24 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
         else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
-/* Multipliers of up to eight blocks from f16 scales. Returns the scale of LLM__FULL_SCALE. */
+/* Convert up to eight f16 block scales to multipliers. Returns the f16 scale whose multiplier is
+ * LLM__FULL_SCALE. */
 static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *multipliers) {
     uint16_t largest = 0;
     for (int i = 0; i < n; i++)
         if ((scales[i] & 0x7fff) > (largest & 0x7fff)) largest = scales[i];
     float all = llm__f16_to_f32(largest);
-    bool finite = (largest & 0x7fff) < 0x7c00; /* else products are NaN or infinite */
+    /* If not finite, all multipliers are 1, and the products become NaN or infinite. */
+    bool finite = (largest & 0x7fff) < 0x7c00;
     for (int i = 0; i < n; i++) {
         float part = finite && all != 0.0f ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE) : (float)!finite;
-        /* 2048 x -16 just fits into 16 bits */
+        /* At least -2047: times a level of -16, 2048 fits in 16 bits but -2048 does not. */
         multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE);
     }
     return largest;
 }
 
-/* Rows from first_row on, up to 16 */
+/* Pack up to 16 rows, from first_row on. */
 static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
     enum { BLOCKS = LLM__SUPER / LLM__BLOCK };
     const llm_type type = w->type;
@@ -11308,26 +11294,28 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
         }
 }
 
-/* x in int8, with a scale per 32 values, or per 256 where weights have multipliers. A tile has
- * `height` rows: 16, or, of fewer, n (from 5 on rounded up to a multiple of 4). Per stripe:
+/* x as int8, with a scale per 32 values, or per 256 for weights with multipliers. A tile of x has
+ * `height` rows: 16, or all n if there are fewer (above 4, rounded up to a multiple of 4). Per
+ * stripe:
  *
  *   values  (height, 64)    int8
- *   scales  (height, 2)     f32   per block; or one, then (2) i16: -8 times the sum of each block
+ *   scales  (height, 2)     f32   per block; with multipliers: one, then
+ *                                 (2) i16, -8 times the sum of each block
  *   sums    (height, 2, 2)  i16   of half blocks */
-/* bytes per row and stripe */
+/* Bytes of x per row and stripe */
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
-enum { /* of the matrix tiles */
+enum { /* sizes for the matrix tiles */
     LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; by halves, half as many */
     LLM__TILE_PANELS = 4,  /* panels unpacked together; block by block, half as many */
-    LLM__GROUP = 4,        /* blocks in the tile unit */
-    /* bytes of scratch, without sums */
+    LLM__GROUP = 4,        /* blocks that the tile unit multiplies together */
+    /* bytes of scratch, without the sums */
     LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
 };
 
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* Values of x per scale */
+/* Values of x that share a scale */
 static int llm__x_group(llm_type type) { return llm__has_multipliers(type) ? LLM__SUPER : LLM__BLOCK; }
 
 LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
@@ -11335,24 +11323,25 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set -----------------------
- * The file reads what follows when it includes itself, further down, once per pass, which defines
+ * What follows is compiled where this file includes itself, further down, once per pass. A pass
+ * defines
  *
  *   LLM__KERNEL_PASS  0: baseline (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI,
  *                     3: NEON with dot products
  *   LLM__W            floats in a vector register: 4, 8, 16
  *   LLM__ROWS         rows of weights, or queries, whose sums advance together
- *   LLM__X_ROWS       rows of x that share an unpacked panel
+ *   LLM__X_ROWS       most rows of x that share an unpacked block
  *   LLM__K(name)      the name with a prefix: llm__avx2_name */
 #endif
 #endif
 
 #ifdef LLM__KERNEL_PASS
 
-#ifdef __clang__ /* its undefined-behaviour checks compile for minutes here */
+#ifdef __clang__ /* its undefined-behaviour checks take minutes to compile here */
 #pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
 #endif
 
-/* Vector types: + - * / work per lane. */
+/* Vector types: + - * / act on each lane. */
 typedef float LLM__K(vf) __attribute__((vector_size(4 * LLM__W)));
 typedef int32_t LLM__K(vi) __attribute__((vector_size(4 * LLM__W)));
 #define llm__vf LLM__K(vf)
@@ -11370,7 +11359,7 @@ LLM__INLINE void LLM__K(store)(float *p, llm__vf v) { memcpy(p, &v, sizeof v); }
 
 LLM__INLINE llm__vf LLM__K(all)(float x) { return x - (llm__vf){0}; }
 
-/* mask ? v : 0 per lane; mask: from a comparison */
+/* Per lane: v where mask is all ones, 0 where it is 0. A comparison gives such a mask. */
 LLM__INLINE llm__vf LLM__K(where)(llm__vi mask, llm__vf v) { return (llm__vf)((llm__vi)v & mask); }
 
 LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 0x7fffffff); }
@@ -11446,8 +11435,8 @@ LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
     llm__vi greater = a > b;
     return (llm__vf)(((llm__vi)a & greater) | ((llm__vi)b & ~greater));
 }
-/* For |v| < 2^22: adding 1.5 x 2^23 rounds to an integer in the low bits. */
-#if defined(__aarch64__) /* the compiler could fuse the addition below with a product */
+/* Round to an integer, for |v| < 2^22: adding 1.5 x 2^23 leaves it in the low bits. */
+#if defined(__aarch64__) /* here the compiler could fuse that addition with a product */
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32((float32x4_t)v); }
 #else
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
@@ -11455,7 +11444,7 @@ LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0
 #if defined(__aarch64__)
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) { return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
 #else
-/* An f16 shifted to the fields of an f32 is too small by 2^112, denormals too. */
+/* An f16 shifted to the fields of an f32 is too small by 2^112, also if denormal. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
     LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
@@ -11484,7 +11473,7 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
 
 #endif
 
-/* n < LLM__W floats, then zeros */
+/* Load n < LLM__W floats; the other lanes are 0. */
 LLM__INLINE llm__vf LLM__K(load_some)(const float *p, int n) {
     float padded[LLM__W] = {0};
     memcpy(padded, p, (size_t)n * sizeof *p);
@@ -11497,7 +11486,7 @@ LLM__INLINE void LLM__K(store_some)(float *p, llm__vf v, int n) {
     memcpy(p, values, (size_t)n * sizeof *p);
 }
 
-/* LLM__W values of f32, f16 or bf16 from element i on; `type` is a constant */
+/* Load LLM__W values of f32, f16 or bf16 from element i on. `type` is a constant. */
 LLM__INLINE llm__vf LLM__K(load_as)(llm_type type, const void *row, int64_t i) {
     if (type == LLM_F16) return LLM__K(from_f16)((const uint16_t *)row + i);
     if (type == LLM_BF16) return LLM__K(from_bf16)((const uint16_t *)row + i);
@@ -11511,8 +11500,8 @@ LLM__INLINE llm__vf LLM__K(load_some_as)(llm_type type, const void *row, int64_t
     return LLM__K(load_as)(type, padded, 0);
 }
 
-/* e^x = 2^k e^r with integer k, |r| <= about ln(2)/2; e^r: Taylor series to r^7 (error below 1e-8).
- * Below -87 it is 0, above 88 finite. */
+/* e^x = 2^k e^r with integer k and |r| <= about ln(2)/2; e^r is the Taylor series to r^7 (error
+ * below 1e-8). Returns 0 for x < -87, and e^88 for x > 88. */
 LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
     const float log2_e = 1.44269504f, ln2_high = 0.693359375f, ln2_low = -2.12194440e-4f;
     llm__vi normal = (llm__vi)(x >= -87.0f);
@@ -11568,7 +11557,7 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
 
 /* -- Rows of logits, for chapter 3 -- */
 
-/* The index of the largest (first of equals), never a NaN */
+/* The index of the largest value, the first of equals. A NaN is never the largest. */
 static int32_t LLM__K(argmax)(const float *x, int n) {
     llm__vf most = LLM__K(all)(-INFINITY);
     llm__vi at = {0}, best = {0};
@@ -11589,7 +11578,7 @@ static int32_t LLM__K(argmax)(const float *x, int n) {
     return index;
 }
 
-/* sum(exp(x - shift)), shift = max x; each lane adds 64 floats before they go to the double */
+/* sum(exp(x - shift)), shift = max x. A lane adds 64 floats, which then go to the double. */
 static double LLM__K(sum_exp)(const float *x, int n, float shift) {
     double sum = 0;
     for (int first = 0; first < n; first += 64 * LLM__W) {
@@ -11607,18 +11596,18 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
 }
 
 /* -- Matrix products in floating point --
- * Lane l sums columns l, l + W, l + 2W, ... of out[i][row]. A single sum would wait for its last
- * addition, so R rows of weights times T rows of x advance together; each step loads R + T
- * registers for R x T multiply-adds. */
+ * Lane l sums columns l, l + W, l + 2W, ... of out[i][row]. Additions to the same sum wait for each
+ * other, so R rows of weights times T rows of x advance together. Each step loads R + T registers
+ * for R x T multiply-adds. */
 
-/* Bias and residual */
+/* Add bias and residual, and store. */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_job *job, int64_t i, int64_t row, float sum) {
     float *out = job->out + i * job->w->rows + row;
     if (job->bias) sum += job->bias[row];
     *out = job->add ? *out + sum : sum;
 }
 
-/* R rows of weights, row_bytes apart, times T rows of x; R, T, type: constants */
+/* R rows of weights, row_bytes apart, times T rows of x. R, T and type are constants. */
 LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_job *job, const char *weights,
                                    size_t row_bytes, int64_t row, int64_t i0) {
     int64_t cols = job->w->cols;
@@ -11650,8 +11639,8 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
         LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
-/* `count` rows of weights times all rows of x. x_outside: 4 rows of x stay in the first-level cache
- * while a tile of weights passes; else weights stay. */
+/* `count` rows of weights times all rows of x. x_outside: 4 rows of x stay in the L1 cache while
+ * weights are read; else LLM__ROWS rows of weights stay while x is read. */
 LLM__INLINE void LLM__K(dot_rows)(llm_type type, bool x_outside, const llm__matmul_job *job, const char *weights,
                                   size_t row_bytes, int64_t row, int64_t count) {
     int64_t outer = x_outside ? job->n : count, inner = x_outside ? count : job->n;
@@ -11690,12 +11679,12 @@ static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_b
                                 float *tile) {
     if (type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, weights, row_bytes, cols, count, tile);
     else if (type == LLM_BF16) LLM__K(unpack_rows)(LLM_BF16, weights, row_bytes, cols, count, tile);
-    else /* contiguous whole blocks */
+    else /* the rows are contiguous whole blocks */
         llm_type_find(type)->unpack(weights, tile, count * cols);
 }
 
-/* Few rows of x: f16 and bf16 are converted on the fly; else a tile of weights is, once for all
- * rows. Both give the same bits. */
+/* With few rows of x, f16 and bf16 weights are converted on the fly. With more, a tile of weights
+ * is converted once for all rows. Both give the same bits. */
 static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
     const llm_weight *w = job->w;
     size_t row_bytes = llm__row_bytes(w->type, w->cols);
@@ -11719,26 +11708,30 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
 }
 
 /* -- Integer products: the block formats --
- * Processors multiply four small integers at a time per lane, so x is rounded to int8:
+ * One instruction multiplies four pairs of 8-bit integers per lane and adds the products. So x is
+ * rounded to int8:
  *
  *   sum w x  =  sum over blocks of  w_scale x_scale  (sum of 32 integer products)
  *
- * The inner sum is exact in any order. With multipliers (see "Panels"), 256 values of x share a
- * scale, and 32 bits hold the sum over their eight blocks:
+ * With multipliers (see "Panels"), 256 values of x share a scale, and 32 bits hold the sum over
+ * their eight blocks:
  *
  *   sum w x  =  sum over 256s of  w_scale x_scale  (sum over blocks of  multiplier (sum of 32 ...))
  *
  * Only the outer sum is rounded. It has one order, in one lane per row of weights, so all forms
  * below give the same bits.
  *
- * With AVX-512 and q4_0, a block takes 8 vpdpbusd. In each, lane r multiplies a quad of row r by
- * four columns of x (the same in all lanes) and adds to its int32 sum. The first operand is
- * unsigned, and nibbles mean w + 8, so sums start from -8 times the sum of x, stored with x. q8_0
- * adds 128, corrected likewise. AVX2: vpmaddubsw sums pairs of products in 16 bits (of q4_0 eight
- * of 2 x 15 x 127 fit; of q8_0 one of 2 x 128 x 127, once x has the sign of w), vpmaddwd sums pairs
- * of those. arm64: sdot is a signed vpdpbusd. Plain C: floats, exact up to 2^24. */
+ *   AVX-512  vpdpbusd adds four unsigned x signed products to an int32 lane. Lane r has a quad of
+ *            row r; all lanes have the same four columns of x. Nibbles of q4_0 mean w + 8, so sums
+ *            start from -8 times the sum of x, stored with x. q8_0 adds 128, corrected likewise.
+ *   AVX2     vpmaddubsw adds pairs of unsigned x signed products in 16 bits. The sum of eight
+ *            results fits for 4-bit weights (8 x 2 x 15 x 127); one result fits for q8_0
+ *            (2 x 128 x 127, with the sign of w moved to x). vpmaddwd adds pairs in 32 bits.
+ *   arm64    sdot is vpdpbusd with both operands signed.
+ *   plain C  floats, exact up to 2^24. */
 
-enum { LLM__K(parts) = LLM__PANEL / LLM__W }; /* registers for a value per row of a panel */
+/* Registers that hold one value for each row of a panel */
+enum { LLM__K(parts) = LLM__PANEL / LLM__W };
 
 typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #if LLM__KERNEL_PASS == 0
@@ -11746,8 +11739,9 @@ typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #else
     llm__vi w[LLM__BLOCK / 4]; /* quads of columns */
 #endif
-    llm__vf scale, minimum;    /* minimum: added to each value */
-    llm__vi multiplier, other; /* other: multiplier of the sum of x; q6_K: of columns 16 to 31 */
+    llm__vf scale, minimum;    /* the minimum is added to each value */
+    /* other: factor of the sum of x (q6_K: the multiplier of columns 16 to 31) */
+    llm__vi multiplier, other;
 } LLM__K(w_block);
 
 LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
@@ -11779,7 +11773,7 @@ LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
 }
 
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-/* Two 16-bit numbers per lane: `first` in the low half */
+/* Two 16-bit numbers per lane, `first` in the low half */
 LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_mask_blend_epi16(0xaaaaaaaa, (__m512i)first, (__m512i)(second << 16));
@@ -11788,7 +11782,7 @@ LLM__INLINE llm__vi LLM__K(pair)(llm__vi first, llm__vi second) {
 #endif
 }
 
-/* sum + low(a) low(b) + high(a) high(b) per lane, signed 16-bit halves */
+/* sum + low(a) low(b) + high(a) high(b) per lane, with signed 16-bit halves */
 LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 #if LLM__KERNEL_PASS == 2
     return (llm__vi)_mm512_dpwssd_epi32((__m512i)sum, (__m512i)a, (__m512i)b);
@@ -11798,7 +11792,7 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 }
 #endif
 
-/* Scales and minimums, or multipliers; half and part as in unpack_block */
+/* Read scales and minimums, or multipliers. half and part are as in unpack_block. */
 LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
     const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL + part * LLM__W;
     w->scale = w->minimum = (llm__vf){0};
@@ -11816,7 +11810,7 @@ LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int
     }
 }
 
-/* The scale and the unit of minimums, for 256 columns */
+/* Read the scale and the minimum of 256 columns. half: which 256 of the span */
 LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL + part * LLM__W;
     *scale = LLM__K(from_f16)(scales);
@@ -11824,14 +11818,14 @@ LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int hal
     else if (llm__has_minimum(type)) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
 }
 
-/* Half `half` of a stripe, from row part * LLM__W on */
+/* Unpack block `half` of a stripe, LLM__W rows from part * LLM__W on. */
 LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
     const int stored = llm__stored_quads(type), bytes = LLM__PANEL * 4;
     const uint8_t *p = stripe + llm__stripe_head(type) + half * bytes * stored + part * 4 * LLM__W;
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
-#if LLM__KERNEL_PASS == 1 /* load it once, not per nibble */
+#if LLM__KERNEL_PASS == 1 /* keeps v in a register, else it is loaded for each nibble */
         __asm__("" : "+x"(v));
 #elif LLM__KERNEL_PASS == 2
         __asm__("" : "+v"(v));
@@ -11860,7 +11854,7 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
     LLM__K(unpack_scales)(type, stripe, half, part, w);
 }
 
-/* sum + (sum of a block of x, by halves) * b, 16 bits per lane */
+/* sum + (sum of a block of x) * b per lane. x_sums: the two half-block sums; b fits in 16 bits */
 LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     return LLM__K(add_pair)(sum, LLM__K(all_i32)(x_sums), LLM__K(pair)(b, b));
@@ -11870,7 +11864,7 @@ LLM__INLINE llm__vi LLM__K(add_x_sum)(llm__vi sum, const void *x_sums, llm__vi b
 #endif
 }
 
-/* -level times x's half-sums, of halves with columns 4 * first to 4 * end - 1 */
+/* -level times the sum of x over columns 4 * first to 4 * end - 1, which are whole half blocks */
 LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int16_t *x_sums) {
     if (level == 0) return (llm__vi){0};
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
@@ -11881,7 +11875,7 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 #endif
 }
 
-/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights times x */
+/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times x */
 LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
                                       const int16_t *x_sums) {
 #if LLM__KERNEL_PASS == 2
@@ -11889,7 +11883,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
     LLM__UNROLL for (int q = first; q < end; q++) sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + 4 * q));
     return (llm__vi)sum;
 #elif LLM__KERNEL_PASS == 1
-    const int fit = type == LLM_Q8_0 ? 1 : 2; /* pairs of products that fit into 16 bits */
+    const int fit = type == LLM_Q8_0 ? 1 : 2; /* vpmaddubsw results whose sum fits in 16 bits */
     const __m256i ones = _mm256_set1_epi16(1);
     __m256i sum = (__m256i)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums), pairs = _mm256_setzero_si256();
     LLM__UNROLL for (int q = first; q < end; q++) {
@@ -11898,7 +11892,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
         else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
         if (q % fit != fit - 1) continue;
         sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        __asm__("" : "+x"(sum)); /* one by one: see add_short_half */
+        __asm__("" : "+x"(sum)); /* keeps the order: see add_short_half */
         pairs = _mm256_setzero_si256();
     }
     return (llm__vi)sum;
@@ -11914,7 +11908,7 @@ LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, i
 #endif
 }
 
-/* sum += a block of LLM__W rows times 32 values of x */
+/* sum + a block of LLM__W rows times 32 values of x */
 LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, float scale,
                                       const int16_t *x_sums, llm__vf sum) {
     int32_t x_sum = x_sums[0] + x_sums[1];
@@ -11923,7 +11917,8 @@ LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, c
     return llm__has_minimum(type) ? LLM__K(fma)(w->minimum, LLM__K(all)(scale * (float)x_sum), sum) : sum;
 }
 
-/* The same in integers; q4_K, q5_K: minimums += sum of x times theirs */
+/* The same in integers, for weights with multipliers. q4_K, q5_K: *minimums += the minimum's
+ * multiplier times the sum of x */
 LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, const int16_t *x_sums,
                                          llm__vi *sum, llm__vi *minimums) {
     if (type == LLM_Q6_K) {
@@ -11937,27 +11932,27 @@ LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w
     *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
 }
 
-/* Types known only at run time get less code. */
+/* Whether to use short sums. Types known only at run time do not, to limit code size. */
 LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) {
     return (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2) && __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
 }
 
 typedef struct LLM__K(short_sums) {
-    llm__vi rows[LLM__X_ROWS], multiplier; /* of the first block of a stripe */
+    llm__vi rows[LLM__X_ROWS], multiplier; /* of the stripe's first block */
 } LLM__K(short_sums);
 
 /* Short sums: 4-bit weights with multipliers, on x86. One instruction multiplies two pairs of
- * 16-bit numbers per lane and adds both products, so it applies two multipliers if sums fit into 16
- * bits. An AVX2 lane has two sums of 16 products (16 x 15 x 127 = 30480). An AVX-512 lane has one
- * of 32, up to 60960, but 32512 with weights less 8: it starts from -8 times the sum of x. Only the
- * lane's low half counts: it is right modulo 2^16, whatever is above it.
+ * 16-bit numbers per lane and adds both products. So it applies two multipliers at once if the sums
+ * fit in 16 bits. An AVX2 lane has two sums of 16 products (16 x 15 x 127 = 30480). An AVX-512 lane
+ * has one of 32: 60960 does not fit, so it starts from -8 times the sum of x and becomes a sum of
+ * (w - 8) x, at most 32512. Only the low half of the lane counts; it is right modulo 2^16.
  *
  *   block 0:  -8 sum x + 8 vpdpbusd   . . .  | sum 0
  *   block 1:  the same                . . .  | sum 1
  *   pair, one vpdpwssd                sum 1  | sum 0   times  multiplier 1 | multiplier 0
  *
- * AVX2 has 16 registers of 8 rows: four hold weights (both nibbles, both halves of the panel),
- * eight hold sums (of four rows of x). */
+ * AVX2 has 16 registers: four hold weights (both nibbles, both halves of the panel), eight hold
+ * sums (of four rows of x). */
 LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
                                         LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
@@ -11965,7 +11960,8 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
     LLM__K(unpack_block)(type, stripe, half, 0, &w);
     llm__vi now[LLM__X_ROWS];
     LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_i32)(starts + 8 * t + 2 * half);
-    LLM__UNROLL for (int q = 0; q < 8; q++) /* not row by row: a sum would wait for itself */
+    /* t is the inner loop, since additions to the same sum wait for each other. */
+    LLM__UNROLL for (int q = 0; q < 8; q++)
         LLM__UNROLL for (int t = 0; t < T; t++)
             now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w.w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
     if (half == 0) {
@@ -11977,25 +11973,25 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
-    /* 16: bytes of a row's block */
+    /* 16: bytes of one row of a block */
     const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
         llm__vi w[2][2];
         LLM__UNROLL for (int part = 0; part < 2; part++) {
             llm__vi v = LLM__K(load_int)(quads + part * 4 * LLM__W);
-            __asm__("" : "+x"(v)); /* load it once, not per nibble */
+            __asm__("" : "+x"(v)); /* keeps v in a register, else it is loaded for each nibble */
             w[part][0] = v & 0x0f0f0f0f;
             w[part][1] = v >> 4 & 0x0f0f0f0f;
         }
-        __asm__("" : "+r"(x)); /* load x only now */
+        __asm__("" : "+r"(x)); /* delays the loads of x to here */
         LLM__UNROLL for (int t = 0; t < T; t++)
             LLM__UNROLL for (int nibble = 0; nibble < 2; nibble++) {
                 __m256i values = (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q + 16 * nibble);
                 LLM__UNROLL for (int part = 0; part < 2; part++) {
                     __m256i products = _mm256_maddubs_epi16((__m256i)w[part][nibble], values);
                     now[t][part] = (llm__vi)(q + nibble ? _mm256_add_epi16((__m256i)now[t][part], products) : products);
-                    /* one by one: else the compiler adds them as a tree, in memory */
+                    /* Keeps the order: the compiler would add in a tree, which spills registers. */
                     __asm__("" : "+x"(now[t][part]));
                 }
             }
@@ -12011,9 +12007,9 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
 #endif
 }
 
-/* Short sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level: add `missing` times
- * -8 times the sum of x, times the multipliers. Then add the sum of x times q4_Z's zero points;
- * q4_K's minimums get -8 times it. */
+/* The sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level. Add `missing` x (-8
+ * times the sum of x) x multiplier, then q4_Z's zero points. Minimums of q4_K get -8 times their
+ * value. */
 LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
@@ -12035,7 +12031,7 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe
 #endif
 }
 
-/* Bias, and residual or gate, for up to LLM__W rows. Not inline, which is slow to compile. */
+/* Add bias, and residual or gate, and store up to LLM__W rows. Not inlined, to compile faster. */
 static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float *out, int64_t row, llm__vf sum) {
     int n = (int)llm__min(job->w->rows - row, LLM__W);
     bool whole = n == LLM__W;
@@ -12048,7 +12044,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float 
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows; whole registers without gate are inline */
+/* The same for LLM__PANEL rows; whole registers without a gate are inline. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
     float *out = job->out + i * job->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {
@@ -12064,7 +12060,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int
     }
 }
 
-/* A panel times T (constant) rows of x from row i on, all in one tile */
+/* A panel times T rows of x from row i on, all in one tile. T is a constant. */
 LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
                                     int64_t i) {
     const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type), short_sums = LLM__K(has_short_sums)(type);
@@ -12073,10 +12069,10 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     const uint8_t *stripe = panel;
     int first = (int)(i % job->height);
     const char *x = llm__x_tile(job, i / job->height) + first * LLM__STRIPE;
-    /* at x_scales + 4: the second scale, or the start of short sums */
+    /* At x_scales + 4: the second scale or, with multipliers, -8 times the sums of the blocks */
     const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
-    /* of 256 columns; lower: for minimums */
+    /* Sums over 256 columns: of products; lower: of x times the minimums' multipliers */
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)];
     LLM__K(short_sums) before;
     LLM__UNROLL for (int t = 0; t < T; t++)
@@ -12092,7 +12088,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                     LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(type) + line);
                 stripe += head;
             }
-            /* sums stay in memory: the block needs the registers */
+            /* Keeps the sums in memory, since the block needs the registers. */
             if (T > 4) __asm__ volatile("" : "+m"(sums));
         }
         const float *scales = (const float *)(const void *)(x + x_scales);
@@ -12101,7 +12097,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
             for (size_t line = 0; line < stripe_bytes; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
 #if LLM__KERNEL_PASS == 2
-            LLM__UNROLL /* first-half sums stay in registers */
+            LLM__UNROLL /* so that `before` stays in registers */
 #endif
             for (int half = 0; half < 2; half++) {
                 const int8_t *values = (const int8_t *)x + half * LLM__BLOCK;
@@ -12117,7 +12113,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
                     LLM__K(unpack_block)(type, stripe, half, part, &w);
-                    /* load x for each part: else the compiler keeps it in memory */
+                    /* Loads x again for each part; the compiler would spill it. */
                     __asm__("" : "+r"(values));
                     LLM__UNROLL for (int t = 0; t < T; t++)
                         if (whole)
@@ -12134,7 +12130,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
             LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
-            if (short_sums) minimum *= -0.125f; /* of -8 times the sums: exact */
+            if (short_sums) minimum *= -0.125f; /* `lower` is -8 times the sum */
             LLM__UNROLL for (int t = 0; t < T; t++) {
                 sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
                 if (minimums) sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf), minimum * scales[2 * t], sums[t][part]);
@@ -12147,7 +12143,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
 LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
     for (int64_t i = 0; i < job->n;) {
         int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
-        const bool known = __builtin_constant_p(type); /* else fewer forms, to compile fast */
+        const bool known = __builtin_constant_p(type); /* others: fewer forms, to compile fast */
         if (known && together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
         else if (together >= 4) LLM__K(panel_rows)(type, 4, job, panel, row, i), i += 4;
         else if (known && together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
@@ -12158,31 +12154,31 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
 #if LLM__KERNEL_PASS == 2
 
 /* -- Matrix tiles: AMX --
- * 8 tile registers have 16 rows of 64 bytes. tdpbssd multiplies two of int8, adding to one of
- * int32, at four times the rate of vpdpbusd. B is a panel as stored, unpacked to signed bytes:
+ * There are 8 tile registers of 16 rows of 64 bytes. tdpbssd multiplies two tiles of int8 and adds
+ * to one of int32, at four times the rate of vpdpbusd. B is a panel, unpacked to signed bytes:
  *
  *   A: 16 rows of x,  B: 8 quads of 16 rows of weights       C: 16 rows of x by 16 of weights
  *      32 columns     row q: w[0] quad q | w[1] quad q | ..  row t: x[t].w[0]  x[t].w[1]  ...
  *
  * Two forms add the same integers, so they give the same bits.
  *
- * Block by block, below 32 rows (q4_0: 64; never q6_K, which has two scales per block): after 32
- * columns C goes to memory, and vector registers multiply it by the block's scales, while the tile
- * unit has the next four blocks. q4_0 takes one vpdpwssd per row of C; q4_Z, q4_K and q5_K, whose
- * sums exceed 16 bits, multiply and add; types without multipliers convert to floats.
+ * Block by block, below 32 rows of x (q4_0: 64; never q6_K, which has two scales per block): after
+ * 32 columns C goes to memory, and vector registers scale it while the tile unit multiplies the
+ * next four blocks. q4_0 takes one vpdpwssd per row of C. Sums of q4_Z, q4_K and q5_K exceed 16
+ * bits, so these types multiply and add. Types without multipliers convert C to floats.
  *
- * By halves, for more rows: weight times multiplier, 16 bits, is unpacked once and cut into a high
- * and a low byte. Both are multiplied, in full tiles of 64 columns; C leaves once in 256 columns:
+ * By halves, for more rows: weight times multiplier, 16 bits, is cut into a high and a low byte.
+ * Both are multiplied, in full tiles of 64 columns. C goes to memory once per 256 columns:
  *
  *   sum of w x  =  256 (sum of high x)  +  (sum of low x)    high: -128 .. 127, low: 0 .. 255
  *
  *   tile registers:  0, 1: low   of 16 + 16 rows of x    4, 5: x, 16 + 16 rows, 64 columns
  *                    2, 3: high                          6, 7: low, high of 16 rows of weights
  *
- * Work goes in chunks of 512 columns, by halves of 256: 8 KB of an unpacked panel and 10 KB of x
- * stay in the first-level cache. A single tile of x shares no chunk: see llm__amx_alone. */
+ * Chunks of 512 columns (by halves: 256) keep 8 KB of an unpacked panel and 10 KB of x in the L1
+ * cache. */
 
-/* Tiles 0-3 (C) and 4-5 (A) have `rows` rows, 6-7 (B) b_rows. Width: B and C 64 bytes, A
+/* Tiles 0-3 (C) and 4-5 (A) get `rows` rows, 6-7 (B) b_rows. Rows have 64 bytes, those of A
  * a_bytes. */
 LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
@@ -12195,7 +12191,7 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-/* Macros, as instructions contain register names */
+/* macros, since an instruction names its registers */
 #define LLM__TILE_LOAD(tile, p, stride)                                                    \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
                      "m"(*(const char(*)[1024])(const void *)(p)))
@@ -12207,31 +12203,32 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 
 typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
     llm_type type;
-    const char *x; /* tile of x */
+    const char *x;            /* the chunk's first stripe in the tile of x */
     size_t x_bytes;           /* of a stripe of the tile */
-    int height, blocks; /* rows of the tile, blocks of the chunk */
-    const int8_t *w;          /* (blocks, 8, 16, 4); by halves (2: low, high; 4, 16, 16, 4) */
-    const float *scales;      /* (blocks, 16): scales, or int32 multipliers */
-    const float *others;      /* (blocks, 16): minimums, or 2 x i16 factors of x's half-sums */
-    const uint8_t *span;      /* of the panel */
-    int32_t *products;        /* (group, 16, 16) */
+    int height, blocks;       /* rows of the tile; blocks of the chunk */
+    const int8_t *w;          /* (blocks, 8, 16, 4); by halves: (low and high, 4, 16, 16, 4) */
+    const float *scales;      /* (blocks, 16) scales, or int32 multipliers */
+    const float *others;      /* (blocks, 16) minimums, or 2 x i16 factors of x's half-sums */
+    const uint8_t *span;      /* the panel's span head, from the chunk's columns on */
+    int32_t *products;        /* (group, 16, 16) scratch */
     float *kept;              /* (T, 16) sums, carried between chunks */
-    const uint8_t *ahead;     /* to prefetch meanwhile */
-    int lines; /* cache lines to prefetch per block */
+    const uint8_t *ahead;     /* weights to prefetch meanwhile */
+    int lines;                /* cache lines to prefetch per block */
 } llm__tile_job;
 
 LLM__INLINE const float *llm__tile_scales(const llm__tile_job *job, int block) {
     return (const float *)(const void *)(job->x + (size_t)(block / 2) * job->x_bytes + job->height * LLM__STRIPE) + block % 2;
 }
 
-/* Both half-sums of block `block` of row t of x, 16 bits each */
+/* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane */
 LLM__INLINE __m512i llm__tile_sums(const llm__tile_job *job, int block, int t) {
     int32_t pair;
     memcpy(&pair, job->x + (size_t)(block / 2) * job->x_bytes + job->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
     return _mm512_set1_epi32(pair);
 }
 
-/* Multiply four blocks, prefetching `lines` cache lines for each. Products before go to memory. */
+/* Multiply four blocks from `first` on, and prefetch weights. before: first store the products of
+ * the previous four. */
 LLM__INLINE void llm__amx_products(const llm__tile_job *job, int first, bool before) {
     const size_t x_bytes = job->x_bytes;
     const char *x = job->x + (size_t)(first / 2) * x_bytes;
@@ -12260,7 +12257,7 @@ LLM__INLINE void llm__amx_store(int32_t *products) {
     LLM__TILE_STORE(3, products + 768);
 }
 
-/* Add the products of blocks first to end - 1, T rows each. */
+/* Scale the products of blocks first to end - 1 and add them to the sums of T rows. */
 LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, __m512 *sums) {
     const int32_t *products = job->products;
     for (int b = first; b < end; b++, products += 256) {
@@ -12279,7 +12276,7 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
     }
 }
 
-/* The same in integers, for weights with multipliers. */
+/* The same in integers, for weights with multipliers */
 LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, int end, __m512i *sums) {
     const int32_t *products = job->products;
     const float *multipliers = job->scales + first * LLM__PANEL;
@@ -12297,7 +12294,7 @@ LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, 
     }
 }
 
-/* Add the sums of 256 columns, from block `first` on, and their minimums to `kept`. */
+/* Scale the sums of 256 columns from block `first` on; add them and their minimums to `kept`. */
 LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, const __m512i *sums) {
     const float *x_scales = llm__tile_scales(job, first);
     float *kept = job->kept;
@@ -12320,7 +12317,7 @@ LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, con
     }
 }
 
-/* Block by block, T rows; without multipliers sums are floats */
+/* A chunk block by block, T rows, for types without multipliers: the sums are floats. */
 LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
     __m512 sums[16];
     LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
@@ -12333,7 +12330,7 @@ LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
     LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
 }
 
-/* With multipliers, sums of 256 columns are integers */
+/* The same for types with multipliers: sums of 256 columns are integers. */
 LLM__INLINE void llm__amx_whole_chunk(int T, const llm__tile_job *job) {
     for (int first = 0; first < job->blocks; first += LLM__SPAN) {
         __m512i sums[16];
@@ -12354,7 +12351,7 @@ LLM__INLINE void llm__amx_chunk(int T, const llm__tile_job *job) {
     else llm__amx_float_chunk(T, job);
 }
 
-/* Unpack `count` blocks to signed bytes and scales or multipliers. */
+/* Unpack `count` blocks to signed bytes, and scales or multipliers. */
 LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
     for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, others += LLM__PANEL) {
@@ -12378,7 +12375,7 @@ LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count
     }
 }
 
-/* The same to low and high bytes of weight times multiplier: (4, 16, 16, 4) each */
+/* The same to the low and the high bytes of weight times multiplier, (4, 16, 16, 4) each */
 LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type)), bytes = _mm512_set1_epi16(255);
     for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
@@ -12402,7 +12399,7 @@ LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, in
     }
 }
 
-/* Unpack four blocks from `first` on, for the only tile of x. w, scales, others: of the chunk */
+/* Unpack four blocks from `first` on, for a single tile of x. w, scales, others: of the chunk */
 LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t first, int64_t blocks,
                                          int8_t *w, float *scales, float *others) {
     const int64_t place = first % LLM__CHUNK;
@@ -12417,8 +12414,9 @@ LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *j
     return tile;
 }
 
-/* Block by block for a single tile of x, T rows: one group is in the tile unit, the one before is
- * added up, the next unpacked. Tile loads wait for earlier loads, so prefetches are early. */
+/* Block by block for a single tile of x, T rows. While the tile unit multiplies a group of blocks,
+ * the previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
+ * prefetches come early. */
 LLM__INLINE void llm__amx_alone(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int32_t *products, int8_t *w,
                                 float *scales, float *others, float *kept) {
     const int64_t blocks = 2 * llm__stripes(job->w->cols);
@@ -12457,7 +12455,7 @@ LLM__INLINE void llm__amx_alone_rows(llm_type type, const llm__matmul_job *job, 
     else llm__amx_alone(type, 4, job, panel, products, w, scales, others, kept);
 }
 
-/* Add the sums of tile k of two to its rows. */
+/* Join the low and high products of tile k (0 or 1), and add them to its sums. */
 LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
     const int32_t *low = tiles->products + k * 256, *high = low + 512;
     __m512i sums[16];
@@ -12468,8 +12466,8 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
     llm__amx_finish(16, &tiles[k], 0, sums);
 }
 
-/* By halves: 256 columns of two tiles of x times a panel. Sums of `before` (or NULL) leave the tile
- * registers as these are needed, and are added up while the tile unit works. */
+/* By halves: 256 columns of two tiles of x times a panel. The products of `before` (or NULL) are
+ * stored as the tile registers are needed, and added up while the tile unit works. */
 LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job *before) {
     const size_t x_bytes = tiles->x_bytes;
     const char *x0 = tiles[0].x, *x1 = tiles[1].x;
@@ -12500,21 +12498,22 @@ LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job
 #undef LLM__TILE_ZERO
 #undef LLM__TILE_ADD
 
-/* Up to four panels (block by block two) times all rows of x share each cached tile of x. */
+/* Up to four panels (block by block: two) times all rows of x. They share each tile of x while it
+ * is cached. */
 static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                             char *scratch) {
     int64_t blocks = 2 * llm__stripes(job->w->cols), kept_rows = job->n + 2 * LLM__X_TILE;
     size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
     int32_t *products = (int32_t *)(void *)scratch; /* (group, 16, 16) */
     int8_t *w = (int8_t *)(products + LLM__GROUP * 256); /* (panels, chunk, 8, 16, 4) */
-    /* scales, others: (panels, chunk, 16) */
+    /* scales and others: (panels, chunk, 16) */
     float *scales = (float *)(void *)(w + LLM__TILE_PANELS * LLM__CHUNK * 512);
     float *others = scales + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL;
     float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL; /* (panels, kept_rows, 16) */
     int chunk = halves ? LLM__CHUNK / 2 : LLM__CHUNK, x_tiles = halves ? 2 : 1;
     memset(sums, 0, (size_t)(n_panels * kept_rows * LLM__PANEL) * sizeof *sums);
     bool alone = !halves && job->n <= job->height;
-    if (alone) switch (type) { /* the type as a constant */
+    if (alone) switch (type) { /* make the type a constant */
         case LLM_Q4_0: llm__amx_alone_rows(LLM_Q4_0, job, panels, products, w, scales, others, sums); break;
         case LLM_Q8_0: llm__amx_alone_rows(LLM_Q8_0, job, panels, products, w, scales, others, sums); break;
         case LLM_Q4_K: llm__amx_alone_rows(LLM_Q4_K, job, panels, products, w, scales, others, sums); break;
@@ -12546,7 +12545,8 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
                     tiles[k] = t;
                 }
                 int64_t rows = job->n - i;
-                /* Results go to one cache line per row of x: prefetch some per chunk. */
+                /* A panel's results are one cache line per row of x: prefetch some with each
+                 * chunk. */
                 for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, job->n); r += llm__divide_up(blocks, chunk))
                     LLM__PREFETCH_TO_WRITE(job->out + r * job->w->rows + row + p * LLM__PANEL);
                 if (halves) {
@@ -12619,7 +12619,8 @@ LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #endif
 }
 
-/* See llm__kernels.round_rows. Ranges below 1e-25 become zero: their products are no floats. */
+/* See llm__kernels.round_rows. A group with all |x| below 1e-25 becomes zero: its products could be
+ * denormal. */
 static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W };
     const size_t stripe_bytes = (size_t)height * LLM__X_BYTES;
@@ -12627,7 +12628,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
         for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group) {
             const float *from = x + r * cols;
             int64_t stop = llm__min(start + group, cols);
-            llm__vf most[2] = {{0}, {0}}; /* two, as one would wait for itself */
+            llm__vf most[2] = {{0}, {0}}; /* two: each max waits for the one before */
             for (int64_t i = start; i < stop; i += LLM__BLOCK)
                 LLM__UNROLL for (int k = 0; k < PARTS; k++)
                     most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)), most[k % 2]);
@@ -12637,9 +12638,9 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 int half = (int)(i / LLM__BLOCK % 2);
                 int8_t *values = (int8_t *)to + r * LLM__STRIPE + half * LLM__BLOCK;
                 float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r;
-                int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of a second scale */
+                int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of the second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
-                /* infinite values set it too, so that they show */
+                /* An infinite range gives an infinite scale, to show in the result. */
                 if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
                     for (int k = 0; k < PARTS; k++)
@@ -12652,7 +12653,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 if (group > LLM__BLOCK) starts[half] = (int16_t)(-8 * (sums[0] + sums[1]));
             }
         }
-    /* Missing rows: old scales may be denormals, which are slow. */
+    /* Clear missing rows: stale scales may be denormals, which are slow. */
     for (int64_t stripe = first; stripe < end; stripe++) {
         char *scales = tile + (size_t)stripe * stripe_bytes + height * LLM__STRIPE, *sums = scales + height * 8;
         for (int r = rows; r < height; r++) memset(scales + 8 * r, 0, 8), memset(sums + 8 * r, 0, 8);
@@ -12736,10 +12737,10 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
 }
 
 /* -- Attention in tiles --
- * A softmax divides by a sum over all scores of a query: for a prompt of n tokens, an n x n matrix.
- * In pieces (Milakov and Gimelshein 2018) it keeps the largest score so far, m, and relative to it
- * the sum l and the weighted values acc; a larger m' shrinks both by exp(m - m'). So one tile of
- * scores is enough (Dao et al. 2022):
+ * A softmax divides by a sum over all scores of a query; a prompt of n tokens has n x n scores. The
+ * online softmax (Milakov and Gimelshein 2018) keeps the largest score so far, m, and relative to
+ * it the sum l of the weights and the weighted sum acc of the values. A larger m' scales both by
+ * exp(m - m'). So one tile of scores is enough (Dao et al. 2022):
  *
  *   positions              0 .. 63     64 .. 127    128 .. 191      cache, by block table
  *   query rows           +---------+  +---------+  +---------+      K tile: (head_dim, 64)
@@ -12748,21 +12749,21 @@ static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, in
  *                         m, l, acc -> m, l, acc -> m, l, acc / l -> out
  *
  * The query heads of a kv head and adjacent tokens of a prompt share a tile. A register holds one
- * dimension of LLM__W keys, so a score is a sequential sum in one lane. Hence the CPU's cache has
- * keys transposed per block, (head_dim, slot); if blocks are no multiple of LLM__W slots, keys are
+ * dimension of LLM__W keys, so a score is a sequential sum in one lane. Hence the CPU's cache keeps
+ * keys transposed per block, (head_dim, slot); if block_size is not a multiple of LLM__W, keys are
  * copied. Few rows read f16 in place; many share one conversion to f32, with the same bits.
  *
- * Tiles begin at absolute positions, so the order of sums depends on neither chunks, blocks nor the
- * batch. Unseen positions are never multiplied, not even by zero. Tiles before all windows are
- * skipped: with a window, the cost per token is constant. */
+ * Tiles begin at absolute positions, so the order of sums does not depend on chunks, blocks or the
+ * batch. Values at unseen positions are never multiplied, not even by zero. Tiles before all
+ * windows are skipped. */
 
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
     float *values; /* (64, padded_dim) */
-    float *copies; /* (padded_dim, 64) keys, if blocks are no multiple of LLM__W */
-    float *sums;   /* (128 rows, padded_dim) */
+    float *copies; /* (padded_dim, 64) keys, if block_size is not a multiple of LLM__W */
+    float *sums;   /* (128 rows, padded_dim): acc */
     float *scores; /* (128 rows, 64) */
-    float *largest, *total; /* (128 rows): m, l */
+    float *largest, *total; /* (128 rows) each: m, l */
     float *zeros;  /* (padded_dim) a missing row */
     int padded_dim;
 } LLM__K(attention_scratch);
@@ -12787,17 +12788,17 @@ typedef struct LLM__K(tile) { /* 64 positions, in the cache or as f32 */
     int n;          /* positions that exist */
     int64_t stride; /* between dimensions of keys, in values */
     const void *keys[LLM__TILE / LLM__W]; /* dimension 0 of LLM__W adjacent keys */
-    const void *values[LLM__TILE]; /* rows of head_dim values */
+    const void *values[LLM__TILE]; /* (head_dim) each */
 } LLM__K(tile);
 
-/* The tile from position `first` on, in a sequence that ends at `last`. Missing rows have a valid
- * address, for prefetching. */
+/* Find the tile from position `first` on; positions after `last` do not exist. Missing rows get a
+ * valid address, for prefetching. */
 LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
     const llm_cache *cache = job->cache;
     const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)job->shape.head_dim * value_bytes;
     const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
     tile->type = cache->type;
-    tile->stride = 0; /* if empty */
+    tile->stride = 0; /* for an empty tile */
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
     int k = 0;
     while (k < tile->n) {
@@ -12831,7 +12832,7 @@ static void LLM__K(copy_keys)(const llm__attention_job *job, int sequence, int k
     tile->stride = LLM__TILE;
 }
 
-/* Prefetch the next tile bit by bit: at once it would stall */
+/* Prefetch the next tile a few lines at a time: all at once would stall. */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
     if (next) LLM__PREFETCH_FAR((const char *)next->keys[group] + (size_t)(d * next->stride) * llm__value_bytes(type));
 }
@@ -12861,7 +12862,7 @@ LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(ti
     }
 }
 
-/* R query rows times V registers of keys from `group` on; R, V: constants */
+/* R query rows times V registers of keys from `group` on. R and V are constants. */
 LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q, const LLM__K(tile) *tile,
                                      const LLM__K(tile) *next, int group, int head_dim, float *scores) {
     llm__vf sums[LLM__ROWS][4];
@@ -12890,8 +12891,8 @@ LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q,
     for (; g < end; g++) LLM__K(score_block)(R, 1, type, q, tile, next, g, head_dim, scores + g * LLM__W);
 }
 
-/* A row's scores become weights exp(score - largest); it sees keys from .. seen - 1. Not inlined:
- * one compiled form rounds all rows alike. */
+/* Turn a row's scores into weights exp(score - largest). The row sees keys from .. seen - 1. Not
+ * inlined, so that one compiled form rounds all rows alike. */
 LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
                                                     float *sums, int padded_dim) {
     int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
@@ -12916,7 +12917,7 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     *largest = new_largest;
 }
 
-/* sums[r] += weights times values of keys first .. end - 1; R rows, V registers from d on */
+/* sums[r] += weights times values of keys first .. end - 1, for R rows and V registers from d on */
 LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
                                      int d, int first, int end, int head_dim, int padded_dim, float *sums) {
     llm__vf acc[LLM__ROWS][4];
@@ -12945,15 +12946,16 @@ LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights, 
         LLM__K(value_block)(R, 1, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
 }
 
-typedef struct LLM__K(query_rows) { /* of a work item */
+typedef struct LLM__K(query_rows) { /* of an item */
     int n; /* rows */
     const float *q[LLM__QUERY_ROWS]; /* (head_dim) each */
     int position[LLM__QUERY_ROWS]; /* in the sequence */
-    /* keys from .. seen - 1 of a tile; none if from >= seen */
+    /* Keys from .. seen - 1 of the tile are seen; none if from >= seen. */
     int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
 } LLM__K(query_rows);
 
-/* Rows `row` to row + R - 1; r sees keys from[r] .. seen[r] - 1, both ascending */
+/* Attend with rows `row` to row + R - 1. Row r sees keys from[r] .. seen[r] - 1, which both
+ * ascend. */
 LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
@@ -12962,7 +12964,7 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *
     for (int r = 0; r < R; r++)
         LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], job->shape.scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
-    /* keys that all rows see go together */
+    /* Keys that all rows see are multiplied together. */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
         LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
@@ -12985,7 +12987,7 @@ static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int k
     }
 }
 
-/* The keys that rows see of the tile from position `first` on */
+/* Set which keys the rows see in the tile from position `first` on. */
 LLM__INLINE void LLM__K(see_tile)(const llm__attention_job *job, int first, LLM__K(query_rows) *rows) {
     for (int r = 0; r < rows->n; r++) {
         rows->from[r] = (int)llm__max(llm__first_seen(&job->shape, rows->position[r]) - first, 0);
@@ -13003,7 +13005,7 @@ LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_job *jo
     for (; row < end; row++) LLM__K(attend)(1, type, job, a, rows, row, tile, next);
 }
 
-/* Few rows read f16 in place, if head_dim fills registers */
+/* Few rows read f16 in place, if head_dim is a multiple of LLM__W. */
 static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && job->shape.head_dim % LLM__W == 0) {
@@ -13023,30 +13025,30 @@ static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(atte
  * rate of vector registers. bf16 has 8 bits of precision, so each number is a sum of two:
  *
  *   x = high + low                              high: x to 8 bits; low: the rest to 8 bits
- *   x y = high high' + high low' + low high'    leaves out at most 2^-16 of it
+ *   x y = high high' + high low' + low high'    relative error at most 2^-16
  *
- * That is as exact as f32 here (an f16 cache is exactly high + low). Per tile and 16 query rows:
+ * (An f16 value is exactly high + low.) Per tile and 16 query rows:
  *
  *   C: scores (16 rows, 64 keys) = A: queries (16 rows, dim), packed once  x  B: keys (dim, 64)
  *   weights                      = exp(scores - largest)
  *   C: sums (16 rows, dim)      += A: weights (16 rows, 64 keys)  x  B: values (64 keys, dim)
  *
- * B has pairs of rows, column by column: dimensions of keys, or keys of values. Row i is paired
- * with row i + 16, so two registers make a row of A without a shuffle. Fewer rows take less time.
+ * A row of B interleaves two rows: dimensions of keys, or keys of values. Row i is paired with row
+ * i + 16, so two registers make a row of A without a shuffle. Tiles of fewer rows take less time.
  *
- * Unseen keys have weight 0 but are multiplied, so values must be finite: llm__plain_store clamps
- * them, and missing rows are zeros. */
+ * Here unseen keys are multiplied, with weight 0. So values must be finite: store_head clamps them,
+ * and missing rows are zeros. */
 
 typedef struct llm__amx_tile {
     uint16_t *queries[2];  /* high, low: (8 groups of 16 rows, padded_dim / 32, 16, 32) */
-    uint16_t *keys[2];     /* (4 groups of 16 keys, padded_dim / 2, 16, 2) */
-    uint16_t *values[2];   /* (32, padded_dim, 2) */
-    uint16_t *weights[2];  /* (16 rows, 64) */
+    uint16_t *keys[2];     /* high, low: (4 groups of 16 keys, padded_dim / 2, 16, 2) */
+    uint16_t *values[2];   /* high, low: (32 pairs of keys, padded_dim, 2) */
+    uint16_t *weights[2];  /* high, low: (16 rows, 64) */
     float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
-/* 16 pairs of bf16, a in the low halves. Adding half of the last place rounds; f16 values (exact)
- * fit into the two parts. */
+/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. Adding
+ * half of the last place rounds; f16 values (exact) need no rounding. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000), half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
     __m512i whole_a = _mm512_and_si512(_mm512_add_epi32((__m512i)a, half), upper);
@@ -13063,13 +13065,13 @@ LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d) : _mm512_setzero_ps();
 }
 
-/* In the scratch memory of the form above; queries follow it */
+/* Use the scratch memory of the vector form; the queries follow it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
-    t.keys[0] = (uint16_t *)(void *)a->keys; /* two parts, as large as f32 */
+    t.keys[0] = (uint16_t *)(void *)a->keys; /* two parts of bf16 are as large as f32 */
     t.values[0] = (uint16_t *)(void *)a->values;
-    t.scores = a->scores; /* (16, 64) of (128, 64) */
+    t.scores = a->scores; /* the first 16 of 128 rows */
     t.weights[0] = (uint16_t *)(void *)(a->scores + LLM__TILE * 16);
     t.queries[0] = (uint16_t *)(void *)(a->zeros + depth);
     t.keys[1] = t.keys[0] + LLM__TILE * depth;
@@ -13093,7 +13095,7 @@ static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_row
         }
 }
 
-/* 16 keys of a tile as bf16 */
+/* Convert 16 keys to bf16. */
 LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
                                       int group) {
     for (int first = 0; first < depth; first += 32) {
@@ -13111,7 +13113,7 @@ LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, co
     }
 }
 
-/* Values of a tile as bf16, up to a multiple of 32 rows */
+/* Convert the values to bf16, up to a multiple of 32 rows. */
 LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next,
                                         const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     int depth = a->padded_dim;
@@ -13138,7 +13140,8 @@ LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, 
 #define LLM__TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
 #define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-/* scores (16 rows, n) = queries times keys, n = 32 or 64. A single sum would wait for itself. */
+/* scores (16 rows, n) = queries times keys, n = 32 or 64. Four sums take turns, since
+ * products that are added to the same sum wait for each other. */
 LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, int n) {
     LLM__TILE_ZERO(0); LLM__TILE_ZERO(1); LLM__TILE_ZERO(2); LLM__TILE_ZERO(3);
     for (int d = 0; d < depth; d += 32)
@@ -13212,7 +13215,7 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 #undef LLM__TILE_STORE
 #undef LLM__TILE_LOAD
 
-/* e^x, x <= 0 (to 1e-6): 2^k 2^r with integer k and |r| <= 1/2 */
+/* e^x for x <= 0, to a relative 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
     /* the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
     const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
@@ -13226,7 +13229,7 @@ LLM__INLINE __m512 llm__amx_exp(__m512 x) {
 
 LLM__INLINE __m512 llm__amx_both(bool largest, __m512 a, __m512 b) { return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b); }
 
-/* Lane r: the sum or the largest of rows[r]; each level merges pairs of registers */
+/* Lane r of the result: the sum or the largest of rows[r]. Each level merges pairs of registers. */
 LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
     __m512 a[8], b[4], c[2];
     LLM__UNROLL for (int i = 0; i < 8; i++)
@@ -13240,7 +13243,8 @@ LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
     return llm__amx_both(largest, _mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Scores of n_rows rows, n keys, become weights; earlier sums are rescaled. sees: a bit per key */
+/* Turn the scores of n_rows rows, n keys, into weights; rescale the earlier sums. sees: a bit per
+ * key */
 LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees, float *largest, float *total, float *sums,
                                   int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
@@ -13271,7 +13275,7 @@ LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, con
     _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), llm__amx_reduce(false, rows)));
 }
 
-/* Up to 16 rows, the vector unit converts keys while the tile unit multiplies. */
+/* With up to 16 rows, the vector unit converts keys while the tile unit multiplies. */
 static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
                             const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     int depth = a->padded_dim;
@@ -13311,7 +13315,7 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
 #endif
     int last = rows.position[rows.n - 1], begin = llm__first_seen(&job->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     bool as_it_lies = job->cache->keys_transposed && job->cache->block_size % LLM__W == 0;
-    LLM__K(tile) tiles[2]; /* this one and the next */
+    LLM__K(tile) tiles[2]; /* the current one and the next */
     LLM__K(find_tile)(job, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
         LLM__K(tile) *tile = &tiles[now], *next = &tiles[!now];
@@ -13356,7 +13360,8 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* Compiling the passes takes most of the time, so one file of a program can share its kernels. */
+/* The passes take most of the compile time, so one file of a program can compile them for all:
+ * LLM_KERNELS_SHARED there, LLM_KERNELS_EXTERN in the others. */
 #ifdef LLM_KERNELS_EXTERN
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
@@ -13370,7 +13375,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM__KERNELS static
 #endif
 
-/* The passes. Change the name if you rename this file. */
+/* The passes. If you rename this file, define LLM_FILE_NAME. */
 #ifndef LLM_FILE_NAME
 #define LLM_FILE_NAME "llm.h"
 #endif
@@ -13445,7 +13450,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #endif /* LLM__DOTPROD */
 #endif /* LLM_KERNELS_EXTERN */
 
-/* Linux grants matrix tiles on request. */
+/* Linux lets a process use AMX only on request. */
 static bool llm__has_matrix_tiles(void) {
 #if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c emulates them */
     return true;
@@ -13464,19 +13469,19 @@ static bool llm__has_matrix_tiles(void) {
 
 #ifdef LLM__DOTPROD
 static bool llm__has_dot_products(void) {
-#ifdef __ARM_FEATURE_DOTPROD /* the target has them */
+#ifdef __ARM_FEATURE_DOTPROD /* the compiler's target has them */
     return true;
 #else
-    enum { DOT_PRODUCTS = 1 << 20 }; /* Linux's bit */
+    enum { DOT_PRODUCTS = 1 << 20 }; /* Linux's HWCAP_ASIMDDP */
     return (getauxval(AT_HWCAP) & DOT_PRODUCTS) != 0;
 #endif
 }
 #endif
 
-/* The best kernels that the processor has and max_isa allows */
+/* The best kernels that the processor supports and max_isa allows; NULL: the reference loops */
 static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #ifdef LLM__X86
-    /* they imply f16c */
+    /* a processor with both has f16c */
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -13490,75 +13495,69 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
 }
 
-/* The index of the largest; the first of equals. A NaN is never the largest. */
 static int32_t llm__argmax(const float *x, int n) { return llm__choose_kernels(LLM_ISA_BEST)->argmax(x, n); }
 
-/* sum(exp(x - shift)) */
 static double llm__sum_exp(const float *x, int n, float shift) {
     return llm__choose_kernels(LLM_ISA_BEST)->sum_exp(x, n, shift);
 }
 
-/* ---- The planned executor: stages, whose items threads share ------------------------------
- * `prepare` cuts a program into stages. `run` starts the threads once, and all of them go through
- * the stages together. A stage is one operation, or a few that are done together. It consists of
- * items, which the threads share out. Before some stages the threads wait for each other, at a
- * barrier; it takes a tenth of a microsecond where nothing else wants the processor:
+/* ---- The planned executor: stages, whose items the threads share ------------------------------
+ * `prepare` cuts a program into stages of one operation, or a few that are fused. The threads share
+ * out the items of each stage. `run` starts the threads once. Before some stages they wait for each
+ * other, at a barrier:
  *
  *     thread 0   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
  *     thread 1   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
  *
- * One rule says where a barrier is needed (llm__plan_add). It leaves q, k and v side by side. The
- * plan also saves barriers and memory traffic in these ways, each with a switch
- * (llm_program.fusions):
+ * One rule decides where a barrier is needed (llm__plan_add). The plan also saves barriers and
+ * memory traffic in three ways, each with a switch (llm_program.fusions):
  *
  *   - every thread computes and rounds the norm of a few rows for itself, in its own memory;
- *   - an item of attention that has all rows of its heads first applies rope to them;
- *   - the products gate and up are one stage, which applies the activation as it finishes up.
+ *   - an item of attention that has all rows of its heads first applies RoPE to them;
+ *   - the products gate and up are one stage, which also applies the activation.
  *
- * Which of these pay off depends on the number of rows, so there is a plan for each class of steps.
+ * What pays off depends on the number of rows, so there is a plan for each class of steps.
  *
- * Each thread first does the item with its own number, so that it reads the same weights in each
- * step, which may still be in its cache. Then it takes what is left, so that a thread that the
- * system slows down does fewer items. The first thread does a stage that is too small to share.
+ * A thread first does the item with its own number: these are the same weights in each step, which
+ * may still be in its cache. Then the threads take the remaining items one by one, so a slow thread
+ * does fewer. The first thread alone does a stage that is too small to share.
  *
- * A barrier waits for the slowest thread. Where another program wants the same core, that is a
- * thread that the system has suspended for milliseconds: a hundred times what the work takes. When
- * most of the time went into such waiting, the calling thread works alone for four times as long.
- * So a busy machine costs a fifth at most, and after a passing disturbance all threads are soon
- * back. Results do not depend on it. */
+ * A barrier waits for the slowest thread, and on a busy machine the system may suspend a thread for
+ * milliseconds. When the calling thread has waited so long that it would have been faster alone, it
+ * works alone for four times as long as it waited. So the loss is at most a fifth. */
 
 enum {
-    LLM__LARGE_WORK = 4000000,       /* a product of so many multiply-adds is worth balancing */
-    LLM__SHARED_WORK = 30000,        /* a stage of so many is worth sharing */
-    LLM__THREADS_WORK = 400000,      /* a run of so many is worth starting threads */
-    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* may be read past the end */
-    LLM__OWN_X_BYTES = 32 << 10,     /* of a thread's scratch memory, for a norm's result */
-    LLM__OWN_TILES_BYTES = 64 << 10, /* of a thread's scratch memory, for rounded rows */
-    LLM__SPINS = 4096,               /* looks at a barrier before a thread offers its core */
-    LLM__CLASSES = 9                 /* of steps: see llm__class_rows */
+    LLM__LARGE_WORK = 4000000,       /* fewest multiply-adds of a product worth balancing */
+    LLM__SHARED_WORK = 30000,        /* fewest multiply-adds of a stage worth sharing */
+    LLM__THREADS_WORK = 400000,      /* fewest multiply-adds of a run worth starting threads */
+    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* bytes read past the end */
+    LLM__OWN_X_BYTES = 32 << 10,     /* bytes of a thread's scratch memory for a norm's result */
+    LLM__OWN_TILES_BYTES = 64 << 10, /* bytes of a thread's scratch memory for rounded rows */
+    LLM__SPINS = 4096,               /* polls at a barrier before a thread yields its core */
+    LLM__CLASSES = 9                 /* classes of steps: see llm__class_rows */
 };
 
 typedef struct llm__stage {
-    const llm_op *op;       /* what it does */
-    const llm_op *before;   /* what each item does before that: the gate's product, rope; or NULL */
+    const llm_op *op;       /* the operation */
+    const llm_op *before;   /* fused operation that each item does first (gate, RoPE); or NULL */
     bool rounds;            /* it only rounds the input of op, a product */
     bool barrier;           /* the threads wait for each other before it */
     bool each;              /* every thread does all of it, in its own memory */
-    bool own_x;             /* the thread's own copy is the input (of a norm: the output) */
-    bool own_tiles;         /* the same for rounded rows */
+    bool own_x;             /* its input (of a norm: its output) is the thread's own copy */
+    bool own_tiles;         /* its rounded rows are the thread's own copy */
 } llm__stage;
 
 typedef struct llm__deal {  /* a stage in one run: how its items are dealt out */
     const llm__stage *stage;
     int64_t items;
-    int64_t next;           /* the first that no thread has taken, besides each thread's own item */
+    int64_t next;           /* items taken so far, not counting each thread's own first item */
     int64_t n;              /* rows of activations (swiglu: values) */
-    int64_t n_per_item;     /* of these in an item; 0: all, as items are rows of the matrix */
-    int64_t first_rows;     /* rows of the matrix in each thread's own item */
+    int64_t n_per_item;     /* rows of activations in an item; 0: items are rows of the matrix */
+    int64_t first_rows;     /* rows of the matrix in each thread's own first item */
     int64_t more_rows;      /* rows of the matrix in each of the other items */
     int64_t parts;          /* rounding: items that share a tile of x, each with some columns */
-    double amount;          /* of work, in multiply-adds or what takes as long */
-    bool shared;            /* by all threads */
+    double amount;          /* work, in multiply-adds or what takes as long */
+    bool shared;            /* all threads take items */
 } llm__deal;
 
 typedef struct llm__variant { /* a part of a program, planned for a class of steps */
@@ -13566,16 +13565,16 @@ typedef struct llm__variant { /* a part of a program, planned for a class of ste
     int n;
 } llm__variant;
 
-typedef struct llm__plan {  /* what prepare made of a program */
+typedef struct llm__plan {  /* what prepare makes of a program */
     llm_limits limits;
-    llm__variant variants[2][LLM__CLASSES][2]; /* [head][class][rope is done with attention] */
-    llm__deal *head;        /* the head's deals, of the last run; the body's end here */
-    const llm__variant *last[2]; /* the variants that the deals belong to; body and head */
-    int last_rows[2];       /* the rows of that run */
-    void *memory;           /* of all stages and deals */
+    llm__variant variants[2][LLM__CLASSES][2]; /* [head][class][RoPE is fused with attention] */
+    llm__deal *head;        /* the head's deals of the last run; the body's deals end here */
+    const llm__variant *last[2]; /* the variants of the deals: body, head */
+    int last_rows[2];       /* rows of the last run: body, head */
+    void *memory;           /* all stages and deals */
 } llm__plan;
 
-/* The most rows of each class of steps */
+/* The most rows in each class of steps */
 static int llm__class_rows(int class_) {
     static const int rows[LLM__CLASSES] = {1, 2, 4, 8, 16, 32, 64, 128, INT_MAX};
     return rows[class_];
@@ -13587,8 +13586,7 @@ static int llm__class_of(int n) {
     return class_;
 }
 
-/* Rows of x in an item, so that each thread has the same rows in every stage: they may still be in
- * its cache. */
+/* Rows of x per item, the same in every stage: a thread's rows may still be in its cache. */
 static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
@@ -13604,25 +13602,25 @@ static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
 
 /* ---- The plan ------------------------------------------------------------------------------- */
 
-/* What a stage does to a buffer, and what has been done to it since the last barrier */
+/* What a stage does to a buffer, and what stages did to it since the last barrier */
 enum {
     LLM__READ = 1,
     LLM__WRITTEN = 2,
-    LLM__OWN = 4 /* each thread reads its own copy */
+    LLM__OWN = 4 /* the thread reads its own copy */
 };
 
 typedef struct llm__planner {
     const llm__cpu *cpu;
     const llm_program *program;
-    int rows;            /* the most of a step in this class */
+    int rows;            /* most rows of a step in this class */
     llm__stage *stages;  /* (n_stages) */
     int n_stages;
-    uint8_t *touched;    /* (n_buffers + 1) since the last barrier; the last one is `rounded` */
-    uint8_t *touches;    /* (n_buffers + 1) by the stage that is being planned */
+    uint8_t *touched;    /* (n_buffers + 1) since the last barrier; at the end: `rounded` */
+    uint8_t *touches;    /* (n_buffers + 1) by the stage being planned */
     int own;             /* the buffer that each thread has its own copy of; -1: none */
-    int rounded;         /* the buffer whose rows are in `rounded`; -1: none */
-    int group;           /* values to a scale in `rounded` */
-    bool rounded_own;    /* each thread has its own */
+    int rounded;         /* the buffer whose rounded rows are in llm__cpu.rounded; -1: none */
+    int group;           /* values per scale in `rounded` */
+    bool rounded_own;    /* each thread has its own rounded rows */
 } llm__planner;
 
 static void llm__plan_touch(llm__planner *p, const llm_op *op) {
@@ -13636,8 +13634,8 @@ static void llm__plan_touch(llm__planner *p, const llm_op *op) {
 
 /* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote what it
  * reads or writes, or read what it writes. Only the thread itself writes its own copy, so reading
- * that never waits. (The first thread's copy is the shared buffer, so writing own copies counts as
- * writing the buffer.) */
+ * that needs no barrier. (Writing own copies counts as writing the buffer, which is the first
+ * thread's.) */
 static void llm__plan_add(llm__planner *p, llm__stage stage) {
     int n = p->program->n_buffers + 1;
     stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
@@ -13668,8 +13666,8 @@ static void llm__plan_norm(llm__planner *p, llm__stage stage) {
     if (stage.each) p->own = op->out;
 }
 
-/* A product. If its weights are multiplied as integers, its input is rounded first, unless that
- * has been done. */
+/* A product. If its weights are multiplied as integers, a stage before it rounds its input, unless
+ * that is already rounded. */
 static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     const llm_op *op = stage.op;
     int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
@@ -13707,7 +13705,7 @@ static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     llm__plan_add(p, stage);
 }
 
-/* Does no operation read a buffer after operation `index`, before it is written again? */
+/* True if no operation after `index` reads the buffer before one writes it again */
 static bool llm__is_dead(const llm_program *p, int buffer, int index) {
     for (int i = index + 1; i < p->n_ops; i++) {
         for (int k = 0; k < LLM_OP_INPUTS; k++)
@@ -13717,9 +13715,9 @@ static bool llm__is_dead(const llm_program *p, int buffer, int index) {
     return true;
 }
 
-/* Are this operation and the two after it the products gate and up, and their activation? Fused, up
- * is never written, and gate is read while it is in the cache. (Float kernels finish one result at a
- * time, so exp would not be vectorized.) */
+/* True if this operation and the next two are the products gate and up and their activation, and
+ * can be fused. Then up is never written. (Float kernels finish one result at a time, so the
+ * activation would not be vectorized.) */
 static bool llm__is_gated(const llm_program *p, int index, int end) {
     const llm_op *gate = &p->ops[index], *up = gate + 1, *act = gate + 2;
     if (!(p->fusions & LLM_FUSE_GATE) || index + 2 >= end || up->kind != LLM_OP_MATMUL ||
@@ -13733,8 +13731,8 @@ static bool llm__is_gated(const llm_program *p, int index, int end) {
            llm__is_dead(p, up->out, index + 2);
 }
 
-/* Cut a part of the program into stages, at most two for each operation, for steps of so many rows.
- * Returns how many there are. touched (2 x (n_buffers + 1)) is scratch. */
+/* Cut a part of the program into stages, at most two per operation, for steps of up to `rows` rows.
+ * Returns the number of stages. touched (2 x (n_buffers + 1)) is scratch. */
 static int llm__plan_part(const llm__cpu *cpu, const llm_program *program, llm_part part, int rows,
                           bool rope_inside, uint8_t *touched, llm__stage *stages) {
     llm__planner p = {cpu, program, rows, stages, 0, touched, touched + program->n_buffers + 1,
@@ -13769,7 +13767,7 @@ static int llm__plan_part(const llm__cpu *cpu, const llm_program *program, llm_p
     return p.n_stages;
 }
 
-/* All variants of a program's plan. */
+/* Plan all variants of a program. */
 static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
                                 const llm_limits *limits, llm_error *err) {
     const int most[2] = {2 * program->n_body, 2 * (program->n_ops - program->n_body)};
@@ -13801,11 +13799,10 @@ static llm__plan *llm__plan_new(const llm__cpu *cpu, const llm_program *program,
     return plan;
 }
 
-/* ---- How the items of a stage are dealt out ----------------------------------------------------
- */
+/* ---- How the items of a stage are dealt out ------------------------------------------------- */
 
-/* An item of attention is one kv head and up to 128 (token, head) rows of one sequence. Counted
- * from the end, because the last rows of a prompt see the most positions, and long items should
+/* An attention item is one kv head and up to 128 (token, head) rows of one sequence. Items are
+ * counted from the end: the last rows of a prompt see the most positions, and long items should
  * start first. */
 static int64_t llm__attention_chunks(const llm_op *op, const llm_batch *batch, int sequence) {
     int64_t group = op->attention.n_heads / op->attention.n_kv_heads;
@@ -13847,14 +13844,14 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
                         (double)deal->n;
     if (cpu->n_threads > 1 && deal->n >= 2 * LLM__X_TILE * cpu->n_threads &&
         share * (int64_t)sizeof(float) < 4096) {
-        /* Threads that write to parts of the same page take its lines from each other, as
-         * prefetchers do not know of parts: so each gets rows of x. */
+        /* Parts of a result row would be shorter than a page, and the threads' prefetchers would
+         * take cache lines from each other. So items are rows of x. */
         deal->n_per_item = llm__share_of_rows(cpu, deal->n);
         deal->items = llm__divide_up(deal->n, deal->n_per_item);
     } else {
-        /* Each gets one long run of rows of the matrix, because memory takes a while to get going
-         * at a new place. Of a large matrix some rows are left, and dealt out in small items of
-         * four panels, so that all threads end together. */
+        /* Each thread gets one long run of rows of the matrix, because a new stream from memory
+         * starts slowly. The rest of a large matrix is dealt out in small items, so that all
+         * threads finish together. */
         bool small = work < LLM__LARGE_WORK || cpu->n_threads == 1;
         deal->first_rows = small ? llm__divide_up(share, LLM__PANEL) * LLM__PANEL
                                  : share * 15 / 16 / 64 * 64;
@@ -13865,8 +13862,8 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
     }
 }
 
-/* Operations whose items are rows of activations. The factors, work for each value, are rough: they
- * only decide what is worth sharing. */
+/* Operations whose items are rows of activations. The factors, work per value, are rough: they only
+ * decide what is worth sharing. */
 static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *deal) {
     const llm_attention_shape *a = &op->attention;
     int64_t width = op->out >= 0 ? step->program->buffers[op->out].width
@@ -13878,7 +13875,7 @@ static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *d
     if (op->kind == LLM_OP_ROPE_STORE || op->kind == LLM_OP_SWIGLU) factor = 30;
     deal->amount = (double)factor * (double)deal->n * (double)width;
     deal->n_per_item = llm__share_of_rows(step->cpu, deal->n);
-    if (op->kind == LLM_OP_SWIGLU) { /* values one by one: a step of one row is shared too */
+    if (op->kind == LLM_OP_SWIGLU) { /* values one by one, to share a step of one row too */
         deal->n *= width;
         deal->n_per_item = llm__divide_up(deal->n, 64 * step->cpu->n_threads) * 64;
     }
@@ -13896,17 +13893,16 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
     else if (stage->op->kind == LLM_OP_MATMUL) llm__deal_matmul(cpu, stage, deal);
     else if (stage->op->kind == LLM_OP_ATTENTION) llm__deal_attention(step, stage->op, deal);
     else llm__deal_rows(step, stage->op, deal);
-    /* a small product is shared too if the one beside it is */
+    /* A small product is also shared if the product next to it is. */
     bool beside = stage->op->kind == LLM_OP_MATMUL && !stage->barrier && ahead && ahead->shared;
     deal->shared = !stage->each && deal->items > 1 && cpu->n_threads > 1 &&
                    (deal->amount >= LLM__SHARED_WORK || beside);
 }
 
-/* ---- The work of an item -----------------------------------------------------------------------
- */
+/* ---- The work of an item -------------------------------------------------------------------- */
 
-/* The first thread's own copy is the buffer itself. Those of the other threads are at the end of
- * their scratch memory, and last as long as the run. */
+/* The first thread's own copy is the shared buffer. Those of the others are at the end of their
+ * scratch memory, and last as long as the run. */
 static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch,
                            size_t from_end) {
     return !own || scratch == cpu->scratch ? (void *)(uintptr_t)shared
@@ -13943,14 +13939,14 @@ static void llm__round_item(const llm__step *step, const llm__deal *deal, int64_
                                  tiles + (size_t)(row / height) * llm__x_tile_bytes(deal->n, cols));
 }
 
-/* The kernel's arguments for a product of all rows of x. */
+/* The kernel's arguments for a product with all rows of x */
 static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal *deal,
                                           const llm_op *op, void *scratch) {
     const llm__cpu *cpu = step->cpu;
     const llm__stage *stage = deal->stage;
     const llm_weight *w = op->weight;
-    /* (A block of q6_K has two scales, which a matrix tile would mix. So its weights are multiplied
-     * by them first, which takes a tile of x of full height to pay.) */
+    /* q6_K has two scales per block, so matrix tiles multiply it by halves. That pays only with
+     * tiles of full height. */
     int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS;
     llm__matmul_job job;
     memset(&job, 0, sizeof job);
@@ -13969,8 +13965,8 @@ static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal
     return job;
 }
 
-/* Some rows of x, or some rows of the matrix. Of a long prompt, so many rows of x are taken at once
- * that they stay in the second-level cache, since each few panels need all of them. */
+/* A product of some rows of x, or of some rows of the matrix. Every few panels need all rows of x,
+ * so a long prompt is cut into parts that stay in the L2 cache. */
 static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64_t item,
                              void *scratch) {
     const llm__cpu *cpu = step->cpu;
@@ -13987,7 +13983,7 @@ static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64
         first = large * deal->first_rows + (item - large) * deal->more_rows;
         rows = item < cpu->n_threads ? deal->first_rows : deal->more_rows;
     }
-    if (job.w->packed) { /* parts of about the same height, in whole pairs of tiles */
+    if (job.w->packed) { /* parts of about the same size, in whole pairs of tiles */
         int64_t most = job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES,
                 pair = 2 * LLM__X_TILE;
         most = llm__max(most / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1);
@@ -14004,7 +14000,7 @@ static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64
                       (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
         job.out = whole.out + x_row * job.w->rows;
         gate.n = job.n, gate.x = job.x, gate.x_tiles = job.x_tiles, gate.out = job.out;
-        /* with a gate, so many rows that its results stay in the second-level cache */
+        /* With a gate, take so many rows that its results stay in the L2 cache. */
         int64_t run =
             job.gate
                 ? llm__max(LLM__GATE_CACHE_BYTES / (job.n * (int64_t)sizeof *job.out) / 64, 1) * 64
@@ -14027,7 +14023,7 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
         llm__plain_attention(&job, (int)item, (float *)scratch);
         return;
     }
-    /* this may not depend on the batch: all rows of a sequence are computed alike */
+    /* This must not depend on the batch, so that all rows of a sequence are computed alike. */
     job.tiles = cpu->isa >= LLM_ISA_AMX && job.cache->type == LLM_F16 &&
                 group >= LLM__SHARING_HEADS;
     int sequence = job.batch->n_sequences - 1;
@@ -14036,7 +14032,7 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
     int64_t chunk = llm__attention_chunks(op, job.batch, sequence) - 1 - item / n_kv_heads;
     int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job.batch->seq_count[sequence] * group;
     int kv_head = (int)(item % n_kv_heads), first_token = job.batch->seq_first[sequence];
-    if (rope) { /* the item is all of its sequence and kv head */
+    if (rope) { /* the item has all rows of its sequence and kv head */
         llm__rope_job turn = llm__rope_job_of(step, rope);
         cpu->kernels->rope_and_store(
             &turn, first_token, first_token + job.batch->seq_count[sequence], kv_head, kv_head + 1);
@@ -14075,7 +14071,7 @@ static void llm__rows_item(const llm__step *step, const llm__deal *deal, int64_t
                          step->program->buffers[op->out].width, first, end, out);
         break;
     case LLM_OP_GATHER_COLUMNS: llm__gather_columns(x, op->weight, first, end, out); break;
-    default: break; /* matmul and attention have items of their own */
+    default: break; /* matmul and attention have their own functions */
     }
 }
 
@@ -14088,10 +14084,10 @@ static void llm__do_item(const llm__step *step, const llm__deal *deal, int64_t i
     else llm__rows_item(step, deal, item, scratch);
 }
 
-/* ---- A run ------------------------------------------------------------------------------- */
+/* ---- A run ---------------------------------------------------------------------------------- */
 
-/* Wait until `all` have arrived here and at earlier barriers. *waited: seconds beyond the first
- * microseconds. */
+/* Wait until `arrived`, the count of arrivals at this and all earlier barriers, is `all`. *waited
+ * += the seconds after the first LLM__SPINS polls */
 static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     double start = 0;
     __atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL);
@@ -14108,8 +14104,8 @@ static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* For a profile: the time since the last call belongs to the operation of the last call. deal NULL:
- * the end. */
+/* For a profile: llm__lap_begins adds the time since the last call to that call's operation. deal
+ * NULL: the end */
 typedef struct llm__lap {
     double *seconds, start;
 } llm__lap;
@@ -14122,12 +14118,14 @@ static void llm__lap_begins(const llm__step *step, llm__lap *lap, const llm__dea
     lap->start = now;
 }
 
-/* One of a team of threads on its way through the stages. */
+/* Run the stages as one thread of a team. */
 static void llm__run_as(const llm__step *step, llm__deal *deals, int n, int thread, int team,
                         int64_t *arrived, double *waited) {
     void *scratch = step->cpu->scratch + (size_t)thread * step->cpu->scratch_bytes;
-    bool together = false; /* since the last barrier, threads other than the first have done something */
-    bool owed = false; /* a barrier was left out, as only the first thread had anything to do */
+    /* other threads than the first have worked since the last barrier */
+    bool together = false;
+    /* a barrier is due; it is skipped while only the first thread has work */
+    bool owed = false;
     int64_t barriers = 0;
     llm__lap lap = {NULL, 0};
     for (llm__deal *deal = deals; deal < deals + n; deal++) {
@@ -14147,7 +14145,7 @@ static void llm__run_as(const llm__step *step, llm__deal *deals, int n, int thre
             continue;
         }
         if (thread < own) llm__do_item(step, deal, thread, scratch);
-        if (own == deal->items) continue; /* no more than one for each thread */
+        if (own == deal->items) continue; /* at most one per thread */
         for (int64_t item;
              (item = own + __atomic_fetch_add(&deal->next, 1, __ATOMIC_RELAXED)) < deal->items;)
             llm__do_item(step, deal, item, scratch);
@@ -14170,7 +14168,7 @@ static void llm__run_team(const llm__step *step, llm__deal *deals, int n) {
         if (omp_get_thread_num() == 0) waited -= llm_seconds();
     }
     double end = llm_seconds();
-    waited += end; /* the last barrier */
+    waited += end; /* counts the end of the parallel region too */
     if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start))
         cpu->alone_until = end + 4 * waited;
 }
@@ -14195,8 +14193,8 @@ static void llm__run_deals(const llm__step *step, llm__deal *deals, int n) {
     llm__run_as(step, deals, n, 0, 1, &arrived, &waited);
 }
 
-/* The variant of the plan for this step. Rope is done with attention if each item has all rows of
- * its sequence and kv head, and there are enough items for all threads. */
+/* The variant of the plan for this step. RoPE is fused with attention if each item has all rows of
+ * its sequence and kv head, and there are items for all threads or the batch is small. */
 static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
     const llm__plan *plan = (const llm__plan *)step->program->plan;
     const llm_batch *batch = step->batch;
@@ -14210,15 +14208,15 @@ static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
             items += batch->seq_count[s] > 0 ? op->attention.n_kv_heads : 0;
         }
         inside = inside && (items >= step->cpu->n_threads || batch->n_tokens <= LLM__X_TILE);
-        break; /* all layers have as many heads */
+        break; /* all layers have the same heads */
     }
     int rows = head ? step->n_logits : batch->n_tokens;
     return &plan->variants[head][llm__class_of(rows)][inside];
 }
 
-/* Deal out the stages of a part; sets *first to them and returns how many there are. If the last run
- * had as many rows, only attention changes. (Lines that are not written stay valid in the other
- * cores' caches.) */
+/* Deal out the stages of a part; returns how many there are. If the last run had the same variant
+ * and number of rows, only attention changes. (Cache lines that are not written stay valid in the
+ * other cores.) */
 static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     llm__plan *plan = (llm__plan *)step->program->plan;
     const llm__variant *v = llm__find_variant(step, head);
@@ -14235,7 +14233,7 @@ static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     return v->n;
 }
 
-/* Is the program prepared, for steps as large as this one? */
+/* True if the program is prepared for steps as large as this one */
 static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err) {
     const llm__plan *plan = (const llm__plan *)step->program->plan;
     const llm_batch *batch = step->batch;
@@ -14262,7 +14260,7 @@ static bool llm__cpu_run(void *context, const llm_program *program, llm_part par
     if (!llm__check_step(&step, part, err)) return false;
     llm__deal *head, *deals = NULL;
     int n_deals = part & LLM_BODY ? llm__deal_part(&step, false, &deals) : 0;
-    if (part & LLM_HEAD) { /* its deals follow those of the body, so one team does all */
+    if (part & LLM_HEAD) { /* its deals follow those of the body, so one run does both */
         n_deals += llm__deal_part(&step, true, &head);
         if (!deals) deals = head;
     }
@@ -14278,7 +14276,7 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
     int first, end;
     llm__part_ops(program, part, &first, &end);
     if (!program->plan) return false;
-    if (!cpu->kernels) { /* the reference executor: an operation at a time */
+    if (!cpu->kernels) { /* the reference executor: one operation at a time */
         stage->first = stage->last = first + index;
         return first + index < end;
     }
@@ -14300,12 +14298,12 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
     return true;
 }
 
-/* ---- Prepare ----------------------------------------------------------------------------- */
+/* ---- Prepare -------------------------------------------------------------------------------- */
 
-/* Scratch for each thread: a tile of unpacked weights that fits the second-level cache (but at
- * least a block of rows of the widest matrix), or the tiles of attention, or all scores of a query
- * for naive attention; then the thread's own copies. And one buffer for rounded rows. Memory never
- * shrinks, so programs that were prepared before still fit. */
+/* Reserve scratch memory for each thread, for the largest of: a tile of unpacked weights that fits
+ * the L2 cache (but at least four rows); packed panels and matrix tiles; attention in tiles; all
+ * scores of a query (naive attention). The thread's own copies follow. Memory never shrinks, so
+ * programs that were prepared earlier still fit. */
 static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
                              llm_error *err) {
     int64_t max_cols = 1, head_dim = 1;
@@ -14419,11 +14417,12 @@ static bool llm__cpu_download(void *context, void *host, const void *device, siz
     return llm__cpu_upload(context, host, device, bytes, err);
 }
 
-/* Packed weights stand one after another in slabs, so that they fill large pages; those of a tiny model in smaller ones. */
+/* Packed weights share slabs of 64 MB, which fill large pages. A weight below 256 KB starts a slab
+ * of 256 times its size. */
 typedef struct llm__slab {
     char *memory;
     size_t bytes, used;
-    int64_t n_weights; /* that stand in it */
+    int64_t n_weights; /* weights that use it */
 } llm__slab;
 
 static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
@@ -14494,7 +14493,7 @@ static void llm__cpu_free_weight(void *context, llm_weight *w) {
     w->packed = NULL;
 }
 
-static bool llm__cpu_sync(void *context, llm_error *err) { /* run has done the work already */
+static bool llm__cpu_sync(void *context, llm_error *err) { /* run has already done the work */
     (void)context;
     llm__clear(err);
     return true;
@@ -14583,8 +14582,9 @@ void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
 }
 
-/* Powers of two up to 8, then steps of 8, then of an eighth of the next lower power of two: never more than an eighth
- * too many from there on, and only some dozens of sizes. */
+/* Round n up: up to 8 to a power of two, then to a multiple of 8, then of an eighth of the next
+ * lower power of two. From 64 on that is at most an eighth too many, with only some dozens of
+ * sizes. */
 int llm_rounded_rows(int n) {
     int step = 8, rounded = 1;
     while (rounded < n && rounded < 8) rounded *= 2;
@@ -14600,8 +14600,8 @@ llm_gpu_options llm_gpu_defaults(void) {
     return o;
 }
 
-#endif /* LLM__IMPLEMENTED */
-#endif /* LLM_IMPLEMENTATION */
+#endif /* LLM__IMPLEMENTED_KERNELS */
+#endif /* LLM_IMPLEMENTATION && !LLM__KERNEL_PASS */
 
 /* -------------------------------------------------------------------------------------
  * This software is in the public domain, or, where that is not recognised or not wanted, under

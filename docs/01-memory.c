@@ -84,7 +84,7 @@ static void memory_heads(lesson *l, const shape *s) {
     show_plot(l, &p);
 }
 
-/* A step's activations: the engine's arena, all of it f32 (struct llm__arena lists the pieces). */
+/* A step's activations: the engine's arena, all of it f32 (the buffers of the program, as llm info --program lists them). */
 static bool memory_activations(lesson *l) {
     llm_engine_options options = l->engine;
     options.cache_bytes = 0;

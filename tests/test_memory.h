@@ -1,11 +1,15 @@
-/* Memory that counts, and of which a chosen allocation fails. Include it before llm.h: it sets LLM_MALLOC and its
- * friends. Atomic, since engines may run in several threads. */
+/* Memory that counts, of which a chosen allocation fails, and that is overwritten when it is freed. Include it
+ * before llm.h: it sets LLM_MALLOC and its friends. Atomic, since engines may run in several threads. */
 #ifndef TEST_MEMORY_H
 #define TEST_MEMORY_H
 
 #include <stdbool.h>
 #include <stddef.h>
 #include <stdlib.h>
+#include <string.h>
+#if defined(__GLIBC__)
+#include <malloc.h>
+#endif
 
 #if defined(__GNUC__)
 #define TEST_UNUSED __attribute__((unused))
@@ -39,6 +43,10 @@ TEST_UNUSED static void *counted_realloc(void *old, size_t bytes) {
 
 TEST_UNUSED static void counted_free(void *p) {
     if (p) __atomic_sub_fetch(&test_live, 1, __ATOMIC_RELAXED);
+#if defined(__GLIBC__)
+    if (p) memset(p, 0xa5, malloc_usable_size(p)); /* who still reads it, reads nonsense */
+    __asm__ __volatile__("" : : "r"(p) : "memory"); /* the compiler would leave that out */
+#endif
     free(p);
 }
 

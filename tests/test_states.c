@@ -35,17 +35,20 @@ typedef struct sequence { /* a sample of a request */
     /* Of the rules: */
     llm_state state;
     int cached;
-    int first; /* cached before this step */
+    int first;        /* cached before this step */
+    int known_before; /* known before this step */
     int table[CONTEXT], n_blocks;
     int saved;            /* blocks in host memory */
+    int resumed;          /* tokens that were cached when it was last resumed */
     int scheduled, depth; /* in this step: known tokens; proposals, at the most */
     int32_t proposals[DEPTH];
     int n_proposed, n_accepted;
+    int n_told; /* events of accepted proposals since this step began */
     /* What the trace says: */
     llm_state traced;
     int32_t traced_table[CONTEXT];
     int n_traced;
-    int traced_saved, traced_generated;
+    int traced_saved, traced_resumed, traced_generated;
     /* Its events in this step; request 0: none. */
     llm_trace_event scheduled_event, proposed_event, accepted_event;
 } sequence;
@@ -258,6 +261,7 @@ static bool resume(world *w) {
         }
         w->host_free += s->saved;
         s->saved = 0;
+        s->resumed = s->cached;
         s->state = state_of(s);
     }
     return true;
@@ -523,8 +527,12 @@ static bool may_follow(llm_state from, llm_state to) {
 static void trace_state(world *w, sequence *s, const llm_trace_event *event) {
     SAME(event->from, s->traced);
     CHECK(may_follow(event->from, event->state));
-    if (event->from == LLM_WAITING && event->state == LLM_PREFILL && w->exact)
-        SAME(event->count, 0); /* found in the prefix cache */
+    if (event->from == LLM_WAITING && event->state == LLM_PREFILL) /* found in the prefix cache */
+        SAME(event->count, s->n_traced * w->options.block_size);
+    if (event->from == LLM_PREEMPTED && event->state != LLM_ENDED) {
+        SAME(blocks_for(w, event->count), s->n_traced);
+        s->traced_resumed = event->count;
+    }
     if (event->state == LLM_PREEMPTED) s->traced_saved = event->count;
     if (event->state == LLM_ENDED) s->traced_generated = event->count;
     s->traced = event->state;
@@ -611,6 +619,7 @@ static void check_trace(world *w) {
             SAME(s->traced, s->state);
             SAME(s->n_traced, s->n_blocks);
             if (s->state == LLM_PREEMPTED) SAME(s->traced_saved, s->saved);
+            SAME(s->traced_resumed, s->resumed);
         }
     for (int i = 0; i < w->n_blocks; i++) {
         used += w->references[i] > 0;
@@ -790,6 +799,7 @@ static void read_events(world *w) {
         SAME(event.index, o->index);
         SAME(event.finish, o->finish);
         SAME(event.accepted, o->accepted);
+        o->of->n_told += event.accepted;
         if (event.token >= 0) CHECK(event.logprob > -1.39f && event.logprob < -1.38f);
         bool letter = event.token >= TOKEN_LETTER && event.finish != LLM_FINISH_STOP;
         SAME(event.text_length, letter);
@@ -833,13 +843,22 @@ static void check_schedule(const world *w) {
     for (int i = 0; i < REQUESTS * SAMPLES; i++) {
         const sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
         int accepted = s->accepted_event.request ? s->accepted_event.count : 0;
+        if (s->proposed_event.request) SAME(s->proposed_event.first, s->known_before);
         CHECK(accepted <= (s->proposed_event.request ? s->proposed_event.count : 0));
         if (!w->exact) continue;
         SAME(s->scheduled_event.request != 0, s->scheduled > 0);
         if (s->scheduled) SAME(s->scheduled_event.first, s->first);
         if (s->scheduled) SAME(s->scheduled_event.count, s->scheduled);
         SAME(s->proposed_event.request ? s->proposed_event.count : 0, s->n_proposed);
-        if (!s->finish) SAME(accepted, s->n_accepted); /* what followed the end is in the former */
+        SAME(accepted, s->n_accepted);
+    }
+}
+
+/* The trace counts the accepted proposals that events told of. */
+static void check_accepted(const world *w) {
+    for (int i = 0; i < REQUESTS * SAMPLES; i++) {
+        const sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
+        SAME(s->accepted_event.request ? s->accepted_event.count : 0, s->n_told);
     }
 }
 
@@ -864,8 +883,9 @@ static bool step(world *w) {
     bool live = any_live(w), ok = true;
     for (int i = 0; i < REQUESTS * SAMPLES; i++) {
         sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
-        s->scheduled = s->n_proposed = s->n_accepted = 0;
+        s->scheduled = s->n_proposed = s->n_accepted = s->n_told = 0;
         s->seen_before = s->seen;
+        s->known_before = s->known;
         s->scheduled_event.request = s->proposed_event.request = s->accepted_event.request = 0;
     }
     token_device_step(w->device);
@@ -925,6 +945,7 @@ static void walk(uint64_t seed, int n_calls) {
         read_events(w);
         check_counts(w);
         check_trace(w);
+        check_accepted(w);
     }
     if (!any_live(w)) assert_idle(w->engine);
     llm_statistics s = llm_engine_statistics(w->engine);

@@ -260,6 +260,8 @@ static bool token_run(void *context, const llm_program *program, llm_part part, 
     token_device *d = (token_device *)context;
     assert_int_equal(d->n_copies, 0); /* no pass before its copies are done */
     bool fails = token_fails(d, CALL_RUN), draft = program != d->programs[0];
+    assert_int_equal((part & LLM_BODY) != 0, first == 0); /* the body once, */
+    assert_int_equal((part & LLM_HEAD) != 0, n > 0);      /* the head where it has rows */
     if (part & LLM_BODY)
         token_body(d, program->cache, b, fails ? token_pick(d, b->n_tokens + 1) : b->n_tokens);
     if (fails) return token_error(err);

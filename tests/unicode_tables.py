@@ -1,5 +1,5 @@
 #!/usr/bin/env python3
-"""Prints the Unicode tables of llm.h (chapter 2) from Unicode's own data, as Python packages it.
+"""Prints the Unicode tables of llm.h (chapter 9) from Unicode's own data, as Python packages it.
 
     python3 tests/unicode_tables.py            prints the tables
     python3 tests/unicode_tables.py --check    compares them with llm.h; exit 1 where they differ
