@@ -78,6 +78,9 @@
 extern "C" {
 #endif
 
+#define LLM_VERSION "1.0.0" /* of this header */
+const char *llm_version(void); /* of the implementation that is linked */
+
 /* ---- Errors -------------------------------------------------------------------------
  * Every call that can fail takes a last argument `llm_error *err` (NULL if you do not
  * care), and sets it: to LLM_OK when the call went well, else to what was wrong, where
@@ -97,6 +100,8 @@ typedef struct llm_error {
     llm_status status;
     char message[512]; /* one line, no newline at the end */
 } llm_error;
+
+const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
 
 /* ---- Numbers: the storage types of weights and of the cache ------------------------
  * The values are GGUF's own numbers. A "block" is the group of values that shares one
@@ -512,8 +517,11 @@ typedef enum llm_finish {
     LLM_FINISH_END,       /* the model said so (an end token) */
     LLM_FINISH_LENGTH,    /* max_tokens, or the end of the context */
     LLM_FINISH_STOP,      /* one of the request's stop texts */
-    LLM_FINISH_CANCELLED
+    LLM_FINISH_CANCELLED,
+    LLM_FINISH_ERROR      /* the model's logits were not finite: see llm_event.error */
 } llm_finish;
+
+const char *llm_finish_name(llm_finish finish); /* "none", "end", "length", "stop", "cancelled", "error" */
 
 typedef struct llm_event { /* one token, or the end, of one sample of one request */
     uint64_t request;
@@ -527,6 +535,7 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
                            * yet. Not zero-terminated; valid until the next llm_step or llm_engine_free */
     size_t text_length;
     llm_finish finish;    /* not NONE: the last event of this sample */
+    const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else NULL */
 } llm_event;
 
 /* options NULL: the defaults. The model must outlive the engine; several engines may share it. */
@@ -1199,6 +1208,8 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_tested;      /* proposals tested */
     int n_accepted;    /* proposals accepted */
     bool closed;       /* no more can be chosen: a proposal was rejected, or the sequence ends */
+    bool broken;       /* the logits for the next token are not finite */
+    char error[128];   /* of its last event: see llm_event.error */
 } llm__sequence;
 
 struct llm__request { /* from llm_submit to its last event; one allocation */
@@ -1978,10 +1989,13 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     else if (logits)
         id = llm__sample(&e->sampler, &r->sampling, logits, seq->tokens, n, (uint64_t)seq->sample,
                          (uint64_t)(n - r->n_prompt));
+    float logprob = outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
+    seq->broken = !(fabsf(logprob) <= FLT_MAX) && !r->logits_hook; /* a hook may choose the impossible */
+    seq->closed = seq->closed || seq->broken ||
+                  (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id));
+    if (seq->broken) return;
     seq->tokens[n] = id;
-    seq->logprobs[seq->n_chosen++] =
-        outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
-    seq->closed = seq->closed || (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id));
+    seq->logprobs[seq->n_chosen++] = logprob;
 }
 
 static bool llm__choose(llm_engine *e, int first, llm_error *err) {
@@ -2042,6 +2056,7 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
     }
     if (seq->n_tested)
         llm__trace(s->tracer, llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
+    if (seq->broken && !finish) finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_ERROR);
     if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
         finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
     if (finish) {
@@ -2078,12 +2093,12 @@ static void llm__commit(llm_engine *e, bool ok) {
         if (seq->n_scheduled) {
             any = true;
             if (seq->request->params.logits_hook) seq->n_seen += seq->n_rows;
-            if (ok || seq->n_chosen) llm__commit_sequence(e, seq);
+            if (ok || seq->n_chosen || seq->broken) llm__commit_sequence(e, seq);
         }
         seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached); /* it may have read proposals */
         seq->n_scheduled = seq->depth = seq->n_proposed = 0;
         seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
-        seq->closed = false;
+        seq->closed = seq->broken = false;
     }
     llm__remove_ended(s);
     e->statistics.sampling_seconds += llm_seconds() - start;
@@ -2137,7 +2152,13 @@ static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t tok
     event->logprob = logprob;
     event->accepted = accepted;
     event->finish = finish;
-    if (llm__event_text(e, seq, event) && finish != LLM_FINISH_CANCELLED) event->finish = LLM_FINISH_STOP;
+    bool stopped = llm__event_text(e, seq, event);
+    if (stopped && finish != LLM_FINISH_CANCELLED && finish != LLM_FINISH_ERROR) event->finish = LLM_FINISH_STOP;
+    if (finish != LLM_FINISH_ERROR) return event->finish;
+    event->error = seq->error;
+    snprintf(seq->error, sizeof seq->error,
+             "request %llu, sample %d: the model's logits after position %d are not finite: its file may be damaged",
+             (unsigned long long)request->id, seq->sample, seq->n_tokens - 1);
     return event->finish;
 }
 
@@ -2622,6 +2643,19 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
 llm_program *llm_engine_program(llm_engine *e, bool draft) {
     if (!e || (draft && !e->speculator.draft.model)) return NULL;
     return draft ? &e->speculator.draft.program : &e->network.program;
+}
+
+const char *llm_version(void) { return LLM_VERSION; }
+
+const char *llm_status_name(llm_status status) {
+    static const char *const names[] = {"ok",     "argument", "file",    "format", "unsupported",
+                                        "memory", "capacity", "device"};
+    return (unsigned)status < sizeof names / sizeof *names ? names[status] : "unknown";
+}
+
+const char *llm_finish_name(llm_finish finish) {
+    static const char *const names[] = {"none", "end", "length", "stop", "cancelled", "error"};
+    return (unsigned)finish < sizeof names / sizeof *names ? names[finish] : "unknown";
 }
 
 const llm_model *llm_engine_model(const llm_engine *e) { return e ? e->model : NULL; }

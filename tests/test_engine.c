@@ -1501,6 +1501,92 @@ static void test_model_from_memory(void **state) {
     free(data);
 }
 
+/* ---- Logits that are not numbers -------------------------------------------------------- */
+
+/* One token of the vocabulary has an embedding that is not a number. A request that meets it ends with an error that names it
+ * and the position; the others give what they give without it. */
+static void test_broken_logits(void **state) {
+    enum { N = 6, LENGTH = 12, BAD = 7 };
+    (void)state;
+    tiny t = tiny_defaults();
+    tiny_model good = tiny_model_new(t);
+    t.broken = BAD;
+    tiny_model bad = tiny_model_new(t);
+    int n_errors = 0, n_good = 0;
+    for (int kind = 0; kind < 4; kind++) {
+        int32_t prompt[N][LENGTH];
+        record *expected[N], *got[N];
+        llm_error err;
+        llm_engine_options o = llm_engine_defaults();
+        o.n_threads = 1;
+        o.max_batch_tokens = kind == 1 ? 5 : 64;
+        o.block_size = 4;
+        o.draft = kind == 2 ? bad.model : NULL;
+        llm_engine *engine = engine_new(bad.model, &o);
+        for (int i = 0; i < N; i++) {
+            for (int k = 0; k < LENGTH; k++) prompt[i][k] = 8 + (int32_t)(llm_random(3, (uint64_t)i, (uint64_t)k) * 20);
+            llm_request r = llm_request_defaults();
+            r.prompt = prompt[i];
+            r.n_prompt = LENGTH;
+            r.max_tokens = 40;
+            r.n_samples = 1 + i % 2;
+            r.ignore_end = true;
+            r.sampling.temperature = (float)(i % 3);
+            expected[i] = run_alone(good.model, NULL, r);
+            if (i == 3) prompt[i][LENGTH - 1] = BAD;
+            r.speculate = kind >= 2 ? 3 : 0;
+            r.lookup = kind == 3;
+            got[i] = record_new(bad.model);
+            got[i]->id = 0;
+            r.user = got[i];
+            if (!llm_submit(engine, &r, &got[i]->id, &err)) fail_msg("%s", err.message);
+        }
+        int more;
+        while ((more = llm_step(engine, &err)) > 0) {
+            llm_event event;
+            while (llm_next_event(engine, &event)) {
+                record *r = event.user;
+                record_event(r, &event);
+                assert_int_equal(event.error != NULL, event.finish == LLM_FINISH_ERROR);
+                if (!event.error) continue;
+                const sample_record *s = &r->samples[event.sample];
+                int position = LENGTH + s->n_tokens - 1;
+                char place[80];
+                snprintf(place, sizeof place, "request %llu, sample %d: the model's logits after position %d ",
+                         (unsigned long long)event.request, event.sample, position);
+                if (!strstr(event.error, place)) fail_msg("%s", event.error);
+                assert_int_equal(event.token, -1);
+                assert_int_equal(s->n_tokens ? s->tokens[s->n_tokens - 1] : BAD, BAD);
+                n_errors++;
+            }
+        }
+        assert_int_equal(more, 0);
+        assert_idle(engine);
+        llm_engine_free(engine);
+        for (int i = 0; i < N; i++) {
+            for (int s = 0; s < 1 + i % 2; s++) {
+                const sample_record *a = &expected[i]->samples[s], *b = &got[i]->samples[s];
+                bool ended = b->finish == LLM_FINISH_ERROR;
+                if (i == 3) assert_true(ended && b->n_tokens == 0);
+                else if (i % 3 == 0 || kind < 2) { /* what sampled speculation draws is another text */
+                    if (!ended) assert_int_equal(a->n_tokens, b->n_tokens), n_good++;
+                    assert_memory_equal(a->tokens, b->tokens, sizeof(int32_t) * (size_t)b->n_tokens);
+                }
+            }
+            record_free(expected[i]);
+            record_free(got[i]);
+        }
+    }
+    print_message("%d samples ended with an error, %d came to their end\n", n_errors, n_good);
+    assert_true(n_errors > 8 && n_good > 8);
+    tiny_model_free(&good);
+    tiny_model_free(&bad);
+    assert_string_equal(llm_finish_name(LLM_FINISH_ERROR), "error");
+    assert_string_equal(llm_finish_name((llm_finish)77), "unknown");
+    assert_string_equal(llm_status_name(LLM_ERROR_DEVICE), "device");
+    assert_string_equal(llm_version(), LLM_VERSION);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_events),
@@ -1537,6 +1623,7 @@ int main(void) {
         cmocka_unit_test(test_model_shared_by_threads),
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),
+        cmocka_unit_test(test_broken_logits),
     };
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

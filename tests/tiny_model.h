@@ -12,12 +12,13 @@ typedef struct tiny { /* start from tiny_defaults() */
     float sharp;     /* scale of the logits */
     bool constant;   /* the logits are the same after every token */
     int padding;     /* rows of zeros that the matrices have after those of the vocabulary */
+    int broken;      /* the token whose embedding is not a number; 0: none */
 } tiny;
 
 enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 }; /* so many share: matrix tiles */
 
 static TEST_UNUSED tiny tiny_defaults(void) {
-    tiny t = {40, 512, 1, 'a', 1, 0, 4, false, 0};
+    tiny t = {40, 512, 1, 'a', 1, 0, 4, false, 0, 0};
     return t;
 }
 
@@ -37,6 +38,7 @@ static void tiny_tensor(gguf *g, const tiny *t, const char *name, int index, uin
         if (t->constant && index == 0) values[i] = values[i % cols];
         if (rows == (uint64_t)(t->vocab + t->padding) && i >= (uint64_t)t->vocab * cols) values[i] = 0;
     }
+    for (uint64_t i = 0; i < cols && index == 0 && t->broken; i++) values[(uint64_t)t->broken * cols + i] = NAN;
     gguf_tensor(g, name, rows, cols, 0, values, n * sizeof *values);
     free(values);
 }
