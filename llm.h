@@ -4450,47 +4450,39 @@ static bool llm__reference_run(void *context, const llm_program *p, llm_part par
  * ================================================================================== */
 
 /* =====================================================================================
- * [7] Numbers: f32, f16, bf16, q8_0, q4_0, q4_K and so on: the bits
+ * [7] Numbers: storage types, bit by bit
  *
- * To make one token a model reads every one of its weights once, so on most machines the speed of
- * decoding is simply   bytes of weights / bytes per second of memory.   Fewer bits per weight is
- * therefore faster as well as smaller, for as long as the answer stays good enough. GGUF's ways to
- * store a number:
+ * A decode step reads every weight once, so on most machines it takes
+ * bytes of weights / memory bandwidth. Fewer bits per weight are therefore faster as well as
+ * smaller, at some cost in precision. The storage types of GGUF:
  *
- *              sign exponent fraction        bits per weight
- *     f32        1     8       23                32
- *     bf16       1     8        7                16      f32's range: its first 16 bits
- *     f16        1     5       10                16      finer, but nothing above 65504
- *     q8_0     32 x int8 and one f16 scale        8.5    value = scale * q,        q in -127 .. 127
- *     q5_0     32 x int5 and one f16 scale        5.5    value = scale * (q - 16), q in 0 .. 31
- *     q4_0     32 x int4 and one f16 scale        4.5    value = scale * (q - 8),  q in 0 .. 15
- *     q5_1     32 x int5, f16 scale and minimum   6      value = scale * q + minimum
- *     q4_1     32 x int4, f16 scale and minimum   5      value = scale * q + minimum
- *     q6_K     16 groups of 16 x int6             6.5625 value = scale * group's scale * (q - 32)
- *     q5_K      8 groups of 32 x int5             5.5    value = scale * group's scale * q
- *                                                                - minimum * group's minimum
- *     q4_K      8 groups of 32 x int4             4.5    the same, q in 0 .. 15
+ *     type  bits/weight  layout
+ *     f32       32       sign 1, exponent 8, fraction 23 bits
+ *     f16       16       sign 1, exponent 5, fraction 10 bits: at most 65504
+ *     bf16      16       sign 1, exponent 8, fraction 7 bits: the upper half of an f32
  *
- * All but the first three are block formats: 32 neighbours share a scale, because neighbouring
- * weights have similar sizes, and an outlier spoils only its own 31 neighbours.
+ *     q8_0       8.5     | scale | 32 x int8 |                            value = scale * q
+ *     q4_0       4.5     | scale | 32 nibbles |                           scale * (q - 8)
+ *     q4_1       5       | scale | minimum | 32 nibbles |                 scale * q + minimum
+ *     q5_0       5.5     | scale | 32 fifth bits | 32 nibbles |           scale * (q - 16)
+ *     q5_1       6       | scale | minimum | 32 fifth bits | 32 nibbles | scale * q + minimum
  *
- *     q8_0, 34 bytes:  | scale | q0  q1  q2  q3  ...                               q31 |
- *     q4_0, 18 bytes:  | scale | q16,q0  q17,q1 ... q31,q15 |     two to a byte: the low four
- *                                                  bits hold value i, the high four value i + 16
- *     q4_1, 20 bytes:  | scale | minimum | nibbles, as in q4_0 |
- *     q5_0, 22 bytes:  | scale | 32 fifth bits | nibbles |       bit i of the 32 belongs to value i
- *     q5_1, 24 bytes:  | scale | minimum | 32 fifth bits | nibbles |
+ *     q4_K       4.5     | scale | minimum | 8 group scales and minimums | 256 nibbles |
+ *     q5_K       5.5     | scale | minimum | as in q4_K | 256 fifth bits | 256 nibbles |
+ *                        value = scale * group scale * q - minimum * group minimum
+ *     q6_K       6.5625  | 256 nibbles | 256 x 2 high bits | 16 group scales | scale |
+ *                        value = scale * group scale * (q - 32)
  *
- * A scale costs 16 bits for 32 weights. The formats of 256 values ("K") spend less: group scales
- * are small integers, times one f16. That pays for a minimum (q4_K takes no more bits than q4_0) or
- * for groups of half the size (q6_K).
+ * In a block, neighbouring weights, which have similar magnitudes, share a scale, so an outlier
+ * costs precision only in its own group. Scales and minimums are f16. In blocks of 32, the low
+ * nibble of byte i belongs to value i, the high nibble to value i + 16, and fifth bit i to value i.
  *
- *     q4_K, 144 bytes: | scale | minimum | 8 x 6-bit scales and minimums: 12 B | nibbles: 128 B |
- *     q5_K, 176 bytes: | scale | minimum | the same 12 B | fifth bits: 32 B | nibbles: 128 B |
- *     q6_K, 210 bytes: | low four bits: 128 B | high two: 64 B | 16 x int8 scales | scale |
+ * A K block holds 256 values in groups of 32 (q6_K: 16). Group scales and minimums are integers of
+ * 6 bits (q6_K: int8). That saves enough bits for a minimum (q4_K is as small as q4_0) or for the
+ * smaller groups of q6_K.
  *
- * This chapter is plain C on whole numbers, or floating point that is exact or rounded once, so the
- * same file gives the same values on every machine. Chapter 10 has the fast forms.
+ * Unpacking is exact or rounds once, so a file gives the same values on every machine. Chapter 10
+ * has the fast kernels.
  * ================================================================================== */
 
 static float llm__float_from_bits(uint32_t bits) {
@@ -4508,7 +4500,7 @@ static uint32_t llm__float_bits(float x) {
 static float llm__f16_to_f32(uint16_t half) {
     uint32_t sign = (uint32_t)(half & 0x8000) << 16;
     uint32_t magnitude = half & 0x7fff;
-    if (magnitude >= 0x7c00) /* infinity, or a NaN with its payload */
+    if (magnitude >= 0x7c00) /* infinity, or NaN with its payload */
         return llm__float_from_bits(sign | 0x7f800000 | (magnitude & 0x3ff) << 13);
     if (magnitude >= 0x0400) /* normal: shift the fields, change the bias from 15 to 127 */
         return llm__float_from_bits(sign | ((magnitude << 13) + ((127 - 15) << 23)));
@@ -4528,7 +4520,7 @@ static uint16_t llm__f32_to_f16(float x) {
         return (uint16_t)(sign | ((magnitude - ((127 - 15) << 23) + 0xfff + tie_to_even) >> 13));
     }
     if (magnitude < 0x33000000) return (uint16_t)sign; /* rounds to zero */
-    /* denormal: the fraction, with its hidden one, in steps of 2^-24 */
+    /* denormal: the fraction, with its implicit 1, in steps of 2^-24 */
     uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
     uint32_t shift = 126 - (magnitude >> 23);
     uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
@@ -4544,7 +4536,7 @@ static uint16_t llm__f32_to_bf16(float x) {
     return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
 }
 
-/* Blocks have no alignment: 16-bit numbers are read bytewise. */
+/* Through memcpy, since blocks are not aligned. */
 static uint16_t llm__read_u16(const void *p) {
     uint16_t x;
     memcpy(&x, p, sizeof x);
@@ -4674,9 +4666,10 @@ static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbl
 
 /* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
 
-/* The low six bits of bytes 0 to 3 are the scales, of bytes 4 to 7 the minimums, of groups 0 to 3.
- * Groups 4 to 7: bytes 8 to 11 have the low four bits of scale and minimum; their high two are on
- * top of bytes 0 to 7. */
+/* 8 scales and 8 minimums of 6 bits are packed into 12 bytes. For i = 0 .. 3, high bits first:
+ *     byte i        top 2 bits of scale i + 4    | scale i
+ *     byte i + 4    top 2 bits of minimum i + 4  | minimum i
+ *     byte i + 8    low 4 bits of minimum i + 4  | low 4 bits of scale i + 4 */
 static void llm__group_scales(const uint8_t *packed, int group, int *scale, int *minimum) {
     const uint8_t *p = packed + group % 4;
     *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
@@ -4695,8 +4688,8 @@ static void llm__set_group_scales(uint8_t *packed, int group, int scale, int min
     }
 }
 
-/* Two groups share 32 bytes of nibbles, one in the low halves; bit g of byte i is the fifth bit of
- * value i of group g. scale x group's scale x q is always exact in f32. */
+/* Groups 2j and 2j + 1 are the low and the high nibbles of the same 32 bytes. Bit g of fifth[i]
+ * belongs to value i of group g. scale x group's scale x q is exact in f32. */
 static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
     const uint8_t *block = (const uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__SUPER) {
@@ -4807,8 +4800,9 @@ static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_group
 static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
 
 /* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
- * In each half (128 values), value i of quarter k has its low four bits in byte 32 (k % 2) + i of
- * 64, the low nibble where k < 2, and its high two in byte i of 32, at bit 2k. */
+ * Each half (4 quarters of 32 values) has 64 bytes of nibbles and 32 bytes of bit pairs. Value i of
+ * quarter k: its low four bits are in nibble byte 32 (k % 2) + i, in the low nibble if k < 2, else
+ * in the high one; its high two bits are in byte i of the pairs, at bit 2k. */
 
 static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -4877,8 +4871,9 @@ static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
 }
 
 /* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
- * q4_1 with a zero point, 0 to 16, in place of the minimum: value = scale x (q - zero). An f16
- * minimum would be rounded. (GPTQ stores zero - 1.) */
+ * The layout of q4_1, with a zero point in place of the minimum: value = scale x (q - zero). A
+ * minimum, -scale x zero, would be rounded to f16. GPTQ stores zero - 1 in 4 bits, so zero goes up
+ * to 16. */
 
 static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -4912,15 +4907,15 @@ static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
 
 static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
 
-/* ---- The bits alone, for kernels ------------------------------------- */
+/* ---- Unscaled integers, for the layouts of chapter 10 ---------------- */
 
-typedef struct llm__levels { /* 32 neighbouring values of a row, unscaled */
-    uint8_t q[LLM__BLOCK];     /* q8_0: int8 */
-    uint16_t scale, minimum;   /* f16; minimum is added, or (K) subtracted; q4_Z: the zero point */
-    uint8_t group[2];          /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
+typedef struct llm__levels { /* 32 neighbouring values of a row */
+    uint8_t q[LLM__BLOCK];   /* q8_0: int8; else unsigned */
+    uint16_t scale, minimum; /* f16; a minimum is added (K: subtracted); q4_Z: a zero point */
+    uint8_t group[2];        /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
 } llm__levels;
 
-/* Columns 32 * block to 32 * block + 31. */
+/* Read columns 32 x block to 32 x block + 31 of a row in a block format. */
 static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, llm__levels *out) {
     memset(out, 0, sizeof *out);
     if (type == LLM_Q6_K) {
@@ -5003,34 +4998,31 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
 }
 
 /* =====================================================================================
- * [8] Files: GGUF, JSON, safetensors, mapped into memory; every offset checked
+ * [8] Files: GGUF, safetensors and Hugging Face folders, AWQ and GPTQ
  *
- * A model is a few hundred named arrays of numbers (tensors) and a few dozen named facts about
- * them (metadata: how many layers, which vocabulary). GGUF keeps both in one file:
+ * A model is a few hundred tensors and a few dozen metadata values (the number of layers, the
+ * vocabulary). A GGUF file holds both:
  *
  *     "GGUF"  version u32  number of tensors u64  number of metadata values u64
  *     each value:   key   type u32   the value itself
  *     each tensor:  name  n_dims u32  dims u64 x n_dims  type u32  offset u64
- *     padding up to the alignment (32, unless the value general.alignment says otherwise)
+ *     padding to a multiple of the alignment (general.alignment; default 32)
  *     the data of the tensors, each at its offset from here, each aligned
  *
  * A string is its length (u64) and its bytes; an array is its element type (u32), count (u64) and
- * elements; everything is little-endian and nothing inside the header is aligned.
+ * elements. All numbers are little-endian. Nothing in the header is aligned.
  *
- * The file is mapped, not read: the system loads a page when it is first touched, drops it when
- * memory is short, and shares it between processes that run the same model. So a 4 GB file opens in
- * milliseconds, and "loading" the weights copies nothing: tensors point into the mapping, and the
- * kernels of chapter 10 read them there.
+ * The file is mapped, not read: the system loads a page at its first access, drops it when memory
+ * is short, and shares it between processes. So a large file opens at once, and tensors point into
+ * the mapping. Do not shorten a mapped file: replace it by renaming, as the writer below does.
  *
- * The price is that every pointer made here must be right, because nothing checks it later. No
- * number in a file is trusted: a count is compared with the bytes left, a product with 64 bits, an
- * offset with the end of the file, before use. What passes is safe without further checks. (But a
- * file must not be shortened while mapped: replace it by renaming, as the writer below does.)
+ * Files are not trusted. Counts are checked against the bytes left, products against 64 bits, and
+ * offsets against the end of the file, all when it is opened. Later code relies on these checks.
  * ================================================================================== */
 
 typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
 
-/* Memory of tensors outside of llm_file.data: other files, or made while reading. */
+/* Memory besides llm_file.data: mapped safetensors files, and what opening a folder allocates. */
 typedef struct llm__region {
     const void *data;
     uint64_t size;
@@ -5039,20 +5031,20 @@ typedef struct llm__region {
 
 struct llm_file {
     char *path;
-    const uint8_t *data;      /* GGUF file, or a header made from a folder's settings */
-    uint64_t size;
+    const uint8_t *data;      /* (size) the GGUF file; of a folder: its settings as GGUF metadata */
+    uint64_t size;            /* bytes */
     llm__memory memory;       /* of data */
-    int version;
+    int version;              /* of GGUF */
     int64_t n_values, n_tensors;
-    llm_value *values;        /* (n_values), in file order */
-    llm_tensor *tensors;      /* (n_tensors) */
-    const llm_string **value_index;  /* (n_values) sorted keys */
-    const llm_string **tensor_index; /* (n_tensors) */
-    llm_file **parts;         /* (n_parts) other files; `tensors` includes theirs */
+    llm_value *values;        /* (n_values) in file order */
+    llm_tensor *tensors;      /* (n_tensors) of all parts */
+    const llm_string **value_index;  /* (n_values) pointers to the values, sorted by key */
+    const llm_string **tensor_index; /* (n_tensors) pointers to the tensors, sorted by name */
+    llm_file **parts;         /* (n_parts) files of the model besides this one */
     int64_t n_parts;
-    llm__region *regions;
+    llm__region *regions;     /* (n_regions) */
     int64_t n_regions, regions_capacity;
-    bool folder;              /* of Hugging Face */
+    bool folder;              /* a Hugging Face folder or a tokenizer.json */
 };
 
 /* ---- Names ----------------------------------------------------------- */
@@ -5068,14 +5060,14 @@ static int llm__compare_strings(const llm_string *a, const llm_string *b) {
     return order ? order : (a->length > b->length) - (a->length < b->length);
 }
 
-/* Equal names are ordered by address: the order is deterministic. */
+/* Equal names are ordered by address, so that the result of qsort is deterministic. */
 static int llm__compare_names(const void *a, const void *b) {
     const llm_string *x = *(const llm_string *const *)a, *y = *(const llm_string *const *)b;
     int order = llm__compare_strings(x, y);
     return order ? order : (x > y) - (x < y);
 }
 
-/* Sorted names of count records of `stride` bytes that begin with one. */
+/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. */
 static const llm_string **llm__sorted_names(const void *items, int64_t count, size_t stride, llm_error *err) {
     const llm_string **index =
         (const llm_string **)llm__new((size_t)count, sizeof *index, "an index of names", err);
@@ -5112,7 +5104,7 @@ static const llm_string *llm__duplicate(const llm_string *const *index, int64_t 
 
 typedef struct llm__reader {
     llm_file *file;
-    uint64_t at; /* bytes read, at most file->size */
+    uint64_t at; /* offset of the next byte, at most file->size */
     llm_error *err;
 } llm__reader;
 
@@ -5163,13 +5155,13 @@ static bool llm__read_string(llm__reader *r, const char *what, llm_string *out) 
     return out->data != NULL;
 }
 
-/* 0: strings, arrays, unknown types. */
+/* Bytes of an element; 0: a string, an array or an unknown type. */
 static size_t llm__value_size(uint32_t type) {
     static const uint8_t sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     return type < sizeof sizes ? sizes[type] : 0;
 }
 
-/* Notes where the elements are. */
+/* Check that all elements are inside the file, and set value->data and value->bytes. */
 static bool llm__read_elements(llm__reader *r, llm_value *value, const char *what) {
     uint64_t start = r->at, bytes = 0;
     if (value->element_type == LLM_VALUE_STRING) {
@@ -5216,8 +5208,8 @@ static bool llm__read_value(llm__reader *r, llm_value *value) {
     return llm__read_elements(r, value, what);
 }
 
-/* Room for one more record; doubles. Counts in a header reserve nothing, so a false one costs no
- * memory. New memory is not zeroed: untouched pages cost nothing. */
+/* Make room for one more record by doubling. Counts in a header reserve no memory, since they may
+ * be false. New memory is not zeroed: unused pages cost nothing. */
 static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t size, const char *what,
                        llm_error *err) {
     if (count < *capacity) return items;
@@ -5253,7 +5245,7 @@ static bool llm__read_values(llm__reader *r, uint64_t count) {
     return true;
 }
 
-/* Some are not supported: for error messages. */
+/* The name of any GGUF type, supported or not, for error messages. */
 static const char *llm__type_name(uint32_t type) {
     static const char *const names[] = {
         "f32",    "f16",   "q4_0",  "q4_1",   NULL,    NULL,    "q5_0",    "q5_1",   "q8_0",    "q8_1",
@@ -5278,7 +5270,7 @@ static bool llm__unsupported_type(llm__reader *r, const llm_tensor *tensor, uint
     return false;
 }
 
-/* false: no such tensor can exist. */
+/* False if no tensor of this type can have these dimensions. */
 static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint64_t *dims, uint64_t *bytes) {
     if (n_dims < 1 || n_dims > 4 || dims[0] % (uint64_t)info->block_values) return false;
     uint64_t values = 1;
@@ -5288,8 +5280,7 @@ static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint6
            *bytes <= INT64_MAX;
 }
 
-/* tensor->data stays NULL: the start of the data, which *offset adds to, is known only after the
- * header. */
+/* tensor->data stays NULL: *offset counts from the start of the data, which is not known yet. */
 static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offset) {
     uint64_t start = r->at;
     uint32_t n_dims = 0, type = 0;
@@ -5350,7 +5341,7 @@ static int llm__compare_places(const void *a, const void *b) {
     return (p > q) - (p < q);
 }
 
-/* Sorted by place, each tensor must end before the next begins. */
+
 static bool llm__check_overlap(llm__reader *r) {
     const llm_file *file = r->file;
     const llm_tensor **order =
@@ -5396,13 +5387,13 @@ static bool llm__place_tensors(llm__reader *r, const uint64_t *offsets) {
     return llm__check_overlap(r);
 }
 
-/* Without its LFS extension git stores three lines of text in place of a large file. */
+/* Git without LFS checks out a few lines of text in place of a large file. */
 static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
     static const char beginning[] = "version https://git-lfs";
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
 }
 
-/* Header length (u64), then the header, a JSON object. */
+/* A safetensors file starts with the length of its header (u64) and a JSON object. */
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
@@ -5440,7 +5431,7 @@ static bool llm__read_header(llm__reader *r) {
     if (!llm__read_u64(r, "the number of tensors", &n_tensors) ||
         !llm__read_u64(r, "the number of metadata values", &n_values))
         return false;
-    /* minimums: a value has 14 bytes (key and value of one), a tensor 33 (name of one, one dim) */
+    /* at least 14 bytes per value (1 of key, 1 of data), 33 per tensor (1 of name, 1 dimension) */
     if (n_values > llm__left(r) / 14 || n_tensors > llm__left(r) / 33)
         return llm__format_error(
             r,
@@ -5476,7 +5467,7 @@ static bool llm__inside(const void *data, uint64_t bytes, const void *region, ui
     return region && first >= start && bytes <= size && (uint64_t)(first - start) <= size - bytes;
 }
 
-/* Drop pages that a device has copied; a later read brings them back. */
+/* Drop mapped pages that a device has copied; the system reloads them if they are read again. */
 static void llm__file_forget(const llm_file *file, const void *data, uint64_t bytes) {
     bool mapped = file->memory == LLM__MAPPED && llm__inside(data, bytes, file->data, file->size);
     for (int64_t i = 0; i < file->n_regions && !mapped; i++)
@@ -5488,7 +5479,7 @@ static void llm__file_forget(const llm_file *file, const void *data, uint64_t by
 #endif
 }
 
-/* Release this region when the file is closed, or here on failure. */
+/* Give memory to the file: llm_file_close releases it. On failure it is released here. */
 static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm__memory memory, llm_error *err) {
     void *grown = llm__grow(file->regions, file->n_regions, &file->regions_capacity, sizeof *file->regions, "a file", err);
     if (!grown) return llm__release(data, size, memory), false;
@@ -5498,7 +5489,7 @@ static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm
     return true;
 }
 
-/* Takes over the memory, even on failure. */
+/* Takes ownership of the memory, even on failure. */
 static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory, const char *name,
                                   llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
@@ -5524,7 +5515,7 @@ static bool llm__map_descriptor(const char *path, int descriptor, const void **d
         return llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
     *size = (uint64_t)status.st_size;
     *data = NULL;
-    if (!*size) return true; /* the header check reports it */
+    if (!*size) return true; /* cannot be mapped; the header check reports it */
     if (*size > SIZE_MAX / 2)
         return llm__fail(err, LLM_ERROR_FILE,
                          "cannot map %s: %llu bytes are more than this machine can address", path,
@@ -5541,10 +5532,10 @@ static bool llm__is_directory(const char *path) {
     return !stat(path, &status) && S_ISDIR(status.st_mode);
 }
 
-/* *data: NULL for an empty file. */
+/* Sets *data to NULL for an empty file. */
 static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
-    /* before opening: opening a pipe would wait for its writer */
+    /* before open(), which would wait for the writer of a pipe */
     if (!stat(path, &status) && !S_ISREG(status.st_mode))
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
                          S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
@@ -5563,15 +5554,15 @@ static llm_file *llm__file_map(const char *path, llm_error *err) {
 }
 
 /* ---- A model in several files ----------------------------------------
- * GGUF files NAME-00001-of-00003.gguf and so on. The first has the metadata, any has tensors; all
- * have split.no (from 0), split.count and split.tensors.count (the total). The caller gets the
- * first, with all tensors. */
+ * GGUF files NAME-00001-of-00003.gguf and so on. The first holds the metadata, each may hold
+ * tensors, and each has the values of llm__file_part. The caller gets the first file, with the
+ * tensors of all. */
 
 typedef struct llm__file_part {
-    uint64_t number, count, n_tensors;
+    uint64_t number, count, n_tensors; /* split.no (from 0), split.count, split.tensors.count */
 } llm__file_part;
 
-/* count 1: a single file. */
+/* Without split.count, split->count is 1. */
 static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm_error *err) {
     const llm_value *count = llm_file_find(file, "split.count");
     split->number = 0;
@@ -5589,7 +5580,7 @@ static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm
     return true;
 }
 
-/* The path of part `number`, from another part's. */
+/* The path of part `number`, derived from the path of the part `split`. */
 static char *llm__file_part_path(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
     char ending[64], wanted[64];
     snprintf(ending, sizeof ending, "-%05u-of-%05u.gguf", (unsigned)split->number + 1, (unsigned)split->count);
@@ -5606,7 +5597,7 @@ static char *llm__file_part_path(const char *path, const llm__file_part *split, 
     return other;
 }
 
-/* Checked to be part `number` of the model of `path`. */
+/* Open part `number` of the model that `path` belongs to, and check that it is that part. */
 static llm_file *llm__file_part_open(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
     llm_error why = {LLM_OK, ""};
     llm__file_part found;
@@ -5630,7 +5621,7 @@ static llm_file *llm__file_part_open(const char *path, const llm__file_part *spl
     return good ? part : NULL;
 }
 
-/* Take over a part and its tensors. */
+/* Take ownership of a part and append its tensors. */
 static bool llm__file_part_adopt(llm_file *file, llm_file *part, llm_error *err) {
     file->parts[file->n_parts++] = part;
     if (!part->n_tensors) return true;
@@ -5657,12 +5648,12 @@ static bool llm__file_parts_index(llm_file *file, const llm__file_part *split, l
     return file->tensor_index != NULL;
 }
 
-/* The whole model. Takes the file over, even on failure. */
+/* Open the other parts, if any. Takes ownership of the file, even on failure. */
 static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     llm__file_part split;
     bool good = llm__read_file_part(file, &split, err);
     if (good && split.count == 1) return file;
-    if (good && split.number > 0) { /* begin with the first */
+    if (good && split.number > 0) { /* the first holds the metadata */
         llm_file *first = llm__file_part_open(file->path, &split, 0, err);
         llm_file_close(file);
         if (!first) return NULL;
@@ -5680,7 +5671,7 @@ static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
     return NULL;
 }
 
-/* A Hugging Face folder; a tokenizer.json (chapter 9). */
+/* Defined below, and in chapter 9 (tokenizer.json). */
 static llm_file *llm__folder_open(const char *path, llm_error *err);
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
 
@@ -5733,7 +5724,7 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder: made, not read */
+    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder: regions only */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
     for (int64_t i = 0; i < file->n_regions; i++)
         if (file->regions[i].memory == LLM__MAPPED) size += file->regions[i].size;
@@ -5752,7 +5743,7 @@ const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index) {
     return index >= 0 && index < file->n_tensors ? &file->tensors[index] : NULL;
 }
 
-/* Values and tensors begin with their name. */
+/* An index points to names, each the first member of its value or tensor. */
 const llm_value *llm_file_find(const llm_file *file, const char *key) {
     return (const llm_value *)(const void *)llm__find_name(file->value_index, file->n_values, key);
 }
@@ -5763,7 +5754,7 @@ const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name) {
 
 /* ---- Reading values -------------------------------------------------- */
 
-/* Sign and magnitude, or (fraction) real */
+/* A number of any type: `real` if fraction, else sign and magnitude. */
 typedef struct llm__number {
     bool fraction, negative;
     uint64_t magnitude;
@@ -5791,13 +5782,13 @@ static bool llm__value_number(const llm_value *value, uint64_t index, llm__numbe
         out->negative = bits >> (8 * size - 1) & 1;
         if (out->negative) bits = (~bits + 1) & (UINT64_MAX >> (64 - 8 * size));
         break;
-    default: break; /* unsigned, or a bool */
+    default: break; /* unsigned or bool */
     }
     out->magnitude = bits;
     return true;
 }
 
-/* 3.0 is whole; 3.5, 1e30 and NaN are not. */
+/* Convert a real to sign and magnitude: 3.0, but not 3.5, 1e30 (over 64 bits) or NaN. */
 static bool llm__whole(llm__number *n) {
     if (!n->fraction) return true;
     double magnitude = fabs(n->real);
@@ -5827,7 +5818,7 @@ bool llm_value_f64(const llm_value *value, uint64_t index, double *out) {
     if (!llm__value_number(value, index, &n)) return false;
     if (!n.fraction) {
         n.real = (double)n.magnitude;
-        /* more than 53 bits: may be rounded */
+        /* integers of more than 53 bits must not be rounded */
         if (n.real >= 18446744073709551616.0 || (uint64_t)n.real != n.magnitude) return false;
         if (n.negative) n.real = -n.real;
     }
@@ -6257,7 +6248,7 @@ static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
 }
 
 /* ---- Safetensors -----------------------------------------------------
- * The length of a header (u64), the header, which is JSON, and the data.
+ * The length of the header (u64), the header in JSON, and the data:
  *
  *     {"__metadata__": {...},
  *      "model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}, ...}
@@ -6266,24 +6257,24 @@ static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
 
 typedef struct llm__source { /* a safetensors tensor */
     llm_string name;      /* points into the header */
-    const char *dtype;    /* of the table below */
-    int type;             /* llm_type; -1: integers, or unknown */
-    int value_bytes;
+    const char *dtype;    /* such as "BF16" */
+    int type;             /* llm_type; -1: none */
+    int value_bytes;      /* of one value */
     int n_dims;           /* 0: a scalar */
-    uint64_t dims[4];     /* as written */
-    const uint8_t *data;  /* checked */
-    uint64_t bytes;
+    uint64_t dims[4];     /* in the file's order: the last is contiguous */
+    const uint8_t *data;  /* in the mapping, checked */
+    uint64_t bytes;       /* of data */
     const char *path;     /* of its file */
-    bool used;
+    bool used;            /* part of the model, or known to be unnecessary */
 } llm__source;
 
 typedef struct llm__sources { /* of all files of a model */
     llm__source *items;
     int64_t count, capacity;
-    const llm_string **index;  /* (count) sorted names */
+    const llm_string **index;  /* (count) pointers to the items, sorted by name */
 } llm__sources;
 
-enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* the format's limit, in bytes */
+enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* limit of the format, in bytes */
 
 static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
     static const struct {
@@ -6302,7 +6293,7 @@ static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
     return false;
 }
 
-/* Shape, type and place, whose sizes must agree. data (size): what follows the header. */
+/* Read type, shape and offsets, and check that they agree. data (size): what follows the header. */
 static bool llm__read_source(llm__source *source, const llm__json_node *node, const uint8_t *data, uint64_t size,
                              llm_error *err) {
     const llm__json_node *shape = llm__json_member(node, "shape"), *place = llm__json_member(node, "data_offsets");
@@ -6346,7 +6337,7 @@ static int llm__compare_sources(const void *a, const void *b) {
     return (x->data > y->data) - (x->data < y->data);
 }
 
-/* Tensors of a file (the last `count`) must not share bytes. */
+/* True if the last `count` tensors, those of one file, share no bytes; else sets the error. */
 static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm_error *err) {
     const llm__source **order = (const llm__source **)llm__new((size_t)count, sizeof *order, "the tensors' order", err);
     if (!order) return false;
@@ -6361,7 +6352,8 @@ static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm
     return apart;
 }
 
-/* Names point into `header`, always freed by the caller; path must live as long. */
+/* Append the tensors of a file. Their names point into `header`, which the caller frees, also after
+ * a failure; `path` must live as long. */
 static bool llm__read_safetensors(llm__sources *sources, llm__json *header, const uint8_t *data, uint64_t size,
                                   const char *path, llm_error *err) {
     uint64_t length = 0;
@@ -6734,14 +6726,14 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
 
 /* ---- Loading: the shape ------------------------------------------------------------- */
 
-/* Metadata keys carry the architecture's name in front: "llama.block_count". */
+/* Metadata keys begin with the name of the architecture: "llama.block_count". */
 static const llm_value *llm__model_value(const llm_model *model, const char *name) {
     char key[128];
     snprintf(key, sizeof key, "%s.%s", model->config.architecture, name);
     return llm_file_find(model->file, key);
 }
 
-/* A dimension: an integer from 1 to INT32_MAX; `fallback` (unless 0) where the file does not say. */
+/* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`, or an error if that is 0. */
 static bool llm__model_int(const llm_model *model, const char *name, int64_t fallback, int *out,
                            llm_error *err) {
     const llm_value *value = llm__model_value(model, name);
@@ -6790,7 +6782,7 @@ static bool llm__model_architecture(llm_model *model, llm_error *err) {
     return true;
 }
 
-/* Does the value say no: false, 0, an empty text? */
+/* False, 0 and an empty string are off. */
 static bool llm__is_off(const llm_value *value) {
     double x;
     llm_string s;
@@ -6800,8 +6792,7 @@ static bool llm__is_off(const llm_value *value) {
     return llm_value_f64(value, 0, &x) && x == 0;
 }
 
-/* An option of the architecture that is not known here would change the result, so it is refused by its name, unless it
- * is off. */
+/* Refuse unknown options of the architecture that are not off: they may change the result. */
 static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
     static const char *const known[] = {
         "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
@@ -6810,7 +6801,7 @@ static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
         "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
         "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
         "rope.scaling.yarn_beta_slow",
-        "tensor_data_layout" /* of q and k before they were permuted; says nothing of the file as it is */};
+        "tensor_data_layout" /* the layout before conversion: no effect */};
     size_t prefix = strlen(model->config.architecture);
     for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
         const llm_value *value = llm_file_value(model->file, i);
@@ -6828,16 +6819,16 @@ static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
     return true;
 }
 
-/* How the model was stretched to more positions. */
+/* RoPE scaling: how the model was extended to a longer context. */
 static bool llm__model_scaling(llm_model *model, llm_error *err) {
     llm_config *c = &model->config;
     const llm_value *type = llm__model_value(model, "rope.scaling.type");
-    llm_string name = {"linear", 6}; /* files that only give a factor mean this */
+    llm_string name = {"linear", 6}; /* the default if there is only a factor */
     size_t cursor = 0;
     float factor = 1, magnitude = 1;
     if (type && !llm_value_string(type, &cursor, &name))
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
-    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older way */
+    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older key */
         !llm__model_float(model, "rope.scaling.factor", factor, &factor, err) ||
         !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
         !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
@@ -6856,7 +6847,7 @@ static bool llm__model_scaling(llm_model *model, llm_error *err) {
     return true;
 }
 
-/* Which layers see only the last tokens. */
+/* Set model->windows: which layers have a sliding window. */
 static bool llm__model_windows(llm_model *model, llm_error *err) {
     llm_config *c = &model->config;
     const llm_value *window = llm__model_value(model, "attention.sliding_window");
@@ -6869,14 +6860,14 @@ static bool llm__model_windows(llm_model *model, llm_error *err) {
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                          "%s: attention.sliding_window_pattern is not a list of yes or no for each of the %d layers", path,
                          c->n_layers);
-    /* each layer has tensors; asked before allocating what an absurd count wants */
+    /* each layer has tensors; checked before memory is allocated for an absurd count */
     if (c->n_layers > llm_file_n_tensors(model->file) || c->n_layers > INT32_MAX / LLM__N_PARTS)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors%s", path, c->n_layers,
                          (long long)llm_file_n_tensors(model->file),
                          llm_file_n_tensors(model->file) ? "" : " (a vocabulary only?)");
     model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *model->windows, "the windows of the layers", err);
     if (!model->windows) return false;
-    if (w > INT32_MAX) w = 0; /* it sees everything */
+    if (w > INT32_MAX) w = 0; /* no limit */
     for (int i = 0; i < c->n_layers; i++) {
         bool windowed = true;
         if (pattern && !llm_value_bool(pattern, (uint64_t)i, &windowed))
@@ -6920,8 +6911,8 @@ static bool llm__model_config(llm_model *model, llm_error *err) {
 
 /* ---- Loading: the tensors ------------------------------------------------------------ */
 
-/* A tensor by name, of shape (rows, cols) (rows = 1: a vector). NULL, with the error set, if it is absent or
- * different. */
+/* Find a tensor, which must have the shape (rows, cols); a vector has 1 row. NULL, with the error
+ * set, on failure. */
 static const llm_tensor *llm__model_tensor(const llm_model *model, const char *name, uint64_t rows,
                                            uint64_t cols, llm_error *err) {
     const llm_tensor *t = llm_file_find_tensor(model->file, name);
@@ -6938,7 +6929,7 @@ static const llm_tensor *llm__model_tensor(const llm_model *model, const char *n
                   (unsigned long long)rows, (unsigned long long)cols);
         return NULL;
     }
-    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* the kernels read numbers in place */
+    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* kernels read the file in place */
     if ((uintptr_t)t->data % alignment) {
         llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
         return NULL;
@@ -6946,7 +6937,7 @@ static const llm_tensor *llm__model_tensor(const llm_model *model, const char *n
     return t;
 }
 
-/* "blk.<layer>.<part>" */
+
 static void llm__part_name(char name[64], int layer, int part) {
     snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
 }
@@ -6956,8 +6947,8 @@ static int llm__compare_pointers(const void *a, const void *b) {
     return (x > y) - (x < y);
 }
 
-/* A tensor that the table does not know means that the model does something more than this engine does: the
- * words would be wrong, not missing. used (n_used): the tensors that were asked for. */
+/* Refuse a model with a tensor that this engine does not use, since its output would be wrong.
+ * used (n_used): the tensors that are used, in any order; entries may be NULL. */
 static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **used, int64_t n_used,
                                     llm_error *err) {
     qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
@@ -6974,7 +6965,7 @@ static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **u
 static bool llm__model_tensors(llm_model *model, llm_error *err) {
     llm_config *c = &model->config;
     const llm_tensor *embedding = llm_file_find_tensor(model->file, "token_embd.weight");
-    /* some models have rows that no token of the vocabulary uses */
+    /* some embeddings have more rows than the vocabulary has tokens */
     uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
     if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
     if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
@@ -7030,7 +7021,7 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
     return known;
 }
 
-/* Takes the file, also on failure. */
+/* Takes ownership of the file, even on failure. */
 static llm_model *llm__model_create(llm_file *file, llm_error *err) {
     llm_model *model = file ? (llm_model *)llm__new(1, sizeof *model, "a model", err) : NULL;
     if (!model) {
@@ -7072,7 +7063,7 @@ const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model-
 const llm_file *llm_model_file(const llm_model *model) { return model->file; }
 
 uint64_t llm_model_step_bytes(const llm_model *model) {
-    /* an embedding that is also the output matrix is read as a whole; else one row of it is */
+    /* a tied embedding is read in full, as the output matrix; otherwise one row of it is read */
     uint64_t unread = model->config.tied_output ? 0 : model->embedding->bytes;
     return model->weight_bytes - unread + (unread ? unread / (uint64_t)model->config.vocab_size : 0);
 }
@@ -7085,27 +7076,27 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 }
 
 /* ---- Hugging Face folders ---------------------------------------------------------------
- * The same model, told in another way: config.json has the shape, safetensors files the weights, tokenizer.json the
- * vocabulary. All of it is translated here into what a GGUF file would say, and becomes an llm_file; the
- * tensors stay where they are mapped and only get their GGUF names. So whatever works with a file works with a folder.
+ * config.json has the shape, safetensors files the weights, tokenizer.json the vocabulary. They are
+ * translated into an llm_file with GGUF metadata and GGUF tensor names; the data stays in the
+ * mapped files. Other code treats it as a GGUF file.
  *
- * One thing differs in the weights themselves. RoPE turns pairs of dimensions, and for "llama" the makers of GGUF files
- * reorder the rows of q and k so that a pair stands together. Nothing is reordered here: the
- * model is marked to pair halves. */
+ * The weights differ in one way. RoPE rotates pairs of dimensions. GGUF files of "llama" have the
+ * rows of q and k reordered so that the two dimensions of a pair are adjacent. Folders do not, and
+ * the model gets rope_pairing = LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
-    const char *path;
+    const char *path;         /* of the folder */
     const llm__architecture *architecture;
-    llm__json config;
-    char **paths;             /* (n_files) of the safetensors files */
-    llm__json *headers;       /* (n_files) */
+    llm__json config;         /* config.json */
+    char **paths;             /* (n_files) paths of the safetensors files */
+    llm__json *headers;       /* (n_files) headers of the safetensors files */
     int64_t n_files, paths_capacity, headers_capacity;
-    llm__sources sources;     /* of all files */
-    llm_file *file;           /* in the making */
-    char *names;              /* of its tensors, LLM__TENSOR_NAME bytes each; a region of it */
-    int64_t capacity;         /* of its tensors */
+    llm__sources sources;     /* tensors of all safetensors files */
+    llm_file *file;           /* the result */
+    char *names;              /* (n_tensors, LLM__TENSOR_NAME) names in `file`; a region of it */
+    int64_t capacity;         /* unused */
     int n_layers, dim, n_heads, head_dim;
-    bool int4, gptq;          /* are its matrices 4-bit integers, by GPTQ, or else AWQ? */
+    bool int4, gptq;          /* 4-bit integers; of GPTQ, else of AWQ */
     llm_error *err;
 } llm__folder;
 
@@ -7121,7 +7112,7 @@ static bool llm__folder_error(const llm__folder *f, llm_status status, const cha
     return llm__fail(f->err, status, "%s: %s", f->path, text);
 }
 
-/* "folder/name"; the caller frees it. */
+/* The caller frees the path. */
 static char *llm__folder_path(const llm__folder *f, const char *name, llm_error *err) {
     size_t length = strlen(f->path);
     char *path = (char *)llm__new(length + strlen(name) + 2, 1, "a path", err);
@@ -7136,7 +7127,7 @@ static bool llm__folder_has(const llm__folder *f, const char *name) {
     return there;
 }
 
-/* A JSON file of the folder, which must hold an object. On failure there is nothing to free. */
+/* Parse a JSON file of the folder, which must be an object. On failure there is nothing to free. */
 static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *json) {
     const void *data = NULL;
     uint64_t size = 0;
@@ -7449,14 +7440,14 @@ static bool llm__folder_shard(llm__folder *f, llm_string name) {
            llm__read_safetensors(&f->sources, &f->headers[i], (const uint8_t *)data, size, path, f->err);
 }
 
-/* Is this the file's path? */
+/* Does the path end in this file name? */
 static bool llm__folder_is_file(const char *path, llm_string name) {
     size_t length = strlen(path);
     return length > name.length && path[length - name.length - 1] == '/' &&
            !memcmp(path + length - name.length, name.data, name.length);
 }
 
-/* All files that the index names. */
+/* Map each file that the index names. */
 static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
     if (!llm__json_first(map) || map->kind != LLM__JSON_OBJECT)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
@@ -7472,7 +7463,7 @@ static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
     return true;
 }
 
-/* What the index says must be so. */
+/* Each tensor must be in the file that the index names for it. */
 static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *map) {
     for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
         llm_string name = llm__json_key(n), file = {n->text, n->length};
@@ -7504,7 +7495,7 @@ static bool llm__folder_weights(llm__folder *f) {
     return ok;
 }
 
-/* The next tensor of the file, under its GGUF name. */
+/* Append a tensor with this GGUF name. */
 static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
     llm_tensor *t = &f->file->tensors[f->file->n_tensors];
     char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
@@ -7515,7 +7506,7 @@ static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
     return t;
 }
 
-/* Kernels read numbers in place, so they must be aligned, which the format does not promise. */
+/* The data of a tensor. Kernels need aligned values, so it is copied if they are not. */
 static const void *llm__folder_aligned(const llm__folder *f, const llm__source *source) {
     if ((uintptr_t)source->data % (uintptr_t)source->value_bytes == 0) return source->data;
     void *copy = llm__new((size_t)source->bytes, 1, "a tensor that lies at an odd place", f->err);
@@ -7541,31 +7532,33 @@ static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *
 }
 
 /* ---- 4-bit integers: GPTQ and AWQ ------------------------------------------------------------
- * Both replace a matrix "X.weight" (rows, cols) by X.qweight, X.qzeros and X.scales: for each row and each group of g
- * columns (Frantar et al. 2022, arxiv.org/abs/2210.17323; Lin et al. 2023, arxiv.org/abs/2306.00978)
+ * GPTQ (Frantar et al. 2022, arxiv.org/abs/2210.17323) and AWQ (Lin et al. 2023,
+ * arxiv.org/abs/2306.00978) replace a matrix X.weight (rows, cols) by X.qweight, X.qzeros and
+ * X.scales. Each group of columns in a row has a scale and a zero point:
  *
- *     value = scale x (q - zero)        q and zero in 4 bits, eight to an int32, scale f16
+ *     value = scale x (q - zero)        scale f16; q and zero 4 bits, eight in an int32
  *
- * All three are stored transposed: scales (groups, rows), zeros (groups, rows/8).
+ * The tensors are transposed: scales (groups, rows), qzeros (groups, rows/8), and
  *
- *     GPTQ  qweight (cols/8, rows): eight neighbours of a row of the matrix to an int32, the first in the lowest bits. Zeros
- *           are stored less one, but not where the checkpoint_format is "gptq_v2". X.g_idx (cols) is the group of
- *           each column, where they are not in order ("desc_act", "act-order": the columns were quantized
- *           in order of their importance). Here the columns are sorted by group, and the input of the matrix with them.
- *     AWQ   qweight (cols, rows/8), eight rows to an int32, in the order 0 2 4 6 1 3 5 7.
+ *     GPTQ  qweight (cols/8, rows): eight columns in an int32, the first in the lowest bits. qzeros
+ *           holds zero - 1, except with the checkpoint_format "gptq_v2". With "desc_act", columns
+ *           were quantized in order of importance, and X.g_idx (cols) is the group of each. Here
+ *           columns are sorted by group, and the engine permutes the matrix's input likewise.
+ *     AWQ   qweight (cols, rows/8): eight rows in an int32, from the lowest bits up rows
+ *           0 2 4 6 1 3 5 7. The same in qzeros.
  *
- * They become q4_0 where zero is 8 everywhere ("sym"), else q4_Z, in which the values are exactly the same. */
+ * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
 
 typedef struct llm__int4 {
-    bool awq, zeros_less_one;
+    bool awq, zeros_less_one;  /* AWQ, else GPTQ; zeros are stored as zero - 1 */
     int64_t rows, cols, n_groups;
-    const uint32_t *weights, *zeros;
+    const uint32_t *weights, *zeros; /* qweight, qzeros */
     const uint16_t *scales;    /* (n_groups, rows) f16 */
-    const int32_t *columns;    /* (cols) in order of their groups; NULL: they are */
-    const int32_t *groups;     /* (cols) of the columns; NULL: of equal size, in order */
+    const int32_t *columns;    /* (cols) columns sorted by group; NULL: 0, 1, 2, ... */
+    const int32_t *groups;     /* (cols) group of each column; NULL: consecutive, of equal size */
 } llm__int4;
 
-/* The bits in which AWQ keeps row i of eight. */
+/* The bit at which row i begins in a word of AWQ. */
 static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 & 3))); }
 
 static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
@@ -7574,17 +7567,17 @@ static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
 }
 
 enum {
-    LLM__INT4_ROWS = 128,               /* taken together: their words of AWQ fill a cache line, and with */
-    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns, k and k + 16 of a block, they fill a tile of bytes */
+    LLM__INT4_ROWS = 128,               /* rows in a tile: 16 words of AWQ, a cache line */
+    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns (k, k + 16) in a block, a byte each */
 };
 
-/* The tile (PAIRS, ROWS) of the n rows from `first` on and the block of columns from `column` on: column k in the lower four bits, k + 16
- * in the upper ones, as q4_0 has them. Here for AWQ, where one word holds a column of eight rows: in every line of the tile first the rows
- * in the even places of each word, then the others. */
+/* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, byte
+ * (k, row) has column k in its low nibble and k + 16 in its high one. An AWQ word holds eight rows;
+ * to process whole words, a line has first all rows in even nibbles, then all in odd ones. */
 static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
     const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
     for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
-        LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* every line lies in another page, so nobody else thinks of it */
+        LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* too far apart for hardware prefetch */
         LLM__PREFETCH(high + 2 * LLM__BLOCK * m->rows / 8);
         uint32_t even[LLM__INT4_ROWS / 8] = {0}, odd[LLM__INT4_ROWS / 8] = {0};
         for (int64_t i = 0; i < n / 8; i++) {
@@ -7596,13 +7589,13 @@ static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int
     }
 }
 
-/* The place of row i in such a line. */
+/* The position of row i in such a line. */
 static int llm__int4_place_awq(int i) {
     int nibble = llm__awq_shift(i) / 4;
     return i / 8 * 4 + nibble / 2 + (nibble & 1) * LLM__INT4_ROWS / 2;
 }
 
-/* The same for GPTQ, with the rows in order. */
+/* The same tile from GPTQ, with the rows in order. */
 static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
     for (int k = 0; k < LLM__INT4_PAIRS; k++) {
         int64_t a = column + k, b = a + LLM__INT4_PAIRS;
@@ -7617,8 +7610,8 @@ static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, in
     }
 }
 
-/* (PAIRS, ROWS) to (ROWS, PAIRS). Each pass lays the two halves of the tile between each other, like a pack of cards: the highest bit of
- * every index becomes its lowest, so after four passes the four bits of a pair are there. */
+/* Transpose (PAIRS, ROWS) to (ROWS, PAIRS). A pass interleaves the two halves of the tile: the top
+ * bit of each index becomes the lowest. The index of a pair has four bits, hence four passes. */
 static void llm__int4_transpose(uint8_t *tile) {
     enum { HALF = LLM__INT4_ROWS * LLM__INT4_PAIRS / 2 };
     uint8_t shuffled[2 * HALF], *from = tile, *to = shuffled;
@@ -7630,7 +7623,7 @@ static void llm__int4_transpose(uint8_t *tile) {
     }
 }
 
-/* What stands before the integers in the blocks of these rows and of a group: the scale, and the zero point. */
+/* The first bytes of the blocks of n rows in a group: scale and zero point, 16 bits each. */
 static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group, uint8_t heads[LLM__INT4_ROWS][4]) {
     for (int64_t i = 0; i < n; i++) {
         llm__write_u16(heads[i], m->scales[group * m->rows + first + i]);
@@ -7638,8 +7631,9 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
     }
 }
 
-/* n rows of the matrix (between two multiples of LLM__INT4_ROWS) as blocks of q4_0, or of q4_Z. The same columns of all rows at once,
- * since neighbours in memory are what different rows have in one column; so it is done for whole eights. */
+/* Convert n rows (between two multiples of LLM__INT4_ROWS) to blocks of q4_0 or q4_Z. The matrix is
+ * stored transposed, so one block of columns at a time is converted for all rows, in whole eights,
+ * since words hold eight. Only the n rows are written. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
     size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
@@ -7655,7 +7649,7 @@ static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_typ
         uint8_t *to = out + (size_t)(column / LLM__BLOCK) * block_bytes;
         for (int i = skipped; i < end; i++, to += row_bytes) {
             LLM__PREFETCH_FAR(to + 128);
-            memcpy(to, heads[i], 4); /* of which q4_0 has two; the integers go over the others */
+            memcpy(to, heads[i], 4); /* q4_0: the integers overwrite the zero point */
             memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
         }
     }
@@ -7667,7 +7661,7 @@ static bool llm__int4_symmetric(const llm__int4 *m) {
     return !differs;
 }
 
-/* The source "<module>.<part>" of this dtype with n_dims dimensions; NULL, with the error set. */
+/* Find "<module>.<part>" and check its type. NULL, with the error set, on failure. */
 static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, const char *part, const char *dtype, int n_dims) {
     char name[160];
     snprintf(name, sizeof name, "%s.%s", module, part);
@@ -7682,7 +7676,7 @@ static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, 
     return source;
 }
 
-/* Sort the columns by group; without change where they are in order already. The array becomes the file's. */
+/* Set m->columns, unless the columns are in order already. The file owns the array. */
 static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
     int64_t size = m->cols / m->n_groups;
     bool ordered = true;
@@ -7709,7 +7703,7 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
     return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
 }
 
-/* How the integers are packed, by the name that the tool which packed them has for it; NULL: it does not say. */
+/* The entry that names the packing; tools use different keys. NULL: absent. */
 static const llm__json_node *llm__int4_format(const llm__json_node *quantization) {
     static const char *const keys[] = {"checkpoint_format", "format", "version"};
     const llm__json_node *format = NULL;
@@ -7717,7 +7711,7 @@ static const llm__json_node *llm__int4_format(const llm__json_node *quantization
     return format;
 }
 
-/* The three or four tensors of a matrix, checked to fit each other. */
+/* Find the three or four tensors of a matrix, and check that their shapes agree. */
 static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
     const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
     int64_t group = 0;
@@ -7758,7 +7752,7 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     return m->groups && llm__folder_columns(f, m, module);
 }
 
-/* Noted and checked; the integers are read where they are wanted. */
+/* Append a 4-bit matrix. llm_tensor_rows converts it when its rows are needed. */
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
     llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
     if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
@@ -7767,7 +7761,7 @@ static bool llm__folder_int4(llm__folder *f, const char *name, const char *modul
     t->n_dims = 2;
     t->dims[0] = (uint64_t)m->cols;
     t->dims[1] = (uint64_t)m->rows;
-    t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* less than the sources take, twice: no overflow */
+    t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* cannot overflow */
     t->columns = m->columns;
     t->int4 = m;
     return true;
@@ -7807,11 +7801,11 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
 
-/* What config.json says of the quantization; only what is implemented passes. */
+/* Read quantization_config; refuse what is not supported. */
 static bool llm__folder_quantization(llm__folder *f) {
     static const char *const known[] = {
         "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version", "data_type",
-        /* how it was made, and how others run it */
+        /* ignored: how it was made, and how other programs run it */
         "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
         "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
         "exllama_config", "format", "fuse_max_seq_len", "gradient_accumulate_steps", "iters", "lm_head", "low_cpu_mem_usage",
@@ -7829,7 +7823,7 @@ static bool llm__folder_quantization(llm__folder *f) {
         return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
                                           llm__show_node(method).text)
                       : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
-    if (type && !llm__json_is(type, "int")) /* AutoRound's word for what the bits are */
+    if (type && !llm__json_is(type, "int")) /* a key of AutoRound */
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
                                  llm__show_node(type).text);
     if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
@@ -7841,14 +7835,14 @@ static bool llm__folder_quantization(llm__folder *f) {
     return llm__folder_known(f, q, "the quantization_config", known);
 }
 
-/* A bias that config.json does not speak of: some tools write one of zeros into every layer. */
+/* Some tools write biases of zeros that config.json does not declare. */
 static bool llm__all_zero(const llm__source *source) {
     for (uint64_t i = 0; i < source->bytes; i++)
         if (source->data[i]) return false;
     return true;
 }
 
-/* Does config.json ask for this optional part? Head norms and the like need no asking. */
+/* Does the model have this part, by its architecture or by config.json? */
 static bool llm__folder_wants(const llm__folder *f, int part) {
     bool attention = false, mlp = false;
     llm__json_bool(llm__json_member(f->config.nodes, "attention_bias"), &attention);
@@ -7857,7 +7851,7 @@ static bool llm__folder_wants(const llm__folder *f, int part) {
            (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
 }
 
-/* The tensor "X.weight" (or "X.bias", which nobody quantizes) is missing: why? */
+/* Report that a tensor is missing. If it is X.weight, X.qweight may be there instead. */
 static bool llm__folder_missing(const llm__folder *f, const char *name) {
     char quantized[160];
     snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")), name);
@@ -7887,7 +7881,7 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
     return true;
 }
 
-/* The tensors outside of the layers. */
+/* The tensors outside the layers. */
 static bool llm__folder_ends_of_stack(llm__folder *f) {
     static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
                                            {"model.norm.weight", "output_norm.weight"},
@@ -7896,7 +7890,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
     llm__json_bool(llm__json_member(f->config.nodes, "tie_word_embeddings"), &tied);
     for (int i = 0; i < 3; i++) {
         llm__source *source = llm__find_source(&f->sources, names[i][0]);
-        if (i == 2 && tied) { /* some files hold it all the same */
+        if (i == 2 && tied) { /* some files hold it nevertheless; ignore it */
             if (source) source->used = true;
         } else if (!source) {
             return llm__folder_missing(f, names[i][0]);
@@ -7919,7 +7913,7 @@ static bool llm__folder_tensors(llm__folder *f) {
         if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
     for (int64_t i = 0; i < f->sources.count; i++) {
         const llm__source *source = &f->sources.items[i];
-        /* old files store what can be computed from config.json */
+        /* old files store this, which follows from config.json */
         if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
             return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
                                      llm__show(source->name).text, f->architecture->model_type);
@@ -7928,7 +7922,7 @@ static bool llm__folder_tensors(llm__folder *f) {
     return f->file->tensor_index != NULL;
 }
 
-/* ---- Opening a folder ------------------------------------------------------------------------- */
+/* ---- Opening a folder ------------------------------------------------------------------------ */
 
 static bool llm__folder_architecture(llm__folder *f) {
     llm_string type = {"", 0};
