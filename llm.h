@@ -5393,11 +5393,12 @@ static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
 }
 
-/* A safetensors file starts with the length of its header (u64) and a JSON object. */
+/* A safetensors file starts with the length of its header (u64) and a JSON object. (So does a GGUF file of
+ * more than 14 GB with 123 tensors, for example.) */
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
-    return size > 8 && length <= size - 8 && ((const char *)data)[8] == '{';
+    return size > 8 && length <= size - 8 && ((const char *)data)[8] == '{' && memcmp(data, "GGUF", 4);
 }
 
 static bool llm__read_magic(llm__reader *r) {

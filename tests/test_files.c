@@ -1083,6 +1083,20 @@ static void test_damaged_parts(void **state) {
     remove_parts(3);
 }
 
+/* The beginning of a GGUF file of 123 tensors is also the length of a safetensors header, of 14 GB, and its '{'. */
+static void test_large_file_of_123_tensors(void **state) {
+    static const unsigned char start[16] = {'G', 'G', 'U', 'F', 3, 0, 0, 0, 123};
+    size_t size = (size_t)15000000000u;
+    llm_error err;
+    (void)state;
+    char *data = sizeof size < 8 ? NULL : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    if (!data || data == MAP_FAILED) skip();
+    memcpy(data, start, sizeof start);
+    assert_null(llm_file_from_memory(data, size, "large", &err));
+    if (strstr(err.message, "safetensors")) fail_msg("%s", err.message);
+    munmap(data, size);
+}
+
 int main(void) {
     const char *folder = getenv("TMPDIR");
     snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp", (long)getpid());
@@ -1100,6 +1114,7 @@ int main(void) {
         cmocka_unit_test(test_full_disk),      cmocka_unit_test(test_no_memory),
         cmocka_unit_test(test_mixed_types),    cmocka_unit_test(test_parts),
         cmocka_unit_test(test_damaged_parts),
+        cmocka_unit_test(test_large_file_of_123_tensors),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
