@@ -68,10 +68,10 @@ SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
 # The program is an object by itself, which does not wait for the kernels, and is another one with other devices.
 MAIN     = $(B)/main$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSERVED),_observed).o
-llm $(B)/llm: $(MAIN) $(SHARED) $(DEVICES)
+llm $(B)/llm: $(MAIN) $(B)/quantize.o $(SHARED) $(DEVICES)
 	$(COMPILE) $^ -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
-$(MAIN): main.c llm.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h | $(B)/have-cc
+$(MAIN): main.c llm.h models/quantize.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h | $(B)/have-cc
 	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
 
 # The kernels take the compiler most of its time, so they are compiled once, for the program and for all tests: libkernels.a is the
@@ -83,8 +83,13 @@ $(B)/llm.o: llm.h | $(B)/have-cc
 	$(call LIBRARY,$(COMPILE) -DLLM_KERNELS_SHARED)
 $(B)/kernels.o: $(B)/llm.o
 	$(OBJCOPY) $(KERNELS) $< $@
+$(B)/libllm.a: $(B)/quantize.o
 $(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
-	$(AR) rcs $@ $<
+	$(AR) rcs $@ $^
+
+# Creating model files: for the program and for the tests.
+$(B)/quantize.o: models/quantize.c models/quantize.h $(B)/declarations | $(B)/have-cc
+	$(COMPILE) -c $< -o $@
 
 # llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
 $(B)/declarations: llm.h
@@ -120,7 +125,7 @@ CMOCKA   = -lcmocka
 REACHED  = $(if $(DEVICE),,$(shell echo 'int main(void){return 0;}' | $(CC) -Werror -fwhole-program -x c - -o /dev/null 2>/dev/null && echo -fwhole-program))
 COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
 
-$(B)/test_%.o: tests/test_%.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
+$(B)/test_%.o: tests/test_%.c llm.h models/quantize.c models/quantize.h $(wildcard tests/*.h tests/cross/*.h) | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
 	$(COMPILE_TEST) $(REACHED) -c $< -o $@
 
 $(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
@@ -128,7 +133,7 @@ $(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
 
 $(B)/tiles_on_cpu.o: tests/tiles_on_cpu.c | $(B)/have-cc
 	$(COMPILE) -c $< -o $@
-$(B)/tiles_%.o: tests/test_%.c llm.h $(wildcard tests/*.h) | $(B)/have-cmocka
+$(B)/tiles_%.o: tests/test_%.c llm.h models/quantize.c $(wildcard tests/*.h) | $(B)/have-cmocka
 	$(COMPILE_TEST) $(REACHED) -DLLM_EMULATED_TILES -c $< -o $@
 $(B)/tiles_%: $(B)/tiles_%.o $(B)/tiles_on_cpu.o $(B)/libkernels.a $(B)/libllm.a
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm
@@ -172,7 +177,7 @@ $(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
 	$(call LIBRARY,$(call FUZZ,-no-link) -DLLM_KERNELS_EXTERN)
 $(B)/libfuzzed.a: $(B)/fuzzed-kernels.o $(B)/fuzzed-llm.o
 	$(AR) rcs $@ $^
-$(B)/fuzz_%.o: tests/fuzz_%.c llm.h $(wildcard tests/*.h) | $(B)/have-fuzzer
+$(B)/fuzz_%.o: tests/fuzz_%.c llm.h models/quantize.c $(wildcard tests/*.h) | $(B)/have-fuzzer
 	$(FUZZ) -DLLM_KERNELS_EXTERN -c $< -o $@
 $(B)/fuzz_%: $(B)/fuzz_%.o $(B)/libfuzzed.a
 	$(FUZZ) $^ -o $@ -lm
@@ -189,7 +194,7 @@ mutants: $(B)/have-cmocka $(B)/have-c++
 
 # ---- Soak: random workloads, also on the emulated device where there is a C++ compiler. SEED: of the first round. ----
 SEED     =
-$(B)/soak.o: tests/soak.c llm.h $(wildcard tests/*.h tests/cross/*.h) | $(B)/have-cc
+$(B)/soak.o: tests/soak.c llm.h models/quantize.c $(wildcard tests/*.h tests/cross/*.h) | $(B)/have-cc
 	$(COMPILE) -O2 -DLLM_KERNELS_EXTERN -Itests -c $< -o $@
 $(B)/soak: $(B)/soak.o $(B)/libkernels.a $(if $(EMULATED),$(EMULATOR))
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a -lm $(if $(EMULATED),-lstdc++)

@@ -130,7 +130,6 @@ typedef struct llm_type_info {
     int file_type;     /* GGUF's general.file_type of a file that is mostly of this type */
     /* count: values, a multiple of block_values */
     void (*unpack)(const void *blocks, float *values, int64_t count);
-    void (*pack)(const float *values, void *blocks, int64_t count);
 } llm_type_info;
 
 /* The description of a type; NULL: unknown. */
@@ -138,6 +137,10 @@ const llm_type_info *llm_type_find(llm_type type);
 const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" and "Q4_K" too */
 /* All types, by index; NULL past the end. */
 const llm_type_info *llm_type_at(int index);
+
+/* f16, as scales are stored: rounded to nearest, ties to even. */
+uint16_t llm_f32_to_f16(float x);
+float llm_f16_to_f32(uint16_t half);
 
 /* ---- Files: GGUF, and Hugging Face folders ----------------------------------------- */
 typedef struct llm_string { /* not zero-terminated; borrowed from the file's mapping */
@@ -208,38 +211,57 @@ bool llm_value_bool(const llm_value *value, uint64_t index, bool *out);
 /* Strings are stored one after another: start with *cursor = 0 and walk. False at the end. */
 bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out);
 
-/* Write a GGUF v3 file: all metadata, then all tensor declarations, then the data of each
- * tensor in that order. The bytes go to "PATH.tmp", which is renamed over PATH by
- * llm_writer_finish only when all of it is on the disk: a full disk or a killed process
- * never leaves half a model. Errors stick: check the result of llm_writer_finish alone
- * if you like. */
-typedef struct llm_writer llm_writer;
-llm_writer *llm_writer_create(const char *path, llm_error *err);
-bool llm_writer_value(llm_writer *w, const llm_value *value); /* copied as it is */
-bool llm_writer_u32(llm_writer *w, const char *key, uint32_t x);
-bool llm_writer_f32(llm_writer *w, const char *key, float x);
-bool llm_writer_bool(llm_writer *w, const char *key, bool x);
-bool llm_writer_string(llm_writer *w, const char *key, const char *x);
-bool llm_writer_string_array(llm_writer *w, const char *key, const llm_string *x, uint64_t n);
-bool llm_writer_i32_array(llm_writer *w, const char *key, const int32_t *x, uint64_t n);
-bool llm_writer_f32_array(llm_writer *w, const char *key, const float *x, uint64_t n);
-bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims, const uint64_t *dims);
-bool llm_writer_data(llm_writer *w, const void *data, size_t bytes); /* in pieces of any size */
-/* Ends the file and frees the writer; on failure PATH is untouched and PATH.tmp is gone. */
-bool llm_writer_finish(llm_writer *w, llm_error *err);
-void llm_writer_abandon(llm_writer *w);
+/* ---- JSON ---------------------------------------------------------------------------
+ * A strict reader (RFC 8259) for texts of up to 128 MB: one value, read to its last byte; strings
+ * are valid UTF-8, surrogates come in pairs, and an object's keys are unique, since programs
+ * disagree on which of two counts. At most 64 arrays and objects may be inside each other.
+ *
+ * The result is an array of nodes in the order of the text. An array is followed by its elements,
+ * an object by key, value, key, value ... The functions that take a node accept NULL, which stands
+ * for an absent value, so a path needs no checks:
+ *     llm_json_i64(llm_json_member(llm_json_member(json.nodes, "model"), "layers"), &n) */
+typedef enum llm_json_kind {
+    LLM_JSON_NULL, LLM_JSON_FALSE, LLM_JSON_TRUE, LLM_JSON_NUMBER, LLM_JSON_STRING, LLM_JSON_ARRAY,
+    LLM_JSON_OBJECT
+} llm_json_kind;
 
-/* Rewrite a model file with its matrices as `type` (one-dimensional tensors stay as they are). The token embedding and the
- * output matrix are kept at q8_0 where `type` is q4_0, q4_1, q5_0 or q5_1, and at q6_K where it is q4_K or q5_K, since they
- * decide the words. mixed: so is, in q4_K and q5_K, a half of those that are hurt most, attn_v and ffn_down (but an
- * embedding beside an output matrix is not): what files called Q4_K_M and Q5_K_M have. Where the rows
- * of a matrix are not whole blocks of 256, it gets q5_0 instead of q4_K, q5_1 of q5_K and q8_0 of q6_K; where they are not
- * whole blocks of 32, f16 (llm_quantize_type: the type, but for what is mixed, of a matrix with such rows; output: the embedding
- * or the output matrix). progress may be NULL; it returns false to stop. */
-llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output);
-bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
-                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
-                  llm_error *err);
+typedef struct llm_json_node {
+    const char *text;    /* a string, unescaped, or a number as written; not zero-terminated */
+    uint32_t length;     /* bytes of text; of an array or object: elements or members */
+    unsigned kind : 3;   /* llm_json_kind */
+    unsigned span : 29;  /* nodes of this value, with those inside it */
+} llm_json_node;
+
+typedef struct llm_json {
+    char *text;           /* a copy; strings are unescaped in place */
+    llm_json_node *nodes; /* (n_nodes) the first is the whole value */
+    int64_t n_nodes;
+} llm_json;
+
+/* Errors begin with "NAME, line 2, column 7: ", or with "column 7: " where name is NULL, for a text
+ * of one line. On failure there is nothing to free. */
+bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
+                    llm_error *err);
+void llm_json_free(llm_json *json);
+/* Offset of the value's first byte in the text that was parsed. */
+size_t llm_json_offset(const llm_json *json, const llm_json_node *node);
+bool llm_json_has_kind(const llm_json_node *node, llm_json_kind kind);
+/* The value of a member; NULL: no object, or no such key. Searches from the first member on. */
+const llm_json_node *llm_json_member(const llm_json_node *object, const char *key);
+/* The first element of an array or value of an object, the one after `value`, and its key. NULL:
+ * there is none. */
+const llm_json_node *llm_json_first(const llm_json_node *container);
+const llm_json_node *llm_json_next(const llm_json_node *container, const llm_json_node *value);
+llm_string llm_json_key(const llm_json_node *value); /* of a member's value */
+/* False: the value is of another kind, or (i64, u64) not a whole number of this range. A number
+ * with a point or an exponent is no whole number. f64: within one unit of the nearest double; false
+ * also where it is too large. */
+bool llm_json_string(const llm_json_node *node, llm_string *out);
+bool llm_json_is(const llm_json_node *node, const char *text); /* is it this string? */
+bool llm_json_bool(const llm_json_node *node, bool *out);
+bool llm_json_f64(const llm_json_node *node, double *out);
+bool llm_json_i64(const llm_json_node *node, int64_t *out);
+bool llm_json_u64(const llm_json_node *node, uint64_t *out);
 
 /* ---- Tokenizer ---------------------------------------------------------------------- */
 typedef struct llm_tokenizer llm_tokenizer;
@@ -4527,14 +4549,10 @@ static uint16_t llm__f32_to_f16(float x) {
     return (uint16_t)(sign | (steps + (rest > half || (rest == half && (steps & 1)))));
 }
 
-static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
+uint16_t llm_f32_to_f16(float x) { return llm__f32_to_f16(x); }
+float llm_f16_to_f32(uint16_t half) { return llm__f16_to_f32(half); }
 
-/* Round to nearest, ties to even. */
-static uint16_t llm__f32_to_bf16(float x) {
-    uint32_t bits = llm__float_bits(x);
-    if ((bits & 0x7fffffff) > 0x7f800000) return (uint16_t)(bits >> 16 | 0x40); /* quiet NaN */
-    return (uint16_t)((bits + 0x7fff + (bits >> 16 & 1)) >> 16);
-}
+static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
 
 /* Through memcpy, since blocks are not aligned. */
 static uint16_t llm__read_u16(const void *p) {
@@ -4549,24 +4567,12 @@ static void llm__unpack_f32(const void *blocks, float *values, int64_t count) {
     memcpy(values, blocks, (size_t)count * sizeof *values);
 }
 
-static void llm__pack_f32(const float *values, void *blocks, int64_t count) {
-    memcpy(blocks, values, (size_t)count * sizeof *values);
-}
-
 static void llm__unpack_f16(const void *blocks, float *values, int64_t count) {
     for (int64_t i = 0; i < count; i++) values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
 }
 
-static void llm__pack_f16(const float *values, void *blocks, int64_t count) {
-    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_f16(values[i]));
-}
-
 static void llm__unpack_bf16(const void *blocks, float *values, int64_t count) {
     for (int64_t i = 0; i < count; i++) values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
-}
-
-static void llm__pack_bf16(const float *values, void *blocks, int64_t count) {
-    for (int64_t i = 0; i < count; i++) llm__write_u16((char *)blocks + 2 * i, llm__f32_to_bf16(values[i]));
 }
 
 enum {
@@ -4582,25 +4588,6 @@ static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
     for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
         float scale = llm__f16_to_f32(llm__read_u16(block));
         for (int i = 0; i < LLM__BLOCK; i++) values[first + i] = scale * (float)(int8_t)block[2 + i];
-    }
-}
-
-/* The largest magnitude becomes 127. As in ggml, q is found with the scale before rounding. */
-static void llm__pack_q8_0(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
-        const float *x = values + first;
-        float largest = 0.0f;
-        for (int i = 0; i < LLM__BLOCK; i++) largest = fabsf(x[i]) > largest ? fabsf(x[i]) : largest;
-        float scale = largest / 127.0f;
-        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-        llm__write_u16(block, llm__f32_to_f16(scale));
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            float q = roundf(x[i] * inverse);
-            if (!(q >= -127.0f)) q = q < 0.0f ? -127.0f : 0.0f; /* NaN: 0 */
-            if (q > 127.0f) q = 127.0f;
-            block[2 + i] = (uint8_t)(int8_t)q;
-        }
     }
 }
 
@@ -4623,47 +4610,10 @@ static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count
     }
 }
 
-/* Around zero (4 bits: -8 to +7) the largest magnitude gets -8: the scale carries its sign. With a
- * minimum, the levels span smallest to largest. */
-static void llm__pack_nibbles(const float *values, void *blocks, int64_t count, int bits, bool has_minimum) {
-    uint8_t *block = (uint8_t *)blocks;
-    int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
-    for (int64_t first = 0; first < count; first += LLM__BLOCK) {
-        const float *x = values + first;
-        float largest = 0.0f, low = FLT_MAX, high = -FLT_MAX; /* largest keeps its sign */
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
-            low = x[i] < low ? x[i] : low;
-            high = x[i] > high ? x[i] : high;
-        }
-        if (!has_minimum) low = 0.0f;
-        float scale = has_minimum ? (high - low) / (float)top : largest / (float)-zero;
-        float inverse = scale != 0.0f ? 1.0f / scale : 0.0f;
-        llm__write_u16(block, llm__f32_to_f16(scale));
-        if (has_minimum) llm__write_u16(block + 2, llm__f32_to_f16(low));
-        uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
-        memset(fifth, 0, bits == 5 ? 4 + 16 : 16);
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            /* x / scale + zero, rounded. The cast prevents an FMA: same bits on every machine. */
-            float shifted = (float)((double)(x[i] - low) * (double)inverse) + ((float)zero + 0.5f);
-            if (!(shifted >= 0.0f)) shifted = shifted < 0.0f ? 0.0f : (float)zero; /* 0 for a NaN */
-            int q = shifted > (float)top ? top : (int)shifted;
-            nibbles[i % 16] = (uint8_t)(nibbles[i % 16] | (q & 15) << (i / 16 * 4));
-            if (bits == 5) fifth[i / 8] = (uint8_t)(fifth[i / 8] | (q >> 4) << (i % 8));
-        }
-        block = nibbles + 16;
-    }
-}
-
 static void llm__unpack_q4_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, false); }
 static void llm__unpack_q4_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, true); }
 static void llm__unpack_q5_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, false); }
 static void llm__unpack_q5_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, true); }
-static void llm__pack_q4_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, false); }
-static void llm__pack_q4_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 4, true); }
-static void llm__pack_q5_0(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, false); }
-static void llm__pack_q5_1(const float *x, void *b, int64_t n) { llm__pack_nibbles(x, b, n, 5, true); }
-
 /* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
 
 /* 8 scales and 8 minimums of 6 bits are packed into 12 bytes. For i = 0 .. 3, high bits first:
@@ -4674,18 +4624,6 @@ static void llm__group_scales(const uint8_t *packed, int group, int *scale, int 
     const uint8_t *p = packed + group % 4;
     *scale = group < 4 ? p[0] & 63 : (p[8] & 15) | p[0] >> 6 << 4;
     *minimum = group < 4 ? p[4] & 63 : p[8] >> 4 | p[4] >> 6 << 4;
-}
-
-static void llm__set_group_scales(uint8_t *packed, int group, int scale, int minimum) {
-    uint8_t *p = packed + group % 4;
-    if (group < 4) {
-        p[0] = (uint8_t)((p[0] & 0xc0) | scale);
-        p[4] = (uint8_t)((p[4] & 0xc0) | minimum);
-    } else {
-        p[8] = (uint8_t)((scale & 15) | (minimum & 15) << 4);
-        p[0] = (uint8_t)((p[0] & 63) | scale >> 4 << 6);
-        p[4] = (uint8_t)((p[4] & 63) | minimum >> 4 << 6);
-    }
 }
 
 /* Groups 2j and 2j + 1 are the low and the high nibbles of the same 32 bytes. Bit g of fifth[i]
@@ -4709,96 +4647,8 @@ static void llm__unpack_groups(const void *blocks, float *values, int64_t count,
     }
 }
 
-/* v rounded to a whole number, 0 to top; NaN: 0 */
-static float llm__whole_between(float v, float top) {
-    v = v > 0.0f ? v : 0.0f;
-    v = v < top ? v : top;
-    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: a float's last bit is worth 1 */
-}
-
-/* Find scale and offset, both >= 0, so that scale * q - offset, q from 0 to top, best approximates
- * x (n values). Leaving the extremes a little outside the levels brings the others closer. So
- * several spacings are tried; the q of each give a least-squares line through (q, x), and the line
- * of the smallest error wins. x is taken relative to the smallest value, to keep precision. */
-static void llm__fit_levels(const float *x, int n, int top, float *scale, float *offset) {
-    enum { TRIALS = 20 };
-    float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
-    for (int i = 0; i < n; i++) {
-        low = x[i] < low ? x[i] : low;
-        high = x[i] > high ? x[i] : high;
-    }
-    *scale = *offset = 0.0f;
-    if (!(high > low) || !(high - low <= FLT_MAX)) return; /* all zero, or not finite */
-    for (int i = 0; i < n; i++) sum += x[i] - low;
-    for (int trial = 0; trial < TRIALS; trial++) {
-        float inverse = ((float)top - 1.0f + 0.1f * (float)trial) / (high - low);
-        float q_sum = 0.0f, qq_sum = 0.0f, qx_sum = 0.0f;
-#ifdef _OPENMP
-#pragma omp simd reduction(+ : q_sum, qq_sum, qx_sum)
-#endif
-        for (int i = 0; i < n; i++) {
-            float q = llm__whole_between((x[i] - low) * inverse, (float)top);
-            q_sum += q;
-            qq_sum += q * q;
-            qx_sum += q * (x[i] - low);
-        }
-        float spread = (float)n * qq_sum - q_sum * q_sum; /* 0: all q equal */
-        float slope = spread > 0.0f ? ((float)n * qx_sum - q_sum * sum) / spread : 0.0f;
-        float start = (sum - slope * q_sum) / (float)n;
-        if (start > -low) { /* offset < 0: take the best line through zero */
-            start = -low;
-            slope = (qx_sum - start * q_sum) / qq_sum;
-        }
-        /* squared error, less the constant sum of x^2 */
-        float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) + start * ((float)n * start - 2.0f * sum);
-        if (!(error < best) || slope < 0.0f) continue;
-        best = error;
-        *scale = slope;
-        *offset = -(start + low);
-    }
-}
-
-/* Scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
-static float llm__pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
-    float largest = 0.0f;
-    for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
-    llm__write_u16(f16, llm__f32_to_f16(largest / 63.0f < 65504.0f ? largest / 63.0f : 65504.0f));
-    float unit = llm__f16_to_f32(llm__read_u16(f16)), inverse = unit > 0.0f ? 1.0f / unit : 0.0f;
-    for (int i = 0; i < n; i++) packed[i] = (int)llm__whole_between(scales[i] * inverse, 63.0f);
-    return unit;
-}
-
-static void llm__pack_groups(const float *values, void *blocks, int64_t count, int bits) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER) {
-        const float *x = values + first;
-        float top = (float)((1 << bits) - 1), scales[8], offsets[8];
-        int s[8], m[8];
-        for (int group = 0; group < 8; group++)
-            llm__fit_levels(x + 32 * group, 32, (int)top, &scales[group], &offsets[group]);
-        float scale = llm__pack_scales(scales, 8, block, s), minimum = llm__pack_scales(offsets, 8, block + 2, m);
-        uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
-        memset(block + 4, 0, (size_t)(nibbles + 128 - (block + 4)));
-        for (int group = 0; group < 8; group++, x += 32) {
-            llm__set_group_scales(block + 4, group, s[group], m[group]);
-            float group_scale = scale * (float)s[group], group_minimum = minimum * (float)m[group];
-            float inverse = group_scale > 0.0f ? 1.0f / group_scale : 0.0f;
-            for (int i = 0; i < 32; i++) {
-                int q = (int)llm__whole_between((x[i] + group_minimum) * inverse, top);
-                uint8_t *nibble = &nibbles[group / 2 * 32 + i];
-                *nibble = (uint8_t)(*nibble | (q & 15) << (group % 2 * 4));
-                if (bits == 5) fifth[i] = (uint8_t)(fifth[i] | (q >> 4) << group);
-            }
-        }
-        block = nibbles + 128;
-    }
-}
-
 static void llm__unpack_q4_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 4); }
 static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 5); }
-static void llm__pack_q4_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 4); }
-static void llm__pack_q5_K(const float *x, void *b, int64_t n) { llm__pack_groups(x, b, n, 5); }
-
 /* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
  * Each half (4 quarters of 32 values) has 64 bytes of nibbles and 32 bytes of bit pairs. Value i of
  * quarter k: its low four bits are in nibble byte 32 (k % 2) + i, in the low nibble if k < 2, else
@@ -4818,58 +4668,6 @@ static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
     }
 }
 
-/* As llm__fit_levels, around zero: q from -32 to 31, scale of any sign. A spacing's best scale is
- * sum(qx) / sum(q^2), which takes sum(qx)^2 / sum(q^2) off the squared error. */
-static float llm__fit_scale(const float *x, int n) {
-    enum { TRIALS = 19 };
-    float largest = 0.0f, best = 0.0f, scale = 0.0f;
-    for (int i = 0; i < n; i++) largest = fabsf(x[i]) > fabsf(largest) ? x[i] : largest;
-    if (largest == 0.0f || !(fabsf(largest) <= FLT_MAX)) return 0.0f;
-    for (int trial = 0; trial < TRIALS; trial++) {
-        float inverse = -(32.0f + 0.1f * (float)(trial - TRIALS / 2)) / largest, qx_sum = 0.0f, qq_sum = 0.0f;
-#ifdef _OPENMP
-#pragma omp simd reduction(+ : qx_sum, qq_sum)
-#endif
-        for (int i = 0; i < n; i++) {
-            float q = llm__whole_between(x[i] * inverse + 32.0f, 63.0f) - 32.0f;
-            qx_sum += q * x[i];
-            qq_sum += q * q;
-        }
-        float gain = qq_sum > 0.0f ? qx_sum * (qx_sum / qq_sum) : 0.0f;
-        if (!(gain > best)) continue;
-        best = gain;
-        scale = qx_sum / qq_sum;
-    }
-    return scale;
-}
-
-static void llm__pack_q6_K(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__SUPER, block += LLM__Q6_K_BYTES) {
-        const float *x = values + first;
-        float scales[16], largest = 0.0f;
-        for (int group = 0; group < 16; group++) {
-            scales[group] = llm__fit_scale(x + 16 * group, 16);
-            largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
-        }
-        memset(block, 0, LLM__Q6_K_BYTES);
-        float unit = largest / -128.0f; /* the largest gets -128 */
-        unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
-        llm__write_u16(block + 208, llm__f32_to_f16(unit));
-        unit = llm__f16_to_f32(llm__read_u16(block + 208));
-        for (int i = 0; i < LLM__SUPER; i++) {
-            int group = i / 16, half = i / 128, quarter = i / 32 % 4;
-            float whole = unit != 0.0f ? llm__whole_between(scales[group] / unit + 128.0f, 255.0f) - 128.0f : 0.0f;
-            float group_scale = unit * whole, inverse = group_scale != 0.0f ? 1.0f / group_scale : 0.0f;
-            int q = (int)llm__whole_between(x[i] * inverse + 32.0f, 63.0f);
-            uint8_t *low = &block[64 * half + 32 * (quarter % 2) + i % 32], *high = &block[128 + 32 * half + i % 32];
-            *low = (uint8_t)(*low | (q & 15) << (quarter / 2 * 4));
-            *high = (uint8_t)(*high | (q >> 4) << (2 * quarter));
-            block[192 + group] = (uint8_t)(int8_t)whole;
-        }
-    }
-}
-
 /* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
  * The layout of q4_1, with a zero point in place of the minimum: value = scale x (q - zero). A
  * minimum, -scale x zero, would be rounded to f16. GPTQ stores zero - 1 in 4 bits, so zero goes up
@@ -4885,27 +4683,7 @@ static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     }
 }
 
-static void llm__pack_q4_Z(const float *values, void *blocks, int64_t count) {
-    uint8_t *block = (uint8_t *)blocks;
-    for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q4_Z_BYTES) {
-        float low = 0.0f, high = 0.0f;
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            low = values[first + i] < low ? values[first + i] : low;
-            high = values[first + i] > high ? values[first + i] : high;
-        }
-        llm__write_u16(block, llm__f32_to_f16((high - low) / 15.0f));
-        float scale = llm__f16_to_f32(llm__read_u16(block)), inverse = scale > 0.0f ? 1.0f / scale : 0.0f;
-        int zero = (int)llm__whole_between(-low * inverse, 15.0f);
-        llm__write_u16(block + 2, (uint16_t)zero);
-        memset(block + 4, 0, 16);
-        for (int i = 0; i < LLM__BLOCK; i++) {
-            int q = (int)llm__whole_between(values[first + i] * inverse + (float)zero, 15.0f);
-            block[4 + i % 16] = (uint8_t)(block[4 + i % 16] | q << (i / 16 * 4));
-        }
-    }
-}
-
-static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z, llm__pack_q4_Z};
+static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z};
 
 /* ---- Unscaled integers, for the layouts of chapter 10 ---------------- */
 
@@ -4955,17 +4733,17 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
 }
 
 static const llm_type_info llm__types[] = {
-    {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32, llm__pack_f32},
-    {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16, llm__pack_f16},
-    {LLM_BF16, "bf16", 1, 2, 32, llm__unpack_bf16, llm__pack_bf16},
-    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, 7, llm__unpack_q8_0, llm__pack_q8_0},
-    {LLM_Q6_K, "q6_K", LLM__SUPER, LLM__Q6_K_BYTES, 18, llm__unpack_q6_K, llm__pack_q6_K},
-    {LLM_Q5_1, "q5_1", LLM__BLOCK, LLM__Q5_1_BYTES, 9, llm__unpack_q5_1, llm__pack_q5_1},
-    {LLM_Q5_0, "q5_0", LLM__BLOCK, LLM__Q5_0_BYTES, 8, llm__unpack_q5_0, llm__pack_q5_0},
-    {LLM_Q5_K, "q5_K", LLM__SUPER, LLM__Q5_K_BYTES, 16, llm__unpack_q5_K, llm__pack_q5_K},
-    {LLM_Q4_1, "q4_1", LLM__BLOCK, LLM__Q4_1_BYTES, 3, llm__unpack_q4_1, llm__pack_q4_1},
-    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, 2, llm__unpack_q4_0, llm__pack_q4_0},
-    {LLM_Q4_K, "q4_K", LLM__SUPER, LLM__Q4_K_BYTES, 14, llm__unpack_q4_K, llm__pack_q4_K},
+    {LLM_F32, "f32", 1, 4, 0, llm__unpack_f32},
+    {LLM_F16, "f16", 1, 2, 1, llm__unpack_f16},
+    {LLM_BF16, "bf16", 1, 2, 32, llm__unpack_bf16},
+    {LLM_Q8_0, "q8_0", LLM__BLOCK, LLM__Q8_0_BYTES, 7, llm__unpack_q8_0},
+    {LLM_Q6_K, "q6_K", LLM__SUPER, LLM__Q6_K_BYTES, 18, llm__unpack_q6_K},
+    {LLM_Q5_1, "q5_1", LLM__BLOCK, LLM__Q5_1_BYTES, 9, llm__unpack_q5_1},
+    {LLM_Q5_0, "q5_0", LLM__BLOCK, LLM__Q5_0_BYTES, 8, llm__unpack_q5_0},
+    {LLM_Q5_K, "q5_K", LLM__SUPER, LLM__Q5_K_BYTES, 16, llm__unpack_q5_K},
+    {LLM_Q4_1, "q4_1", LLM__BLOCK, LLM__Q4_1_BYTES, 3, llm__unpack_q4_1},
+    {LLM_Q4_0, "q4_0", LLM__BLOCK, LLM__Q4_0_BYTES, 2, llm__unpack_q4_0},
+    {LLM_Q4_K, "q4_K", LLM__SUPER, LLM__Q4_K_BYTES, 14, llm__unpack_q4_K},
 };
 
 const llm_type_info *llm_type_at(int index) {
@@ -5846,38 +5624,15 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
     return true;
 }
 
-/* ---- JSON ------------------------------------------------------------
- * The reader is strict (RFC 8259): a text is read to its last byte, strings are valid UTF-8, and an
- * object's keys are unique, since programs disagree on which of two counts.
- *
- * A text becomes one array of nodes in the order of the text. A container is followed by its
- * content, an object by key, value, key, value ...; `span` is the number of nodes of a value, so
- * the next one is node + span. A node takes at least two bytes of text, which bounds the memory. */
-
-typedef enum llm__json_kind {
-    LLM__JSON_NULL, LLM__JSON_FALSE, LLM__JSON_TRUE, LLM__JSON_NUMBER, LLM__JSON_STRING, LLM__JSON_ARRAY,
-    LLM__JSON_OBJECT
-} llm__json_kind;
+/* ---- JSON ------------------------------------------------------------ */
 
 enum {
     LLM__JSON_DEPTH = 64,         /* nesting */
     LLM__JSON_BYTES = 1 << 27     /* large tokenizer.json: 2^25 */
 };
 
-typedef struct llm__json_node {
-    const char *text;    /* string (unescaped) or number as written; not zero-terminated */
-    uint32_t length;     /* bytes, elements or members */
-    unsigned kind : 3, span : 29;
-} llm__json_node;
-
-typedef struct llm__json {
-    char *text;            /* a copy; strings are unescaped in place */
-    llm__json_node *nodes; /* the first is the root */
-    int64_t n_nodes;
-} llm__json;
-
 typedef struct llm__json_parser {
-    llm__json *json;
+    llm_json *json;
     size_t length, at;     /* bytes of text; read so far */
     int64_t capacity;      /* of json->nodes */
     int depth;
@@ -5901,7 +5656,9 @@ static bool llm__json_error(llm__json_parser *p, size_t at, const char *format, 
         if (p->original[i] == '\n') line++, column = 1;
         else column += ((uint8_t)p->original[i] & 0xC0) != 0x80;
     }
-    return llm__fail(p->err, LLM_ERROR_FORMAT, "%s, line %llu, column %llu: %s", p->name, line, column, text);
+    if (!p->name) return llm__fail(p->err, LLM_ERROR_FORMAT, "column %llu: %s", column, text);
+    return llm__fail(p->err, LLM_ERROR_FORMAT, "%s, line %llu, column %llu: %s", p->name, line,
+                     column, text);
 }
 
 static bool llm__json_unexpected(llm__json_parser *p, const char *wanted) {
@@ -5920,12 +5677,13 @@ static void llm__json_space(llm__json_parser *p) {
 }
 
 /* -1: out of memory. */
-static int64_t llm__json_add(llm__json_parser *p, llm__json_kind kind) {
-    llm__json *json = p->json;
+static int64_t llm__json_add(llm__json_parser *p, llm_json_kind kind) {
+    llm_json *json = p->json;
     void *grown = llm__grow(json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON", p->err);
     if (!grown) return -1;
-    json->nodes = (llm__json_node *)grown;
+    json->nodes = (llm_json_node *)grown;
     memset(&json->nodes[json->n_nodes], 0, sizeof *json->nodes);
+    json->nodes[json->n_nodes].text = json->text + p->at;
     json->nodes[json->n_nodes].kind = kind;
     json->nodes[json->n_nodes].span = 1;
     return json->n_nodes++;
@@ -5993,7 +5751,7 @@ static size_t llm__json_plain(const llm__json_parser *p) {
 }
 
 static bool llm__json_parse_string(llm__json_parser *p) {
-    int64_t node = llm__json_add(p, LLM__JSON_STRING);
+    int64_t node = llm__json_add(p, LLM_JSON_STRING);
     if (node < 0) return false;
     size_t start = p->at++;
     char *first = p->json->text + p->at, *out = first;
@@ -6023,7 +5781,7 @@ static bool llm__json_digits(llm__json_parser *p) {
 }
 
 static bool llm__json_parse_number(llm__json_parser *p) {
-    int64_t node = llm__json_add(p, LLM__JSON_NUMBER);
+    int64_t node = llm__json_add(p, LLM_JSON_NUMBER);
     if (node < 0) return false;
     size_t start = p->at;
     if (llm__json_peek(p) == '-') p->at++;
@@ -6046,30 +5804,32 @@ static bool llm__json_parse_number(llm__json_parser *p) {
 }
 
 static bool llm__json_parse_word(llm__json_parser *p) {
-    static const char *const words[] = {"null", "false", "true"}; /* llm__json_kind order */
+    static const char *const words[] = {"null", "false", "true"}; /* llm_json_kind order */
     for (int i = 0; i < 3; i++) {
         size_t n = strlen(words[i]);
         if (p->length - p->at < n || memcmp(p->json->text + p->at, words[i], n)) continue;
+        if (llm__json_add(p, (llm_json_kind)i) < 0) return false;
         p->at += n;
-        return llm__json_add(p, (llm__json_kind)i) >= 0;
+        return true;
     }
     return llm__json_unexpected(p, "a value");
 }
 
 /* A hash table of node + 1 (0: free), seeded against made-up collisions. */
 static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
-    const llm__json_node *nodes = p->json->nodes, *node = nodes + object + 1, *end = nodes + object + nodes[object].span;
+    const llm_json_node *nodes = p->json->nodes, *node = nodes + object + 1,
+                        *end = nodes + object + nodes[object].span;
     uint64_t mask = 15, seed = llm__mix((uint64_t)(uintptr_t)nodes ^ (uint64_t)(llm_seconds() * 1e9));
     while (mask < 2 * (uint64_t)nodes[object].length) mask = mask * 2 + 1;
     uint32_t *table = (uint32_t *)llm__new((size_t)mask + 1, sizeof *table, "JSON", p->err);
     if (!table) return false;
-    const llm__json_node *twice = NULL;
+    const llm_json_node *twice = NULL;
     for (; node < end && !twice; node += 1 + node[1].span) {
         uint64_t slot = llm__hash_bytes(seed, node->text, node->length);
         for (;; slot++) {
             uint32_t other = table[slot & mask];
             if (!other) break;
-            const llm__json_node *key = nodes + other - 1;
+            const llm_json_node *key = nodes + other - 1;
             if (key->length == node->length && !memcmp(key->text, node->text, key->length)) twice = node;
             if (twice) break;
         }
@@ -6098,7 +5858,7 @@ static bool llm__json_parse_item(llm__json_parser *p, bool object) {
 
 static bool llm__json_parse_container(llm__json_parser *p, bool object) {
     char close = object ? '}' : ']';
-    int64_t node = llm__json_add(p, object ? LLM__JSON_OBJECT : LLM__JSON_ARRAY);
+    int64_t node = llm__json_add(p, object ? LLM_JSON_OBJECT : LLM_JSON_ARRAY);
     if (node < 0) return false;
     if (++p->depth > LLM__JSON_DEPTH)
         return llm__json_error(p, p->at, "more than %d arrays or objects in each other", LLM__JSON_DEPTH);
@@ -6129,81 +5889,93 @@ static bool llm__json_parse_value(llm__json_parser *p) {
     return llm__json_parse_word(p);
 }
 
-static void llm__json_free(llm__json *json) {
+void llm_json_free(llm_json *json) {
     LLM_FREE(json->text);
     LLM_FREE(json->nodes);
     memset(json, 0, sizeof *json);
 }
 
-/* Keeps a copy of text. name: for errors. On failure there is nothing to free. */
-static bool llm__json_parse(llm__json *json, const char *text, size_t length, const char *name, llm_error *err) {
+bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
+                    llm_error *err) {
+    const char *shown = name ? name : "JSON";
+    llm__clear(err);
     memset(json, 0, sizeof *json);
     llm__json_parser p = {json, length, 0, 0, 0, text, name, err};
+    if (!text && length) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_json_parse: text is NULL");
     if (length > LLM__JSON_BYTES)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %zu bytes of JSON are more than the %d that are read", name, length,
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: %zu bytes of JSON are more than the %d that are read", shown, length,
                          LLM__JSON_BYTES);
     if (llm__is_lfs_pointer(text, length))
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: not the file, but what git without LFS brings in place of a large one; get the file "
-                         "itself (git lfs pull)", name);
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "%s: not the file, but what git without LFS brings in place of a large "
+                         "one; get the file itself (git lfs pull)", shown);
     json->text = (char *)LLM_MALLOC(length + 1);
-    if (!json->text) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", length, name);
+    if (!json->text)
+        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", length, shown);
     llm__want_large_pages(json->text, length);
     if (length) memcpy(json->text, text, length);
     bool ok = llm__json_parse_value(&p);
     llm__json_space(&p);
     if (ok && p.at < length) ok = llm__json_unexpected(&p, "the end");
-    if (!ok) llm__json_free(json);
+    if (!ok) llm_json_free(json);
     return ok;
 }
 
-/* NULL and wrong kinds count as absent, so a path needs no checks. */
-static bool llm__json_has_kind(const llm__json_node *node, llm__json_kind kind) { return node && node->kind == (unsigned)kind; }
-
-/* First element, or value of the first member; NULL: none. */
-static const llm__json_node *llm__json_first(const llm__json_node *container) {
-    if (llm__json_has_kind(container, LLM__JSON_ARRAY) && container->length) return container + 1;
-    return llm__json_has_kind(container, LLM__JSON_OBJECT) && container->length ? container + 2 : NULL;
+bool llm_json_has_kind(const llm_json_node *node, llm_json_kind kind) {
+    return node && node->kind == (unsigned)kind;
 }
 
-/* NULL: no more. */
-static const llm__json_node *llm__json_next(const llm__json_node *container, const llm__json_node *value) {
-    const llm__json_node *next = value + value->span + (container->kind == LLM__JSON_OBJECT);
+size_t llm_json_offset(const llm_json *json, const llm_json_node *node) {
+    return (size_t)(node->text - json->text) - (node->kind == LLM_JSON_STRING); /* of its quote */
+}
+
+const llm_json_node *llm_json_first(const llm_json_node *container) {
+    bool array = llm_json_has_kind(container, LLM_JSON_ARRAY);
+    if (!array && !llm_json_has_kind(container, LLM_JSON_OBJECT)) return NULL;
+    return container->length ? container + (array ? 1 : 2) : NULL;
+}
+
+const llm_json_node *llm_json_next(const llm_json_node *container, const llm_json_node *value) {
+    if (!container || !value) return NULL;
+    const llm_json_node *next = value + value->span + (container->kind == LLM_JSON_OBJECT);
     return next < container + container->span ? next : NULL;
 }
 
-static bool llm__json_string(const llm__json_node *node, llm_string *out) {
-    if (!llm__json_has_kind(node, LLM__JSON_STRING)) return false;
+bool llm_json_string(const llm_json_node *node, llm_string *out) {
+    if (!llm_json_has_kind(node, LLM_JSON_STRING)) return false;
     out->data = node->text;
     out->length = node->length;
     return true;
 }
 
-static bool llm__json_is(const llm__json_node *node, const char *text) {
-    return llm__json_has_kind(node, LLM__JSON_STRING) && node->length == strlen(text) &&
+bool llm_json_is(const llm_json_node *node, const char *text) {
+    return llm_json_has_kind(node, LLM_JSON_STRING) && node->length == strlen(text) &&
            !memcmp(node->text, text, node->length);
 }
 
-static llm_string llm__json_key(const llm__json_node *value) {
+llm_string llm_json_key(const llm_json_node *value) {
     llm_string key = {value[-1].text, value[-1].length};
     return key;
 }
 
-/* Linear search: for settings, not vocabularies. */
-static const llm__json_node *llm__json_member(const llm__json_node *object, const char *key) {
-    const llm__json_node *value = llm__json_has_kind(object, LLM__JSON_OBJECT) ? llm__json_first(object) : NULL;
-    while (value && !llm__json_is(value - 1, key)) value = llm__json_next(object, value);
+const llm_json_node *llm_json_member(const llm_json_node *object, const char *key) {
+    bool members = llm_json_has_kind(object, LLM_JSON_OBJECT);
+    const llm_json_node *value = members ? llm_json_first(object) : NULL;
+    while (value && !llm_json_is(value - 1, key)) value = llm_json_next(object, value);
     return value;
 }
 
-static bool llm__json_bool(const llm__json_node *node, bool *out) {
-    if (!llm__json_has_kind(node, LLM__JSON_TRUE) && !llm__json_has_kind(node, LLM__JSON_FALSE)) return false;
-    *out = node->kind == LLM__JSON_TRUE;
+bool llm_json_bool(const llm_json_node *node, bool *out) {
+    if (!llm_json_has_kind(node, LLM_JSON_TRUE) && !llm_json_has_kind(node, LLM_JSON_FALSE))
+        return false;
+    *out = node->kind == LLM_JSON_TRUE;
     return true;
 }
 
-/* Within one unit of the nearest double, in any locale; false: too large. */
-static bool llm__json_f64(const llm__json_node *node, double *out) {
-    if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
+/* Without strtod, which depends on the locale. */
+bool llm_json_f64(const llm_json_node *node, double *out) {
+    if (!llm_json_has_kind(node, LLM_JSON_NUMBER)) return false;
     const char *s = node->text, *end = s + node->length;
     uint64_t digits = 0;
     long exponent = 0, written = 0;
@@ -6225,9 +5997,8 @@ static bool llm__json_f64(const llm__json_node *node, double *out) {
     return x <= DBL_MAX;
 }
 
-/* Without point or exponent: 8, not 8.0. */
-static bool llm__json_i64(const llm__json_node *node, int64_t *out) {
-    if (!llm__json_has_kind(node, LLM__JSON_NUMBER)) return false;
+bool llm_json_i64(const llm_json_node *node, int64_t *out) {
+    if (!llm_json_has_kind(node, LLM_JSON_NUMBER)) return false;
     const char *s = node->text, *end = s + node->length;
     bool negative = *s == '-';
     uint64_t x = 0, limit = (uint64_t)INT64_MAX + negative;
@@ -6241,9 +6012,9 @@ static bool llm__json_i64(const llm__json_node *node, int64_t *out) {
     return true;
 }
 
-static bool llm__json_u64(const llm__json_node *node, uint64_t *out) {
+bool llm_json_u64(const llm_json_node *node, uint64_t *out) {
     int64_t x;
-    if (!llm__json_i64(node, &x) || x < 0) return false;
+    if (!llm_json_i64(node, &x) || x < 0) return false;
     *out = (uint64_t)x;
     return true;
 }
@@ -6277,7 +6048,7 @@ typedef struct llm__sources { /* of all files of a model */
 
 enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* limit of the format, in bytes */
 
-static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
+static bool llm__source_dtype(llm__source *source, const llm_json_node *node) {
     static const struct {
         const char *name;
         int bytes, type;
@@ -6285,7 +6056,7 @@ static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
                  {"U64", 8, -1},      {"I32", 4, -1},      {"U32", 4, -1},        {"I16", 2, -1}, {"U16", 2, -1},
                  {"I8", 1, -1},       {"U8", 1, -1},       {"BOOL", 1, -1},       {"F8_E4M3", 1, -1}, {"F8_E5M2", 1, -1}};
     for (size_t i = 0; i < sizeof types / sizeof *types; i++)
-        if (llm__json_is(node, types[i].name)) {
+        if (llm_json_is(node, types[i].name)) {
             source->dtype = types[i].name;
             source->value_bytes = types[i].bytes;
             source->type = types[i].type;
@@ -6295,30 +6066,31 @@ static bool llm__source_dtype(llm__source *source, const llm__json_node *node) {
 }
 
 /* Read type, shape and offsets, and check that they agree. data (size): what follows the header. */
-static bool llm__read_source(llm__source *source, const llm__json_node *node, const uint8_t *data, uint64_t size,
+static bool llm__read_source(llm__source *source, const llm_json_node *node, const uint8_t *data, uint64_t size,
                              llm_error *err) {
-    const llm__json_node *shape = llm__json_member(node, "shape"), *place = llm__json_member(node, "data_offsets");
+    const llm_json_node *shape = llm_json_member(node, "shape"), *place = llm_json_member(node, "data_offsets");
     char name[72];
     uint64_t begin, end, values = 1;
-    source->name = llm__json_key(node);
+    source->name = llm_json_key(node);
     snprintf(name, sizeof name, "%s", llm__show(source->name).text);
-    if (!llm__source_dtype(source, llm__json_member(node, "dtype"))) {
+    if (!llm__source_dtype(source, llm_json_member(node, "dtype"))) {
         llm_string dtype = {"", 0};
-        llm__json_string(llm__json_member(node, "dtype"), &dtype);
+        llm_json_string(llm_json_member(node, "dtype"), &dtype);
         return llm__fail(err, dtype.length ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT,
                          "%s: the tensor '%s' is of the type '%s', which is unknown", source->path, name,
                          llm__show(dtype).text);
     }
-    if (!llm__json_has_kind(shape, LLM__JSON_ARRAY) || shape->length > 4)
+    if (!llm_json_has_kind(shape, LLM_JSON_ARRAY) || shape->length > 4)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no shape of up to 4 dimensions", source->path, name);
     for (int i = 0; i < 4; i++) source->dims[i] = 1;
-    for (const llm__json_node *n = llm__json_first(shape); n; n = llm__json_next(shape, n)) {
+    for (const llm_json_node *n = llm_json_first(shape); n; n = llm_json_next(shape, n)) {
         uint64_t *dim = &source->dims[source->n_dims++];
-        if (!llm__json_u64(n, dim) || !*dim || !llm__multiply(values, *dim, &values))
+        if (!llm_json_u64(n, dim) || !*dim || !llm__multiply(values, *dim, &values))
             return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has an impossible shape", source->path, name);
     }
-    const llm__json_node *first = llm__json_has_kind(place, LLM__JSON_ARRAY) && place->length == 2 ? place + 1 : NULL;
-    if (!llm__json_u64(first, &begin) || !llm__json_u64(llm__json_next(place, first), &end))
+    const llm_json_node *first =
+        llm_json_has_kind(place, LLM_JSON_ARRAY) && place->length == 2 ? place + 1 : NULL;
+    if (!llm_json_u64(first, &begin) || !llm_json_u64(llm_json_next(place, first), &end))
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no data_offsets of two numbers", source->path, name);
     if (begin > end || end > size)
         return llm__fail(err, LLM_ERROR_FORMAT,
@@ -6355,7 +6127,7 @@ static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm
 
 /* Append the tensors of a file. Their names point into `header`, which the caller frees, also after
  * a failure; `path` must live as long. */
-static bool llm__read_safetensors(llm__sources *sources, llm__json *header, const uint8_t *data, uint64_t size,
+static bool llm__read_safetensors(llm__sources *sources, llm_json *header, const uint8_t *data, uint64_t size,
                                   const char *path, llm_error *err) {
     uint64_t length = 0;
     if (size >= 8) memcpy(&length, data, sizeof length);
@@ -6367,12 +6139,13 @@ static bool llm__read_safetensors(llm__sources *sources, llm__json *header, cons
     if (length > LLM__SAFETENSORS_HEADER)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: a header of %llu bytes; the format allows %d", path,
                          (unsigned long long)length, LLM__SAFETENSORS_HEADER);
-    if (!llm__json_parse(header, (const char *)data + 8, (size_t)length, path, err)) return false;
-    if (header->nodes->kind != LLM__JSON_OBJECT)
+    if (!llm_json_parse(header, (const char *)data + 8, (size_t)length, path, err)) return false;
+    if (header->nodes->kind != LLM_JSON_OBJECT)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: the header is not an object", path);
     int64_t before = sources->count;
-    for (const llm__json_node *n = llm__json_first(header->nodes); n; n = llm__json_next(header->nodes, n)) {
-        if (llm__json_is(n - 1, "__metadata__")) continue;
+    for (const llm_json_node *n = llm_json_first(header->nodes); n;
+         n = llm_json_next(header->nodes, n)) {
+        if (llm_json_is(n - 1, "__metadata__")) continue;
         void *grown = llm__grow(sources->items, sources->count, &sources->capacity, sizeof *sources->items, "the tensors", err);
         if (!grown) return false;
         sources->items = (llm__source *)grown;
@@ -6389,9 +6162,9 @@ static llm__source *llm__find_source(const llm__sources *sources, const char *na
     return (llm__source *)(uintptr_t)llm__find_name(sources->index, sources->count, name);
 }
 
-/* ---- Writing ---------------------------------------------------------
- * Counts in the header are known only at its end, so values and declarations are collected in
- * memory (a few megabytes, mostly vocabulary) and written with the first byte of data. */
+/* ---- Metadata that a loader makes -----------------------------------
+ * A Hugging Face folder says in JSON what a GGUF file says in metadata. The loaders translate it
+ * into GGUF's bytes, which llm__read_values then reads (and checks) like any file's. */
 
 typedef struct llm__bytes { /* bytes that grow */
     uint8_t *data;
@@ -6404,7 +6177,7 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
         bool fits = n <= SIZE_MAX / 4 && b->length <= SIZE_MAX / 4;
         if (fits && wanted < b->length + n) wanted = b->length + n;
         uint8_t *grown = fits ? (uint8_t *)LLM_REALLOC(b->data, wanted) : NULL;
-        if (!grown) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes to write", wanted);
+        if (!grown) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes", wanted);
         llm__want_large_pages(grown, wanted);
         b->data = grown;
         b->capacity = wanted;
@@ -6414,316 +6187,74 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
     return true;
 }
 
-struct llm_writer {
-    char *path, *temporary;
-    int descriptor;
-    llm_error err;             /* first failure; all later calls do nothing */
-    llm__bytes values, declarations, sizes; /* sizes: u64, bytes per tensor */
-    llm__bytes keys, names;    /* u64, start of each value; of each declaration */
-    llm__bytes pending;        /* not yet written */
-    uint64_t n_values, n_tensors;
-    uint64_t alignment;
-    uint64_t declared;         /* bytes of data, with padding */
-    uint64_t current, current_bytes; /* next tensor; its bytes so far */
-    uint64_t written;          /* bytes */
-    bool data_begun;
-};
+typedef struct llm__metadata {
+    llm__bytes bytes;
+    uint64_t n_values;
+    llm_error err;    /* first failure; nothing is added after it */
+} llm__metadata;
 
-static void llm__writer_free(llm_writer *w) {
-    LLM_FREE(w->keys.data);
-    LLM_FREE(w->names.data);
-    LLM_FREE(w->values.data);
-    LLM_FREE(w->declarations.data);
-    LLM_FREE(w->sizes.data);
-    LLM_FREE(w->pending.data);
-    LLM_FREE(w->path);
-    LLM_FREE(w->temporary);
-    LLM_FREE(w);
+static bool llm__note_bytes(llm__metadata *m, const void *data, size_t n) {
+    return m->err.status == LLM_OK && llm__append(&m->bytes, data, n, &m->err);
 }
 
-llm_writer *llm_writer_create(const char *path, llm_error *err) {
-    llm__clear(err);
-    struct stat status;
-    if (!path || !*path)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path to write to was given"), (llm_writer *)NULL;
-    /* a file would replace a device there */
-    if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
-        llm__fail(err, LLM_ERROR_FILE, "cannot write %s: it is %s, not a file", path,
-                  S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
-        return NULL;
-    }
-    llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a writer", err);
-    if (!w) return NULL;
-    w->alignment = 32;
-    w->path = llm__copy_text(path, "", err);
-    w->temporary = w->path ? llm__copy_text(path, ".tmp", err) : NULL;
-    w->descriptor = w->temporary ? open(w->temporary, O_WRONLY | O_CREAT | O_TRUNC, 0666) : -1;
-    if (w->descriptor < 0) {
-        if (w->temporary)
-            llm__fail(err, LLM_ERROR_FILE, "cannot create %s: %s", w->temporary, strerror(errno));
-        llm__writer_free(w);
-        return NULL;
-    }
-    return w;
+static bool llm__note_text(llm__metadata *m, llm_string s) {
+    uint64_t length = s.length;
+    return llm__note_bytes(m, &length, sizeof length) && llm__note_bytes(m, s.data, s.length);
 }
 
-static bool llm__writer_ok(const llm_writer *w) { return w && w->err.status == LLM_OK; }
-
-static bool llm__write(llm_writer *w, const void *data, size_t n) {
-    const uint8_t *bytes = (const uint8_t *)data;
-    while (n) {
-        /* some systems limit a write to 2 GiB */
-        ssize_t wrote = write(w->descriptor, bytes, n < ((size_t)1 << 30) ? n : (size_t)1 << 30);
-        if (wrote < 0 && errno == EINTR) continue;
-        if (wrote <= 0)
-            return llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s (%llu bytes written)%s",
-                             w->temporary, wrote ? strerror(errno) : "nothing was taken",
-                             (unsigned long long)w->written,
-                             wrote && errno == ENOSPC ? "; free some space, or choose another disk" : "");
-        bytes += wrote;
-        n -= (size_t)wrote;
-        w->written += (uint64_t)wrote;
-    }
-    return true;
+/* n elements follow; type: LLM_VALUE_ARRAY, or that of the one element. */
+static void llm__note_key(llm__metadata *m, const char *key, llm_value_type type,
+                         llm_value_type element, uint64_t n) {
+    uint32_t numbers[2] = {(uint32_t)type, (uint32_t)element};
+    bool array = type == LLM_VALUE_ARRAY;
+    m->n_values++;
+    llm__note_text(m, llm__string(key));
+    llm__note_bytes(m, numbers, array ? sizeof numbers : sizeof *numbers);
+    if (array) llm__note_bytes(m, &n, sizeof n);
 }
 
-static bool llm__writer_flush(llm_writer *w) {
-    bool wrote = llm__write(w, w->pending.data, w->pending.length);
-    w->pending.length = 0;
-    return wrote;
+static void llm__note_u32(llm__metadata *m, const char *key, uint32_t x) {
+    llm__note_key(m, key, LLM_VALUE_U32, LLM_VALUE_U32, 1);
+    llm__note_bytes(m, &x, sizeof x);
 }
 
-/* Buffers small pieces. */
-static bool llm__writer_put(llm_writer *w, const void *data, size_t n) {
-    enum { GATHER = 1 << 18 };
-    if (n < GATHER && w->pending.length < GATHER) return llm__append(&w->pending, data, n, &w->err);
-    return llm__writer_flush(w) && llm__write(w, data, n);
+static void llm__note_f32(llm__metadata *m, const char *key, float x) {
+    llm__note_key(m, key, LLM_VALUE_F32, LLM_VALUE_F32, 1);
+    llm__note_bytes(m, &x, sizeof x);
 }
 
-static bool llm__writer_pad(llm_writer *w) {
-    static const uint8_t zeros[64] = {0};
-    uint64_t missing = (0 - (w->written + w->pending.length)) & (w->alignment - 1);
-    for (; missing; missing -= missing < 64 ? missing : 64)
-        if (!llm__writer_put(w, zeros, (size_t)(missing < 64 ? missing : 64))) return false;
-    return true;
+static void llm__note_bool(llm__metadata *m, const char *key, bool x) {
+    llm__note_key(m, key, LLM_VALUE_BOOL, LLM_VALUE_BOOL, 1);
+    llm__note_bytes(m, &x, 1);
 }
 
-static bool llm__append_u32(llm__bytes *b, uint32_t x, llm_error *err) {
-    return llm__append(b, &x, sizeof x, err);
-}
-static bool llm__append_u64(llm__bytes *b, uint64_t x, llm_error *err) {
-    return llm__append(b, &x, sizeof x, err);
+static void llm__note_string(llm__metadata *m, const char *key, llm_string x) {
+    llm__note_key(m, key, LLM_VALUE_STRING, LLM_VALUE_STRING, 1);
+    llm__note_text(m, x);
 }
 
-static bool llm__append_string(llm__bytes *b, llm_string s, llm_error *err) {
-    return llm__append_u64(b, s.length, err) && llm__append(b, s.data, s.length, err);
+/* bytes: of all n elements. */
+static void llm__note_array(llm__metadata *m, const char *key, llm_value_type element,
+                            const void *x, uint64_t n, size_t bytes) {
+    llm__note_key(m, key, LLM_VALUE_ARRAY, element, n);
+    llm__note_bytes(m, x, bytes);
 }
 
-bool llm_writer_value(llm_writer *w, const llm_value *value) {
-    if (!llm__writer_ok(w)) return false;
-    if (w->data_begun)
-        return llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: metadata after the first data", w->path);
-    if (value->key.length == 17 && !memcmp(value->key.data, "general.alignment", 17)) {
-        uint64_t alignment = 0;
-        if (!llm_value_u64(value, 0, &alignment) || !alignment || (alignment & (alignment - 1)) ||
-            alignment > 1 << 20 || w->n_tensors)
-            return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
-                             "%s: general.alignment must be a power of two up to 2^20, and come before "
-                             "the tensors",
-                             w->path);
-        w->alignment = alignment;
-    }
-    llm__bytes *b = &w->values;
-    bool array = value->type == LLM_VALUE_ARRAY;
-    w->n_values++;
-    return llm__append_u64(&w->keys, b->length, &w->err) && llm__append_string(b, value->key, &w->err) && llm__append_u32(b, (uint32_t)value->type, &w->err) &&
-           (!array || (llm__append_u32(b, (uint32_t)value->element_type, &w->err) &&
-                       llm__append_u64(b, value->count, &w->err))) &&
-           llm__append(b, value->data, value->bytes, &w->err);
-}
-
-static bool llm__writer_put_value(llm_writer *w, const char *key, llm_value_type type,
-                                  llm_value_type element_type, uint64_t count, const void *data,
-                                  size_t bytes) {
-    llm_value value = {llm__string(key), type, element_type, count, (const uint8_t *)data, bytes};
-    return llm_writer_value(w, &value);
-}
-
-bool llm_writer_u32(llm_writer *w, const char *key, uint32_t x) {
-    return llm__writer_put_value(w, key, LLM_VALUE_U32, LLM_VALUE_U32, 1, &x, sizeof x);
-}
-
-bool llm_writer_f32(llm_writer *w, const char *key, float x) {
-    return llm__writer_put_value(w, key, LLM_VALUE_F32, LLM_VALUE_F32, 1, &x, sizeof x);
-}
-
-bool llm_writer_bool(llm_writer *w, const char *key, bool x) {
-    uint8_t byte = x;
-    return llm__writer_put_value(w, key, LLM_VALUE_BOOL, LLM_VALUE_BOOL, 1, &byte, 1);
-}
-
-bool llm_writer_i32_array(llm_writer *w, const char *key, const int32_t *x, uint64_t n) {
-    return llm__writer_put_value(w, key, LLM_VALUE_ARRAY, LLM_VALUE_I32, n, x, (size_t)n * sizeof *x);
-}
-
-bool llm_writer_f32_array(llm_writer *w, const char *key, const float *x, uint64_t n) {
-    return llm__writer_put_value(w, key, LLM_VALUE_ARRAY, LLM_VALUE_F32, n, x, (size_t)n * sizeof *x);
-}
-
-static bool llm__writer_strings(llm_writer *w, const char *key, llm_value_type type, const llm_string *x,
-                                uint64_t n) {
-    bool ok = llm__writer_put_value(w, key, type, LLM_VALUE_STRING, n, NULL, 0);
-    for (uint64_t i = 0; ok && i < n; i++) ok = llm__append_string(&w->values, x[i], &w->err);
-    return ok;
-}
-
-bool llm_writer_string(llm_writer *w, const char *key, const char *x) {
-    llm_string s = llm__string(x);
-    return llm__writer_strings(w, key, LLM_VALUE_STRING, &s, 1);
-}
-
-bool llm_writer_string_array(llm_writer *w, const char *key, const llm_string *x, uint64_t n) {
-    return llm__writer_strings(w, key, LLM_VALUE_ARRAY, x, n);
-}
-
-bool llm_writer_tensor(llm_writer *w, llm_string name, llm_type type, int n_dims, const uint64_t *dims) {
-    if (!llm__writer_ok(w)) return false;
-    if (w->data_begun)
-        return llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: a tensor declared after the first data", w->path);
-    const llm_type_info *info = type < LLM_Q4_Z ? llm_type_find(type) : NULL;
-    uint64_t bytes = 0, end = 0;
-    if (!name.length || !info || !llm__tensor_bytes(info, n_dims, dims, &bytes) ||
-        !llm__add(w->declared, bytes + w->alignment - 1, &end))
-        return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
-                         "%s: there can be no tensor '%s' of that type and shape", w->path,
-                         llm__show(name).text);
-    llm__bytes *b = &w->declarations;
-    bool ok = llm__append_u64(&w->names, b->length, &w->err) && llm__append_string(b, name, &w->err) &&
-              llm__append_u32(b, (uint32_t)n_dims, &w->err);
-    for (int i = 0; ok && i < n_dims; i++) ok = llm__append_u64(b, dims[i], &w->err);
-    ok = ok && llm__append_u32(b, (uint32_t)type, &w->err) && llm__append_u64(b, w->declared, &w->err) &&
-         llm__append_u64(&w->sizes, bytes, &w->err);
-    w->declared = end & ~(w->alignment - 1);
-    w->n_tensors++;
-    return ok;
-}
-
-static uint64_t llm__writer_tensor_size(const llm_writer *w, uint64_t index) {
-    uint64_t size;
-    memcpy(&size, w->sizes.data + index * sizeof size, sizeof size);
-    return size;
-}
-
-/* Names must be unique, or no reader accepts the file. */
-static bool llm__writer_names(llm_writer *w, const llm__bytes *text, const llm__bytes *places, const char *what) {
-    int64_t n = (int64_t)(places->length / sizeof(uint64_t));
-    llm_string *names = (llm_string *)llm__new((size_t)n, sizeof *names, "an index of names", &w->err);
-    for (int64_t i = 0; names && i < n; i++) {
-        uint64_t place, length;
-        memcpy(&place, places->data + (size_t)i * sizeof place, sizeof place);
-        memcpy(&length, text->data + place, sizeof length);
-        names[i] = (llm_string){(const char *)text->data + place + sizeof length, (size_t)length};
-    }
-    const llm_string **index = names ? llm__sorted_names(names, n, sizeof *names, &w->err) : NULL;
-    const llm_string *twice = index ? llm__duplicate(index, n) : NULL;
-    if (twice) llm__fail(&w->err, LLM_ERROR_ARGUMENT, "%s: there are two %s called '%s'", w->path, what, llm__show(*twice).text);
-    LLM_FREE((void *)index);
-    LLM_FREE(names);
-    return index && !twice;
-}
-
-static bool llm__writer_header(llm_writer *w) {
-    static const uint32_t version = 3;
-    w->data_begun = true;
-    bool ok = llm__writer_names(w, &w->values, &w->keys, "metadata values") &&
-              llm__writer_names(w, &w->declarations, &w->names, "tensors") && llm__writer_put(w, "GGUF", 4) && llm__writer_put(w, &version, sizeof version) &&
-              llm__writer_put(w, &w->n_tensors, sizeof w->n_tensors) &&
-              llm__writer_put(w, &w->n_values, sizeof w->n_values) &&
-              llm__writer_put(w, w->values.data, w->values.length) &&
-              llm__writer_put(w, w->declarations.data, w->declarations.length);
-    return ok && (!w->n_tensors || llm__writer_pad(w));
-}
-
-bool llm_writer_data(llm_writer *w, const void *data, size_t bytes) {
-    if (!llm__writer_ok(w)) return false;
-    if (!w->data_begun && !llm__writer_header(w)) return false;
-    const uint8_t *from = (const uint8_t *)data;
-    while (bytes) {
-        if (w->current == w->n_tensors)
-            return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
-                             "%s: %zu bytes of data more than the %llu declared tensors have", w->path, bytes,
-                             (unsigned long long)w->n_tensors);
-        uint64_t size = llm__writer_tensor_size(w, w->current), wanted = size - w->current_bytes;
-        size_t n = bytes < wanted ? bytes : (size_t)wanted;
-        if (!llm__writer_put(w, from, n)) return false;
-        from += n;
-        bytes -= n;
-        w->current_bytes += n;
-        if (w->current_bytes < size) break;
-        if (!llm__writer_pad(w)) return false;
-        w->current++;
-        w->current_bytes = 0;
-    }
-    return true;
-}
-
-static bool llm__writer_complete(llm_writer *w) {
-    int fsync(int descriptor); /* hidden by strict C11 */
-    if (!w->data_begun && !llm__writer_header(w)) return false;
-    if (w->current < w->n_tensors)
-        return llm__fail(&w->err, LLM_ERROR_ARGUMENT,
-                         "%s: the data ended after %llu bytes of tensor %llu of %llu", w->path,
-                         (unsigned long long)w->current_bytes, (unsigned long long)w->current + 1,
-                         (unsigned long long)w->n_tensors);
-    if (!llm__writer_flush(w)) return false;
-    /* the data must reach the disk before the name */
-    if (fsync(w->descriptor))
-        return llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary, strerror(errno));
-    return true;
-}
-
-bool llm_writer_finish(llm_writer *w, llm_error *err) {
-    llm__clear(err);
-    if (!w) return llm__fail(err, LLM_ERROR_ARGUMENT, "there is no writer to finish");
-    bool ok = llm__writer_ok(w) && llm__writer_complete(w);
-    if (close(w->descriptor) && ok)
-        ok = llm__fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary, strerror(errno));
-    if (ok && rename(w->temporary, w->path))
-        ok = llm__fail(&w->err, LLM_ERROR_FILE, "cannot rename %s to %s: %s", w->temporary, w->path,
-                       strerror(errno));
-    if (!ok) unlink(w->temporary);
-    if (!ok && err) *err = w->err;
-    llm__writer_free(w);
-    return ok;
-}
-
-void llm_writer_abandon(llm_writer *w) {
-    if (!w) return;
-    close(w->descriptor);
-    unlink(w->temporary);
-    llm__writer_free(w);
-}
-
-/* A writer without a file: its values become an llm_file in memory. */
-static llm_writer *llm__header_begin(llm_error *err) {
-    llm_writer *w = (llm_writer *)llm__new(1, sizeof *w, "a header", err);
-    if (w) w->descriptor = -1;
-    return w;
-}
-
-static bool llm__header_read(llm_writer *w, llm_file *file, llm_error *err) {
-    if (w->err.status != LLM_OK && err) *err = w->err;
-    if (w->err.status != LLM_OK) return false;
-    file->data = w->values.data;
-    file->size = w->values.length;
+/* Moves the bytes into the file. */
+static bool llm__read_metadata(llm__metadata *m, llm_file *file, llm_error *err) {
+    if (m->err.status != LLM_OK)
+        return llm__fail(err, m->err.status, "%s: %s", file->path, m->err.message);
+    file->data = m->bytes.data;
+    file->size = m->bytes.length;
     file->memory = LLM__OWNED;
     file->version = 3;
-    memset(&w->values, 0, sizeof w->values);
+    memset(&m->bytes, 0, sizeof m->bytes);
     llm__reader r = {file, 0, err};
-    return llm__read_values(&r, w->n_values);
+    return llm__read_values(&r, m->n_values);
 }
 
-static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error *err); /* chapter 9 */
+/* chapter 9 */
+static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_error *err);
 
 /* ---- Loading: the shape ------------------------------------------------------------- */
 
@@ -7088,9 +6619,9 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 typedef struct llm__folder {
     const char *path;         /* of the folder */
     const llm__architecture *architecture;
-    llm__json config;         /* config.json */
+    llm_json config;         /* config.json */
     char **paths;             /* (n_files) paths of the safetensors files */
-    llm__json *headers;       /* (n_files) headers of the safetensors files */
+    llm_json *headers;       /* (n_files) headers of the safetensors files */
     int64_t n_files, paths_capacity, headers_capacity;
     llm__sources sources;     /* tensors of all safetensors files */
     llm_file *file;           /* the result */
@@ -7129,17 +6660,17 @@ static bool llm__folder_has(const llm__folder *f, const char *name) {
 }
 
 /* Parse a JSON file of the folder, which must be an object. On failure there is nothing to free. */
-static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *json) {
+static bool llm__folder_json(const llm__folder *f, const char *name, llm_json *json) {
     const void *data = NULL;
     uint64_t size = 0;
     char *path = llm__folder_path(f, name, f->err);
     bool ok = path && llm__map(path, &data, &size, f->err);
     memset(json, 0, sizeof *json);
-    if (ok) ok = llm__json_parse(json, (const char *)data, (size_t)size, path, f->err);
+    if (ok) ok = llm_json_parse(json, (const char *)data, (size_t)size, path, f->err);
     llm__release(data, size, LLM__MAPPED);
-    if (ok && json->nodes->kind != LLM__JSON_OBJECT) {
+    if (ok && json->nodes->kind != LLM_JSON_OBJECT) {
         ok = llm__fail(f->err, LLM_ERROR_FORMAT, "%s: it holds no object, but something else", path);
-        llm__json_free(json);
+        llm_json_free(json);
     }
     LLM_FREE(path);
     return ok;
@@ -7148,49 +6679,52 @@ static bool llm__folder_json(const llm__folder *f, const char *name, llm__json *
 /* ---- config.json ------------------------------------------------------------------------- */
 
 /* An entry; NULL where it is absent or null. */
-static const llm__json_node *llm__folder_entry(const llm__json_node *object, const char *key) {
-    const llm__json_node *node = llm__json_member(object, key);
-    return llm__json_has_kind(node, LLM__JSON_NULL) ? NULL : node;
+static const llm_json_node *llm__folder_entry(const llm_json_node *object, const char *key) {
+    const llm_json_node *node = llm_json_member(object, key);
+    return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
 }
 
 /* A positive whole number; `fallback` (unless 0) where there is none. */
-static bool llm__folder_int(const llm__folder *f, const llm__json_node *object, const char *key, int64_t fallback, int *out) {
-    const llm__json_node *node = llm__folder_entry(object, key);
+static bool llm__folder_int(const llm__folder *f, const llm_json_node *object, const char *key,
+                            int64_t fallback, int *out) {
+    const llm_json_node *node = llm__folder_entry(object, key);
     int64_t x = fallback;
     if (!node && !fallback) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
-    if ((node && !llm__json_i64(node, &x)) || x < 1 || x > INT32_MAX)
+    if ((node && !llm_json_i64(node, &x)) || x < 1 || x > INT32_MAX)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a whole number from 1 to %d", key, INT32_MAX);
     *out = (int)x;
     return true;
 }
 
-static bool llm__folder_number(const llm__folder *f, const llm__json_node *object, const char *key, double fallback, double *out) {
-    const llm__json_node *node = llm__folder_entry(object, key);
+static bool llm__folder_number(const llm__folder *f, const llm_json_node *object, const char *key,
+                               double fallback, double *out) {
+    const llm_json_node *node = llm__folder_entry(object, key);
     *out = fallback;
     if (!node && !(fallback > 0)) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
-    if ((node && !llm__json_f64(node, out)) || !(*out > 0) || *out > 1e30)
+    if ((node && !llm_json_f64(node, out)) || !(*out > 0) || *out > 1e30)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a positive number", key);
     return true;
 }
 
 /* What stands there, in a form that can be printed. */
-static llm__printable llm__show_node(const llm__json_node *node) {
+static llm__printable llm__show_node(const llm_json_node *node) {
     static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
     llm_string s = {node->text, node->length};
     return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
 }
 
 /* Off: null, false, or a list or an object of nothing. */
-static bool llm__node_is_off(const llm__json_node *node) {
-    bool holds = node->kind == LLM__JSON_ARRAY || node->kind == LLM__JSON_OBJECT;
-    return node->kind == LLM__JSON_NULL || node->kind == LLM__JSON_FALSE || (holds && !node->length);
+static bool llm__node_is_off(const llm_json_node *node) {
+    bool holds = node->kind == LLM_JSON_ARRAY || node->kind == LLM_JSON_OBJECT;
+    return node->kind == LLM_JSON_NULL || node->kind == LLM_JSON_FALSE || (holds && !node->length);
 }
 
 /* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
  * with a NULL. */
-static bool llm__folder_known(const llm__folder *f, const llm__json_node *object, const char *where, const char *const *known) {
-    for (const llm__json_node *n = llm__json_first(object); n; n = llm__json_next(object, n)) {
-        llm_string key = llm__json_key(n);
+static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
+                              const char *const *known) {
+    for (const llm_json_node *n = llm_json_first(object); n; n = llm_json_next(object, n)) {
+        llm_string key = llm_json_key(n);
         bool found = llm__node_is_off(n) || (key.length && key.data[0] == '_');
         for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
         if (!found)
@@ -7228,20 +6762,22 @@ static const char *llm__folder_key(const llm__folder *f, const char *name, char 
     return key;
 }
 
-static void llm__folder_write_int(const llm__folder *f, llm_writer *w, const char *name, int x) {
+static void llm__folder_write_int(const llm__folder *f, llm__metadata *m, const char *name, int x) {
     char key[128];
-    llm_writer_u32(w, llm__folder_key(f, name, key), (uint32_t)x);
+    llm__note_u32(m, llm__folder_key(f, name, key), (uint32_t)x);
 }
 
-static void llm__folder_write_float(const llm__folder *f, llm_writer *w, const char *name, double x) {
+static void llm__folder_write_float(const llm__folder *f, llm__metadata *m, const char *name,
+                                    double x) {
     char key[128];
-    llm_writer_f32(w, llm__folder_key(f, name, key), (float)x);
+    llm__note_f32(m, llm__folder_key(f, name, key), (float)x);
 }
 
 /* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that make fewer than
  * low_freq_factor turns over the original context are divided by the factor, those that make more than high_freq_factor stay,
  * and between the two it is blended. */
-static bool llm__folder_llama3(llm__folder *f, const llm__json_node *rope, double base, int context) {
+static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
+                               int context) {
     double factor, low, high;
     int original, n = f->head_dim / 2;
     if (!llm__folder_number(f, rope, "factor", 0, &factor) || !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
@@ -7270,38 +6806,43 @@ static bool llm__folder_llama3(llm__folder *f, const llm__json_node *rope, doubl
     return true;
 }
 
-static bool llm__folder_yarn(const llm__folder *f, llm_writer *w, const llm__json_node *rope, double factor, int *context) {
-    double fast, slow, magnitude, usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, m = 0, all = 0;
+static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_json_node *rope,
+                             double factor, int *context) {
+    double usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, mscale = 0, all = 0;
+    double fast, slow, magnitude;
     int original;
     bool truncate = true;
-    llm__json_bool(llm__json_member(rope, "truncate"), &truncate);
+    llm_json_bool(llm_json_member(rope, "truncate"), &truncate);
     if (!truncate) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "YaRN with \"truncate\": false is not supported");
-    if (llm__json_f64(llm__folder_entry(rope, "mscale"), &m) && llm__json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
-        m != 0 && all != 0 && factor > 1)
-        usual = (0.1 * m * log(factor) + 1) / (0.1 * all * log(factor) + 1);
+    if (llm_json_f64(llm__folder_entry(rope, "mscale"), &mscale) &&
+        llm_json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
+        mscale != 0 && all != 0 && factor > 1)
+        usual = (0.1 * mscale * log(factor) + 1) / (0.1 * all * log(factor) + 1);
     if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) || !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
         !llm__folder_number(f, rope, "attention_factor", usual, &magnitude) ||
         !llm__folder_int(f, rope, "original_max_position_embeddings", *context, &original))
         return false;
-    llm__folder_write_int(f, w, "rope.scaling.original_context_length", original);
-    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_fast", fast);
-    llm__folder_write_float(f, w, "rope.scaling.yarn_beta_slow", slow);
+    llm__folder_write_int(f, m, "rope.scaling.original_context_length", original);
+    llm__folder_write_float(f, m, "rope.scaling.yarn_beta_fast", fast);
+    llm__folder_write_float(f, m, "rope.scaling.yarn_beta_slow", slow);
     /* GGUF's readers multiply it by the usual magnitude */
-    llm__folder_write_float(f, w, "rope.scaling.attn_factor", magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
+    llm__folder_write_float(f, m, "rope.scaling.attn_factor",
+                            magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
     *context = original;
     return true;
 }
 
 /* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and "rope_scaling". */
-static bool llm__folder_rope(llm__folder *f, llm_writer *w, int context) {
+static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int context) {
     static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
                                         "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
                                         "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned", NULL};
-    const llm__json_node *config = f->config.nodes, *rope = llm__folder_entry(config, "rope_parameters");
+    const llm_json_node *config = f->config.nodes,
+                        *rope = llm__folder_entry(config, "rope_parameters");
     double base, factor = 1, part;
     char key[128];
     if (!rope) rope = llm__folder_entry(config, "rope_scaling");
-    if (rope && !llm__json_has_kind(rope, LLM__JSON_OBJECT))
+    if (rope && !llm_json_has_kind(rope, LLM_JSON_OBJECT))
         return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json is no object");
     if (!llm__folder_known(f, rope, "the RoPE scaling of config.json", known) ||
         !llm__folder_number(f, config, "rope_theta", 10000, &base) || !llm__folder_number(f, rope, "rope_theta", base, &base) ||
@@ -7309,79 +6850,84 @@ static bool llm__folder_rope(llm__folder *f, llm_writer *w, int context) {
         !llm__folder_number(f, rope, "partial_rotary_factor", part, &part))
         return false;
     if (part != 1) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "partial_rotary_factor %g is not supported", part);
-    llm__folder_write_float(f, w, "rope.freq_base", base);
+    llm__folder_write_float(f, m, "rope.freq_base", base);
     base = (float)base;
 
-    const llm__json_node *type = llm__folder_entry(rope, "rope_type");
+    const llm_json_node *type = llm__folder_entry(rope, "rope_type");
     if (!type) type = llm__folder_entry(rope, "type");
     if (rope && llm__folder_entry(rope, "factor") && !type)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json does not say its rope_type");
-    if (type && !llm__json_is(type, "default")) {
-        bool yarn = llm__json_is(type, "yarn");
-        if (llm__json_is(type, "llama3")) {
+    if (type && !llm_json_is(type, "default")) {
+        bool yarn = llm_json_is(type, "yarn");
+        if (llm_json_is(type, "llama3")) {
             if (!llm__folder_llama3(f, rope, base, context)) return false;
-        } else if (!yarn && !llm__json_is(type, "linear")) {
+        } else if (!yarn && !llm_json_is(type, "linear")) {
             return llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
                                      "RoPE scaling \"%s\" is not supported; supported: default, linear, yarn, llama3",
                                      llm__show_node(type).text);
         } else {
             if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
-                (yarn && !llm__folder_yarn(f, w, rope, factor, &context)))
+                (yarn && !llm__folder_yarn(f, m, rope, factor, &context)))
                 return false;
-            llm_writer_string(w, llm__folder_key(f, "rope.scaling.type", key), yarn ? "yarn" : "linear");
-            llm__folder_write_float(f, w, "rope.scaling.factor", factor);
+            llm__note_string(m, llm__folder_key(f, "rope.scaling.type", key),
+                             llm__string(yarn ? "yarn" : "linear"));
+            llm__folder_write_float(f, m, "rope.scaling.factor", factor);
         }
     }
     /* what is stretched was made for so many positions, and now takes that many times more */
-    llm__folder_write_int(f, w, "context_length", (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
+    llm__folder_write_int(f, m, "context_length",
+                          (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
     return true;
 }
 
 /* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
-static bool llm__folder_window(const llm__folder *f, llm_writer *w) {
-    const llm__json_node *config = f->config.nodes, *types = llm__folder_entry(config, "layer_types");
-    const llm__json_node *node = llm__json_member(config, "sliding_window");
+static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
+    const llm_json_node *config = f->config.nodes,
+                        *types = llm__folder_entry(config, "layer_types");
+    const llm_json_node *node = llm_json_member(config, "sliding_window");
     bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have a window? */
     bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
     int window = 0;
     int64_t first = 0;
     char key[128];
-    if (!llm__json_bool(llm__json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
-    if (!uses || llm__json_has_kind(node, LLM__JSON_NULL) || (!node && !f->architecture->window && !types)) return true;
+    if (!llm_json_bool(llm_json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
+    if (!uses || llm_json_has_kind(node, LLM_JSON_NULL) ||
+        (!node && !f->architecture->window && !types))
+        return true;
     if (!strcmp(f->architecture->model_type, "llama"))
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"sliding_window\" in config.json is not supported for llama");
     if (!llm__folder_int(f, config, "sliding_window", f->architecture->window, &window)) return false;
-    if (qwen && !types && (!llm__json_i64(llm__json_member(config, "max_window_layers"), &first) || first < 0))
+    if (qwen && !types &&
+        (!llm_json_i64(llm_json_member(config, "max_window_layers"), &first) || first < 0))
         return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say from which layer on the window is used (max_window_layers)");
-    if (types && (!llm__json_has_kind(types, LLM__JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
+    if (types &&
+        (!llm_json_has_kind(types, LLM_JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
         return llm__folder_error(f, LLM_ERROR_FORMAT, "layer_types in config.json is not a list of %d types", f->n_layers);
     uint8_t *pattern = (uint8_t *)llm__new((size_t)f->n_layers, 1, "the windows of the layers", f->err);
     if (!pattern) return false;
     bool ok = true;
-    const llm__json_node *type = llm__json_first(types);
-    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm__json_next(types, type) : NULL) {
-        pattern[i] = types ? llm__json_is(type, "sliding_attention") : i >= first;
+    const llm_json_node *type = llm_json_first(types);
+    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm_json_next(types, type) : NULL) {
+        pattern[i] = types ? llm_json_is(type, "sliding_attention") : i >= first;
         windowed[pattern[i]] = true;
-        if (types && !pattern[i] && !llm__json_is(type, "full_attention"))
+        if (types && !pattern[i] && !llm_json_is(type, "full_attention"))
             ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the layer type \"%s\" in config.json is not supported",
                                    llm__show_node(type).text);
     }
-    if (windowed[1]) llm__folder_write_int(f, w, "attention.sliding_window", window);
-    if (windowed[1] && windowed[0]) {
-        llm_value value = {llm__string(llm__folder_key(f, "attention.sliding_window_pattern", key)), LLM_VALUE_ARRAY, LLM_VALUE_BOOL,
-                           (uint64_t)f->n_layers, pattern, (size_t)f->n_layers};
-        llm_writer_value(w, &value);
-    }
+    if (windowed[1]) llm__folder_write_int(f, m, "attention.sliding_window", window);
+    if (windowed[1] && windowed[0])
+        llm__note_array(m, llm__folder_key(f, "attention.sliding_window_pattern", key),
+                        LLM_VALUE_BOOL, pattern, (uint64_t)f->n_layers, (size_t)f->n_layers);
     LLM_FREE(pattern);
     return ok;
 }
 
 /* config.json into metadata. */
-static bool llm__folder_config(llm__folder *f, llm_writer *w) {
-    const llm__json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
+static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
+    const llm_json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
     int hidden, kv_heads, context;
     double epsilon;
-    if (act && !llm__json_is(act, "silu") && !llm__json_is(act, "swish"))
+    if (act && !llm_json_is(act, "silu") && !llm_json_is(act, "swish"))
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the activation \"%s\" is not supported; supported: silu",
                                  llm__show_node(act).text);
     if (!llm__folder_known_config(f) || !llm__folder_int(f, config, "hidden_size", 0, &f->dim) ||
@@ -7400,18 +6946,18 @@ static bool llm__folder_config(llm__folder *f, llm_writer *w) {
                                  (long long)f->sources.count);
     if (f->head_dim > 1 << 20)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says heads of %d numbers, which is absurd", f->head_dim);
-    llm_writer_string(w, "general.architecture", f->architecture->name);
-    llm__folder_write_int(f, w, "block_count", f->n_layers);
-    llm__folder_write_int(f, w, "embedding_length", f->dim);
-    llm__folder_write_int(f, w, "feed_forward_length", hidden);
-    llm__folder_write_int(f, w, "attention.head_count", f->n_heads);
-    llm__folder_write_int(f, w, "attention.head_count_kv", kv_heads);
-    llm__folder_write_int(f, w, "attention.key_length", f->head_dim);
-    llm__folder_write_int(f, w, "attention.value_length", f->head_dim);
-    llm__folder_write_int(f, w, "rope.dimension_count", f->head_dim);
-    llm__folder_write_float(f, w, "attention.layer_norm_rms_epsilon", epsilon);
+    llm__note_string(m, "general.architecture", llm__string(f->architecture->name));
+    llm__folder_write_int(f, m, "block_count", f->n_layers);
+    llm__folder_write_int(f, m, "embedding_length", f->dim);
+    llm__folder_write_int(f, m, "feed_forward_length", hidden);
+    llm__folder_write_int(f, m, "attention.head_count", f->n_heads);
+    llm__folder_write_int(f, m, "attention.head_count_kv", kv_heads);
+    llm__folder_write_int(f, m, "attention.key_length", f->head_dim);
+    llm__folder_write_int(f, m, "attention.value_length", f->head_dim);
+    llm__folder_write_int(f, m, "rope.dimension_count", f->head_dim);
+    llm__folder_write_float(f, m, "attention.layer_norm_rms_epsilon", epsilon);
     f->file->tensors = (llm_tensor *)llm__new((size_t)(f->n_layers * LLM__N_PARTS + 4), sizeof(llm_tensor), "the tensors", f->err);
-    return f->file->tensors && llm__folder_rope(f, w, context) && llm__folder_window(f, w);
+    return f->file->tensors && llm__folder_rope(f, m, context) && llm__folder_window(f, m);
 }
 
 /* ---- The tensors ---------------------------------------------------------------------------- */
@@ -7431,7 +6977,7 @@ static bool llm__folder_shard(llm__folder *f, llm_string name) {
     f->paths = (char **)grown;
     grown = llm__grow(f->headers, f->n_files, &f->headers_capacity, sizeof *f->headers, "the files", f->err);
     if (!grown) return false;
-    f->headers = (llm__json *)grown;
+    f->headers = (llm_json *)grown;
     char *path = llm__folder_path(f, copy, f->err);
     if (!path) return false;
     int64_t i = f->n_files++;
@@ -7449,14 +6995,14 @@ static bool llm__folder_is_file(const char *path, llm_string name) {
 }
 
 /* Map each file that the index names. */
-static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
-    if (!llm__json_first(map) || map->kind != LLM__JSON_OBJECT)
+static bool llm__folder_shards(llm__folder *f, const llm_json_node *map) {
+    if (!llm_json_first(map) || map->kind != LLM_JSON_OBJECT)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
-    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
+    for (const llm_json_node *n = llm_json_first(map); n; n = llm_json_next(map, n)) {
         llm_string name = {"", 0};
-        if (!llm__json_string(n, &name))
+        if (!llm_json_string(n, &name))
             return llm__folder_error(f, LLM_ERROR_FORMAT, "the weight_map of model.safetensors.index.json names no file for '%s'",
-                                     llm__show(llm__json_key(n)).text);
+                                     llm__show(llm_json_key(n)).text);
         int64_t i = 0;
         while (i < f->n_files && !llm__folder_is_file(f->paths[i], name)) i++;
         if (i == f->n_files && !llm__folder_shard(f, name)) return false;
@@ -7465,9 +7011,9 @@ static bool llm__folder_shards(llm__folder *f, const llm__json_node *map) {
 }
 
 /* Each tensor must be in the file that the index names for it. */
-static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *map) {
-    for (const llm__json_node *n = llm__json_first(map); n; n = llm__json_next(map, n)) {
-        llm_string name = llm__json_key(n), file = {n->text, n->length};
+static bool llm__folder_check_index(const llm__folder *f, const llm_json_node *map) {
+    for (const llm_json_node *n = llm_json_first(map); n; n = llm_json_next(map, n)) {
+        llm_string name = llm_json_key(n), file = {n->text, n->length};
         const llm__source *source = (const llm__source *)(const void *)llm__find_string(f->sources.index, f->sources.count, name);
         if (!source || !llm__folder_is_file(source->path, file))
             return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' is not in the file that the index names for it",
@@ -7477,7 +7023,7 @@ static bool llm__folder_check_index(const llm__folder *f, const llm__json_node *
 }
 
 static bool llm__folder_weights(llm__folder *f) {
-    llm__json index;
+    llm_json index;
     memset(&index, 0, sizeof index);
     bool single = llm__folder_has(f, "model.safetensors");
     if (!single && !llm__folder_has(f, "model.safetensors.index.json"))
@@ -7485,14 +7031,14 @@ static bool llm__folder_weights(llm__folder *f) {
                                  llm__folder_has(f, "pytorch_model.bin") || llm__folder_has(f, "pytorch_model.bin.index.json")
                                      ? "; its pytorch_model.bin is not read: such files may run programs" : "");
     if (!single && !llm__folder_json(f, "model.safetensors.index.json", &index)) return false;
-    const llm__json_node *map = llm__json_member(index.nodes, "weight_map");
+    const llm_json_node *map = llm_json_member(index.nodes, "weight_map");
     bool ok = single ? llm__folder_shard(f, llm__string("model.safetensors")) : llm__folder_shards(f, map);
     if (ok) f->sources.index = llm__sorted_names(f->sources.items, f->sources.count, sizeof *f->sources.items, f->err);
     ok = ok && f->sources.index;
     const llm_string *twice = ok ? llm__duplicate(f->sources.index, f->sources.count) : NULL;
     if (twice) ok = llm__folder_error(f, LLM_ERROR_FORMAT, "two of the files have a tensor called '%s'", llm__show(*twice).text);
     if (ok && !single) ok = llm__folder_check_index(f, map);
-    llm__json_free(&index);
+    llm_json_free(&index);
     return ok;
 }
 
@@ -7705,16 +7251,16 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
 }
 
 /* The entry that names the packing; tools use different keys. NULL: absent. */
-static const llm__json_node *llm__int4_format(const llm__json_node *quantization) {
+static const llm_json_node *llm__int4_format(const llm_json_node *quantization) {
     static const char *const keys[] = {"checkpoint_format", "format", "version"};
-    const llm__json_node *format = NULL;
+    const llm_json_node *format = NULL;
     for (int i = 0; i < 3 && !format; i++) format = llm__folder_entry(quantization, keys[i]);
     return format;
 }
 
 /* Find the three or four tensors of a matrix, and check that their shapes agree. */
 static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
-    const llm__json_node *q = llm__json_member(f->config.nodes, "quantization_config");
+    const llm_json_node *q = llm_json_member(f->config.nodes, "quantization_config");
     int64_t group = 0;
     bool descending = false;
     char name[160];
@@ -7722,12 +7268,12 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     llm__source *zeros = weights ? llm__folder_int4_source(f, module, "qzeros", "I32", 2) : NULL;
     llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
     if (!scales) return false;
-    m->awq = llm__json_is(llm__json_member(q, "quant_method"), "awq");
-    m->zeros_less_one = !m->awq && !llm__json_is(llm__int4_format(q), "gptq_v2");
+    m->awq = llm_json_is(llm_json_member(q, "quant_method"), "awq");
+    m->zeros_less_one = !m->awq && !llm_json_is(llm__int4_format(q), "gptq_v2");
     m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
     m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
     m->n_groups = (int64_t)scales->dims[0];
-    llm__json_i64(llm__json_member(q, "group_size"), &group);
+    llm_json_i64(llm_json_member(q, "group_size"), &group);
     if (group == -1) group = m->cols;
     if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 || group % LLM__BLOCK || m->cols % group ||
         m->n_groups != m->cols / group || (int64_t)scales->dims[1] != m->rows || (int64_t)zeros->dims[0] != m->n_groups ||
@@ -7742,7 +7288,7 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
     m->scales = m->zeros ? (const uint16_t *)llm__folder_aligned(f, scales) : NULL;
     if (!m->scales) return false;
     snprintf(name, sizeof name, "%s.g_idx", module);
-    llm__json_bool(llm__json_member(q, "desc_act"), &descending);
+    llm_json_bool(llm_json_member(q, "desc_act"), &descending);
     if (m->awq || (!descending && !llm__find_source(&f->sources, name))) return true;
     llm__source *groups = llm__folder_int4_source(f, module, "g_idx", "I32", 1);
     if (!groups) return false;
@@ -7790,6 +7336,17 @@ bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void 
     return true;
 }
 
+static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
+    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
+    if (!rows) {
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
+        return NULL;
+    }
+    llm__want_large_pages(rows, (size_t)tensor->bytes);
+    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
+    return rows;
+}
+
 /* See llm__file_forget. */
 static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     const llm__int4 *m = tensor->int4;
@@ -7814,23 +7371,25 @@ static bool llm__folder_quantization(llm__folder *f) {
         "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
         "nsamples", "pack_dtype", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
         "static_groups", "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16", "use_exllama", NULL};
-    const llm__json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
-    const llm__json_node *method = llm__json_member(q, "quant_method"), *format = llm__int4_format(q), *type = llm__folder_entry(q, "data_type");
+    const llm_json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
+    const llm_json_node *method = llm_json_member(q, "quant_method"), *format = llm__int4_format(q),
+                        *type = llm__folder_entry(q, "data_type");
     int64_t bits = 0;
     if (!q) return true;
-    f->gptq = llm__json_is(method, "gptq");
-    f->int4 = f->gptq || llm__json_is(method, "awq");
+    f->gptq = llm_json_is(method, "gptq");
+    f->int4 = f->gptq || llm_json_is(method, "awq");
     if (!f->int4)
         return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
                                           llm__show_node(method).text)
                       : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
-    if (type && !llm__json_is(type, "int")) /* a key of AutoRound */
+    if (type && !llm_json_is(type, "int")) /* a key of AutoRound */
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
                                  llm__show_node(type).text);
-    if (!llm__json_i64(llm__json_member(q, "bits"), &bits) || bits != 4)
+    if (!llm_json_i64(llm_json_member(q, "bits"), &bits) || bits != 4)
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
                                  (long long)bits);
-    if (format && !llm__json_is(format, f->gptq ? "gptq" : "gemm") && !llm__json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
+    if (format && !llm_json_is(format, f->gptq ? "gptq" : "gemm") &&
+        !llm_json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the format \"%s\" of %s is not supported; supported: %s", llm__show_node(format).text,
                                  f->gptq ? "gptq" : "awq", f->gptq ? "gptq, gptq_v2" : "gemm");
     return llm__folder_known(f, q, "the quantization_config", known);
@@ -7846,8 +7405,8 @@ static bool llm__all_zero(const llm__source *source) {
 /* Does the model have this part, by its architecture or by config.json? */
 static bool llm__folder_wants(const llm__folder *f, int part) {
     bool attention = false, mlp = false;
-    llm__json_bool(llm__json_member(f->config.nodes, "attention_bias"), &attention);
-    llm__json_bool(llm__json_member(f->config.nodes, "mlp_bias"), &mlp);
+    llm_json_bool(llm_json_member(f->config.nodes, "attention_bias"), &attention);
+    llm_json_bool(llm_json_member(f->config.nodes, "mlp_bias"), &mlp);
     return (f->architecture->required >> part & 1) || (attention && (f->architecture->optional & LLM__BIASES) >> part & 1) ||
            (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
 }
@@ -7888,7 +7447,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
                                            {"model.norm.weight", "output_norm.weight"},
                                            {"lm_head.weight", "output.weight"}};
     bool tied = false;
-    llm__json_bool(llm__json_member(f->config.nodes, "tie_word_embeddings"), &tied);
+    llm_json_bool(llm_json_member(f->config.nodes, "tie_word_embeddings"), &tied);
     for (int i = 0; i < 3; i++) {
         llm__source *source = llm__find_source(&f->sources, names[i][0]);
         if (i == 2 && tied) { /* some files hold it nevertheless; ignore it */
@@ -7928,7 +7487,7 @@ static bool llm__folder_tensors(llm__folder *f) {
 static bool llm__folder_architecture(llm__folder *f) {
     llm_string type = {"", 0};
     char known[128];
-    if (!llm__json_string(llm__json_member(f->config.nodes, "model_type"), &type))
+    if (!llm_json_string(llm_json_member(f->config.nodes, "model_type"), &type))
         return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
     f->architecture = llm__find_architecture(type, true);
     llm__list_architectures(known, sizeof known, true);
@@ -7937,15 +7496,17 @@ static bool llm__folder_architecture(llm__folder *f) {
 }
 
 /* A folder without config.json may still hold a vocabulary. */
-static bool llm__folder_read(llm__folder *f, llm_writer *w) {
+static bool llm__folder_read(llm__folder *f, llm__metadata *m) {
     if (!llm__folder_has(f, "config.json")) {
         bool weights = llm__folder_has(f, "model.safetensors") || llm__folder_has(f, "model.safetensors.index.json");
-        if (!weights && llm__folder_has(f, "tokenizer.json")) return llm__folder_vocabulary(w, f->path, f->err);
+        if (!weights && llm__folder_has(f, "tokenizer.json"))
+            return llm__folder_vocabulary(m, f->path, f->err);
         return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
                                  "; to run a GGUF file, give its own path");
     }
     return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_quantization(f) &&
-           llm__folder_weights(f) && llm__folder_config(f, w) && llm__folder_tensors(f) && llm__folder_vocabulary(w, f->path, f->err);
+           llm__folder_weights(f) && llm__folder_config(f, m) && llm__folder_tensors(f) &&
+           llm__folder_vocabulary(m, f->path, f->err);
 }
 
 static llm_file *llm__folder_open(const char *path, llm_error *err) {
@@ -7954,244 +7515,24 @@ static llm_file *llm__folder_open(const char *path, llm_error *err) {
     f.path = path;
     f.err = err;
     f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
-    llm_writer *w = f.file ? llm__header_begin(err) : NULL;
-    bool ok = w && (f.file->path = llm__copy_text(path, "", err)) != NULL;
+    llm__metadata m;
+    memset(&m, 0, sizeof m);
+    bool ok = f.file && (f.file->path = llm__copy_text(path, "", err)) != NULL;
     if (ok) f.file->folder = true;
-    ok = ok && llm__folder_read(&f, w);
-    ok = ok && llm__header_read(w, f.file, err);
-    if (w) llm__writer_free(w);
+    ok = ok && llm__folder_read(&f, &m) && llm__read_metadata(&m, f.file, err);
+    LLM_FREE(m.bytes.data);
     for (int64_t i = 0; i < f.n_files; i++) {
-        llm__json_free(&f.headers[i]);
+        llm_json_free(&f.headers[i]);
         LLM_FREE(f.paths[i]);
     }
     LLM_FREE(f.headers);
     LLM_FREE(f.paths);
     LLM_FREE(f.sources.items);
     LLM_FREE((void *)f.sources.index);
-    llm__json_free(&f.config);
+    llm_json_free(&f.config);
     if (ok) return f.file;
     llm_file_close(f.file);
     return NULL;
-}
-
-/* ---- Rewriting a model in another type -------------------------------
- * Decoding is bound by the bytes it reads, so rounding the weights is the cheapest way to speed.
- * Embedding and output matrix choose between words, and show rounding first: at least 8 bits. */
-
-static bool llm__is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
-    char text[64], wanted[64];
-    if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
-    memcpy(text, name.data, name.length);
-    text[name.length] = 0;
-    *layer = strtoll(text + 4, NULL, 10);
-    snprintf(wanted, sizeof wanted, "blk.%lld.%s", (long long)*layer, part);
-    return *layer >= 0 && !strcmp(text, wanted);
-}
-
-/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: first and last layers, every third
- * between. */
-static bool llm__keeps_more_bits(const llm_file *file, llm_string name) {
-    static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
-    int64_t layer = 0, other, n_layers = 0;
-    for (int i = 0; i < 2; i++)
-        if (llm__is_tensor_of_layer(name, delicate[i], &layer)) {
-            for (int64_t k = 0; k < llm_file_n_tensors(file); k++)
-                n_layers += llm__is_tensor_of_layer(llm_file_tensor(file, k)->name, delicate[i], &other);
-            return layer < n_layers / 8 || layer >= 7 * n_layers / 8 || (layer - n_layers / 8) % 3 == 2;
-        }
-    return false;
-}
-
-llm_type llm_quantize_type(llm_type type, uint64_t cols, bool output) {
-    bool groups = type == LLM_Q4_K || type == LLM_Q5_K;
-    bool few_bits = groups || type == LLM_Q4_0 || type == LLM_Q4_1 || type == LLM_Q5_0 || type == LLM_Q5_1;
-    if (output && few_bits) type = groups ? LLM_Q6_K : LLM_Q8_0;
-    /* a row must be whole blocks */
-    if (cols % LLM__SUPER) type = type == LLM_Q4_K ? LLM_Q5_0 : type == LLM_Q5_K ? LLM_Q5_1 : type == LLM_Q6_K ? LLM_Q8_0 : type;
-    return cols % (uint64_t)llm_type_find(type)->block_values ? LLM_F16 : type;
-}
-
-static llm_type llm__quantized_type(const llm_file *file, const llm_tensor *tensor, llm_type wanted, bool mixed) {
-    if (tensor->n_dims < 2) /* norms and biases: small, used by every token */
-        return file->folder ? LLM_F32 : tensor->type; /* GGUF readers expect f32 */
-    bool groups = wanted == LLM_Q4_K || wanted == LLM_Q5_K;
-    bool output = llm__is_text(tensor->name, "output.weight");
-    if (llm__is_text(tensor->name, "token_embd.weight"))
-        output = !(mixed && groups && llm_file_find_tensor(file, "output.weight"));
-    if (mixed && groups && !output && llm__keeps_more_bits(file, tensor->name)) wanted = LLM_Q6_K;
-    return llm_quantize_type(wanted, tensor->dims[0], output);
-}
-
-static uint32_t llm__file_type(llm_type type, bool mixed) { /* 15: Q4_K_M, 14: Q4_K_S */
-    return (uint32_t)(llm_type_find(type)->file_type + (mixed && (type == LLM_Q4_K || type == LLM_Q5_K)));
-}
-
-typedef struct llm__quantizer {
-    llm_writer *writer;
-    bool (*progress)(void *user, uint64_t done, uint64_t total);
-    void *user;
-    uint64_t done, total; /* bytes of the input */
-    bool stopped;         /* by progress */
-    float *values;        /* (LLM__QUANTIZE_VALUES or a row, the larger) */
-    uint8_t *packed;
-} llm__quantizer;
-
-enum { LLM__QUANTIZE_VALUES = 1 << 20 };
-
-static bool llm__quantize_progress(llm__quantizer *q, uint64_t bytes) {
-    q->done += bytes;
-    q->stopped = q->progress && !q->progress(q->user, q->done, q->total);
-    return !q->stopped;
-}
-
-/* RoPE pairs are neighbours in a "llama" GGUF file, half a head apart in a folder. Returns the head
- * size if rows of this tensor must be reordered, else 0. */
-static int64_t llm__reordered_head(const llm_file *file, const llm_tensor *tensor) {
-    llm_string architecture = {"", 0};
-    size_t cursor = 0;
-    uint64_t head_dim = 0;
-    int64_t layer;
-    llm_value_string(llm_file_find(file, "general.architecture"), &cursor, &architecture);
-    bool q_or_k = llm__is_tensor_of_layer(tensor->name, "attn_q.weight", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_k.weight", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_q.bias", &layer) ||
-                  llm__is_tensor_of_layer(tensor->name, "attn_k.bias", &layer);
-    if (!file->folder || !q_or_k || !llm__is_text(architecture, "llama")) return 0;
-    llm_value_u64(llm_file_find(file, "llama.rope.dimension_count"), 0, &head_dim);
-    uint64_t rows = tensor->dims[tensor->n_dims - 1];
-    return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
-}
-
-/* The row that moves to `row`. */
-static int64_t llm__reordered_row(int64_t row, int64_t head_dim) {
-    int64_t i = row % head_dim;
-    return row - i + i % 2 * (head_dim / 2) + i / 2;
-}
-
-/* values[to(j)] = values[j] for a row */
-static void llm__reorder_values(float *values, float *copy, int64_t n, const int32_t *columns, int64_t head_dim) {
-    memcpy(copy, values, (size_t)n * sizeof *values);
-    for (int64_t j = 0; j < n; j++)
-        if (columns) values[columns[j]] = copy[j];
-        else values[j] = copy[llm__reordered_row(j, head_dim)];
-}
-
-static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor); /* chapter 8 */
-
-static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
-    void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
-    if (!rows) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
-        return NULL;
-    }
-    llm__want_large_pages(rows, (size_t)tensor->bytes);
-    llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
-    return rows;
-}
-
-/* data: the rows of the tensor. Works on a few rows at a time. */
-static bool llm__quantize_rows(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, const void *data, llm_type type) {
-    int64_t head_dim = llm__reordered_head(file, tensor);
-    if (type == tensor->type && !head_dim && !tensor->columns)
-        return llm_writer_data(q->writer, data, (size_t)tensor->bytes) && llm__quantize_progress(q, tensor->bytes);
-    const llm_type_info *in = llm_type_find(tensor->type), *out = llm_type_find(type);
-    int64_t cols = (int64_t)tensor->dims[0];
-    int64_t rows = (int64_t)(tensor->dims[1] * tensor->dims[2] * tensor->dims[3]);
-    int64_t in_bytes = (int64_t)llm__row_bytes(tensor->type, cols),
-            out_bytes = (int64_t)llm__row_bytes(type, cols);
-    int64_t step = llm__max(LLM__QUANTIZE_VALUES / cols, 1);
-    for (int64_t first = 0; first < rows; first += step) {
-        int64_t n = llm__min(step, rows - first);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-        for (int64_t r = 0; r < n; r++) {
-            int64_t source = head_dim && rows > 1 ? llm__reordered_row(first + r, head_dim) : first + r;
-            in->unpack((const uint8_t *)data + source * in_bytes, q->values + r * cols, cols);
-        }
-        if (tensor->columns || (head_dim && rows == 1))
-            for (int64_t r = 0; r < n; r++)
-                llm__reorder_values(q->values + r * cols, (float *)(void *)q->packed, cols, tensor->columns, head_dim);
-#ifdef _OPENMP
-#pragma omp parallel for schedule(static)
-#endif
-        for (int64_t r = 0; r < n; r++) out->pack(q->values + r * cols, q->packed + r * out_bytes, cols);
-        if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
-            !llm__quantize_progress(q, (uint64_t)(n * in_bytes)))
-            return false;
-    }
-    return true;
-}
-
-static bool llm__quantize_tensor(llm__quantizer *q, const llm_file *file, const llm_tensor *tensor, llm_type type) {
-    if (tensor->data) return llm__quantize_rows(q, file, tensor, tensor->data, type);
-    void *rows = llm__new_rows(tensor, &q->writer->err);
-    bool good = rows && llm__quantize_rows(q, file, tensor, rows, type);
-    LLM_FREE(rows);
-    llm__tensor_forget(file, tensor);
-    return good;
-}
-
-static bool llm__quantize_file(llm__quantizer *q, const llm_file *in, llm_type type, bool mixed) {
-    for (int64_t i = 0; i < llm_file_n_values(in); i++) {
-        const llm_value *value = llm_file_value(in, i);
-        if (llm__is_text(value->key, "general.file_type") || llm__is_text(value->key, "general.alignment") ||
-            llm__is_text(value->key, "general.quantization_version") ||
-            /* the output is one file */
-            (value->key.length > 6 && !memcmp(value->key.data, "split.", 6)))
-            continue;
-        if (!llm_writer_value(q->writer, value)) return false;
-    }
-    llm_writer_u32(q->writer, "general.file_type", llm__file_type(type, mixed));
-    llm_writer_u32(q->writer, "general.quantization_version", 2);
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm_writer_tensor(q->writer, t->name, llm__quantized_type(in, t, type, mixed), t->n_dims, t->dims))
-            return false;
-    }
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        if (!llm__quantize_tensor(q, in, t, llm__quantized_type(in, t, type, mixed))) return false;
-    }
-    return true;
-}
-
-bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
-                  bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total), void *user,
-                  llm_error *err) {
-    llm__clear(err);
-    if (!in_path || !out_path) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
-    if (type >= LLM_Q4_Z || !llm_type_find(type))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: unknown type %d", (int)type);
-    llm_file *in = llm_file_open(in_path, err);
-    if (!in) return false;
-    llm__quantizer q;
-    memset(&q, 0, sizeof q);
-    q.progress = progress;
-    q.user = user;
-    uint64_t longest = LLM__QUANTIZE_VALUES; /* at least a row */
-    for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
-        const llm_tensor *t = llm_file_tensor(in, i);
-        q.total += t->bytes;
-        if (t->dims[0] > longest) longest = t->dims[0];
-    }
-    q.values = (float *)llm__new((size_t)longest, sizeof(float), "rows to quantize", err);
-    q.packed = q.values ? (uint8_t *)llm__new((size_t)longest, sizeof(float), "quantized rows", err) : NULL;
-    q.writer = q.packed ? llm_writer_create(out_path, err) : NULL;
-    bool ok = q.writer != NULL;
-    if (ok) {
-        llm__quantize_file(&q, in, type, mixed);
-        if (q.stopped) {
-            llm_writer_abandon(q.writer);
-            ok = llm__fail(err, LLM_ERROR_FILE, "%s: stopped by the caller; nothing was written", out_path);
-        } else {
-            ok = llm_writer_finish(q.writer, err); /* reports its first failure */
-        }
-    }
-    LLM_FREE(q.values);
-    LLM_FREE(q.packed);
-    llm_file_close(in);
-    return ok;
 }
 
 /* =====================================================================================
@@ -9510,9 +8851,9 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
 
 typedef struct llm__vocabulary {
     const char *name;        /* path of the tokenizer.json, for errors */
-    llm_writer *w;           /* receives the GGUF values */
+    llm__metadata *m;        /* receives the GGUF values */
     llm_error *err;
-    llm__json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
+    llm_json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
     llm_string *texts;       /* (size) */
     int32_t *kinds;          /* (size) LLM__TOKEN_*; 0: no token has this id */
     uint8_t *strips;         /* (size) bits: 1 removes white space before the token, 2 after */
@@ -9526,66 +8867,69 @@ typedef struct llm__vocabulary {
     llm__bytes ids;          /* int32_t list being built */
 } llm__vocabulary;
 
-static const llm__json_node *llm__setting(const llm__vocabulary *v, const char *key) {
-    return llm__json_member(v->json.nodes, key);
+static const llm_json_node *llm__setting(const llm__vocabulary *v, const char *key) {
+    return llm_json_member(v->json.nodes, key);
 }
 
-static bool llm__is_null(const llm__json_node *node) { return !node || node->kind == LLM__JSON_NULL; }
+static bool llm__is_null(const llm_json_node *node) { return !node || node->kind == LLM_JSON_NULL; }
 
-static bool llm__is_on(const llm__json_node *object, const char *key, bool otherwise) {
+static bool llm__is_on(const llm_json_node *object, const char *key, bool otherwise) {
     bool flag = otherwise;
-    return llm__json_bool(llm__json_member(object, key), &flag) ? flag : otherwise;
+    return llm_json_bool(llm_json_member(object, key), &flag) ? flag : otherwise;
 }
 
 static bool llm__vocabulary_error(const llm__vocabulary *v, llm_status status, const char *what) {
     return llm__fail(v->err, status, "%s: %s", v->name, what);
 }
 
-static bool llm__refuse_step(const llm__vocabulary *v, const char *step, const llm__json_node *node, const char *known) {
+static bool llm__refuse_step(const llm__vocabulary *v, const char *step, const llm_json_node *node,
+                             const char *known) {
     llm_string type = {"(none)", 6};
-    llm__json_string(llm__json_member(node, "type"), &type);
+    llm_json_string(llm_json_member(node, "type"), &type);
     return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the %s '%s' is not supported; supported: %s", v->name, step,
                      llm__show(type).text, known);
 }
 
-static bool llm__is_step(const llm__json_node *node, const char *type) {
-    return llm__json_is(llm__json_member(node, "type"), type);
+static bool llm__is_step(const llm_json_node *node, const char *type) {
+    return llm_json_is(llm_json_member(node, "type"), type);
 }
 
 /* Is the step {"pattern": {"String": pattern}, "content": content}? */
-static bool llm__replaces(const llm__json_node *node, const char *pattern, const char *content) {
-    return llm__json_is(llm__json_member(llm__json_member(node, "pattern"), "String"), pattern) &&
-           llm__json_is(llm__json_member(node, "content"), content);
+static bool llm__replaces(const llm_json_node *node, const char *pattern, const char *content) {
+    return llm_json_is(llm_json_member(llm_json_member(node, "pattern"), "String"), pattern) &&
+           llm_json_is(llm_json_member(node, "content"), content);
 }
 
-static bool llm__read_normalizer(llm__vocabulary *v, const llm__json_node *node) {
-    const llm__json_node *steps = llm__json_member(node, "normalizers");
+static bool llm__read_normalizer(llm__vocabulary *v, const llm_json_node *node) {
+    const llm_json_node *steps = llm_json_member(node, "normalizers");
     if (llm__is_null(node)) return true;
     if (llm__is_step(node, "Sequence")) {
-        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+        for (const llm_json_node *step = llm_json_first(steps); step;
+             step = llm_json_next(steps, step))
             if (!llm__read_normalizer(v, step)) return false;
         return true;
     }
     if (llm__is_step(node, "NFC")) return v->nfc = true;
-    if (llm__is_step(node, "Prepend") && llm__json_is(llm__json_member(node, "prepend"), "\xE2\x96\x81"))
+    if (llm__is_step(node, "Prepend") &&
+        llm_json_is(llm_json_member(node, "prepend"), "\xE2\x96\x81"))
         return v->prefix = LLM__PREFIX_STRETCH, true;
     if (llm__is_step(node, "Replace") && llm__replaces(node, " ", "\xE2\x96\x81")) return v->escapes = true;
     return llm__refuse_step(v, "normalizer", node, "NFC, Prepend (of U+2581), Replace (of a space by U+2581), Sequence");
 }
 
-static bool llm__read_metaspace(llm__vocabulary *v, const llm__json_node *node, const char *step) {
-    const llm__json_node *scheme = llm__json_member(node, "prepend_scheme");
-    if (!llm__json_is(llm__json_member(node, "replacement"), "\xE2\x96\x81"))
+static bool llm__read_metaspace(llm__vocabulary *v, const llm_json_node *node, const char *step) {
+    const llm_json_node *scheme = llm_json_member(node, "prepend_scheme");
+    if (!llm_json_is(llm_json_member(node, "replacement"), "\xE2\x96\x81"))
         return llm__refuse_step(v, step, node, "one whose replacement is U+2581");
-    if (llm__json_is(scheme, "never") || (!scheme && !llm__is_on(node, "add_prefix_space", true)))
+    if (llm_json_is(scheme, "never") || (!scheme && !llm__is_on(node, "add_prefix_space", true)))
         v->prefix = LLM__PREFIX_NONE;
-    else if (llm__json_is(scheme, "first")) v->prefix = LLM__PREFIX_FIRST;
-    else if (!scheme || llm__json_is(scheme, "always")) v->prefix = LLM__PREFIX_EACH;
+    else if (llm_json_is(scheme, "first")) v->prefix = LLM__PREFIX_FIRST;
+    else if (!scheme || llm_json_is(scheme, "always")) v->prefix = LLM__PREFIX_EACH;
     else return llm__refuse_step(v, step, node, "a prepend_scheme of always, first or never");
     return true;
 }
 
-static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
+static bool llm__read_split(llm__vocabulary *v, const llm_json_node *node) {
     static const struct {
         const char *regex;
         llm__splitter split; /* NULL: each digit is a word */
@@ -9597,31 +8941,32 @@ static bool llm__read_split(llm__vocabulary *v, const llm__json_node *node) {
          "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", llm__split_qwen2},
         {"\\p{N}", NULL},
     };
-    const llm__json_node *regex = llm__json_member(llm__json_member(node, "pattern"), "Regex"),
-                         *behavior = llm__json_member(node, "behavior");
-    bool isolated = llm__json_is(behavior, "Isolated") && !llm__is_on(node, "invert", false),
-         kept = llm__json_is(behavior, "Removed") && llm__is_on(node, "invert", false);
+    const llm_json_node *regex = llm_json_member(llm_json_member(node, "pattern"), "Regex"),
+                         *behavior = llm_json_member(node, "behavior");
+    bool isolated = llm_json_is(behavior, "Isolated") && !llm__is_on(node, "invert", false),
+         kept = llm_json_is(behavior, "Removed") && llm__is_on(node, "invert", false);
     for (size_t i = 0; i < sizeof rules / sizeof *rules && !v->split; i++) {
-        if (!llm__json_is(regex, rules[i].regex)) continue;
+        if (!llm_json_is(regex, rules[i].regex)) continue;
         if (!isolated && !(kept && rules[i].split)) break;
         v->split = rules[i].split;
         return !v->split ? (v->digits = true) : true;
     }
     llm_string text = {"", 0};
-    llm__json_string(regex, &text);
+    llm_json_string(regex, &text);
     return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
                      "%s: the pre_tokenizer 'Split' by '%s' is not supported; supported: the regular expressions of GPT-2, "
                      "Llama 3 and Qwen2, and \\p{N}, isolated",
                      v->name, llm__show(text).text);
 }
 
-static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm__json_node *node) {
+static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm_json_node *node) {
     static const char known[] = "ByteLevel, Split, Digits (individual), Metaspace, Sequence, in the orders of GPT-2, Llama, "
                                 "Qwen2 and SmolLM";
-    const llm__json_node *steps = llm__json_member(node, "pretokenizers");
+    const llm_json_node *steps = llm_json_member(node, "pretokenizers");
     if (llm__is_null(node)) return true;
     if (llm__is_step(node, "Sequence")) {
-        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+        for (const llm_json_node *step = llm_json_first(steps); step;
+             step = llm_json_next(steps, step))
             if (!llm__read_pre_tokenizer(v, step)) return false;
         return true;
     }
@@ -9645,12 +8990,13 @@ static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm__json_node *no
     return llm__refuse_step(v, "pre_tokenizer", node, known);
 }
 
-static bool llm__read_decoder(llm__vocabulary *v, const llm__json_node *node) {
-    const llm__json_node *steps = llm__json_member(node, "decoders");
+static bool llm__read_decoder(llm__vocabulary *v, const llm_json_node *node) {
+    const llm_json_node *steps = llm_json_member(node, "decoders");
     uint64_t start = 0, stop = 0;
     if (v->byte_level && llm__is_step(node, "ByteLevel")) return true;
     if (!v->byte_level && llm__is_step(node, "Sequence")) {
-        for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+        for (const llm_json_node *step = llm_json_first(steps); step;
+             step = llm_json_next(steps, step))
             if (!llm__read_decoder(v, step)) return false;
         return true;
     }
@@ -9663,9 +9009,10 @@ static bool llm__read_decoder(llm__vocabulary *v, const llm__json_node *node) {
     }
     if (!v->byte_level && (llm__is_step(node, "ByteFallback") || llm__is_step(node, "Fuse"))) return true;
     if (!v->byte_level && llm__is_step(node, "Replace") && llm__replaces(node, "\xE2\x96\x81", " ")) return true;
-    if (!v->byte_level && llm__is_step(node, "Strip") && llm__json_is(llm__json_member(node, "content"), " ") &&
-        llm__json_u64(llm__json_member(node, "start"), &start) && start <= 1 &&
-        llm__json_u64(llm__json_member(node, "stop"), &stop) && !stop)
+    if (!v->byte_level && llm__is_step(node, "Strip") &&
+        llm_json_is(llm_json_member(node, "content"), " ") &&
+        llm_json_u64(llm_json_member(node, "start"), &start) && start <= 1 &&
+        llm_json_u64(llm_json_member(node, "stop"), &stop) && !stop)
         return v->drops_space = start == 1, true;
     return llm__refuse_step(v, "decoder", node,
                             v->byte_level ? "ByteLevel" : "Metaspace, Replace (of U+2581 by a space), ByteFallback, Fuse, "
@@ -9679,20 +9026,21 @@ static int32_t llm__vocabulary_find_text(const llm__vocabulary *v, llm_string te
     return -1;
 }
 
-static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm__json_node *text) {
+static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm_json_node *text) {
     llm_string wanted;
-    if (llm__json_has_kind(text, LLM__JSON_OBJECT)) text = llm__json_member(text, "content");
-    return llm__json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
+    if (llm_json_has_kind(text, LLM_JSON_OBJECT)) text = llm_json_member(text, "content");
+    return llm_json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
 }
 
 /* "single" must be the text, with at most one token (BOS) before it and one (EOS) after it. */
-static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
-    const llm__json_node *items = llm__json_member(node, "single");
+static bool llm__read_template(llm__vocabulary *v, const llm_json_node *node) {
+    const llm_json_node *items = llm_json_member(node, "single");
     bool text = false, ok = true;
-    for (const llm__json_node *item = llm__json_first(items); item && ok; item = llm__json_next(items, item)) {
-        const llm__json_node *token = llm__json_member(item, "SpecialToken");
-        int32_t id = llm__vocabulary_find(v, llm__json_member(token, "id"));
-        if (!token) ok = !text && llm__json_member(item, "Sequence") && (text = true);
+    for (const llm_json_node *item = llm_json_first(items); item && ok;
+         item = llm_json_next(items, item)) {
+        const llm_json_node *token = llm_json_member(item, "SpecialToken");
+        int32_t id = llm__vocabulary_find(v, llm_json_member(token, "id"));
+        if (!token) ok = !text && llm_json_member(item, "Sequence") && (text = true);
         else if (!text) ok = id >= 0 && !v->adds_bos && (v->adds_bos = true) && (v->bos = id) >= 0;
         else ok = id >= 0 && !v->adds_eos && (v->adds_eos = true) && (v->eos = id) >= 0;
     }
@@ -9700,21 +9048,21 @@ static bool llm__read_template(llm__vocabulary *v, const llm__json_node *node) {
 }
 
 /* ByteLevel only changes offsets, which are not used. */
-static bool llm__read_post_processor(llm__vocabulary *v, const llm__json_node *node) {
-    const llm__json_node *steps = llm__json_member(node, "processors");
+static bool llm__read_post_processor(llm__vocabulary *v, const llm_json_node *node) {
+    const llm_json_node *steps = llm_json_member(node, "processors");
     if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true;
     if (llm__is_step(node, "TemplateProcessing")) return llm__read_template(v, node);
     if (!llm__is_step(node, "Sequence"))
         return llm__refuse_step(v, "post_processor", node, "TemplateProcessing, ByteLevel, Sequence");
-    for (const llm__json_node *step = llm__json_first(steps); step; step = llm__json_next(steps, step))
+    for (const llm_json_node *step = llm_json_first(steps); step; step = llm_json_next(steps, step))
         if (!llm__read_post_processor(v, step)) return false;
     return true;
 }
 
 /* UINT64_MAX: not an id. */
-static uint64_t llm__entry_id(const llm__json_node *node) {
+static uint64_t llm__entry_id(const llm_json_node *node) {
     uint64_t id;
-    return llm__json_u64(node, &id) ? id : UINT64_MAX;
+    return llm_json_u64(node, &id) ? id : UINT64_MAX;
 }
 
 /* The id of a key such as "96". UINT64_MAX: not an id. */
@@ -9741,7 +9089,7 @@ static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int
 }
 
 /* token: settings of the added token; NULL: defaults. */
-static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
+static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm_json_node *token) {
     int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
     if (!text.length) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
     if (llm__is_on(token, "single_word", false))
@@ -9759,7 +9107,7 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, con
 
 /* Add a token of another file in the folder. An added token of tokenizer.json keeps its settings;
  * an ordinary one becomes an added token. */
-static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm__json_node *token) {
+static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm_json_node *token) {
     bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
     int32_t found = same ? (int32_t)id : llm__vocabulary_find_text(v, text);
     if (found >= 0 && (v->kinds[found] == LLM__TOKEN_CONTROL || v->kinds[found] == LLM__TOKEN_USER)) return true;
@@ -9768,16 +9116,17 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, co
 
 /* decoder: of tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder: older tools'
  * added_tokens.json, {"<|x|>": 96}. */
-static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, const llm__json_node *encoder) {
+static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder, const llm_json_node *encoder) {
     uint64_t first = v->size, end;
     while (first && !v->kinds[first - 1]) first--;
-    for (const llm__json_node *token = llm__json_first(decoder); token; token = llm__json_next(decoder, token)) {
+    for (const llm_json_node *token = llm_json_first(decoder); token;
+         token = llm_json_next(decoder, token)) {
         llm_string text = {"", 0};
-        llm__json_string(llm__json_member(token, "content"), &text);
-        if (!llm__add_beside(v, llm__key_id(llm__json_key(token)), text, token)) return false;
+        llm_json_string(llm_json_member(token, "content"), &text);
+        if (!llm__add_beside(v, llm__key_id(llm_json_key(token)), text, token)) return false;
     }
-    for (const llm__json_node *id = llm__json_first(encoder); id; id = llm__json_next(encoder, id))
-        if (!llm__add_beside(v, llm__entry_id(id), llm__json_key(id), NULL)) return false;
+    for (const llm_json_node *id = llm_json_first(encoder); id; id = llm_json_next(encoder, id))
+        if (!llm__add_beside(v, llm__entry_id(id), llm_json_key(id), NULL)) return false;
     for (end = v->size; end > first && !v->kinds[end - 1];) end--;
     for (; first < end; first++)
         if (!v->kinds[first])
@@ -9788,10 +9137,12 @@ static bool llm__read_beside(llm__vocabulary *v, const llm__json_node *decoder, 
     return true;
 }
 
-static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, const llm__json_node *added) {
-    const llm__json_node *decoder = llm__json_member(v->config.nodes, "added_tokens_decoder"), *encoder = v->added.nodes;
-    if (!llm__json_has_kind(decoder, LLM__JSON_OBJECT)) decoder = NULL;
-    if (decoder || !llm__json_has_kind(encoder, LLM__JSON_OBJECT)) encoder = NULL;
+static bool llm__read_entries(llm__vocabulary *v, const llm_json_node *vocab,
+                              const llm_json_node *added) {
+    const llm_json_node *decoder = llm_json_member(v->config.nodes, "added_tokens_decoder"),
+                        *encoder = v->added.nodes;
+    if (!llm_json_has_kind(decoder, LLM_JSON_OBJECT)) decoder = NULL;
+    if (decoder || !llm_json_has_kind(encoder, LLM_JSON_OBJECT)) encoder = NULL;
     uint64_t n_beside = (decoder ? decoder->length : 0) + (uint64_t)(encoder ? encoder->length : 0);
     /* leaves room for some unused ids */
     v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256;
@@ -9799,12 +9150,15 @@ static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, c
     v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
     v->strips = v->kinds ? (uint8_t *)llm__new((size_t)v->size, 1, "the vocabulary", v->err) : NULL;
     if (!v->strips) return false;
-    for (const llm__json_node *id = llm__json_first(vocab); id; id = llm__json_next(vocab, id))
-        if (!llm__add_entry(v, llm__entry_id(id), llm__json_key(id), LLM__TOKEN_NORMAL)) return false;
-    for (const llm__json_node *token = llm__json_first(added); token; token = llm__json_next(added, token)) {
+    for (const llm_json_node *id = llm_json_first(vocab); id; id = llm_json_next(vocab, id))
+        if (!llm__add_entry(v, llm__entry_id(id), llm_json_key(id), LLM__TOKEN_NORMAL))
+            return false;
+    for (const llm_json_node *token = llm_json_first(added); token;
+         token = llm_json_next(added, token)) {
         llm_string text = {"", 0};
-        llm__json_string(llm__json_member(token, "content"), &text);
-        if (!llm__add_token(v, llm__entry_id(llm__json_member(token, "id")), text, token)) return false;
+        llm_json_string(llm_json_member(token, "content"), &text);
+        if (!llm__add_token(v, llm__entry_id(llm_json_member(token, "id")), text, token))
+            return false;
     }
     if (!llm__read_beside(v, decoder, encoder)) return false;
     while (v->size && !v->kinds[v->size - 1]) v->size--;
@@ -9814,25 +9168,27 @@ static bool llm__read_entries(llm__vocabulary *v, const llm__json_node *vocab, c
     return true;
 }
 
-static bool llm__read_model(llm__vocabulary *v, const llm__json_node *model) {
+static bool llm__read_model(llm__vocabulary *v, const llm_json_node *model) {
     static const char *const parts[] = {"continuing_subword_prefix", "end_of_word_suffix"};
-    const llm__json_node *type = llm__json_member(model, "type"), *vocab = llm__json_member(model, "vocab"),
-                         *added = llm__setting(v, "added_tokens"), *unknown = llm__json_member(model, "unk_token");
+    const llm_json_node *type = llm_json_member(model, "type"),
+                        *vocab = llm_json_member(model, "vocab"),
+                        *added = llm__setting(v, "added_tokens"),
+                        *unknown = llm_json_member(model, "unk_token");
     double dropout = 0;
-    if (!llm__json_has_kind(model, LLM__JSON_OBJECT))
+    if (!llm_json_has_kind(model, LLM_JSON_OBJECT))
         return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "there is no tokenizer in this file (the object \"model\")");
-    if (type && !llm__json_is(type, "BPE")) return llm__refuse_step(v, "model", model, "BPE");
+    if (type && !llm_json_is(type, "BPE")) return llm__refuse_step(v, "model", model, "BPE");
     for (int i = 0; i < 2; i++) {
-        const llm__json_node *part = llm__json_member(model, parts[i]);
-        if (!llm__is_null(part) && !llm__json_is(part, ""))
+        const llm_json_node *part = llm_json_member(model, parts[i]);
+        if (!llm__is_null(part) && !llm_json_is(part, ""))
             return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: BPE with a %s is not supported", v->name, parts[i]);
     }
-    if (llm__json_f64(llm__json_member(model, "dropout"), &dropout) && dropout != 0)
+    if (llm_json_f64(llm_json_member(model, "dropout"), &dropout) && dropout != 0)
         return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED, "BPE with dropout is not supported");
-    if (!llm__json_has_kind(vocab, LLM__JSON_OBJECT) ||
-        !llm__json_has_kind(llm__json_member(model, "merges"), LLM__JSON_ARRAY))
+    if (!llm_json_has_kind(vocab, LLM_JSON_OBJECT) ||
+        !llm_json_has_kind(llm_json_member(model, "merges"), LLM_JSON_ARRAY))
         return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "the model has no vocab (an object) or no merges (an array)");
-    if (!llm__is_null(added) && !llm__json_has_kind(added, LLM__JSON_ARRAY))
+    if (!llm__is_null(added) && !llm_json_has_kind(added, LLM_JSON_ARRAY))
         return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "added_tokens is not an array");
     v->byte_fallback = llm__is_on(model, "byte_fallback", false);
     if (!llm__read_entries(v, vocab, added)) return false;
@@ -9844,26 +9200,28 @@ static bool llm__read_model(llm__vocabulary *v, const llm__json_node *model) {
 }
 
 /* A merge is "a b" or ["a", "b"]. */
-static bool llm__put_merges(llm__vocabulary *v, const llm__json_node *merges) {
-    llm__bytes *values = &v->w->values;
-    uint64_t n = 0;
-    llm__writer_put_value(v->w, v->byte_level ? "tokenizer.ggml.merges" : "tokenizer.llm.merges", LLM_VALUE_ARRAY, LLM_VALUE_STRING,
-                          merges->length, NULL, 0);
-    for (const llm__json_node *rule = llm__json_first(merges); rule; rule = llm__json_next(merges, rule)) {
+static bool llm__put_merges(llm__vocabulary *v, const llm_json_node *merges) {
+    uint64_t n = 0, length;
+    llm__note_key(v->m, v->byte_level ? "tokenizer.ggml.merges" : "tokenizer.llm.merges",
+                  LLM_VALUE_ARRAY, LLM_VALUE_STRING, merges->length);
+    for (const llm_json_node *rule = llm_json_first(merges); rule;
+         rule = llm_json_next(merges, rule)) {
         llm_string left, right = {NULL, 0};
-        bool one = llm__json_string(rule, &left), ok;
+        bool one = llm_json_string(rule, &left), ok;
         if (one) ok = left.length > 2 && memchr(left.data + 1, ' ', left.length - 2);
         else
-            ok = llm__json_has_kind(rule, LLM__JSON_ARRAY) && rule->length == 2 && llm__json_string(rule + 1, &left) &&
-                 llm__json_string(rule + 2, &right) && left.length && right.length && !memchr(left.data, ' ', left.length) &&
+            ok = llm_json_has_kind(rule, LLM_JSON_ARRAY) && rule->length == 2 &&
+                 llm_json_string(rule + 1, &left) && llm_json_string(rule + 2, &right) &&
+                 left.length && right.length && !memchr(left.data, ' ', left.length) &&
                  !memchr(right.data, ' ', right.length);
         n++;
         if (!ok)
             return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: merge %llu is not a pair of tokens", v->name, (unsigned long long)n);
-        if (!llm__append_u64(values, left.length + !one + right.length, v->err) ||
-            !llm__append(values, left.data, left.length, v->err) || !llm__append(values, " ", !one, v->err) ||
-            !llm__append(values, right.data, right.length, v->err))
-            return false;
+        length = left.length + !one + right.length;
+        llm__note_bytes(v->m, &length, sizeof length);
+        llm__note_bytes(v->m, left.data, left.length);
+        llm__note_bytes(v->m, " ", !one);
+        llm__note_bytes(v->m, right.data, right.length);
     }
     return true;
 }
@@ -9877,15 +9235,17 @@ static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
         if (rule->split == v->split && (!best || (same && (best->composes != v->nfc || best->ignores_merges != ignores_merges))))
             best = rule;
     }
-    if (v->byte_level && best) llm_writer_string(v->w, "tokenizer.ggml.pre", best->name);
-    if (!best || best->composes != v->nfc) llm_writer_bool(v->w, "tokenizer.llm.nfc", v->nfc);
+    if (v->byte_level && best)
+        llm__note_string(v->m, "tokenizer.ggml.pre", llm__string(best->name));
+    if (!best || best->composes != v->nfc) llm__note_bool(v->m, "tokenizer.llm.nfc", v->nfc);
     if (!best || best->ignores_merges != ignores_merges)
-        llm_writer_bool(v->w, "tokenizer.llm.ignore_merges", ignores_merges);
+        llm__note_bool(v->m, "tokenizer.llm.ignore_merges", ignores_merges);
 }
 
 /* Write v->ids and clear it. */
 static void llm__put_ids(llm__vocabulary *v, const char *key) {
-    if (v->ids.length) llm_writer_i32_array(v->w, key, (const int32_t *)(const void *)v->ids.data, v->ids.length / 4);
+    if (v->ids.length)
+        llm__note_array(v->m, key, LLM_VALUE_I32, v->ids.data, v->ids.length / 4, v->ids.length);
     v->ids.length = 0;
 }
 
@@ -9904,18 +9264,19 @@ static bool llm__put_scores(llm__vocabulary *v) {
     float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens", v->err);
     if (!scores) return false;
     for (uint64_t id = 0; id < v->size; id++) scores[id] = v->kinds[id] == LLM__TOKEN_NORMAL ? -(float)id : 0;
-    llm_writer_f32_array(v->w, "tokenizer.ggml.scores", scores, v->size);
+    llm__note_array(v->m, "tokenizer.ggml.scores", LLM_VALUE_F32, scores, v->size,
+                    (size_t)v->size * sizeof *scores);
     LLM_FREE(scores);
     return true;
 }
 
 /* The value of the key must be a token: a missing end token would never be recognized. */
 static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *id) {
-    const llm__json_node *node = llm__json_member(v->config.nodes, key);
+    const llm_json_node *node = llm_json_member(v->config.nodes, key);
     llm_string text = {"", 0};
     int32_t found = llm__vocabulary_find(v, node);
-    if (llm__json_has_kind(node, LLM__JSON_OBJECT)) node = llm__json_member(node, "content");
-    if (found < 0 && llm__json_string(node, &text) && text.length)
+    if (llm_json_has_kind(node, LLM_JSON_OBJECT)) node = llm_json_member(node, "content");
+    if (found < 0 && llm_json_string(node, &text) && text.length)
         return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: the %s of tokenizer_config.json beside it, '%s', is not one of the tokens", v->name,
                          key, llm__show(text).text);
     if (found >= 0) *id = found;
@@ -9923,7 +9284,7 @@ static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *
 }
 
 static bool llm__read_config(llm__vocabulary *v) {
-    const llm__json_node *config = v->config.nodes;
+    const llm_json_node *config = v->config.nodes;
     if (!llm__read_named(v, "bos_token", &v->bos) || !llm__read_named(v, "eos_token", &v->eos)) return false;
     v->adds_bos = llm__is_on(config, "add_bos_token", v->adds_bos) && v->bos >= 0;
     v->adds_eos = llm__is_on(config, "add_eos_token", v->adds_eos) && v->eos >= 0;
@@ -9931,43 +9292,46 @@ static bool llm__read_config(llm__vocabulary *v) {
 }
 
 /* node: the template, or several with names, of which "default" is used. */
-static bool llm__config_template(const llm__json_node *node, llm_string *text) {
-    for (const llm__json_node *item = llm__json_has_kind(node, LLM__JSON_ARRAY) ? llm__json_first(node) : NULL; item;
-         item = llm__json_next(node, item))
-        if (llm__json_is(llm__json_member(item, "name"), "default"))
-            return llm__json_string(llm__json_member(item, "template"), text);
-    return llm__json_string(node, text);
+static bool llm__config_template(const llm_json_node *node, llm_string *text) {
+    for (const llm_json_node *item = llm_json_has_kind(node, LLM_JSON_ARRAY) ? llm_json_first(node) : NULL; item;
+         item = llm_json_next(node, item))
+        if (llm_json_is(llm_json_member(item, "name"), "default"))
+            return llm_json_string(llm_json_member(item, "template"), text);
+    return llm_json_string(node, text);
 }
 
 static bool llm__put_named(llm__vocabulary *v) {
-    if (v->bos >= 0) llm_writer_u32(v->w, "tokenizer.ggml.bos_token_id", (uint32_t)v->bos);
-    if (v->eos >= 0) llm_writer_u32(v->w, "tokenizer.ggml.eos_token_id", (uint32_t)v->eos);
-    if (v->unknown >= 0) llm_writer_u32(v->w, "tokenizer.ggml.unknown_token_id", (uint32_t)v->unknown);
-    llm_writer_bool(v->w, "tokenizer.ggml.add_bos_token", v->adds_bos);
-    llm_writer_bool(v->w, "tokenizer.ggml.add_eos_token", v->adds_eos);
+    if (v->bos >= 0) llm__note_u32(v->m, "tokenizer.ggml.bos_token_id", (uint32_t)v->bos);
+    if (v->eos >= 0) llm__note_u32(v->m, "tokenizer.ggml.eos_token_id", (uint32_t)v->eos);
+    if (v->unknown >= 0)
+        llm__note_u32(v->m, "tokenizer.ggml.unknown_token_id", (uint32_t)v->unknown);
+    llm__note_bool(v->m, "tokenizer.ggml.add_bos_token", v->adds_bos);
+    llm__note_bool(v->m, "tokenizer.ggml.add_eos_token", v->adds_eos);
     if (!v->byte_level) {
-        llm_writer_bool(v->w, "tokenizer.ggml.add_space_prefix", v->prefix != LLM__PREFIX_NONE);
-        llm_writer_bool(v->w, "tokenizer.llm.drops_space", v->drops_space);
-        llm_writer_bool(v->w, "tokenizer.llm.split_spaces", v->split_spaces);
-        llm_writer_bool(v->w, "tokenizer.llm.fuse_unknown", llm__is_on(llm__setting(v, "model"), "fuse_unk", false));
+        llm__note_bool(v->m, "tokenizer.ggml.add_space_prefix", v->prefix != LLM__PREFIX_NONE);
+        llm__note_bool(v->m, "tokenizer.llm.drops_space", v->drops_space);
+        llm__note_bool(v->m, "tokenizer.llm.split_spaces", v->split_spaces);
+        llm__note_bool(v->m, "tokenizer.llm.fuse_unknown",
+                       llm__is_on(llm__setting(v, "model"), "fuse_unk", false));
     }
-    llm_writer_u32(v->w, "tokenizer.llm.prefix", (uint32_t)v->prefix);
+    llm__note_u32(v->m, "tokenizer.llm.prefix", (uint32_t)v->prefix);
     return llm__put_strips(v, 1, "tokenizer.llm.strip_left") && llm__put_strips(v, 2, "tokenizer.llm.strip_right");
 }
 
 static bool llm__put_vocabulary(llm__vocabulary *v) {
     static const char *const known[] = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
                                         "post_processor", "decoder", "model"};
-    const llm__json_node *root = v->json.nodes, *model = llm__setting(v, "model");
+    const llm_json_node *root = v->json.nodes, *model = llm__setting(v, "model");
     if (!model && (llm__setting(v, "model_type") || llm__setting(v, "weight_map")))
         return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "this file is only a part of a model; give the folder that it lies in");
-    for (const llm__json_node *item = llm__json_has_kind(root, LLM__JSON_OBJECT) ? llm__json_first(root) : NULL; item;
-         item = llm__json_next(root, item)) {
+    for (const llm_json_node *item = llm_json_has_kind(root, LLM_JSON_OBJECT) ? llm_json_first(root)
+                                                                              : NULL;
+         item; item = llm_json_next(root, item)) {
         size_t i = 0;
-        while (i < sizeof known / sizeof *known && !llm__json_is(item - 1, known[i])) i++;
+        while (i < sizeof known / sizeof *known && !llm_json_is(item - 1, known[i])) i++;
         if (i == sizeof known / sizeof *known)
             return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: '%s' is not a known part of a tokenizer.json", v->name,
-                             llm__show(llm__json_key(item)).text);
+                             llm__show(llm_json_key(item)).text);
     }
     if (!llm__read_normalizer(v, llm__setting(v, "normalizer")) ||
         !llm__read_pre_tokenizer(v, llm__setting(v, "pre_tokenizer")) || !llm__read_model(v, model))
@@ -9979,13 +9343,17 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
     if (!llm__read_decoder(v, llm__setting(v, "decoder")) ||
         !llm__read_post_processor(v, llm__setting(v, "post_processor")) || !llm__read_config(v))
         return false;
-    llm_writer_string(v->w, "tokenizer.ggml.model", v->byte_level ? "gpt2" : "llama");
+    llm__note_string(v->m, "tokenizer.ggml.model", llm__string(v->byte_level ? "gpt2" : "llama"));
     llm__put_rule(v, llm__is_on(model, "ignore_merges", false));
-    llm_writer_string_array(v->w, "tokenizer.ggml.tokens", v->texts, v->size);
-    for (uint64_t id = 0; id < v->size; id++)
+    llm__note_key(v->m, "tokenizer.ggml.tokens", LLM_VALUE_ARRAY, LLM_VALUE_STRING, v->size);
+    for (uint64_t id = 0; id < v->size; id++) {
+        llm__note_text(v->m, v->texts[id]);
         if (!v->kinds[id]) v->kinds[id] = LLM__TOKEN_UNUSED;
-    llm_writer_i32_array(v->w, "tokenizer.ggml.token_type", v->kinds, v->size);
-    return (v->byte_level || llm__put_scores(v)) && llm__put_merges(v, llm__json_member(model, "merges")) && llm__put_named(v);
+    }
+    llm__note_array(v->m, "tokenizer.ggml.token_type", LLM_VALUE_I32, v->kinds, v->size,
+                    (size_t)v->size * sizeof *v->kinds);
+    return (v->byte_level || llm__put_scores(v)) &&
+           llm__put_merges(v, llm_json_member(model, "merges")) && llm__put_named(v);
 }
 
 /* ---- The folder of a tokenizer.json ---------------------------------- */
@@ -10013,12 +9381,13 @@ static bool llm__read_text(const char *folder, const char *name, llm__bytes *tex
     return ok;
 }
 
-static bool llm__read_json(llm__json *json, const char *folder, const char *name, bool *found, llm_error *err) {
+static bool llm__read_json(llm_json *json, const char *folder, const char *name, bool *found,
+                           llm_error *err) {
     llm__bytes text = {NULL, 0, 0};
     char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
     memset(json, 0, sizeof *json);
     bool ok = path && llm__read_text(folder, name, &text, found, err) &&
-              (!*found || llm__json_parse(json, (const char *)text.data, text.length, path, err));
+              (!*found || llm_json_parse(json, (const char *)text.data, text.length, path, err));
     LLM_FREE(start);
     LLM_FREE(path);
     LLM_FREE(text.data);
@@ -10027,19 +9396,20 @@ static bool llm__read_json(llm__json *json, const char *folder, const char *name
 
 /* "eos_token_id" is one id or several. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
-    llm__json json;
+    llm_json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
-    const llm__json_node *ends = ok ? llm__json_member(json.nodes, "eos_token_id") : NULL;
-    const llm__json_node *end = llm__json_has_kind(ends, LLM__JSON_ARRAY) ? llm__json_first(ends) : ends;
+    const llm_json_node *ends = ok ? llm_json_member(json.nodes, "eos_token_id") : NULL;
+    const llm_json_node *end =
+        llm_json_has_kind(ends, LLM_JSON_ARRAY) ? llm_json_first(ends) : ends;
     while (ok && end) {
         uint64_t id;
-        if (llm__json_u64(end, &id) && id < v->size) {
+        if (llm_json_u64(end, &id) && id < v->size) {
             int32_t number = (int32_t)id;
             ok = llm__append(&v->ids, &number, sizeof number, v->err);
         }
-        end = end == ends ? NULL : llm__json_next(ends, end);
+        end = end == ends ? NULL : llm_json_next(ends, end);
     }
-    llm__json_free(&json);
+    llm_json_free(&json);
     return ok;
 }
 
@@ -10054,31 +9424,30 @@ static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     if (found) {
         text.data = (const char *)jinja.data;
         text.length = jinja.length;
-    } else found = llm__config_template(llm__json_member(v->config.nodes, "chat_template"), &text);
-    if (found) llm__writer_strings(v->w, "tokenizer.chat_template", LLM_VALUE_STRING, &text, 1);
+    } else found = llm__config_template(llm_json_member(v->config.nodes, "chat_template"), &text);
+    if (found) llm__note_string(v->m, "tokenizer.chat_template", text);
     LLM_FREE(jinja.data);
     return true;
 }
 
-/* Append the GGUF values to w. folder: of the other files; NULL: none are read. */
-static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t length, const char *name, const char *folder,
-                                      llm_error *err) {
+/* Append the GGUF values to m. folder: of the other files; NULL: none are read. */
+static bool llm__translate_vocabulary(llm__metadata *m, const void *text, size_t length,
+                                      const char *name, const char *folder, llm_error *err) {
     llm__vocabulary v;
     bool found, ok = true;
     memset(&v, 0, sizeof v);
     v.name = name;
-    v.w = w;
+    v.m = m;
     v.err = err;
     v.bos = v.eos = v.unknown = -1;
     if (folder)
         ok = llm__read_json(&v.config, folder, "tokenizer_config.json", &found, err) &&
              llm__read_json(&v.added, folder, "added_tokens.json", &found, err);
-    ok = ok && llm__json_parse(&v.json, (const char *)text, length, name, err) && llm__put_vocabulary(&v) &&
-         (!folder || llm__put_siblings(&v, folder));
-    if (ok && w->err.status != LLM_OK) ok = llm__fail(err, w->err.status, "%s: %s", name, w->err.message);
-    llm__json_free(&v.json);
-    llm__json_free(&v.config);
-    llm__json_free(&v.added);
+    ok = ok && llm_json_parse(&v.json, (const char *)text, length, name, err) &&
+         llm__put_vocabulary(&v) && (!folder || llm__put_siblings(&v, folder));
+    llm_json_free(&v.json);
+    llm_json_free(&v.config);
+    llm_json_free(&v.added);
     LLM_FREE(v.texts);
     LLM_FREE(v.kinds);
     LLM_FREE(v.strips);
@@ -10086,7 +9455,7 @@ static bool llm__translate_vocabulary(llm_writer *w, const void *text, size_t le
     return ok;
 }
 
-static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error *err) {
+static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_error *err) {
     llm__bytes text = {NULL, 0, 0};
     char *path = llm__copy_text(folder, "/tokenizer.json", err);
     bool found = false, ok = path && llm__read_text(folder, "tokenizer.json", &text, &found, err);
@@ -10097,7 +9466,7 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
                                  "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json of it");
         LLM_FREE(pieces);
     }
-    ok = ok && llm__translate_vocabulary(w, text.data, text.length, path, folder, err);
+    ok = ok && llm__translate_vocabulary(m, text.data, text.length, path, folder, err);
     LLM_FREE(path);
     LLM_FREE(text.data);
     return ok;
@@ -10106,13 +9475,15 @@ static bool llm__folder_vocabulary(llm_writer *w, const char *folder, llm_error 
 /* Open a tokenizer.json, and the other files in its folder, as a file without tensors. */
 static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
-    llm_writer *w = file ? llm__header_begin(err) : NULL;
+    llm__metadata m;
+    memset(&m, 0, sizeof m);
     char *parent = llm__copy_text(path, "", err), *slash = parent ? strrchr(parent, '/') : NULL;
     if (slash) *slash = 0;
-    bool ok = w && parent && (file->path = llm__copy_text(path, "", err)) != NULL &&
-              llm__translate_vocabulary(w, text, (size_t)length, path, slash ? (*parent ? parent : "/") : ".", err) &&
-              llm__header_read(w, file, err);
-    if (w) llm__writer_free(w);
+    bool ok = file && parent && (file->path = llm__copy_text(path, "", err)) != NULL &&
+              llm__translate_vocabulary(&m, text, (size_t)length, path,
+                                        slash ? (*parent ? parent : "/") : ".", err) &&
+              llm__read_metadata(&m, file, err);
+    LLM_FREE(m.bytes.data);
     LLM_FREE(parent);
     if (ok) return file->folder = true, file;
     llm_file_close(file);

@@ -10,6 +10,7 @@
 #endif
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "models/quantize.h"
 
 #include <ctype.h>
 #include <errno.h>
@@ -328,134 +329,43 @@ static const char *skip_space(const char *p, const char *end) {
     return p;
 }
 
-static void append_utf8(text *t, uint32_t c) {
-    char s[4];
-    int n = c < 0x80 ? 1 : c < 0x800 ? 2 : c < 0x10000 ? 3 : 4;
-    static const unsigned char lead[] = {0, 0, 0xC0, 0xE0, 0xF0};
-    for (int i = n - 1; i > 0; i--, c >>= 6) s[i] = (char)(0x80 | (c & 0x3F));
-    s[0] = (char)(lead[n] | c);
-    append(t, s, (size_t)n);
+/* The text of a value that begins at p, in well-formed JSON. */
+static llm_string json_source(const char *p, const char *end) {
+    const char *start = p;
+    int depth = 0;
+    bool quoted = false;
+    do {
+        if (quoted && *p == '\\') p++; /* and what it escapes */
+        else if (*p == '"') quoted = !quoted;
+        else if (!quoted) depth += (*p == '[' || *p == '{') - (*p == ']' || *p == '}');
+        p++;
+    } while (p < end && (quoted || depth || !strchr(",]} \t\r\n", *p)));
+    return (llm_string){start, (size_t)(p - start)};
 }
 
-/* Four hexadecimal digits; -1 if they are not. */
-static int32_t parse_hex4(const char *p, const char *end) {
-    int32_t value = 0;
-    if (end - p < 4) return -1;
-    for (int i = 0; i < 4; i++) {
-        if (!isxdigit((unsigned char)p[i])) return -1;
-        value = value * 16 + (p[i] <= '9' ? p[i] - '0' : (p[i] | 32) - 'a' + 10);
+/* The token ids of a JSON array. False: something else is there. */
+static bool json_ids(const llm_json_node *array, int32_t **ids, int64_t *n) {
+    *n = 0;
+    if (!llm_json_has_kind(array, LLM_JSON_ARRAY)) return false;
+    *ids = resize(*ids, ((size_t)array->length + 1) * sizeof **ids);
+    for (const llm_json_node *item = llm_json_first(array); item;
+         item = llm_json_next(array, item)) {
+        int64_t id;
+        if (!llm_json_i64(item, &id) || id < INT32_MIN || id > INT32_MAX) return false;
+        (*ids)[(*n)++] = (int32_t)id;
     }
-    return value;
+    return true;
 }
 
-/* The JSON string at *at, appended to `out`; *at goes behind it. Half a surrogate pair becomes U+FFFD. */
-static bool read_json_string(const char **at, const char *end, text *out) {
-    const char *p = *at;
-    if (p == end || *p++ != '"') return false;
-    while (p < end && *p != '"') {
-        if ((unsigned char)*p < 0x20) return false;
-        if (*p != '\\') {
-            append(out, p++, 1);
-            continue;
-        }
-        if (++p == end) return false;
-        static const char names[] = "\"\\/bfnrt", values[] = "\"\\/\b\f\n\r\t";
-        const char *named = *p ? strchr(names, *p) : NULL;
-        if (named) {
-            append(out, &values[named - names], 1);
-            p++;
-        } else {
-            int32_t c = *p == 'u' ? parse_hex4(p + 1, end) : -1;
-            if (c < 0) return false;
-            p += 5;
-            if (c >= 0xD800 && c < 0xDC00 && end - p >= 6 && p[0] == '\\' && p[1] == 'u') {
-                int32_t low = parse_hex4(p + 2, end);
-                if (low >= 0xDC00 && low < 0xE000) {
-                    c = 0x10000 + ((c - 0xD800) << 10) + (low - 0xDC00);
-                    p += 6;
-                }
-            }
-            append_utf8(out, c >= 0xD800 && c < 0xE000 ? 0xFFFD : (uint32_t)c);
-        }
-    }
-    *at = p + 1;
-    return p < end;
-}
-
-/* A line that is one JSON string. */
-static bool parse_json_string(const char *p, size_t length, text *out) {
-    const char *end = p + length;
-    p = skip_space(p, end);
-    return read_json_string(&p, end, out) && skip_space(p, end) == end;
-}
-
-static bool skip_digits(const char **at, const char *end) {
-    const char *start = *at;
-    while (*at < end && isdigit((unsigned char)**at)) ++*at;
-    return *at > start;
-}
-
-static bool skip_json_number(const char **at, const char *end) {
-    if (*at < end && **at == '-') ++*at;
-    const char *first = *at;
-    if (!skip_digits(at, end) || (*first == '0' && *at > first + 1)) return false;
-    if (*at < end && **at == '.' && (++*at, !skip_digits(at, end))) return false;
-    if (*at == end || (**at | 32) != 'e') return true;
-    if (++*at < end && (**at == '+' || **at == '-')) ++*at;
-    return skip_digits(at, end);
-}
-
-/* Step over the JSON value at *at, and any space behind it. False: there is none, or it is nested deeper than `depth`. */
-static bool skip_json(const char **at, const char *end, int depth) {
-    static const char *const words[] = {"true", "false", "null"};
-    text unused = {0};
-    bool good = false;
-    if (*at == end || depth < 0) return false;
-    char open = **at, close = open == '{' ? '}' : ']';
-    if (open == '"') {
-        good = read_json_string(at, end, &unused);
-        free(unused.data);
-    } else if (open == '{' || open == '[') {
-        *at = skip_space(*at + 1, end);
-        bool empty = *at < end && **at == close;
-        for (good = true; good && !empty;) {
-            if (open == '{') {
-                good = *at < end && **at == '"' && skip_json(at, end, 0) && *at < end && **at == ':';
-                if (good) *at = skip_space(*at + 1, end);
-            }
-            good = good && skip_json(at, end, depth - 1) && *at < end;
-            if (!good || **at != ',') break;
-            *at = skip_space(*at + 1, end);
-        }
-        good = good && *at < end && *(*at)++ == close;
-    } else if (open == '-' || isdigit((unsigned char)open)) {
-        good = skip_json_number(at, end);
-    } else {
-        int i = 0;
-        while (i < COUNT(words) && ((size_t)(end - *at) < strlen(words[i]) || memcmp(*at, words[i], strlen(words[i])))) i++;
-        good = i < COUNT(words);
-        if (good) *at += strlen(words[i]);
-    }
-    *at = skip_space(*at, end);
-    return good;
-}
-
-/* Ids between spaces or commas; in JSON the whole is one array. False: something else is there. */
-static bool parse_ids(const char *data, size_t length, bool json, int32_t **ids, int64_t *n) {
+/* Ids between spaces or commas. False: something else is there. */
+static bool parse_ids(const char *data, size_t length, int32_t **ids, int64_t *n) {
     text t = {0}; /* zero-terminated, for strtol */
     append(&t, data, length);
     append(&t, "", 1);
     *n = 0;
-    char *p = t.data, *end = t.data + length;
-    bool good = true, closed = !json;
-    p = (char *)skip_space(p, end);
-    if (json) good = p < end && *p++ == '[';
-    while (good && (p = (char *)skip_space(p, end)) < end) {
-        if (json && *p == ']') {
-            closed = true;
-            p++;
-            break;
-        }
+    const char *p = t.data, *end = t.data + length;
+    bool good = true;
+    while (good && (p = skip_space(p, end)) < end) {
         char *after;
         errno = 0;
         long id = strtol(p, &after, 10);
@@ -463,12 +373,9 @@ static bool parse_ids(const char *data, size_t length, bool json, int32_t **ids,
         if (!good) break;
         if ((*n & (*n - 1)) == 0) *ids = resize(*ids, (size_t)(*n ? 2 * *n : 1) * sizeof **ids);
         (*ids)[(*n)++] = (int32_t)id;
-        p = (char *)skip_space(after, end);
-        bool comma = p < end && *p == ',';
-        p += comma;
-        if (json) good = comma ? *skip_space(p, end) != ']' : *p == ']';
+        p = skip_space(after, end);
+        p += p < end && *p == ',';
     }
-    good = good && closed && skip_space(p, end) == end;
     free(t.data);
     return good;
 }
@@ -1095,12 +1002,11 @@ static double arithmetic_peak(const llm_model *model, llm_backend *b) {
     llm_program p = {0};
     const llm_tensor *like = llm_file_find_tensor(llm_model_file(model), "blk.0.ffn_up.weight");
     const llm_type_info *type = llm_type_find(like ? like->type : LLM_F16);
-    if (!type->pack) type = llm_type_find(LLM_F16);
     size_t bytes = row_bytes(type->type, SIZE_) * SIZE_;
     float *values = resize(NULL, SIZE_ * SIZE_ * sizeof *values);
     for (int i = 0; i < SIZE_ * SIZE_; i++) values[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
     void *weights = resize(NULL, bytes);
-    type->pack(values, weights, SIZE_ * SIZE_);
+    llm_pack(type->type, values, weights, SIZE_ * SIZE_);
     llm_weight w = {.type = type->type, .rows = SIZE_, .cols = SIZE_};
     float *x = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err), *out = b->allocate(b->context, ROWS * SIZE_ * sizeof *x, "a test", &err);
     bool good = x && out && b->load_weight(b->context, &w, weights, &err) &&
@@ -1901,34 +1807,34 @@ static bool line_wrong(batch_line *l, const char *format, ...) {
     return false;
 }
 
-static bool read_stop(batch_line *l, const char *p, const char *end) {
-    bool array = *p == '[';
-    if (array) p = skip_space(p + 1, end);
-    while (p < end && *p != ']') {
+static bool read_stop(batch_line *l, const llm_json_node *value) {
+    const llm_json_node *array = llm_json_has_kind(value, LLM_JSON_ARRAY) ? value : NULL;
+    const llm_json_node *item = array ? llm_json_first(array) : value;
+    for (; item; item = llm_json_next(array, item)) {
+        llm_string words;
         text stop = {0};
-        bool good = read_json_string(&p, end, &stop) && stop.length > 0 && !memchr(stop.data, 0, stop.length);
+        if (!llm_json_string(item, &words) || !words.length || memchr(words.data, 0, words.length))
+            return line_wrong(l, "stop needs a text that is not empty, or an array of them");
+        append(&stop, words.data, words.length);
         append(&stop, "", 1);
         l->stop.items = resize(l->stop.items, (size_t)(l->stop.count + 1) * sizeof *l->stop.items);
         l->stop.items[l->stop.count++] = stop.data;
-        if (!good) return line_wrong(l, "stop needs a text that is not empty, or an array of them");
-        p = skip_space(p, end);
-        if (array && *p == ',') p = skip_space(p + 1, end);
-        if (!array) break;
     }
     return true;
 }
 
-/* A value into what the option points to: the same checks as on the command line. */
-static bool read_option(batch_line *l, const option *o, const char *p, const char *end) {
-    text value = {0};
-    bool number = *p == '-' || isdigit((unsigned char)*p), word = o->kind == DEPTH && *p == '"', flag = o->kind == FLAG;
-    if (word) read_json_string(&p, end, &value);
-    else append(&value, p, (size_t)(end - p));
-    append(&value, "", 1);
-    bool good = flag ? !strcmp(value.data, "true") || !strcmp(value.data, "false") : (number || word) && parse_value(o, value.data);
-    if (flag && good) *(bool *)o->value = value.data[0] == 't';
-    if (!good) line_wrong(l, "%s needs %s, not %.60s", o->name, WANTED(o), value.data);
-    free(value.data);
+/* A value into what the option points to: the same checks as on the command line. source: the
+ * value as the line has it. */
+static bool read_option(batch_line *l, const option *o, const llm_json_node *value,
+                        llm_string source) {
+    text t = {0};
+    bool word = o->kind == DEPTH && llm_json_has_kind(value, LLM_JSON_STRING), good;
+    append(&t, word ? value->text : source.data, word ? value->length : source.length);
+    append(&t, "", 1);
+    if (o->kind == FLAG) good = llm_json_bool(value, o->value);
+    else good = (word || llm_json_has_kind(value, LLM_JSON_NUMBER)) && parse_value(o, t.data);
+    if (!good) line_wrong(l, "%s needs %s, not %.60s", o->name, WANTED(o), t.data);
+    free(t.data);
     return good;
 }
 
@@ -1949,51 +1855,43 @@ static int find_key(batch_line *l, const option *options, int n, const text *key
     return -1;
 }
 
-static bool read_key(batch_line *l, const option *options, int key, const char *p, const char *end) {
+static bool read_key(batch_line *l, const option *options, int key, const llm_json_node *value,
+                     llm_string source) {
+    llm_string words;
     switch (key) {
-    case KEY_ID: append(&l->id, p, (size_t)(end - p)); return true;
-    case KEY_STOP: return read_stop(l, p, end);
-    case KEY_PROMPT: return read_json_string(&p, end, &l->prompt) || line_wrong(l, "prompt needs a string");
+    case KEY_ID: append(&l->id, source.data, source.length); return true;
+    case KEY_STOP: return read_stop(l, value);
+    case KEY_PROMPT:
+        if (!llm_json_string(value, &words)) return line_wrong(l, "prompt needs a string");
+        append(&l->prompt, words.data, words.length);
+        return true;
     case KEY_TOKENS:
-        return parse_ids(p, (size_t)(end - p), true, &l->ids, &l->n_ids) || line_wrong(l, "tokens needs an array of token ids");
-    default: return read_option(l, &options[key - N_OTHER_KEYS], p, end);
+        return json_ids(value, &l->ids, &l->n_ids) ||
+               line_wrong(l, "tokens needs an array of token ids");
+    default: return read_option(l, &options[key - N_OTHER_KEYS], value, source);
     }
-}
-
-/* Is all of it well-formed? */
-static bool check_json(batch_line *l, const char *start, const char *end) {
-    const char *p = skip_space(start, end);
-    for (const char *c = p; c < end;) {
-        int n = utf8_length((const unsigned char *)c, (size_t)(end - c));
-        if (n == 0) return line_wrong(l, "not UTF-8, at byte %lld", (long long)(c - start + 1));
-        c += n;
-    }
-    if (p == end || *p != '{') return line_wrong(l, "not a JSON object");
-    if (!skip_json(&p, end, 16) || p != end)
-        return line_wrong(l, "not JSON (or nested too deeply), at byte %lld", (long long)(p - start + 1));
-    return true;
 }
 
 /* The object of a line, key by key; `seen` gets a bit for each that is there. */
-static bool read_object(batch_line *l, const option *options, int n, const char *p, const char *end, uint32_t *seen) {
-    if (!check_json(l, p, end)) return false;
-    bool good = true;
-    p = skip_space(skip_space(p, end) + 1, end);
-    while (good && *p != '}') {
+static bool read_object(batch_line *l, const option *options, int n, const char *data,
+                        size_t length, uint32_t *seen) {
+    llm_json json;
+    llm_error err;
+    if (!llm_json_parse(&json, data, length, NULL, &err))
+        return line_wrong(l, "not JSON: %s", err.message);
+    const llm_json_node *object = json.nodes, *value = llm_json_first(object);
+    bool good = llm_json_has_kind(object, LLM_JSON_OBJECT) || line_wrong(l, "not a JSON object");
+    for (; good && value; value = llm_json_next(object, value)) {
+        llm_string source = json_source(data + llm_json_offset(&json, value), data + length);
         text name = {0};
-        read_json_string(&p, end, &name);
+        append(&name, llm_json_key(value).data, llm_json_key(value).length);
         append(&name, "", 1);
         int key = find_key(l, options, n, &name);
-        const char *value = p = skip_space(skip_space(p, end) + 1, end), *value_end;
-        skip_json(&p, end, 16);
-        for (value_end = p; strchr(" \t\r\n", value_end[-1]);) value_end--;
-        good = key >= 0;
-        if (good && *seen >> key & 1) good = line_wrong(l, "the key '%s' comes twice", name.data);
-        if (good) *seen |= 1u << key;
-        good = good && read_key(l, options, key, value, value_end);
+        if (key >= 0) *seen |= 1u << key;
+        good = key >= 0 && read_key(l, options, key, value, source);
         free(name.data);
-        p = skip_space(p + (*p == ','), end);
     }
+    llm_json_free(&json);
     return good;
 }
 
@@ -2012,7 +1910,7 @@ static bool read_line(const batch *b, batch_line *l, const char *data, size_t le
         {0, "lookup", NULL, FLAG, &r->lookup, 0, 0, ""},
         {0, "ignore_end", NULL, FLAG, &r->ignore_end, 0, 0, ""},
     };
-    if (!read_object(l, options, COUNT(options), data, data + length, &seen)) return false;
+    if (!read_object(l, options, COUNT(options), data, length, &seen)) return false;
     bool prompt = seen >> KEY_PROMPT & 1, tokens = seen >> KEY_TOKENS & 1;
     if (prompt == tokens) return line_wrong(l, prompt ? "both prompt and tokens: one of them" : "neither prompt nor tokens: one of them");
     if (prompt) l->n_ids = prompt_ids(llm_model_tokenizer(b->loaded), &l->prompt, b->special, &l->ids);
@@ -2714,7 +2612,12 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
     int32_t *ids = NULL;
     int64_t n, bytes = -1;
     char *out = NULL;
-    if (!parse_ids(data, length, t->json, &ids, &n)) {
+    llm_json json = {0};
+    bool good =
+        t->json ? llm_json_parse(&json, data, length, NULL, NULL) && json_ids(json.nodes, &ids, &n)
+                : parse_ids(data, length, &ids, &n);
+    llm_json_free(&json);
+    if (!good) {
         fail(t->json ? "the line is not a JSON array of token ids: %.*s" : "not a list of token ids: %.*s",
              length < 60 ? (int)length : 60, data);
     } else if ((bytes = llm_detokenize(t->tokenizer, ids, n, NULL, 0, &err)) < 0) {
@@ -2739,12 +2642,18 @@ static bool tokenize_lines(const tokenizing *t) {
     for (long number = 1; good && !output.error && (n = getline(&line, &capacity, stdin)) >= 0; number++) {
         const char *start = skip_space(line, line + n);
         size_t length = (size_t)(line + n - start);
-        text words = {0};
         if (length == 0) continue;
-        if (t->decode) good = tokenize_decode(t, start, length);
-        else if (!(good = parse_json_string(start, length, &words))) fail("line %ld is not a JSON string", number);
-        else good = tokenize_text(t, words.data ? words.data : "", words.length);
-        free(words.data);
+        if (t->decode) {
+            good = tokenize_decode(t, start, length);
+        } else {
+            llm_json json = {0};
+            llm_string words;
+            good = llm_json_parse(&json, start, length, NULL, NULL) &&
+                   llm_json_string(json.nodes, &words);
+            if (!good) fail("line %ld is not a JSON string", number);
+            else good = tokenize_text(t, words.data, words.length);
+            llm_json_free(&json);
+        }
         flush_output();
     }
     if (good && ferror(stdin)) good = !fail("cannot read standard input: %s", strerror(errno));
@@ -4264,7 +4173,7 @@ static pool make_pool(llm_type type, bool output, uint64_t seed, const shape *s)
             for (uint64_t j = 0; j < 3; j++) sum += llm_random(seed, 0, 3 * (i + k) + j);
             values[k] = (float)(0.02 * 2 * (sum - 1.5));
         }
-        llm_type_find(type)->pack(values, p.data + row_bytes(type, i), (int64_t)p.place);
+        llm_pack(type, values, p.data + row_bytes(type, i), (int64_t)p.place);
     }
     return p;
 }

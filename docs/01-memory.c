@@ -1,5 +1,7 @@
 /* 01-memory.c - llm lesson memory: what has to be in memory, byte by byte. Beside 01-memory.md. */
 
+#include "../models/quantize.h"
+
 enum { MEMORY_TYPES = 64 };
 
 /* Weights of a shape: (rows, cols) matrices, and norms, which hardly count. */

@@ -1,5 +1,7 @@
 /* 05-int4.c - llm lesson int4: weights of four bits, one group close up, then the whole trade-off. Beside 05-int4.md. */
 
+#include "../models/quantize.h"
+
 enum { INT4_GROUP = 32 };
 
 typedef struct int4 {
@@ -44,7 +46,7 @@ static void int4_group(lesson *l, const int4 *x) {
     const float *w = x->values + (int64_t)x->group * INT4_GROUP;
     uint8_t block[LLM__Q4_0_BYTES];
     float back[INT4_GROUP];
-    type->pack(w, block, INT4_GROUP);
+    llm_pack(type->type, w, block, INT4_GROUP);
     type->unpack(block, back, INT4_GROUP);
     double scale = llm__f16_to_f32(llm__read_u16(block)), worst = 0;
     table t = new_table(columns, COUNT(columns));
@@ -66,7 +68,7 @@ static void int4_histogram(lesson *l, const int4 *x) {
     double counts[16] = {0};
     for (int64_t i = 0; i < x->n; i += INT4_GROUP) {
         uint8_t block[LLM__Q4_0_BYTES];
-        type->pack(x->values + i, block, INT4_GROUP);
+        llm_pack(type->type, x->values + i, block, INT4_GROUP);
         for (int k = 0; k < INT4_GROUP / 2; k++) counts[block[2 + k] & 15]++, counts[block[2 + k] >> 4]++;
     }
     static const column columns[] = {{"q", "", "%.0f"}, {"count", "", "%.0f"}};
@@ -96,7 +98,7 @@ static double int4_error(const int4 *x, const llm_type_info *type) {
     float *back = resize(NULL, (size_t)row * sizeof *back);
     double lost = 0, all = 0;
     for (int64_t i = 0; i < x->n; i += row) {
-        type->pack(x->values + i, blocks, row);
+        llm_pack(type->type, x->values + i, blocks, row);
         type->unpack(blocks, back, row);
         for (int64_t k = 0; k < row; k++) {
             double w = x->values[i + k];
@@ -188,7 +190,7 @@ static bool int4_types(lesson *l, const int4 *x) {
     bool good = true;
     for (int i = 0; llm_type_at(i) && good && !stop_requested; i++) {
         const llm_type_info *type = llm_type_at(i);
-        if (type->type == LLM_F32 || !type->pack) continue;
+        if (type->type == LLM_F32) continue;
         llm_model *model = type->type == x->tensor->type ? l->loaded : quantized_model(l->path, type->type);
         double bits = NAN, per_token = NAN, rate = NAN;
         good = model && lesson_perplexity(l, model, x->bytes_of_text, &bits, &per_token) &&

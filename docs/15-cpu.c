@@ -1,6 +1,8 @@
 /* 15-cpu.c - llm lesson cpu: one matrix product, from the plain loop to vectors, int8 products, many rows in one pass,
  * matrix tiles and threads. Beside 15-cpu.md. */
 
+#include "../models/quantize.h"
+
 enum { CPU_SIZES = 3, CPU_CHECKED = 16 };
 static const int cpu_sizes[CPU_SIZES] = {1, 16, 512}; /* rows of x: a token; sixteen sequences; a prompt */
 
@@ -128,7 +130,6 @@ typedef struct cpu_matrix {
 } cpu_matrix;
 
 static void cpu_fill(cpu_matrix *m, const llm_type_info *type) {
-    const llm_type_info *f16 = llm_type_find(LLM_F16);
     int64_t n = (int64_t)m->rows * m->cols, n_x = (int64_t)cpu_sizes[CPU_SIZES - 1] * m->cols;
     float *values = resize(NULL, (size_t)n * sizeof *values);
     for (int64_t i = 0; i < n; i++) values[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
@@ -139,9 +140,9 @@ static void cpu_fill(cpu_matrix *m, const llm_type_info *type) {
         m->copies[k] = (int)fmin(32, (double)(128 << 20) / (double)m->bytes[k] + 1);
         m->weights[k] = resize(NULL, m->bytes[k] * (size_t)m->copies[k]);
     }
-    type->pack(values, m->weights[0], n);
+    llm_pack(type->type, values, m->weights[0], n);
     type->unpack(m->weights[0], values, n); /* so that both hold the same */
-    f16->pack(values, m->weights[1], n);
+    llm_pack(LLM_F16, values, m->weights[1], n);
     for (int k = 0; k < 2; k++)
         for (int i = 1; i < m->copies[k]; i++)
             memcpy((char *)m->weights[k] + (size_t)i * m->bytes[k], m->weights[k], m->bytes[k]);
@@ -345,7 +346,7 @@ static int lesson_cpu(const command *self, int argc, char **argv) {
     bool good = false;
     if (chosen.device != DEVICE_CPU && chosen.device != DEVICE_AUTO)
         fail("this lesson is about the CPU: llm lesson kernel is about a GPU's threads");
-    else if (!type || !type->pack) fail("there is no type '%s' that can be written", type_name);
+    else if (!type) fail("there is no type '%s' that can be written", type_name);
     else if (m.cols % type->block_values)
         fail("%d columns are no whole blocks of %d values of %s", m.cols, type->block_values, type->name);
     else {

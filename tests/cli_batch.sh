@@ -90,7 +90,7 @@ run batch -f b.jsonl; judge 0 "" '"line": 5, .*"tokens": \[\], "finish_reason": 
 if [ -n "$python" ]; then
     name="batch: what a line holds, and that it is what llm run says"
     cat >few.jsonl <<'END'
-{"prompt": "Hello there", "seed": 7, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "penalty_window": 9, "n": 3, "max_tokens": 20, "id": {"a": [1, null, "\u00e9"]}}
+{"prompt": "Hello there", "seed": 7, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "penalty_window": 9, "n": 3, "max_tokens": 20, "id": {"a": [1, null, "\u00e9]\"["]}}
 {"tokens": [0, 5, 9], "temperature": 0, "max_tokens": 8, "ignore_end": true, "priority": 3}
 {"prompt": "caf\u00e9 \ud83d\ude00 \"q\"\n", "max_tokens": 6, "lookup": true, "speculate": 2, "stop": ["@@@", "###"]}
 END
@@ -102,7 +102,7 @@ lines = [json.loads(l) for l in open("o.jsonl", encoding="utf-8")]
 alone = run("--seed", "7", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01", "--repetition-penalty", "1.1",
             "--penalty-window", "9", "--samples", "3", "-n", "20", "Hello there")
 a = lines[0]
-assert a["line"] == 1 and a["id"] == {"a": [1, None, "\u00e9"]} and a["seed"] == 7 and a["prompt_tokens"] == len(alone["prompt_tokens"])
+assert a["line"] == 1 and a["id"] == {"a": [1, None, '\u00e9]"[']} and a["seed"] == 7 and a["prompt_tokens"] == len(alone["prompt_tokens"])
 for s, t in zip(a["samples"], alone["samples"], strict=True):
     assert s["text"] == t["text"] and s["finish_reason"] == t["finish"]
     assert s["tokens"] == [x["id"] for x in t["tokens"]] and s["logprobs"] == [x["logprob"] for x in t["tokens"]]
@@ -135,7 +135,7 @@ not JSON
 {"prompt": "x", "speculate": 2}
 {"prompt": "x", "speculate": 99}
 {"prompt": "x", "n": 17}
-{"prompt": "x", "id": [[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]}
+{"prompt": "x", "id": [[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]]}
 {"prompt": "x", "seed": -1}
 {"prompt": "x", "lookup": 1}
 {"prompt": "x\u00zz"}
@@ -144,7 +144,7 @@ not JSON
 {"prompt": "good again", "max_tokens": 2}
 END
 rm -f o.jsonl
-name="bad lines"; run batch -f wrong.jsonl -o o.jsonl; judge 1 "^llm: wrong.jsonl, line 2: not a JSON object" ""
+name="bad lines"; run batch -f wrong.jsonl -o o.jsonl; judge 1 "^llm: wrong.jsonl, line 2: not JSON: column 1: 'n' where a value should be" ""
 name="each bad line has its message, and only these"
 i=$(sed -n 's/^{"line": \([0-9]*\), .*"error": ".*/\1/p' o.jsonl | tr '\n' ' ')
 if [ "$i" = "$(seq 2 26 | tr '\n' ' ')" ]; then pass; else fail "errors in lines 2 to 26, not $i"; fi
@@ -155,7 +155,7 @@ cp o.jsonl p.jsonl
 name="bad lines are told again when there is nothing more to do"; run batch -f wrong.jsonl -o o.jsonl; judge 1 "" ""
 same "... and not written again" o.jsonl p.jsonl
 printf '{"prompt": "\377"}\n{"prompt": "a", "\377": 1}\n' >invalid.jsonl
-name="lines that are not UTF-8"; run batch -f invalid.jsonl; judge 1 "line 1: not UTF-8, at byte 13" '"error": "not UTF-8'
+name="lines that are not UTF-8"; run batch -f invalid.jsonl; judge 1 "line 1: not JSON: column 13: the byte 0xFF is not valid UTF-8" '"error": "not JSON: column 13: the byte 0xFF is not valid UTF-8'
 name="a prompt longer than the context"; awk 'BEGIN { printf "{\"prompt\": \""; for (i = 0; i < 500; i++) printf "Q%dZ ", i; print "\"}" }' >longer.jsonl
 run batch -f longer.jsonl; judge 1 "line 1: .*context.*128" '"error"'
 

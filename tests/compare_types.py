@@ -24,8 +24,9 @@ HERE = os.path.dirname(os.path.abspath(__file__))
 WRAPPER = """
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "models/quantize.c"
 void unpack(const char *type, const void *b, float *x, int64_t n) { llm_type_by_name(type)->unpack(b, x, n); }
-void pack(const char *type, const float *x, void *b, int64_t n) { llm_type_by_name(type)->pack(x, b, n); }
+void pack(const char *type, const float *x, void *b, int64_t n) { llm_pack(llm_type_by_name(type)->type, x, b, n); }
 """
 
 

@@ -10,6 +10,11 @@
 #include <unistd.h>
 
 #include "device_util.h"
+#ifdef LLM_IMPLEMENTATION
+#include "../models/quantize.c"
+#else
+#include "../models/quantize.h"
+#endif
 
 #define UNUSED __attribute__((unused))
 

@@ -4,6 +4,7 @@
  *
  * Input: type, rows, blocks in a row, rows of x and the set of kernels (a byte each), then the weights, repeated as often as they are needed. */
 #include "../llm.h"
+#include "../models/quantize.c"
 #include "ops.h"
 
 #include <math.h>
@@ -72,7 +73,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     for (size_t i = 0; i < bytes; i++) weights[i] = data[4 + i % (size - 4)];
     for (int64_t i = 0; i < n * w.cols; i++) x[i] = (float)((i * 7 + data[4 + (size_t)i % (size - 4)]) % 23 - 11) * 0.1f;
     type->unpack(weights, values, (int64_t)count);
-    type->pack(values, packed, (int64_t)count);
+    llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
     float *plain = get_memory((size_t)(n * rows) * sizeof(float)), *packed_out = get_memory((size_t)(n * rows) * sizeof(float));
     multiply(isa, false, &w, weights, x, (int)n, plain);
@@ -82,7 +83,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     free(plain), free(packed_out);
     memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float)); /* and any floats are packed */
-    type->pack(values, packed, (int64_t)count);
+    llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
     free(weights), free(packed), free(values), free(x);
     return 0;

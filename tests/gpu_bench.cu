@@ -6,6 +6,7 @@
  * its share of that. Prints rows of a Markdown table of three columns. Compiled with WITHOUT_CUBLAS it does without cuBLAS, and
  * as C++ with LLM_EMULATED it does the same, tiny and slow, on the emulated device, to see that it works. */
 #include "llm.h"
+#include "../models/quantize.h"
 #include "ops.h"
 
 #include <math.h>
@@ -219,7 +220,7 @@ static llm_weight load_matrix(llm_type type, int rows, int cols, size_t *bytes) 
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     std::vector<float> values = random_floats((size_t)16 * cols);
     std::vector<char> packed((size_t)rows * row_bytes);
-    info->pack(values.data(), packed.data(), (int64_t)std::min(rows, 16) * cols);
+    llm_pack(info->type, values.data(), packed.data(), (int64_t)std::min(rows, 16) * cols);
     for (int r = 16; r < rows; r++) memcpy(packed.data() + (size_t)r * row_bytes, packed.data() + (size_t)(r % 16) * row_bytes, row_bytes);
     llm_weight w;
     llm_error err;

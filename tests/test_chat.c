@@ -20,6 +20,7 @@ static time_t test_time(time_t *unused) {
 #define time test_time
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "../models/quantize.c"
 #undef time
 #include "tiny_model.h"
 
@@ -51,9 +52,9 @@ static vocab open_vocab(gguf *g) {
     return v;
 }
 
-static char *zero_terminated(const llm__json_node *node) {
+static char *zero_terminated(const llm_json_node *node) {
     llm_string s = {0};
-    assert_true(llm__json_string(node, &s));
+    assert_true(llm_json_string(node, &s));
     char *copy = (char *)calloc(s.length + 1, 1);
     memcpy(copy, s.data, s.length);
     return copy;
@@ -96,13 +97,13 @@ static llm_message message_of(llm_role role, const char *text) {
     return m;
 }
 
-static int read_messages(const llm__json_node *list, llm_message *messages) {
+static int read_messages(const llm_json_node *list, llm_message *messages) {
     int n = 0;
-    for (const llm__json_node *item = llm__json_first(list); item; item = llm__json_next(list, item), n++) {
-        const llm__json_node *role = llm__json_member(item, "role");
+    for (const llm_json_node *item = llm_json_first(list); item; item = llm_json_next(list, item), n++) {
+        const llm_json_node *role = llm_json_member(item, "role");
         llm_string text = {0};
-        assert_true(n < MAX_MESSAGES && llm__json_string(llm__json_member(item, "content"), &text));
-        messages[n].role = llm__json_is(role, "system") ? LLM_ROLE_SYSTEM : llm__json_is(role, "user") ? LLM_ROLE_USER : LLM_ROLE_ASSISTANT;
+        assert_true(n < MAX_MESSAGES && llm_json_string(llm_json_member(item, "content"), &text));
+        messages[n].role = llm_json_is(role, "system") ? LLM_ROLE_SYSTEM : llm_json_is(role, "user") ? LLM_ROLE_USER : LLM_ROLE_ASSISTANT;
         messages[n].text = text.data;
         messages[n].length = text.length;
     }
@@ -119,10 +120,10 @@ static bool has_late_system(const llm_message *messages, int n) {
 /* What a conversation becomes is what Hugging Face's renderer made of it; and its tokens are those of that text, where no
  * message has a special token's text in it. */
 static void check_conversation(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
-                               const llm__json_node *expected, const char *what) {
+                               const llm_json_node *expected, const char *what) {
     llm_error err;
     llm_string wanted = {"", 0};
-    bool renders = llm__json_string(expected, &wanted);
+    bool renders = llm_json_string(expected, &wanted);
     char text[8000];
     int32_t ids[8000], again[8000];
     int64_t length = llm_chat_render(t, options, messages, n, text, sizeof text, &err);
@@ -156,34 +157,34 @@ static void check_conversation(const llm_tokenizer *t, const llm_chat_options *o
 static void test_against_hugging_face(void **state) {
     (void)state;
     bytes data = slurp("tests/data/chat.json");
-    llm__json json;
+    llm_json json;
     llm_error err;
     int known = 0, unknown = 0;
-    assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "chat.json", &err));
-    const llm__json_node *templates = llm__json_member(json.nodes, "templates"), *conversations = llm__json_member(json.nodes, "conversations");
-    for (const llm__json_node *item = llm__json_first(templates); item; item = llm__json_next(templates, item)) {
-        char *model = zero_terminated(llm__json_member(item, "model")), *source = zero_terminated(llm__json_member(item, "template"));
-        char *bos = zero_terminated(llm__json_member(item, "bos")), *eos = zero_terminated(llm__json_member(item, "eos"));
-        const llm__json_node *name = llm__json_member(item, "name"), *rendered = llm__json_member(item, "rendered"),
-                             *no_thinking = llm__json_member(item, "no_thinking");
+    assert_true(llm_json_parse(&json, (const char *)data.data, data.length, "chat.json", &err));
+    const llm_json_node *templates = llm_json_member(json.nodes, "templates"), *conversations = llm_json_member(json.nodes, "conversations");
+    for (const llm_json_node *item = llm_json_first(templates); item; item = llm_json_next(templates, item)) {
+        char *model = zero_terminated(llm_json_member(item, "model")), *source = zero_terminated(llm_json_member(item, "template"));
+        char *bos = zero_terminated(llm_json_member(item, "bos")), *eos = zero_terminated(llm_json_member(item, "eos"));
+        const llm_json_node *name = llm_json_member(item, "name"), *rendered = llm_json_member(item, "rendered"),
+                             *no_thinking = llm_json_member(item, "no_thinking");
         vocab v = chat_vocab(bos, eos, source);
         llm_chat_options options = llm_chat_defaults();
         const char *found = llm_chat_template(v.t);
-        bool same = found ? llm__json_is(name, found) : llm__is_null(name);
+        bool same = found ? llm_json_is(name, found) : llm__is_null(name);
         if (!same) print_error("%s was taken for %s\n", model, found ? found : "nothing that is known");
         assert_true(same);
         assert_true(llm_chat_template_source(v.t).length == strlen(source));
         if (found && !strcmp(found, "llama3.2")) options.date = "1 Apr 2025";
-        const llm__json_node *wanted = llm__json_first(rendered), *quick = llm__json_first(no_thinking);
-        for (const llm__json_node *c = llm__json_first(conversations); c && found; c = llm__json_next(conversations, c)) {
+        const llm_json_node *wanted = llm_json_first(rendered), *quick = llm_json_first(no_thinking);
+        for (const llm_json_node *c = llm_json_first(conversations); c && found; c = llm_json_next(conversations, c)) {
             llm_message messages[MAX_MESSAGES];
             int n = read_messages(c, messages);
             options.no_thinking = false;
             check_conversation(v.t, &options, messages, n, wanted, model);
             options.no_thinking = true;
             if (quick) check_conversation(v.t, &options, messages, n, quick, model);
-            wanted = llm__json_next(rendered, wanted);
-            if (quick) quick = llm__json_next(no_thinking, quick);
+            wanted = llm_json_next(rendered, wanted);
+            if (quick) quick = llm_json_next(no_thinking, quick);
         }
         if (!found) {
             llm_message hello = {LLM_ROLE_USER, "Hello", 5};
@@ -202,7 +203,7 @@ static void test_against_hugging_face(void **state) {
         free(eos);
     }
     assert_true(known >= 26 && unknown >= 29);
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&data);
     assert_int_equal(test_live, 0);
 }
@@ -528,15 +529,15 @@ static char zephyr[2000];
 
 static const char *zephyr_template(void) {
     bytes data = slurp("tests/data/chat.json");
-    llm__json json;
-    assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "chat.json", NULL));
-    const llm__json_node *templates = llm__json_member(json.nodes, "templates");
-    for (const llm__json_node *item = llm__json_first(templates); item; item = llm__json_next(templates, item)) {
+    llm_json json;
+    assert_true(llm_json_parse(&json, (const char *)data.data, data.length, "chat.json", NULL));
+    const llm_json_node *templates = llm_json_member(json.nodes, "templates");
+    for (const llm_json_node *item = llm_json_first(templates); item; item = llm_json_next(templates, item)) {
         llm_string text = {0};
-        if (llm__json_is(llm__json_member(item, "name"), "zephyr") && llm__json_string(llm__json_member(item, "template"), &text))
+        if (llm_json_is(llm_json_member(item, "name"), "zephyr") && llm_json_string(llm_json_member(item, "template"), &text))
             snprintf(zephyr, sizeof zephyr, "%.*s", (int)text.length, text.data);
     }
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&data);
     return zephyr;
 }
@@ -652,14 +653,14 @@ static void test_command(void **state) {
     assert_non_null(strstr((char *)out.data, "there is no command /what"));
     clear_bytes(&out);
     out = slurp(saved);
-    llm__json json;
+    llm_json json;
     llm_message read[MAX_MESSAGES];
-    assert_true(llm__json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
+    assert_true(llm_json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
     assert_int_equal(read_messages(json.nodes, read), 5);
     for (int i = 0; i < 4; i++)
         assert_true(read[i].role == m[i].role && read[i].length == m[i].length && !memcmp(read[i].text, m[i].text, m[i].length));
     assert_true(read[4].length == strlen(second) && !memcmp(read[4].text, second, read[4].length));
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&out);
 
     /* what was said before is in the cache */
@@ -808,15 +809,15 @@ static void test_terminal(void **state) {
     await(&c, "> ");
     end_terminal(&c);
     bytes out = slurp(saved);
-    llm__json json;
+    llm_json json;
     llm_message read[MAX_MESSAGES];
-    assert_true(llm__json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
+    assert_true(llm_json_parse(&json, (const char *)out.data, out.length, "saved", NULL));
     assert_int_equal(read_messages(json.nodes, read), 4);
     assert_true(read[0].length == hello.length && !memcmp(read[0].text, hello.text, hello.length));
     assert_true(read[1].length == strlen(answer) && !memcmp(read[1].text, answer, read[1].length));
     if (read[2].length == 3 && !memcmp(read[2].text, "\033[A", 3)) print_message("SKIPPED: ./llm has no line editor, and so no history\n");
     else assert_true(read[2].length == hello.length && !memcmp(read[2].text, hello.text, hello.length));
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&out);
 
     c = start_terminal((const char *const[]){"-m", path, "--temperature", "0", "-c", "100000", NULL});

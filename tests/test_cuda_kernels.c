@@ -4,6 +4,7 @@
 #include "test_util.h"
 
 #include "llm.h"
+#include "../models/quantize.h"
 
 #include <math.h>
 
@@ -72,7 +73,7 @@ static void *packed_weights(llm_type type, const float *values, int64_t rows, in
     const llm_type_info *info = llm_type_find(type);
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     char *data = malloc((size_t)rows * row_bytes);
-    for (int64_t r = 0; r < rows; r++) info->pack(values + r * cols, data + (size_t)r * row_bytes, cols);
+    for (int64_t r = 0; r < rows; r++) llm_pack(info->type, values + r * cols, data + (size_t)r * row_bytes, cols);
     return data;
 }
 
@@ -400,7 +401,6 @@ static uint16_t *cache_place(const attention_data *d, void *side, int sequence, 
 
 static attention_data make_attention(const attention_case *c, test_random *r) {
     attention_data d = {.c = c};
-    const llm_type_info *f16 = llm_type_find(LLM_F16);
     int n_blocks = 1, next = 0;
     for (int s = 0; s < c->n_sequences; s++) {
         int blocks = (c->past[s] + c->count[s] + c->block_size - 1) / c->block_size;
@@ -427,7 +427,7 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
             for (int h = 0; h < c->n_kv_heads; h++)
                 for (int side = 0; side < 2; side++) {
                     for (int i = 0; i < c->head_dim; i++) head[i] = random_value(r);
-                    f16->pack(head, cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p), c->head_dim);
+                    llm_pack(LLM_F16, head, cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p), c->head_dim);
                 }
     d.q = random_values(r, (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim, 3.0f);
     return d;

@@ -14,6 +14,7 @@
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "../models/quantize.c"
 #include "device_util.h"
 #include "emulator.h"
 #include "ops.h"
@@ -399,7 +400,7 @@ static void *packed(llm_type type, const float *values, int64_t count) {
     const llm_type_info *info = llm_type_find(type);
     void *data = malloc((size_t)(count / info->block_values) * (size_t)info->block_bytes);
     assert_non_null(data);
-    info->pack(values, data, count);
+    llm_pack(info->type, values, data, count);
     return data;
 }
 
@@ -442,7 +443,7 @@ static void test_embed(void **state) {
     (void)state;
     for (int type = 0; type < 64; type++) {
         const llm_type_info *info = llm_type_find((llm_type)type);
-        if (!info || !info->pack || !info->unpack) continue;
+        if (!info) continue;
         for (int i = 0; i < 3; i++) {
             weight_case c = {.type = (llm_type)type, .rows = random_int(1, 50), .cols = info->block_values * random_int(1, 512 / info->block_values)};
             float *values = random_floats((int64_t)c.rows * c.cols, 1.0f);
@@ -511,7 +512,7 @@ static void test_matmul(void **state) {
     (void)state;
     for (int type = 0; type < 64; type++) {
         const llm_type_info *info = llm_type_find((llm_type)type);
-        if (!info || !info->pack || !info->unpack) continue;
+        if (!info) continue;
         int block = info->block_values;
         check_matmul((llm_type)type, 1, block, 1);
         check_matmul((llm_type)type, 96, block > 128 ? block : 128, 1);
@@ -636,8 +637,8 @@ static void run_attention(llm_backend *b, const void *arguments, float *out) {
             for (int h = 0; h < n_kv; h++) {
                 int64_t block = batch->block_tables[s * batch->table_stride + p / block_size];
                 size_t at = LAYER * cache.layer_bytes + (size_t)((block * n_kv + h) * block_size + p % block_size) * head_bytes;
-                info->pack(c->k + (row * n_kv + h) * head_dim, keys + at, head_dim);
-                info->pack(c->v + (row * n_kv + h) * head_dim, values + at, head_dim);
+                llm_pack(info->type, c->k + (row * n_kv + h) * head_dim, keys + at, head_dim);
+                llm_pack(info->type, c->v + (row * n_kv + h) * head_dim, values + at, head_dim);
             }
     cache.keys = place(b, keys, LAYERS * cache.layer_bytes), cache.values = place(b, values, LAYERS * cache.layer_bytes);
     int64_t width = (int64_t)c->shape.n_heads * head_dim;

@@ -18,6 +18,7 @@ extern "C" {
 #include "cuda_on_cpu.h"
 #include "emulator.h"
 #include "../llm.h"
+#include "../models/quantize.h"
 
 #if defined(__SANITIZE_ADDRESS__)
 #define ADDRESS_SANITIZER
@@ -404,8 +405,8 @@ static void test_matrix_products(void **) {
     for (int i = 0; i < 512; i++) int_a[i] = (int8_t)(i * 37 % 256 - 128);
     for (int i = 0; i < 256; i++) int_b[i] = (int8_t)(i * 91 % 256 - 128);
     for (int bf16 = 0; bf16 < 2; bf16++) {
-        llm_type_find(bf16 ? LLM_BF16 : LLM_F16)->pack(a, half_a[bf16], 256);
-        llm_type_find(bf16 ? LLM_BF16 : LLM_F16)->pack(b, half_b[bf16], 128);
+        llm_pack(bf16 ? LLM_BF16 : LLM_F16, a, half_a[bf16], 256);
+        llm_pack(bf16 ? LLM_BF16 : LLM_F16, b, half_b[bf16], 128);
     }
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++)
@@ -455,7 +456,7 @@ static void test_half_precision(void **) {
             float x = __uint_as_float(random);
             if (x != x) continue;
             uint16_t bits;
-            type->pack(&x, &bits, 1);
+            llm_pack(type->type, &x, &bits, 1);
             assert_int_equal(bf16 ? __bfloat16_as_ushort(__float2bfloat16(x)) : __half_as_ushort(__float2half(x)), bits);
         }
     }

@@ -9,6 +9,7 @@
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "../models/quantize.c"
 #include "walk.h"
 
 #include <signal.h>
@@ -852,7 +853,7 @@ static llm_file *layers_file(bytes *b, int n_layers, bool output) {
 }
 
 static llm_type quantized_type(const llm_file *file, const char *name, llm_type type, bool mixed) {
-    return llm__quantized_type(file, llm_file_find_tensor(file, name), type, mixed);
+    return llm_quantize_tensor_type(file, llm_file_find_tensor(file, name), type, mixed);
 }
 
 /* llama.cpp's Q4_K_M keeps attn_v and ffn_down as q6_K in layer i of n where

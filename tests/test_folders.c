@@ -9,6 +9,7 @@
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "llm.h"
+#include "../models/quantize.c"
 
 static char folder[200]; /* the copy that is damaged */
 
@@ -253,7 +254,7 @@ static void test_damaged_tensors(void **state) {
     path_of(path, folder, "model.safetensors");
     bytes b = slurp(path);
     llm__sources sources = {0};
-    llm__json header;
+    llm_json header;
     llm_error err;
     assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, "x", &err));
     for (int64_t i = 0; i < sources.count; i++)
@@ -262,7 +263,7 @@ static void test_damaged_tensors(void **state) {
             memcpy((void *)(uintptr_t)sources.items[i].data, &bad, sizeof bad);
         }
     LLM_FREE(sources.items);
-    llm__json_free(&header);
+    llm_json_free(&header);
     spit("model.safetensors", b.data, b.length);
     clear_bytes(&b);
     refused("a negative group", "q_proj.g_idx names the group -1 of 2");
@@ -756,7 +757,7 @@ static void test_int4_formula(void **state) {
         char path[300], out[300], module[100], tensor[100];
         llm_error err;
         llm__sources sources = {0};
-        llm__json header;
+        llm_json header;
         snprintf(path, sizeof path, "tests/data/models/%s", models[i].name);
         llm_file *file = llm_file_open(path, &err);
         if (!file) fail_msg("%s", err.message);
@@ -783,7 +784,7 @@ static void test_int4_formula(void **state) {
         llm_file_close(rewritten);
         unlink(out);
         LLM_FREE(sources.items);
-        llm__json_free(&header);
+        llm_json_free(&header);
         clear_bytes(&b);
         llm_file_close(file);
     }

@@ -1,4 +1,4 @@
-/* The JSON reader of chapter 8: what RFC 8259 allows and nothing else, with the place of every mistake. */
+/* llm_json_...: what RFC 8259 allows and nothing else, with the place of every mistake. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -10,21 +10,21 @@
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 
-static llm__json parse(const char *text) {
-    llm__json json;
+static llm_json parse(const char *text) {
+    llm_json json;
     llm_error err;
-    if (!llm__json_parse(&json, text, strlen(text), "text", &err)) fail_msg("%s: %s", text, err.message);
+    if (!llm_json_parse(&json, text, strlen(text), "text", &err)) fail_msg("%s: %s", text, err.message);
     return json;
 }
 
 /* The text must be refused, at this place, with this in the message; nothing may be left behind. */
 static void refuse(const char *text, size_t n, const char *place, const char *why) {
     long live = test_live;
-    llm__json json;
+    llm_json json;
     llm_error err;
     char where[64];
     memset(&err, 0, sizeof err);
-    if (llm__json_parse(&json, text, n, "text", &err)) fail_msg("taken: %.*s", (int)n, text);
+    if (llm_json_parse(&json, text, n, "text", &err)) fail_msg("taken: %.*s", (int)n, text);
     assert_int_equal(err.status, LLM_ERROR_FORMAT);
     snprintf(where, sizeof where, "text, %s: ", place);
     if (strncmp(err.message, where, strlen(where)) || !strstr(err.message, why)) fail_msg("%.*s: %s", (int)n, text, err.message);
@@ -32,51 +32,51 @@ static void refuse(const char *text, size_t n, const char *place, const char *wh
 }
 
 static void check_string(const char *text, const char *right, size_t n) {
-    llm__json json = parse(text);
+    llm_json json = parse(text);
     llm_string s;
-    assert_true(llm__json_string(json.nodes, &s));
+    assert_true(llm_json_string(json.nodes, &s));
     assert_int_equal(s.length, n);
     assert_memory_equal(s.data, right, n);
-    llm__json_free(&json);
+    llm_json_free(&json);
 }
 
 static void test_values(void **state) {
     (void)state;
-    llm__json json = parse(" {\"a\": [1, -2.5e3, true, false, null, \"x\"],\r\n\t\"b\": {}, \"c\" : [ ], \"\": {\"d\": {\"e\": 7}}} \n");
-    const llm__json_node *root = json.nodes, *a = llm__json_member(root, "a");
+    llm_json json = parse(" {\"a\": [1, -2.5e3, true, false, null, \"x\"],\r\n\t\"b\": {}, \"c\" : [ ], \"\": {\"d\": {\"e\": 7}}} \n");
+    const llm_json_node *root = json.nodes, *a = llm_json_member(root, "a");
     assert_int_equal(root->length, 4);
     assert_int_equal(a->length, 6);
     int64_t i = 0;
     double d = 0;
     bool flag = false;
-    const llm__json_node *e = llm__json_first(a);
-    assert_true(llm__json_i64(e, &i) && i == 1);
-    e = llm__json_next(a, e);
-    assert_true(llm__json_f64(e, &d) && d == -2500 && !llm__json_i64(e, &i));
-    e = llm__json_next(a, e);
-    assert_true(llm__json_bool(e, &flag) && flag);
-    e = llm__json_next(a, e);
-    assert_true(llm__json_bool(e, &flag) && !flag);
-    e = llm__json_next(a, e);
-    assert_true(llm__json_has_kind(e, LLM__JSON_NULL) && !llm__json_bool(e, &flag));
-    e = llm__json_next(a, e);
-    assert_true(llm__json_is(e, "x") && !llm__json_is(e, "xy") && !llm__json_is(e, ""));
-    assert_null(llm__json_next(a, e));
-    assert_null(llm__json_first(llm__json_member(root, "b")));
-    assert_null(llm__json_first(llm__json_member(root, "c")));
-    assert_null(llm__json_member(root, "d"));
-    assert_null(llm__json_member(a, "d"));
-    assert_true(llm__json_i64(llm__json_member(llm__json_member(llm__json_member(root, ""), "d"), "e"), &i) && i == 7);
-    assert_null(llm__json_member(llm__json_member(llm__json_member(root, "x"), "d"), "e"));
+    const llm_json_node *e = llm_json_first(a);
+    assert_true(llm_json_i64(e, &i) && i == 1);
+    e = llm_json_next(a, e);
+    assert_true(llm_json_f64(e, &d) && d == -2500 && !llm_json_i64(e, &i));
+    e = llm_json_next(a, e);
+    assert_true(llm_json_bool(e, &flag) && flag);
+    e = llm_json_next(a, e);
+    assert_true(llm_json_bool(e, &flag) && !flag);
+    e = llm_json_next(a, e);
+    assert_true(llm_json_has_kind(e, LLM_JSON_NULL) && !llm_json_bool(e, &flag));
+    e = llm_json_next(a, e);
+    assert_true(llm_json_is(e, "x") && !llm_json_is(e, "xy") && !llm_json_is(e, ""));
+    assert_null(llm_json_next(a, e));
+    assert_null(llm_json_first(llm_json_member(root, "b")));
+    assert_null(llm_json_first(llm_json_member(root, "c")));
+    assert_null(llm_json_member(root, "d"));
+    assert_null(llm_json_member(a, "d"));
+    assert_true(llm_json_i64(llm_json_member(llm_json_member(llm_json_member(root, ""), "d"), "e"), &i) && i == 7);
+    assert_null(llm_json_member(llm_json_member(llm_json_member(root, "x"), "d"), "e"));
     const char *const keys[] = {"a", "b", "c", ""};
     int n = 0;
-    for (const llm__json_node *v = llm__json_first(root); v; v = llm__json_next(root, v), n++) {
-        llm_string key = llm__json_key(v);
+    for (const llm_json_node *v = llm_json_first(root); v; v = llm_json_next(root, v), n++) {
+        llm_string key = llm_json_key(v);
         assert_int_equal(key.length, strlen(keys[n]));
         assert_memory_equal(key.data, keys[n], key.length);
     }
     assert_int_equal(n, 4);
-    llm__json_free(&json);
+    llm_json_free(&json);
 }
 
 static void test_strings(void **state) {
@@ -156,11 +156,11 @@ static void test_numbers(void **state) {
         "0.1234567890123456789012345", "12345678901234567890.12345",
         "9007199254740993", "1e22", "1e23", "8.0", "0.1", "-12.5e-1", "0e999999999999", "1e-999999999"};
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
-        llm__json json = parse(texts[i]);
+        llm_json json = parse(texts[i]);
         double d = 12345, right = strtod(texts[i], NULL);
-        assert_true(llm__json_f64(json.nodes, &d));
+        assert_true(llm_json_f64(json.nodes, &d));
         if (fabs(d - right) > 2.3e-16 * fabs(right)) fail_msg("%s is read as %.17g", texts[i], d);
-        llm__json_free(&json);
+        llm_json_free(&json);
     }
     static const struct {
         const char *text;
@@ -169,18 +169,18 @@ static void test_numbers(void **state) {
     } wholes[] = {{"9223372036854775807", true, INT64_MAX}, {"-9223372036854775808", true, INT64_MIN}, {"9223372036854775808", false, 0},
                   {"-9223372036854775809", false, 0}, {"99999999999999999999999", false, 0}, {"8.0", false, 0}, {"1e3", false, 0}, {"-0", true, 0}};
     for (size_t i = 0; i < sizeof wholes / sizeof *wholes; i++) {
-        llm__json json = parse(wholes[i].text);
+        llm_json json = parse(wholes[i].text);
         int64_t x = 0;
         uint64_t u = 0;
-        assert_int_equal(llm__json_i64(json.nodes, &x), wholes[i].whole);
+        assert_int_equal(llm_json_i64(json.nodes, &x), wholes[i].whole);
         assert_true(x == wholes[i].value);
-        assert_int_equal(llm__json_u64(json.nodes, &u), wholes[i].whole && wholes[i].value >= 0);
-        llm__json_free(&json);
+        assert_int_equal(llm_json_u64(json.nodes, &u), wholes[i].whole && wholes[i].value >= 0);
+        llm_json_free(&json);
     }
-    llm__json json = parse("1e309");
+    llm_json json = parse("1e309");
     double d;
-    assert_false(llm__json_f64(json.nodes, &d));
-    llm__json_free(&json);
+    assert_false(llm_json_f64(json.nodes, &d));
+    llm_json_free(&json);
 }
 
 static void test_depth(void **state) {
@@ -191,9 +191,9 @@ static void test_depth(void **state) {
         memset(text + depth, ']', (size_t)depth);
         if (depth <= 64) {
             text[2 * depth] = 0;
-            llm__json json = parse(text);
+            llm_json json = parse(text);
             assert_int_equal(json.n_nodes, depth);
-            llm__json_free(&json);
+            llm_json_free(&json);
         } else refuse(text, (size_t)(2 * depth), "line 1, column 65", "more than 64");
     }
     memset(text, '[', sizeof text); /* and one that goes on and on */
@@ -203,12 +203,41 @@ static void test_depth(void **state) {
     put(&b, "[", 1);
     for (int i = 0; i < 1000; i++) put(&b, "[[]],", 5);
     put(&b, "[]]", 3);
-    llm__json json;
+    llm_json json;
     llm_error err;
-    assert_true(llm__json_parse(&json, (const char *)b.data, b.length, "text", &err));
+    assert_true(llm_json_parse(&json, (const char *)b.data, b.length, "text", &err));
     assert_int_equal(json.nodes->length, 1001);
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&b);
+}
+
+/* Where each value begins in the text, whatever was unescaped before it; of a text without a name
+ * errors have the column alone; and absent values are no mistake. */
+static void test_places(void **state) {
+    static const char text[] = "{\"a\\n\": [null, \"\\u00e9\", true], \"b\": -1, \"c\": {}}";
+    static const char *const values[] = {"{\"a", "[null", "null", "\"\\u00e9", "true]", "-1", "{}"};
+    int n = 0;
+    llm_error err;
+    int64_t x;
+    (void)state;
+    llm_json json = parse(text);
+    for (const llm_json_node *v = json.nodes; v < json.nodes + json.n_nodes; v++) {
+        bool key = v == json.nodes + 1 || v == json.nodes + 6 || v == json.nodes + 8;
+        const char *at = text + llm_json_offset(&json, v);
+        if (key) assert_true(*at == '"');
+        else assert_memory_equal(at, values[n], strlen(values[n]));
+        n += !key;
+    }
+    assert_int_equal(n, 7);
+    llm_json_free(&json);
+    assert_false(llm_json_parse(&json, "[1, 2", 5, NULL, &err));
+    assert_string_equal(err.message, "column 6: the text ends where ',' or ']' should be");
+    assert_false(llm_json_parse(&json, NULL, 7, NULL, &err));
+    assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
+    assert_true(!llm_json_first(NULL) && !llm_json_next(NULL, NULL) && !llm_json_i64(NULL, &x));
+    assert_true(!llm_json_member(NULL, "a") && !llm_json_is(NULL, ""));
+    assert_true(llm_json_parse(&json, "1", 1, NULL, &err) && err.status == LLM_OK);
+    llm_json_free(&json);
 }
 
 /* Each allocation fails once: a clear error, and nothing left behind. */
@@ -218,15 +247,15 @@ static void test_memory(void **state) {
                                "37,38,39,40,41,42,43,44,45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,64,65],\"b\":2}";
     long live = test_live;
     for (int i = 0;; i++) {
-        llm__json json;
+        llm_json json;
         llm_error err;
         test_fail_in = i;
         test_failed = false;
-        bool ok = llm__json_parse(&json, text, sizeof text - 1, "text", &err);
+        bool ok = llm_json_parse(&json, text, sizeof text - 1, "text", &err);
         test_fail_in = -1;
         assert_int_equal(ok, !test_failed);
         if (ok) {
-            llm__json_free(&json);
+            llm_json_free(&json);
             assert_true(i >= 3);
             break;
         }
@@ -247,19 +276,19 @@ static double large(int entries) {
     for (int i = 0; i < entries; i++)
         put(&b, line, (size_t)snprintf(line, sizeof line, "      [\n \"\xC4\xA0t%x\",\n \"oken%x\"\n ]%s\n", (unsigned)i * 7u, (unsigned)i, i + 1 < entries ? "," : ""));
     put(&b, "]}}", 3);
-    llm__json json;
+    llm_json json;
     llm_error err;
     double best = 1e9;
     for (int k = 0; k < 3; k++) {
         double start = computed_seconds();
-        if (!llm__json_parse(&json, (const char *)b.data, b.length, "text", &err)) fail_msg("%s", err.message);
+        if (!llm_json_parse(&json, (const char *)b.data, b.length, "text", &err)) fail_msg("%s", err.message);
         double seconds = computed_seconds() - start;
         if (seconds < best) best = seconds;
-        const llm__json_node *model = llm__json_member(json.nodes, "model");
-        assert_int_equal(llm__json_member(model, "vocab")->length, entries);
-        assert_int_equal(llm__json_member(model, "merges")->length, entries);
+        const llm_json_node *model = llm_json_member(json.nodes, "model");
+        assert_int_equal(llm_json_member(model, "vocab")->length, entries);
+        assert_int_equal(llm_json_member(model, "merges")->length, entries);
         assert_int_equal(json.n_nodes, 7 + 5 * (int64_t)entries);
-        llm__json_free(&json);
+        llm_json_free(&json);
     }
     print_message("%d entries, %.1f MB: %.0f ms\n", entries, (double)b.length / 1e6, 1e3 * best);
     clear_bytes(&b);
@@ -275,7 +304,8 @@ static void test_large(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_values), cmocka_unit_test(test_strings), cmocka_unit_test(test_refused), cmocka_unit_test(test_numbers),
-        cmocka_unit_test(test_depth), cmocka_unit_test(test_memory), cmocka_unit_test(test_large),
+        cmocka_unit_test(test_depth), cmocka_unit_test(test_places),
+        cmocka_unit_test(test_memory), cmocka_unit_test(test_large),
     };
     return cmocka_run_group_tests_name("json", tests, NULL, NULL);
 }

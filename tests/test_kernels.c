@@ -13,6 +13,7 @@
 #include "test_memory.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "../models/quantize.c"
 #include "ops.h"
 
 /* ---- Helpers ------------------------------------------------------------------------ */
@@ -137,7 +138,7 @@ static void *packed_weights(llm_type type, const float *values, int64_t count) {
     const llm_type_info *info = llm_type_find(type);
     size_t bytes = (size_t)(count / info->block_values) * (size_t)info->block_bytes;
     void *packed = malloc(bytes); /* of exact size, so that a sanitizer sees a read past the end */
-    info->pack(values, packed, count);
+    llm_pack(info->type, values, packed, count);
     return packed;
 }
 

@@ -13,6 +13,7 @@
 
 #include "test_util.h"
 #include "llm.h"
+#include "../models/quantize.h"
 #include "tiny_model.h"
 
 static const char *const plain[] = {"llama", "llama_mha", "llama31", "llama_linear", "llama_bias", "mistral", "mistral_window",

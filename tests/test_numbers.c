@@ -10,6 +10,7 @@
 #include <cmocka.h>
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
+#include "../models/quantize.c"
 
 /* Beside this source file, wherever the test is started from; or under ./tests/data. */
 static FILE *open_data(const char *name) {
@@ -22,6 +23,12 @@ static FILE *open_data(const char *name) {
         f = fopen(path, "rb");
     }
     return f;
+}
+
+static uint16_t to_bf16(float x) {
+    uint16_t bits;
+    llm_pack(LLM_BF16, &x, &bits, 1);
+    return bits;
 }
 
 static void check_values(const llm_type_info *type, const float *values, const float *expected, uint32_t count) {
@@ -49,7 +56,7 @@ static void test_golden(void **state) {
         size_t packed_bytes = count / (size_t)type->block_values * (size_t)type->block_bytes;
         assert_int_equal(fread(expected, 1, packed_bytes, f), packed_bytes);
         assert_int_equal(fread(expected_values, 1, bytes, f), bytes);
-        type->pack(x, packed, count);
+        llm_pack(type->type, x, packed, count);
         for (size_t i = 0; i < packed_bytes; i++)
             if (packed[i] != expected[i])
                 fail_msg("%s: byte %zu of the packed values is %d, expected %d", type->name, i, packed[i], expected[i]);
@@ -121,16 +128,16 @@ static void test_bf16(void **state) {
     for (uint32_t i = 0; i < 65536; i++) {
         uint16_t bits = (uint16_t)i;
         float x = llm__bf16_to_f32(bits);
-        if (isnan(x)) assert_true(isnan(llm__bf16_to_f32(llm__f32_to_bf16(x))));
-        else assert_int_equal(llm__f32_to_bf16(x), bits);
+        if (isnan(x)) assert_true(isnan(llm__bf16_to_f32(to_bf16(x))));
+        else assert_int_equal(to_bf16(x), bits);
         if (i >= 0x7f7f) continue;
         float middle = llm__float_from_bits(i << 16 | 0x8000);
-        assert_int_equal(llm__f32_to_bf16(middle), i & 1 ? i + 1 : i);
-        assert_int_equal(llm__f32_to_bf16(nextafterf(middle, 0.0f)), i);
-        assert_int_equal(llm__f32_to_bf16(nextafterf(middle, INFINITY)), i + 1);
+        assert_int_equal(to_bf16(middle), i & 1 ? i + 1 : i);
+        assert_int_equal(to_bf16(nextafterf(middle, 0.0f)), i);
+        assert_int_equal(to_bf16(nextafterf(middle, INFINITY)), i + 1);
     }
-    assert_int_equal(llm__f32_to_bf16(3.4e38f), 0x7f80); /* rounds up, to infinity */
-    assert_true(isnan(llm__bf16_to_f32(llm__f32_to_bf16(llm__float_from_bits(0x7f800001))))); /* not to infinity */
+    assert_int_equal(to_bf16(3.4e38f), 0x7f80); /* rounds up, to infinity */
+    assert_true(isnan(llm__bf16_to_f32(to_bf16(llm__float_from_bits(0x7f800001))))); /* not to infinity */
 }
 
 /* Errors of the block formats: at most half a step, plus the rounding of the scale to f16. */
@@ -146,10 +153,10 @@ static void test_block_errors(void **state) {
             x[i] = ((float)(seed >> 8) / 8388608.0f - 1.0f) * (i < 32 ? 1.0f : 40.0f);
             if (fabsf(x[i]) > largest[i / 32]) largest[i / 32] = fabsf(x[i]);
         }
-        llm__pack_q8_0(x, packed, 64);
+        llm_pack(LLM_Q8_0, x, packed, 64);
         llm__unpack_q8_0(packed, y, 64);
         for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (0.5f / 127 + 0.0006f));
-        llm__pack_q4_0(x, packed, 64);
+        llm_pack(LLM_Q4_0, x, packed, 64);
         llm__unpack_q4_0(packed, y, 64);
         /* the side without the -8 loses up to a whole step at its end */
         for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (1.0f / 8 + 0.0006f));
@@ -182,7 +189,7 @@ static void test_rounding_errors(void **state) {
         for (size_t k = 0; k < sizeof expected / sizeof *expected; k++) {
             const llm_type_info *type = llm_type_find(expected[k].type);
             double sum = 0.0;
-            type->pack(x, packed, N);
+            llm_pack(type->type, x, packed, N);
             type->unpack(packed, y, N);
             for (int i = 0; i < N; i++) sum += ((double)x[i] - y[i]) * ((double)x[i] - y[i]);
             double error = sqrt(sum / N) / (double)sizes[size];
@@ -203,7 +210,7 @@ static void test_special_blocks(void **state) {
             for (int k = 0; k < 256; k++)
                 x[k] = kind == 0 ? 0.0f : kind == 1 ? 3.0f : kind == 2 ? -3.0f : kind == 3 ? (float)(k % 8) :
                        kind == 4 ? (float)-(k % 8) : k == 77 ? 5.0f : 0.0f;
-            type->pack(x, packed, 256);
+            llm_pack(type->type, x, packed, 256);
             type->unpack(packed, y, 256);
             for (int k = 0; k < 256; k++)
                 if (!(fabsf(x[k] - y[k]) <= (type->type == LLM_Q4_0 && kind > 2 && kind < 5 ? 0.9f : 0.3f)) || (kind == 0 && y[k] != 0.0f))
@@ -222,7 +229,7 @@ static void test_strange_input(void **state) {
         for (int b = 0; b < 8; b++) {
             for (int i = 0; i < 256; i++) x[i] = i % 3 ? strange[a] : strange[b];
             for (int i = 0; llm_type_at(i); i++) {
-                llm_type_at(i)->pack(x, packed, 256);
+                llm_pack(llm_type_at(i)->type, x, packed, 256);
                 llm_type_at(i)->unpack(packed, y, 256);
             }
         }
@@ -244,7 +251,7 @@ static void test_q8_0_halves(void **state) {
     uint8_t packed[LLM__Q8_0_BYTES];
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) x[i] = cases[i].x;
-    llm__pack_q8_0(x, packed, 32);
+    llm_pack(LLM_Q8_0, x, packed, 32);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++)
         if ((int8_t)packed[2 + i] != cases[i].q)
             fail_msg("%g became %d, not %d", (double)x[i], (int8_t)packed[2 + i], cases[i].q);
@@ -259,7 +266,7 @@ static void test_nan_is_zero(void **state) {
         float x[32], y[32];
         uint8_t packed[64];
         for (int i = 0; i < 32; i++) x[i] = i == 3 || i == 20 ? NAN : i % 2 ? -4.0f : 2.0f;
-        type->pack(x, packed, 32);
+        llm_pack(type->type, x, packed, 32);
         type->unpack(packed, y, 32);
         for (int i = 0; i < 32; i++) {
             float expected = i == 3 || i == 20 ? 0.0f : x[i];
@@ -277,7 +284,7 @@ static void test_q4_z(void **state) {
         float x[32], y[32];
         uint8_t packed[LLM__Q4_Z_BYTES];
         for (int i = 0; i < 32; i++) x[i] = 0.25f * (float)(i * 7 % 16 - zero);
-        llm__own_type.pack(x, packed, 32);
+        llm_pack(LLM_Q4_Z, x, packed, 32);
         llm__own_type.unpack(packed, y, 32);
         for (int i = 0; i < 32; i++)
             if (x[i] != y[i]) fail_msg("zero %d: %g became %g", zero, (double)x[i], (double)y[i]);

@@ -1345,32 +1345,32 @@ static void test_qwen2_cases(void **state) { (void)state; check_cases("qwen2_5",
 static void test_against_hugging_face(void **state) {
     (void)state;
     bytes data = slurp("tests/data/tokenizers/random.json");
-    llm__json json;
+    llm_json json;
     llm_error err;
     int wrong = 0, compared = 0;
-    assert_true(llm__json_parse(&json, (const char *)data.data, data.length, "random.json", &err));
-    const llm__json_node *texts = llm__json_member(json.nodes, "texts"), *kinds = llm__json_member(json.nodes, "kinds");
-    for (const llm__json_node *kind = llm__json_first(kinds); kind; kind = llm__json_next(kinds, kind)) {
+    assert_true(llm_json_parse(&json, (const char *)data.data, data.length, "random.json", &err));
+    const llm_json_node *texts = llm_json_member(json.nodes, "texts"), *kinds = llm_json_member(json.nodes, "kinds");
+    for (const llm_json_node *kind = llm_json_first(kinds); kind; kind = llm_json_next(kinds, kind)) {
         llm_string name = {0};
         char path[300];
-        assert_true(llm__json_string(llm__json_member(kind, "file"), &name));
+        assert_true(llm_json_string(llm_json_member(kind, "file"), &name));
         snprintf(path, sizeof path, "tests/data/fuzz_vocabulary/%.*s", (int)name.length, name.data);
         llm_file *file = llm_file_open(path, &err);
         llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
         if (!t) print_error("%s\n", err.message);
         assert_non_null(t);
-        const llm__json_node *all = llm__json_member(kind, "ids"), *pair = llm__json_first(all);
-        for (const llm__json_node *item = llm__json_first(texts); item; item = llm__json_next(texts, item), pair = llm__json_next(all, pair)) {
+        const llm_json_node *all = llm_json_member(kind, "ids"), *pair = llm_json_first(all);
+        for (const llm_json_node *item = llm_json_first(texts); item; item = llm_json_next(texts, item), pair = llm_json_next(all, pair)) {
             llm_string text = {0};
-            assert_true(llm__json_string(item, &text));
-            const llm__json_node *ids = llm__json_first(pair);
-            for (int plain = 0; plain < 2; plain++, ids = llm__json_next(pair, ids)) {
+            assert_true(llm_json_string(item, &text));
+            const llm_json_node *ids = llm_json_first(pair);
+            for (int plain = 0; plain < 2; plain++, ids = llm_json_next(pair, ids)) {
                 int32_t got[3000];
                 int64_t n = llm_tokenize(t, text.data, text.length, plain ? 0 : LLM_TOKENIZE_BOS | LLM_TOKENIZE_SPECIAL, got, 3000, &err), i = 0;
                 bool same = n == (int64_t)ids->length;
-                for (const llm__json_node *id = llm__json_first(ids); id && same; id = llm__json_next(ids, id), i++) {
+                for (const llm_json_node *id = llm_json_first(ids); id && same; id = llm_json_next(ids, id), i++) {
                     int64_t wanted = -1;
-                    same = llm__json_i64(id, &wanted) && got[i] == wanted;
+                    same = llm_json_i64(id, &wanted) && got[i] == wanted;
                 }
                 compared++;
                 if (same) continue;
@@ -1383,7 +1383,7 @@ static void test_against_hugging_face(void **state) {
     if (wrong) print_error("%d of %d differ\n", wrong, compared);
     assert_int_equal(wrong, 0);
     assert_int_equal(compared, 8 * 100 * 2);
-    llm__json_free(&json);
+    llm_json_free(&json);
     clear_bytes(&data);
     assert_int_equal(test_live, 0);
 }

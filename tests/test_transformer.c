@@ -524,16 +524,15 @@ static void check_folder(const char *config, int head_dim, const double *right, 
     llm__folder f;
     llm_model model;
     llm_file *file = (llm_file *)calloc(1, sizeof *file);
-    llm_writer *w = llm__header_begin(&err);
+    llm__metadata m;
     assert_non_null(file);
-    assert_non_null(w);
-    memset(&f, 0, sizeof f), memset(&model, 0, sizeof model);
+    memset(&f, 0, sizeof f), memset(&model, 0, sizeof model), memset(&m, 0, sizeof m);
     file->tensors = (llm_tensor *)calloc(1, sizeof *file->tensors); /* for the divisors */
     f.path = "a folder", f.err = &err, f.head_dim = head_dim, f.file = file,
     f.architecture = llm__architecture_at(0);
-    if (!llm__json_parse(&f.config, config, strlen(config), "config.json", &err))
+    if (!llm_json_parse(&f.config, config, strlen(config), "config.json", &err))
         fail_msg("%s", err.message);
-    if (!llm__folder_rope(&f, w, 131072) || !llm__header_read(w, file, &err))
+    if (!llm__folder_rope(&f, &m, 131072) || !llm__read_metadata(&m, file, &err))
         fail_msg("%s", err.message);
     llm_config *c = &model.config;
     model.file = file;
@@ -549,8 +548,8 @@ static void check_folder(const char *config, int head_dim, const double *right, 
     for (int i = 0; i < head_dim / 2; i++)
         got[i] = (float)llm__frequency(c, i, divisors ? (double)divisors[i] : 1);
     check_frequencies(config, got, right, head_dim / 2);
-    llm__writer_free(w);
-    llm__json_free(&f.config);
+    LLM_FREE(m.bytes.data);
+    llm_json_free(&f.config);
     llm_file_close(file);
 }
 
