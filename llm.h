@@ -56,6 +56,8 @@
  *     functions that it calls. If you have a day: all of Part I, with a debugger (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
+ * #define LLM_NO_FAST_KERNELS to compile in seconds, as for sanitizers or a debugger: the program
+ * then runs on the loops of chapter 6, on one thread, much more slowly.
  *
  * Threads: a model is read-only after loading and may be shared by any number of threads.
  * An engine belongs to one thread at a time (it uses as many as you allow inside a step).
@@ -921,9 +923,23 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #ifdef _OPENMP
 #include <omp.h>
 #endif
-#if defined(__x86_64__) && defined(__GNUC__)
+#ifdef LLM_NO_FAST_KERNELS
+/* GCC takes half the time this way. (-O0, for a debugger, stays -O0.) */
+#if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
+#pragma GCC push_options
+#pragma GCC optimize("O1")
+#endif
+#elif defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
+#if defined(__cplusplus) && !defined(__clang__) /* GCC 12 warns of its own vector intrinsics */
+#pragma GCC diagnostic push
+#pragma GCC diagnostic ignored "-Wuninitialized"
+#pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
 #include <immintrin.h>
+#pragma GCC diagnostic pop
+#else
+#include <immintrin.h>
+#endif
 #define LLM__X86 1
 #elif defined(__aarch64__)
 #include <arm_neon.h>
@@ -12762,7 +12778,8 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 
 /* The passes take most of the compile time, so one file of a program can compile them for all:
  * LLM_KERNELS_SHARED there, LLM_KERNELS_EXTERN in the others. */
-#ifdef LLM_KERNELS_EXTERN
+#ifdef LLM_NO_FAST_KERNELS
+#elif defined(LLM_KERNELS_EXTERN)
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
@@ -12892,13 +12909,31 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #ifdef LLM__DOTPROD
     if (max_isa >= LLM_ISA_DOTPROD && llm__has_dot_products()) return &llm__dotprod_kernels;
 #endif
+#ifdef LLM_NO_FAST_KERNELS
+    (void)max_isa;
+    return NULL;
+#else
     return max_isa >= LLM_ISA_PLAIN ? &llm__base_kernels : NULL;
+#endif
 }
 
-static int32_t llm__argmax(const float *x, int n) { return llm__choose_kernels(LLM_ISA_BEST)->argmax(x, n); }
+/* The index of the largest; the first of equals. A NaN is never the largest. */
+static int32_t llm__argmax(const float *x, int n) {
+    const llm__kernels *kernels = llm__choose_kernels(LLM_ISA_BEST);
+    if (kernels) return kernels->argmax(x, n);
+    float most = -INFINITY;
+    int32_t index = 0;
+    for (int i = 0; i < n; i++)
+        if (x[i] > most) most = x[i], index = i;
+    return index;
+}
 
 static double llm__sum_exp(const float *x, int n, float shift) {
-    return llm__choose_kernels(LLM_ISA_BEST)->sum_exp(x, n, shift);
+    const llm__kernels *kernels = llm__choose_kernels(LLM_ISA_BEST);
+    if (kernels) return kernels->sum_exp(x, n, shift);
+    double sum = 0;
+    for (int i = 0; i < n; i++) sum += exp((double)x[i] - (double)shift);
+    return sum;
 }
 
 /* ---- The planned executor: stages, whose items the threads share ------------------------------
@@ -13923,15 +13958,15 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     llm__clear(err);
     llm__cpu *cpu = (llm__cpu *)llm__new(1, sizeof *cpu, "the CPU backend", err);
     if (!cpu) return NULL;
-    cpu->kernels = llm__choose_kernels(max_isa);
-    cpu->isa = cpu->kernels ? cpu->kernels->isa : LLM_ISA_REFERENCE;
+    const llm__kernels *kernels = cpu->kernels = llm__choose_kernels(max_isa);
+    cpu->isa = kernels ? kernels->isa : LLM_ISA_REFERENCE;
     if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles()) cpu->isa = LLM_ISA_AMX;
     cpu->pack = true;
     cpu->n_threads = n_threads > 0 ? n_threads : llm_processor_count();
 #ifndef _OPENMP
     cpu->n_threads = 1;
 #endif
-    if (!cpu->kernels) cpu->n_threads = 1;
+    if (!kernels) cpu->n_threads = 1;
     llm_backend *b = &cpu->backend;
     b->name = "cpu";
     b->context = cpu;
@@ -13944,7 +13979,7 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     b->free_weight = llm__cpu_free_weight;
     b->prepare = llm__cpu_prepare;
     b->forget = llm__cpu_forget;
-    b->run = cpu->kernels ? llm__cpu_run : llm__reference_run;
+    b->run = kernels ? llm__cpu_run : llm__reference_run;
     b->stage = llm__cpu_stage;
     b->sync = llm__cpu_sync;
     b->copy_blocks = llm__cpu_copy_blocks;
@@ -14000,6 +14035,10 @@ llm_gpu_options llm_gpu_defaults(void) {
     return o;
 }
 
+#if defined(LLM_NO_FAST_KERNELS) && defined(__GNUC__) && !defined(__clang__) && \
+    defined(__OPTIMIZE__)
+#pragma GCC pop_options
+#endif
 #endif /* LLM__IMPLEMENTED_KERNELS */
 #endif /* LLM_IMPLEMENTATION && !LLM__KERNEL_PASS */
 

@@ -1,7 +1,7 @@
 #!/bin/sh
 # tests/embed.sh: does llm.h embed as README.md says? Compiles the README's example (which must be the one in llm.h, word
 # for word) with every warning an error, by gcc and by clang, runs it, and links llm.h into a program
-# of two C files and a C++ file.
+# of two C files and a C++ file. Then the quick form without kernels, and the implementation as C++.
 set -u
 here=$(cd "$(dirname "$0")/.." && pwd)
 cd "$here" || exit 1
@@ -116,6 +116,74 @@ with() { # with C-COMPILER C++-COMPILER
 }
 with gcc g++
 with clang clang++
+
+# ---- LLM_NO_FAST_KERNELS: the same text from the reference loops, compiled in seconds ----
+cat >"$work/greedy.c" <<'END'
+#include <stdio.h>
+#include <string.h>
+#define LLM_IMPLEMENTATION
+#include "llm.h"
+int main(int argc, char **argv) {
+    (void)argc;
+    llm_error err;
+    llm_event event;
+    llm_request request = llm_request_defaults();
+    request.max_tokens = 40;
+    request.sampling.temperature = 0;
+    llm_engine_options options = llm_engine_defaults();
+    options.backend = llm_cpu_backend(2, LLM_ISA_BEST, &err);
+    llm_model *model = options.backend ? llm_model_load(argv[1], &err) : NULL;
+    llm_engine *engine = model ? llm_engine_create(model, &options, &err) : NULL;
+    if (engine && llm_submit_text(engine, "Once upon a time", &request, NULL, &err))
+        while (llm_step(engine, &err) > 0)
+            while (llm_next_event(engine, &event)) fwrite(event.text, 1, event.text_length, stdout);
+    fprintf(stderr, "%s%s\n", llm_isa_name(llm_cpu_isa(options.backend)), err.message);
+    llm_engine_free(engine);
+    llm_model_free(model);
+    llm_backend_free(options.backend);
+    return err.status != LLM_OK;
+}
+END
+cp "$work/greedy.c" "$work/greedy.cpp"
+cp "$work/one.c" "$work/one.cpp"
+warnings='-Wall -Wextra -Werror'
+openmp=
+if echo 'int main(void) { return 0; }' | gcc -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
+kernels= library= # LLM_KERNELS: a library of the kernels, which take long to compile
+if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
+
+quick() { # quick TITLE COMPILE...: compile greedy, run it; it must tell what the normal build told
+    quick_title=$1
+    shift
+    check "$quick_title: compiles without a warning" "$@" -I. -o "$work/quick" -lm
+    if "$work/quick" models/tales.gguf >"$work/out" 2>"$work/isa" && cmp "$work/out" "$work/normal" &&
+        [ "$(cat "$work/isa")" = reference ]; then
+        ok "$quick_title: runs on the reference loops, and tells the same"
+    else
+        no "$quick_title: runs on the reference loops, and tells the same ($(head -c 200 "$work/isa"))"
+    fi
+}
+if ! command -v gcc >/dev/null 2>&1; then
+    skip 'LLM_NO_FAST_KERNELS: gcc is not installed'
+# shellcheck disable=SC2086
+elif ! gcc -std=c11 -O1 $warnings $openmp $kernels -I. "$work/greedy.c" $library -o "$work/greedy" -lm ||
+    ! "$work/greedy" models/tales.gguf >"$work/normal" 2>"$work/isa" || [ "$(wc -c <"$work/normal")" -lt 80 ]; then
+    no "LLM_NO_FAST_KERNELS: the normal build does not run ($(head -c 200 "$work/isa"))"
+else
+    # shellcheck disable=SC2086
+    quick "gcc -O2 $openmp, LLM_NO_FAST_KERNELS" gcc -std=c11 -O2 $warnings -Wpedantic $openmp -DLLM_NO_FAST_KERNELS "$work/greedy.c"
+    if ! nm "$work/quick" | grep -q 'avx2_\|base_kernels'; then ok '... and has no kernels'
+    else no '... and has no kernels'; fi
+    # shellcheck disable=SC2086
+    if command -v g++ >/dev/null 2>&1; then
+        quick "g++ -std=c++17 -O2, LLM_NO_FAST_KERNELS" g++ -std=c++17 -O2 $warnings $openmp -DLLM_NO_FAST_KERNELS "$work/greedy.cpp"
+        # The whole implementation as C++, where GCC 12 warns of its own intrinsics when it optimizes: 20 s
+        check 'g++ -std=c++17 -O1: the implementation without a warning' \
+            g++ -std=c++17 -O1 $warnings $openmp -I. -c "$work/one.cpp" -o "$work/one.o"
+    else
+        skip 'the implementation as C++: g++ is not installed'
+    fi
+fi
 
 line="$passed passed, $failed failed"
 [ "$skipped" -eq 0 ] || line="$line, $skipped skipped"

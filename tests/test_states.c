@@ -45,6 +45,7 @@ typedef struct sequence { /* a sample of a request */
     int n_proposed, n_accepted;
     int n_told; /* events of accepted proposals since this step began */
     /* What the trace says: */
+    int n_submitted; /* events that say so */
     llm_state traced;
     int32_t traced_table[CONTEXT];
     int n_traced;
@@ -527,6 +528,7 @@ static bool may_follow(llm_state from, llm_state to) {
 static void trace_state(world *w, sequence *s, const llm_trace_event *event) {
     SAME(event->from, s->traced);
     CHECK(may_follow(event->from, event->state));
+    s->n_submitted += event->state == LLM_WAITING;
     if (event->from == LLM_WAITING && event->state == LLM_PREFILL) /* found in the prefix cache */
         SAME(event->count, s->n_traced * w->options.block_size);
     if (event->from == LLM_PREEMPTED && event->state != LLM_ENDED) {
@@ -754,6 +756,7 @@ static void submit(world *w) {
         return;
     }
     SAME(id, r->id);
+    for (int k = 0; k < o->n_samples; k++) SAME(r->samples[k].n_submitted, 1);
     w->last_id = id;
     r->live = true;
     r->rank = (int64_t)id - 64 * o->priority;
