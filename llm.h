@@ -3888,8 +3888,8 @@ static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w,
 /* out = w . in, + bias if the model has it. Permute the input first if the matrix has `columns`. */
 static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
                                 int in, int out) {
-    const llm_weight *w = &net->parts[layer * LLM__N_PARTS + part],
-                     *b = &net->parts[layer * LLM__N_PARTS + bias];
+    const llm_weight *w = &net->parts[layer * LLM__N_PARTS + (int)part],
+                     *b = &net->parts[layer * LLM__N_PARTS + (int)bias];
     if (w->columns) {
         llm__emit_op(&net->program, LLM_OP_GATHER_COLUMNS, layer, in, LLM__ORDERED)->weight = w;
         in = LLM__ORDERED;
@@ -4220,7 +4220,7 @@ static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, i
     for (int64_t row = 0; row < n; row++) {
         double sum = 0.0;
         for (int i = 0; i < dim; i++) sum += (double)x[row * dim + i] * x[row * dim + i];
-        double scale = 1.0 / sqrt(sum / dim + epsilon);
+        double scale = 1.0 / sqrt(sum / (double)dim + epsilon);
         for (int i = 0; i < dim; i++)
             out[row * dim + i] = (float)(x[row * dim + i] * scale * weight[i]);
     }
@@ -13761,7 +13761,7 @@ static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const ll
     uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, max_cols) + LLM__TILES_BYTES +
                      ((uint64_t)rows + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL *
                          sizeof(float);
-    uint64_t scratch = llm__max(llm__max((int64_t)attention, (int64_t)naive),
+    uint64_t scratch = (uint64_t)llm__max(llm__max((int64_t)attention, (int64_t)naive),
                                 llm__max((int64_t)tile, (int64_t)panel));
     scratch = (scratch + LLM__OWN_X_BYTES + LLM__OWN_TILES_BYTES + 4095) / 4096 * 4096;
     uint64_t all_scratch, rounded = 0;
