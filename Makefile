@@ -1,5 +1,6 @@
-# make            builds ./llm
-# make demo       ... and tells a tale with the bundled model
+# make            builds ./llm, with all devices
+# make demo       ... without devices, and tells a tale with the bundled model
+# make OPTIMIZE='-O0 -g' NVCC= EMULATED= OBSERVED= llm   builds in 10 s, for a debugger
 # make test       runs all tests; the last line sums them up
 # make test DEVICE=cuda   the same on an NVIDIA GPU (or on the emulated one, which takes hours)
 # make sanitize   the same with the address and undefined-behaviour sanitizers
@@ -68,43 +69,59 @@ SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
 # The program is an object by itself, which does not wait for the kernels, and is another one with other devices.
 MAIN     = $(B)/main$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSERVED),_observed).o
-llm $(B)/llm: $(MAIN) $(B)/quantize.o $(SHARED) $(DEVICES)
-	$(COMPILE) $^ -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
+llm $(B)/llm: $(MAIN) $(B)/quantize.o $(SHARED) $(DEVICES) $(B)/linked
+	$(COMPILE) $(filter-out %/linked,$^) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
-$(MAIN): main.c llm.h models/quantize.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h | $(B)/have-cc
+$(MAIN): main.c llm.h models/quantize.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(B)/flags
 	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
 
-# The kernels take the compiler most of its time, so they are compiled once, for the program and for all tests: libkernels.a is the
-# library with all names but theirs hidden.
-KERNELS  = $(addprefix --keep-global-symbol=llm__,base_kernels avx2_kernels avx512_kernels dotprod_kernels base_softmax_row)
-LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | $(1) -x c -c - -o $@
+# The kernels take the compiler most of its time, so they are compiled once, for the program and for
+# all tests: an object per instruction set (2, AVX-512, takes longest), all names but theirs hidden.
+KERNELS  = $(addprefix $(B)/$(1)kernels_,2.o 1.o 0.o 3.o)
+KEEP     = $(addprefix --keep-global-symbol=llm__, \
+	base_kernels avx2_kernels avx512_kernels dotprod_kernels base_softmax_row)
+COMPILE_KERNELS = $(1) -Wno-unused-function -DLLM_IMPLEMENTATION -DLLM_FILE_NAME='"kernels.h"' \
+	-DLLM_KERNELS_SHARED=$* -x c -c $< -o $@ && $(OBJCOPY) $(KEEP) $@
+LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | \
+	$(1) -DLLM_KERNELS_EXTERN -x c -c - -o $@
 
-$(B)/llm.o: llm.h | $(B)/have-cc
-	$(call LIBRARY,$(COMPILE) -DLLM_KERNELS_SHARED)
-$(B)/kernels.o: $(B)/llm.o
-	$(OBJCOPY) $(KERNELS) $< $@
-$(B)/libllm.a: $(B)/quantize.o
-$(B)/libllm.a $(B)/libkernels.a: $(B)/lib%.a: $(B)/%.o
-	$(AR) rcs $@ $^
-
+$(B)/kernels_%.o: $(B)/kernels.h $(B)/flags
+	$(call COMPILE_KERNELS,$(COMPILE))
+$(B)/llm.o: llm.h $(B)/flags
+	$(call LIBRARY,$(COMPILE))
+$(B)/libkernels.a: $(call KERNELS)
 # Creating model files: for the program and for the tests.
-$(B)/quantize.o: models/quantize.c models/quantize.h $(B)/declarations | $(B)/have-cc
+$(B)/quantize.o: models/quantize.c models/quantize.h $(B)/declarations $(B)/flags
 	$(COMPILE) -c $< -o $@
+$(B)/libllm.a: $(B)/llm.o $(B)/quantize.o $(call KERNELS)
+$(B)/lib%.a:
+	rm -f $@ && $(AR) rcs $@ $^
 
-# llm.cu reads only the declarations of llm.h: a change behind them does not compile the kernels again, which takes long.
+# What takes long to compile depends on a part of llm.h that is a file of its own, which changes only
+# when its text does. llm.cu reads the declarations. The flags are such a file, too: when they change,
+# everything is compiled again.
+CHANGE   = if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
 $(B)/declarations: llm.h
 	@mkdir -p $(B)
-	@sed '/^#endif .* LLM_H /q' llm.h >$@.new
-	@if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
+	@sed '/^#endif .* LLM_H /q' llm.h >$@.new; $(CHANGE)
+$(B)/kernels.h: llm.h tests/kernels.awk
+	@mkdir -p $(B)
+	@awk -f tests/kernels.awk llm.h >$@.new; $(CHANGE)
+$(B)/flags: FORCE | $(B)/have-cc
+	@echo '$(call QUOTED,$(COMPILE) $(CXX) $(EDIT_FLAGS))' >$@.new; $(CHANGE)
+$(B)/linked: FORCE | $(B)/have-cc
+	@echo '$(call QUOTED,$(MAIN) $(DEVICES) $(LDFLAGS))' >$@.new; $(CHANGE)
+QUOTED   = $(subst ','\'',$(1))
+FORCE:
 
 $(B)/llm_cuda.o: llm.cu $(B)/declarations
 	$(NVCC) -O3 --threads 0 -lineinfo $(foreach n,$(GPUS),-gencode arch=compute_$n,code=sm_$n) -gencode arch=compute_90,code=compute_90 \
 		-Xcompiler -Wall -I. -c $< -o $@
 
-$(B)/emulated.o: llm.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
+$(B)/emulated.o: llm.cu tests/cuda_on_cpu.h $(B)/declarations $(B)/flags | $(B)/have-c++
 	$(COMPILE_CXX) -DLLM_EMULATED -x c++ -c $< -o $@
 
-$(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h | $(B)/have-c++
+$(B)/cuda_on_cpu.o: tests/cuda_on_cpu.cpp tests/cuda_on_cpu.h tests/emulator.h $(B)/flags | $(B)/have-c++
 	$(COMPILE_CXX) -c $< -o $@
 
 $(B)/observed.o: llm.cu docs/12-kernel.cu tests/cuda_on_cpu.h $(B)/declarations | $(B)/have-c++
@@ -113,8 +130,10 @@ $(B)/observed.o: llm.cu docs/12-kernel.cu tests/cuda_on_cpu.h $(B)/declarations 
 	$(CXX) -r -nostdlib -Wl,--force-group-allocation $(B)/observed_llm.o $(B)/observed_lesson.o -o $@
 	$(OBJCOPY) --keep-global-symbol=llm_observed_backend --keep-global-symbol=kernel_lesson_run $@
 
+# (With no devices, unless they have been built before: they take minutes.)
 demo: $(B)/have-cc
-	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) llm
+	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) llm \
+		$(if $(wildcard $(MAIN)),,NVCC= EMULATED= OBSERVED=)
 	@./llm demo
 
 # ---- Tests ----------------------------------------------------------------------------
@@ -125,15 +144,15 @@ CMOCKA   = -lcmocka
 REACHED  = $(if $(DEVICE),,$(shell echo 'int main(void){return 0;}' | $(CC) -Werror -fwhole-program -x c - -o /dev/null 2>/dev/null && echo -fwhole-program))
 COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
 
-$(B)/test_%.o: tests/test_%.c llm.h models/quantize.c models/quantize.h $(wildcard tests/*.h tests/cross/*.h) | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
+$(B)/test_%.o: tests/test_%.c llm.h models/quantize.c models/quantize.h $(wildcard tests/*.h tests/cross/*.h) $(B)/flags | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
 	$(COMPILE_TEST) $(REACHED) -c $< -o $@
 
 $(B)/test_%: $(B)/test_%.o $(B)/libkernels.a $(B)/libllm.a
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm $(if $(filter %cuda_on_cpu.o %llm_cuda.o,$^),$(DEVICE_LIBS))
 
-$(B)/tiles_on_cpu.o: tests/tiles_on_cpu.c | $(B)/have-cc
+$(B)/tiles_on_cpu.o: tests/tiles_on_cpu.c $(B)/flags
 	$(COMPILE) -c $< -o $@
-$(B)/tiles_%.o: tests/test_%.c llm.h models/quantize.c $(wildcard tests/*.h) | $(B)/have-cmocka
+$(B)/tiles_%.o: tests/test_%.c llm.h models/quantize.c $(wildcard tests/*.h) $(B)/flags | $(B)/have-cmocka
 	$(COMPILE_TEST) $(REACHED) -DLLM_EMULATED_TILES -c $< -o $@
 $(B)/tiles_%: $(B)/tiles_%.o $(B)/tiles_on_cpu.o $(B)/libkernels.a $(B)/libllm.a
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a $(B)/libllm.a $(CMOCKA) -lm
@@ -169,14 +188,12 @@ arm64: build/have-arm64 build/have-qemu
 FUZZ     = clang -std=gnu11 -O1 -g1 $(WARN) -fsanitize=fuzzer$(1),address,undefined -fno-sanitize-recover=all -I. -Itests
 # The kernels without a note of every comparison, which would tell the fuzzer nothing, and with calls of the address sanitizer where it would
 # put the same checks in line: the compiler needs a fraction of the time, and they are no slower.
-$(B)/fuzzed-passes.o: llm.h | $(B)/have-fuzzer
-	$(call LIBRARY,$(call FUZZ,-no-link) -fno-sanitize-coverage=trace-cmp -mllvm -asan-instrumentation-with-call-threshold=0 -DLLM_KERNELS_SHARED)
-$(B)/fuzzed-kernels.o: $(B)/fuzzed-passes.o
-	$(OBJCOPY) $(KERNELS) $< $@
+$(B)/fuzzed-kernels_%.o: $(B)/kernels.h | $(B)/have-fuzzer
+	$(call COMPILE_KERNELS,$(call FUZZ,-no-link) -fno-sanitize-coverage=trace-cmp \
+		-mllvm -asan-instrumentation-with-call-threshold=0)
 $(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
-	$(call LIBRARY,$(call FUZZ,-no-link) -DLLM_KERNELS_EXTERN)
-$(B)/libfuzzed.a: $(B)/fuzzed-kernels.o $(B)/fuzzed-llm.o
-	$(AR) rcs $@ $^
+	$(call LIBRARY,$(call FUZZ,-no-link))
+$(B)/libfuzzed.a: $(call KERNELS,fuzzed-) $(B)/fuzzed-llm.o
 $(B)/fuzz_%.o: tests/fuzz_%.c llm.h models/quantize.c $(wildcard tests/*.h) | $(B)/have-fuzzer
 	$(FUZZ) -DLLM_KERNELS_EXTERN -c $< -o $@
 $(B)/fuzz_%: $(B)/fuzz_%.o $(B)/libfuzzed.a
@@ -194,7 +211,7 @@ mutants: $(B)/have-cmocka $(B)/have-c++
 
 # ---- Soak: random workloads, also on the emulated device where there is a C++ compiler. SEED: of the first round. ----
 SEED     =
-$(B)/soak.o: tests/soak.c llm.h models/quantize.c $(wildcard tests/*.h tests/cross/*.h) | $(B)/have-cc
+$(B)/soak.o: tests/soak.c llm.h models/quantize.c $(wildcard tests/*.h tests/cross/*.h) $(B)/flags
 	$(COMPILE) -O2 -DLLM_KERNELS_EXTERN -Itests -c $< -o $@
 $(B)/soak: $(B)/soak.o $(B)/libkernels.a $(if $(EMULATED),$(EMULATOR))
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a -lm $(if $(EMULATED),-lstdc++)
@@ -221,6 +238,6 @@ docs: $(LLM)
 clean:
 	rm -rf build llm
 
-.PHONY: docs quotes demo mutants test build-tests sanitize arm64 fuzz build-fuzzers soak soak-sanitized clean
+.PHONY: FORCE docs quotes demo mutants test build-tests sanitize arm64 fuzz build-fuzzers soak soak-sanitized clean
 .PRECIOUS: $(B)/have-% $(B)/test_%.o $(B)/tiles_%.o $(B)/fuzz_%.o
 .DELETE_ON_ERROR:

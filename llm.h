@@ -4211,6 +4211,12 @@ static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_
     return transposed ? (row - slot) * cache->head_dim + slot : row * cache->head_dim;
 }
 
+/* The first position that a token attends to: 0, or the first of the last `window` tokens (Child et
+ * al. 2019). The cache keeps earlier ones, for the prefix cache. */
+static int llm__first_seen(const llm_attention_shape *shape, int position) {
+    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
+}
+
 /* ---- The reference loops --------------------------------------------------------------- */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019): scale each row of x (n, dim) to length
@@ -4298,12 +4304,6 @@ static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t
     float x;
     memcpy(&x, layer + 4 * i, sizeof x);
     return x;
-}
-
-/* The first position that a token attends to: 0, or the first of the last `window` tokens (Child et
- * al. 2019). The cache keeps earlier ones, for the prefix cache. */
-static int llm__first_seen(const llm_attention_shape *shape, int position) {
-    return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
 
 /* Attention of one query (Vaswani et al. 2017): all scores, their softmax, the weighted mean of the
@@ -12785,10 +12785,12 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #else
 
 #ifdef LLM_KERNELS_SHARED
+#define LLM__HAS_PASS(pass) (LLM_KERNELS_SHARED == (pass))
 #define LLM__KERNELS
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
 #else
+#define LLM__HAS_PASS(pass) 1
 #define LLM__KERNELS static
 #endif
 
@@ -12797,6 +12799,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM_FILE_NAME "llm.h"
 #endif
 
+#if LLM__HAS_PASS(0)
 #define LLM__KERNEL_PASS 0
 #define LLM__W 4
 #define LLM__ROWS 2
@@ -12804,9 +12807,9 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM__K(name) LLM__JOIN(llm__base_, name)
 #include LLM_FILE_NAME
 #undef LLM__KERNEL_PASS
+#endif
 
-#ifdef LLM__X86
-
+#if defined(LLM__X86) && LLM__HAS_PASS(1)
 #define LLM__KERNEL_PASS 1
 #define LLM__W 8
 #define LLM__ROWS 2
@@ -12825,7 +12828,9 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #pragma GCC pop_options
 #endif
 #undef LLM__KERNEL_PASS
+#endif
 
+#if defined(LLM__X86) && LLM__HAS_PASS(2)
 #define LLM__KERNEL_PASS 2
 #define LLM__W 16
 #define LLM__ROWS 4
@@ -12844,11 +12849,9 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #pragma GCC pop_options
 #endif
 #undef LLM__KERNEL_PASS
+#endif
 
-#endif /* LLM__X86 */
-
-#ifdef LLM__DOTPROD
-
+#if defined(LLM__DOTPROD) && LLM__HAS_PASS(3)
 #define LLM__KERNEL_PASS 3
 #define LLM__W 4
 #define LLM__ROWS 2
@@ -12863,8 +12866,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #pragma GCC pop_options
 #endif
 #undef LLM__KERNEL_PASS
-
-#endif /* LLM__DOTPROD */
+#endif
 #endif /* LLM_KERNELS_EXTERN */
 
 /* Linux lets a process use AMX only on request. */

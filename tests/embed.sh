@@ -185,6 +185,18 @@ else
     fi
 fi
 
+# ---- make: an object is compiled again when the flags have changed, and only then ----
+compiles() { # compiles FLAGS: how many files
+    make B="$work/build" NVCC= OPTIMIZE="$1" "$work/build/tiles_on_cpu.o" 2>&1 | grep -c -e ' -c '
+}
+if [ "$(uname -m)" != x86_64 ]; then
+    skip 'make compiles again when the flags change: no matrix tiles to compile'
+elif [ "$(compiles -O1) $(compiles -O1) $(compiles '-O0 -g') $(compiles '-O0 -g')" = '1 0 1 0' ]; then
+    ok 'make compiles again when the flags change, and only then'
+else
+    no 'make compiles again when the flags change, and only then'
+fi
+
 line="$passed passed, $failed failed"
 [ "$skipped" -eq 0 ] || line="$line, $skipped skipped"
 echo "$line"

@@ -33,12 +33,12 @@ tests_of() { # chapter: its tests, the ones that notice most or take least time 
 }
 
 build() { # what to build, and for which chapter: a change outside the kernels and for a test with an engine of its own leaves the libraries alone
-    keep='-o build/llm.o -o build/kernels.o -o build/libkernels.a -o build/libllm.a'
+    keep='-o build/libkernels.a -o build/libllm.a'
     if [ "$2" = kernels ]; then keep=
     elif [ "$2" != command ] && ! grep -q 'define LLM_IMPLEMENTATION' "tests/${1#build/}.c"; then keep=
     fi
     # shellcheck disable=SC2086
-    make -s $keep NVCC= OBSERVED= OPTIMIZE=-O1 "$1"
+    make -s -o build/flags $keep NVCC= OBSERVED= OPTIMIZE=-O1 "$1"
 }
 
 # Run a test up to its first failure: the rest would only take time.

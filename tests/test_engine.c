@@ -1587,6 +1587,41 @@ static void test_broken_logits(void **state) {
     assert_string_equal(llm_version(), LLM_VERSION);
 }
 
+/* A hook may choose where the model cannot: its token is taken, whatever the model's own logits are. */
+static void only_nine(void *user, uint64_t request, int sample, int position, float *logits) {
+    (void)request;
+    (void)sample;
+    (void)position;
+    for (int i = 0; i < *(int *)user; i++) logits[i] = i == 9 ? 0 : -INFINITY;
+}
+
+static void test_hook_over_broken_logits(void **state) {
+    (void)state;
+    llm_error err;
+    llm_event event;
+    tiny t = tiny_defaults();
+    t.broken = 7;
+    tiny_model bad = tiny_model_new(t);
+    int32_t prompt[] = {8, 7};
+    int vocab = llm_model_config(bad.model)->vocab_size, n = 0;
+    llm_engine *engine = engine_new(bad.model, NULL);
+    llm_request r = llm_request_defaults();
+    r.prompt = prompt;
+    r.n_prompt = 2;
+    r.max_tokens = 3;
+    r.logits_hook = only_nine;
+    r.user = &vocab;
+    assert_true(llm_submit(engine, &r, NULL, &err));
+    while (llm_step(engine, &err) > 0)
+        for (; llm_next_event(engine, &event); n++) {
+            assert_int_equal(event.token, 9);
+            assert_int_equal(event.finish, n == 2 ? LLM_FINISH_LENGTH : LLM_FINISH_NONE);
+        }
+    assert_int_equal(n, 3);
+    llm_engine_free(engine);
+    tiny_model_free(&bad);
+}
+
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_events),
@@ -1624,6 +1659,7 @@ int main(void) {
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),
         cmocka_unit_test(test_broken_logits),
+        cmocka_unit_test(test_hook_over_broken_logits),
     };
     return cmocka_run_group_tests_name("engine", tests, NULL, NULL);
 }

@@ -276,6 +276,94 @@ static void test_padded_vocabularies(void **state) {
     for (int k = 0; k < N_PROMPTS; k++) record_free(expected[k]);
 }
 
+/* ---- Rows of another width ------------------------------------------------------------------ */
+
+static bool plain_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+    (void)context;
+    (void)err;
+    memcpy(host, device, bytes);
+    return true;
+}
+
+static const int32_t *drawn_ids;
+static bool draws_as_told(void *context, float *logits, int vocab, const llm_draw *draws, int n, int32_t *ids, float *logprobs,
+                          llm_error *err) {
+    (void)context;
+    (void)logits;
+    (void)err;
+    for (int i = 0; i < n; i++) {
+        assert_int_equal(draws[i].row, i);
+        assert_true(drawn_ids[i] < vocab);
+        ids[i] = drawn_ids[i];
+        logprobs[i] = (float)-i;
+    }
+    return true;
+}
+
+/* A draft's rows of logits that are narrower than the target's end in tokens that cannot be; of those that are wider, the end is
+ * never seen, and what the device draws there is no proposal. */
+static void test_rows_of_another_width(void **state) {
+    enum { VOCAB = 6, ROWS = 3 };
+    static const int32_t ids[ROWS] = {3, VOCAB, VOCAB - 1};
+    (void)state;
+    llm_backend b;
+    memset(&b, 0, sizeof b);
+    b.download = plain_download;
+    b.sample = draws_as_told;
+    drawn_ids = ids;
+    for (int width = VOCAB - 2; width <= VOCAB + 2; width++) {
+        float logits[ROWS * (VOCAB + 2)], host[ROWS * VOCAB];
+        llm_model model;
+        llm__network net;
+        llm_error err;
+        memset(&model, 0, sizeof model);
+        memset(&net, 0, sizeof net);
+        model.config.vocab_size = width;
+        net.model = &model;
+        net.backend = &b;
+        net.logits = logits;
+        net.max_logits = ROWS;
+        for (int i = 0; i < ROWS * width; i++) logits[i] = (float)(i / width * 100 + i % width);
+        for (int first = 0; first < ROWS; first++) {
+            for (int i = 0; i < ROWS * VOCAB; i++) host[i] = 7000;
+            assert_true(llm__fetch_logits(&net, first, ROWS - first, host, VOCAB, &err));
+            for (int i = 0; i < ROWS * VOCAB; i++) {
+                int row = i / VOCAB, column = i % VOCAB;
+                float expected = row < first ? 7000 : column < width ? (float)(row * 100 + column) : -INFINITY;
+                assert_true(host[i] == expected);
+            }
+        }
+        if (width <= VOCAB) continue;
+        llm__request request;
+        llm__sequence seq, *sequences[1] = {&seq};
+        llm__scheduler s;
+        llm__sampler sampler;
+        int32_t numbers[ROWS] = {0, 1, 2}, zeros[ROWS] = {0}, tokens[ROWS] = {0};
+        llm_engine_options o = llm_engine_defaults();
+        memset(&request, 0, sizeof request);
+        memset(&seq, 0, sizeof seq);
+        memset(&s, 0, sizeof s);
+        request.forked = true;
+        request.params = llm_request_defaults();
+        seq.request = &request;
+        seq.tokens = tokens;
+        seq.n_tokens = 1;
+        s.options = &o;
+        s.batch.n_logits = ROWS;
+        s.batch_sequences = sequences;
+        s.row_sequence = zeros;
+        s.positions = s.logit_rows = numbers;
+        assert_true(llm__sampler_init(&sampler, VOCAB, ROWS, &err));
+        assert_int_equal(llm__fetch(&sampler, &s, &net, 0, host, &err), ROWS);
+        for (int i = 0; i < ROWS; i++) {
+            assert_true(sampler.outcomes[i].sequence == &seq && sampler.outcomes[i].position == i);
+            assert_int_equal(sampler.outcomes[i].id, ids[i] < VOCAB ? ids[i] : 0);
+            assert_true(sampler.outcomes[i].logprob == (float)-i);
+        }
+        llm__sampler_free(&sampler);
+    }
+}
+
 /* The target as its own draft: all is accepted, also where it draws, and K proposals give K + 1 tokens. */
 static void test_own_draft(void **state) {
     (void)state;
@@ -738,6 +826,7 @@ int main(void) {
         cmocka_unit_test(test_greedy_golden),
         cmocka_unit_test(test_greedy_alike),
         cmocka_unit_test(test_padded_vocabularies),
+        cmocka_unit_test(test_rows_of_another_width),
         cmocka_unit_test(test_own_draft),
         cmocka_unit_test(test_drawn_in_the_engine),
         cmocka_unit_test(test_drawn_texts),

@@ -67,6 +67,10 @@ typedef struct token_device {
     int64_t n_passes;
     int n_copies; /* asked for since the last sync */
     bool copies_fail;
+    struct {
+        const char *begin, *end;
+    } fetched[64]; /* (n_fetched) logits, since the last pass */
+    int n_fetched;
     long live; /* allocations */
     /* In the current call of llm_step: */
     token_call failed;      /* the call that failed */
@@ -148,6 +152,10 @@ static bool token_download(void *context, void *host, const void *device, size_t
         return token_error(err);
     }
     memcpy(host, device, bytes);
+    if (token_in_cache(d, device)) return true;
+    assert_in_range(d->n_fetched, 0, 63);
+    d->fetched[d->n_fetched].begin = (const char *)device;
+    d->fetched[d->n_fetched++].end = (const char *)device + bytes;
     return true;
 }
 
@@ -260,6 +268,7 @@ static bool token_run(void *context, const llm_program *program, llm_part part, 
     token_device *d = (token_device *)context;
     assert_int_equal(d->n_copies, 0); /* no pass before its copies are done */
     bool fails = token_fails(d, CALL_RUN), draft = program != d->programs[0];
+    d->n_fetched = 0;
     assert_int_equal((part & LLM_BODY) != 0, first == 0); /* the body once, */
     assert_int_equal((part & LLM_HEAD) != 0, n > 0);      /* the head where it has rows */
     if (part & LLM_BODY)
@@ -314,6 +323,8 @@ static bool token_sample(void *context, float *logits, int vocab_size, const llm
         const float *row = logits + draws[i].row * vocab_size;
         int wanted = draws[i].sampling.temperature == 0 ? 0 : (int)(draws[i].random >> 62), id = 0;
         assert_true(i == 0 || draws[i].row >= draws[i - 1].row);
+        for (int k = 0; k < d->n_fetched; k++) /* it is drawn from here, so nobody needs it there */
+            assert_true((const char *)row < d->fetched[k].begin || (const char *)row >= d->fetched[k].end);
         while (row[id] < 0 || wanted-- > 0) id++;
         ids[i] = id;
         logprobs[i] = -1.3862944f; /* ln of a quarter */
