@@ -67,12 +67,19 @@ TILES    = $(if $(DEVICE),,$(if $(findstring x86_64-linux,$(subst -pc-,-,$(shell
 LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels) $(TILES)
 SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
-# The program is an object by itself, which does not wait for the kernels, and is another one with other devices.
-MAIN     = $(B)/main$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSERVED),_observed).o
-llm $(B)/llm: $(MAIN) $(B)/quantize.o $(SHARED) $(DEVICES) $(B)/linked
+# The program: an object for each file, in a folder for each set of devices. docs/course.c holds
+# the implementation of llm.h; the others read only its declarations.
+COMMAND  = $(B)/command$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSERVED),_observed)
+IN_COURSE = docs/04-attention.c docs/13-tokens.c docs/14-sampling.c
+SOURCES  = main.c tests/bench.c $(wildcard models/*.c) \
+	$(filter-out $(IN_COURSE),$(wildcard docs/*.c))
+llm $(B)/llm: $(SOURCES:%.c=$(COMMAND)/%.o) $(SHARED) $(DEVICES) $(B)/linked
 	$(COMPILE) $(filter-out %/linked,$^) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
-$(MAIN): main.c llm.h models/quantize.h $(wildcard docs/*.[ch] docs/stb/*.h) tests/emulator.h $(B)/flags
+$(COMMAND)/docs/course.o: llm.h $(IN_COURSE)
+HEADERS  = $(wildcard docs/*.h docs/stb/*.h models/*.h) tests/bench.h tests/emulator.h
+$(COMMAND)/%.o: %.c $(B)/declarations $(HEADERS) $(B)/flags
+	@mkdir -p $(@D)
 	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
 
 # The kernels take the compiler most of its time, so they are compiled once, for the program and for
@@ -110,7 +117,7 @@ $(B)/kernels.h: llm.h tests/kernels.awk
 $(B)/flags: FORCE | $(B)/have-cc
 	@echo '$(call QUOTED,$(COMPILE) $(CXX) $(EDIT_FLAGS))' >$@.new; $(CHANGE)
 $(B)/linked: FORCE | $(B)/have-cc
-	@echo '$(call QUOTED,$(MAIN) $(DEVICES) $(LDFLAGS))' >$@.new; $(CHANGE)
+	@echo '$(call QUOTED,$(COMMAND) $(DEVICES) $(LDFLAGS))' >$@.new; $(CHANGE)
 QUOTED   = $(subst ','\'',$(1))
 FORCE:
 
@@ -133,7 +140,7 @@ $(B)/observed.o: llm.cu docs/12-kernel.cu tests/cuda_on_cpu.h $(B)/declarations 
 # (With no devices, unless they have been built before: they take minutes.)
 demo: $(B)/have-cc
 	@$(MAKE) --no-print-directory -j$$(nproc 2>/dev/null || echo 2) llm \
-		$(if $(wildcard $(MAIN)),,NVCC= EMULATED= OBSERVED=)
+		$(if $(wildcard $(COMMAND)/main.o),,NVCC= EMULATED= OBSERVED=)
 	@./llm demo
 
 # ---- Tests ----------------------------------------------------------------------------

@@ -1,4 +1,6 @@
 /* 01-memory.c - llm lesson memory: what has to be in memory, byte by byte. Beside 01-memory.md. */
+#include "lesson.h"
+#include "../models/tools.h"
 
 #include "../models/quantize.h"
 
@@ -116,7 +118,7 @@ static void memory_shapes(lesson *l, const shape *mine, double card, double band
     plot p = plot_new(PLOT_BARS, "q4_0 weights, and the cache of 16 sequences of 2048 tokens", "GiB", "");
     int weights = plot_series_add(&p, "weights"), cache = plot_series_add(&p, "cache");
     p.stacked = true;
-    for (int i = 0; i < COUNT(shapes); i++) {
+    for (int i = 0; i < N_SHAPES; i++) {
         const shape *s = i ? &shapes[i] : mine;
         double n = shape_weights(s), f16 = 2 * n, q4 = shape_bytes(s, false), token = shape_cache(s, s->kv_heads);
         double fit = card > q4 ? floor((card - q4) / token) : 0, rate = bandwidth / shape_bytes(s, true);
@@ -170,3 +172,7 @@ static const char memory_notes[] =
     "Examples:\n"
     "  llm lesson memory\n"
     "  llm lesson memory --card 80G --bandwidth 3350 --price 3 --png memory.png\n";
+
+const command memory_lesson = {
+    "lesson memory", "Where the bytes go: weights, cache, activations; what fits.", "[options]",
+    lesson_memory, memory_notes};

@@ -1,5 +1,8 @@
 /* 02-roofline.c - llm lesson roofline: two limits of a machine, and where prefill and decode lie under them. Beside
  * 02-roofline.md. */
+#include "lesson.h"
+#include "program.h"
+#include "../tests/bench.h"
 
 /* Bytes a second that the threads read together from `bytes` of memory, again and again: where these fit a cache, the
  * cache's speed. */
@@ -56,13 +59,7 @@ static double device_memory_speed(llm_backend *b) {
     return good ? best : 0;
 }
 
-typedef struct roofline {
-    double memory, cached, peak; /* bytes, bytes, operations a second */
-    bool fits;                   /* the weights stay in the processor's cache */
-} roofline;
-
-/* The limits of a device, for this model. False: said why. */
-static bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
+bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
     int threads = llm_cpu_threads(device);
     double bytes = (double)llm_model_step_bytes(l->loaded);
     *roof = (roofline){0};
@@ -202,3 +199,7 @@ static const char roofline_notes[] =
     "Examples:\n"
     "  llm lesson roofline\n"
     "  llm lesson roofline -t 1 --png roofline.png\n";
+
+const command roofline_lesson = {
+    "lesson roofline", "Two limits of this machine; prefill and decode under them.", "[options]",
+    lesson_roofline, roofline_notes};

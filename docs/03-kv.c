@@ -2,14 +2,9 @@
  *
  * Without a cache each new token is a new request: the whole text so far goes through the model again, and only its
  * last row of logits is used. With it the same engine keeps going, and each step reads one token. */
+#include "lesson.h"
 
-typedef struct kv_run { /* one way of generating n tokens */
-    int32_t *tokens;     /* (n) */
-    double *seconds;     /* (n) when each was there */
-    double *computed;    /* (n) tokens that had been put through the model by then */
-} kv_run;
-
-static kv_run new_kv_run(int n) {
+kv_run new_kv_run(int n) {
     return (kv_run){resize(NULL, (size_t)n * sizeof(int32_t)), resize(NULL, (size_t)n * sizeof(double)),
                     resize(NULL, (size_t)n * sizeof(double))};
 }
@@ -20,7 +15,7 @@ static void free_kv_run(kv_run *r) {
     free(r->computed);
 }
 
-static bool kv_without(llm_engine *engine, const int32_t *prompt, int n_prompt, int n, kv_run *out) {
+bool kv_without(llm_engine *engine, const int32_t *prompt, int n_prompt, int n, kv_run *out) {
     int32_t *text = resize(NULL, (size_t)(n_prompt + n) * sizeof *text);
     memcpy(text, prompt, (size_t)n_prompt * sizeof *text);
     double start = llm_seconds(), computed = 0;
@@ -118,3 +113,7 @@ static const char kv_notes[] =
     "Examples:\n"
     "  llm lesson kv\n"
     "  llm lesson kv -n 400 --png kv.png\n";
+
+const command kv_lesson = {
+    "lesson kv", "A text with and without the cache of keys and values.", "[options]",
+    lesson_kv, kv_notes};

@@ -5,6 +5,7 @@
  * attention of the chosen layer, and then that one operation, in both forms. For one head and the last token it then
  * walks over the tiles with the engine's own step, llm__base_softmax_row (the one that is compiled for every
  * processor), and compares. */
+#include "lesson.h"
 
 typedef struct attention_look { /* what to look at, and what was seen */
     int layer, head;
@@ -272,3 +273,7 @@ static const char attention_notes[] =
     "Examples:\n"
     "  llm lesson attention\n"
     "  llm lesson attention --prompt 900 --layer 7 --head 0 --png attention.png\n";
+
+const command attention_lesson = {
+    "lesson attention", "One real head, tile by tile: the online softmax.", "[options]",
+    lesson_attention, attention_notes};

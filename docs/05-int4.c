@@ -1,8 +1,16 @@
 /* 05-int4.c - llm lesson int4: weights of four bits, one group close up, then the whole trade-off. Beside 05-int4.md. */
-
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE
+#endif
+#include "lesson.h"
+#include "../tests/bench.h"
 #include "../models/quantize.h"
+#include "../models/tools.h"
 
-enum { INT4_GROUP = 32 };
+#include <errno.h>
+#include <unistd.h>
+
+enum { INT4_GROUP = 32, INT4_BYTES = 18 }; /* of a block of q4_0 */
 
 typedef struct int4 {
     const char *tensor_name;  /* --tensor; or else default_name */
@@ -44,11 +52,13 @@ static void int4_group(lesson *l, const int4 *x) {
                                      {"high_back", "scale x (q - 8)", "%.5f"}};
     const llm_type_info *type = llm_type_find(LLM_Q4_0);
     const float *w = x->values + (int64_t)x->group * INT4_GROUP;
-    uint8_t block[LLM__Q4_0_BYTES];
+    uint8_t block[INT4_BYTES];
     float back[INT4_GROUP];
     llm_pack(type->type, w, block, INT4_GROUP);
     type->unpack(block, back, INT4_GROUP);
-    double scale = llm__f16_to_f32(llm__read_u16(block)), worst = 0;
+    float scale_;
+    llm_type_find(LLM_F16)->unpack(block, &scale_, 1);
+    double scale = scale_, worst = 0;
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < INT4_GROUP / 2; i++)
         add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16],
@@ -67,7 +77,7 @@ static void int4_histogram(lesson *l, const int4 *x) {
     const llm_type_info *type = llm_type_find(LLM_Q4_0);
     double counts[16] = {0};
     for (int64_t i = 0; i < x->n; i += INT4_GROUP) {
-        uint8_t block[LLM__Q4_0_BYTES];
+        uint8_t block[INT4_BYTES];
         llm_pack(type->type, x->values + i, block, INT4_GROUP);
         for (int k = 0; k < INT4_GROUP / 2; k++) counts[block[2 + k] & 15]++, counts[block[2 + k] >> 4]++;
     }
@@ -111,8 +121,7 @@ static double int4_error(const int4 *x, const llm_type_info *type) {
     return sqrt(lost / all);
 }
 
-/* Bits per byte and perplexity of a model on the beginning of the bundled text, in whole documents of it. */
-static bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits, double *perplexity_) {
+bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits, double *perplexity_) {
     char *path = bundled_path("models/eval.txt");
     text words = {0};
     perplexity p = {.loaded = (llm_model *)model};
@@ -139,8 +148,7 @@ static bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_te
     return good && !stop_requested;
 }
 
-/* The model with its weights as another type, from a file that has gone again when the model is freed. */
-static llm_model *quantized_model(const char *path, llm_type type) {
+llm_model *quantized_model(const char *path, llm_type type) {
     const char *folder = getenv("TMPDIR");
     char name[4096];
     llm_error err;
@@ -247,3 +255,7 @@ static const char int4_notes[] =
     "Examples:\n"
     "  llm lesson int4\n"
     "  llm lesson int4 --text 1000000 --tensor blk.0.attn_q.weight --png int4.png\n";
+
+const command int4_lesson = {
+    "lesson int4", "Weights of four bits: one group, then the whole trade-off.", "[options]",
+    lesson_int4, int4_notes};

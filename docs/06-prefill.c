@@ -1,5 +1,6 @@
 /* 06-prefill.c - llm lesson prefill: time to the first token and time per token, by the length of the prompt. Beside
  * 06-prefill.md. */
+#include "lesson.h"
 
 /* Additions and multiplications of one token: two for every weight of a matrix; and in attention, for each position it
  * sees, two products of head_dim per query head and layer (scores, and the weighted values). */
@@ -16,11 +17,7 @@ static double prompt_operations(const llm_model *model, double n) {
     return n * token_operations(model, n / 2, false) + 2.0 * c->vocab_size * c->dim;
 }
 
-typedef struct prefill_row {
-    double prompt, ttft, tpot;
-} prefill_row;
-
-static bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs, prefill_row *row) {
+bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs, prefill_row *row) {
     double ttft[32], tpot[32];
     bool good = true;
     for (int run = 0; run < runs && good; run++) {
@@ -119,3 +116,7 @@ static const char prefill_notes[] =
     "Examples:\n"
     "  llm lesson prefill\n"
     "  llm lesson prefill -t 1 --prompt 16,128,512 --png prefill.png\n";
+
+const command prefill_lesson = {
+    "lesson prefill", "Time to the first token and per token, by length of prompt.", "[options]",
+    lesson_prefill, prefill_notes};

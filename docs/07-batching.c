@@ -4,6 +4,9 @@
  * one call of llm_step, which is a forward pass or, while a dynamic group waits to be full, a millisecond. Request i comes at
  * tick i x gap. The map is drawn from the engine's trace: each row is a place in the batch, and a letter says whose tokens
  * were computed in it. */
+#include "lesson.h"
+#include "groups.h"
+#include "../tests/bench.h"
 
 typedef struct batching {
     int slots, n, prompt, gap;
@@ -224,3 +227,7 @@ static const char batching_notes[] =
     "Examples:\n"
     "  llm lesson batching\n"
     "  llm lesson batching --slots 8 --requests 40 --gen 10-100 --png batching.png\n";
+
+const command batching_lesson = {
+    "lesson batching", "The same requests: static, dynamic, continuous batching.", "[options]",
+    lesson_batching, batching_notes};

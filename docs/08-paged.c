@@ -4,6 +4,7 @@
  * shared block first gets a copy of it), one begins as another did (the prefix cache). The engine's trace says which
  * block each sequence takes, shares, copies and gives up; from that the lesson keeps block tables of its own, and draws
  * them after each step. */
+#include "lesson.h"
 
 enum { PAGED_REQUESTS = 4, PAGED_OWNERS = 6, PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT, PAGED_BLOCKS = 96 };
 
@@ -252,3 +253,7 @@ static const char paged_notes[] =
     "Examples:\n"
     "  llm lesson paged\n"
     "  llm lesson paged --block-size 4 --blocks 60 --png paged.png\n";
+
+const command paged_lesson = {
+    "lesson paged", "Who owns which block of the cache, step by step.", "[options]",
+    lesson_paged, paged_notes};

@@ -2,6 +2,7 @@
  *
  * Each request is the same n_shared tokens and then some of its own. They come one after another, so that the time to
  * the first token is each one's own; then all at once, so that one sees how many blocks they share. */
+#include "lesson.h"
 
 typedef struct prefix_run {
     double *ttft;       /* (n) seconds */
@@ -124,3 +125,7 @@ static const char prefix_notes[] =
     "Examples:\n"
     "  llm lesson prefix\n"
     "  llm lesson prefix --shared 900 --block-size 64 --png prefix.png\n";
+
+const command prefix_lesson = {
+    "lesson prefix", "Many questions behind one long instruction.", "[options]",
+    lesson_prefix, prefix_notes};

@@ -3,6 +3,12 @@
  * The guesses are read off at the seam: a copy of the backend's table of functions, with one of our own for
  * run, sees each batch before it is computed. In a step with one sequence the last batch is the target's: the
  * last known token, and behind it the guesses. */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE
+#endif
+#include "lesson.h"
+
+#include <unistd.h>
 
 enum { MOST_DEPTH = 16 };
 
@@ -230,3 +236,7 @@ static const char speculation_notes[] =
     "Examples:\n"
     "  llm lesson speculation\n"
     "  llm lesson speculation --lookup --most 4 --png speculation.png\n";
+
+const command speculation_lesson = {
+    "lesson speculation", "Guesses of a draft, accepted and rejected; when it pays.", "[options]",
+    lesson_speculation, speculation_notes};

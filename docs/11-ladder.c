@@ -5,6 +5,9 @@
  * answers of different lengths. Greedy, so the tokens of a rung must be those of the rung before (int4 is another
  * model: there the perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds
  * few whole contexts; paged, as many sequences as have room. */
+#include "lesson.h"
+#include "groups.h"
+#include "../models/tools.h"
 
 enum { LADDER_REQUESTS = 24, LADDER_SHARED = 96, LADDER_OWN = 8, LADDER_CONTEXTS = 4 };
 
@@ -315,3 +318,7 @@ static const char ladder_notes[] =
     "Examples:\n"
     "  llm ladder\n"
     "  llm ladder --png ladder.png\n";
+
+const command ladder_command = {
+    "ladder", "The whole course in one table: from the naive engine to the full one.",
+    "[options]", command_ladder, ladder_notes};

@@ -3,6 +3,8 @@
  * Three views, all counted on the emulated device, whose kernels were compiled with a call before each load and store
  * (tests/emulator.h): small kernels that do the same work twice (12-kernel.cu); all kernels of llm.cu that one decode
  * step launches; and one of those from near: its grid, its blocks, which lane reads which bytes. */
+#include "lesson.h"
+
 #ifdef LLM_WITH_OBSERVED
 #include "../tests/emulator.h"
 
@@ -291,7 +293,7 @@ static void kernel_show_one(lesson *l, const kernel_watch *one) {
     show_table(l, &t, "one");
 }
 
-static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
+static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
     kernel_watch all = {0}, one = {.kernel = kernel};
     emulator_access strided;
     bool good = kernel_step(l, n_prompt, &all, &one);
@@ -319,7 +321,7 @@ static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
     return good;
 }
 #else
-static bool kernel_lesson(lesson *l, int n_prompt, const char *kernel) {
+static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
     (void)l, (void)n_prompt, (void)kernel;
     return !fail(
         "this program was built without the emulated device that counts: install a C++ compiler (g++) and objcopy "
@@ -343,7 +345,7 @@ static int lesson_kernel(const command *self, int argc, char **argv) {
                    "the counters need the emulated device: a GPU has its own (ncu, of the CUDA Toolkit), and the CPU "
                    "runs no kernels"),
                lesson_end(&l, false);
-    return lesson_end(&l, kernel_lesson(&l, n_prompt, kernel));
+    return lesson_end(&l, kernel_teach(&l, n_prompt, kernel));
 }
 
 static const char kernel_notes[] =
@@ -354,3 +356,7 @@ static const char kernel_notes[] =
     "  llm lesson kernel\n"
     "  llm lesson kernel --kernel matmul_few\n"
     "  llm lesson kernel --plain-kernels --kernel plain_matmul\n";
+
+const command kernel_lesson = {
+    "lesson kernel", "What the threads of a GPU's kernel do to memory, counted.", "[options]",
+    lesson_kernel, kernel_notes};

@@ -2,6 +2,7 @@
  *
  * The word is put together in the obvious way: look at all neighbours, join the pair that was learned first, start
  * again. What comes out must be what the engine's tokenizer says, which does the same with a list and a heap. */
+#include "lesson.h"
 
 enum { TOKENS_LONGEST = 64 };
 
@@ -173,3 +174,7 @@ static const char tokens_notes[] =
     "Examples:\n"
     "  llm lesson tokens\n"
     "  llm lesson tokens --word \" unbelievable\" --text \"Guten Morgen\"\n";
+
+const command tokens_lesson = {
+    "lesson tokens", "How a word becomes tokens; how many tokens a text is.", "[options]",
+    lesson_tokenizer, tokens_notes};

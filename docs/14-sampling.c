@@ -3,6 +3,7 @@
  * The logits behind a prompt come from the engine (a logits hook); the distribution that each setting makes of them,
  * and the draws, from the functions that the engine itself draws with (llm__distribution and llm__sample of chapter
  * 7). */
+#include "lesson.h"
 
 static void sampling_keep(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request, (void)sample, (void)position;
@@ -132,3 +133,7 @@ static const char sampling_notes[] =
     "Examples:\n"
     "  llm lesson sampling\n"
     "  llm lesson sampling --prompt \"The king said\" --draws 100000\n";
+
+const command sampling_lesson = {
+    "lesson sampling", "From logits to a token: temperature, top-k, top-p, draws.", "[options]",
+    lesson_sampling, sampling_notes};

@@ -1,5 +1,16 @@
 /* 15-cpu.c - llm lesson cpu: one matrix product, from the plain loop to vectors, int8 products, many rows in one pass,
  * matrix tiles and threads. Beside 15-cpu.md. */
+#ifndef _DEFAULT_SOURCE
+#define _DEFAULT_SOURCE
+#endif
+#include "lesson.h"
+#include "program.h"
+
+#if defined(__x86_64__) && defined(__GNUC__)
+#define CPU_X86
+#include <cpuid.h>
+#include <immintrin.h>
+#endif
 
 #include "../models/quantize.h"
 
@@ -47,7 +58,7 @@ typedef float cpu_floats __attribute__((vector_size(16))); /* registers that eve
 static const cpu_floats cpu_halves = {0.5f, 0.5f, 0.5f, 0.5f};
 CPU_PEAK(cpu_peak_plain, , cpu_floats, cpu_halves * (float)i, cpu_halves, sums[i] * x + x, sums[i][0], 4)
 
-#ifdef LLM__X86
+#ifdef CPU_X86
 #define CPU_TARGET(what) __attribute__((target(what)))
 CPU_PEAK(cpu_peak_fma, CPU_TARGET("avx2,fma"), __m256, _mm256_set1_ps((float)i), _mm256_set1_ps(0.5f),
          _mm256_fmadd_ps(sums[i], x, x), _mm256_cvtss_f32(sums[i]), 8)
@@ -83,7 +94,7 @@ typedef double cpu_rounds(int64_t n, float *used);
 
 /* What measures the instructions that an instruction set's kernels use. */
 static cpu_rounds *cpu_peak_of(llm_isa isa, bool floats) {
-#ifdef LLM__X86
+#ifdef CPU_X86
     if (floats && isa >= LLM_ISA_AVX2) return isa >= LLM_ISA_AVX512 ? cpu_peak_fma512 : cpu_peak_fma;
     if (isa == LLM_ISA_AVX2) return cpu_peak_avx2;
     if (isa == LLM_ISA_AVX512) return cpu_peak_avx512;
@@ -366,3 +377,7 @@ static const char cpu_notes[] =
     "  llm lesson cpu\n"
     "  llm lesson cpu --isa avx2 --type q8_0\n"
     "  llm lesson cpu --png cpu.png\n";
+
+const command cpu_lesson = {
+    "lesson cpu", "One matrix product on a CPU, from the plain loop to tiles.", "[options]",
+    lesson_cpu, cpu_notes};

@@ -1,6 +1,8 @@
 /* 16-program.c - llm lesson program: a model as a list of operations, which of them bytes and
  * which arithmetic limit, what the plan does together, and what that saves. Beside 16-program.md.
  * It takes the program of an engine and runs it itself, on batches of its own. */
+#include "lesson.h"
+#include "program.h"
 
 enum { PROGRAM_SIZES = 2, PROGRAM_VARIANTS = 6, PROGRAM_ROUNDS = 9, PROGRAM_REPEATS = 15 };
 
@@ -11,7 +13,7 @@ typedef struct program_row { /* all operations of one name */
     llm_cost costs[PROGRAM_SIZES]; /* of one */
 } program_row;
 
-typedef struct program_lesson {
+typedef struct program_timing {
     lesson *l;
     const llm_backend *device;
     llm_program *program;                   /* the engine's */
@@ -21,13 +23,13 @@ typedef struct program_lesson {
     double bandwidth, peak; /* bytes a second, of the cache where the weights fit it; operations */
     program_row rows[32];
     int n_rows;
-} program_lesson;
+} program_timing;
 
 static const char *const program_variants[PROGRAM_VARIANTS] = {
     "all", "without gate", "without rope", "without own-copies", "without side-by-side", "none"};
 
 /* Run a program; seconds, or < 0 if that failed. */
-static double program_time(const program_lesson *x, const llm_program *p, int size) {
+static double program_time(const program_timing *x, const llm_program *p, int size) {
     llm_error err;
     const llm_backend *b = x->device;
     double start = llm_seconds();
@@ -38,7 +40,7 @@ static double program_time(const program_lesson *x, const llm_program *p, int si
 
 /* ---- The list --------------------------------------------------------------------------- */
 
-static void program_show_list(program_lesson *x) {
+static void program_show_list(program_timing *x) {
     static const column columns[] = {
         {"operation", "operation", "%s"}, {"buffers", "buffers", "%s"}, {"weight", "weight", "%s"}};
     table t = new_table(columns, COUNT(columns));
@@ -55,7 +57,7 @@ static void program_show_list(program_lesson *x) {
 
 /* ---- Each operation, by itself -------------------------------------------------------------- */
 
-static program_row *program_find(program_lesson *x, const llm_op *op) {
+static program_row *program_find(program_timing *x, const llm_op *op) {
     int i = 0;
     while (i < x->n_rows && strcmp(OP_NAME(x->rows[i].op), OP_NAME(op))) i++;
     if (i == COUNT(x->rows)) return NULL;
@@ -64,7 +66,7 @@ static program_row *program_find(program_lesson *x, const llm_op *op) {
 }
 
 /* Time each operation, with no fusions, so that each is done alone. */
-static bool program_measure(program_lesson *x, int size, int runs) {
+static bool program_measure(program_timing *x, int size, int runs) {
     llm_program *p = &x->variants[PROGRAM_VARIANTS - 1];
     double *times = resize(NULL, (size_t)(runs * x->n_rows + p->n_ops) * sizeof *times);
     bool good = true;
@@ -84,7 +86,7 @@ static bool program_measure(program_lesson *x, int size, int runs) {
     return good && !stop_requested;
 }
 
-static void program_show_costs(program_lesson *x) {
+static void program_show_costs(program_timing *x) {
     static const column columns[] = {
         {"operation", "operation", "%s"},    {"one_kib", "1: KiB", "%.1f"},
         {"one_intensity", "FLOP/B", "%.1f"}, {"one_limit", "limit", "%s"},
@@ -131,14 +133,15 @@ static void program_show_costs(program_lesson *x) {
 /* ---- The plan, and what it saves ------------------------------------------------------------ */
 
 /* All variants in turns, in each round from another one on: so a disturbance meets all of them. */
-static bool program_show_fusions(program_lesson *x) {
+static bool program_show_fusions(program_timing *x) {
     static const column columns[] = {
         {"fusions", "fusions", "%s"}, {"one_barriers", "1 token: barriers", "%.0f"},
         {"one_us", "us", "%.0f"},     {"one_ratio", "ratio", "%.2f"},
         {"many_barriers", "many: barriers", "%.0f"}, {"many_ms", "ms", "%.1f"},
         {"many_ratio", "ratio", "%.2f"}};
     table t = new_table(columns, COUNT(columns));
-    double times[PROGRAM_SIZES][PROGRAM_VARIANTS][PROGRAM_ROUNDS], repeats[PROGRAM_REPEATS], all[2];
+    double times[PROGRAM_SIZES][PROGRAM_VARIANTS][PROGRAM_ROUNDS], repeats[PROGRAM_REPEATS];
+    double all[2] = {0};
     size_t bytes = (size_t)llm_model_config(x->l->loaded)->vocab_size * sizeof(float);
     char *logits = resize(NULL, 2 * bytes); /* of a round's first variant, and of another */
     const float *out = x->program->buffers[x->program->ops[x->program->n_ops - 1].out].data;
@@ -174,7 +177,7 @@ static bool program_show_fusions(program_lesson *x) {
 /* ---- The lesson --------------------------------------------------------------------------- */
 
 /* Prepare all variants, and count what each operation costs. */
-static bool program_prepare(program_lesson *x) {
+static bool program_prepare(program_timing *x) {
     llm_error err;
     llm_limits limits = {x->many, 1, x->many, 1};
     for (int k = 0; k < PROGRAM_VARIANTS; k++) {
@@ -193,7 +196,7 @@ static bool program_prepare(program_lesson *x) {
     return true;
 }
 
-static bool program_teach(program_lesson *x, llm_engine *engine) {
+static bool program_teach(program_timing *x, llm_engine *engine) {
     int block_size = llm_engine_settings(engine)->block_size;
     x->device = llm_engine_settings(engine)->backend;
     x->program = llm_engine_program(engine, false);
@@ -216,7 +219,7 @@ static bool program_teach(program_lesson *x, llm_engine *engine) {
 
 static int lesson_program(const command *self, int argc, char **argv) {
     lesson l = {.engine = llm_engine_defaults()};
-    program_lesson x = {.l = &l, .many = -1};
+    program_timing x = {.l = &l, .many = -1};
     roofline roof;
     const option options[] = {
         LESSON_OPTIONS(l),
@@ -247,3 +250,7 @@ static const char program_notes[] =
     "  llm lesson program\n"
     "  llm lesson program -t 1 --tokens 64\n"
     "  llm lesson program --png program.png\n";
+
+const command program_lesson = {
+    "lesson program", "A model as a list of operations; which wait for bytes; fusions.", "[options]",
+    lesson_program, program_notes};

@@ -1,5 +1,5 @@
-/* groups.h - static and dynamic batching, from outside the engine. Included by main.c, for the
- * benchmark and the lessons that compare them with continuous batching.
+/* groups.h - static and dynamic batching, from outside the engine, for the benchmark and lessons
+ * that compare them with continuous batching.
  *
  * The engine batches continuously: a request enters at any step and leaves when it ends. Here
  * requests wait in a queue of their own, and enter the engine as a group, when it is empty. A group
@@ -7,10 +7,13 @@
  * asks for most, and no more of them enter than have memory for that. A member that has the tokens
  * it wanted runs on as padding, and its output is discarded; when the last one has its tokens, the
  * rest is cancelled and the next group enters. */
+#ifndef GROUPS_H
+#define GROUPS_H
+#include "cli.h"
 
 enum { CONTINUOUS, STATIC, DYNAMIC, N_POLICIES };
 #define POLICIES "continuous|static|dynamic"
-static const char *const policy_names[N_POLICIES] = {"continuous", "static", "dynamic"};
+extern const char *const policy_names[N_POLICIES];
 
 typedef struct member {   /* a request; zero it to start */
     llm_request request;  /* max_tokens: what it asks for. Its prompt is needed until it enters */
@@ -18,7 +21,7 @@ typedef struct member {   /* a request; zero it to start */
     int n_tokens;         /* of these, generated so far */
     uint64_t id;          /* in the engine */
     double arrived;       /* on the clock */
-    uint64_t ended_step;  /* the step of the batcher that brought the last wanted token; 0: none yet */
+    uint64_t ended_step;  /* the batcher's step that brought the last wanted token; 0: none yet */
     bool running;         /* the engine has it, perhaps as padding */
     struct member *next;
 } member;
@@ -26,127 +29,26 @@ typedef struct member {   /* a request; zero it to start */
 typedef struct batcher { /* set the first three, and zero the rest */
     llm_engine *engine;
     int policy;
-    double window;          /* seconds that a request waits, at the most, for a dynamic group to fill */
+    double window;          /* seconds that a request waits at most for a dynamic group to fill */
     member *first, *last;   /* the group that runs (n_group), and after it all that wait */
     int n_group, n_running; /* members; of these in the engine. With CONTINUOUS there is no queue */
     int n_live;             /* and without their last token */
     int longest;            /* tokens that each member of the group may generate */
     uint64_t n_steps;
-    uint64_t padding_tokens, padding_steps; /* discarded; single sequences in a step only for these */
+    uint64_t padding_tokens; /* discarded */
+    uint64_t padding_steps;  /* single sequences in a step only for these */
 } batcher;
 
-/* ---- Entering -------------------------------------------------------------------------- */
+/* A request has arrived. *m must stay in place until its last event. */
+bool batcher_submit(batcher *b, member *m, llm_error *err);
 
-static int64_t member_slots(const batcher *b, const member *m, int n_tokens) {
-    int size = llm_engine_settings(b->engine)->block_size;
-    return ((int64_t)m->request.n_prompt + n_tokens + size - 1) / size * size;
-}
+/* As llm_step. While a group waits to be full, one call waits for a millisecond. */
+int batcher_step(batcher *b, llm_error *err);
 
-/* Slots of the cache that a group of the first n, of so many tokens each, may come to use. */
-static int64_t group_slots(const batcher *b, int n, int n_tokens) {
-    int64_t slots = 0;
-    for (const member *m = b->first; n-- > 0; m = m->next) slots += member_slots(b, m, n_tokens);
-    return slots;
-}
-
-/* Choose the next group: those that have waited longest. Returns whether it is full: there is no
- * sequence, or no memory, for one more. */
-static bool choose_group(batcher *b) {
-    llm_statistics s = llm_engine_statistics(b->engine);
-    int most = llm_engine_settings(b->engine)->max_sequences;
-    b->n_group = b->longest = 0;
-    for (const member *m = b->first; m && b->n_group < most; m = m->next) {
-        int longest = m->request.max_tokens > b->longest ? m->request.max_tokens : b->longest;
-        bool fits = group_slots(b, b->n_group + 1, longest) <= s.blocks_total * s.block_size;
-        if (!fits && b->n_group > 0) return true;
-        b->n_group++;
-        b->longest = longest;
-    }
-    return b->n_group == most;
-}
-
-static bool enter(batcher *b, member *m, int max_tokens, llm_error *err) {
-    llm_request request = m->request;
-    request.max_tokens = max_tokens;
-    request.user = m;
-    m->running = llm_submit(b->engine, &request, &m->id, err);
-    b->n_running += m->running;
-    b->n_live += m->running;
-    return m->running;
-}
-
-/* Let the next group enter, if it is time. */
-static bool enter_group(batcher *b, llm_error *err) {
-    bool full = choose_group(b), good = true;
-    if (b->policy == DYNAMIC && !full && llm_seconds() - b->first->arrived < b->window) b->n_group = 0;
-    member *m = b->first;
-    for (int i = 0; i < b->n_group && good; i++, m = m->next) good = enter(b, m, b->longest, err);
-    return good;
-}
-
-/* A request has come. *m must stay in place until its last event. */
-static bool batcher_submit(batcher *b, member *m, llm_error *err) {
-    m->arrived = llm_seconds();
-    if (m->wanted == 0) m->wanted = m->request.max_tokens;
-    if (b->policy == CONTINUOUS) return enter(b, m, m->request.max_tokens, err);
-    if (b->first) b->last->next = m;
-    else b->first = m;
-    b->last = m;
-    return true;
-}
-
-/* ---- Working --------------------------------------------------------------------------- */
-
-/* As llm_step. Where a group still waits to be full: a millisecond of that. */
-static int batcher_step(batcher *b, llm_error *err) {
-    b->n_steps++;
-    if (b->n_running == 0 && b->first && !enter_group(b, err)) return -1;
-    int status = llm_step(b->engine, err);
-    if (status != 0 || !b->first) return status;
-    poll(NULL, 0, 1);
-    return 1;
-}
-
-/* A request has the tokens that it wanted: it leaves the engine alone, or the group as a whole. */
-static void end_member(batcher *b, member *m) {
-    llm_error unused;
-    m->ended_step = b->n_steps;
-    b->n_live--;
-    if (b->policy == CONTINUOUS && m->running) llm_cancel(b->engine, m->id, &unused);
-    if (b->policy == CONTINUOUS || b->n_live > 0) return;
-    m = b->first;
-    for (int i = 0; i < b->n_group; i++, m = m->next)
-        if (m->running) llm_cancel(b->engine, m->id, &unused);
-}
-
-/* As llm_next_event, without what is padding: the last token that a request wanted ends it. */
-static bool batcher_next_event(batcher *b, llm_event *event) {
-    while (llm_next_event(b->engine, event)) {
-        member *m = event->user;
-        bool ended = m->ended_step > 0, discarded = ended && event->token >= 0;
-        b->padding_tokens += discarded;
-        b->padding_steps += discarded && !event->accepted && m->ended_step < b->n_steps;
-        m->n_tokens += event->token >= 0 && !ended;
-        event->user = m->request.user;
-        if (event->finish) m->running = false, b->n_running--;
-        if (!ended && (event->finish || m->n_tokens == m->wanted)) {
-            end_member(b, m);
-            if (!event->finish) event->finish = LLM_FINISH_LENGTH;
-        }
-        if (b->n_running == 0) /* the group has left */
-            for (; b->n_group > 0; b->n_group--) b->first = b->first->next;
-        if (!ended) return true;
-    }
-    return false;
-}
+/* As llm_next_event, without the padding: the last token that a request wanted ends it. */
+bool batcher_next_event(batcher *b, llm_event *event);
 
 /* The share of the memory set aside for the group that holds no token of a member that still wants
- * some; of the blocks in use, where there are no groups. */
-static double batcher_waste(const batcher *b) {
-    if (b->policy == CONTINUOUS) return llm_engine_statistics(b->engine).kv_waste;
-    int64_t slots = group_slots(b, b->n_group, b->longest), used = 0;
-    const member *m = b->first;
-    for (int i = 0; i < b->n_group; i++, m = m->next)
-        if (m->ended_step == 0 && m->n_tokens > 0) used += m->request.n_prompt + m->n_tokens - 1;
-    return slots > 0 ? 1 - (double)used / (double)slots : 0;
-}
+ * some; with continuous batching, the share of the blocks in use. */
+double batcher_waste(const batcher *b);
+#endif

@@ -1,14 +1,17 @@
-/* lesson.h - what the lessons share. Included by main.c, after the parts of it that they use (output, options, timing).
+/* lesson.h - what the lessons share.
  *
- * A lesson is a function like any command's: it parses its options, computes, and shows. What it shows goes through
- * four calls, so that one text serves the terminal, --json and --png:
+ * A lesson is a function like any command's: it parses its options, computes, and shows. What it
+ * shows goes through four calls, so that one text serves the terminal, --json and --png:
  *
  *     say        a sentence                             (not in JSON)
  *     fact       one number under a name                (only in JSON)
  *     show_table rows of text and numbers               (in JSON an array of objects)
  *     show_plot  a plot as text, kept for the picture   (not in JSON)
  *
- * All numbers are computed while one waits, by the engine and the model at hand. */
+ * All numbers are computed while you wait, by the engine and the model at hand. */
+#ifndef LESSON_H
+#define LESSON_H
+#include "cli.h"
 #include "plot.h"
 
 typedef struct lesson {
@@ -24,102 +27,12 @@ typedef struct lesson {
 
 #define LESSON_OPTIONS(l) \
     MODEL_OPTION((l).model), THREADS_OPTION((l).engine.n_threads), \
-    {0, "png", "FILE", TEXT, &(l).png, 0, 0, "write the picture too, as a PNG file"}, JSON_OPTION((l).json)
+    {0, "png", "FILE", TEXT, &(l).png, 0, 0, \
+     "write the picture too, as a PNG file"}, JSON_OPTION((l).json)
 
-/* Before a long computation, not after it: can there be a file? */
-static bool can_create(const char *path) {
-    int descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
-    if (descriptor < 0) return errno == EEXIST || !fail("cannot write %s: %s", path, strerror(errno));
-    close(descriptor);
-    unlink(path);
-    return true;
-}
-
-/* Parse the options and load the model: the given one, or else the bundled `model` (NULL: the default). PARSED, or the
- * exit status. */
-static int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc, char **argv,
-                        const char *model) {
-    llm_error err;
-    l->self = self;
-    chosen.quiet = true;
-    int status = parse(self, options, n, &argc, argv, 0);
-    if (status != PARSED) return status;
-    if (l->png && (!may_write(l->png, NULL) || !can_create(l->png))) return FAILED;
-    if (!(l->path = l->model || !model ? model_path(l->model) : bundled_path(model))) return FAILED;
-    if (!(l->loaded = llm_model_load(l->path, &err))) return free(l->path), fail_with(&err);
-    if (l->json) {
-        put("{\"lesson\": \"%s\", \"model\": ",
-            self->name[0] == 'l' && strchr(self->name, ' ') ? strchr(self->name, ' ') + 1 : self->name);
-        put_json_text(l->path);
-    }
-    return PARSED;
-}
-
-/* An option's value, where it was given (it is -1 before); else what the lesson likes best, as far as this model goes. */
-static int given_or(int given, int wanted, int least, int most) {
-    if (given >= 0) return given;
-    return most < least ? least : wanted < most ? wanted : most;
-}
-
-/* Has the context room for so many tokens, and as many after them? */
-static bool fits_context(const lesson *l, int prompt, int generated) {
-    int context = l->engine.context_length ? l->engine.context_length : llm_model_config(l->loaded)->context_length;
-    return prompt <= context - generated ||
-           !fail("%d tokens and %d after them do not fit the context of %d: take fewer", prompt, generated, context);
-}
-
-/* Write the picture and free everything. `good`: the lesson went through. Returns the exit status. */
-static int lesson_end(lesson *l, bool good) {
-    if (l->json) put_text("}\n");
-    if (good && l->png && !plot_png(l->png, l->plots, l->n_plots)) good = !fail("cannot write %s", l->png);
-    else if (good && l->png && !l->json) put("The picture is in %s\n", l->png);
-    for (int i = 0; i < l->n_plots; i++) plot_free(&l->plots[i]);
-    free(l->plots);
-    llm_model_free(l->loaded);
-    free(l->path);
-    if (stop_requested) good = !fail("interrupted");
-    return good ? 0 : FAILED;
-}
-
-/* ---- Showing ------------------------------------------------------------------------------ */
+/* ---- Showing, and working for a lesson --------------------------------------------------- */
 
 enum { LESSON_WIDTH = 79 };
-
-/* A text, its lines broken between words where they are too long. */
-static void put_wrapped(const char *words) {
-    for (int at = 0; *words;) {
-        if (*words == '\n' || *words == ' ') {
-            int next = (int)strcspn(words + 1, " \n") + 1;
-            bool end = *words == '\n' || at + next > LESSON_WIDTH;
-            put_text(end ? "\n" : " ");
-            at = end ? 0 : at + 1;
-            words++;
-            continue;
-        }
-        int n = (int)strcspn(words, " \n");
-        put_bytes(words, (size_t)n);
-        at += n;
-        words += n;
-    }
-}
-
-PRINTF(2, 3)
-static void say(const lesson *l, const char *format, ...) {
-    if (l->json) return;
-    char piece[1024];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(piece, sizeof piece, format, arguments);
-    va_end(arguments);
-    put_wrapped(piece);
-    flush_output();
-}
-
-static void fact(const lesson *l, const char *name, double value) {
-    if (!l->json) return;
-    put(",\n \"%s\": ", name);
-    put_number(value);
-}
 
 typedef struct column {
     const char *key;    /* in JSON */
@@ -131,193 +44,96 @@ typedef struct table {
     const column *columns;
     int n_columns, n_cells;
     char (*cells)[64]; /* as shown */
-    double *numbers;   /* the same, of texts NAN */
+    double *numbers;   /* the same; NAN for texts */
 } table;
 
-static table new_table(const column *columns, int n) { return (table){columns, n, 0, NULL, NULL}; }
-
-/* A row: for each column a double, or a const char * where its format is "%s". A double that is NAN shows as nothing. */
-static void add_row(table *t, ...) {
-    va_list arguments;
-    va_start(arguments, t);
-    for (int i = 0; i < t->n_columns; i++) {
-        t->cells = resize(t->cells, (size_t)(t->n_cells + 1) * sizeof *t->cells);
-        t->numbers = resize(t->numbers, (size_t)(t->n_cells + 1) * sizeof *t->numbers);
-        char *cell = t->cells[t->n_cells];
-        double number = NAN;
-        if (!strcmp(t->columns[i].format, "%s")) {
-            snprintf(cell, sizeof *t->cells, "%s", va_arg(arguments, const char *));
-        } else {
-            number = va_arg(arguments, double);
-            if (isnan(number)) cell[0] = 0;
-            else snprintf(cell, sizeof *t->cells, t->columns[i].format, number);
-        }
-        t->numbers[t->n_cells++] = number;
-    }
-    va_end(arguments);
-}
-
-static void put_table_json(const table *t, const char *name) {
-    put(",\n \"%s\": [", name);
-    for (int i = 0; i < t->n_cells; i++) {
-        const column *c = &t->columns[i % t->n_columns];
-        bool first = i % t->n_columns == 0, last = i % t->n_columns == t->n_columns - 1;
-        put(first ? "%s\n  {\"%s\": " : "%s\"%s\": ", first && i ? "," : first ? "" : ", ", c->key);
-        if (!strcmp(c->format, "%s")) put_json_text(t->cells[i]);
-        else put_number(t->numbers[i]);
-        if (last) put_text("}");
-    }
-    put_text("]");
-}
-
-/* Texts stand left, numbers right. */
-static void show_table(const lesson *l, table *t, const char *name) {
-    if (l->json) put_table_json(t, name);
-    for (int row = -1; !l->json && row < t->n_cells / t->n_columns; row++)
-        for (int i = 0; i < t->n_columns; i++) {
-            int width = (int)strlen(t->columns[i].title);
-            for (int k = i; k < t->n_cells; k += t->n_columns)
-                if ((int)strlen(t->cells[k]) > width) width = (int)strlen(t->cells[k]);
-            const char *cell = row < 0 ? t->columns[i].title : t->cells[row * t->n_columns + i];
-            bool words = !strcmp(t->columns[i].format, "%s"), last = i == t->n_columns - 1;
-            put(words ? "%-*s" : "%*s", words && last ? 0 : width, cell);
-            put_text(last ? "\n" : "  ");
-        }
-    flush_output();
-    free(t->cells);
-    free(t->numbers);
-}
-
-/* For the picture only. */
-static void keep_plot(lesson *l, plot p) {
-    l->plots = resize(l->plots, (size_t)(l->n_plots + 1) * sizeof *l->plots);
-    l->plots[l->n_plots++] = p;
-}
-
-/* As text now; the plot is then the lesson's, for its picture. */
-static void show_plot(lesson *l, plot *p) {
-    if (!l->json) {
-        put_text("\n");
-        plot_text(p, put_bytes, LESSON_WIDTH, in_colour(STDOUT_FILENO));
-        flush_output();
-    }
-    keep_plot(l, *p);
-}
-
-/* ---- Work for the engine ------------------------------------------------------------------- */
-
-typedef struct task { /* a request, and what became of it */
+typedef struct task { /* a request, and its output */
     llm_request request;
     int32_t *tokens;   /* (n) generated */
-    double *seconds;   /* (n) when each came, after it was submitted */
+    double *seconds;   /* (n) from submitting to each */
     bool *accepted;    /* (n) by speculation */
     int n;
     double submitted;  /* on the clock */
     bool ended;
 } task;
 
-/* Text for prompts: n tokens of the bundled tales, from the start-th on (round again behind the end), after BOS if the
- * model wants one. NULL: failed, and said so. */
-static int32_t *lesson_tokens(const lesson *l, int start, int n) {
-    const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
-    char *path = bundled_path("models/eval.txt");
-    text words = {0};
-    int32_t *all = NULL, *ids = NULL;
-    int64_t count = path && read_all(path, &words) ? tokenize(t, words.data, words.length, 0, &all) : -1;
-    if (count == 0) fail("%s holds no text", path);
-    if (count > 0) {
-        ids = resize(NULL, (size_t)n * sizeof *ids);
-        bool bos = llm_tokenizer_adds_bos(t) && llm_tokenizer_bos(t) >= 0;
-        for (int i = 0; i < n; i++) ids[i] = i == 0 && bos ? llm_tokenizer_bos(t) : all[(start + i) % count];
-    }
-    free(all);
-    free(words.data);
-    free(path);
-    return ids;
-}
+/* Parse the options and load the model that they name; without one, the bundled `model` (NULL: the
+ * default). Returns PARSED, or the exit status. */
+int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc,
+                 char **argv, const char *model);
+/* Write the picture and free everything. good: the lesson succeeded. Returns the exit status. */
+int lesson_end(lesson *l, bool good);
 
-static task new_task(const int32_t *prompt, int n_prompt, int max_tokens) {
-    task t = {.request = llm_request_defaults()};
-    t.request.prompt = prompt;
-    t.request.n_prompt = n_prompt;
-    t.request.max_tokens = max_tokens;
-    t.request.ignore_end = true;
-    return t;
-}
+PRINTF(2, 3) void say(const lesson *l, const char *format, ...);
+void fact(const lesson *l, const char *name, double value);
+table new_table(const column *columns, int n);
+/* Add a row: for each column a double, or a const char * if its format is "%s". NAN shows as an
+ * empty cell. */
+void add_row(table *t, ...);
+void show_table(const lesson *l, table *t, const char *name); /* and free it */
+/* Show a plot as text now, and keep it for the picture; keep_plot: only for the picture. */
+void show_plot(lesson *l, plot *p);
+void keep_plot(lesson *l, plot p);
 
-static void free_task(task *t) {
-    free(t->tokens);
-    free(t->seconds);
-    free(t->accepted);
-    t->tokens = NULL, t->seconds = NULL, t->accepted = NULL;
-    t->n = 0;
-}
+/* The value of an option, if it was given (it is -1 otherwise); else `wanted`, limited to what the
+ * model allows. */
+int given_or(int given, int wanted, int least, int most);
+/* Does the context have room for so many tokens? */
+bool fits_context(const lesson *l, int prompt, int generated);
+/* n tokens for prompts: the bundled tales from token `start` on, repeated if they are too short,
+ * after BOS if the model wants one. NULL: failed. */
+int32_t *lesson_tokens(const lesson *l, int start, int n);
 
-static bool submit_task(llm_engine *engine, task *t) {
-    llm_error err;
-    t->request.user = t;
-    t->submitted = llm_seconds();
-    return llm_submit(engine, &t->request, NULL, &err) || !fail_with(&err);
-}
+task new_task(const int32_t *prompt, int n_prompt, int max_tokens);
+void free_task(task *t);
+bool submit_task(llm_engine *engine, task *t);
+void take_task_event(const llm_event *event);
+/* Run one step, and give its events to their tasks. 1: worked; 0: nothing to do; -1: failed. */
+int step_tasks(llm_engine *engine);
+/* Submit all tasks and run until they have ended. */
+bool run_tasks(llm_engine *engine, task *tasks, int n);
 
-static void take_task_event(const llm_event *event) {
-    task *t = event->user;
-    if (event->finish != LLM_FINISH_NONE) t->ended = true;
-    if (event->token < 0 || event->sample != 0) return;
-    t->tokens = resize(t->tokens, (size_t)(t->n + 1) * sizeof *t->tokens);
-    t->seconds = resize(t->seconds, (size_t)(t->n + 1) * sizeof *t->seconds);
-    t->accepted = resize(t->accepted, (size_t)(t->n + 1) * sizeof *t->accepted);
-    t->tokens[t->n] = event->token;
-    t->accepted[t->n] = event->accepted;
-    t->seconds[t->n++] = llm_seconds() - t->submitted;
-}
+/* The device of --device as a backend of the lesson's own, for lessons that call backends directly.
+ * NULL: failed. */
+llm_backend *lesson_device(const lesson *l);
+/* An engine on the device of --device, or on the backend in the options. NULL: failed. */
+llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options);
+/* The text of a token, with spaces and line ends made visible. */
+const char *token_text(const llm_tokenizer *t, int32_t id, char *out, size_t size);
 
-/* One step, and its events to their tasks. 1: worked; 0: nothing left to do; -1: failed, and said so. */
-static int step_tasks(llm_engine *engine) {
-    llm_error err;
-    llm_event event;
-    int status = stop_requested ? 0 : llm_step(engine, &err);
-    while (status > 0 && llm_next_event(engine, &event)) take_task_event(&event);
-    if (status < 0) fail_with(&err);
-    return status;
-}
+/* ---- What lessons take from each other --------------------------------------------------- */
 
-/* Submit all and work until all have ended. */
-static bool run_tasks(llm_engine *engine, task *tasks, int n) {
-    int status = 1;
-    for (int i = 0; i < n; i++)
-        if (!submit_task(engine, &tasks[i])) return false;
-    while (status > 0) status = step_tasks(engine);
-    return status == 0;
-}
+typedef struct kv_run { /* 03: one way of generating n tokens */
+    int32_t *tokens;  /* (n) */
+    double *seconds;  /* (n) when each was generated */
+    double *computed; /* (n) tokens that the model had computed by then */
+} kv_run;
+kv_run new_kv_run(int n);
+bool kv_without(llm_engine *engine, const int32_t *prompt, int n_prompt, int n, kv_run *out);
 
-/* The device of --device as a backend of the lesson's own, for those that stand at the seam; NULL: failed, and said
- * so. */
-static llm_backend *lesson_device(const lesson *l) {
-    llm_error err;
-    llm_backend *device;
-    if (open_device(&device, &err) &&
-        (device || (device = llm_cpu_backend(l->engine.n_threads, (llm_isa)chosen.isa, &err))))
-        return device;
-    fail_with(&err);
-    return NULL;
-}
+/* 05: bits per byte and perplexity on the beginning of the bundled text, in whole documents. */
+bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
+                       double *perplexity_);
+/* 05: the model with weights of another type, from a file that is removed with the model. */
+llm_model *quantized_model(const char *path, llm_type type);
 
-/* On the device of --device, or on the lesson's own backend where it has one. */
-static llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {
-    llm_error err;
-    llm_engine_options o = *options;
-    o.fusions &= chosen.fusions;
-    llm_engine *engine = o.backend ? llm_engine_create(model, &o, &err) : create_engine(model, &o, &err);
-    if (!engine) fail_with(&err);
-    return engine;
-}
+typedef struct prefill_row { /* 06: medians of the runs */
+    double prompt, ttft, tpot;
+} prefill_row;
+bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs,
+                     prefill_row *row);
 
-/* A token as one sees it: spaces and line ends made visible. */
-static const char *token_text(const llm_tokenizer *t, int32_t id, char *out, size_t size) {
-    int64_t n = llm_detokenize(t, &id, 1, out, size - 1, NULL);
-    out[n < 0 ? 0 : n < (int64_t)size ? n : (int64_t)size - 1] = 0;
-    for (char *c = out; *c; c++)
-        if ((unsigned char)*c < ' ') *c = '/';
-    return out;
-}
+typedef struct roofline { /* 02: the limits of a device, for this model */
+    double memory; /* bytes a second */
+    double cached; /* bytes a second, of what stays in the processor's cache */
+    double peak;   /* operations a second */
+    bool fits;     /* the weights stay in the processor's cache */
+} roofline;
+bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof);
+
+/* ---- The lessons ------------------------------------------------------------------------- */
+
+extern const command memory_lesson, roofline_lesson, program_lesson, kv_lesson, attention_lesson,
+    int4_lesson, prefill_lesson, batching_lesson, paged_lesson, prefix_lesson, speculation_lesson,
+    kernel_lesson, tokens_lesson, sampling_lesson, cpu_lesson;
+#endif

@@ -7,5 +7,5 @@
     if (!skip) print opening
 }
 /^\/\* ---- The (reference loops|planned executor)/ { skip = 1 }
-/^#endif .* LLM__IMPLEMENTED / { skip = 0 }
+/^#endif .* LLM__IMPLEMENTED/ { skip = 0 }
 !skip

@@ -1,0 +1,382 @@
+/* cli.h - what the commands of `llm` share: output, text and files, JSON writing, options, and
+ * making an engine as the options say. cli.c implements it.
+ *
+ * A command is a function that parses its options (parse), works, and returns the exit status: 0;
+ * FAILED, if it failed or was stopped; MISUSED, if it was called in the wrong way. A function that
+ * returns false or FAILED has already printed the reason. */
+#ifndef CLI_H
+#define CLI_H
+#include "../llm.h"
+
+#include <limits.h>
+#include <math.h>
+#include <signal.h>
+#include <stdio.h>
+#include <stdlib.h>
+#include <string.h>
+
+#define COUNT(array) ((int)(sizeof(array) / sizeof *(array)))
+#if defined(__GNUC__)
+#define PRINTF(string, first) __attribute__((format(printf, string, first)))
+#else
+#define PRINTF(string, first)
+#endif
+
+enum { PARSED = -1, FAILED = 1, MISUSED = 2 };
+
+extern const char *program_path;              /* argv[0] */
+extern volatile sig_atomic_t stop_requested;  /* the number of the signal (Ctrl-C, SIGTERM) or 0 */
+
+/* The first Ctrl-C or SIGTERM asks for an orderly end; a second one ends the process. A reader that
+ * went away, or a file that may not grow, is an error of the write. */
+void set_signals(void);
+void forget_interrupt(void); /* the next Ctrl-C is the first one again */
+
+/* ---- Text -------------------------------------------------------------------------------- */
+
+typedef struct text { /* bytes that grow; zero it to start */
+    char *data;
+    size_t length, capacity;
+} text;
+
+void append(text *t, const char *bytes, size_t n);
+
+/* realloc that exits if there is no memory. */
+void *resize(void *memory, size_t bytes);
+
+/* ---- Output ------------------------------------------------------------------------------
+ * Standard output is buffered. After the first write that failed (disk full, reader gone) nothing
+ * more is written, and a long computation should end. */
+extern int output_error;  /* errno of that write; 0: none */
+extern text *captured;    /* if not NULL, what is put goes to the end of this text instead */
+bool flush_output(void);  /* false: output_error is set */
+
+PRINTF(1, 2) void put(const char *format, ...); /* at most 1,023 bytes */
+void put_text(const char *text);
+void put_bytes(const char *bytes, size_t n);
+/* Text from a model or a file: a terminal gets `?` instead of its control characters. */
+void put_foreign(const char *text, size_t length);
+void put_coloured(const char *colour, const char *text, size_t length);
+
+extern const char dim[], green[]; /* escape sequences */
+bool is_terminal(int descriptor);
+bool in_colour(int descriptor);
+
+/* Show a progress bar on standard error, if that is a terminal. done: the share that is done; NAN
+ * if the total is unknown; negative to erase the bar. */
+void show_progress(const char *what, double done, const char *note);
+
+/* "1.5 GiB" */
+const char *human_bytes(double bytes, char *buffer, size_t size);
+#define HUMAN(bytes) human_bytes((double)(bytes), (char[32]){0}, 32)
+
+/* ---- Errors: on standard error ------------------------------------------------------------- */
+typedef struct command command;
+
+PRINTF(1, 2) int fail(const char *format, ...);                           /* returns FAILED */
+int fail_with(const llm_error *err);                                      /* returns FAILED */
+PRINTF(2, 3) int misuse(const command *self, const char *format, ...);    /* returns MISUSED */
+
+/* The engine's message, with the names of our options instead of the engine's settings. */
+typedef struct words { char text[2 * sizeof ((llm_error *)0)->message]; } words;
+words our_words(const llm_error *err);
+
+/* ---- JSON -------------------------------------------------------------------------------- */
+void put_json(const char *data, size_t length); /* a string; a byte that is not UTF-8 is U+FFFD */
+void put_json_text(const char *text);
+void put_number(double x);                      /* null if it is not finite */
+void put_ids(const int32_t *ids, int64_t n);    /* an array */
+int utf8_length(const unsigned char *s, size_t n); /* of the character at s; 0: not UTF-8 */
+
+/* ---- Files ------------------------------------------------------------------------------- */
+bool read_all(const char *path, text *t); /* "-": standard input */
+
+typedef struct line_reader { /* of a file that need not fit into memory; set `file` */
+    int file;
+    text buffer;
+    size_t at;       /* what is before it has been returned */
+    uint64_t number; /* of the last line that was returned, from 1 */
+    uint64_t offset; /* in the file, of the end of that line */
+    bool ended;
+    bool torn;       /* the last line has no newline */
+    int error;       /* errno */
+} line_reader;
+
+typedef enum line_state { LINE, NOT_YET, NO_MORE } line_state;
+
+/* The next line, without its newline; valid until the next call. NOT_YET: it has not arrived, and
+ * may_wait is false. */
+line_state next_line(line_reader *r, bool may_wait, const char **line, size_t *length);
+
+/* False if `out` is not a plain file, or is the file `in` (NULL: none). */
+bool may_write(const char *out, const char *in);
+/* The path of a bundled file, or of the model to use (given NULL: the bundled one). Free it. */
+char *bundled_path(const char *name);
+char *model_path(const char *given);
+#define DEFAULT_MODEL "models/tales-q4_0.gguf"
+
+/* ---- Options -----------------------------------------------------------------------------
+ * A command lists its options in a table, from which parsing, checks and --help follow. */
+typedef enum option_kind { /* and the type of what `value` points to */
+    FLAG,   /* bool, set to true */
+    OFF,    /* bool, set to false */
+    TEXT,   /* const char * */
+    TEXTS,  /* text_list: the option may be given several times */
+    WHOLE,  /* int, from low to high */
+    REAL,   /* float, from low to high */
+    SEED,   /* seed_value */
+    SIZE,   /* uint64_t, in bytes: 512M, 8G */
+    TYPE,   /* llm_type */
+    LIST,   /* int_list: whole numbers from low to high */
+    RANGE,  /* int_range: LOW-HIGH, or one number for both */
+    CHOICE, /* int: the index of the word in `argument`, where | separates the words */
+    OMIT,   /* unsigned: bit i is cleared for word i of `argument`; the last word clears all bits */
+    DEPTH   /* int, from low to high, or LLM_SPECULATE_AUTO */
+} option_kind;
+
+typedef struct seed_value {
+    bool given;
+    uint64_t value;
+} seed_value;
+
+typedef struct int_list {
+    int *values, count;
+} int_list;
+
+typedef struct int_range {
+    int low, high;
+} int_range;
+
+typedef struct text_list {
+    const char **items;
+    int count;
+} text_list;
+
+typedef struct option {
+    char letter; /* 0: none */
+    const char *name;
+    const char *argument; /* in --help; NULL: none */
+    option_kind kind;
+    void *value;
+    double low, high;
+    const char *help;
+} option;
+
+struct command {
+    const char *name, *summary, *usage;
+    int (*run)(const command *self, int argc, char **argv);
+    const char *notes; /* the rest of --help, with examples */
+};
+
+/* Set the values of the options, and leave the other arguments, *argc of them and at most
+ * max_arguments, in argv. Returns PARSED, or the exit status if the command has nothing more to
+ * do: --help, or a mistake. */
+int parse(const command *self, const option *options, int n_options, int *argc, char **argv,
+          int max_arguments);
+bool parse_value(const option *o, const char *s);
+bool parse_list(const char *s, double low, double high, int_list *list);
+
+/* What values the option accepts, in words. */
+const char *wanted(const option *o, char *buffer, size_t size);
+#define WANTED(option) wanted(option, (char[160]){0}, 160)
+
+/* To find the name that is most like a misspelt one, consider each. `best` is then it, or NULL. */
+typedef struct suggestion {
+    const char *typed, *best;
+    int distance;
+} suggestion;
+void consider(suggestion *s, const char *name);
+
+#define MODEL_OPTION(value) \
+    {'m', "model", "FILE", TEXT, &(value), 0, 0, \
+     "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
+#define DEVICES "auto|cpu|cuda|emulated"
+#define ISAS "reference|plain|dotprod|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
+#define FUSIONS "gate|rope|own-copies|side-by-side|all" /* LLM_FUSE_..., in their order */
+#define DEVICE_OPTIONS \
+    {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, \
+     "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
+    {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, \
+     "on the CPU: the best instruction set to use (default amx: all there is)"}, \
+    {0, "no-packed-weights", NULL, OFF, &chosen.pack_weights, 0, 0, \
+     "... no second copy of the weights in the kernels' order: slower"}, \
+    {0, "no-fusion", FUSIONS, OMIT, &chosen.fusions, 0, 0, \
+     "do not plan these fusions of operations; the results are the same bits"}, \
+    {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "which GPU (default 0)"}, \
+    {0, "gpu-memory", "SHARE", REAL, &chosen.memory_share, 0.01, 1, \
+     "of the GPU's free memory for keys and values (default 0.9)"}, \
+    {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
+    {0, "no-fused", NULL, OFF, &chosen.gpu.fused, 0, 0, "... one kernel for each operation"}, \
+    {0, "no-split-attention", NULL, OFF, &chosen.gpu.split_attention, 0, 0, \
+     "... one block for each sequence, however long"}, \
+    {0, "overlap", NULL, FLAG, &chosen.gpu.overlap, 0, 0, \
+     "... let a kernel begin before the last has ended (Hopper; not measured yet)"}, \
+    {0, "plain-kernels", NULL, FLAG, &chosen.gpu.plain, 0, 0, \
+     "... the textbook kernels, for comparison"}, \
+    {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, \
+     "... the same bits whatever else is in the batch"}, \
+    {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "... draw tokens on the CPU"}
+/* For every command that makes an engine. */
+#define THREADS_OPTION(value) \
+    {'t', "threads", "N", WHOLE, &(value), 0, 4096, \
+     "threads to compute with, on the CPU (0: one per processor)"}, DEVICE_OPTIONS
+#define JSON_OPTION(value) \
+    {0, "json", NULL, FLAG, &(value), 0, 0, "the result as JSON, for programs"}
+/* As options (_ is "-") and as keys of an input line of llm batch (_ is "_"). */
+#define SAMPLING_OPTIONS(s, _) \
+    {0, "temperature", "T", REAL, &(s).temperature, 0, 100, \
+     "0: always the most likely token; 1: the model's own odds (default 0.8)"}, \
+    {0, "top" _ "k", "K", WHOLE, &(s).top_k, 0, INT_MAX, \
+     "draw from the K most likely tokens only (0: all, the default)"}, \
+    {0, "top" _ "p", "P", REAL, &(s).top_p, 1e-6, 1, \
+     "... from the fewest tokens that hold this much of the odds (default 0.95)"}, \
+    {0, "min" _ "p", "P", REAL, &(s).min_p, 0, 1, \
+     "... from tokens at least P times as likely as the likeliest (default 0)"}, \
+    {0, "repetition" _ "penalty", "X", REAL, &(s).repetition_penalty, 0.01, 100, \
+     "make tokens of late less likely (1: do not, the default)"}, \
+    {0, "penalty" _ "window", "N", WHOLE, &(s).penalty_window, 0, INT_MAX, \
+     "how many tokens are of late (0: all; default 64)"}
+#define STOP_OPTION(value) \
+    {0, "stop", "TEXT", TEXTS, &(value), 0, 0, \
+     "end before this text (may be given several times)"}
+#define SPECULATION_OPTIONS(s) \
+    {'d', "draft", "FILE", TEXT, &(s).path, 0, 0, \
+     "a small model of the same vocabulary, that proposes tokens"}, \
+    {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, \
+     "tokens to propose in a step (default: as many as pay)"}, \
+    {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, \
+     "propose what stood behind the same words before; needs no draft"}
+#define NAIVE_OPTION(e) \
+    {0, "naive-attention", NULL, FLAG, &(e).naive_attention, 0, 0, \
+     "the plain attention loop, for comparison"}
+#define CACHE_TYPE_OPTION(e) \
+    {0, "cache-type", "f32|f16", CHOICE, &(e).cache_type, 0, 0, \
+     "of keys and values (default f16)"}
+_Static_assert(LLM_F32 == 0 && LLM_F16 == 1 && sizeof(llm_type) == sizeof(int),
+               "the choices of --cache-type have the values of llm_type");
+#define CACHE_OPTION(e, fallback) \
+    {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, \
+     "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
+#define BLOCK_OPTION(e) \
+    {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, \
+     "tokens in a block of the cache (default 16)"}
+#define STEP_OPTION(e) \
+    {0, "max-batch-tokens", "N", WHOLE, &(e).max_batch_tokens, 1, 1 << 20, \
+     "tokens in one forward pass (default 512)"}
+#define PREEMPTIONS "recompute|swap" /* the words of enum llm_preempt, in their order */
+#define SCHEDULE_OPTIONS(e) \
+    {0, "max-sequences", "N", WHOLE, &(e).max_sequences, 1, 1 << 16, \
+     "sequences that run at the same time (default 16)"}, \
+    STEP_OPTION(e), \
+    {0, "preempt", PREEMPTIONS, CHOICE, &(e).preempt, 0, 0, \
+     "out of blocks: forget and recompute (default), or copy away"}, \
+    {0, "no-prefix-cache", NULL, OFF, &(e).prefix_cache, 0, 0, \
+     "prompts that begin alike share no blocks"}, \
+    {0, "no-chunked-prefill", NULL, OFF, &(e).chunked_prefill, 0, 0, \
+     "a prompt goes through the model in one step"}
+
+#define TRACE_OPTION(path) \
+    {0, "trace", "FILE", TEXT, &(path), 0, 0, \
+     "write what each step decided: Chrome trace events, for Perfetto"}
+/* ---- Models and engines --------------------------------------------------------------------
+ * The device options fill `chosen`, which main sets to its defaults. */
+enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
+
+typedef struct device_choice {
+    int device;         /* DEVICE_... */
+    int isa;            /* llm_isa */
+    llm_gpu_options gpu;
+    float memory_share; /* of the GPU's free memory, for the cache */
+    bool host_sampling, pack_weights;
+    bool quiet;         /* do not print how an engine uses a GPU's memory */
+    unsigned fusions;   /* LLM_FUSE_... */
+} device_choice;
+extern device_choice chosen;
+
+/* A model and its draft (draft_path NULL: none). */
+bool load_models(const char *path, const char *draft_path, llm_model **model, llm_model **draft);
+/* The backend that --device names; *backend NULL: the CPU, whose backend the engine makes. */
+bool open_device(llm_backend **backend, llm_error *err);
+llm_engine *create_engine(const llm_model *model, const llm_engine_options *options,
+                          llm_error *err);
+void free_engine(llm_engine *engine);
+
+/* Token ids of a text; free them. -1: failed. */
+int64_t tokenize(const llm_tokenizer *t, const char *data, size_t length, unsigned flags,
+                 int32_t **ids);
+/* The same of a prompt: BOS alone if it is empty; 0 if there is no BOS either. */
+int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids);
+
+/* What a request generates: a sample, or several. */
+typedef struct generated_token {
+    int32_t id;
+    float logprob;
+    bool accepted;   /* by speculation */
+    size_t text_end; /* of its text in the text of the sample */
+} generated_token;
+
+typedef struct sample {
+    text text;
+    generated_token *tokens; /* (n_tokens) */
+    int n_tokens;
+    llm_finish finish;
+    size_t n_shown;     /* bytes of text already on the screen */
+    int n_shown_tokens; /* tokens whose text is on the screen completely */
+} sample;
+
+sample *make_samples(int n);
+void free_samples(sample *samples, int n);
+void take_event(sample *s, const llm_event *event); /* add what it brings */
+
+/* Speculation, as the options ask for it. */
+enum { NO_DEPTH = -2, MOST_PROPOSALS = 64 };
+
+typedef struct speculation {
+    const char *path; /* of the draft model; NULL: none */
+    int depth;        /* NO_DEPTH: not given */
+    bool lookup;
+} speculation;
+
+int check_speculation(const command *self, const speculation *s); /* PARSED, or MISUSED */
+void apply_speculation(const speculation *s, llm_engine_options *engine, llm_request *request);
+
+/* A trace (docs/trace.h), written to `path`; with path NULL, all of these do nothing. */
+typedef struct trace_writer trace_writer;
+int check_trace_name(const command *self, const char *path); /* PARSED, or MISUSED */
+/* Only an old trace or an empty file is overwritten, and never `output` (NULL: none). */
+bool check_trace(const char *path, const char *output);
+bool open_trace(trace_writer **trace, const char *path, llm_engine_options *options);
+void trace_engine(trace_writer *trace, const llm_engine *engine); /* once the engine is created */
+bool close_trace(trace_writer *trace, const char *path);
+
+/* ---- Figures ------------------------------------------------------------------------------ */
+double acceptance(const llm_statistics *s); /* share of the proposals; 0: unknown */
+double tokens_per_step(const llm_statistics *s);
+void print_speculation(const llm_statistics *s);
+void print_host_time(const llm_statistics *s); /* of the CPU, in a step of a GPU */
+const char *finish_name(llm_finish finish);
+uint64_t chance_seed(void); /* another one each time, at most six digits */
+
+double median(double *x, int n); /* sorts them */
+/* The smallest value that at least the share p of them does not exceed. Sorts them. */
+double percentile(double *x, int n, double p);
+uint64_t hash_bytes(uint64_t hash, const char *data, size_t n); /* FNV-1a */
+
+typedef struct type_sum { /* of tensors */
+    uint64_t tensors, values, bytes;
+} type_sum;
+type_sum sum_type(const llm_file *file, const llm_type_info *type); /* type NULL: all types */
+void put_type_sum(const char *name, type_sum sum);                  /* a line */
+uint64_t tensor_values(const llm_tensor *t);
+double bits_per_value(uint64_t bytes, uint64_t values); /* values 0: 0 */
+size_t row_bytes(llm_type type, uint64_t values);
+
+double measure_bandwidth(int threads);  /* bytes a second that so many threads read from memory */
+double engine_bandwidth(const llm_engine *engine); /* with the engine's threads; 0: unknown (GPU) */
+double processor_cache(void);           /* bytes of the largest cache; 0: unknown */
+
+/* ---- The commands that are not in main.c ------------------------------------------------- */
+extern const command perplexity_command, quantize_command, synth_command; /* models/ */
+extern const command bench_command;                                       /* tests/bench.c */
+extern const command chat_command, lesson_command, ladder_command;        /* docs/ */
+#endif

@@ -1,0 +1,45 @@
+/* lessons.c - llm lesson: the lessons, in the order of the course. */
+#include "lesson.h"
+
+static const command *const lessons[] = {
+    &memory_lesson, &roofline_lesson, &program_lesson, &kv_lesson, &attention_lesson,
+    &int4_lesson, &prefill_lesson, &batching_lesson, &paged_lesson, &prefix_lesson,
+    &speculation_lesson, &kernel_lesson, &tokens_lesson, &sampling_lesson, &cpu_lesson,
+};
+
+static void show_lessons(void) {
+    put_text("Lessons, in the order of the course (the pages are in docs/):\n\n");
+    for (int i = 0; i < COUNT(lessons); i++)
+        put("  llm %-19s %s\n", lessons[i]->name, lessons[i]->summary);
+    put_text("  llm ladder              All of it, one switch at a time, in one table.\n");
+    put_text("\nEach computes what it shows while you wait. --png FILE also draws it, --json\n"
+             "gives the data, -m FILE takes another model, and --help tells the rest.\n");
+}
+
+static int command_lesson(const command *self, int argc, char **argv) {
+    if (argc == 0) return show_lessons(), 0;
+    if (argv[0][0] == '-') {
+        int status = parse(self, NULL, 0, &argc, argv, 0);
+        return status == PARSED ? misuse(self, "the name of a lesson is missing") : status;
+    }
+    suggestion s = {argv[0], NULL, 0};
+    for (int i = 0; i < COUNT(lessons); i++) {
+        const char *name = lessons[i]->name + sizeof "lesson";
+        if (!strcmp(name, argv[0])) return lessons[i]->run(lessons[i], argc - 1, argv + 1);
+        consider(&s, name);
+    }
+    if (s.best) return misuse(self, "no lesson is named '%s'; did you mean '%s'?", argv[0], s.best);
+    return misuse(self, "no lesson is named '%s'", argv[0]);
+}
+
+static const char lesson_notes[] =
+    "llm lesson lists the lessons; llm lesson NAME --help tells the options of one. "
+    "docs/README.md is the course.\n"
+    "\n"
+    "Examples:\n"
+    "  llm lesson\n"
+    "  llm lesson kv --png kv.png\n";
+
+const command lesson_command = {
+    "lesson", "Teach one idea, computed live; without a name: which there are.",
+    "[NAME] [options]", command_lesson, lesson_notes};
