@@ -42,9 +42,9 @@
  *     [1]     Life of a request  submit, schedule, forward, choose, commit, event
  *     [2]     Speculation        the two places where it plugs into [1]
  *     [3]     Sampling           from logits to a token
- *     [4]     Paged cache        blocks, block tables, reference counts, copy-on-write, prefix cache
- *     [5]     The program        a model as a list of operations
- *     [6]     The operations     each as the plain loop that defines it
+ *     [4]     Paged cache        blocks, block tables, reference counts, copy-on-write, prefix
+ * cache [5]     The program        a model as a list of operations [6]     The operations     each
+ * as the plain loop that defines it
  *
  *     Part II, the foundations. This is where you look things up.
  *     [7]     Numbers            storage types, bit by bit
@@ -52,8 +52,9 @@
  *     [9]     Text               tokenizers, conversations
  *     [10]    Fast CPU           the executor, and the kernels for each instruction set
  *
- *     If you have an hour: the beginnings of the chapters of Part I, [DATA], and llm_step in [1] with the
- *     functions that it calls. If you have a day: all of Part I, with a debugger (LLM_ISA_REFERENCE).
+ *     If you have an hour: the beginnings of the chapters of Part I, [DATA], and llm_step in [1]
+ * with the functions that it calls. If you have a day: all of Part I, with a debugger
+ * (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
  * #define LLM_NO_FAST_KERNELS to compile in seconds, as for sanitizers or a debugger: the program
@@ -120,8 +121,9 @@ typedef enum llm_type {
     LLM_Q5_K = 13, /* the same, with 5 bits                                       = 176 bytes */
     LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
     LLM_BF16 = 30,
-    LLM_Q4_Z = 0x1000 /* the engine's own, for AWQ and GPTQ; not in GGUF files, nor in llm_type_at. 32
-                       * values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20 bytes */
+    LLM_Q4_Z = 0x1000 /* the engine's own, for AWQ and GPTQ; not in GGUF files, nor in llm_type_at.
+                       * 32 values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20
+                       * bytes */
 } llm_type;
 
 typedef struct llm_type_info {
@@ -172,7 +174,8 @@ typedef struct llm_tensor { /* one tensor of a file */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
     const void *data;  /* inside the mapping, checked; NULL: see llm_tensor_rows */
     uint64_t bytes;    /* of data, or of all rows that llm_tensor_rows gives */
-    const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to input j */
+    const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to
+                             * input j */
     const struct llm__int4 *int4; /* internal: how AWQ and GPTQ store it; NULL: as `data` */
 } llm_tensor;
 
@@ -180,9 +183,9 @@ typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
  * tokenizer.json). A folder looks like a GGUF file from then on: its settings become GGUF metadata,
- * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. Of a model in several
- * files (NAME-00001-of-00003.gguf), pass any one; all are mapped. Every count, offset, size and type
- * is checked here, so that nothing read later can lie outside of the file. */
+ * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. Of a model in
+ * several files (NAME-00001-of-00003.gguf), pass any one; all are mapped. Every count, offset, size
+ * and type is checked here, so that nothing read later can lie outside of the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
@@ -191,7 +194,8 @@ void llm_file_close(llm_file *file);
 const char *llm_file_path(const llm_file *file);
 uint64_t llm_file_size(const llm_file *file); /* of all parts */
 int64_t llm_file_n_parts(const llm_file *file); /* files that the model consists of */
-int llm_file_version(const llm_file *file); /* of GGUF; 0: a Hugging Face folder, or a tokenizer.json */
+int llm_file_version(const llm_file *file); /* of GGUF; 0: a Hugging Face folder, or a
+                                             * tokenizer.json */
 int64_t llm_file_n_values(const llm_file *file);
 const llm_value *llm_file_value(const llm_file *file, int64_t index);
 const llm_value *llm_file_find(const llm_file *file, const char *key); /* NULL: absent */
@@ -200,9 +204,10 @@ const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
 
 /* Copy the rows first .. first + n - 1 of a tensor, of dims[0] values each, to out, in the tensor's
- * type. The 4-bit integers of AWQ and GPTQ are converted to it (by all cores; fastest in multiples of
- * 128 rows). False, with the error set, if there are no such rows. */
-bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err);
+ * type. The 4-bit integers of AWQ and GPTQ are converted to it (by all cores; fastest in multiples
+ * of 128 rows). False, with the error set, if there are no such rows. */
+bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
+                     llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
  * index is past its end, or the conversion would lose the value. */
@@ -268,8 +273,9 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out);
 /* ---- Tokenizer ---------------------------------------------------------------------- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* From the vocabulary in a GGUF file, a tokenizer.json or a folder with one ("gpt2": byte-level BPE;
- * "llama": SentencePiece BPE with byte fallback). It uses the file: close that after the tokenizer. */
+/* From the vocabulary in a GGUF file, a tokenizer.json or a folder with one ("gpt2": byte-level
+ * BPE; "llama": SentencePiece BPE with byte fallback). It uses the file: close that after the
+ * tokenizer. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
@@ -286,12 +292,13 @@ enum {
     LLM_TOKENIZE_BOS = 1,    /* begin with BOS, if the model's file asks for it */
     LLM_TOKENIZE_SPECIAL = 2, /* read "<|endoftext|>" and the like in the text as special
                                 tokens. Leave it off for text that you did not write. */
-    LLM_TOKENIZE_EOS = 4     /* end with EOS, if the model's file asks for it: only for a whole text */
+    LLM_TOKENIZE_EOS = 4     /* end with EOS, if the model's file asks for it: only for a whole
+                              * text */
 };
 
 /* Text to ids. The text may have any bytes: invalid UTF-8 is taken byte by byte, and llm_detokenize
- * returns it unchanged if the vocabulary has bytes. Returns the number of tokens, even if it is more
- * than `capacity` (only that many are written); -1 on error. */
+ * returns it unchanged if the vocabulary has bytes. Returns the number of tokens, even if it is
+ * more than `capacity` (only that many are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
 
@@ -322,7 +329,8 @@ typedef struct llm_message {
 
 typedef struct llm_chat_options { /* start from llm_chat_defaults() */
     const char *template_name; /* one of llm_chat_template_at; NULL: the one in the model's file */
-    const char *date;  /* for templates with a date, "26 Jul 2024"; NULL: the template's own, or today */
+    const char *date;  /* for templates with a date, "26 Jul 2024"; NULL: the template's own, or
+                        * today */
     bool no_thinking;  /* "qwen3": begin the answer with an empty thought */
 } llm_chat_options;
 
@@ -334,17 +342,19 @@ const char *llm_chat_template(const llm_tokenizer *t);
 /* The template itself (Jinja), as the file has it; empty: none. */
 llm_string llm_chat_template_source(const llm_tokenizer *t);
 
-/* A conversation, whose last message is the user's, as the tokens of a prompt: BOS if the model wants
- * it, the messages in the template, and the beginning of the answer. Special tokens come from the
- * template alone; the text of a message cannot forge them. Returns the number of tokens, even if it
- * is more than `capacity`; -1 on error: the template is unknown, or has no form for these messages
- * (most want user and assistant in turn). */
-int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
-                          int32_t *ids, int64_t capacity, llm_error *err);
+/* A conversation, whose last message is the user's, as the tokens of a prompt: BOS if the model
+ * wants it, the messages in the template, and the beginning of the answer. Special tokens come from
+ * the template alone; the text of a message cannot forge them. Returns the number of tokens, even
+ * if it is more than `capacity`; -1 on error: the template is unknown, or has no form for these
+ * messages (most want user and assistant in turn). */
+int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
+                          const llm_message *messages, int n, int32_t *ids, int64_t capacity,
+                          llm_error *err);
 /* The same as text, to look at: exactly what the model's own template makes of the conversation.
  * Returns its bytes, even if they are more than `capacity`. */
-int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
-                        size_t capacity, llm_error *err);
+int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
+                        const llm_message *messages, int n, char *text, size_t capacity,
+                        llm_error *err);
 /* The text at which to stop (llm_request.stop), if the end of an answer is not an end token of this
  * vocabulary; else NULL. */
 const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options);
@@ -359,7 +369,8 @@ typedef enum llm_rope_scaling { /* how a model was extended to a longer context 
     LLM_ROPE_UNSCALED,
     LLM_ROPE_LINEAR,   /* all positions divided by the factor */
     LLM_ROPE_YARN      /* the same for slow dimensions only (Peng et al. 2023, arXiv 2309.00071) */
-} llm_rope_scaling;    /* (Llama 3 has a divisor for each frequency: the tensor rope_freqs.weight) */
+} llm_rope_scaling;    /* (Llama 3 has a divisor for each frequency: the tensor
+                        * rope_freqs.weight) */
 
 typedef struct llm_config { /* the shape of a model */
     char architecture[32];
@@ -377,17 +388,19 @@ typedef struct llm_config { /* the shape of a model */
     llm_rope_scaling rope_scaling;
     float rope_factor;          /* 1 where unscaled */
     int rope_original_context;  /* YaRN: the context before it was extended */
-    float rope_beta_fast, rope_beta_slow; /* YaRN: blends frequencies of so many turns over that context */
+    float rope_beta_fast, rope_beta_slow; /* YaRN: blends frequencies of so many turns over that
+                                           * context */
     float rope_magnitude;       /* YaRN: scales rotated queries and keys; else 1 */
     float norm_epsilon;
-    int window;         /* positions that a token sees, itself included, in layers with a window; 0: all */
+    int window;         /* positions that a token sees, itself included, in layers with a window; 0:
+                         * all */
     bool tied_output;   /* the output matrix is the token embedding */
 } llm_config;
 
 typedef struct llm_model llm_model;
 
-/* Map a model (a GGUF file or a Hugging Face folder): its weights, which are not copied, its shape and
- * its tokenizer. */
+/* Map a model (a GGUF file or a Hugging Face folder): its weights, which are not copied, its shape
+ * and its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_model_free(llm_model *model); /* after the engines that use it, as target or draft */
@@ -404,7 +417,8 @@ typedef struct llm_engine llm_engine;
 typedef struct llm_backend llm_backend;
 
 typedef enum llm_isa { /* instruction sets, in ascending order */
-    LLM_ISA_REFERENCE, /* the plain loops of chapter 6 on one thread: slow; the others are tested against it */
+    LLM_ISA_REFERENCE, /* the plain loops of chapter 6 on one thread: slow; the others are tested
+                        * against it */
     LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
     LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
     LLM_ISA_AVX2,    /* with FMA and F16C */
@@ -415,12 +429,14 @@ typedef enum llm_isa { /* instruction sets, in ascending order */
 
 typedef enum llm_preempt { /* what happens to the cache of a sequence that is preempted */
     LLM_PREEMPT_RECOMPUTE, /* it is dropped, and computed again later */
-    LLM_PREEMPT_SWAP       /* it is copied to host memory and back, or recomputed if swap_bytes are used up */
+    LLM_PREEMPT_SWAP       /* it is copied to host memory and back, or recomputed if swap_bytes are
+                            * used up */
 } llm_preempt;
 
 typedef enum llm_state { /* of a sequence, which is one sample of a request */
     LLM_WAITING,   /* not admitted yet; a further sample waits until the prompt has been computed */
-    LLM_PREFILL,   /* its known tokens go through the model: the prompt, or all of them after a preemption */
+    LLM_PREFILL,   /* its known tokens go through the model: the prompt, or all of them after a
+                    * preemption */
     LLM_DECODE,    /* all known tokens but the last are in the cache: a step gives the next one */
     LLM_PREEMPTED, /* its blocks were taken for an older sequence; it goes on when there is room */
     LLM_ENDED
@@ -429,19 +445,25 @@ typedef enum llm_state { /* of a sequence, which is one sample of a request */
 typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields that it uses */
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
     LLM_TRACE_STEP_END,        /* and ends. count: 1 worked, 0 nothing to do, -1 failed */
-    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted, both are
-                                  LLM_WAITING). count: on leaving LLM_WAITING or LLM_PREEMPTED, tokens that are in the
-                                  cache already; on preemption, blocks saved in host memory; at the end, tokens
-                                  generated, without an end token; else 0 */
+    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted,
+                                * both are LLM_WAITING). count: on leaving LLM_WAITING or
+                                * LLM_PREEMPTED, tokens that are in the cache already; on
+                                * preemption, blocks saved in host memory; at the end, tokens
+                                * generated, without an end token; else 0 */
     LLM_TRACE_SCHEDULE,        /* `count` tokens from position `first` on are in this step */
     LLM_TRACE_PROPOSE,         /* `count` proposals follow them */
     LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
-    /* About a block. count: block tables that name it now. kept: the prefix cache can find its content. */
-    LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block table */
-    LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry `first` */
-    LLM_TRACE_COPY,            /* entry `first` is shared: it becomes `block`, a copy of `source`, which it gives up */
+    /* About a block. count: block tables that name it now. kept: the prefix cache can find its
+     * content. */
+    LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block
+                                * table */
+    LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry
+                                * `first` */
+    LLM_TRACE_COPY,            /* entry `first` is shared: it becomes `block`, a copy of `source`,
+                                * which it gives up */
     LLM_TRACE_RELEASE,         /* the sequence gives up a block */
-    LLM_TRACE_EVICT            /* the content of a free block is forgotten, since the block is about to be taken */
+    LLM_TRACE_EVICT            /* the content of a free block is forgotten, since the block is about
+                                * to be taken */
 } llm_trace_kind;
 
 typedef struct llm_trace_event {
@@ -455,40 +477,45 @@ typedef struct llm_trace_event {
     bool kept;             /* see llm_trace_kind */
 } llm_trace_event;
 
-/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not call
- * the engine. After a failed step (count -1), only sequences with a LLM_TRACE_STATE, a LLM_TRACE_ACCEPT
- * or an llm_event have advanced. */
+/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not
+ * call the engine. After a failed step (count -1), only sequences with a LLM_TRACE_STATE, a
+ * LLM_TRACE_ACCEPT or an llm_event have advanced. */
 typedef void (*llm_trace)(void *user, const llm_trace_event *event);
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
-    const llm_model *draft; /* for speculation: a small model with the same vocabulary, which must outlive
-                             * the engine; NULL: none */
-    llm_backend *backend;  /* NULL: a CPU backend that the engine owns. Yours stays yours: free it after the
-                            * engine */
+    const llm_model *draft; /* for speculation: a small model with the same vocabulary, which must
+                             * outlive the engine; NULL: none */
+    llm_backend *backend;  /* NULL: a CPU backend that the engine owns. Yours stays yours: free it
+                            * after the engine */
     int n_threads;         /* of the engine's own CPU backend; 0: one per processor */
-    llm_isa max_isa;       /* of the same: the best instruction set that it may use; default LLM_ISA_BEST */
+    llm_isa max_isa;       /* of the same: the best instruction set that it may use; default
+                            * LLM_ISA_BEST */
     bool pack_weights;     /* of the same: see llm_cpu_pack_weights; default true */
     int context_length;    /* longest sequence; 0: the model's */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
-    uint64_t cache_bytes;  /* of the pool. 0: max_sequences whole contexts, but at most 1 GiB (and at least
-                            * one context). 0 on a device with memory of its own: memory_share of what is
-                            * free there, but at most a million blocks or max_sequences whole contexts. A
-                            * draft's cache has as many blocks; it is extra, but within a memory_share. */
-    float memory_share;    /* share of the device memory left by weights and activations; default 0.9 */
+    uint64_t cache_bytes;  /* of the pool. 0: max_sequences whole contexts, but at most 1 GiB (and
+                            * at least one context). 0 on a device with memory of its own:
+                            * memory_share of what is free there, but at most a million blocks or
+                            * max_sequences whole contexts. A draft's cache has as many blocks; it
+                            * is extra, but within a memory_share. */
+    float memory_share;    /* share of the device memory left by weights and activations; default
+                            * 0.9 */
     int max_sequences;     /* sequences that run at the same time; default 16 */
     int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
     int max_speculation;   /* most proposals for a sequence in a step; default 8 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
-    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft, only requests
-                            * that speculate with it can be found: the draft must have read them, too. */
-    bool chunked_prefill;  /* default true. false: prompts are computed whole and before anything else, and
-                            * prompt and output together must fit into max_batch_tokens */
+    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft, only
+                            * requests that speculate with it can be found: the draft must have read
+                            * them, too. */
+    bool chunked_prefill;  /* default true. false: prompts are computed whole and before anything
+                            * else, and prompt and output together must fit into max_batch_tokens */
     bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
-    unsigned fusions;      /* LLM_FUSE_...: operations that may be done together; default LLM_FUSE_ALL */
-    bool host_sampling;    /* draw tokens on the CPU even if the device can: the same tokens, but the logits
-                            * are copied to the host */
+    unsigned fusions;      /* LLM_FUSE_...: operations that may be done together; default
+                            * LLM_FUSE_ALL */
+    bool host_sampling;    /* draw tokens on the CPU even if the device can: the same tokens, but
+                            * the logits are copied to the host */
     llm_trace trace;       /* NULL (default): none */
     void *trace_user;      /* passed to it */
 } llm_engine_options;
@@ -500,8 +527,10 @@ typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
     int top_k;                /* keep the k most likely; 0: all */
     float top_p;              /* then the fewest whose probabilities add up to p; 1: all */
     float min_p;              /* then those of at least min_p times the most likely; 0: all */
-    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1: none; to 1e6 */
-    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them; default 64 */
+    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1:
+                               * none; to 1e6 */
+    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them; default
+                               * 64 */
     uint64_t seed;            /* of this request's own random stream */
 } llm_sampling;
 
@@ -510,26 +539,30 @@ llm_sampling llm_sampling_defaults(void);
 /* Called with the logits (vocab_size) after the token at `position`, before a token is drawn from
  * them. It may change them (to force a grammar, say), but must not call the engine. It sees every
  * position of the prompt, in order: once, as sample 0; the last one once for each sample. */
-typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position, float *logits);
+typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position,
+                                float *logits);
 
 enum { LLM_SPECULATE_AUTO = -1 };
 
 typedef struct llm_request { /* start from llm_request_defaults() */
     const int32_t *prompt;  /* (n_prompt) token ids; copied by llm_submit */
     int n_prompt;           /* at least 1 */
-    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1 (default): to the end
-                               of the context */
-    int n_samples;          /* independent continuations; they share the prompt's blocks; default 1 */
+    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1
+                             * (default): to the end of the context */
+    int n_samples;          /* independent continuations; they share the prompt's blocks; default
+                             * 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
     const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
     int n_stop;
-    int priority;           /* it is admitted before the 64 x priority requests that came before it; default 0 */
+    int priority;           /* it is admitted before the 64 x priority requests that came before it;
+                             * default 0 */
     int speculate;          /* proposals per step: 0: none; 1 to max_speculation, of which at most
-                             * max_batch_tokens - 1 are made; LLM_SPECULATE_AUTO: as many as pay. Needs a draft
-                             * model or lookup. Greedy output is the same as without; sampled output has the
-                             * same distribution. */
-    bool lookup;            /* propose what followed the last words where they occurred before, without a draft */
+                             * max_batch_tokens - 1 are made; LLM_SPECULATE_AUTO: as many as pay.
+                             * Needs a draft model or lookup. Greedy output is the same as without;
+                             * sampled output has the same distribution. */
+    bool lookup;            /* propose what followed the last words where they occurred before,
+                             * without a draft */
     llm_logits_hook logits_hook; /* NULL: none */
     void *user;             /* passed to the hook, and returned in events */
 } llm_request;
@@ -545,7 +578,8 @@ typedef enum llm_finish {
     LLM_FINISH_ERROR      /* the model's logits were not finite: see llm_event.error */
 } llm_finish;
 
-const char *llm_finish_name(llm_finish finish); /* "none", "end", "length", "stop", "cancelled", "error" */
+const char *llm_finish_name(llm_finish finish); /* "none", "end", "length", "stop", "cancelled",
+                                                 * "error" */
 
 typedef struct llm_event { /* one token, or the end, of one sample of one request */
     uint64_t request;
@@ -553,29 +587,34 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     void *user;
     int32_t token;        /* -1 in an event that only ends */
     int index;            /* 0: the first generated token; without a token: how many there were */
-    float logprob;        /* ln p(token), of the model itself: before penalties, temperature and filters */
+    float logprob;        /* ln p(token), of the model itself: before penalties, temperature and
+                           * filters */
     bool accepted;        /* the token was proposed by speculation, and accepted */
-    const char *text;     /* whole UTF-8 characters, without a possible beginning of a stop text; perhaps none
-                           * yet. Not zero-terminated; valid until the next llm_step or llm_engine_free */
+    const char *text;     /* whole UTF-8 characters, without a possible beginning of a stop text;
+                           * perhaps none yet. Not zero-terminated; valid until the next llm_step or
+                           * llm_engine_free */
     size_t text_length;
     llm_finish finish;    /* not NONE: the last event of this sample */
-    const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else NULL */
+    const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else
+                           * NULL */
 } llm_event;
 
 /* options NULL: the defaults. The model must outlive the engine; several engines may share it. */
-llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err);
+llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options,
+                              llm_error *err);
 void llm_engine_free(llm_engine *engine);
 
-/* Queue a request. *id (may be NULL) names it in events and for llm_cancel. A request that can never
- * fit (longer than the context, more blocks than the pool has) is refused. */
+/* Queue a request. *id (may be NULL) names it in events and for llm_cancel. A request that can
+ * never fit (longer than the context, more blocks than the pool has) is refused. */
 bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, llm_error *err);
 /* The same from text, with BOS if the model's file asks for it; special tokens are not parsed. The
  * prompt of `request` (NULL: defaults) is ignored. */
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
-/* One forward pass over what is due. 1: worked, call again; 0: nothing left to do; -1: error. Read all
- * events before the next call (those of llm_cancel, too), which forgets them. After an error nothing is
- * lost: the next call repeats what the device failed to do (though a lost GPU fails every time). */
+/* One forward pass over what is due. 1: worked, call again; 0: nothing left to do; -1: error. Read
+ * all events before the next call (those of llm_cancel, too), which forgets them. After an error
+ * nothing is lost: the next call repeats what the device failed to do (though a lost GPU fails
+ * every time). */
 int llm_step(llm_engine *engine, llm_error *err);
 /* The oldest event that has not been read. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
@@ -584,7 +623,8 @@ bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
 typedef struct llm_statistics {    /* since the engine was created, unless it says `now` */
     uint64_t steps;                /* completed */
-    uint64_t prompt_tokens;        /* prompt tokens put through the model; again after a preemption */
+    uint64_t prompt_tokens;        /* prompt tokens put through the model; again after a
+                                    * preemption */
     uint64_t generated_tokens;
     uint64_t requests_submitted, requests_finished;
     int running;                   /* sequences, now */
@@ -592,7 +632,8 @@ typedef struct llm_statistics {    /* since the engine was created, unless it sa
     double step_seconds;           /* in llm_step, all included */
     double forward_seconds;        /* of these: forward passes */
     double draft_seconds;          /* of these: the draft's proposals */
-    double sampling_seconds;       /* of these: choosing tokens, and committing them with their text */
+    double sampling_seconds;       /* of these: choosing tokens, and committing them with their
+                                    * text */
     double schedule_seconds;       /* of these: deciding what to do */
     double wait_seconds;           /* of these: waiting for a device that works by itself (a GPU) */
     uint64_t device_launches;      /* kernels launched one by one */
@@ -606,9 +647,11 @@ typedef struct llm_statistics {    /* since the engine was created, unless it sa
     int64_t blocks_shared;         /* blocks that more than one sequence holds, now */
     uint64_t sequence_steps;       /* sequences in a step, added up over the steps */
     double kv_waste;               /* share of the slots of blocks in use that hold no token, now */
-    uint64_t decode_steps;         /* sequences for which a step chose tokens, added up over the steps */
+    uint64_t decode_steps;         /* sequences for which a step chose tokens, added up over the
+                                    * steps */
     uint64_t proposed, accepted;   /* proposals tested, and accepted */
-    uint64_t proposed_at[16], accepted_at[16]; /* the same by position in the proposal; 15: and later */
+    uint64_t proposed_at[16], accepted_at[16]; /* the same by position in the proposal; 15: and
+                                                * later */
     int64_t blocks_total;          /* of the pool */
     int64_t blocks_free;           /* now */
     int64_t blocks_peak;           /* most in use at once */
@@ -620,8 +663,8 @@ typedef struct llm_statistics {    /* since the engine was created, unless it sa
 } llm_statistics;
 
 llm_statistics llm_engine_statistics(const llm_engine *engine);
-/* The program that the engine runs in each step, or its draft model's (NULL: none). The caller may set
- * its `seconds`. */
+/* The program that the engine runs in each step, or its draft model's (NULL: none). The caller may
+ * set its `seconds`. */
 struct llm_program *llm_engine_program(llm_engine *engine, bool draft);
 const llm_model *llm_engine_model(const llm_engine *engine);
 /* The options in effect: what was left to the engine is filled in. */
@@ -651,16 +694,17 @@ typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
     int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
     const void *data;       /* device; on the CPU, the mapped file itself */
     void *packed;           /* the backend's own: the matrix as its kernels read it; NULL: none */
-    const int32_t *columns; /* device (cols): gather_columns permutes its input like this; NULL: it does not */
+    const int32_t *columns; /* device (cols): gather_columns permutes its input like this; NULL: it
+                             * does not */
     bool only_rows;         /* embed alone reads it: no matmul does */
 } llm_weight;
 
 /* The ragged batch: all tokens of one step, of any number of sequences. A decode step has one token
- * per sequence, a prefill chunk many; the program does not know which is which. Host memory, filled by
- * the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose positions ascend by
- * one. Token t is written to slot slots[t] of the cache; the key of position p of sequence s is in
- * block block_tables[s * table_stride + p / block_size], slot p % block_size. No sequence reads what
- * another one writes in the same step. */
+ * per sequence, a prefill chunk many; the program does not know which is which. Host memory, filled
+ * by the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose positions
+ * ascend by one. Token t is written to slot slots[t] of the cache; the key of position p of
+ * sequence s is in block block_tables[s * table_stride + p / block_size], slot p % block_size. No
+ * sequence reads what another one writes in the same step. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
@@ -676,8 +720,8 @@ typedef struct llm_batch {
     const int32_t *logit_rows;   /* (n_logits) the tokens whose logits are wanted, ascending */
 } llm_batch;
 
-/* The cache of one model: keys and values (layer, block, kv head, slot, head_dim); if the backend wants
- * keys transposed, these are (layer, block, kv head, head_dim, slot). */
+/* The cache of one model: keys and values (layer, block, kv head, slot, head_dim); if the backend
+ * wants keys transposed, these are (layer, block, kv head, head_dim, slot). */
 typedef struct llm_cache {
     llm_type type;         /* LLM_F16 or LLM_F32 */
     int n_layers, n_kv_heads, head_dim, block_size;
@@ -691,7 +735,8 @@ typedef struct llm_attention_shape {
     int n_heads, n_kv_heads, head_dim;
     float scale;           /* on q.k, 1/sqrt(head_dim) */
     bool naive;            /* the plain loop, for comparison */
-    int window;            /* the token at position p sees the positions p - window + 1 to p; 0: all up to p */
+    int window;            /* the token at position p sees the positions p - window + 1 to p; 0: all
+                            * up to p */
 } llm_attention_shape;
 
 /* ---- The program --------------------------------------------------------------------- */
@@ -762,8 +807,8 @@ typedef struct llm_program {
     int n_buffers;
     const llm_cache *cache;    /* what the buffer "cache" stands for */
     unsigned fusions;          /* LLM_FUSE_...: which of them prepare may use */
-    double *seconds;           /* (n_ops) run adds the time of each operation here (of fused operations to
-                                * one of them); NULL: no profile */
+    double *seconds;           /* (n_ops) run adds the time of each operation here (of fused
+                                * operations to one of them); NULL: no profile */
     void *plan;                /* the backend's own, made by prepare; initially NULL */
 } llm_program;
 
@@ -792,8 +837,8 @@ typedef struct llm_stage {     /* one unit of an executor's work */
     bool each;                 /* every thread does all of it, for itself */
 } llm_stage;
 
-/* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size are alike.
- * Buffers have room for them; the extra rows hold no meaningful values. */
+/* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size are
+ * alike. Buffers have room for them; the extra rows hold no meaningful values. */
 int llm_rounded_rows(int n);
 
 typedef struct llm_device_state { /* counters of a device */
@@ -824,8 +869,9 @@ struct llm_backend {
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
     /* Make a matrix of the file ready for matmul and embed: w has type, rows and cols; set w->data.
-     * The host memory stays mapped while the weight lives, so the CPU just points to it. (A matrix that
-     * was converted for this call is freed at once if w->packed is set or w->data is elsewhere.) */
+     * The host memory stays mapped while the weight lives, so the CPU just points to it. (A matrix
+     * that was converted for this call is freed at once if w->packed is set or w->data is
+     * elsewhere.) */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
@@ -838,36 +884,38 @@ struct llm_backend {
     void (*forget)(void *context, llm_program *program);
     /* Run a part of the program over a batch. The head computes the logits of entries first to
      * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
-     * when this returns. On a GPU, it is on its stream; the next download or sync reports failures. */
+     * when this returns. On a GPU, it is on its stream; the next download or sync reports
+     * failures. */
     bool (*run)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                 int first, int n, llm_error *err);
-    /* Stage `index` of what run does for such a batch. False: there are no more. The function may be
-     * NULL: the backend does not describe its plan. */
+    /* Stage `index` of what run does for such a batch. False: there are no more. The function may
+     * be NULL: the backend does not describe its plan. */
     bool (*stage)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                   int n, int index, llm_stage *stage);
     /* Wait until all work is done. False: something failed since the last sync. */
     bool (*sync)(void *context, llm_error *err);
-    /* Copy block from[i] to block to[i], in order, keys and values of every layer; host arrays (n). If the
-     * next sync fails, the engine asks for the same copies again. */
-    void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n);
+    /* Copy block from[i] to block to[i], in order, keys and values of every layer; host arrays (n).
+     * If the next sync fails, the engine asks for the same copies again. */
+    void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from,
+                        const int32_t *to, int n);
 
     /* -- optional: may be NULL ------------------------------------------------------------- */
-    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that chapter [3] would
-     * draw. Waits for them; ids and logprobs (n) are host memory. */
-    bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n, int32_t *ids,
-                   float *logprobs, llm_error *err);
+    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that chapter [3]
+     * would draw. Waits for them; ids and logprobs (n) are host memory. */
+    bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n,
+                   int32_t *ids, float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
 
     void (*destroy)(llm_backend *backend);
 };
 
-/* The CPU. n_threads 0: one per processor. It uses the best instruction set that this processor has and
- * max_isa allows (LLM_ISA_BEST: no limit). */
+/* The CPU. n_threads 0: one per processor. It uses the best instruction set that this processor has
+ * and max_isa allows (LLM_ISA_BEST: no limit). */
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
-/* Whether weights that are loaded from now on are also kept as the kernels read them (default true).
- * Prompts and batches run several times as fast. It takes a second copy of quantized weights, but the
- * file's pages are given back to the system. Results do not change. */
+/* Whether weights that are loaded from now on are also kept as the kernels read them (default
+ * true). Prompts and batches run several times as fast. It takes a second copy of quantized
+ * weights, but the file's pages are given back to the system. Results do not change. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
 int llm_cpu_threads(const llm_backend *backend);
@@ -876,19 +924,21 @@ void llm_backend_free(llm_backend *backend); /* NULL is fine */
 
 typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
     int device;           /* which GPU, from 0 */
-    bool graphs;          /* record the launches of a decode step once, and replay them; default true */
+    bool graphs;          /* record the launches of a decode step once, and replay them; default
+                           * true */
     bool fused;           /* do several operations in one kernel where possible; default true */
-    bool split_attention; /* spread the positions of a long sequence over several blocks; default true */
-    bool overlap;         /* let a kernel fetch its weights before the one before it ends (Hopper and newer);
-                           * default false */
+    bool split_attention; /* spread the positions of a long sequence over several blocks; default
+                           * true */
+    bool overlap;         /* let a kernel fetch its weights before the one before it ends (Hopper
+                           * and newer); default false */
     bool plain;           /* the plain kernels, slow, for comparison; default false */
-    bool deterministic;   /* use only kernels whose logits do not depend on what else is in the batch, bit for
-                           * bit (all kernels are like that); default false */
+    bool deterministic;   /* use only kernels whose logits do not depend on what else is in the
+                           * batch, bit for bit (all kernels are like that); default false */
 } llm_gpu_options;
 
 llm_gpu_options llm_gpu_defaults(void);
-/* An NVIDIA GPU (link llm.cu). options NULL: the defaults. LLM_ERROR_UNSUPPORTED: there is no GPU, or
- * none that will do. */
+/* An NVIDIA GPU (link llm.cu). options NULL: the defaults. LLM_ERROR_UNSUPPORTED: there is no GPU,
+ * or none that will do. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err);
 /* The same kernels, run slowly by the CPU: llm.cu compiled as C++ with LLM_EMULATED defined. */
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err);
@@ -1020,7 +1070,8 @@ static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
  * stops at each page's end. Larger pages also mean 512 times fewer page faults. */
 static void llm__want_large_pages(void *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
-    uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page, end = ((uintptr_t)memory + bytes) / page * page;
+    uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page,
+              end = ((uintptr_t)memory + bytes) / page * page;
     if (bytes >= (size_t)1 << 22) madvise((void *)first, end - first, MADV_HUGEPAGE); /* a hint */
 #else
     (void)memory, (void)bytes;
@@ -1047,7 +1098,9 @@ static void *llm__new(size_t count, size_t size, const char *what, llm_error *er
     bool fits = llm__multiply(count, size, &bytes) && bytes <= SIZE_MAX / 2;
     void *p = fits ? llm__zeroed(bytes ? (size_t)bytes : 1) : NULL;
     if (p) llm__want_large_pages(p, (size_t)bytes);
-    else llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size, what);
+    else
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size,
+                  what);
     return p;
 }
 
@@ -1077,7 +1130,8 @@ static uint64_t llm__hash_bytes(uint64_t seed, const char *data, size_t n) {
         memcpy(&halves[1], data + n - 4, 4);
         word = halves[0] | (uint64_t)halves[1] << 32;
     } else if (n) {
-        word = (uint8_t)data[0] | (uint64_t)(uint8_t)data[n / 2] << 8 | (uint64_t)(uint8_t)data[n - 1] << 16;
+        word = (uint8_t)data[0] | (uint64_t)(uint8_t)data[n / 2] << 8 |
+               (uint64_t)(uint8_t)data[n - 1] << 16;
     } else {
         word = 0;
     }
@@ -1102,7 +1156,8 @@ typedef struct llm__printable {
 static llm__printable llm__show(llm_string s) {
     llm__printable p;
     size_t n = s.length < 64 ? s.length : 64;
-    for (size_t i = 0; i < n; i++) p.text[i] = s.data[i] >= ' ' && s.data[i] <= '~' ? s.data[i] : '?';
+    for (size_t i = 0; i < n; i++)
+        p.text[i] = s.data[i] >= ' ' && s.data[i] <= '~' ? s.data[i] : '?';
     strcpy(p.text + n, s.length > n ? "..." : "");
     return p;
 }
@@ -1112,7 +1167,8 @@ static llm__printable llm__show(llm_string s) {
 enum { LLM__ALIGNMENT = 64 };
 
 static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
-    char *raw = bytes <= SIZE_MAX / 2 ? (char *)llm__zeroed(bytes + LLM__ALIGNMENT + sizeof raw) : NULL;
+    char *raw = bytes <= SIZE_MAX / 2 ? (char *)llm__zeroed(bytes + LLM__ALIGNMENT + sizeof raw)
+                                      : NULL;
     if (!raw) {
         llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", bytes, what);
         return NULL;
@@ -1133,8 +1189,9 @@ static void llm__aligned_free(void *aligned) {
 /* =====================================================================================
  * PART I: THE ENGINE
  *
- * Chapters 1 to 6 show the whole way from a request to its tokens, with a plain loop for each operation. Part II,
- * chapters 7 to 10, is for looking things up: storage types, files, text, and the same operations fast.
+ * Chapters 1 to 6 show the whole way from a request to its tokens, with a plain loop for each
+ * operation. Part II, chapters 7 to 10, is for looking things up: storage types, files, text, and
+ * the same operations fast.
  *
  * [DATA] What the engine consists of, and what Part I calls before it is defined
  * ================================================================================== */
@@ -1149,7 +1206,8 @@ struct llm_model {
     const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
     const llm_tensor *rope_divisors; /* (rope_dim/2) divisors of the RoPE frequencies; NULL: none */
     int *windows;             /* (n_layers) 0: the layer sees everything */
-    uint64_t ordered_cols;    /* widest input of a matrix with permuted columns; 0: no matrix has them */
+    uint64_t ordered_cols;    /* widest input of a matrix with permuted columns; 0: no matrix has
+                               * them */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
 };
@@ -1186,8 +1244,8 @@ typedef struct llm__pool {
     int64_t n_free;      /* blocks that no table names, with or without kept content */
     int64_t peak;        /* most blocks that were ever in use */
     int32_t *references; /* (n_blocks) how many block tables name this block */
-    /* The free list, doubly linked, in the order in which blocks are given out: first those without kept
-     * content, then the least recently used. Entry n_blocks is its beginning and end. */
+    /* The free list, doubly linked, in the order in which blocks are given out: first those without
+     * kept content, then the least recently used. Entry n_blocks is its beginning and end. */
     int32_t *before, *after; /* (n_blocks + 1) */
     /* The prefix cache. */
     bool keeps_prefixes;
@@ -1222,18 +1280,24 @@ typedef struct llm__sequence { /* one sample of a request */
     int sample;
     llm_state state;
     llm_finish finish; /* LLM_FINISH_NONE until it ends */
-    int32_t *tokens;   /* (limit + depth) the known tokens; within a step, proposed or chosen ones follow */
+    int32_t *tokens;   /* (limit + depth) the known tokens; within a step, proposed or chosen ones
+                        * follow */
     int n_tokens;      /* known: the prompt and what was generated */
     int n_cached;      /* in the cache: n_cached < n_tokens; in DECODE, n_cached = n_tokens - 1 */
     int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
-    int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <= n_tokens */
-    llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or DECODE */
-    int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next; -1: none */
+    int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <=
+                        * n_tokens */
+    llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or
+                        * DECODE */
+    int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next;
+                        * -1: none */
     int n_saved;       /* how many: enough for n_cached tokens, or 0; 0 unless it is PREEMPTED */
     int index;         /* in llm__scheduler.sequences */
-    double acceptance; /* moving average of 1 for each accepted proposal and 0 for each rejected one */
+    double acceptance; /* moving average of 1 for each accepted proposal and 0 for each rejected
+                        * one */
     llm_stream stream; /* turns its tokens into text */
-    char *text;        /* of its events of the last step and since; then the text that is held back */
+    char *text;        /* of its events of the last step and since; then the text that is held
+                        * back */
     size_t text_used;  /* bytes in events */
     size_t text_held;  /* bytes held back, which may be the beginning of a stop text */
     float *logprobs;   /* (depth + 1) of the chosen tokens */
@@ -1242,7 +1306,8 @@ typedef struct llm__sequence { /* one sample of a request */
     int depth;         /* proposals wanted after them, at most request->depth */
     int n_proposed;    /* proposals made */
     int n_rows;        /* rows of logits used */
-    int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: the accepted proposals, then one more */
+    int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: the accepted proposals, then one
+                        * more */
     int n_tested;      /* proposals tested */
     int n_accepted;    /* proposals accepted */
     bool closed;       /* no more can be chosen: a proposal was rejected, or the sequence ends */
@@ -1258,8 +1323,10 @@ struct llm__request { /* from llm_submit to its last event; one allocation */
     int depth;                /* most proposals in a step */
     int n_live;               /* samples that have not ended */
     bool admitted;            /* it is in llm__scheduler.running, no longer in waiting */
-    bool forked;              /* its prompt has been through the model, and all samples have started */
-    llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked from it */
+    bool forked;              /* its prompt has been through the model, and all samples have
+                               * started */
+    llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked
+                               * from it */
     llm__request *previous, *next;
 };
 
@@ -1275,14 +1342,19 @@ typedef struct llm__scheduler {
     llm__queue ended;          /* their last events may be unread; freed at the next step */
     int n_waiting;             /* requests */
     int64_t n_live;            /* samples of all requests that have not ended */
-    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, in order of entry */
+    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, in order of
+                                * entry */
     int n_sequences;
     int n_preempted;           /* of these */
-    int n_places;              /* the sum of n_live over the running requests: at most max_sequences */
+    int n_places;              /* the sum of n_live over the running requests: at most
+                                * max_sequences */
     int turn;                  /* index of the decoding sequence that llm__select serves first */
-    llm__network *networks[2]; /* whose caches the block tables describe: the target, and the draft or NULL */
-    char *swap;                /* (n_swap, swap_block_bytes) host memory for the blocks of preempted sequences */
-    int32_t *swap_next;        /* (n_swap) links the unused ones, and those of each sequence; -1 ends a list */
+    llm__network *networks[2]; /* whose caches the block tables describe: the target, and the draft
+                                * or NULL */
+    char *swap;                /* (n_swap, swap_block_bytes) host memory for the blocks of preempted
+                                * sequences */
+    int32_t *swap_next;        /* (n_swap) links the unused ones, and those of each sequence; -1
+                                * ends a list */
     int32_t swap_free;         /* the first unused one */
     int64_t n_swap, n_swap_free;
     size_t swap_block_bytes;   /* a block in the caches of all networks */
@@ -1290,7 +1362,8 @@ typedef struct llm__scheduler {
     llm__sequence **batch_sequences; /* (max_sequences) */
     int32_t *memory;                 /* one allocation for the arrays of llm_batch: */
     int32_t *tokens, *positions, *slots, *logit_rows; /* (max_batch_tokens) each */
-    int32_t *row_sequence;           /* (max_batch_tokens) for each of logit_rows, its sequence in the batch */
+    int32_t *row_sequence;           /* (max_batch_tokens) for each of logit_rows, its sequence in
+                                      * the batch */
     int32_t *seq_first, *seq_count;  /* (max_sequences) each */
     int32_t *block_tables;           /* (max_sequences, blocks of a context) */
     double proposal_cost;            /* of one proposal; 1: a pass of the target over one row */
@@ -1304,8 +1377,8 @@ typedef struct llm__token_logit {
     int32_t id;
 } llm__token_logit;
 
-/* What a model says after one token of a sequence: its logits or, where the device has drawn from them, the
- * next token. */
+/* What a model says after one token of a sequence: its logits or, where the device has drawn from
+ * them, the next token. */
 typedef struct llm__outcome {
     struct llm__sequence *sequence;
     int position;        /* of the token that was read; the outcome is for the next one */
@@ -1331,7 +1404,8 @@ typedef struct llm__speculator {
     llm__network draft;   /* draft.model NULL: none */
     int max_depth, vocab_size;
     float *logits;        /* (draft.max_logits, vocab_size) of the draft, host */
-    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions of the proposals */
+    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions of the
+                           * proposals */
     float *target;        /* (vocab_size) that of the target */
 } llm__speculator;
 
@@ -1352,25 +1426,26 @@ struct llm_engine {
     int n_events, next_event, max_events;
     uint64_t last_id;
     llm_statistics statistics;
-    llm_device_state device; /* device counters at engine creation, subtracted from later readings */
+    llm_device_state device; /* device counters at engine creation, subtracted from later
+                              * readings */
 };
 
 /* ---- Called before they are defined ---- */
 
 /* [2] Speculation */
 static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq);
-static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
-                           int32_t own);
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
+                           const float *logits, int32_t own);
 static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, int i);
 static double llm__proposal_cost(const llm_model *target, const llm_model *draft);
-static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
-                                 int max_logits, llm_error *err);
+static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
+                                 const llm_engine_options *o, int max_logits, llm_error *err);
 static void llm__speculator_free(llm__speculator *sp);
 /* [3] Sampling */
 static bool llm__sampling_check(const llm_sampling *s, llm_error *err);
 static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index);
-static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
-                           int n_recent, uint64_t stream, uint64_t index);
+static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits,
+                           const int32_t *recent, int n_recent, uint64_t stream, uint64_t index);
 static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err);
 static void llm__sampler_free(llm__sampler *s);
 static void llm__distribution(llm__sampler *s, const llm_sampling *p, const float *logits,
@@ -1379,20 +1454,24 @@ static void llm__distribution(llm__sampler *s, const llm_sampling *p, const floa
 static void llm__table_clear(llm__pool *pool, llm__table *table);
 static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens);
 static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end);
-static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens);
+static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens,
+                            int n_tokens);
 static int llm__copies_at_once(const llm__pool *pool);
 static void llm__copies_done(llm__pool *pool, int n);
 static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position);
-static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens);
+static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens,
+                            int n_tokens);
 static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy);
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens);
 static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
                            bool keeps_prefixes, llm_error *err);
 static void llm__pool_free(llm__pool *pool);
 /* [5] The program */
-static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err);
+static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out,
+                            llm_error *err);
 static size_t llm__block_bytes(const llm_cache *cache);
-static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err);
+static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend,
+                              llm_error *err);
 static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
                                  llm_error *err);
 static bool llm__load_cache(llm__network *net, llm_type type, int block_size, int64_t n_blocks,
@@ -1422,11 +1501,12 @@ static double llm__sum_exp(const float *x, int n, float shift);
 /* =====================================================================================
  * [1] Life of a request: submit, schedule, forward, choose, commit, event
  *
- * Most of a step's time goes into reading the weights once, whether the step carries one token or twenty.
- * So requests share steps. They arrive and end at different times, and nobody knows their lengths; hence
- * continuous batching (Yu et al. 2022, "Orca"): the batch is composed anew for every step. Ended sequences
- * leave, waiting ones enter as soon as there is room, and a long prompt is cut into chunks that fill what
- * the decoding sequences leave of the step's token budget (Agrawal et al. 2023, "Sarathi").
+ * Most of a step's time goes into reading the weights once, whether the step carries one token or
+ * twenty. So requests share steps. They arrive and end at different times, and nobody knows their
+ * lengths; hence continuous batching (Yu et al. 2022, "Orca"): the batch is composed anew for every
+ * step. Ended sequences leave, waiting ones enter as soon as there is room, and a long prompt is
+ * cut into chunks that fill what the decoding sequences leave of the step's token budget (Agrawal
+ * et al. 2023, "Sarathi").
  *
  *     llm_submit           a request arrives, and waits
  *     llm_step
@@ -1440,30 +1520,33 @@ static double llm__sum_exp(const float *x, int n, float shift);
  * A sequence is one sample of a request, and has one state:
  *
  *     WAITING   -> PREFILL    its request is admitted; the first sample computes the prompt
- *               -> DECODE     (further samples) the prompt is in the cache, and the request is forked
- *     PREFILL   -> DECODE     all known tokens but the last are in the cache
- *     PREFILL, DECODE -> PREEMPTED    its blocks are needed for an older sequence
- *     PREEMPTED -> PREFILL    there is room again
+ *               -> DECODE     (further samples) the prompt is in the cache, and the request is
+ * forked PREFILL   -> DECODE     all known tokens but the last are in the cache PREFILL, DECODE ->
+ * PREEMPTED    its blocks are needed for an older sequence PREEMPTED -> PREFILL    there is room
+ * again
  *               -> DECODE     the same, and n_cached == n_tokens - 1
  *     any state -> ENDED      a last token, a stop text, llm_cancel
  *
- * Between steps a sequence is little more than its tokens, its block table and two counts: n_tokens, the
- * tokens that are known (the prompt and what was generated), and n_cached, those of them whose keys and
- * values are in the cache. A step puts some of the others through the model: in PREFILL there may be many,
- * in DECODE there is one, the last. Random numbers are functions of the position, not of what happened
- * before. So nothing has to be undone when a sequence is preempted: without its blocks n_cached is 0, the
- * cache is computed again, and the output continues as if nothing had happened.
+ * Between steps a sequence is little more than its tokens, its block table and two counts:
+ * n_tokens, the tokens that are known (the prompt and what was generated), and n_cached, those of
+ * them whose keys and values are in the cache. A step puts some of the others through the model: in
+ * PREFILL there may be many, in DECODE there is one, the last. Random numbers are functions of the
+ * position, not of what happened before. So nothing has to be undone when a sequence is preempted:
+ * without its blocks n_cached is 0, the cache is computed again, and the output continues as if
+ * nothing had happened.
  *
- * When the pool is empty, the newest sequence is preempted. The oldest is never preempted for another, and
- * each fits into the pool alone (llm_submit checks that): so one always advances, and all come to an end.
+ * When the pool is empty, the newest sequence is preempted. The oldest is never preempted for
+ * another, and each fits into the pool alone (llm_submit checks that): so one always advances, and
+ * all come to an end.
  *
- * A step that fails commits the sequences whose tokens were chosen before the failure. The others keep their
- * tokens and n_cached, and the next step does their work again; what was admitted, preempted or taken from
- * the pool stays so.
+ * A step that fails commits the sequences whose tokens were chosen before the failure. The others
+ * keep their tokens and n_cached, and the next step does their work again; what was admitted,
+ * preempted or taken from the pool stays so.
  * ================================================================================== */
 
 static bool llm__schedule(llm_engine *e, llm_error *err);
-static bool llm__propose(llm_engine *e, llm_error *err); /* chapter 2; without speculation it does nothing */
+static bool llm__propose(llm_engine *e, llm_error *err); /* chapter 2; without speculation it does
+                                                          * nothing */
 static int llm__build_batch(llm__scheduler *s);
 static bool llm__forward(llm_engine *e, int first, llm_error *err);
 static bool llm__choose(llm_engine *e, int first, llm_error *err);
@@ -1493,10 +1576,12 @@ int llm_step(llm_engine *e, llm_error *err) {
     return llm__end_step(e, ok, work, err);
 }
 
-/* ---- States ----------------------------------------------------------------------------------- */
+/* ---- States -----------------------------------------------------------------------------------
+ */
 
 /* An event without a block. */
-static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample, int first, int count) {
+static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample,
+                                        int first, int count) {
     llm_trace_event event;
     memset(&event, 0, sizeof event);
     event.kind = kind;
@@ -1516,7 +1601,8 @@ static void llm__trace(const llm__tracer *tracer, llm_trace_event event) {
 
 /* The only function that changes a sequence's state. count: see LLM_TRACE_STATE. */
 static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state state, int count) {
-    llm_trace_event event = llm__trace_event(LLM_TRACE_STATE, seq->request->id, seq->sample, 0, count);
+    llm_trace_event event = llm__trace_event(LLM_TRACE_STATE, seq->request->id, seq->sample, 0,
+                                             count);
     event.from = seq->state;
     event.state = state;
     s->n_preempted += (state == LLM_PREEMPTED) - (seq->state == LLM_PREEMPTED);
@@ -1524,7 +1610,8 @@ static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state stat
     llm__trace(s->tracer, event);
 }
 
-/* Insert a request in rank order. Of equal ranks the later one goes first: it overtakes 64 x priority others. */
+/* Insert a request in rank order. Of equal ranks the later one goes first: it overtakes 64 x
+ * priority others. */
 static void llm__queue_insert(llm__queue *q, llm__request *request) {
     llm__request *after = q->last;
     while (after && after->rank >= request->rank) after = after->previous;
@@ -1556,7 +1643,8 @@ static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, i
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* End a sequence: it gives up its blocks. A request ends with its last sample. llm__remove_ended follows. */
+/* End a sequence: it gives up its blocks. A request ends with its last sample. llm__remove_ended
+ * follows. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
@@ -1586,7 +1674,8 @@ static void llm__remove_ended(llm__scheduler *s) {
     s->n_sequences = n;
 }
 
-/* ---- Submit ----------------------------------------------------------------------------------- */
+/* ---- Submit -----------------------------------------------------------------------------------
+ */
 
 static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err);
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err);
@@ -1602,7 +1691,8 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
     if (id) *id = request->id;
-    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority; /* ids grow, so none starves */
+    /* ids grow, so none starves */
+    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
     s->n_live += r->n_samples;
@@ -1618,13 +1708,15 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
                      llm_error *err) {
     llm__clear(err);
     if (!e || !text)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_submit_text: the engine or the text is NULL");
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "llm_submit_text: the engine or the text is NULL");
     llm_request r = request ? *request : llm_request_defaults();
     size_t length = strlen(text);
     int64_t n = llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, NULL, 0, err);
     if (n < 0) return false;
     int32_t *ids = (int32_t *)llm__new((size_t)n, sizeof *ids, "the tokens of a prompt", err);
-    bool ok = ids && llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
+    bool ok = ids &&
+              llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
     r.prompt = ids;
     r.n_prompt = (int)llm__min(n, INT32_MAX);
     ok = ok && llm_submit(e, &r, id, err);
@@ -1632,7 +1724,8 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
     return ok;
 }
 
-/* ---- Schedule: resume, admit, select, secure -------------------------------------------------- */
+/* ---- Schedule: resume, admit, select, secure --------------------------------------------------
+ */
 
 static bool llm__resume(llm__scheduler *s, llm_error *err);
 static void llm__admit(llm__scheduler *s);
@@ -1654,7 +1747,8 @@ static bool llm__schedule(llm_engine *e, llm_error *err) {
 }
 
 /* Copy a block of all caches to block `host` of host memory, or back. */
-static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out, llm_error *err) {
+static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out,
+                           llm_error *err) {
     char *memory = s->swap + (size_t)host * s->swap_block_bytes;
     s->statistics->blocks_swapped++;
     for (int i = 0; i < 2; i++) {
@@ -1702,8 +1796,8 @@ static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) 
     return ok;
 }
 
-/* Take a sequence's blocks away. Their content is saved in host memory if the options say so and there is
- * room, or else computed again later: the tokens are known. */
+/* Take a sequence's blocks away. Their content is saved in host memory if the options say so and
+ * there is room, or else computed again later: the tokens are known. */
 static bool llm__preempt(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
     int64_t used = llm__blocks_for(&s->pool, seq->n_cached);
     if (used > 0 && used <= s->n_swap_free) {
@@ -1721,7 +1815,8 @@ static bool llm__preempt(llm__scheduler *s, llm__sequence *seq, llm_error *err) 
 /* Blocks for a sequence's known tokens, the next one, and the proposals after it. */
 static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *seq) {
     int64_t next = (int64_t)seq->n_tokens + 1;
-    return llm__blocks_for(&s->pool, llm__min(next + seq->request->depth, llm__max(seq->request->limit, next)));
+    return llm__blocks_for(
+        &s->pool, llm__min(next + seq->request->depth, llm__max(seq->request->limit, next)));
 }
 
 /* Free blocks, less those that the running sequences may soon need. */
@@ -1735,8 +1830,8 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
-/* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop: newer ones
- * must not starve it. */
+/* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop:
+ * newer ones must not starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -1747,7 +1842,8 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         } else { /* with a hook, only positions that it has seen need not be computed */
             int known = seq->n_tokens - 1;
             if (seq->request->params.logits_hook) known = (int)llm__min(known, seq->n_seen);
-            seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens, known);
+            seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
+                                                              known);
         }
         bool decode = seq->request->forked && seq->n_cached == seq->n_tokens - 1;
         llm__set_state(s, seq, decode ? LLM_DECODE : LLM_PREFILL, seq->n_cached);
@@ -1755,8 +1851,8 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Let waiting requests enter, in rank order, while there is room for the next one's prompt and a token
- * after it. A request enters with all its samples; the first one computes the prompt. */
+/* Let waiting requests enter, in rank order, while there is room for the next one's prompt and a
+ * token after it. A request enters with all its samples; the first one computes the prompt. */
 static void llm__admit(llm__scheduler *s) {
     if (s->n_preempted > 0) return;
     int64_t spare = llm__blocks_spare(s);
@@ -1783,13 +1879,15 @@ static void llm__admit(llm__scheduler *s) {
     }
 }
 
-/* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep their pace;
- * prompts share what they leave of the budget. If not all decoding sequences fit, `turn` rotates who is first. */
+/* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep
+ * their pace; prompts share what they leave of the budget. If not all decoding sequences fit,
+ * `turn` rotates who is first. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
     for (int pass = 0; pass < 2; pass++) {
-        bool prefill = chunked ? pass == 1 : pass == 0; /* a whole prompt might never fit after the others */
+        bool prefill = chunked ? pass == 1 : pass == 0; /* a whole prompt might never fit after the
+                                                         * others */
         for (int i = 0; i < n && budget > 0; i++) {
             llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
             if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
@@ -1806,15 +1904,16 @@ static void llm__select(llm__scheduler *s) {
     s->turn = n ? (s->turn + 1) % n : 0;
 }
 
-/* Give the selected sequences the blocks that they will write to, the oldest first. When the pool is empty,
- * the newest sequence with any blocks is preempted: perhaps the one that asks. */
+/* Give the selected sequences the blocks that they will write to, the oldest first. When the pool
+ * is empty, the newest sequence with any blocks is preempted: perhaps the one that asks. */
 static bool llm__secure(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *seq = s->sequences[i];
-        /* A draft that lags writes below n_cached, but not to shared blocks: a block is kept or forked only
-         * when the draft has read it, too. */
-        while (seq->n_scheduled && !llm__table_grow(&s->pool, &seq->table, seq->n_cached,
-                                                    seq->n_cached + seq->n_scheduled + seq->depth)) {
+        /* A draft that lags writes below n_cached, but not to shared blocks: a block is kept or
+         * forked only when the draft has read it, too. */
+        while (seq->n_scheduled &&
+               !llm__table_grow(&s->pool, &seq->table, seq->n_cached,
+                                seq->n_cached + seq->n_scheduled + seq->depth)) {
             int victim = s->n_sequences - 1;
             while (victim > i && s->sequences[victim]->table.n_blocks == 0) victim--;
             if (!llm__preempt(s, s->sequences[victim], err)) return false;
@@ -1823,8 +1922,8 @@ static bool llm__secure(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Carry out copy-on-write. The block tables name the copies already, so those that fail are kept, and done
- * at the beginning of the next step. */
+/* Carry out copy-on-write. The block tables name the copies already, so those that fail are kept,
+ * and done at the beginning of the next step. */
 static bool llm__run_copies(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__pool *pool = &s->pool;
@@ -1833,22 +1932,25 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
         int n = llm__copies_at_once(pool);
         for (int i = 0; i < 2; i++)
             if (s->networks[i])
-                b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to, n);
+                b->copy_blocks(b->context, &s->networks[i]->cache, pool->copy_from, pool->copy_to,
+                               n);
         if (!b->sync(b->context, err)) return false;
         llm__copies_done(pool, n);
     }
     return true;
 }
 
-/* ---- Forward ----------------------------------------------------------------------------------- */
+/* ---- Forward -----------------------------------------------------------------------------------
+ */
 
 static void llm__batch_clear(llm__scheduler *s) {
     s->batch.n_tokens = s->batch.n_sequences = s->batch.n_logits = 0;
 }
 
-/* Add the tokens first .. first + count - 1 of a sequence to the batch, with logits from position `wanted`
- * on. */
-static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int count, int wanted) {
+/* Add the tokens first .. first + count - 1 of a sequence to the batch, with logits from position
+ * `wanted` on. */
+static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int count,
+                           int wanted) {
     llm_batch *b = &s->batch;
     s->batch_sequences[b->n_sequences] = seq;
     s->seq_first[b->n_sequences] = b->n_tokens;
@@ -1886,8 +1988,8 @@ static void llm__batch_finish(llm__scheduler *s) {
     b->logit_rows = s->logit_rows;
 }
 
-/* Build the target's batch: the scheduled tokens, and the proposals after them. Returns 0 if nothing is
- * scheduled, else the rows of logits that are wanted, but at least 1. */
+/* Build the target's batch: the scheduled tokens, and the proposals after them. Returns 0 if
+ * nothing is scheduled, else the rows of logits that are wanted, but at least 1. */
 static int llm__build_batch(llm__scheduler *s) {
     llm__batch_clear(s);
     for (int i = 0; i < s->n_sequences; i++) {
@@ -1897,11 +1999,11 @@ static int llm__build_batch(llm__scheduler *s) {
         int wanted = request->limit > request->params.n_prompt ? seq->n_tokens - 1 : INT_MAX;
         if (request->params.logits_hook) wanted = seq->n_seen;
         llm__batch_add(s, seq, seq->n_cached, seq->n_scheduled + seq->n_proposed, wanted);
-        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_SCHEDULE, request->id, seq->sample, seq->n_cached,
-                                               seq->n_scheduled));
+        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_SCHEDULE, request->id, seq->sample,
+                                               seq->n_cached, seq->n_scheduled));
         if (seq->n_proposed)
-            llm__trace(s->tracer, llm__trace_event(LLM_TRACE_PROPOSE, request->id, seq->sample, seq->n_tokens,
-                                                   seq->n_proposed));
+            llm__trace(s->tracer, llm__trace_event(LLM_TRACE_PROPOSE, request->id, seq->sample,
+                                                   seq->n_tokens, seq->n_proposed));
     }
     llm__batch_finish(s);
     return s->batch.n_tokens ? (int)llm__max(s->batch.n_logits, 1) : 0;
@@ -1927,13 +2029,15 @@ static bool llm__forward(llm_engine *e, int first, llm_error *err) {
     return ok;
 }
 
-/* ---- Choose ------------------------------------------------------------------------------------ */
+/* ---- Choose ------------------------------------------------------------------------------------
+ */
 
-/* Can the device draw this sequence's tokens? Not for a hook, which wants the logits, nor for sampled
- * speculation, which compares whole distributions. */
+/* Can the device draw this sequence's tokens? Not for a hook, which wants the logits, nor for
+ * sampled speculation, which compares whole distributions. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
-    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft will make all that are wanted */
+    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft will make all that are
+                                                            * wanted */
     return !r->logits_hook && (r->sampling.temperature == 0 || tested == 0);
 }
 
@@ -1945,14 +2049,15 @@ static llm_draw llm__draw_of(const llm__sequence *seq, int row, int position) {
     memset(&draw, 0, sizeof draw);
     draw.row = row;
     draw.sampling = r->sampling;
-    draw.random = llm__random_bits(r->sampling.seed, (uint64_t)seq->sample, (uint64_t)(n - r->n_prompt));
+    draw.random = llm__random_bits(r->sampling.seed, (uint64_t)seq->sample,
+                                   (uint64_t)(n - r->n_prompt));
     draw.n_recent = r->sampling.repetition_penalty == 1 ? 0 : window && window < n ? window : n;
     draw.recent = seq->tokens + n - draw.n_recent;
     return draw;
 }
 
-/* Copy n rows of logits to host, whose rows are `vocab` wide. A draft's may be of another width: models of one
- * vocabulary are padded to different numbers of rows. */
+/* Copy n rows of logits to host, whose rows are `vocab` wide. A draft's may be of another width:
+ * models of one vocabulary are padded to different numbers of rows. */
 static bool llm__fetch_logits(const llm__network *net, int first, int n, float *host, int64_t vocab,
                               llm_error *err) {
     llm_backend *b = net->backend;
@@ -1962,26 +2067,29 @@ static bool llm__fetch_logits(const llm__network *net, int first, int n, float *
     if (width == vocab)
         return b->download(b->context, host, logits, (size_t)(n * vocab) * sizeof *host, err);
     for (int row = 0; row < n; row++, host += vocab, logits += width) {
-        if (!b->download(b->context, host, logits, (size_t)common * sizeof *host, err)) return false;
+        if (!b->download(b->context, host, logits, (size_t)common * sizeof *host, err))
+            return false;
         for (int64_t i = common; i < vocab; i++) host[i] = -INFINITY;
     }
     return true;
 }
 
-/* Fetch what a model says in a slice of rows: one outcome per row; the last row of a prompt gives one per
- * sample. The device draws the tokens that it can; for the others the logits are copied to host (max_logits,
- * the target's vocab_size). Returns the number of outcomes; -1 on failure. */
-static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net, int first,
-                      float *host, llm_error *err) {
+/* Fetch what a model says in a slice of rows: one outcome per row; the last row of a prompt gives
+ * one per sample. The device draws the tokens that it can; for the others the logits are copied to
+ * host (max_logits, the target's vocab_size). Returns the number of outcomes; -1 on failure. */
+static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net,
+                      int first, float *host, llm_error *err) {
     llm_backend *b = net->backend;
     bool device = b->sample && !s->options->host_sampling;
     int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0;
     int64_t vocab = sampler->vocab_size;
-    for (int row = 0, from = 0; row <= n; row++) { /* from: the first row that is still to be copied */
+    for (int row = 0, from = 0; row <= n; row++) { /* from: the first row that is still to be
+                                                    * copied */
         llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
         bool drawn = seq && device && llm__device_draws(seq);
         if (!seq || drawn) {
-            if (row > from && !llm__fetch_logits(net, from, row - from, host, vocab, err)) return -1;
+            if (row > from && !llm__fetch_logits(net, from, row - from, host, vocab, err))
+                return -1;
             from = row + 1;
         }
         if (!seq) break;
@@ -1995,18 +2103,20 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
             if (drawn) sampler->draws[n_draws++] = llm__draw_of(o->sequence, row, position);
         }
     }
-    if (n_draws && !b->sample(b->context, net->logits, net->model->config.vocab_size, sampler->draws, n_draws,
-                              sampler->ids, sampler->logprobs, err))
+    if (n_draws && !b->sample(b->context, net->logits, net->model->config.vocab_size,
+                              sampler->draws, n_draws, sampler->ids, sampler->logprobs, err))
         return -1;
     for (int i = 0, drawn = 0; i < n_outcomes; i++) {
         if (sampler->outcomes[i].logits) continue;
-        sampler->outcomes[i].id = sampler->ids[drawn] < vocab ? sampler->ids[drawn] : 0; /* a draft's padding */
+        /* a draft's padding */
+        sampler->outcomes[i].id = sampler->ids[drawn] < vocab ? sampler->ids[drawn] : 0;
         sampler->outcomes[i].logprob = sampler->logprobs[drawn++];
     }
     return n_outcomes;
 }
 
-/* Choose a sequence's next token. It is written after the known ones; llm__commit makes it one of them. */
+/* Choose a sequence's next token. It is written after the known ones; llm__commit makes it one of
+ * them. */
 static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm__request *request = seq->request;
@@ -2020,15 +2130,18 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
         r->logits_hook(r->user, request->id, seq->sample, outcome->position, e->hooked);
         logits = e->hooked;
     }
-    if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return; /* for the hook only */
+    /* for the hook only */
+    if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return;
     int32_t id = outcome->id;
     if (seq->n_chosen < seq->n_proposed)
-        id = llm__verify(&e->speculator, &e->sampler, seq, logits, id); /* chapter 2: a proposal is tested */
+        /* chapter 2: a proposal is tested */
+        id = llm__verify(&e->speculator, &e->sampler, seq, logits, id);
     else if (logits)
         id = llm__sample(&e->sampler, &r->sampling, logits, seq->tokens, n, (uint64_t)seq->sample,
                          (uint64_t)(n - r->n_prompt));
     float logprob = outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
-    seq->broken = !(fabsf(logprob) <= FLT_MAX) && !r->logits_hook; /* a hook may choose the impossible */
+    /* a hook may choose the impossible */
+    seq->broken = !(fabsf(logprob) <= FLT_MAX) && !r->logits_hook;
     seq->closed = seq->closed || seq->broken ||
                   (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id));
     if (seq->broken) return;
@@ -2039,7 +2152,8 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
 static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     double start = llm_seconds();
     llm_backend *b = e->options.backend;
-    if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err); /* only parts of prompts: wait for the device */
+    /* only parts of prompts: wait for the device */
+    if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err);
     int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
     double middle = llm_seconds();
     for (int i = 0; i < n; i++) llm__choose_token(e, &e->sampler.outcomes[i]);
@@ -2048,10 +2162,11 @@ static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     return n >= 0;
 }
 
-/* ---- Commit ------------------------------------------------------------------------------------ */
+/* ---- Commit ------------------------------------------------------------------------------------
+ */
 
-/* Let the prefix cache find the full blocks of what a sequence has in the cache. With a draft, both caches
- * must have it. */
+/* Let the prefix cache find the full blocks of what a sequence has in the cache. With a draft, both
+ * caches must have it. */
 static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
     int known = s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
     llm__table_keep(&s->pool, &seq->table, seq->tokens, known);
@@ -2071,8 +2186,8 @@ static void llm__fork(llm__scheduler *s, llm__request *request) {
     }
 }
 
-static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob, bool accepted,
-                            llm_finish finish);
+static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
+                                  bool accepted, llm_finish finish);
 
 /* Make a sequence's chosen tokens known, with an event for each. */
 static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
@@ -2089,11 +2204,14 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
         e->statistics.generated_tokens++;
         if (i < seq->n_tested) llm__count_proposal(&e->statistics, seq, i);
         n_accepted += i < seq->n_accepted;
-        finish = end ? LLM_FINISH_END : seq->n_tokens == request->limit ? LLM_FINISH_LENGTH : LLM_FINISH_NONE;
+        finish = end                               ? LLM_FINISH_END
+                 : seq->n_tokens == request->limit ? LLM_FINISH_LENGTH
+                                                   : LLM_FINISH_NONE;
         finish = llm__emit_event(e, seq, id, seq->logprobs[i], i < seq->n_accepted, finish);
     }
     if (seq->n_tested)
-        llm__trace(s->tracer, llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
+        llm__trace(s->tracer,
+                   llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
     if (seq->broken && !finish) finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_ERROR);
     if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
         finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
@@ -2107,12 +2225,13 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
         llm__set_state(s, seq, LLM_DECODE, 0);
 }
 
-/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are all chosen ones
- * but the last: they were proposals. */
+/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are all
+ * chosen ones but the last: they were proposals. */
 static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
     llm__request *request = seq->request;
     int prompt_left = request->params.n_prompt - seq->n_cached;
-    if (prompt_left > 0) e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, seq->n_scheduled);
+    if (prompt_left > 0)
+        e->statistics.prompt_tokens += (uint64_t)llm__min(prompt_left, seq->n_scheduled);
     e->statistics.sequence_steps++;
     seq->n_cached += seq->n_scheduled + (int)llm__max(seq->n_chosen - 1, 0);
     bool fork = !request->forked && seq->n_cached == request->params.n_prompt;
@@ -2121,7 +2240,8 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
         llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
 }
 
-/* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen advance. */
+/* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen
+ * advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     double start = llm_seconds();
@@ -2133,7 +2253,8 @@ static void llm__commit(llm_engine *e, bool ok) {
             if (seq->request->params.logits_hook) seq->n_seen += seq->n_rows;
             if (ok || seq->n_chosen || seq->broken) llm__commit_sequence(e, seq);
         }
-        seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached); /* it may have read proposals */
+        /* it may have read proposals */
+        seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached);
         seq->n_scheduled = seq->depth = seq->n_proposed = 0;
         seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
         seq->closed = seq->broken = false;
@@ -2143,21 +2264,24 @@ static void llm__commit(llm_engine *e, bool ok) {
     if (ok && any) e->tracer.step = ++e->statistics.steps;
 }
 
-/* ---- Events ------------------------------------------------------------------------------------ */
+/* ---- Events ------------------------------------------------------------------------------------
+ */
 
-/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: a complete one; else one that
- * the end of the text cuts off. */
+/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: a complete one; else
+ * one that the end of the text cuts off. */
 static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
     for (size_t at = 0; at < n; at++)
         for (int i = 0; i < r->n_stop; i++) {
             size_t length = strlen(r->stop[i]), left = n - at;
-            if ((length <= left) == whole && !memcmp(text + at, r->stop[i], whole ? length : left)) return at;
+            if ((length <= left) == whole && !memcmp(text + at, r->stop[i], whole ? length : left))
+                return at;
         }
     return n;
 }
 
-/* Set an event's text: what was held back, then the token's text, then, if the sequence ends, what the
- * stream still has. It stays where it is until the next step. Returns whether a stop text was found. */
+/* Set an event's text: what was held back, then the token's text, then, if the sequence ends, what
+ * the stream still has. It stays where it is until the next step. Returns whether a stop text was
+ * found. */
 static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event) {
     const llm_tokenizer *tokenizer = e->model->tokenizer;
     const llm_request *r = &seq->request->params;
@@ -2167,7 +2291,8 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     if (event->finish) n += llm_stream_decode(tokenizer, &seq->stream, -1, text + n);
     size_t given = llm__find_stop(r, text, n, true);
     bool stopped = given < n;
-    if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false); /* hold back the rest */
+    /* hold back the rest */
+    if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false);
     event->text = text;
     event->text_length = given;
     seq->text_used += given;
@@ -2175,10 +2300,10 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     return stopped;
 }
 
-/* Emit an event: a token (-1: none), and whether the sequence ends. Returns its `finish`, which a stop text
- * may have set. */
-static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob, bool accepted,
-                            llm_finish finish) {
+/* Emit an event: a token (-1: none), and whether the sequence ends. Returns its `finish`, which a
+ * stop text may have set. */
+static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
+                                  bool accepted, llm_finish finish) {
     const llm__request *request = seq->request;
     llm_event *event = &e->events[e->n_events++];
     memset(event, 0, sizeof *event);
@@ -2186,16 +2311,19 @@ static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t tok
     event->sample = seq->sample;
     event->user = request->params.user;
     event->token = token;
-    event->index = seq->n_tokens - request->params.n_prompt - (token >= 0 && finish != LLM_FINISH_END);
+    event->index = seq->n_tokens - request->params.n_prompt -
+                   (token >= 0 && finish != LLM_FINISH_END);
     event->logprob = logprob;
     event->accepted = accepted;
     event->finish = finish;
     bool stopped = llm__event_text(e, seq, event);
-    if (stopped && finish != LLM_FINISH_CANCELLED && finish != LLM_FINISH_ERROR) event->finish = LLM_FINISH_STOP;
+    if (stopped && finish != LLM_FINISH_CANCELLED && finish != LLM_FINISH_ERROR)
+        event->finish = LLM_FINISH_STOP;
     if (finish != LLM_FINISH_ERROR) return event->finish;
     event->error = seq->error;
     snprintf(seq->error, sizeof seq->error,
-             "request %llu, sample %d: the model's logits after position %d are not finite: its file may be damaged",
+             "request %llu, sample %d: the model's logits after position %d are not finite: its "
+             "file may be damaged",
              (unsigned long long)request->id, seq->sample, seq->n_tokens - 1);
     return event->finish;
 }
@@ -2214,7 +2342,8 @@ bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
     if (!request) request = e->scheduler.waiting.first;
     while (request && request->id != id) request = request->next;
     if (!request)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "no request %llu runs or waits here (it may have ended)",
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "no request %llu runs or waits here (it may have ended)",
                          (unsigned long long)id);
     if (e->next_event == e->n_events) e->next_event = e->n_events = 0;
     for (int i = 0; i < request->params.n_samples; i++) {
@@ -2239,10 +2368,13 @@ static void llm__begin_step(llm_engine *e) {
     }
 }
 
-#ifdef LLM_DEBUG /* defined by the tests, and so is this check of all invariants: see tests/invariants.h */
+#ifdef LLM_DEBUG /* defined by the tests, and so is this check of all invariants: see
+                  * tests/invariants.h */
 static bool llm__check_invariants(llm_engine *e, llm_error *err);
 #else
-static bool llm__check_invariants(llm_engine *e, llm_error *err) { return (void)e, (void)err, true; }
+static bool llm__check_invariants(llm_engine *e, llm_error *err) {
+    return (void)e, (void)err, true;
+}
 #endif
 
 /* A step has ended. Returns what llm_step returns. */
@@ -2253,7 +2385,8 @@ static int llm__end_step(llm_engine *e, bool ok, bool worked, llm_error *err) {
     return result;
 }
 
-/* ---- Creation ---------------------------------------------------------------------------------- */
+/* ---- Creation ----------------------------------------------------------------------------------
+ */
 
 llm_engine_options llm_engine_defaults(void) {
     llm_engine_options o;
@@ -2283,29 +2416,34 @@ llm_request llm_request_defaults(void) {
 }
 
 /* Check that an option is from low to high. */
-static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t high, llm_error *err) {
+static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t high,
+                          llm_error *err) {
     return (value >= low && value <= high) ||
-           llm__fail(err, LLM_ERROR_ARGUMENT, "%s is %lld: it must be from %lld to %lld", name, (long long)value,
-                     (long long)low, (long long)high);
+           llm__fail(err, LLM_ERROR_ARGUMENT, "%s is %lld: it must be from %lld to %lld", name,
+                     (long long)value, (long long)low, (long long)high);
 }
 
 /* Check the options, and fill in what was left to the engine. */
 static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
     if (o->context_length < 0 || o->context_length > c->context_length)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
-                         o->context_length, c->context_length);
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT,
+            "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
+            o->context_length, c->context_length);
     if (o->context_length == 0) o->context_length = c->context_length;
     if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
     if ((unsigned)o->preempt > LLM_PREEMPT_SWAP)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "preempt %d is not a known value", (int)o->preempt);
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "preempt %d is not a known value",
+                         (int)o->preempt);
     if (!(o->memory_share > 0 && o->memory_share <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "memory_share is %g: it must be above 0 and at most 1",
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "memory_share is %g: it must be above 0 and at most 1",
                          (double)o->memory_share);
     if (o->n_threads < 0 || o->n_threads > 4096)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "n_threads is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
+                         "n_threads is %d: it must be from 0 (one per processor) to 4096",
+                         o->n_threads);
     return llm__in_range("block_size", o->block_size, 1, 1 << 20, err) &&
            llm__in_range("max_sequences", o->max_sequences, 1, 1 << 20, err) &&
            llm__in_range("max_batch_tokens", o->max_batch_tokens, 1, 1 << 20, err) &&
@@ -2319,43 +2457,50 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
-/* Most blocks of a pool whose size the engine chooses, unless all sequences together could use more. The host
- * keeps some hundred bytes for each block, and a large GPU has room for 10^8 blocks of a small model. */
+/* Most blocks of a pool whose size the engine chooses, unless all sequences together could use
+ * more. The host keeps some hundred bytes for each block, and a large GPU has room for 10^8 blocks
+ * of a small model. */
 enum { LLM__MANY_BLOCKS = 1 << 20 };
 
-/* How many blocks the pool gets: what its budget allows, or what fits into its share of the device memory
- * together with the draft's cache, or what all sequences could use. */
-static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o, int64_t *n_blocks,
-                               llm_error *err) {
-    uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) * (uint64_t)o->block_size;
+/* How many blocks the pool gets: what its budget allows, or what fits into its share of the device
+ * memory together with the draft's cache, or what all sequences could use. */
+static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o,
+                               int64_t *n_blocks, llm_error *err) {
+    uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) *
+                     (uint64_t)o->block_size;
     uint64_t context = (uint64_t)llm__divide_up(o->context_length, o->block_size);
     uint64_t all = context * (uint64_t)o->max_sequences, n = o->cache_bytes / block;
     llm_device_state device = llm__device_state(o->backend);
     if (!o->cache_bytes && device.total_bytes) {
         uint64_t both = block;
         if (o->draft)
-            both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) * (uint64_t)o->block_size;
+            both += llm_model_cache_bytes_per_token(o->draft, o->cache_type) *
+                    (uint64_t)o->block_size;
         n = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both;
         n = (uint64_t)llm__min((int64_t)n, llm__max((int64_t)all, LLM__MANY_BLOCKS));
         if (n == 0)
-            return llm__fail(err, LLM_ERROR_MEMORY,
-                             "%s: %.1f MiB of device memory are free after weights and activations: too little "
-                             "for a cache (one block takes %llu bytes); weights of a smaller type or a smaller "
-                             "max_batch_tokens leave more",
-                             o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
+            return llm__fail(
+                err, LLM_ERROR_MEMORY,
+                "%s: %.1f MiB of device memory are free after weights and activations: too little "
+                "for a cache (one block takes %llu bytes); weights of a smaller type or a smaller "
+                "max_batch_tokens leave more",
+                o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
     } else if (!o->cache_bytes) {
         uint64_t budget = (1u << 30) / block;
         n = all <= budget ? all : budget > context ? budget : context;
     }
     if (n == 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
-                         (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
-    *n_blocks = llm__min((int64_t)n, INT32_MAX / o->block_size); /* slots are numbered by an int32 */
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
+            (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
+    /* slots are numbered by an int32 */
+    *n_blocks = llm__min((int64_t)n, INT32_MAX / o->block_size);
     return true;
 }
 
-/* Rows of logits in a slice: 16 MB of them, and at least one. A device that draws tokens itself gets a row
- * for every sequence: each further slice costs it another pass over the output matrix. */
+/* Rows of logits in a slice: 16 MB of them, and at least one. A device that draws tokens itself
+ * gets a row for every sequence: each further slice costs it another pass over the output
+ * matrix. */
 static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
     int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
     if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
@@ -2372,15 +2517,19 @@ static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
     s->n_swap = s->n_swap_free = n > INT32_MAX ? INT32_MAX : (int64_t)n;
     s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
                                        "preempted blocks (a smaller swap_bytes needs less)", err);
-    s->swap_next = (int32_t *)llm__new((size_t)s->n_swap, sizeof(int32_t), "the list of preempted blocks", err);
+    s->swap_next = (int32_t *)llm__new((size_t)s->n_swap, sizeof(int32_t),
+                                       "the list of preempted blocks", err);
     if (!s->swap || !s->swap_next) return false;
-    for (int64_t i = 0; i < s->n_swap; i++) s->swap_next[i] = i + 1 < s->n_swap ? (int32_t)(i + 1) : -1;
+    for (int64_t i = 0; i < s->n_swap; i++)
+        s->swap_next[i] = i + 1 < s->n_swap ? (int32_t)(i + 1) : -1;
     return true;
 }
 
-static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_blocks, llm_error *err) {
+static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_blocks,
+                                llm_error *err) {
     const llm_engine_options *o = s->options = &e->options;
-    uint64_t n = (uint64_t)o->max_sequences, t = (uint64_t)o->max_batch_tokens, tables = 0, numbers = 0;
+    uint64_t n = (uint64_t)o->max_sequences, t = (uint64_t)o->max_batch_tokens, tables = 0,
+             numbers = 0;
     if (!llm__multiply(n, (uint64_t)llm__divide_up(o->context_length, o->block_size), &tables) ||
         !llm__add(tables, 5 * t + 2 * n, &numbers))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is too large");
@@ -2390,12 +2539,15 @@ static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_bloc
     s->networks[1] = o->draft ? &e->speculator.draft : NULL;
     s->proposal_cost = llm__proposal_cost(e->model, o->draft);
     s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
-                                    "the arrays of a batch (a smaller max_sequences needs less)", err);
-    s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
+                                    "the arrays of a batch (a smaller max_sequences needs less)",
+                                    err);
+    s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences,
+                                              "the list of sequences", err);
     s->batch_sequences =
         (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
     if (!s->memory || !s->sequences || !s->batch_sequences ||
-        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache, err) ||
+        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache,
+                        err) ||
         !llm__swap_init(s, err))
         return false;
     s->pool.tracer = s->tracer;
@@ -2429,17 +2581,20 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
         !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
         !llm__engine_blocks(e->model, o, &n_blocks, err) ||
         !llm__load_cache(&e->network, o->cache_type, o->block_size, n_blocks, err) ||
-        (o->draft && !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
+        (o->draft &&
+         !llm__load_cache(&e->speculator.draft, o->cache_type, o->block_size, n_blocks, err)) ||
         !llm__scheduler_init(&e->scheduler, e, n_blocks, err) ||
         !llm__sampler_init(&e->sampler, c->vocab_size, (int64_t)max_logits + o->max_sequences, err))
         return false;
-    e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float), "logits", err);
+    e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float),
+                                  "logits", err);
     e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
     e->device = llm__device_state(o->backend);
     return e->logits && e->hooked;
 }
 
-llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options,
+                              llm_error *err) {
     llm__clear(err);
     if (!model) {
         llm__fail(err, LLM_ERROR_ARGUMENT, "llm_engine_create: the model is NULL");
@@ -2476,7 +2631,8 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(e);
 }
 
-/* ---- What a request must satisfy, and its memory -------------------------------------------------- */
+/* ---- What a request must satisfy, and its memory
+ * -------------------------------------------------- */
 
 static bool llm__check_stops(const llm_request *r, llm_error *err) {
     if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
@@ -2492,9 +2648,10 @@ static bool llm__check_speculation(const llm_engine *e, const llm_request *r, ll
     const llm_engine_options *o = &e->options;
     if (r->speculate == 0) return true;
     if (r->speculate < LLM_SPECULATE_AUTO || r->speculate > o->max_speculation)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
-                         r->speculate, o->max_speculation);
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT,
+            "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
+            r->speculate, o->max_speculation);
     if (!o->draft && !r->lookup)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "speculation needs a draft model (llm_engine_options.draft), or lookup");
@@ -2511,26 +2668,29 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
                          "the prompt is empty: it needs at least one token (BOS, say)");
     if (r->max_tokens < -1)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "max_tokens is %d: it must be -1 (to the end of the context) or more", r->max_tokens);
+                         "max_tokens is %d: it must be -1 (to the end of the context) or more",
+                         r->max_tokens);
     if (!llm__in_range("n_samples", r->n_samples, 1, e->options.max_sequences, err) ||
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
     if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
-        return llm__fail(err, LLM_ERROR_CAPACITY,
-                         "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
-                         context, context < e->model->config.context_length ? ", or raise context_length" : "");
+        return llm__fail(
+            err, LLM_ERROR_CAPACITY,
+            "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
+            context, context < e->model->config.context_length ? ", or raise context_length" : "");
     for (int i = 0; i < r->n_prompt; i++)
         if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d", i,
-                             r->prompt[i], vocab - 1);
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d",
+                             i, r->prompt[i], vocab - 1);
     return true;
 }
 
-/* Make room for the events that are there, and for all that the live samples can add before the next step:
- * each a token, its accepted proposals, and a cancellation. */
+/* Make room for the events that are there, and for all that the live samples can add before the
+ * next step: each a token, its accepted proposals, and a cancellation. */
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
-    int64_t wanted = e->n_events + (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
+    int64_t wanted = e->n_events +
+                     (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
     if (wanted <= e->max_events) return true;
     if (wanted > INT32_MAX / 2)
         return llm__fail(err, LLM_ERROR_CAPACITY, "too many requests wait in this engine");
@@ -2551,12 +2711,14 @@ static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size)
     return piece;
 }
 
-/* Lay out, after the request, everything that its samples will need, so that steps allocate nothing. text:
- * bytes for the text of a step's events. Returns the bytes of all. */
+/* Lay out, after the request, everything that its samples will need, so that steps allocate
+ * nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
 static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks) {
     const llm_request *r = &request->params;
-    uint64_t used = (sizeof *request + 7) / 8 * 8, n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
-    llm__sequence *all = (llm__sequence *)llm__carve(base, &used, (uint64_t)r->n_samples, sizeof *all);
+    uint64_t used = (sizeof *request + 7) / 8 * 8,
+             n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
+    llm__sequence *all = (llm__sequence *)llm__carve(base, &used, (uint64_t)r->n_samples,
+                                                     sizeof *all);
     char **stop = (char **)llm__carve(base, &used, (uint64_t)r->n_stop, sizeof *stop);
     for (int i = 0; i < r->n_stop; i++) {
         size_t length = strlen(r->stop[i]) + 1;
@@ -2567,7 +2729,8 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
         llm__sequence unused, *seq = base ? &all[i] : &unused;
         seq->tokens = (int32_t *)llm__carve(base, &used, n_tokens, sizeof *seq->tokens);
         seq->table.blocks = (int32_t *)llm__carve(base, &used, (uint64_t)n_blocks, sizeof(int32_t));
-        seq->logprobs = (float *)llm__carve(base, &used, (uint64_t)request->depth + 1, sizeof(float));
+        seq->logprobs = (float *)llm__carve(base, &used, (uint64_t)request->depth + 1,
+                                            sizeof(float));
         seq->text = (char *)llm__carve(base, &used, text, 1);
     }
     request->sequences = all;
@@ -2575,7 +2738,8 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
     return used;
 }
 
-/* Bytes for the text of a step's events: of each token that may be accepted, and of what is held back. */
+/* Bytes for the text of a step's events: of each token that may be accepted, and of what is held
+ * back. */
 static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int depth) {
     size_t longest = 0;
     for (int i = 0; i < r->n_stop; i++)
@@ -2583,7 +2747,8 @@ static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int dep
     return ((size_t)depth + 3) * llm_stream_capacity(e->model->tokenizer) + 2 * longest;
 }
 
-static llm__request *llm__request_create(const llm_engine *e, const llm_request *r, llm_error *err) {
+static llm__request *llm__request_create(const llm_engine *e, const llm_request *r,
+                                         llm_error *err) {
     const llm_engine_options *o = &e->options;
     const llm__pool *pool = &e->scheduler.pool;
     int room = o->context_length - r->n_prompt;
@@ -2596,22 +2761,26 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     plan.n_live = r->n_samples;
     int64_t blocks = llm__blocks_for(pool, plan.limit);
     if (blocks > pool->n_blocks) {
-        llm__fail(err, LLM_ERROR_CAPACITY,
-                  "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
-                  "tokens, or raise cache_bytes",
-                  (long long)blocks, pool->block_size, (long long)pool->n_blocks);
+        llm__fail(
+            err, LLM_ERROR_CAPACITY,
+            "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
+            "tokens, or raise cache_bytes",
+            (long long)blocks, pool->block_size, (long long)pool->n_blocks);
         return NULL;
     }
     if (!o->chunked_prefill && plan.limit > o->max_batch_tokens) {
         llm__fail(err, LLM_ERROR_CAPACITY,
-                  "the request may grow to %d tokens, and without chunked_prefill all must fit into one step "
+                  "the request may grow to %d tokens, and without chunked_prefill all must fit "
+                  "into one step "
                   "of max_batch_tokens (%d)",
                   plan.limit, o->max_batch_tokens);
         return NULL;
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
-    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks); /* the options keep it below 2^60 */
-    llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes, "a request", err);
+    /* the options keep it below 2^60 */
+    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks);
+    llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes,
+                                                     "a request", err);
     if (!request) return NULL;
     *request = plan;
     llm__request_layout(request, (char *)request, text, (int)blocks);
@@ -2631,15 +2800,18 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     return request;
 }
 
-/* ---- Statistics -------------------------------------------------------------------------------- */
+/* ---- Statistics --------------------------------------------------------------------------------
+ */
 
-/* Slots of the pool that hold a token. Each of the k sequences that share a block counts 1/k of it. */
+/* Slots of the pool that hold a token. Each of the k sequences that share a block counts 1/k of
+ * it. */
 static int64_t llm__slots_used(const llm__scheduler *s) {
     double used = 0;
     for (int i = 0; i < s->n_sequences; i++) {
         const llm__sequence *seq = s->sequences[i];
         for (int k = 0; k < seq->table.n_blocks; k++) {
-            int64_t tokens = llm__min(seq->n_cached - (int64_t)k * s->pool.block_size, s->pool.block_size);
+            int64_t tokens = llm__min(seq->n_cached - (int64_t)k * s->pool.block_size,
+                                      s->pool.block_size);
             if (tokens > 0) used += (double)tokens / s->pool.references[seq->table.blocks[k]];
         }
     }
@@ -2664,7 +2836,8 @@ llm_statistics llm_engine_statistics(const llm_engine *e) {
     s.slots_used = llm__slots_used(scheduler);
     int64_t slots = (s.blocks_total - s.blocks_free) * pool->block_size;
     s.kv_waste = slots ? 1 - (double)s.slots_used / (double)slots : 0;
-    s.weight_bytes = e->model->weight_bytes + (e->options.draft ? e->options.draft->weight_bytes : 0);
+    s.weight_bytes = e->model->weight_bytes +
+                     (e->options.draft ? e->options.draft->weight_bytes : 0);
     const llm_cache *caches[] = {&e->network.cache, &sp->draft.cache};
     for (int i = 0; i < 2; i++)
         s.cache_bytes += 2 * (uint64_t)caches[i]->layer_bytes * (uint64_t)caches[i]->n_layers;
@@ -2697,46 +2870,55 @@ const char *llm_finish_name(llm_finish finish) {
 }
 
 const llm_model *llm_engine_model(const llm_engine *e) { return e ? e->model : NULL; }
-const llm_engine_options *llm_engine_settings(const llm_engine *e) { return e ? &e->options : NULL; }
+const llm_engine_options *llm_engine_settings(const llm_engine *e) {
+    return e ? &e->options : NULL;
+}
 
 /* =====================================================================================
  * [2] Speculation: a draft proposes, the target verifies
  *
- * Decoding one sequence reads all weights for every token, and leaves the arithmetic units idle. Verifying K
- * proposals takes one pass over K + 1 rows, which costs hardly more than a pass over one. So let something
- * cheap propose: a small model with the same vocabulary (the draft), or the text itself, where it repeats
- * (prompt lookup). Proposals that the target agrees with are accepted; the first that it does not agree with
- * is replaced by the target's own choice, and the rest is dropped:
+ * Decoding one sequence reads all weights for every token, and leaves the arithmetic units idle.
+ * Verifying K proposals takes one pass over K + 1 rows, which costs hardly more than a pass over
+ * one. So let something cheap propose: a small model with the same vocabulary (the draft), or the
+ * text itself, where it repeats (prompt lookup). Proposals that the target agrees with are
+ * accepted; the first that it does not agree with is replaced by the target's own choice, and the
+ * rest is dropped:
  *
  *     position           n-2    n-1   n     n+1   n+2            n = n_tokens
  *     known              the    cat
  *     draft, K = 3                    sat   on    a            3 small passes
- *     target                    sat   on    the   ...          1 large pass: logits after cat, sat, on, a
- *     result                          sat   on    the          2 accepted, 1 corrected: 3 tokens for one pass
+ *     target                    sat   on    the   ...          1 large pass: logits after cat, sat,
+ * on, a result                          sat   on    the          2 accepted, 1 corrected: 3 tokens
+ * for one pass
  *
- * With greedy choice, "agree" means the same token. With sampling (Leviathan et al. 2023, "Fast Inference
- * from Transformers via Speculative Decoding"; Chen et al. 2023), a proposal d drawn from the draft's
- * distribution q is accepted with probability min(1, p(d)/q(d)), where p is the target's; else the token is
- * drawn from max(0, p - q), normalised. A token t then comes out with probability q(t) min(1, p(t)/q(t)) +
- * (mass rejected) x residual(t) = min(p, q) + max(0, p - q) = p(t), whatever q is. p and q are the
- * distributions after penalties, temperature and filters.
+ * With greedy choice, "agree" means the same token. With sampling (Leviathan et al. 2023, "Fast
+ * Inference from Transformers via Speculative Decoding"; Chen et al. 2023), a proposal d drawn from
+ * the draft's distribution q is accepted with probability min(1, p(d)/q(d)), where p is the
+ * target's; else the token is drawn from max(0, p - q), normalised. A token t then comes out with
+ * probability q(t) min(1, p(t)/q(t)) + (mass rejected) x residual(t) = min(p, q) + max(0, p - q) =
+ * p(t), whatever q is. p and q are the distributions after penalties, temperature and filters.
  *
- * If each proposal is accepted with probability a, a step gives 1 + a + ... + a^K tokens on average.
+ * If each proposal is accepted with probability a, a step gives 1 + a + ... + a^K tokens on
+ * average.
  *
- * Speculation plugs into the life of a request at two places. Before the pass, llm__propose writes up to
- * `depth` tokens after a sequence's known ones; the batch takes them along. After it, llm__verify replaces
- * llm__sample for the rows of those tokens. (A tree of proposals would have several tokens at one position,
- * and llm__verify would follow a path; heads that read the residual stream would propose in llm__propose,
- * from rows that the last pass left.) llm__commit only reads counts: tokens chosen, proposals accepted.
+ * Speculation plugs into the life of a request at two places. Before the pass, llm__propose writes
+ * up to `depth` tokens after a sequence's known ones; the batch takes them along. After it,
+ * llm__verify replaces llm__sample for the rows of those tokens. (A tree of proposals would have
+ * several tokens at one position, and llm__verify would follow a path; heads that read the residual
+ * stream would propose in llm__propose, from rows that the last pass left.) llm__commit only reads
+ * counts: tokens chosen, proposals accepted.
  *
- * The draft's cache uses the same block tables as the target's. A rejected proposal leaves garbage in slots after
- * the end of the sequence: no earlier position reads them, and the right tokens overwrite them.
+ * The draft's cache uses the same block tables as the target's. A rejected proposal leaves garbage
+ * in slots after the end of the sequence: no earlier position reads them, and the right tokens
+ * overwrite them.
  * ================================================================================== */
 
-/* ---- How many proposals ------------------------------------------------------------------------- */
+/* ---- How many proposals -------------------------------------------------------------------------
+ */
 
-/* The assumed cost of one more row in a pass of the target; the pass over one row costs 1. It is a constant,
- * not measured, so that the depth, and with it a sampled text, is the same on every run. */
+/* The assumed cost of one more row in a pass of the target; the pass over one row costs 1. It is a
+ * constant, not measured, so that the depth, and with it a sampled text, is the same on every
+ * run. */
 #define LLM__ROW_COST 0.1
 
 /* The cost of a proposal: a row, and a pass of the draft, which is bound by the bytes it reads. */
@@ -2745,11 +2927,12 @@ static double llm__proposal_cost(const llm_model *target, const llm_model *draft
     return LLM__ROW_COST + (draft ? (double)llm_model_step_bytes(draft) / step : 0);
 }
 
-/* How many tokens to propose for a sequence. It depends on the sequence alone, not on the clock or its
- * neighbours, since it decides which random numbers are used for which token. */
+/* How many tokens to propose for a sequence. It depends on the sequence alone, not on the clock or
+ * its neighbours, since it decides which random numbers are used for which token. */
 static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq) {
     const llm__request *request = seq->request;
-    int most = (int)llm__min(request->depth, request->limit - seq->n_tokens - 1); /* a step gives one more */
+    /* a step gives one more */
+    int most = (int)llm__min(request->depth, request->limit - seq->n_tokens - 1);
     if (request->params.speculate != LLM_SPECULATE_AUTO) return (int)llm__max(most, 0);
     /* the depth with the most tokens per cost */
     double cost = request->params.lookup ? LLM__ROW_COST : s->proposal_cost;
@@ -2763,10 +2946,12 @@ static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *
             depth = k;
         }
     }
-    return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth; /* else retry every 16 tokens */
+    /* else retry every 16 tokens */
+    return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth;
 }
 
-/* ---- Prompt lookup ------------------------------------------------------------------------------ */
+/* ---- Prompt lookup ------------------------------------------------------------------------------
+ */
 
 /* Propose what followed the last few tokens where they occurred before (Saxena 2023, "Prompt lookup
  * decoding"): names, quotations and code repeat. */
@@ -2775,29 +2960,36 @@ static void llm__propose_lookup(llm__sequence *seq) {
     int32_t *tokens = seq->tokens;
     for (int length = 3; length >= 1; length--)
         for (int start = n - length - 1; start >= 0; start--) {
-            if (memcmp(tokens + start, tokens + n - length, (size_t)length * sizeof *tokens)) continue;
+            if (memcmp(tokens + start, tokens + n - length, (size_t)length * sizeof *tokens))
+                continue;
             for (int from = start + length; from < n && seq->n_proposed < seq->depth; from++)
                 tokens[n + seq->n_proposed++] = tokens[from];
             return;
         }
 }
 
-/* ---- A draft model ------------------------------------------------------------------------------ */
+/* ---- A draft model ------------------------------------------------------------------------------
+ */
 
-/* Speculation uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2 tests it,
- * 3 draws the correction. */
+/* Speculation uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2
+ * tests it, 3 draws the correction. */
 static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
     const llm_request *r = &seq->request->params;
-    return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32, (uint64_t)(n - r->n_prompt));
+    return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32,
+                      (uint64_t)(n - r->n_prompt));
 }
 
 /* The distribution from which a sequence's proposal number i was drawn. */
-static float *llm__proposal_distribution(const llm__speculator *sp, const llm__sequence *seq, int i) {
-    return sp->probabilities + ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
+static float *llm__proposal_distribution(const llm__speculator *sp, const llm__sequence *seq,
+                                         int i) {
+    return sp->probabilities +
+           ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
 }
 
-/* A token from max(0, p - q), normalised. q NULL: it has all its mass on `proposal`; if that is -1, draw from p. */
-static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal, double u) {
+/* A token from max(0, p - q), normalised. q NULL: it has all its mass on `proposal`; if that is -1,
+ * draw from p. */
+static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal,
+                                  double u) {
     double total = 0;
     int32_t last = proposal < 0 ? 0 : proposal;
     for (int pass = 0; pass < 2; pass++) { /* add up, then walk to the point u of the sum */
@@ -2817,30 +3009,35 @@ static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t
     return last;
 }
 
-/* Append the draft's next proposal, drawn from its logits after the same penalties, temperature and filters. */
-static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler, const llm__outcome *outcome) {
+/* Append the draft's next proposal, drawn from its logits after the same penalties, temperature and
+ * filters. */
+static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
+                               const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm_sampling *p = &seq->request->params.sampling;
     int n = seq->n_tokens + seq->n_proposed;
     float *q = llm__proposal_distribution(sp, seq, seq->n_proposed++);
-    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not needed */
-        seq->tokens[n] =
-            outcome->logits ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0) : outcome->id;
+    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not
+                                * needed */
+        seq->tokens[n] = outcome->logits
+                             ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0)
+                             : outcome->id;
         return;
     }
     llm__distribution(sampler, p, outcome->logits, seq->tokens, n, q);
     seq->tokens[n] = llm__draw_residual(q, NULL, sp->vocab_size, -1, llm__lane_random(seq, 1, n));
 }
 
-/* How many tokens of a sequence the draft must have read after its next pass: in a prompt as many as the
- * target, else as many as its next proposal needs; 0: it has nothing to do. */
+/* How many tokens of a sequence the draft must have read after its next pass: in a prompt as many
+ * as the target, else as many as its next proposal needs; 0: it has nothing to do. */
 static int llm__draft_goal(const llm__sequence *seq) {
     if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
     if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
     return seq->n_proposed < seq->depth ? seq->n_tokens + seq->n_proposed : 0;
 }
 
-/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was something to do. */
+/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was
+ * something to do. */
 static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__speculator *sp = &e->speculator;
@@ -2865,7 +3062,8 @@ static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
         if (n < 0) return false;
     }
     if (!net->backend->sync(net->backend->context, err)) return false;
-    for (int i = 0; i < batch->n_sequences; i++) s->batch_sequences[i]->n_drafted += batch->seq_count[i];
+    for (int i = 0; i < batch->n_sequences; i++)
+        s->batch_sequences[i]->n_drafted += batch->seq_count[i];
     return true;
 }
 
@@ -2882,15 +3080,17 @@ static bool llm__propose(llm_engine *e, llm_error *err) {
     return ok;
 }
 
-/* ---- Verification ------------------------------------------------------------------------------- */
+/* ---- Verification -------------------------------------------------------------------------------
+ */
 
 /* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
 static bool llm__accept(double p, double q, double u) { return u * q < p; }
 
-/* After the pass: choose a sequence's next token where there is a proposal. logits: the target's, or NULL
- * if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else the correction. */
-static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq, const float *logits,
-                           int32_t own) {
+/* After the pass: choose a sequence's next token where there is a proposal. logits: the target's,
+ * or NULL if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else
+ * the correction. */
+static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
+                           const float *logits, int32_t own) {
     const llm_request *r = &seq->request->params;
     int i = seq->n_tested++, n = seq->n_tokens + i;
     int32_t proposal = seq->tokens[n];
@@ -2901,12 +3101,14 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
         accepted = own == proposal;
     } else {
         llm__distribution(sampler, &r->sampling, logits, seq->tokens, n, sp->target);
-        accepted = llm__accept((double)p[proposal], q ? (double)q[proposal] : 1, llm__lane_random(seq, 2, n));
+        accepted = llm__accept((double)p[proposal], q ? (double)q[proposal] : 1,
+                               llm__lane_random(seq, 2, n));
     }
     seq->n_accepted += accepted;
     seq->closed = !accepted; /* what was proposed after it is void */
     if (accepted) return proposal;
-    return greedy ? own : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
+    return greedy ? own
+                  : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
 }
 
 /* Count a sequence's proposal number i, which was tested in this step. */
@@ -2920,7 +3122,8 @@ static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, 
     seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
 }
 
-/* ---- Creation of the speculator ---------------------------------------------------------------- */
+/* ---- Creation of the speculator ----------------------------------------------------------------
+ */
 
 static void llm__speculator_free(llm__speculator *sp) {
     llm__network_free(&sp->draft);
@@ -2935,41 +3138,47 @@ static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft
     const char *path = llm_file_path(draft->file);
     int32_t n = llm_tokenizer_size(a), n_draft = llm_tokenizer_size(b);
     if (n != n_draft)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be "
-                         "the same",
-                         path, n_draft, n);
+        return llm__fail(
+            err, LLM_ERROR_ARGUMENT,
+            "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be "
+            "the same",
+            path, n_draft, n);
     for (int32_t i = 0; i < n; i++) {
         llm_string x = llm_tokenizer_text(a, i), y = llm_tokenizer_text(b, i);
         if (llm__compare_strings(&x, &y))
-            return llm__fail(err, LLM_ERROR_ARGUMENT,
-                             "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's "
-                             "is \"%s\"",
-                             path, i, llm__show(y).text, llm__show(x).text);
+            return llm__fail(
+                err, LLM_ERROR_ARGUMENT,
+                "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's "
+                "is \"%s\"",
+                path, i, llm__show(y).text, llm__show(x).text);
     }
     return true;
 }
 
 /* Load the draft (NULL: none, for lookup only) onto the target's device. */
-static bool llm__speculator_init(llm__speculator *sp, const llm_model *target, const llm_engine_options *o,
-                                 int max_logits, llm_error *err) {
+static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
+                                 const llm_engine_options *o, int max_logits, llm_error *err) {
     const llm_model *draft = o->draft;
     size_t vocab = (size_t)target->config.vocab_size;
     sp->max_depth = o->max_speculation;
     sp->vocab_size = target->config.vocab_size;
-    if (!(sp->target = (float *)llm__new(vocab, sizeof(float), "a distribution", err))) return false;
+    if (!(sp->target = (float *)llm__new(vocab, sizeof(float), "a distribution", err)))
+        return false;
     if (!draft) return true;
     if (!llm__same_vocabulary(target, draft, err)) return false;
     if (draft->config.context_length < o->context_length)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "%s: the draft was trained for %d tokens, and context_length is %d: set it to %d or less",
-                         llm_file_path(draft->file), draft->config.context_length, o->context_length,
-                         draft->config.context_length);
-    sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits", err);
+                         "%s: the draft was trained for %d tokens, and context_length is %d: set "
+                         "it to %d or less",
+                         llm_file_path(draft->file), draft->config.context_length,
+                         o->context_length, draft->config.context_length);
+    sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits",
+                                   err);
     sp->probabilities = (float *)llm__new(
         (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
         "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
-    return sp->logits && sp->probabilities && llm__network_load(&sp->draft, draft, o->backend, err) &&
+    return sp->logits && sp->probabilities &&
+           llm__network_load(&sp->draft, draft, o->backend, err) &&
            llm__network_prepare(&sp->draft, o, max_logits, err);
 }
 
@@ -3036,20 +3245,25 @@ llm_sampling llm_sampling_defaults(void) {
 
 static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
     if (!(s->temperature >= 0) || s->temperature > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "temperature is %g: it must be from 0 (greedy) to 1e6",
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "temperature is %g: it must be from 0 (greedy) to 1e6",
                          (double)s->temperature);
     if (s->top_k < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more", s->top_k);
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more",
+                         s->top_k);
     if (!(s->top_p > 0 && s->top_p <= 1))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "top_p is %g: it must be above 0 and at most 1",
                          (double)s->top_p);
     if (!(s->min_p >= 0 && s->min_p <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1", (double)s->min_p);
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1",
+                         (double)s->min_p);
     if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
                          (double)s->repetition_penalty);
     if (s->penalty_window < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "penalty_window is %d: it must be 0 (all tokens) or more",
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "penalty_window is %d: it must be 0 (all tokens) or more",
                          s->penalty_window);
     return true;
 }
@@ -3084,7 +3298,8 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     s->outcomes = (llm__outcome *)llm__new(draws, sizeof *s->outcomes, "the sampler", err);
     s->ids = (int32_t *)llm__new(draws, sizeof *s->ids, "the sampler", err);
     s->logprobs = (float *)llm__new(draws, sizeof *s->logprobs, "the sampler", err);
-    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->ids && s->logprobs) return true;
+    if (s->heap && s->kept && s->seen && s->draws && s->outcomes && s->ids && s->logprobs)
+        return true;
     llm__sampler_free(s);
     return false;
 }
@@ -3108,7 +3323,8 @@ static void llm__sift_down(llm__token_logit *heap, int n, int i) {
 }
 
 /* Penalize each recent token once: divide its logit by the penalty if positive, else multiply. */
-static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent, int n_recent) {
+static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent,
+                          int n_recent) {
     if (p->repetition_penalty == 1) return;
     int n = p->penalty_window && p->penalty_window < n_recent ? p->penalty_window : n_recent;
     if (++s->n_draws == 0) { /* the counter wrapped: clear the old marks */
@@ -3129,8 +3345,9 @@ static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t 
  * y is a shift; for its fraction f, 2^-f = 1 - f ln 2 + (f ln 2)^2/2! - ... (terms: coefficients
  * x 2^32). A larger logit never gets less: a step of y exceeds the rounding of the series. */
 static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
-    static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332, 41309550, 5726720,
-                                     661577,     65510,      5676,       437,       30};
+    static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332,
+                                     41309550,   5726720,    661577,     65510,
+                                     5676,       437,        30};
     float x = (most - logit) / p->temperature;
     if (!(x < 44)) return 0;
     uint64_t y = (uint64_t)((double)x * (1.4426950408889634 * 16777216)); /* x / ln 2, times 2^24 */
@@ -3154,7 +3371,8 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     uint64_t total = 0, sum = 0;
     if (all && p->top_p < 1)
         for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
-    uint64_t enough = all && p->top_p < 1 ? (uint64_t)((double)p->top_p * (double)total) : UINT64_MAX;
+    uint64_t enough = all && p->top_p < 1 ? (uint64_t)((double)p->top_p * (double)total)
+                                          : UINT64_MAX;
     for (; n_kept < limit; n_kept++) {
         uint64_t weight = llm__likelihood(p, s->heap[0].logit, most, s->bits);
         if (n_kept && (sum >= enough || weight < least)) break;
@@ -3218,14 +3436,16 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
 }
 
 static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling *p, int i) {
-    return shaped->n == 1 ? shaped->mass : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
+    return shaped->n == 1 ? shaped->mass
+                          : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
 /* Draw a token: the first at which the running sum of likelihoods exceeds a random point below the
  * mass. index: the number of tokens generated so far. */
-static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits, const int32_t *recent,
-                           int n_recent, uint64_t stream, uint64_t index) {
-    if (p->temperature == 0 && p->repetition_penalty == 1) return llm__argmax(logits, s->vocab_size);
+static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits,
+                           const int32_t *recent, int n_recent, uint64_t stream, uint64_t index) {
+    if (p->temperature == 0 && p->repetition_penalty == 1)
+        return llm__argmax(logits, s->vocab_size);
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
     uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
     int i = 0;
@@ -3314,16 +3534,18 @@ static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, in
     for (pool->n_buckets = 16; pool->n_buckets < 2 * n_blocks;) pool->n_buckets *= 2;
     size_t n = (size_t)n_blocks;
     const char *what = "the book-keeping of the cache";
-    bool ok = (pool->references = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
-              (pool->before = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
-              (pool->after = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
-              (pool->identity = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
-              (pool->parent = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
-              (pool->tokens = (int32_t *)llm__new(n, sizeof(int32_t) * (size_t)block_size, what, err)) &&
-              (pool->buckets = (int32_t *)llm__new((size_t)pool->n_buckets, sizeof(int32_t), what, err)) &&
-              (pool->next = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
-              (pool->copy_from = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err)) &&
-              (pool->copy_to = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err));
+    bool ok =
+        (pool->references = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+        (pool->before = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+        (pool->after = (int32_t *)llm__new(n + 1, sizeof(int32_t), what, err)) &&
+        (pool->identity = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+        (pool->parent = (uint64_t *)llm__new(n, sizeof(uint64_t), what, err)) &&
+        (pool->tokens = (int32_t *)llm__new(n, sizeof(int32_t) * (size_t)block_size, what, err)) &&
+        (pool->buckets = (int32_t *)llm__new((size_t)pool->n_buckets, sizeof(int32_t), what,
+                                             err)) &&
+        (pool->next = (int32_t *)llm__new(n, sizeof(int32_t), what, err)) &&
+        (pool->copy_from = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err)) &&
+        (pool->copy_to = (int32_t *)llm__new((size_t)max_copies, sizeof(int32_t), what, err));
     if (!ok) {
         llm__pool_free(pool);
         return false;
@@ -3349,8 +3571,9 @@ static int32_t *llm__pool_tokens(const llm__pool *pool, int32_t block) {
 /* The block with these tokens (block_size) and this parent; -1: none. */
 static int32_t llm__pool_find(const llm__pool *pool, uint64_t parent, const int32_t *tokens) {
     int32_t block = *llm__pool_bucket(pool, parent, tokens);
-    while (block >= 0 && (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
-                                                                  (size_t)pool->block_size * sizeof *tokens)))
+    while (block >= 0 &&
+           (pool->parent[block] != parent || memcmp(llm__pool_tokens(pool, block), tokens,
+                                                    (size_t)pool->block_size * sizeof *tokens)))
         block = pool->next[block];
     return block;
 }
@@ -3365,7 +3588,8 @@ static void llm__pool_forget(llm__pool *pool, int32_t block) {
 
 /* Add a full block to the prefix cache, unless another block has the same content. Returns the
  * content's identity. */
-static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, const int32_t *tokens) {
+static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent,
+                               const int32_t *tokens) {
     int32_t known = llm__pool_find(pool, parent, tokens);
     if (known >= 0) return pool->identity[known];
     int32_t *bucket = llm__pool_bucket(pool, parent, tokens);
@@ -3379,9 +3603,10 @@ static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent, 
 /* ---- Blocks ------------------------------------------------------------------------------ */
 
 /* Report an event of a block that is, or was, entry `place` of a table. */
-static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm_trace_kind kind, int place,
-                             int32_t block) {
-    llm_trace_event event = llm__trace_event(kind, table ? table->request : 0, table ? table->sample : 0, place, 0);
+static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm_trace_kind kind,
+                             int place, int32_t block) {
+    llm_trace_event event = llm__trace_event(kind, table ? table->request : 0,
+                                             table ? table->sample : 0, place, 0);
     event.block = block;
     if (kind == LLM_TRACE_COPY) event.source = pool->copy_from[pool->n_copies - 1];
     event.count = pool->references[block];
@@ -3424,7 +3649,8 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
     int shared = first / pool->block_size; /* earlier blocks are only read */
     bool copy = shared < table->n_blocks && pool->references[table->blocks[shared]] > 1;
     int64_t take = llm__max(wanted - table->n_blocks, 0) + copy;
-    if (wanted > table->capacity || take > pool->n_free || (copy && pool->n_copies == pool->max_copies))
+    if (wanted > table->capacity || take > pool->n_free ||
+        (copy && pool->n_copies == pool->max_copies))
         return false;
     if (copy) {
         int32_t from = table->blocks[shared], to = llm__pool_take(pool);
@@ -3488,10 +3714,11 @@ static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table
 
 /* Fill an empty table with the prefix of these tokens that is in the prefix cache. Returns its
  * length in tokens. */
-static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens,
+                            int n_tokens) {
     while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
-        int32_t block =
-            llm__pool_find(pool, table->identity, tokens + (int64_t)table->n_blocks * pool->block_size);
+        int32_t block = llm__pool_find(pool, table->identity,
+                                       tokens + (int64_t)table->n_blocks * pool->block_size);
         if (block < 0) break;
         llm__pool_share(pool, block);
         table->blocks[table->n_blocks] = block;
@@ -3503,7 +3730,8 @@ static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *t
 }
 
 /* The first n_tokens are in the cache: add their full blocks to the prefix cache. */
-static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens, int n_tokens) {
+static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens,
+                            int n_tokens) {
     if (!pool->keeps_prefixes) return;
     for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
         table->identity = llm__pool_keep(pool, table->blocks[table->n_kept], table->identity,
@@ -3512,7 +3740,8 @@ static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *t
 
 /* The slot of the token at `position`. */
 static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, int position) {
-    return table->blocks[position / pool->block_size] * pool->block_size + position % pool->block_size;
+    return table->blocks[position / pool->block_size] * pool->block_size +
+           position % pool->block_size;
 }
 
 /* =====================================================================================
@@ -3558,7 +3787,14 @@ typedef enum llm__part { /* a tensor of a layer */
 } llm__part;
 
 /* a dimension of a tensor */
-typedef enum llm__width { LLM__ONE, LLM__DIM, LLM__Q_WIDTH, LLM__KV_WIDTH, LLM__HIDDEN, LLM__HEAD } llm__width;
+typedef enum llm__width {
+    LLM__ONE,
+    LLM__DIM,
+    LLM__Q_WIDTH,
+    LLM__KV_WIDTH,
+    LLM__HIDDEN,
+    LLM__HEAD
+} llm__width;
 
 static uint64_t llm__width_of(const llm_config *c, llm__width width) {
     switch (width) {
@@ -3604,8 +3840,8 @@ static const llm__part_row *llm__parts(void) {
 
 /* Sets of parts: bit i is part i. */
 enum {
-    LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O | 1 << LLM__FFN_NORM |
-                  1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
+    LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O |
+        1 << LLM__FFN_NORM | 1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
     LLM__QKV_BIASES = 1 << LLM__Q_BIAS | 1 << LLM__K_BIAS | 1 << LLM__V_BIAS,
     LLM__BIASES = LLM__QKV_BIASES | 1 << LLM__O_BIAS,
     LLM__FFN_BIASES = 1 << LLM__GATE_BIAS | 1 << LLM__UP_BIAS | 1 << LLM__DOWN_BIAS,
@@ -3625,10 +3861,12 @@ typedef struct llm__architecture {
 
 static const llm__architecture *llm__architecture_at(int index) {
     static const llm__architecture table[] = {
-        {"llama", "llama", LLM_ROPE_ADJACENT, LLM__ALWAYS, LLM__BIASES | LLM__FFN_BIASES, 0, 0, true},
+        {"llama", "llama", LLM_ROPE_ADJACENT, LLM__ALWAYS, LLM__BIASES | LLM__FFN_BIASES, 0, 0,
+         true},
         {"llama", "mistral", LLM_ROPE_ADJACENT, LLM__ALWAYS, 0, 0, 4096, false},
         {"qwen2", "qwen2", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__QKV_BIASES, 0, 0, 0, false},
-        {"qwen3", "qwen3", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__HEAD_NORMS, LLM__BIASES, 128, 0, false},
+        {"qwen3", "qwen3", LLM_ROPE_HALVES, LLM__ALWAYS | LLM__HEAD_NORMS, LLM__BIASES, 128, 0,
+         false},
     };
     return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
 }
@@ -3647,7 +3885,8 @@ static void llm__list_architectures(char *text, size_t size, bool source) {
     size_t used = 0;
     for (int i = 0; (a = llm__architecture_at(i)) != NULL && used < size; last = a, i++)
         if (source || !last || strcmp(a->name, last->name))
-            used += (size_t)snprintf(text + used, size - used, "%s%s", last ? ", " : "", source ? a->model_type : a->name);
+            used += (size_t)snprintf(text + used, size - used, "%s%s", last ? ", " : "",
+                                     source ? a->model_type : a->name);
 }
 
 /* ---- A model on a device -------------------------------------------------------------- */
@@ -3664,7 +3903,8 @@ static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t 
 }
 
 /* Convert a vector (norm, bias) to f32 in device memory. */
-static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
+                             llm_error *err) {
     int64_t n = (int64_t)tensor->dims[0];
     float *host = (float *)llm__new((size_t)n, sizeof(float), "a vector of weights", err);
     if (host) llm_type_find(tensor->type)->unpack(tensor->data, host, n);
@@ -3674,15 +3914,19 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm
 }
 
 /* Upload w->columns. */
-static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
+                              llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
-    w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns", err);
-    return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns, tensor->columns, bytes, err);
+    w->columns = (const int32_t *)backend->allocate(backend->context, bytes, "the order of columns",
+                                                    err);
+    return w->columns && backend->upload(backend->context, (void *)(uintptr_t)w->columns,
+                                         tensor->columns, bytes, err);
 }
 
 /* Convert a matrix that the file has in another form (AWQ, GPTQ). The network owns the rows. */
 static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
-    void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows, "the rows of matrices", err);
+    void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows,
+                            "the rows of matrices", err);
     if (!grown) return NULL;
     net->rows = (void **)grown;
     void *rows = llm__new_rows(tensor, err);
@@ -3690,7 +3934,8 @@ static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor
     return rows;
 }
 
-static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w, llm_error *err) {
+static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_weight *w,
+                             llm_error *err) {
     llm_backend *backend = net->backend;
     const void *host = tensor->data ? tensor->data : llm__network_rows(net, tensor, err);
     w->type = tensor->type;
@@ -3717,8 +3962,10 @@ static double llm__frequency(const llm_config *c, int i, double divisor) {
     double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
     if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
     /* fast, slow: the pairs that make beta_fast and beta_slow turns over the training length */
-    double per_turn = c->rope_original_context / (2 * 3.14159265358979323846), scale = c->rope_dim / (2 * log(c->rope_base));
-    double fast = floor(scale * log(per_turn / c->rope_beta_fast)), slow = ceil(scale * log(per_turn / c->rope_beta_slow));
+    double per_turn = c->rope_original_context / (2 * 3.14159265358979323846),
+           scale = c->rope_dim / (2 * log(c->rope_base));
+    double fast = floor(scale * log(per_turn / c->rope_beta_fast)),
+           slow = ceil(scale * log(per_turn / c->rope_beta_slow));
     fast = fast > 0 ? fast : 0;
     slow = slow < c->rope_dim - 1 ? slow : c->rope_dim - 1;
     double blend = (i - fast) / (slow - fast > 0.001 ? slow - fast : 0.001);
@@ -3736,8 +3983,8 @@ static bool llm__load_frequencies(llm__network *net, llm_error *err) {
     if (divisors) llm_type_find(divisors->type)->unpack(divisors->data, host, n);
     for (int i = 0; i < n; i++) {
         if (!(host[i] > 0)) {
-            llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g", llm_file_path(net->model->file),
-                      (double)host[i]);
+            llm__fail(err, LLM_ERROR_FORMAT, "%s: rope_freqs.weight has the divisor %g",
+                      llm_file_path(net->model->file), (double)host[i]);
             return LLM_FREE(host), false;
         }
         host[i] = (float)llm__frequency(c, i, host[i]);
@@ -3759,19 +4006,23 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
     cache->block_size = block_size;
     cache->n_blocks = n_blocks;
     cache->keys_transposed = b->keys_transposed;
-    uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 / (uint64_t)c->n_layers, layer,
-             all;
+    uint64_t per_token = llm_model_cache_bytes_per_token(net->model, type) / 2 /
+                         (uint64_t)c->n_layers,
+             layer, all;
     if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||
         !llm__multiply(layer, (uint64_t)c->n_layers, &all) || all > SIZE_MAX / 2)
-        return llm__fail(err, LLM_ERROR_MEMORY,
-                         "a cache of %lld blocks of %d tokens is more than this machine can address",
-                         (long long)n_blocks, block_size);
+        return llm__fail(
+            err, LLM_ERROR_MEMORY,
+            "a cache of %lld blocks of %d tokens is more than this machine can address",
+            (long long)n_blocks, block_size);
     cache->layer_bytes = (size_t)layer;
     cache->keys = b->allocate(b->context, (size_t)all,
-                              "the keys of the cache (a smaller cache_bytes or context needs less)", err);
+                              "the keys of the cache (a smaller cache_bytes or context needs less)",
+                              err);
     if (!cache->keys) return false;
-    cache->values = b->allocate(b->context, (size_t)all,
-                                "the values of the cache (a smaller cache_bytes or context needs less)", err);
+    cache->values = b->allocate(
+        b->context, (size_t)all,
+        "the values of the cache (a smaller cache_bytes or context needs less)", err);
     return cache->values != NULL;
 }
 
@@ -3781,7 +4032,8 @@ static size_t llm__block_bytes(const llm_cache *cache) {
 }
 
 /* Copy a block of all layers out to host memory (llm__block_bytes), or back in. */
-static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out, llm_error *err) {
+static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out,
+                            llm_error *err) {
     const llm_cache *cache = &net->cache;
     llm_backend *b = net->backend;
     size_t piece = cache->layer_bytes / (size_t)cache->n_blocks;
@@ -3807,7 +4059,8 @@ static void llm__network_free(llm__network *net) {
     b->release(b->context, (void *)net->output_norm.data);
     for (int i = 0; net->parts && i < net->model->config.n_layers * LLM__N_PARTS; i++) {
         llm_weight *w = &net->parts[i];
-        if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE) b->release(b->context, (void *)w->data);
+        if (llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE)
+            b->release(b->context, (void *)w->data);
         else {
             b->release(b->context, (void *)(uintptr_t)w->columns);
             if (w->data || w->packed) b->free_weight(b->context, w);
@@ -3823,7 +4076,8 @@ static void llm__network_free(llm__network *net) {
 }
 
 /* Load the model's weights onto the device. On failure the caller frees the network. */
-static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend, llm_error *err) {
+static bool llm__network_load(llm__network *net, const llm_model *model, llm_backend *backend,
+                              llm_error *err) {
     net->model = model;
     net->backend = backend;
     int n = model->config.n_layers * LLM__N_PARTS;
@@ -3837,8 +4091,9 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
         return false;
     for (int i = 0; i < n; i++) {
         bool vector = llm__parts()[i % LLM__N_PARTS].rows == LLM__ONE;
-        if (model->parts[i] && !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
-                                        : llm__load_matrix(net, model->parts[i], &net->parts[i], err)))
+        if (model->parts[i] &&
+            !(vector ? llm__load_vector(backend, model->parts[i], &net->parts[i], err)
+                     : llm__load_matrix(net, model->parts[i], &net->parts[i], err)))
             return false;
     }
     return true;
@@ -4035,7 +4290,8 @@ static bool llm__network_prepare(llm__network *net, const llm_engine_options *o,
                                  llm_error *err) {
     llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
     net->max_logits = max_logits;
-    if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err)) return false;
+    if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err))
+        return false;
     net->logits = net->program.buffers[LLM__LOGITS].data;
     return net->backend->prepare(net->backend->context, &net->program, &limits, err);
 }
@@ -4162,17 +4418,19 @@ typedef struct llm__kernels {
     int lanes;                       /* floats in a register */
     /* Round x (rows, cols) to int8, with a scale per `group` values, into a tile of `height` rows;
      * only stripes (of 64 columns) first to end - 1 */
-    void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile);
+    void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first,
+                       int64_t end, char *tile);
     void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
     int32_t (*argmax)(const float *x, int n);
     double (*sum_exp)(const float *x, int n, float shift);
-    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head);
+    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token,
+                           int first_kv_head, int end_kv_head);
     /* Rows first_row to end_row - 1 of a sequence's queries for one kv head: row t * g + h is query
      * head h, of the g that share the kv head, of the sequence's token t in the batch. */
-    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
-                      void *scratch);
+    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row,
+                      int end_row, void *scratch);
 } llm__kernels;
 
 typedef struct llm__cpu { /* the context of a CPU backend */
@@ -4193,7 +4451,8 @@ typedef struct llm__cpu { /* the context of a CPU backend */
 static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
 
 /* The row (of head_dim values) of a layer's keys or values that holds this position. */
-static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence, int kv_head, int position) {
+static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence,
+                              int kv_head, int position) {
     const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
     int64_t block = table[position / batch->block_size];
     return (block * cache->n_kv_heads + kv_head) * batch->block_size + position % batch->block_size;
@@ -4204,7 +4463,8 @@ static const char *llm__cache_layer(const llm_cache *cache, const void *side, in
 }
 
 /* The index of a row's first value in its layer; the next value is *stride further on. */
-static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row, int64_t *stride) {
+static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row,
+                                int64_t *stride) {
     bool transposed = side == cache->keys && cache->keys_transposed;
     int64_t slot = row % cache->block_size;
     *stride = transposed ? cache->block_size : 1;
@@ -4249,12 +4509,14 @@ static void llm__plain_matmul(const float *x, const llm_weight *w, const float *
 
 /* SwiGLU (Shazeer 2020): the gate decides how much of each value of `up` passes. */
 static void llm__plain_swiglu(const float *gate, const float *up, int64_t n, float *out) {
-    for (int64_t i = 0; i < n; i++) out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
+    for (int64_t i = 0; i < n; i++)
+        out[i] = (float)(gate[i] / (1.0 + exp(-(double)gate[i])) * up[i]);
 }
 
 /* Rotary position embedding (Su et al. 2021): rotate pairs of dimensions by angles proportional to
  * the position. Then the dot product of a query and a key depends only on their distance. */
-static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
+static void llm__plain_rope(float *head, const float *angles, int rope_dim,
+                            llm_rope_pairing pairing) {
     for (int i = 0; i < rope_dim / 2; i++) {
         float *a = pairing == LLM_ROPE_HALVES ? head + i : head + 2 * i;
         float *b = pairing == LLM_ROPE_HALVES ? head + i + rope_dim / 2 : head + 2 * i + 1;
@@ -4265,12 +4527,16 @@ static void llm__plain_rope(float *head, const float *angles, int rope_dim, llm_
 }
 
 /* Clamp to the range of f16: infinity times an attention weight of 0 would be NaN. */
-static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head, const float *head) {
+static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head,
+                             const float *head) {
     int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
-    int64_t at = llm__cache_place(cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
+    int64_t at = llm__cache_place(
+        cache, side, (block * cache->n_kv_heads + kv_head) * cache->block_size + offset, &stride);
     char *to = (char *)side + (size_t)layer * cache->layer_bytes;
     for (int i = 0; i < cache->head_dim; i++, at += stride) {
-        if (cache->type == LLM_F16) llm__write_u16(to + 2 * at, llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
+        if (cache->type == LLM_F16)
+            llm__write_u16(to + 2 * at,
+                           llm__f32_to_f16((float)fmax(fmin(head[i], 65504.0), -65504.0)));
         else memcpy(to + 4 * at, head + i, sizeof *head);
     }
 }
@@ -4308,7 +4574,8 @@ static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t
 
 /* Attention of one query (Vaswani et al. 2017): all scores, their softmax, the weighted mean of the
  * values. scores (position + 1) is scratch. */
-static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token, int head, float *scores) {
+static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token,
+                                     int head, float *scores) {
     const llm_attention_shape *shape = &job->shape;
     const llm_cache *cache = job->cache;
     int head_dim = shape->head_dim, position = job->batch->positions[token];
@@ -4322,9 +4589,11 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     float largest = -INFINITY;
     int first = llm__first_seen(shape, position);
     for (int p = first; p <= position; p++) {
-        int64_t at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+        int64_t at = llm__cache_place(
+            cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
         double dot = 0.0;
-        for (int i = 0; i < head_dim; i++) dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
+        for (int i = 0; i < head_dim; i++)
+            dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
         scores[p] = (float)(dot * shape->scale);
         if (scores[p] > largest) largest = scores[p];
     }
@@ -4332,9 +4601,11 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
     for (int p = first; p <= position; p++) {
-        int64_t at = llm__cache_place(cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+        int64_t at = llm__cache_place(
+            cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
         float share = (float)(scores[p] / total);
-        for (int i = 0; i < head_dim; i++) out[i] += share * llm__cache_value(cache, values, at + i * stride);
+        for (int i = 0; i < head_dim; i++)
+            out[i] += share * llm__cache_value(cache, values, at + i * stride);
     }
 }
 
@@ -5187,8 +5458,8 @@ static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
     return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
 }
 
-/* A safetensors file starts with the length of its header (u64) and a JSON object. (So does a GGUF file of
- * more than 14 GB with 123 tensors, for example.) */
+/* A safetensors file starts with the length of its header (u64) and a JSON object. (So does a GGUF
+ * file of more than 14 GB with 123 tensors, for example.) */
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
@@ -6735,8 +7006,8 @@ static bool llm__node_is_off(const llm_json_node *node) {
     return node->kind == LLM_JSON_NULL || node->kind == LLM_JSON_FALSE || (holds && !node->length);
 }
 
-/* An entry that is not known here would change the result, so it is refused by its name, unless it is off. `known` ends
- * with a NULL. */
+/* An entry that is not known here would change the result, so it is refused by its name, unless it
+ * is off. `known` ends with a NULL. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
                               const char *const *known) {
     for (const llm_json_node *n = llm_json_first(object); n; n = llm_json_next(object, n)) {
@@ -6765,7 +7036,8 @@ static bool llm__folder_known_config(const llm__folder *f) {
         "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
         "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "torch_dtype",
         "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
-        /* how to choose words, which stood here before generation_config.json was invented: that is the request's to say */
+        /* how to choose words, which stood here before generation_config.json was invented: that is
+         * the request's to say */
         "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",
         "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
         "repetition_penalty", "temperature", "top_k", "top_p", "typical_p", NULL};
@@ -6789,9 +7061,9 @@ static void llm__folder_write_float(const llm__folder *f, llm__metadata *m, cons
     llm__note_f32(m, llm__folder_key(f, name, key), (float)x);
 }
 
-/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that make fewer than
- * low_freq_factor turns over the original context are divided by the factor, those that make more than high_freq_factor stay,
- * and between the two it is blended. */
+/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that
+ * make fewer than low_freq_factor turns over the original context are divided by the factor, those
+ * that make more than high_freq_factor stay, and between the two it is blended. */
 static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
                                int context) {
     double factor, low, high;
@@ -6848,7 +7120,8 @@ static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_j
     return true;
 }
 
-/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and "rope_scaling". */
+/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and
+ * "rope_scaling". */
 static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int context) {
     static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
                                         "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
@@ -6901,7 +7174,8 @@ static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes,
                         *types = llm__folder_entry(config, "layer_types");
     const llm_json_node *node = llm_json_member(config, "sliding_window");
-    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have a window? */
+    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have
+                                                     * a window? */
     bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
     int window = 0;
     int64_t first = 0;
