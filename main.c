@@ -190,6 +190,8 @@ static bool run_generate(run *r, llm_engine *engine) {
         if (!r->json) run_show(r);
     }
     if (err.status != LLM_OK) fail_with(&err);
+    for (int i = 0; i < r->request.n_samples; i++)
+        if (r->samples[i].error[0]) return !fail("%s", r->samples[i].error);
     return err.status == LLM_OK;
 }
 
@@ -250,7 +252,7 @@ static void run_print_json(const run *r, const speeds *s) {
         const sample *x = &r->samples[i];
         put_text(i ? ",\n  {\"text\": " : "\n  {\"text\": ");
         put_json(x->text.data, x->text.length);
-        put(", \"finish\": \"%s\", \"tokens\": [", finish_name(x->finish));
+        put(", \"finish\": \"%s\", \"tokens\": [", llm_finish_name(x->finish));
         size_t start = 0;
         for (int k = 0; k < x->n_tokens; start = x->tokens[k++].text_end) {
             put(k ? ",\n   {\"id\": %d, \"logprob\": " : "\n   {\"id\": %d, \"logprob\": ",
@@ -633,7 +635,7 @@ static void put_record(const batch *b, const batch_line *l) {
         for (int k = 0; k < s->n_tokens; k++) put(k ? ", %d" : "%d", s->tokens[k].id);
         if (b->logprobs) put_text("], \"logprobs\": [");
         for (int k = 0; b->logprobs && k < s->n_tokens; k++) put_text(k ? ", " : ""), put_number((double)s->tokens[k].logprob);
-        put("], \"finish_reason\": \"%s\"}", finish_name(s->finish));
+        put("], \"finish_reason\": \"%s\"}", llm_finish_name(s->finish));
     }
     if (!l->error.length) {
         put("], \"prompt_tokens\": %d, \"seed\": %llu", l->request.n_prompt, (unsigned long long)l->request.sampling.seed);
@@ -814,6 +816,7 @@ static bool take_events(batch *b) {
         b->n_tokens += event.token >= 0;
         if (l->first == 0) l->first = now;
         l->last = now;
+        if (event.error && !l->error.length) append(&l->error, event.error, strlen(event.error));
         if (event.finish != LLM_FINISH_NONE && --l->n_live == 0) b->n_running--;
     }
     return true;

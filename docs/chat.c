@@ -95,6 +95,7 @@ static void chat_take(chat *c, const llm_event *event) {
     put_foreign(event->text, event->text_length);
     flush_output();
     if (event->finish == LLM_FINISH_LENGTH && !c->quiet) put_text(" ...");
+    if (event->error) fail("%s", event->error);
 }
 
 static void chat_figures(const chat *c, const llm_statistics *before, double start) {

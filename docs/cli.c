@@ -757,11 +757,6 @@ uint64_t chance_seed(void) {
            1000000;
 }
 
-const char *finish_name(llm_finish finish) {
-    static const char *const names[] = {"none", "end", "length", "stop", "cancelled"};
-    return (unsigned)finish < (unsigned)COUNT(names) ? names[finish] : "?";
-}
-
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids) {
     unsigned flags = LLM_TOKENIZE_BOS | (special ? LLM_TOKENIZE_SPECIAL : 0);
     int64_t n = tokenize(t, words->data ? words->data : "", words->length, flags, ids);
@@ -786,6 +781,7 @@ void free_samples(sample *samples, int n) {
 void take_event(sample *s, const llm_event *event) {
     append(&s->text, event->text, event->text_length);
     if (event->finish != LLM_FINISH_NONE) s->finish = event->finish;
+    if (event->error) snprintf(s->error, sizeof s->error, "%s", event->error);
     if (event->token < 0) return;
     if ((s->n_tokens & (s->n_tokens - 1)) == 0)
         s->tokens =

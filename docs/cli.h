@@ -320,6 +320,7 @@ typedef struct sample {
     generated_token *tokens; /* (n_tokens) */
     int n_tokens;
     llm_finish finish;
+    char error[160]; /* LLM_FINISH_ERROR: see llm_event; else empty */
     size_t n_shown;     /* bytes of text already on the screen */
     int n_shown_tokens; /* tokens whose text is on the screen completely */
 } sample;
@@ -354,7 +355,6 @@ double acceptance(const llm_statistics *s); /* share of the proposals; 0: unknow
 double tokens_per_step(const llm_statistics *s);
 void print_speculation(const llm_statistics *s);
 void print_host_time(const llm_statistics *s); /* of the CPU, in a step of a GPU */
-const char *finish_name(llm_finish finish);
 uint64_t chance_seed(void); /* another one each time, at most six digits */
 
 double median(double *x, int n); /* sorts them */

@@ -1,6 +1,8 @@
 /* perplexity.c - llm perplexity: how well a model predicts a text */
 #include "tools.h"
 
+#include <float.h>
+
 /* The logits after a position give the probability of the token that follows. */
 static void perplexity_hook(void *user, uint64_t request, int sample_index, int position,
                             float *logits) {
@@ -143,6 +145,8 @@ static int perplexity_file(perplexity *p, const char *path, const text *words) {
         if (length > 0) good = perplexity_document(p, document, length, words->length);
     p->seconds = llm_seconds() - began;
     show_progress("", -1, "");
+    if (good && !(p->nats <= DBL_MAX))
+        good = !fail("the model's logits are not finite: its file may be damaged");
     if (good && p->predicted > 0) perplexity_print(p, path);
     else if (good && stop_requested) fail("interrupted before the first figures");
     else if (good) good = !fail("%s holds no text to predict", path);

@@ -11,6 +11,16 @@ ok "synth f16" "s.gguf: .* of random weights" "$LLM" synth --shape $SHAPE --type
 ok "synth, head-dim and tied" "" "$LLM" synth --shape $SHAPE,head-dim=32,tied=1,rope-base=500000 --type f32 tied.gguf
 ok "synth, long context" "" "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=1000000 --type q8_0 long.gguf
 ok "synth, a value with = in it" "" "$LLM" synth "--shape=$SHAPE" --type=f16 equals.gguf
+
+# A damaged model: the last values are not numbers.
+cp tied.gguf broken.gguf
+printf '\377%.0s' 1 2 3 4 5 6 7 8 >nan
+dd if=nan of=broken.gguf bs=1 seek=$(($(wc -c <broken.gguf) - 8)) conv=notrunc 2>/dev/null
+name="run, logits that are not numbers" && run "$LLM" run -m broken.gguf -n 5 --quiet Hello && judge 1 "request 1, sample 0: the model's logits after position [0-9]+ are not finite" ""
+echo '{"prompt": "Hello"}' >one.jsonl
+name="batch, logits that are not numbers" && run "$LLM" batch -m broken.gguf -f one.jsonl -n 5 && judge 1 "line 1: request 1, sample 0: the model's logits" '"error": "request 1, sample 0'
+echo "Some words to predict." >words.txt
+bad "perplexity, logits that are not numbers" 1 "logits are not finite" "$LLM" perplexity -m broken.gguf words.txt
 M=$T/s.gguf
 same "--option=value is --option value" s.gguf equals.gguf
 
