@@ -10,6 +10,8 @@
 #define CPU_X86
 #include <cpuid.h>
 #include <immintrin.h>
+#elif defined(__aarch64__)
+#include <arm_neon.h>
 #endif
 
 #include "../models/quantize.h"
