@@ -42,9 +42,9 @@
  *     [1]     Life of a request  submit, schedule, forward, choose, commit, event
  *     [2]     Speculation        the two places where it plugs into [1]
  *     [3]     Sampling           from logits to a token
- *     [4]     Paged cache        blocks, block tables, reference counts, copy-on-write, prefix
- * cache [5]     The program        a model as a list of operations [6]     The operations     each
- * as the plain loop that defines it
+ *     [4]     Paged cache        blocks, block tables, copy-on-write, the prefix cache
+ *     [5]     The program        a model as a list of operations
+ *     [6]     The operations     each as the plain loop that defines it
  *
  *     Part II, the foundations. This is where you look things up.
  *     [7]     Numbers            storage types, bit by bit
@@ -52,9 +52,9 @@
  *     [9]     Text               tokenizers, conversations
  *     [10]    Fast CPU           the executor, and the kernels for each instruction set
  *
- *     If you have an hour: the beginnings of the chapters of Part I, [DATA], and llm_step in [1]
- * with the functions that it calls. If you have a day: all of Part I, with a debugger
- * (LLM_ISA_REFERENCE).
+ *     If you have an hour: [DATA], the beginnings of the chapters of Part I, and llm_step in [1]
+ *     with the functions that it calls. If you have a day: all of Part I, with a debugger
+ *     (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
  * #define LLM_NO_FAST_KERNELS to compile in seconds, as for sanitizers or a debugger: the program
@@ -1520,10 +1520,10 @@ static double llm__sum_exp(const float *x, int n, float shift);
  * A sequence is one sample of a request, and has one state:
  *
  *     WAITING   -> PREFILL    its request is admitted; the first sample computes the prompt
- *               -> DECODE     (further samples) the prompt is in the cache, and the request is
- * forked PREFILL   -> DECODE     all known tokens but the last are in the cache PREFILL, DECODE ->
- * PREEMPTED    its blocks are needed for an older sequence PREEMPTED -> PREFILL    there is room
- * again
+ *               -> DECODE     (further samples) the prompt is in the cache: the request is forked
+ *     PREFILL   -> DECODE     all known tokens but the last are in the cache
+ *     PREFILL, DECODE -> PREEMPTED    its blocks are needed for an older sequence
+ *     PREEMPTED -> PREFILL    there is room again
  *               -> DECODE     the same, and n_cached == n_tokens - 1
  *     any state -> ENDED      a last token, a stop text, llm_cancel
  *
@@ -1576,8 +1576,7 @@ int llm_step(llm_engine *e, llm_error *err) {
     return llm__end_step(e, ok, work, err);
 }
 
-/* ---- States -----------------------------------------------------------------------------------
- */
+/* ---- States ---------------------------------------------------------------------------------- */
 
 /* An event without a block. */
 static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample,
@@ -1674,8 +1673,7 @@ static void llm__remove_ended(llm__scheduler *s) {
     s->n_sequences = n;
 }
 
-/* ---- Submit -----------------------------------------------------------------------------------
- */
+/* ---- Submit ---------------------------------------------------------------------------------- */
 
 static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err);
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err);
@@ -1724,8 +1722,7 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
     return ok;
 }
 
-/* ---- Schedule: resume, admit, select, secure --------------------------------------------------
- */
+/* ---- Schedule: resume, admit, select, secure ------------------------------------------------- */
 
 static bool llm__resume(llm__scheduler *s, llm_error *err);
 static void llm__admit(llm__scheduler *s);
@@ -1940,8 +1937,7 @@ static bool llm__run_copies(llm_engine *e, llm_error *err) {
     return true;
 }
 
-/* ---- Forward -----------------------------------------------------------------------------------
- */
+/* ---- Forward --------------------------------------------------------------------------------- */
 
 static void llm__batch_clear(llm__scheduler *s) {
     s->batch.n_tokens = s->batch.n_sequences = s->batch.n_logits = 0;
@@ -2029,8 +2025,7 @@ static bool llm__forward(llm_engine *e, int first, llm_error *err) {
     return ok;
 }
 
-/* ---- Choose ------------------------------------------------------------------------------------
- */
+/* ---- Choose ---------------------------------------------------------------------------------- */
 
 /* Can the device draw this sequence's tokens? Not for a hook, which wants the logits, nor for
  * sampled speculation, which compares whole distributions. */
@@ -2162,8 +2157,7 @@ static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     return n >= 0;
 }
 
-/* ---- Commit ------------------------------------------------------------------------------------
- */
+/* ---- Commit ---------------------------------------------------------------------------------- */
 
 /* Let the prefix cache find the full blocks of what a sequence has in the cache. With a draft, both
  * caches must have it. */
@@ -2264,8 +2258,7 @@ static void llm__commit(llm_engine *e, bool ok) {
     if (ok && any) e->tracer.step = ++e->statistics.steps;
 }
 
-/* ---- Events ------------------------------------------------------------------------------------
- */
+/* ---- Events ---------------------------------------------------------------------------------- */
 
 /* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: a complete one; else
  * one that the end of the text cuts off. */
@@ -2385,8 +2378,7 @@ static int llm__end_step(llm_engine *e, bool ok, bool worked, llm_error *err) {
     return result;
 }
 
-/* ---- Creation ----------------------------------------------------------------------------------
- */
+/* ---- Creation -------------------------------------------------------------------------------- */
 
 llm_engine_options llm_engine_defaults(void) {
     llm_engine_options o;
@@ -2631,8 +2623,7 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(e);
 }
 
-/* ---- What a request must satisfy, and its memory
- * -------------------------------------------------- */
+/* ---- What a request must satisfy, and its memory --------------------------------------------- */
 
 static bool llm__check_stops(const llm_request *r, llm_error *err) {
     if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
@@ -2800,8 +2791,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     return request;
 }
 
-/* ---- Statistics --------------------------------------------------------------------------------
- */
+/* ---- Statistics ------------------------------------------------------------------------------ */
 
 /* Slots of the pool that hold a token. Each of the k sequences that share a block counts 1/k of
  * it. */
@@ -2887,9 +2877,8 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
  *     position           n-2    n-1   n     n+1   n+2            n = n_tokens
  *     known              the    cat
  *     draft, K = 3                    sat   on    a            3 small passes
- *     target                    sat   on    the   ...          1 large pass: logits after cat, sat,
- * on, a result                          sat   on    the          2 accepted, 1 corrected: 3 tokens
- * for one pass
+ *     target                    sat   on    the   ...          1 large pass over cat, sat, on, a
+ *     result                          sat   on    the          2 accepted, 1 corrected
  *
  * With greedy choice, "agree" means the same token. With sampling (Leviathan et al. 2023, "Fast
  * Inference from Transformers via Speculative Decoding"; Chen et al. 2023), a proposal d drawn from
@@ -2913,8 +2902,7 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
  * overwrite them.
  * ================================================================================== */
 
-/* ---- How many proposals -------------------------------------------------------------------------
- */
+/* ---- How many proposals ---------------------------------------------------------------------- */
 
 /* The assumed cost of one more row in a pass of the target; the pass over one row costs 1. It is a
  * constant, not measured, so that the depth, and with it a sampled text, is the same on every
@@ -2950,8 +2938,7 @@ static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *
     return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth;
 }
 
-/* ---- Prompt lookup ------------------------------------------------------------------------------
- */
+/* ---- Prompt lookup --------------------------------------------------------------------------- */
 
 /* Propose what followed the last few tokens where they occurred before (Saxena 2023, "Prompt lookup
  * decoding"): names, quotations and code repeat. */
@@ -2968,8 +2955,7 @@ static void llm__propose_lookup(llm__sequence *seq) {
         }
 }
 
-/* ---- A draft model ------------------------------------------------------------------------------
- */
+/* ---- A draft model --------------------------------------------------------------------------- */
 
 /* Speculation uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2
  * tests it, 3 draws the correction. */
@@ -3080,8 +3066,7 @@ static bool llm__propose(llm_engine *e, llm_error *err) {
     return ok;
 }
 
-/* ---- Verification -------------------------------------------------------------------------------
- */
+/* ---- Verification ---------------------------------------------------------------------------- */
 
 /* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
 static bool llm__accept(double p, double q, double u) { return u * q < p; }
@@ -3122,8 +3107,7 @@ static void llm__count_proposal(llm_statistics *statistics, llm__sequence *seq, 
     seq->acceptance += 0.1 * ((accepted ? 1 : 0) - seq->acceptance);
 }
 
-/* ---- Creation of the speculator ----------------------------------------------------------------
- */
+/* ---- Creation of the speculator -------------------------------------------------------------- */
 
 static void llm__speculator_free(llm__speculator *sp) {
     llm__network_free(&sp->draft);
@@ -6993,7 +6977,7 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
     return true;
 }
 
-/* What stands there, in a form that can be printed. */
+/* A JSON value, in printable form. */
 static llm__printable llm__show_node(const llm_json_node *node) {
     static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
     llm_string s = {node->text, node->length};

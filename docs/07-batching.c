@@ -83,7 +83,7 @@ static batching_result new_batching_result(const batching *b, int policy) {
     return r;
 }
 
-/* One tick: who has come is submitted, and a step is made. Returns whether all went well. */
+/* One tick: submit the requests that have arrived, and make a step. False: an error was reported. */
 static bool batching_tick(const batching *b, batcher *groups, batching_watch *w, int *came) {
     batching_result *r = w->result;
     llm_error err;
