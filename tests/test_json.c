@@ -1,4 +1,5 @@
-/* llm_json_...: what RFC 8259 allows and nothing else, with the place of every mistake. */
+/* The JSON reader (llm_json_...): it accepts exactly what RFC 8259 allows, and an error names the
+ * line and column of the mistake. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -13,21 +14,24 @@
 static llm_json parse(const char *text) {
     llm_json json;
     llm_error err;
-    if (!llm_json_parse(&json, text, strlen(text), "text", &err)) fail_msg("%s: %s", text, err.message);
+    if (!llm_json_parse(&json, text, strlen(text), "text", &err))
+        fail_msg("%s: %s", text, err.message);
     return json;
 }
 
-/* The text must be refused, at this place, with this in the message; nothing may be left behind. */
+/* The reader must refuse the text with an error that names `place` and contains `why`, and must
+ * leave no memory allocated. */
 static void refuse(const char *text, size_t n, const char *place, const char *why) {
     long live = test_live;
     llm_json json;
     llm_error err;
     char where[64];
     memset(&err, 0, sizeof err);
-    if (llm_json_parse(&json, text, n, "text", &err)) fail_msg("taken: %.*s", (int)n, text);
+    if (llm_json_parse(&json, text, n, "text", &err)) fail_msg("accepted: %.*s", (int)n, text);
     assert_int_equal(err.status, LLM_ERROR_FORMAT);
     snprintf(where, sizeof where, "text, %s: ", place);
-    if (strncmp(err.message, where, strlen(where)) || !strstr(err.message, why)) fail_msg("%.*s: %s", (int)n, text, err.message);
+    if (strncmp(err.message, where, strlen(where)) || !strstr(err.message, why))
+        fail_msg("%.*s: %s", (int)n, text, err.message);
     assert_int_equal(test_live, live);
 }
 
@@ -42,7 +46,8 @@ static void check_string(const char *text, const char *right, size_t n) {
 
 static void test_values(void **state) {
     (void)state;
-    llm_json json = parse(" {\"a\": [1, -2.5e3, true, false, null, \"x\"],\r\n\t\"b\": {}, \"c\" : [ ], \"\": {\"d\": {\"e\": 7}}} \n");
+    llm_json json = parse(" {\"a\": [1, -2.5e3, true, false, null, \"x\"],\r\n\t\"b\": {}, "
+                          "\"c\" : [ ], \"\": {\"d\": {\"e\": 7}}} \n");
     const llm_json_node *root = json.nodes, *a = llm_json_member(root, "a");
     assert_int_equal(root->length, 4);
     assert_int_equal(a->length, 6);
@@ -66,7 +71,8 @@ static void test_values(void **state) {
     assert_null(llm_json_first(llm_json_member(root, "c")));
     assert_null(llm_json_member(root, "d"));
     assert_null(llm_json_member(a, "d"));
-    assert_true(llm_json_i64(llm_json_member(llm_json_member(llm_json_member(root, ""), "d"), "e"), &i) && i == 7);
+    e = llm_json_member(llm_json_member(llm_json_member(root, ""), "d"), "e");
+    assert_true(llm_json_i64(e, &i) && i == 7);
     assert_null(llm_json_member(llm_json_member(llm_json_member(root, "x"), "d"), "e"));
     const char *const keys[] = {"a", "b", "c", ""};
     int n = 0;
@@ -83,12 +89,15 @@ static void test_strings(void **state) {
     (void)state;
     check_string("\"\"", "", 0);
     check_string("\"\\\"\\\\\\/\\b\\f\\n\\r\\t\"", "\"\\/\b\f\n\r\t", 8);
-    check_string("\"\\u0041\\u00e9\\u20AC\\uD83D\\uDe00\\u0000z\"", "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80\0z", 12);
-    check_string("\"\\uFFFF\\u07FF\\u0800\\uDBFF\\uDFFF\"", "\xEF\xBF\xBF\xDF\xBF\xE0\xA0\x80\xF4\x8F\xBF\xBF", 12);
-    check_string("\"\xC3\xA9 \xE2\x82\xAC \xF0\x9F\x98\x80 \x7F\"", "\xC3\xA9 \xE2\x82\xAC \xF0\x9F\x98\x80 \x7F", 13);
+    check_string("\"\\u0041\\u00e9\\u20AC\\uD83D\\uDe00\\u0000z\"",
+                 "A\xC3\xA9\xE2\x82\xAC\xF0\x9F\x98\x80\0z", 12);
+    check_string("\"\\uFFFF\\u07FF\\u0800\\uDBFF\\uDFFF\"",
+                 "\xEF\xBF\xBF\xDF\xBF\xE0\xA0\x80\xF4\x8F\xBF\xBF", 12);
+    check_string("\"\xC3\xA9 \xE2\x82\xAC \xF0\x9F\x98\x80 \x7F\"",
+                 "\xC3\xA9 \xE2\x82\xAC \xF0\x9F\x98\x80 \x7F", 13);
 }
 
-static void test_refused(void **state) {
+static void test_invalid_texts(void **state) {
     (void)state;
     static const struct {
         const char *text, *place, *why;
@@ -150,11 +159,14 @@ static void test_refused(void **state) {
 
 static void test_numbers(void **state) {
     (void)state;
-    static const char *const texts[] = {
-        "0", "-0", "1", "-1", "10000.0", "1e-05", "1e-5", "1E+2", "0.07", "1.0e-06", "500000.0", "1000000", "3.141592653589793",
-        "1.7976931348623157e308", "2.2250738585072014e-308", "123456789012345678901234567890", "0.000000000000000000000000001",
-        "0.1234567890123456789012345", "12345678901234567890.12345",
-        "9007199254740993", "1e22", "1e23", "8.0", "0.1", "-12.5e-1", "0e999999999999", "1e-999999999"};
+    static const char *const texts[] = {"0", "-0", "1", "-1", "10000.0", "1e-05", "1e-5", "1E+2",
+                                        "0.07", "1.0e-06", "500000.0", "1000000",
+                                        "3.141592653589793", "1.7976931348623157e308",
+                                        "2.2250738585072014e-308", "123456789012345678901234567890",
+                                        "0.000000000000000000000000001",
+                                        "0.1234567890123456789012345", "12345678901234567890.12345",
+                                        "9007199254740993", "1e22", "1e23", "8.0", "0.1",
+                                        "-12.5e-1", "0e999999999999", "1e-999999999"};
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         llm_json json = parse(texts[i]);
         double d = 12345, right = strtod(texts[i], NULL);
@@ -166,8 +178,14 @@ static void test_numbers(void **state) {
         const char *text;
         bool whole;
         int64_t value;
-    } wholes[] = {{"9223372036854775807", true, INT64_MAX}, {"-9223372036854775808", true, INT64_MIN}, {"9223372036854775808", false, 0},
-                  {"-9223372036854775809", false, 0}, {"99999999999999999999999", false, 0}, {"8.0", false, 0}, {"1e3", false, 0}, {"-0", true, 0}};
+    } wholes[] = {{"9223372036854775807", true, INT64_MAX},
+                  {"-9223372036854775808", true, INT64_MIN},
+                  {"9223372036854775808", false, 0},
+                  {"-9223372036854775809", false, 0},
+                  {"99999999999999999999999", false, 0},
+                  {"8.0", false, 0},
+                  {"1e3", false, 0},
+                  {"-0", true, 0}};
     for (size_t i = 0; i < sizeof wholes / sizeof *wholes; i++) {
         llm_json json = parse(wholes[i].text);
         int64_t x = 0;
@@ -183,7 +201,7 @@ static void test_numbers(void **state) {
     llm_json_free(&json);
 }
 
-static void test_depth(void **state) {
+static void test_nesting_limit(void **state) {
     (void)state;
     char text[4096];
     for (int depth = 63; depth <= 65; depth++) {
@@ -196,9 +214,9 @@ static void test_depth(void **state) {
             llm_json_free(&json);
         } else refuse(text, (size_t)(2 * depth), "line 1, column 65", "more than 64");
     }
-    memset(text, '[', sizeof text); /* and one that goes on and on */
+    memset(text, '[', sizeof text); /* a text that only opens arrays */
     refuse(text, sizeof text, "line 1, column 65", "more than 64");
-    /* beside each other there may be any number */
+    /* the limit is on depth: any number of arrays may be side by side */
     bytes b = {0};
     put(&b, "[", 1);
     for (int i = 0; i < 1000; i++) put(&b, "[[]],", 5);
@@ -211,9 +229,10 @@ static void test_depth(void **state) {
     clear_bytes(&b);
 }
 
-/* Where each value begins in the text, whatever was unescaped before it; of a text without a name
- * errors have the column alone; and absent values are no mistake. */
-static void test_places(void **state) {
+/* llm_json_offset returns where each value begins in the text, also after strings with escapes.
+ * Errors in a text without a name give the column alone. An absent value (NULL) is accepted
+ * everywhere. */
+static void test_offsets(void **state) {
     static const char text[] = "{\"a\\n\": [null, \"\\u00e9\", true], \"b\": -1, \"c\": {}}";
     static const char *const values[] = {"{\"a", "[null", "null", "\"\\u00e9", "true]", "-1", "{}"};
     int n = 0;
@@ -240,11 +259,13 @@ static void test_places(void **state) {
     llm_json_free(&json);
 }
 
-/* Each allocation fails once: a clear error, and nothing left behind. */
-static void test_memory(void **state) {
+/* Each allocation fails once: the reader reports the error and leaves no memory allocated. */
+static void test_failed_allocations(void **state) {
     (void)state;
-    static const char text[] = "{\"a\":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,23,24,25,26,27,28,29,30,31,32,33,34,35,36,"
-                               "37,38,39,40,41,42,43,44,45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,64,65],\"b\":2}";
+    static const char text[] = "{\"a\":[1,2,3,4,5,6,7,8,9,10,11,12,13,14,15,16,17,18,19,20,21,22,"
+                               "23,24,25,26,27,28,29,30,31,32,33,34,35,36,37,38,39,40,41,42,43,44,"
+                               "45,46,47,48,49,50,51,52,53,54,55,56,57,58,59,60,61,62,63,64,65],"
+                               "\"b\":2}";
     long live = test_live;
     for (int i = 0;; i++) {
         llm_json json;
@@ -265,23 +286,29 @@ static void test_memory(void **state) {
     assert_int_equal(test_live, live);
 }
 
-/* A text like tokenizer.json: 150,000 entries, then merges as pairs. Its time is told, and must at least be linear. */
-static double large(int entries) {
+/* Parse a text like a tokenizer.json: `entries` tokens, then as many merges as pairs. Print and
+ * return the best processor time of three, in seconds. */
+static double time_large_text(int entries) {
     bytes b = {0};
     char line[100];
     put(&b, "{\"model\": {\"vocab\": {\n", 22);
     for (int i = 0; i < entries; i++)
-        put(&b, line, (size_t)snprintf(line, sizeof line, "      \"\xC4\xA0token%x\\u00e9\": %d%s\n", (unsigned)i * 2654435761u, i, i + 1 < entries ? "," : ""));
+        put(&b, line,
+            (size_t)snprintf(line, sizeof line, "      \"\xC4\xA0token%x\\u00e9\": %d%s\n",
+                             (unsigned)i * 2654435761u, i, i + 1 < entries ? "," : ""));
     put(&b, "}, \"merges\": [\n", 15);
     for (int i = 0; i < entries; i++)
-        put(&b, line, (size_t)snprintf(line, sizeof line, "      [\n \"\xC4\xA0t%x\",\n \"oken%x\"\n ]%s\n", (unsigned)i * 7u, (unsigned)i, i + 1 < entries ? "," : ""));
+        put(&b, line,
+            (size_t)snprintf(line, sizeof line, "      [\n \"\xC4\xA0t%x\",\n \"oken%x\"\n ]%s\n",
+                             (unsigned)i * 7u, (unsigned)i, i + 1 < entries ? "," : ""));
     put(&b, "]}}", 3);
     llm_json json;
     llm_error err;
     double best = 1e9;
     for (int k = 0; k < 3; k++) {
         double start = computed_seconds();
-        if (!llm_json_parse(&json, (const char *)b.data, b.length, "text", &err)) fail_msg("%s", err.message);
+        if (!llm_json_parse(&json, (const char *)b.data, b.length, "text", &err))
+            fail_msg("%s", err.message);
         double seconds = computed_seconds() - start;
         if (seconds < best) best = seconds;
         const llm_json_node *model = llm_json_member(json.nodes, "model");
@@ -295,17 +322,20 @@ static double large(int entries) {
     return best;
 }
 
-static void test_large(void **state) {
+static void test_large_text_takes_linear_time(void **state) {
     (void)state;
-    double small = large(20000), big = large(160000);
-    assert_true(big < 40 * small); /* eight times the text; a quadratic reader would take 64 times as long */
+    double small = time_large_text(20000), big = time_large_text(160000);
+    /* the text is eight times as long; a quadratic reader would take 64 times as long */
+    assert_true(big < 40 * small);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_values), cmocka_unit_test(test_strings), cmocka_unit_test(test_refused), cmocka_unit_test(test_numbers),
-        cmocka_unit_test(test_depth), cmocka_unit_test(test_places),
-        cmocka_unit_test(test_memory), cmocka_unit_test(test_large),
+        cmocka_unit_test(test_values), cmocka_unit_test(test_strings),
+        cmocka_unit_test(test_invalid_texts), cmocka_unit_test(test_numbers),
+        cmocka_unit_test(test_nesting_limit), cmocka_unit_test(test_offsets),
+        cmocka_unit_test(test_failed_allocations),
+        cmocka_unit_test(test_large_text_takes_linear_time),
     };
     return cmocka_run_group_tests_name("json", tests, NULL, NULL);
 }

@@ -1,7 +1,6 @@
-/* Chapter 7 of llm.h: the bits of each type, against the gguf package's (tests/data/numbers.bin, made by
- * tests/make_numbers_golden.py) and against arithmetic.
- *
- * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_numbers.c -lcmocka -lm -fopenmp */
+/* Chapter 7 of llm.h: the bits of each storage type, compared with those of the gguf package
+ * (tests/data/numbers.bin, written by tests/make_numbers_golden.py) and with values computed by
+ * definition. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -12,11 +11,12 @@
 #include "../llm.h"
 #include "../models/quantize.c"
 
-/* Beside this source file, wherever the test is started from; or under ./tests/data. */
+/* Open a file of tests/data: next to this source file, or else below the current folder. */
 static FILE *open_data(const char *name) {
     char path[1024];
     const char *slash = strrchr(__FILE__, '/');
-    snprintf(path, sizeof path, "%.*sdata/%s", slash ? (int)(slash - __FILE__ + 1) : 0, __FILE__, name);
+    snprintf(path, sizeof path, "%.*sdata/%s", slash ? (int)(slash - __FILE__ + 1) : 0, __FILE__,
+             name);
     FILE *f = fopen(path, "rb");
     if (!f) {
         snprintf(path, sizeof path, "tests/data/%s", name);
@@ -31,15 +31,17 @@ static uint16_t to_bf16(float x) {
     return bits;
 }
 
-static void check_values(const llm_type_info *type, const float *values, const float *expected, uint32_t count) {
+static void check_values(const llm_type_info *type, const float *values, const float *expected,
+                         uint32_t count) {
     for (uint32_t i = 0; i < count; i++)
         if (memcmp(values + i, expected + i, sizeof *values) != 0 && values[i] != expected[i])
             fail_msg("%s: value %u is %.9g, expected %.9g", type->name, i, values[i], expected[i]);
 }
 
-static void test_golden(void **state) {
+static void test_gguf_package(void **state) {
     (void)state;
-    static const llm_type packed_types[] = {LLM_F16, LLM_BF16, LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q5_0, LLM_Q5_1};
+    static const llm_type packed_types[] = {LLM_F16,  LLM_BF16, LLM_Q8_0, LLM_Q4_0,
+                                            LLM_Q4_1, LLM_Q5_0, LLM_Q5_1};
     static const llm_type read_types[] = {LLM_Q4_K, LLM_Q5_K, LLM_Q6_K};
     enum { READ = 8 * 256 };
     FILE *f = open_data("numbers.bin");
@@ -59,7 +61,8 @@ static void test_golden(void **state) {
         llm_pack(type->type, x, packed, count);
         for (size_t i = 0; i < packed_bytes; i++)
             if (packed[i] != expected[i])
-                fail_msg("%s: byte %zu of the packed values is %d, expected %d", type->name, i, packed[i], expected[i]);
+                fail_msg("%s: byte %zu of the packed values is %d, expected %d", type->name, i,
+                         packed[i], expected[i]);
         type->unpack(packed, values, count);
         check_values(type, values, expected_values, count);
     }
@@ -95,12 +98,14 @@ static void test_f16_every_value(void **state) {
         } else {
             if (special) assert_true(isinf(x) && (x < 0) == (half >> 15));
             else assert_true((double)x == f16_value(half));
-            assert_int_equal(llm__f32_to_f16(x), half); /* there and back: minus zero too */
+            /* the round trip keeps every value, minus zero included */
+            assert_int_equal(llm__f32_to_f16(x), half);
         }
     }
 }
 
-/* Halfway between two neighbours rounds to the even one, anything else to the nearer one. */
+/* A value halfway between two neighbours rounds to the even one; any other value rounds to the
+ * nearer one. */
 static void test_f16_rounding(void **state) {
     (void)state;
     for (uint32_t i = 0; i < 0x7bff; i++) {
@@ -137,7 +142,8 @@ static void test_bf16(void **state) {
         assert_int_equal(to_bf16(nextafterf(middle, INFINITY)), i + 1);
     }
     assert_int_equal(to_bf16(3.4e38f), 0x7f80); /* rounds up, to infinity */
-    assert_true(isnan(llm__bf16_to_f32(to_bf16(llm__float_from_bits(0x7f800001))))); /* not to infinity */
+    /* a NaN does not become infinity */
+    assert_true(isnan(llm__bf16_to_f32(to_bf16(llm__float_from_bits(0x7f800001)))));
 }
 
 /* Errors of the block formats: at most half a step, plus the rounding of the scale to f16. */
@@ -155,15 +161,17 @@ static void test_block_errors(void **state) {
         }
         llm_pack(LLM_Q8_0, x, packed, 64);
         llm__unpack_q8_0(packed, y, 64);
-        for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (0.5f / 127 + 0.0006f));
+        for (int i = 0; i < 64; i++)
+            assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (0.5f / 127 + 0.0006f));
         llm_pack(LLM_Q4_0, x, packed, 64);
         llm__unpack_q4_0(packed, y, 64);
-        /* the side without the -8 loses up to a whole step at its end */
-        for (int i = 0; i < 64; i++) assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (1.0f / 8 + 0.0006f));
+        /* q4_0 has the levels -8 to 7: on the side that ends at 7, the error is up to a step */
+        for (int i = 0; i < 64; i++)
+            assert_true(fabsf(x[i] - y[i]) <= largest[i / 32] * (1.0f / 8 + 0.0006f));
     }
 }
 
-static float bell(uint32_t *seed) { /* roughly normal, deviation 1 */
+static float normal_value(uint32_t *seed) { /* roughly normal, standard deviation 1 */
     float sum = 0.0f;
     for (int i = 0; i < 12; i++) {
         *seed = *seed * 1664525 + 1013904223;
@@ -172,20 +180,21 @@ static float bell(uint32_t *seed) { /* roughly normal, deviation 1 */
     return sum - 6.0f;
 }
 
-/* The errors on bell-shaped values (make_numbers_golden.py's package gives the same for those it packs; ggml itself
- * 0.0721, 0.0385 and 0.0178 for q4_K, q5_K and q6_K: see compare_types.py), at any size of the values. */
+/* The RMS error of each format on normally distributed values stays below its bound, at any scale
+ * of the values. (The gguf package has the same errors for the formats that it packs. ggml has
+ * 0.0721, 0.0385 and 0.0178 for q4_K, q5_K and q6_K: see compare_types.py.) */
 static void test_rounding_errors(void **state) {
     (void)state;
-    static const struct { llm_type type; double error; } expected[] = {
-        {LLM_Q8_0, 0.0054}, {LLM_Q6_K, 0.0175}, {LLM_Q5_1, 0.0380}, {LLM_Q5_0, 0.0430}, {LLM_Q5_K, 0.0360},
-        {LLM_Q4_1, 0.0785}, {LLM_Q4_0, 0.0865}, {LLM_Q4_K, 0.0717}};
+    static const struct { llm_type type; double error;
+    } expected[] = {{LLM_Q8_0, 0.0054}, {LLM_Q6_K, 0.0175}, {LLM_Q5_1, 0.0380}, {LLM_Q5_0, 0.0430},
+                    {LLM_Q5_K, 0.0360}, {LLM_Q4_1, 0.0785}, {LLM_Q4_0, 0.0865}, {LLM_Q4_K, 0.0717}};
     enum { N = 256 * 40 };
     static float x[N], y[N];
     static uint8_t packed[N * 2];
     static const float sizes[] = {1.0f, 0.02f, 500.0f};
     uint32_t seed = 7;
     for (int size = 0; size < 3; size++) {
-        for (int i = 0; i < N; i++) x[i] = bell(&seed) * sizes[size];
+        for (int i = 0; i < N; i++) x[i] = normal_value(&seed) * sizes[size];
         for (size_t k = 0; k < sizeof expected / sizeof *expected; k++) {
             const llm_type_info *type = llm_type_find(expected[k].type);
             double sum = 0.0;
@@ -193,14 +202,14 @@ static void test_rounding_errors(void **state) {
             type->unpack(packed, y, N);
             for (int i = 0; i < N; i++) sum += ((double)x[i] - y[i]) * ((double)x[i] - y[i]);
             double error = sqrt(sum / N) / (double)sizes[size];
-            if (!(error < expected[k].error)) fail_msg("%s: error %g, expected below %g", type->name, error, expected[k].error);
+            if (!(error < expected[k].error))
+                fail_msg("%s: error %g, expected below %g", type->name, error, expected[k].error);
         }
     }
 }
 
-/* What a format can hold exactly, it holds: packing what was unpacked changes nothing much, and what is constant, one-sided
- * or zero is no special case. */
-static void test_special_blocks(void **state) {
+/* Blocks that are zero, constant, one-sided or zero but for one value have a small error. */
+static void test_one_sided_and_constant_blocks(void **state) {
     (void)state;
     float x[256], y[256];
     uint8_t packed[1024];
@@ -208,19 +217,26 @@ static void test_special_blocks(void **state) {
         const llm_type_info *type = llm_type_at(i);
         for (int kind = 0; kind < 6; kind++) {
             for (int k = 0; k < 256; k++)
-                x[k] = kind == 0 ? 0.0f : kind == 1 ? 3.0f : kind == 2 ? -3.0f : kind == 3 ? (float)(k % 8) :
-                       kind == 4 ? (float)-(k % 8) : k == 77 ? 5.0f : 0.0f;
+                x[k] = kind == 0   ? 0.0f
+                       : kind == 1 ? 3.0f
+                       : kind == 2 ? -3.0f
+                       : kind == 3 ? (float)(k % 8)
+                       : kind == 4 ? (float)-(k % 8)
+                       : k == 77   ? 5.0f
+                                   : 0.0f;
             llm_pack(type->type, x, packed, 256);
             type->unpack(packed, y, 256);
             for (int k = 0; k < 256; k++)
-                if (!(fabsf(x[k] - y[k]) <= (type->type == LLM_Q4_0 && kind > 2 && kind < 5 ? 0.9f : 0.3f)) || (kind == 0 && y[k] != 0.0f))
+                if (!(fabsf(x[k] - y[k]) <=
+                      (type->type == LLM_Q4_0 && kind > 2 && kind < 5 ? 0.9f : 0.3f)) ||
+                    (kind == 0 && y[k] != 0.0f))
                     fail_msg("%s, kind %d: %g became %g", type->name, kind, x[k], y[k]);
         }
     }
 }
 
-/* Nothing in a file or from a caller makes these undefined. */
-static void test_strange_input(void **state) {
+/* Values that are not finite and arbitrary packed bytes cause no undefined behaviour. */
+static void test_arbitrary_input(void **state) {
     (void)state;
     const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, -1e-40f, 0.0f};
     float x[256], y[256];
@@ -239,7 +255,7 @@ static void test_strange_input(void **state) {
     }
 }
 
-/* Halves are rounded away from zero, as ggml does it. The largest magnitude is 127, so the scale
+/* q8_0 rounds halves away from zero, as ggml does. The largest magnitude here is 127, so the scale
  * is 1. */
 static void test_q8_0_halves(void **state) {
     static const struct {
@@ -257,7 +273,7 @@ static void test_q8_0_halves(void **state) {
             fail_msg("%g became %d, not %d", (double)x[i], (int8_t)packed[2 + i], cases[i].q);
 }
 
-/* A NaN becomes zero in the formats around zero, and leaves its neighbours as they are. */
+/* In the formats without a minimum, a NaN becomes zero and the other values are not affected. */
 static void test_nan_is_zero(void **state) {
     static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q5_0};
     (void)state;
@@ -276,9 +292,9 @@ static void test_nan_is_zero(void **state) {
     }
 }
 
-/* The format of AWQ and GPTQ: 16 levels of one scale around a whole zero point, which a block may
- * have anywhere from 0 to 15. Where the values are such levels, they come back exactly. */
-static void test_q4_z(void **state) {
+/* q4_Z, the format for AWQ and GPTQ weights: 16 levels with one scale and an integer zero point
+ * from 0 to 15 per block. Values that are such levels come back exactly. */
+static void test_q4_Z(void **state) {
     (void)state;
     for (int zero = 0; zero < 16; zero++) {
         float x[32], y[32];
@@ -289,7 +305,7 @@ static void test_q4_z(void **state) {
         for (int i = 0; i < 32; i++)
             if (x[i] != y[i]) fail_msg("zero %d: %g became %g", zero, (double)x[i], (double)y[i]);
     }
-    /* the bytes of a block, by the definition: f16 scale, zero, nibbles */
+    /* the bytes of a block: f16 scale, zero point (16 is possible too), nibbles */
     uint8_t block[LLM__Q4_Z_BYTES] = {0x00, 0x38 /* 0.5 */, 16, 0};
     float y[32];
     for (int i = 0; i < 16; i++) block[4 + i] = (uint8_t)(i | (15 - i) << 4);
@@ -297,8 +313,9 @@ static void test_q4_z(void **state) {
     for (int i = 0; i < 32; i++) assert_true(y[i] == 0.5f * (float)((i < 16 ? i : 31 - i) - 16));
 }
 
-/* The levels that kernels read of a block, multiplied out, are its values. */
-static void test_levels(void **state) {
+/* The levels, scales and minimums that llm__read_levels gives to kernels mean the same values as
+ * unpacking the block. */
+static void test_read_levels(void **state) {
     (void)state;
     static const llm_type types[] = {LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q5_0, LLM_Q5_1,
                                      LLM_Q4_K, LLM_Q5_K, LLM_Q6_K, LLM_Q4_Z};
@@ -348,12 +365,14 @@ static void test_levels(void **state) {
     }
 }
 
-static void test_table(void **state) {
+static void test_type_table(void **state) {
     (void)state;
-    static const struct { llm_type type; const char *name; int values, bytes; } expected[] = {
-        {LLM_F32, "f32", 1, 4}, {LLM_F16, "f16", 1, 2}, {LLM_BF16, "bf16", 1, 2},
-        {LLM_Q8_0, "q8_0", 32, 34}, {LLM_Q4_0, "q4_0", 32, 18}, {LLM_Q4_1, "q4_1", 32, 20}, {LLM_Q5_0, "q5_0", 32, 22},
-        {LLM_Q5_1, "q5_1", 32, 24}, {LLM_Q4_K, "q4_K", 256, 144}, {LLM_Q5_K, "q5_K", 256, 176}, {LLM_Q6_K, "q6_K", 256, 210},
+    static const struct { llm_type type; const char *name; int values, bytes;
+    } expected[] = {
+        {LLM_F32, "f32", 1, 4},       {LLM_F16, "f16", 1, 2},       {LLM_BF16, "bf16", 1, 2},
+        {LLM_Q8_0, "q8_0", 32, 34},   {LLM_Q4_0, "q4_0", 32, 18},   {LLM_Q4_1, "q4_1", 32, 20},
+        {LLM_Q5_0, "q5_0", 32, 22},   {LLM_Q5_1, "q5_1", 32, 24},   {LLM_Q4_K, "q4_K", 256, 144},
+        {LLM_Q5_K, "q5_K", 256, 176}, {LLM_Q6_K, "q6_K", 256, 210},
     };
     for (size_t i = 0; i < sizeof expected / sizeof *expected; i++) {
         const llm_type_info *type = llm_type_find(expected[i].type);
@@ -367,24 +386,25 @@ static void test_table(void **state) {
     assert_ptr_equal(llm_type_by_name("BF16"), llm_type_find(LLM_BF16));
     assert_null(llm_type_find((llm_type)4));
     assert_null(llm_type_find((llm_type)-1));
-    static const char *const no_types[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K",
+    static const char *const unknown_names[] = {"q8_K", "Q4-0", "q4\x1F\x10", "q4_KK", "kq4_K",
                                            "q8",   "f",    "q4_",        "",      NULL};
-    for (size_t i = 0; i < sizeof no_types / sizeof *no_types; i++)
-        assert_null(llm_type_by_name(no_types[i]));
+    for (size_t i = 0; i < sizeof unknown_names / sizeof *unknown_names; i++)
+        assert_null(llm_type_by_name(unknown_names[i]));
     assert_null(llm_type_at(-1));
     assert_null(llm_type_at(1000));
-    for (int i = 0; llm_type_at(i); i++) assert_ptr_equal(llm_type_find(llm_type_at(i)->type), llm_type_at(i));
+    for (int i = 0; llm_type_at(i); i++)
+        assert_ptr_equal(llm_type_find(llm_type_at(i)->type), llm_type_at(i));
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_golden),         cmocka_unit_test(test_f16_every_value),
-        cmocka_unit_test(test_f16_rounding),   cmocka_unit_test(test_bf16),
-        cmocka_unit_test(test_block_errors),   cmocka_unit_test(test_rounding_errors),
-        cmocka_unit_test(test_special_blocks), cmocka_unit_test(test_strange_input),
-        cmocka_unit_test(test_q8_0_halves),    cmocka_unit_test(test_nan_is_zero),
-        cmocka_unit_test(test_q4_z),           cmocka_unit_test(test_levels),
-        cmocka_unit_test(test_table),
+        cmocka_unit_test(test_gguf_package), cmocka_unit_test(test_f16_every_value),
+        cmocka_unit_test(test_f16_rounding), cmocka_unit_test(test_bf16),
+        cmocka_unit_test(test_block_errors), cmocka_unit_test(test_rounding_errors),
+        cmocka_unit_test(test_one_sided_and_constant_blocks),
+        cmocka_unit_test(test_arbitrary_input), cmocka_unit_test(test_q8_0_halves),
+        cmocka_unit_test(test_nan_is_zero), cmocka_unit_test(test_q4_Z),
+        cmocka_unit_test(test_read_levels), cmocka_unit_test(test_type_table),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
