@@ -1,5 +1,6 @@
-/* tests/ops.h: programs of one operation, or of a few, over memory that the test owns. A test describes the operations
- * with ops_*, and runs them with ops_run; or it calls op_*, which runs a single one. */
+/* tests/ops.h: programs of one or a few operations on memory that the test owns. Build a program
+ * with the ops_... functions and run it with ops_run; or call an op_... function, which runs a
+ * single operation. */
 #ifndef OPS_H
 #define OPS_H
 
@@ -30,7 +31,7 @@ static inline ops *ops_new(void) {
     return o;
 }
 
-/* The buffer at this place, which gets a number when it is first named. */
+/* The index of the buffer at `data`; adds the buffer if it is new. */
 static inline int ops_buffer(ops *o, const float *data, int64_t width, bool head) {
     for (int i = 0; i < o->program.n_buffers; i++)
         if (o->buffers[i].data == data) return i;
@@ -60,7 +61,8 @@ static inline llm_op *ops_add(ops *o, llm_op_kind kind) {
     return op;
 }
 
-static inline void ops_rmsnorm(ops *o, const float *x, const float *weight, int dim, float epsilon, float *out) {
+static inline void ops_rmsnorm(ops *o, const float *x, const float *weight, int dim, float epsilon,
+                               float *out) {
     llm_op *op = ops_add(o, LLM_OP_RMSNORM);
     op->in[0] = ops_buffer(o, x, dim, false);
     op->out = ops_buffer(o, out, dim, false);
@@ -68,7 +70,8 @@ static inline void ops_rmsnorm(ops *o, const float *x, const float *weight, int 
     op->epsilon = epsilon;
 }
 
-static inline void ops_matmul(ops *o, const float *x, const llm_weight *w, const float *bias, bool add, float *out) {
+static inline void ops_matmul(ops *o, const float *x, const llm_weight *w, const float *bias,
+                              bool add, float *out) {
     llm_op *op = ops_add(o, LLM_OP_MATMUL);
     op->in[0] = ops_buffer(o, x, w->cols, false);
     op->out = ops_buffer(o, out, w->rows, false);
@@ -77,14 +80,15 @@ static inline void ops_matmul(ops *o, const float *x, const llm_weight *w, const
     op->add = add;
 }
 
-static inline void ops_swiglu(ops *o, const float *gate, const float *up, int64_t width, float *out) {
+static inline void ops_swiglu(ops *o, const float *gate, const float *up, int64_t width,
+                              float *out) {
     llm_op *op = ops_add(o, LLM_OP_SWIGLU);
     op->in[0] = ops_buffer(o, gate, width, false);
     op->in[1] = ops_buffer(o, up, width, false);
     op->out = ops_buffer(o, out, width, false);
 }
 
-/* `order` stays as long as the program */
+/* `order` must outlive the program. */
 static inline void ops_gather_columns(ops *o, const float *x, const llm_weight *order, float *out) {
     llm_op *op = ops_add(o, LLM_OP_GATHER_COLUMNS);
     op->in[0] = ops_buffer(o, x, order->cols, false);
@@ -98,7 +102,8 @@ static inline void ops_embed(ops *o, const llm_weight *table, float *out) {
     op->weight = table;
 }
 
-static inline void ops_rope_angles(ops *o, const float *frequencies, int rope_dim, float magnitude, float *angles) {
+static inline void ops_rope_angles(ops *o, const float *frequencies, int rope_dim, float magnitude,
+                                   float *angles) {
     llm_op *op = ops_add(o, LLM_OP_ROPE_ANGLES);
     op->out = ops_buffer(o, angles, rope_dim, false);
     op->weight = ops_vector(o, frequencies, rope_dim / 2);
@@ -111,9 +116,11 @@ static inline int ops_cache(ops *o, const llm_cache *cache) {
     return ops_buffer(o, (const float *)(const void *)&o->cache, 0, false);
 }
 
-static inline void ops_rope_and_store(ops *o, const llm_attention_shape *shape, llm_rope_pairing pairing, int rope_dim,
-                                      const float *angles, const float *q_norm, const float *k_norm, float epsilon, float *q,
-                                      float *k, const float *v, const llm_cache *cache, int layer) {
+static inline void ops_rope_and_store(ops *o, const llm_attention_shape *shape,
+                                      llm_rope_pairing pairing, int rope_dim, const float *angles,
+                                      const float *q_norm, const float *k_norm, float epsilon,
+                                      float *q, float *k, const float *v, const llm_cache *cache,
+                                      int layer) {
     llm_op *op = ops_add(o, LLM_OP_ROPE_STORE);
     op->layer = layer;
     op->in[0] = ops_buffer(o, angles, rope_dim, false);
@@ -129,8 +136,8 @@ static inline void ops_rope_and_store(ops *o, const llm_attention_shape *shape, 
     op->epsilon = epsilon;
 }
 
-static inline void ops_attention(ops *o, const llm_attention_shape *shape, const float *q, const llm_cache *cache, int layer,
-                                 float *out) {
+static inline void ops_attention(ops *o, const llm_attention_shape *shape, const float *q,
+                                 const llm_cache *cache, int layer, float *out) {
     llm_op *op = ops_add(o, LLM_OP_ATTENTION);
     op->layer = layer;
     op->in[0] = ops_buffer(o, q, shape->n_heads * shape->head_dim, false);
@@ -139,25 +146,29 @@ static inline void ops_attention(ops *o, const llm_attention_shape *shape, const
     op->attention = *shape;
 }
 
-/* The largest of everything that this batch needs */
+/* The smallest limits that this batch fits. */
 static inline llm_limits ops_limits(const llm_batch *batch, int n_logits) {
-    llm_limits limits = {batch->n_tokens > 0 ? batch->n_tokens : 1, batch->n_sequences > 0 ? batch->n_sequences : 1, 1, n_logits};
+    llm_limits limits = {batch->n_tokens > 0 ? batch->n_tokens : 1,
+                         batch->n_sequences > 0 ? batch->n_sequences : 1, 1, n_logits};
     for (int s = 0; s < batch->n_sequences; s++)
         for (int t = batch->seq_first[s]; t < batch->seq_first[s] + batch->seq_count[s]; t++)
-            if (batch->positions[t] >= limits.max_context) limits.max_context = batch->positions[t] + 1;
+            if (batch->positions[t] >= limits.max_context)
+                limits.max_context = batch->positions[t] + 1;
     return limits;
 }
 
-/* Prepare and run, without waiting for the end; false, with the error set, if one of them failed. The program stays prepared. */
-static inline bool ops_start(ops *o, llm_backend *b, const llm_batch *batch, int first, int n, llm_error *err) {
+/* Prepare the program and run it without waiting for the end. Returns false, with the error set, if
+ * one of them fails. The program stays prepared. */
+static inline bool ops_start(ops *o, llm_backend *b, const llm_batch *batch, int first, int n,
+                             llm_error *err) {
     llm_limits limits = ops_limits(batch, n);
     if (!o->program.plan && !b->prepare(b->context, &o->program, &limits, err)) return false;
     bool ok = b->run(b->context, &o->program, LLM_BODY, batch, 0, 0, err);
     return ok && (n == 0 || b->run(b->context, &o->program, LLM_HEAD, batch, first, n, err));
 }
 
-/* The same for body and head over the whole batch in one call, as an engine does it: a GPU may
- * capture that. Buffers have room for llm_rounded_rows of the batch's tokens. */
+/* The same, with body and head in one call over the whole batch, as an engine does it, so that a
+ * GPU can capture the step. Each buffer has room for llm_rounded_rows(n_tokens) rows. */
 static inline bool ops_step(ops *o, llm_backend *b, const llm_batch *batch, llm_error *err) {
     llm_limits limits = ops_limits(batch, batch->n_logits);
     if (!o->program.plan && !b->prepare(b->context, &o->program, &limits, err)) return false;
@@ -169,7 +180,7 @@ static inline void ops_free(ops *o, llm_backend *b) {
     free(o);
 }
 
-/* The same, and wait for it; ends the test if something failed. */
+/* Run the program, wait for the end and free it. Aborts if something fails. */
 static inline void ops_run(ops *o, llm_backend *b, const llm_batch *batch, int first, int n) {
     llm_error err;
     if (!ops_start(o, b, batch, first, n, &err) || !b->sync(b->context, &err)) {
@@ -179,7 +190,7 @@ static inline void ops_run(ops *o, llm_backend *b, const llm_batch *batch, int f
     ops_free(o, b);
 }
 
-/* Over n rows that are no tokens of any sequence */
+/* Run the program over n rows that belong to no sequence. */
 static inline void ops_run_rows(ops *o, llm_backend *b, int n) {
     llm_batch batch;
     int32_t *zeros = (int32_t *)calloc((size_t)n + 1, sizeof *zeros);
@@ -192,28 +203,32 @@ static inline void ops_run_rows(ops *o, llm_backend *b, int n) {
     free(zeros);
 }
 
-/* ---- One operation ---------------------------------------------------------------------------- */
+/* ---- One operation --------------------------------------------------------------------------- */
 
-static inline void op_rmsnorm(llm_backend *b, const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+static inline void op_rmsnorm(llm_backend *b, const float *x, const float *weight, int n, int dim,
+                              float epsilon, float *out) {
     ops *o = ops_new();
     ops_rmsnorm(o, x, weight, dim, epsilon, out);
     ops_run_rows(o, b, n);
 }
 
-static inline void op_matmul(llm_backend *b, const float *x, const llm_weight *w, const float *bias, int n, bool add, float *out) {
+static inline void op_matmul(llm_backend *b, const float *x, const llm_weight *w, const float *bias,
+                             int n, bool add, float *out) {
     ops *o = ops_new();
     ops_matmul(o, x, w, bias, add, out);
     ops_run_rows(o, b, n);
 }
 
-/* of n values */
-static inline void op_swiglu(llm_backend *b, const float *gate, const float *up, int64_t n, float *out) {
+/* One row of n values. */
+static inline void op_swiglu(llm_backend *b, const float *gate, const float *up, int64_t n,
+                             float *out) {
     ops *o = ops_new();
     ops_swiglu(o, gate, up, n, out);
     ops_run_rows(o, b, 1);
 }
 
-static inline void op_gather_columns(llm_backend *b, const float *x, const int32_t *columns, int n, int64_t cols, float *out) {
+static inline void op_gather_columns(llm_backend *b, const float *x, const int32_t *columns, int n,
+                                     int64_t cols, float *out) {
     ops *o = ops_new();
     llm_weight order;
     memset(&order, 0, sizeof order);
@@ -224,36 +239,41 @@ static inline void op_gather_columns(llm_backend *b, const float *x, const int32
     ops_run_rows(o, b, n);
 }
 
-static inline void op_embed(llm_backend *b, const llm_batch *batch, const llm_weight *table, float *out) {
+static inline void op_embed(llm_backend *b, const llm_batch *batch, const llm_weight *table,
+                            float *out) {
     ops *o = ops_new();
     ops_embed(o, table, out);
     ops_run(o, b, batch, 0, 0);
 }
 
-static inline void op_rope_angles(llm_backend *b, const llm_batch *batch, const float *frequencies, int rope_dim,
-                                  float magnitude, float *angles) {
+static inline void op_rope_angles(llm_backend *b, const llm_batch *batch, const float *frequencies,
+                                  int rope_dim, float magnitude, float *angles) {
     ops *o = ops_new();
     ops_rope_angles(o, frequencies, rope_dim, magnitude, angles);
     ops_run(o, b, batch, 0, 0);
 }
 
-static inline void op_rope_and_store(llm_backend *b, const llm_batch *batch, const llm_attention_shape *shape,
-                                     llm_rope_pairing pairing, int rope_dim, const float *angles, const float *q_norm,
-                                     const float *k_norm, float epsilon, float *q, float *k, const float *v,
-                                     const llm_cache *cache, int layer) {
+static inline void op_rope_and_store(llm_backend *b, const llm_batch *batch,
+                                     const llm_attention_shape *shape, llm_rope_pairing pairing,
+                                     int rope_dim, const float *angles, const float *q_norm,
+                                     const float *k_norm, float epsilon, float *q, float *k,
+                                     const float *v, const llm_cache *cache, int layer) {
     ops *o = ops_new();
-    ops_rope_and_store(o, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache, layer);
+    ops_rope_and_store(o, shape, pairing, rope_dim, angles, q_norm, k_norm, epsilon, q, k, v, cache,
+                       layer);
     ops_run(o, b, batch, 0, 0);
 }
 
-static inline void op_attention(llm_backend *b, const llm_batch *batch, const llm_attention_shape *shape, const float *q,
+static inline void op_attention(llm_backend *b, const llm_batch *batch,
+                                const llm_attention_shape *shape, const float *q,
                                 const llm_cache *cache, int layer, float *out) {
     ops *o = ops_new();
     ops_attention(o, shape, q, cache, layer, out);
     ops_run(o, b, batch, 0, 0);
 }
 
-static inline void op_gather_rows(llm_backend *b, const llm_batch *batch, const float *x, int dim, int first, int n, float *out) {
+static inline void op_gather_rows(llm_backend *b, const llm_batch *batch, const float *x, int dim,
+                                  int first, int n, float *out) {
     ops *o = ops_new();
     llm_op *op = ops_add(o, LLM_OP_GATHER_ROWS);
     op->in[0] = ops_buffer(o, x, dim, false);

@@ -1,4 +1,5 @@
-/* Fewer of what repeats, where all takes long: with the sanitizers, on an emulator. */
+/* How often a test repeats something: less often where everything is slow, such as with sanitizers
+ * (LLM_TEST_LESS is set) or on an emulator. */
 #ifndef REPEATS_H
 #define REPEATS_H
 

@@ -1,5 +1,5 @@
-/* The program of a model: which operations it has, what they cost, how it is cut into stages, and that nothing of this
- * changes a bit of the logits. Over the public API and the seam alone. */
+/* The program of a model: its operations, their costs and its stages. Fusions and threads change no
+ * bit of the logits. Uses only the public API and the seam. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -26,13 +26,17 @@ static llm_engine *engine_of(const llm_model *model, int threads, unsigned fusio
     return engine_new(model, &o);
 }
 
-/* The operations of a layer, in order, with the buffers that they read and write. */
-static void test_list(void **state) {
+/* The operations of a layer in order, with the buffers that they read and write. */
+static void test_operations_of_a_layer(void **state) {
     (void)state;
-    static const char *const layer[] = {
-        "rmsnorm x>h attn_norm.weight",  "matmul h>q attn_q.weight",    "matmul h>k attn_k.weight",      "matmul h>v attn_v.weight",
-        "rope_store angles,q,k,v,cache>", "attention q,cache>a",        "matmul a+>x attn_output.weight", "rmsnorm x>h ffn_norm.weight",
-        "matmul h>gate ffn_gate.weight", "matmul h>up ffn_up.weight",   "swiglu gate,up>gate",           "matmul gate+>x ffn_down.weight"};
+    static const char *const layer[] = {"rmsnorm x>h attn_norm.weight", "matmul h>q attn_q.weight",
+                                        "matmul h>k attn_k.weight", "matmul h>v attn_v.weight",
+                                        "rope_store angles,q,k,v,cache>", "attention q,cache>a",
+                                        "matmul a+>x attn_output.weight",
+                                        "rmsnorm x>h ffn_norm.weight",
+                                        "matmul h>gate ffn_gate.weight",
+                                        "matmul h>up ffn_up.weight", "swiglu gate,up>gate",
+                                        "matmul gate+>x ffn_down.weight"};
     enum { N = sizeof layer / sizeof *layer };
     llm_model *model = model_load(TALES);
     const llm_config *c = llm_model_config(model);
@@ -49,9 +53,10 @@ static void test_list(void **state) {
         char text[200];
         int n = snprintf(text, sizeof text, "%s ", llm_op_name(op->kind));
         for (int k = 0; k < LLM_OP_INPUTS && op->in[k] >= 0; k++)
-            n += snprintf(text + n, sizeof text - (size_t)n, "%s%s", k ? "," : "", p->buffers[op->in[k]].name);
-        snprintf(text + n, sizeof text - (size_t)n, "%s%s%s%s", op->add ? "+>" : ">", op->out < 0 ? "" : p->buffers[op->out].name,
-                 *op->name ? " " : "", op->name);
+            n += snprintf(text + n, sizeof text - (size_t)n, "%s%s", k ? "," : "",
+                          p->buffers[op->in[k]].name);
+        snprintf(text + n, sizeof text - (size_t)n, "%s%s%s%s", op->add ? "+>" : ">",
+                 op->out < 0 ? "" : p->buffers[op->out].name, *op->name ? " " : "", op->name);
         assert_string_equal(text, layer[(i - 2) % N]);
         assert_int_equal(op->layer, (i - 2) / N);
     }
@@ -63,7 +68,7 @@ static void test_list(void **state) {
     llm_model_free(model);
 }
 
-/* Traits of architectures: what one has, another has not. */
+/* The program of an architecture has the operations of its traits and no others. */
 static void test_traits(void **state) {
     (void)state;
     static const struct {
@@ -83,10 +88,13 @@ static void test_traits(void **state) {
         for (int k = 0; k < p->n_ops; k++) {
             const llm_op *op = &p->ops[k];
             if (op->kind != LLM_OP_ATTENTION) continue;
-            assert_int_equal(p->buffers[op->in[0]].width, op->attention.n_heads * op->attention.head_dim);
-            assert_int_equal(p->buffers[op->out].width, op->attention.n_heads * op->attention.head_dim);
+            assert_int_equal(p->buffers[op->in[0]].width,
+                             op->attention.n_heads * op->attention.head_dim);
+            assert_int_equal(p->buffers[op->out].width,
+                             op->attention.n_heads * op->attention.head_dim);
         }
-        for (int k = 0; k < p->n_ops; k++) biases += p->ops[k].bias != NULL, norms += p->ops[k].q_norm && p->ops[k].k_norm;
+        for (int k = 0; k < p->n_ops; k++)
+            biases += p->ops[k].bias != NULL, norms += p->ops[k].q_norm && p->ops[k].k_norm;
         assert_int_equal(biases, models[i].biases ? 3 * layers : 0);
         assert_int_equal(norms, models[i].head_norms ? layers : 0);
         assert_int_equal(count(p, LLM_OP_GATHER_COLUMNS), models[i].ordered ? 7 * layers : 0);
@@ -96,16 +104,17 @@ static void test_traits(void **state) {
     }
 }
 
-/* Costs by hand, for two sequences: one of 3 tokens that begins at position 0, one of 1 token at position 9. */
-static void test_cost(void **state) {
+/* Costs computed by hand for two sequences: one of 3 tokens from position 0, one of 1 token at
+ * position 9. */
+static void test_costs_by_hand(void **state) {
     (void)state;
     llm_model *model = model_load(TALES);
     const llm_config *c = llm_model_config(model);
     llm_engine *engine = engine_of(model, 1, LLM_FUSE_ALL);
     const llm_program *p = llm_engine_program(engine, false);
     const int32_t positions[] = {0, 1, 2, 9}, first[] = {0, 3}, counts[] = {3, 1}, rows[] = {2, 3};
-    llm_batch batch = {.n_tokens = 4, .n_sequences = 2, .positions = positions, .seq_first = first, .seq_count = counts,
-                       .n_logits = 2, .logit_rows = rows};
+    llm_batch batch = {.n_tokens = 4, .n_sequences = 2, .positions = positions, .seq_first = first,
+                       .seq_count = counts, .n_logits = 2, .logit_rows = rows};
     double weights = 0, q = c->n_heads * c->head_dim, kv = c->n_kv_heads * c->head_dim;
     for (int i = 0; i < p->n_ops; i++) {
         const llm_op *op = &p->ops[i];
@@ -115,8 +124,10 @@ static void test_cost(void **state) {
         if (op->kind == LLM_OP_MATMUL) {
             double bytes = (double)op->weight->rows * (double)op->weight->cols / 32 * 18;
             if (op->weight->type == LLM_Q4_0) assert_true(cost.weight_bytes == bytes);
-            assert_true(cost.operations == 2 * n * (double)op->weight->rows * (double)op->weight->cols);
-            assert_true(cost.activation_bytes == 4 * n * (double)(op->weight->cols + op->weight->rows * (op->add ? 2 : 1)));
+            assert_true(cost.operations ==
+                        2 * n * (double)op->weight->rows * (double)op->weight->cols);
+            assert_true(cost.activation_bytes ==
+                        4 * n * (double)(op->weight->cols + op->weight->rows * (op->add ? 2 : 1)));
             assert_true(cost.cache_bytes == 0);
         } else if (op->kind == LLM_OP_ATTENTION) {
             assert_true(cost.cache_bytes == (3 + 10) * 2 * kv * 2); /* keys and values, f16 */
@@ -128,14 +139,15 @@ static void test_cost(void **state) {
             assert_true(cost.weight_bytes < 4 * 4 * c->dim + 1);
         }
     }
-    /* together: all that a step reads of the file, and the frequencies */
+    /* the sum: what a step reads of the file, plus the frequencies of RoPE */
     uint64_t step = llm_model_step_bytes(model);
-    if (fabs(weights - (double)step - 2.0 * c->rope_dim) > 1) fail_msg("%.0f bytes, a step reads %llu", weights, (unsigned long long)step);
+    if (fabs(weights - (double)step - 2.0 * c->rope_dim) > 1)
+        fail_msg("%.0f bytes, a step reads %llu", weights, (unsigned long long)step);
     llm_engine_free(engine);
     llm_model_free(model);
 }
 
-/* A window shortens what attention reads. */
+/* A sliding window limits what attention reads. */
 static void test_cost_of_a_window(void **state) {
     (void)state;
     llm_op op;
@@ -146,7 +158,8 @@ static void test_cost_of_a_window(void **state) {
     op.attention.n_heads = op.attention.n_kv_heads = op.attention.head_dim = 1;
     op.attention.window = 4;
     const int32_t positions[] = {8, 9}, zero = 0, two = 2;
-    llm_batch batch = {.n_tokens = 2, .n_sequences = 1, .positions = positions, .seq_first = &zero, .seq_count = &two};
+    llm_batch batch = {.n_tokens = 2, .n_sequences = 1, .positions = positions, .seq_first = &zero,
+                       .seq_count = &two};
     llm_program p;
     memset(&p, 0, sizeof p);
     llm_cost cost = llm_op_cost(&p, &op, &batch);
@@ -154,13 +167,14 @@ static void test_cost_of_a_window(void **state) {
     assert_true(cost.operations == 4 * (4 + 4));
 }
 
-/* Every operation is in a stage, in order; fewer fusions are more stages. */
+/* Every operation is in a stage, in order. Without fusions there are more stages and barriers. */
 static void test_stages(void **state) {
     (void)state;
     llm_model *model = model_load(TALES);
     int n_stages[2] = {0, 0}, n_barriers[2] = {0, 0};
     const int32_t position = 5, zero = 0, one = 1;
-    llm_batch batch = {.n_tokens = 1, .n_sequences = 1, .positions = &position, .seq_first = &zero, .seq_count = &one, .n_logits = 1};
+    llm_batch batch = {.n_tokens = 1, .n_sequences = 1, .positions = &position, .seq_first = &zero,
+                       .seq_count = &one, .n_logits = 1};
     for (int fused = 0; fused < 2; fused++) {
         llm_error err;
         llm_engine_options o = llm_engine_defaults();
@@ -175,7 +189,9 @@ static void test_stages(void **state) {
             last = stage.last;
             if (!stage.rounds) seen[stage.first] = seen[stage.last] = 1;
             if (!fused) assert_true(!stage.each && stage.first == stage.last);
-            if (p->ops[stage.last].kind == LLM_OP_MATMUL && stage.first < stage.last) seen[stage.last + 1] = 1; /* swiglu */
+            /* the stage of the gate and up products includes the swiglu after them */
+            if (p->ops[stage.last].kind == LLM_OP_MATMUL && stage.first < stage.last)
+                seen[stage.last + 1] = 1;
             n_barriers[fused] += stage.barrier;
             n_stages[fused]++;
         }
@@ -189,7 +205,7 @@ static void test_stages(void **state) {
     llm_model_free(model);
 }
 
-/* Fusions, threads and a profile change no bit of the logits. */
+/* Fusions, threads and profiling change no bit of the logits. */
 static void test_same_bits(void **state) {
     (void)state;
     llm_model *model = model_load(TALES);
@@ -214,7 +230,8 @@ static void test_same_bits(void **state) {
         if (expected) assert_same(r, expected);
         for (int i = 0; i < p->n_ops; i++) {
             assert_true(seconds[i] >= 0);
-            if (p->ops[i].kind == LLM_OP_MATMUL && profile && !(fusions & LLM_FUSE_GATE)) assert_true(seconds[i] > 0);
+            if (p->ops[i].kind == LLM_OP_MATMUL && profile && !(fusions & LLM_FUSE_GATE))
+                assert_true(seconds[i] > 0);
             total += seconds[i];
         }
         assert_true(profile ? total > 0 : total == 0);
@@ -227,7 +244,7 @@ static void test_same_bits(void **state) {
     llm_model_free(model);
 }
 
-/* The head computes only the rows that are wanted: of a prompt, one. */
+/* The head computes only the rows whose logits are wanted: one for a prompt. */
 static void test_rows_of_the_head(void **state) {
     (void)state;
     llm_error err;
@@ -240,7 +257,7 @@ static void test_rows_of_the_head(void **state) {
     llm_request request = llm_request_defaults();
     request.prompt = prompt;
     request.n_prompt = 40;
-    for (int k = 0; k < 2; k++) { /* logits, and the rows that they are computed from */
+    for (int k = 0; k < 2; k++) { /* the logits, then the rows from which they are computed */
         const llm_buffer *buffer = &p->buffers[k ? last->in[0] : last->out];
         for (int64_t i = 0; i < 3 * buffer->width; i++) buffer->data[i] = 12345;
     }
@@ -249,14 +266,15 @@ static void test_rows_of_the_head(void **state) {
     for (int k = 0; k < 2; k++) {
         const llm_buffer *buffer = &p->buffers[k ? last->in[0] : last->out];
         assert_true(buffer->data[0] != 12345);
-        for (int64_t i = buffer->width; i < 3 * buffer->width; i++) assert_true(buffer->data[i] == 12345);
+        for (int64_t i = buffer->width; i < 3 * buffer->width; i++)
+            assert_true(buffer->data[i] == 12345);
     }
     llm_engine_free(engine);
     llm_model_free(model);
 }
 
-/* Steps of all sizes one after another, on one engine and each on a fresh one: nothing that a run leaves behind is used by
- * another that is planned differently. */
+/* Steps of many sizes give the same results one after another on one engine and each on a fresh
+ * engine: a run reads nothing that an earlier run with another plan left behind. */
 static void test_steps_of_all_sizes(void **state) {
     (void)state;
     static const int lengths[] = {5, 190, 5, 1, 33, 150, 2, 17};
@@ -265,7 +283,8 @@ static void test_steps_of_all_sizes(void **state) {
     int32_t prompt[200];
     for (int i = 0; i < 200; i++) prompt[i] = 5 + i * 11 % 300;
     llm_engine_options o = llm_engine_defaults();
-    o.max_batch_tokens = 60; /* so that prompts come in chunks, without and then with logits */
+    /* prompts take several chunks: the last has logits, the others do not */
+    o.max_batch_tokens = 60;
     o.prefix_cache = false;
     for (int threads = 1; threads <= 2; threads++) {
         o.n_threads = threads;
@@ -281,8 +300,10 @@ static void test_steps_of_all_sizes(void **state) {
             record_submit(engine, r, request, false);
             record_drain(engine);
             assert_int_equal(r->samples[0].n_tokens, 4);
-            assert_memory_equal(r->samples[0].tokens, fresh->samples[0].tokens, 4 * sizeof(int32_t));
-            assert_memory_equal(r->samples[0].logprobs, fresh->samples[0].logprobs, 4 * sizeof(float));
+            assert_memory_equal(r->samples[0].tokens, fresh->samples[0].tokens,
+                                4 * sizeof(int32_t));
+            assert_memory_equal(r->samples[0].logprobs, fresh->samples[0].logprobs,
+                                4 * sizeof(float));
             record_free(r);
             record_free(fresh);
         }
@@ -293,8 +314,9 @@ static void test_steps_of_all_sizes(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_list),             cmocka_unit_test(test_traits), cmocka_unit_test(test_cost),
-        cmocka_unit_test(test_cost_of_a_window), cmocka_unit_test(test_stages), cmocka_unit_test(test_same_bits),
+        cmocka_unit_test(test_operations_of_a_layer), cmocka_unit_test(test_traits),
+        cmocka_unit_test(test_costs_by_hand), cmocka_unit_test(test_cost_of_a_window),
+        cmocka_unit_test(test_stages), cmocka_unit_test(test_same_bits),
         cmocka_unit_test(test_rows_of_the_head), cmocka_unit_test(test_steps_of_all_sizes),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
