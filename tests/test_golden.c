@@ -1,5 +1,6 @@
-/* The logits of tiny random models against those of Hugging Face transformers (tests/make_golden.py made both), and
- * every storage type against the same model with its weights unpacked to f32. */
+/* The logits of tiny random models, compared with those of Hugging Face transformers
+ * (tests/make_golden.py makes both); and every storage type, compared with the same model unpacked
+ * to f32. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -11,8 +12,8 @@
 
 typedef struct golden {
     const char *name;
-    char model_path[128]; /* as the script wrote it: f16, q8_0, ... */
-    char f32_path[256];   /* the same, unpacked */
+    char model_path[128]; /* as make_golden.py wrote it: f16, q8_0, ... */
+    char f32_path[256];   /* the same model in f32 */
     llm_file *file;
     int32_t ids[1200];
     int n_ids, n_prompt;
@@ -55,8 +56,8 @@ static void golden_close(golden *g) {
     free(g);
 }
 
-/* The whole sequence as a prompt: only the hook sees anything. */
-static llm_request all_of_it(const golden *g) {
+/* The whole sequence as the prompt; only the hook reads the logits. */
+static llm_request whole_sequence(const golden *g) {
     llm_request r = llm_request_defaults();
     r.prompt = g->ids;
     r.n_prompt = g->n_ids;
@@ -64,56 +65,59 @@ static llm_request all_of_it(const golden *g) {
     return r;
 }
 
-static llm_request from_the_prompt(const golden *g) {
-    llm_request r = all_of_it(g);
+static llm_request continuation(const golden *g) {
+    llm_request r = whole_sequence(g);
     r.n_prompt = g->n_prompt;
     r.max_tokens = g->n_ids - g->n_prompt;
     return r;
 }
 
-/* The largest error at one position, of rows `first` on. */
-static double worst_error(const sample_record *s, const float *right, int vocab) {
+/* The largest relative error at one position. */
+static double worst_error(const sample_record *s, const float *expected, int vocab) {
     double worst = 0;
     for (int i = 0; i < s->n_rows; i++) {
-        const float *row = right + (size_t)s->positions[i] * (size_t)vocab;
+        const float *row = expected + (size_t)s->positions[i] * (size_t)vocab;
         double error = relative_error(s->logits + (size_t)i * (size_t)vocab, row, vocab);
         if (!(error <= worst)) worst = error;
     }
     return worst;
 }
 
-/* f32 weights and an f32 cache. Two f32 implementations differ in the order of their sums only: each
- * rounds to 2^-24, and a few thousand roundings that do not conspire stay far below 1e-4. */
+/* f32 weights and an f32 cache. Two f32 implementations differ only in the order of their sums:
+ * each addition rounds to 2^-24, and a few thousand independent roundings stay far below 1e-4. */
 static void check_f32(const golden *g, llm_engine_options o) {
     llm_model *model = model_load(g->f32_path);
     int vocab = llm_model_config(model)->vocab_size;
     o.cache_type = LLM_F32;
 
-    record *r = run_alone(model, &o, all_of_it(g));
+    record *r = run_alone(model, &o, whole_sequence(g));
     assert_int_equal(r->samples[0].n_rows, g->n_ids);
     double prefill = worst_error(&r->samples[0], g->logits, vocab);
     assert_true(prefill <= 1e-4);
     record_free(r);
 
-    r = run_alone(model, &o, from_the_prompt(g));
+    r = run_alone(model, &o, continuation(g));
     assert_int_equal(r->samples[0].n_tokens, g->n_ids - g->n_prompt);
-    assert_memory_equal(r->samples[0].tokens, g->ids + g->n_prompt, sizeof(int32_t) * (size_t)r->samples[0].n_tokens);
+    assert_memory_equal(r->samples[0].tokens, g->ids + g->n_prompt,
+                        sizeof(int32_t) * (size_t)r->samples[0].n_tokens);
     double decode = worst_error(&r->samples[0], g->logits, vocab);
     assert_true(decode <= 1e-4);
     record_free(r);
 
-    /* An f16 cache rounds keys and values to up to 2^-12 = 2.4e-4 of themselves, in every layer; a peaked attention turns an error of
-     * a score (here up to about 10) into one ten times as large of its weight. */
+    /* An f16 cache changes keys and values by up to 2^-12 = 2.4e-4 of their size in every layer.
+     * Where attention is concentrated on few positions, a relative error of a score (here up to
+     * about 10) becomes a ten times larger one of its weight. */
     o.cache_type = LLM_F16;
-    r = run_alone(model, &o, all_of_it(g));
+    r = run_alone(model, &o, whole_sequence(g));
     double half = worst_error(&r->samples[0], g->logits, vocab);
     assert_true(half <= 1e-2);
     record_free(r);
-    print_message("%-8s prefill %.1e, decode %.1e, with an f16 cache %.1e\n", g->name, prefill, decode, half);
+    print_message("%-8s prefill %.1e, decode %.1e, with an f16 cache %.1e\n", g->name, prefill,
+                  decode, half);
     llm_model_free(model);
 }
 
-static void check_f32_everywhere(const char *name) {
+static void check_all_instruction_sets(const char *name) {
     golden *g = golden_open(name);
     for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2 && has_isa((llm_isa)isa); naive++) {
@@ -122,57 +126,66 @@ static void check_f32_everywhere(const char *name) {
             o.backend = llm_cpu_backend(2, (llm_isa)isa, &err);
             if (!o.backend) fail_msg("%s", err.message);
             o.naive_attention = naive;
-            print_message("%-7s %s  ", llm_isa_name(llm_cpu_isa(o.backend)), naive ? "naive" : "tiled");
+            print_message("%-7s %s  ", llm_isa_name(llm_cpu_isa(o.backend)),
+                          naive ? "naive" : "tiled");
             check_f32(g, o);
             llm_backend_free(o.backend);
         }
     golden_close(g);
 }
 
-static void test_gqa_4_2(void **state) { (void)state; check_f32_everywhere("gqa_4_2"); }
-static void test_gqa_8_2(void **state) { (void)state; check_f32_everywhere("gqa_8_2"); }
-static void test_mha_48(void **state) { (void)state; check_f32_everywhere("mha_48"); }
-static void test_mqa_4_1(void **state) { (void)state; check_f32_everywhere("mqa_4_1"); }
-static void test_wide(void **state) { (void)state; check_f32_everywhere("wide"); }
-static void test_head64(void **state) { (void)state; check_f32_everywhere("head64"); }
-static void test_bias(void **state) { (void)state; check_f32_everywhere("bias"); }
+static void test_gqa_4_2(void **state) { (void)state; check_all_instruction_sets("gqa_4_2"); }
+static void test_gqa_8_2(void **state) { (void)state; check_all_instruction_sets("gqa_8_2"); }
+static void test_mha_48(void **state) { (void)state; check_all_instruction_sets("mha_48"); }
+static void test_mqa_4_1(void **state) { (void)state; check_all_instruction_sets("mqa_4_1"); }
+static void test_wide(void **state) { (void)state; check_all_instruction_sets("wide"); }
+static void test_head64(void **state) { (void)state; check_all_instruction_sets("head64"); }
+static void test_bias(void **state) { (void)state; check_all_instruction_sets("bias"); }
 
-/* A model stored as `path` against its own unpacked copy: what is compared is only what the engine does with packed
- * weights, not what packing lost. Returns the error over all logits of the sequence together. */
+/* Compare the model in `path` with its own copy unpacked to f32, so that only the engine's
+ * arithmetic with packed weights counts, and not what packing lost. Returns the relative error over
+ * all logits of the sequence. */
 static double packed_error(const golden *g, const char *path, llm_isa isa) {
     char unpacked[256];
     llm_error err;
     temporary_path(unpacked);
     write_as_f32(path, unpacked);
-    llm_model *packed = model_load(path), *right = model_load(unpacked);
+    llm_model *packed = model_load(path), *expected = model_load(unpacked);
     llm_engine_options o = llm_engine_defaults();
     o.cache_type = LLM_F32;
     o.backend = llm_cpu_backend(2, isa, &err);
     if (!o.backend) fail_msg("%s", err.message);
-    record *a = run_alone(packed, &o, all_of_it(g)), *b = run_alone(right, &o, all_of_it(g));
+    record *a = run_alone(packed, &o, whole_sequence(g)),
+           *b = run_alone(expected, &o, whole_sequence(g));
     assert_int_equal(a->samples[0].n_rows, g->n_ids);
-    double error = relative_error(a->samples[0].logits, b->samples[0].logits, (int64_t)g->n_ids * a->vocab);
+    double error =
+        relative_error(a->samples[0].logits, b->samples[0].logits, (int64_t)g->n_ids * a->vocab);
     record_free(a);
     record_free(b);
     llm_model_free(packed);
-    llm_model_free(right);
+    llm_model_free(expected);
     llm_backend_free(o.backend);
     unlink(unpacked);
     return error;
 }
 
-/* The bounds. f16 and bf16 weights are unpacked exactly and multiplied in f32: float rounding again, 1e-4.
+/* The bounds. f16 and bf16 weights are unpacked exactly and multiplied in f32: 1e-4 as above.
  *
- * The block formats: the activations of every product are rounded to int8, 32 to a scale, or 256, which here is a whole row of at most
- * 96. The largest of 96 normal values is about 2.7 of their deviation, so a step is 2.7/127 = 0.021 of it and the rounding error,
- * spread evenly over a step, step/sqrt(12) = 0.006. That is the relative error of one product, as its errors are independent. A layer
- * has four products in a row, the models here up to three layers and the output: 13, so sqrt(13) x 0.006 = 0.022, and
- * attention and the gate, whose inputs are wide here, sharpen it by two or three. Hence 0.06. An indexing or
- * scaling mistake gives an error near 1. */
-static double bound_of(llm_type type) { return llm_type_find(type)->block_values > 1 ? 0.06 : 1e-4; }
+ * Block formats: the activations of every product are rounded to int8 with one scale per 32 or 256
+ * values, where 256 is here a whole row of at most 96. The largest of 96 normal values is about 2.7
+ * standard deviations, so a step is 2.7/127 = 0.021 of one and the rounding error, uniform over a
+ * step, is step/sqrt(12) = 0.006. This is the relative error of one product, since its errors are
+ * independent. A layer has four products in sequence, these models have up to three layers and an
+ * output: 13 products, so sqrt(13) x 0.006 = 0.022. Attention and the gate, whose inputs have a
+ * wide range here, increase it two or three times. Hence 0.06. A mistake in an index or a scale
+ * gives an error near 1. */
+static double bound_of(llm_type type) {
+    return llm_type_find(type)->block_values > 1 ? 0.06 : 1e-4;
+}
 
 static void test_packed(void **state) {
-    static const char *const names[] = {"gqa_4_2", "gqa_8_2", "mha_48", "mqa_4_1", "wide", "head64", "bias"};
+    static const char *const names[] = {"gqa_4_2", "gqa_8_2", "mha_48", "mqa_4_1",
+                                        "wide",    "head64",  "bias"};
     (void)state;
     for (size_t i = 0; i < sizeof names / sizeof *names; i++) {
         golden *g = golden_open(names[i]);
@@ -181,16 +194,18 @@ static void test_packed(void **state) {
             char path[256];
             llm_error err;
             temporary_path(path);
-            if (!llm_quantize(g->f32_path, path, info->type, false, NULL, NULL, &err)) fail_msg("%s", err.message);
+            if (!llm_quantize(g->f32_path, path, info->type, false, NULL, NULL, &err))
+                fail_msg("%s", err.message);
             for (int isa = LLM_ISA_PLAIN; isa <= LLM_ISA_BEST; isa++) {
                 if (!has_isa((llm_isa)isa)) continue;
                 double error = packed_error(g, path, (llm_isa)isa);
-                print_message("%-8s %-5s %-7s %.1e\n", g->name, info->name, llm_isa_name((llm_isa)isa), error);
+                print_message("%-8s %-5s %-7s %.1e\n", g->name, info->name,
+                              llm_isa_name((llm_isa)isa), error);
                 assert_true(error <= bound_of(info->type));
             }
             unlink(path);
         }
-        /* and as the script stored it, with the gguf package's packing */
+        /* also as make_golden.py stored it, packed by the gguf package */
         assert_true(packed_error(g, g->model_path, LLM_ISA_BEST) <= 0.06);
         golden_close(g);
     }
@@ -198,9 +213,10 @@ static void test_packed(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_gqa_4_2), cmocka_unit_test(test_gqa_8_2), cmocka_unit_test(test_mha_48),
-        cmocka_unit_test(test_mqa_4_1), cmocka_unit_test(test_wide),    cmocka_unit_test(test_head64), cmocka_unit_test(test_bias),
-        cmocka_unit_test(test_packed),
+        cmocka_unit_test(test_gqa_4_2), cmocka_unit_test(test_gqa_8_2),
+        cmocka_unit_test(test_mha_48),  cmocka_unit_test(test_mqa_4_1),
+        cmocka_unit_test(test_wide),    cmocka_unit_test(test_head64),
+        cmocka_unit_test(test_bias),    cmocka_unit_test(test_packed),
     };
     return cmocka_run_group_tests_name("golden", tests, NULL, NULL);
 }

@@ -1,5 +1,6 @@
-/* The tiny models of tests/make_models.py, one or more for every architecture, RoPE scaling, window, bias and 4-bit format: as a Hugging
- * Face folder and as a GGUF file, against the logits of Hugging Face transformers. */
+/* The tiny models of tests/make_models.py: at least one for each architecture, RoPE scaling,
+ * window, bias and 4-bit format. Their logits are compared with those of Hugging Face transformers,
+ * from a Hugging Face folder and from a GGUF file. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -16,34 +17,41 @@
 #include "../models/quantize.h"
 #include "tiny_model.h"
 
-static const char *const plain[] = {"llama", "llama_mha", "llama31", "llama_linear", "llama_bias", "mistral", "mistral_window",
-                                    "qwen2", "qwen2_yarn", "qwen2_window", "qwen3", "qwen3_yarn"};
-/* groups of 32 and of 128, each with zero points and without, GPTQ's in order and by act-order; and GPTQ's second form */
-static const char *const int4[] = {"gptq_g32",  "gptq_g32_zero",  "gptq_g32_act_sym",  "gptq_g32_act",  "awq_g32_sym",  "awq_g32",
-                                   "gptq_g128", "gptq_g128_zero", "gptq_g128_act_sym", "gptq_g128_act", "awq_g128_sym", "awq_g128",
-                                   "gptq_v2"};
+static const char *const plain[] = {"llama",      "llama_mha",    "llama31",        "llama_linear",
+                                    "llama_bias", "mistral",      "mistral_window", "qwen2",
+                                    "qwen2_yarn", "qwen2_window", "qwen3",          "qwen3_yarn"};
+/* groups of 32 and of 128, with and without zero points; GPTQ's in order and with act-order; and
+ * version 2 of GPTQ's format */
+static const char *const int4[] = {
+    "gptq_g32",     "gptq_g32_zero", "gptq_g32_act_sym", "gptq_g32_act",      "awq_g32_sym",
+    "awq_g32",      "gptq_g128",     "gptq_g128_zero",   "gptq_g128_act_sym", "gptq_g128_act",
+    "awq_g128_sym", "awq_g128",      "gptq_v2"};
 enum { N_PLAIN = sizeof plain / sizeof *plain, N_INT4 = sizeof int4 / sizeof *int4 };
 
-typedef struct run { /* what the hook sees */
+typedef struct run { /* what the logits hook reads and writes */
     const int32_t *ids;
     int n_ids, vocab;
     float *logits; /* (n_ids, vocab) */
     int n_seen;
 } run;
 
-/* Notes the logits, and makes the next token of the golden sequence the only choice. */
-static void hook(void *user, uint64_t request, int sample, int position, float *logits) {
+/* A logits hook that copies the logits and makes the golden sequence's next token the only
+ * choice. */
+static void logits_hook(void *user, uint64_t request, int sample, int position, float *logits) {
     run *r = (run *)user;
     (void)request, (void)sample;
     assert_true(position < r->n_ids);
-    memcpy(r->logits + (size_t)position * (size_t)r->vocab, logits, (size_t)r->vocab * sizeof *logits);
+    memcpy(r->logits + (size_t)position * (size_t)r->vocab, logits,
+           (size_t)r->vocab * sizeof *logits);
     r->n_seen++;
     for (int i = 0; i < r->vocab; i++) logits[i] = 0;
     if (position + 1 < r->n_ids) logits[r->ids[position + 1]] = 100;
 }
 
-/* The worst error at one position, prefilling n_prompt tokens and then decoding. A relative error: of the difference to the logits. */
-static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, int n_prompt, const int32_t *ids, int n_ids, const float *right) {
+/* Prefill n_prompt tokens, decode the others, and return the largest error at one position: the
+ * norm of the difference relative to the norm of the expected logits. */
+static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, int n_prompt,
+                          const int32_t *ids, int n_ids, const float *right) {
     llm_error err;
     llm_model *model = llm_model_load(path, &err);
     if (!model) fail_msg("%s", err.message);
@@ -61,13 +69,14 @@ static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, 
     request.n_prompt = n_prompt;
     request.max_tokens = n_ids - n_prompt;
     request.ignore_end = true;
-    request.logits_hook = hook;
+    request.logits_hook = logits_hook;
     request.user = &r;
     assert_true(llm_submit(engine, &request, NULL, &err));
     int step;
     while ((step = llm_step(engine, &err)) > 0) {}
     if (step < 0) fail_msg("%s", err.message);
-    assert_true(r.n_seen >= n_ids - 1); /* nobody asks for the logits after the last token that was generated */
+    /* the logits after the last generated token are not computed */
+    assert_true(r.n_seen >= n_ids - 1);
     double worst = 0;
     for (int i = 0; i < n_ids - (n_prompt < n_ids); i++) {
         double off = 0, size = 0;
@@ -101,7 +110,8 @@ static golden golden_open(const char *name) {
     g.file = llm_file_open(path, &err);
     if (!g.file) fail_msg("%s", err.message);
     const llm_value *ids = llm_file_find(g.file, "golden.ids");
-    assert_true(ids && ids->count <= 64 && llm_value_u64(llm_file_find(g.file, "golden.n_prompt"), 0, &n_prompt));
+    assert_true(ids && ids->count <= 64 &&
+                llm_value_u64(llm_file_find(g.file, "golden.n_prompt"), 0, &n_prompt));
     g.n_ids = (int)ids->count;
     g.n_prompt = (int)n_prompt;
     for (int i = 0; i < g.n_ids; i++) {
@@ -113,25 +123,30 @@ static golden golden_open(const char *name) {
     return g;
 }
 
-/* All ways of running it. With weights that are not quantized nothing is rounded but f32 itself. Quantized ones are multiplied
- * with activations rounded to 8 bits by the fast kernels (see test_golden.c), but not by the textbook's. The bound for those is wide: zero
- * points make the error larger, and so do the gates of these random models, of whose products a few are far larger than the
- * other 255 that share their scale. test_kernels.c has the sharp one. */
-static void check(const char *name, const char *path, bool quantized) {
+/* Compare with the golden logits on each instruction set, with both kinds of attention, in prefill
+ * and in decode. Without quantized weights, the only errors are roundings of f32. With them, the
+ * fast kernels round activations to 8 bits (see test_golden.c), the reference does not. The bound
+ * for that is wide: zero points increase the error, and so do the gates of these random models,
+ * where a few products are far larger than the other 255 that share their scale. test_kernels.c has
+ * a sharp bound. */
+static void check_logits(const char *name, const char *path, bool quantized) {
     golden g = golden_open(name);
-    double worst = 0, textbook = 0;
+    double worst = 0, reference = 0;
     for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
         for (int naive = 0; naive < 2; naive++) {
             double bound = quantized && isa > LLM_ISA_REFERENCE ? 0.3 : 1e-4;
-            double whole = worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
-            double decoded = worst_error(path, (llm_isa)isa, naive, 16, g.n_prompt, g.ids, g.n_ids, g.logits);
+            double whole =
+                worst_error(path, (llm_isa)isa, naive, 64, g.n_ids, g.ids, g.n_ids, g.logits);
+            double decoded =
+                worst_error(path, (llm_isa)isa, naive, 16, g.n_prompt, g.ids, g.n_ids, g.logits);
             if (!(whole <= bound && decoded <= bound))
-                fail_msg("%s, %s: prefill %.1e, decode %.1e, bound %.1e", path, llm_isa_name((llm_isa)isa), whole, decoded, bound);
+                fail_msg("%s, %s: prefill %.1e, decode %.1e, bound %.1e", path,
+                         llm_isa_name((llm_isa)isa), whole, decoded, bound);
             if (whole > worst) worst = whole;
             if (decoded > worst) worst = decoded;
-            if (isa == LLM_ISA_REFERENCE) textbook = worst;
+            if (isa == LLM_ISA_REFERENCE) reference = worst;
         }
-    print_message("%-48s %.1e (the textbook's loops %.1e)\n", path, worst, textbook);
+    print_message("%-48s %.1e (reference %.1e)\n", path, worst, reference);
     llm_file_close(g.file);
 }
 
@@ -140,7 +155,7 @@ static void test_folders(void **state) {
     (void)state;
     for (int i = 0; i < N_PLAIN; i++) {
         snprintf(path, sizeof path, "tests/data/models/%s", plain[i]);
-        check(plain[i], path, false);
+        check_logits(plain[i], path, false);
     }
 }
 
@@ -149,7 +164,7 @@ static void test_gguf(void **state) {
     (void)state;
     for (int i = 0; i < N_PLAIN; i++) {
         snprintf(path, sizeof path, "tests/data/models/%s.gguf", plain[i]);
-        check(plain[i], path, false);
+        check_logits(plain[i], path, false);
     }
 }
 
@@ -158,11 +173,11 @@ static void test_int4(void **state) {
     (void)state;
     for (int i = 0; i < N_INT4; i++) {
         snprintf(path, sizeof path, "tests/data/models/%s", int4[i]);
-        check(int4[i], path, true);
+        check_logits(int4[i], path, true);
     }
 }
 
-/* The values of a matrix of 4-bit integers, to the last bit. */
+/* The unpacked values of a 4-bit matrix are exactly those of the golden file. */
 static void test_int4_values(void **state) {
     (void)state;
     for (int i = 0; i < N_INT4; i++) {
@@ -176,9 +191,11 @@ static void test_int4_values(void **state) {
         const llm_tensor *t = llm_file_find_tensor(file, "blk.0.attn_k.weight");
         assert_true(t && t->dims[0] == right->dims[0] && t->dims[1] == right->dims[1]);
         bool act = strstr(int4[i], "_act") != NULL, wide = strstr(int4[i], "_g128") != NULL;
-        bool symmetric = strstr(int4[i], "sym") || !strcmp(int4[i], "gptq_g32") || !strcmp(int4[i], "gptq_g128");
+        bool symmetric =
+            strstr(int4[i], "sym") || !strcmp(int4[i], "gptq_g32") || !strcmp(int4[i], "gptq_g128");
         assert_int_equal(t->type, symmetric ? LLM_Q4_0 : LLM_Q4_Z);
-        assert_int_equal(t->columns != NULL, act && !wide); /* with groups of 128 there is one in this matrix, and two in ffn_down */
+        /* with groups of 128, this matrix has one group and ffn_down two */
+        assert_int_equal(t->columns != NULL, act && !wide);
         assert_int_equal(llm_file_find_tensor(file, "blk.0.ffn_down.weight")->columns != NULL, act);
         assert_null(t->data);
         float *row = (float *)malloc(t->dims[0] * sizeof *row);
@@ -188,8 +205,12 @@ static void test_int4_values(void **state) {
         for (uint64_t r = 0; r < t->dims[1]; r++) {
             type->unpack(rows + r * t->bytes / t->dims[1], row, (int64_t)t->dims[0]);
             for (uint64_t c = 0; c < t->dims[0]; c++) {
-                float wanted = ((const float *)right->data)[r * t->dims[0] + (t->columns ? (uint64_t)t->columns[c] : c)];
-                if (row[c] != wanted) fail_msg("%s: (%d, %d) is %g, not %g", int4[i], (int)r, (int)c, (double)row[c], (double)wanted);
+                float expected =
+                    ((const float *)
+                         right->data)[r * t->dims[0] + (t->columns ? (uint64_t)t->columns[c] : c)];
+                if (row[c] != expected)
+                    fail_msg("%s: (%d, %d) is %g, not %g", int4[i], (int)r, (int)c, (double)row[c],
+                             (double)expected);
             }
         }
         free(row);
@@ -199,7 +220,7 @@ static void test_int4_values(void **state) {
     }
 }
 
-/* n rows from `first` on are those among all rows, and nothing is written around them. */
+/* n rows from `first` on equal those of `all`, and no byte around them is written. */
 static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, uint64_t n) {
     enum { MARGIN = 64 };
     uint64_t row_bytes = t->bytes / t->dims[1];
@@ -210,20 +231,24 @@ static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, 
     if (!llm_tensor_rows(t, first, n, rows + MARGIN, &err)) fail_msg("%s", err.message);
     assert_int_equal(err.status, LLM_OK);
     assert_memory_equal(rows + MARGIN, all + first * row_bytes, size);
-    for (int i = 0; i < MARGIN; i++) assert_true(rows[i] == 0xa5 && rows[MARGIN + size + (size_t)i] == 0xa5);
+    for (int i = 0; i < MARGIN; i++)
+        assert_true(rows[i] == 0xa5 && rows[MARGIN + size + (size_t)i] == 0xa5);
     free(rows);
 }
 
-static void refused_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *out, const char *words) {
+static void refuse_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *out,
+                         const char *words) {
     llm_error err = {LLM_OK, ""};
-    if (llm_tensor_rows(t, first, n, out, &err)) fail_msg("rows %llu, %llu", (unsigned long long)first, (unsigned long long)n);
+    if (llm_tensor_rows(t, first, n, out, &err))
+        fail_msg("rows %llu, %llu", (unsigned long long)first, (unsigned long long)n);
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
-    if (!strstr(err.message, words)) fail_msg("wanted \"%s\", got \"%s\"", words, err.message);
+    if (!strstr(err.message, words)) fail_msg("expected \"%s\", got \"%s\"", words, err.message);
     assert_false(llm_tensor_rows(t, first, n, out, NULL));
 }
 
-/* Any rows of any tensor: of the 4-bit integers those that test_int4_values has checked, of the others the data itself. */
-static void test_rows(void **state) {
+/* Any rows of any tensor can be read: of 4-bit tensors, the rows that test_int4_values checks; of
+ * the others, the data itself. */
+static void test_tensor_rows(void **state) {
     (void)state;
     int64_t n_int4 = 0, n_large = 0;
     for (int i = 0; i < N_INT4 + 1; i++) {
@@ -243,19 +268,22 @@ static void test_rows(void **state) {
             n_large += !t->data && n > 128;
             for (uint64_t r = 0; r < n; r++) check_rows(t, all, r, 1);
             for (uint64_t trial = 0; trial < 60; trial++) {
-                uint64_t first = (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial) * (double)(n + 1));
-                check_rows(t, all, first, (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial + 1) * (double)(n - first + 1)));
+                uint64_t first =
+                    (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial) * (double)(n + 1));
+                check_rows(t, all, first,
+                           (uint64_t)(llm_random(1, (uint64_t)k, 2 * trial + 1) *
+                                      (double)(n - first + 1)));
             }
             check_rows(t, all, n, 0);
             assert_true(llm_tensor_rows(t, 0, 0, NULL, &err));
-            refused_rows(t, n, 1, all, "1 rows of ");
-            refused_rows(t, 0, n + 1, all, "but it has ");
-            refused_rows(t, n + 1, 0, all, "but it has ");
-            refused_rows(t, 1, UINT64_MAX, all, "but it has ");
-            refused_rows(t, UINT64_MAX, 1, all, "but it has ");
-            refused_rows(t, UINT64_MAX, UINT64_MAX, all, "but it has ");
-            refused_rows(t, 0, 1, NULL, "out is NULL");
-            refused_rows(NULL, 0, 1, all, "the tensor is NULL");
+            refuse_rows(t, n, 1, all, "1 rows of ");
+            refuse_rows(t, 0, n + 1, all, "but it has ");
+            refuse_rows(t, n + 1, 0, all, "but it has ");
+            refuse_rows(t, 1, UINT64_MAX, all, "but it has ");
+            refuse_rows(t, UINT64_MAX, 1, all, "but it has ");
+            refuse_rows(t, UINT64_MAX, UINT64_MAX, all, "but it has ");
+            refuse_rows(t, 0, 1, NULL, "out is NULL");
+            refuse_rows(NULL, 0, 1, all, "the tensor is NULL");
             free(all);
         }
         llm_file_close(file);
@@ -263,7 +291,8 @@ static void test_rows(void **state) {
     assert_true(n_int4 >= 7 * N_INT4 && n_large >= 8);
 }
 
-/* A folder rewritten as a GGUF file of f32 is the same model, though for llama the rows of q and k change places. */
+/* A folder rewritten as an f32 GGUF file is the same model. (For llama, that permutes the rows of q
+ * and k.) */
 static void test_folder_to_gguf(void **state) {
     (void)state;
     char path[200], out[200];
@@ -280,8 +309,8 @@ static void test_folder_to_gguf(void **state) {
         llm_file *file = llm_file_open(out, &err);
         for (int64_t k = 0; k < llm_file_n_tensors(file); k++) {
             const llm_tensor *t = llm_file_tensor(file, k);
-            assert_int_equal(t->type, LLM_F32); /* also the vectors, which llama.cpp wants so */
-            /* the same rows in the same places as the converter of llama.cpp put them */
+            assert_int_equal(t->type, LLM_F32); /* also vectors, as llama.cpp requires */
+            /* in the same order as from llama.cpp's converter */
             char other[200];
             snprintf(other, sizeof other, "tests/data/models/%s.gguf", name);
             llm_file *peer = i < N_PLAIN ? llm_file_open(other, &err) : NULL;
@@ -304,17 +333,19 @@ static void test_folder_to_gguf(void **state) {
     unlink(out);
 }
 
-/* Models whose parts do not fit each other, though each part is sound. Each is a good one with one number (found by the name in front
- * of it; behind a key lies its type, behind a tensor's name the number of its dimensions), or one letter of a name, changed. */
-static void test_unfit_models(void **state) {
+/* Models whose parts are valid but do not match each other. Each is a valid file in which one
+ * number or one letter of a name is changed. The number is found by the name before it: a key's
+ * type follows its name, and a tensor's number of dimensions follows its name. */
+static void test_mismatched_parts(void **state) {
     enum { TYPE = 4, DIMENSIONS = 4, ROWS = DIMENSIONS + 8, LETTER = -1 };
     static const struct {
         const char *name;
-        int at; /* bytes behind the name */
+        int at; /* bytes after the name */
         uint32_t value;
         const char *says;
     } cases[] = {
-        {"token_embd.weight", ROWS, 39, "the vocabulary has 40 tokens, but the embedding (token_embd.weight) only 39 rows"},
+        {"token_embd.weight", ROWS, 39,
+         "the vocabulary has 40 tokens, but the embedding (token_embd.weight) only 39 rows"},
         {"token_embd.weight", DIMENSIONS, TINY_DIM / 2, "token_embd.weight"},
         {"blk.0.attn_k.weight", ROWS, 1, "blk.0.attn_k.weight"},
         {"blk.0.ffn_up.weight", LETTER, 'T', "blk.0.ffn_up.weigh"},
@@ -340,20 +371,25 @@ static void test_unfit_models(void **state) {
     memcpy(good, m.file.data, m.file.length);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         size_t length = strlen(cases[i].name), at = 8;
-        uint64_t named = length; /* in front of a name: how long it is */
-        while (at + length < m.file.length && (memcmp(good + at, cases[i].name, length) || memcmp(good + at - 8, &named, 8))) at++;
+        uint64_t named = length; /* a name's length precedes it */
+        while (at + length < m.file.length &&
+               (memcmp(good + at, cases[i].name, length) || memcmp(good + at - 8, &named, 8)))
+            at++;
         assert_true(at + length < m.file.length);
         at += length;
         if (cases[i].at == LETTER) m.file.data[at - 1] = (uint8_t)cases[i].value;
         else memcpy(m.file.data + at + cases[i].at, &cases[i].value, 4);
         llm_error err;
         assert_null(llm_model_from_memory(m.file.data, m.file.length, "unfit", &err));
-        if (err.status != LLM_ERROR_FORMAT && err.status != LLM_ERROR_UNSUPPORTED) fail_msg("case %zu: status %d, %s", i, err.status, err.message);
+        if (err.status != LLM_ERROR_FORMAT && err.status != LLM_ERROR_UNSUPPORTED)
+            fail_msg("case %zu: status %d, %s", i, err.status, err.message);
         if (!strstr(err.message, cases[i].says) || !strstr(err.message, "unfit"))
-            fail_msg("case %zu: \"%s\" does not say \"%s\" and the file's name", i, err.message, cases[i].says);
+            fail_msg("case %zu: \"%s\" does not say \"%s\" and the file's name", i, err.message,
+                     cases[i].says);
         memcpy(m.file.data, good, m.file.length);
     }
-    m.model = llm_model_from_memory(m.file.data, m.file.length, "fit", NULL); /* else each case might be refused for what was changed before */
+    /* the unchanged file loads: the cases above are refused for their own change alone */
+    m.model = llm_model_from_memory(m.file.data, m.file.length, "fit", NULL);
     assert_non_null(m.model);
     tiny_model_free(&m);
     free(good);
@@ -361,8 +397,10 @@ static void test_unfit_models(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_folders), cmocka_unit_test(test_gguf), cmocka_unit_test(test_int4), cmocka_unit_test(test_int4_values),
-        cmocka_unit_test(test_rows), cmocka_unit_test(test_folder_to_gguf), cmocka_unit_test(test_unfit_models),
+        cmocka_unit_test(test_folders),      cmocka_unit_test(test_gguf),
+        cmocka_unit_test(test_int4),         cmocka_unit_test(test_int4_values),
+        cmocka_unit_test(test_tensor_rows),         cmocka_unit_test(test_folder_to_gguf),
+        cmocka_unit_test(test_mismatched_parts),
     };
     return cmocka_run_group_tests_name("models", tests, NULL, NULL);
 }
