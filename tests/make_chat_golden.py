@@ -1,11 +1,11 @@
 #!/usr/bin/env python3
-"""Makes tests/data/chat.json: chat templates of well-known models, conversations, and what Hugging Face's own renderer
-makes of each of them. Needs transformers and jinja2.
+"""Writes tests/data/chat.json: chat templates of well-known models, conversations, and the text
+that Hugging Face's own renderer makes of each. Needs transformers and jinja2.
 
     python3 tests/make_chat_golden.py [tests/data/chat.json]
 
-The templates are those of the models' tokenizer_config.json, without their parts about tools, which a conversation of text never
-reaches. Where a template refuses a conversation, its rendering is null.
+The templates are copied from the models' tokenizer_config.json, without the parts about tools,
+which plain conversations do not use. If a template refuses a conversation, its rendering is null.
 """
 import json
 import random
@@ -13,8 +13,10 @@ import sys
 
 from transformers.utils.chat_template_utils import render_jinja_template
 
-CHATML = ("{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] + '<|im_end|>' + '\\n'}}"
-          "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
+CHATML = (
+    "{% for message in messages %}{{'<|im_start|>' + message['role'] + '\\n' + message['content'] "
+    "+ '<|im_end|>' + '\\n'}}"
+    "{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant\\n' }}{% endif %}")
 FIRST = ("{% for message in messages %}{% if loop.first and messages[0]['role'] != 'system' %}"
          "{{ '<|im_start|>system\\nSYSTEM<|im_end|>\\n' }}{% endif %}")
 QWEN2 = CHATML.replace("{% for message in messages %}", FIRST)
@@ -90,8 +92,16 @@ QWEN3 = """{%- if messages[0].role == 'system' %}
         {{- '<think>\\n\\n</think>\\n\\n' }}
     {%- endif %}
 {%- endif %}"""
-QWEN3_LAST = QWEN3[QWEN3.index("{%- for message in messages[::-1] %}"):QWEN3.index("{%- for message in messages %}")]
-QWEN3_ANSWER = QWEN3[QWEN3.index("    {%- if message.content is string %}"):QWEN3.index("        {%- if loop.index0 >")]
+
+
+def between(text, begin, end):
+    return text[text.index(begin):text.index(end)]
+
+
+QWEN3_LAST = between(QWEN3, "{%- for message in messages[::-1] %}",
+                     "{%- for message in messages %}")
+QWEN3_ANSWER = between(QWEN3, "    {%- if message.content is string %}",
+                       "        {%- if loop.index0 >")
 QWEN3_OPEN = QWEN3[QWEN3.index("    {%- if enable_thinking"):]
 QWEN3_GGUF_LAST = """{%- for index in range(ns.last_query_index, -1, -1) %}
     {%- set message = messages[index] %}
@@ -121,8 +131,9 @@ QWEN3_FIRST = QWEN3_GGUF.replace("""{%- for index in range(ns.last_query_index, 
 """, """{%- for message in messages[::-1] %}
     {%- set index = (messages|length - 1) - loop.index0 %}
 """)
-# Unsloth's has line ends in its strings, and one in front, and fewer of Python's ways with lists
-QWEN3_UNSLOTH = "\n" + QWEN3_GGUF.replace(QWEN3_GGUF_LAST, """{%- for forward_message in messages %}
+# Unsloth's version has line ends in its strings and one before the text, and no Python list syntax
+QWEN3_UNSLOTH = "\n" + QWEN3_GGUF.replace(
+    QWEN3_GGUF_LAST, """{%- for forward_message in messages %}
     {%- set index = (messages|length - 1) - loop.index0 %}
     {%- set message = messages[index] %}
     {%- set current_content = message.content if message.content is not none else '' %}
@@ -141,14 +152,17 @@ QWEN3_UNSLOTH = "\n" + QWEN3_GGUF.replace(QWEN3_GGUF_LAST, """{%- for forward_me
         {%- set ns.last_query_index = index %}
     {%- endif %}
 {%- endfor %}
-""").replace("""message.content.split('</think>')[-1].lstrip""", """(message.content.split('</think>')|last).lstrip""").replace(
+""").replace("message.content.split('</think>')[-1].lstrip",
+             "(message.content.split('</think>')|last).lstrip").replace(
     """                {%- set reasoning_content = message.content.split('</think>')[0].rstrip('\\n').split('<think>')[-1].lstrip('\\n') %}
-""", """                {%- set reasoning_content = (message.content.split('</think>')|first).rstrip('\\n') %}
+""",
+    """                {%- set reasoning_content = (message.content.split('</think>')|first).rstrip('\\n') %}
                 {%- set reasoning_content = (reasoning_content.split('<think>')|last).lstrip('\\n') %}
 """).replace("\\n", "\n")
 QWEN3_PLAIN = QWEN3.replace(QWEN3_OPEN, "{%- endif %}")
 QWEN3_THINKING = QWEN3_PLAIN.replace("assistant\\n' }}", "assistant\\n<think>\\n' }}")
-QWEN3_INSTRUCT_UNSLOTH = QWEN3_PLAIN.replace("loop.last or (not loop.last and reasoning_content)", "reasoning_content")
+QWEN3_INSTRUCT_UNSLOTH = QWEN3_PLAIN.replace("loop.last or (not loop.last and reasoning_content)",
+                                             "reasoning_content")
 QWEN3_INSTRUCT = """{%- if messages[0].role == 'system' %}
     {{- '<|im_start|>system\\n' + messages[0].content + '<|im_end|>\\n' }}
 {%- endif %}
@@ -180,11 +194,16 @@ CHATML_ROLES = """{% for message in messages %}{% if message['role'] == 'user' %
 ' }}{% endif %}{% endfor %}{% if add_generation_prompt %}{{ '<|im_start|>assistant
 ' }}{% endif %}"""
 YI_UNSLOTH = """
-{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}""" + CHATML.replace("\\n", "\n") + "\n"
-LLAMA3 = ("{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = '<|start_header_id|>' + "
-          "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if loop.index0 == 0 %}"
-          "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if add_generation_prompt %}"
-          "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
+{% if not add_generation_prompt is defined %}{% set add_generation_prompt = false %}{% endif %}"""
+YI_UNSLOTH += CHATML.replace("\\n", "\n") + "\n"
+LLAMA3 = (
+    "{% set loop_messages = messages %}{% for message in loop_messages %}{% set content = "
+    "'<|start_header_id|>' + "
+    "message['role'] + '<|end_header_id|>\n\n'+ message['content'] | trim + '<|eot_id|>' %}{% if "
+    "loop.index0 == 0 %}"
+    "{% set content = bos_token + content %}{% endif %}{{ content }}{% endfor %}{% if "
+    "add_generation_prompt %}"
+    "{{ '<|start_header_id|>assistant<|end_header_id|>\n\n' }}{% endif %}")
 LLAMA31 = """{{- bos_token }}
 {%- if not date_string is defined %}
     {%- set date_string = "26 Jul 2024" %}
@@ -224,20 +243,33 @@ LLAMA32 = LLAMA31.replace("""    {%- set date_string = "26 Jul 2024" %}
         {%- set date_string = "26 Jul 2024" %}
     {%- endif %}
 """)
-LLAMA31_UNSLOTH = (LLAMA31.replace("|trim", "").replace(" | trim", "").replace("26 Jul 2024", "26 July 2024").replace("\\n", "\n"))
-LLAMA2 = ("{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set system_message = messages[0]['content'] %}"
-          "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% for message in loop_messages %}"
-          "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ raise_exception('Conversation roles must alternate "
-          "user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message != false %}"
-          "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] %}{% else %}"
-          "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
-          "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == 'assistant' %}"
-          "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
-MISTRAL_OLD = ("{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}"
-               "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') }}{% endif %}"
-               "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif message['role'] == "
-               "'assistant' %}{{ message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and assistant roles are "
-               "supported!') }}{% endif %}{% endfor %}")
+LLAMA31_UNSLOTH = LLAMA31.replace("|trim", "").replace(" | trim", "")
+LLAMA31_UNSLOTH = LLAMA31_UNSLOTH.replace("26 Jul 2024", "26 July 2024").replace("\\n", "\n")
+LLAMA2 = (
+    "{% if messages[0]['role'] == 'system' %}{% set loop_messages = messages[1:] %}{% set "
+    "system_message = messages[0]['content'] %}"
+    "{% else %}{% set loop_messages = messages %}{% set system_message = false %}{% endif %}{% "
+    "for message in loop_messages %}"
+    "{% if (message['role'] == 'user') != (loop.index0 % 2 == 0) %}{{ "
+    "raise_exception('Conversation roles must alternate "
+    "user/assistant/user/assistant/...') }}{% endif %}{% if loop.index0 == 0 and system_message "
+    "!= false %}"
+    "{% set content = '<<SYS>>\\n' + system_message + '\\n<</SYS>>\\n\\n' + message['content'] "
+    "%}{% else %}"
+    "{% set content = message['content'] %}{% endif %}{% if message['role'] == 'user' %}"
+    "{{ bos_token + '[INST] ' + content.strip() + ' [/INST]' }}{% elif message['role'] == "
+    "'assistant' %}"
+    "{{ ' '  + content.strip() + ' ' + eos_token }}{% endif %}{% endfor %}")
+MISTRAL_OLD = (
+    "{{ bos_token }}{% for message in messages %}{% if (message['role'] == 'user') != "
+    "(loop.index0 % 2 == 0) %}"
+    "{{ raise_exception('Conversation roles must alternate user/assistant/user/assistant/...') "
+    "}}{% endif %}"
+    "{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + ' [/INST]' }}{% elif "
+    "message['role'] == "
+    "'assistant' %}{{ message['content'] + eos_token}}{% else %}{{ raise_exception('Only user and "
+    "assistant roles are "
+    "supported!') }}{% endif %}{% endfor %}")
 MISTRAL = """{%- if messages[0]["role"] == "system" %}
     {%- set system_message = messages[0]["content"] %}
     {%- set loop_messages = messages[1:] %}
@@ -266,13 +298,18 @@ MISTRAL = """{%- if messages[0]["role"] == "system" %}
 
 
 def mistral(where, open_, close, answer):
-    return MISTRAL.replace("WHERE", where).replace("OPEN", open_).replace("CLOSE", close).replace("ANSWER", answer)
+    template = MISTRAL.replace("WHERE", where).replace("OPEN", open_)
+    return template.replace("CLOSE", close).replace("ANSWER", answer)
 
 
-MISTRAL_V7 = ("{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + message['content'] + "
-              "'[/INST]' }}{% elif message['role'] == 'system' %}{{ '[SYSTEM_PROMPT] ' + message['content'] + '[/SYSTEM_PROMPT]' }}"
-              "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else %}{{ raise_exception("
-              "'Only user, system and assistant roles are supported!') }}{% endif %}{% endfor %}")
+MISTRAL_V7 = (
+    "{{ bos_token }}{% for message in messages %}{% if message['role'] == 'user' %}{{ '[INST] ' + "
+    "message['content'] + "
+    "'[/INST]' }}{% elif message['role'] == 'system' %}{{ '[SYSTEM_PROMPT] ' + message['content'] "
+    "+ '[/SYSTEM_PROMPT]' }}"
+    "{% elif message['role'] == 'assistant' %}{{ ' ' + message['content'] + eos_token }}{% else "
+    "%}{{ raise_exception("
+    "'Only user, system and assistant roles are supported!') }}{% endif %}{% endfor %}")
 ZEPHYR = """{% for message in messages %}
 {% if message['role'] == 'user' %}
 {{ '<|user|>
@@ -289,13 +326,15 @@ ZEPHYR = """{% for message in messages %}
 {% endif %}
 {% endfor %}"""
 
-TEMPLATES = [  # model, the name that llm.h gives it (None: not known), BOS, EOS, template
+TEMPLATES = [  # model, llm.h's name for the template (None: not known), BOS, EOS, template
     ("chatml", "chatml", "", "<|im_end|>", CHATML),
     ("chatml with BOS", "chatml", "<s>", "<|im_end|>", "{{bos_token}}" + CHATML),
-    ("Qwen1.5, Qwen2", "chatml", "", "<|im_end|>", QWEN2.replace("SYSTEM", "You are a helpful assistant.")),
+    ("Qwen1.5, Qwen2", "chatml", "", "<|im_end|>",
+     QWEN2.replace("SYSTEM", "You are a helpful assistant.")),
     ("Qwen2.5", "chatml", "", "<|im_end|>", QWEN25),
     ("SmolLM2", "chatml", "<|im_start|>", "<|im_end|>",
-     QWEN2.replace("SYSTEM", "You are a helpful AI assistant named SmolLM, trained by Hugging Face")),
+     QWEN2.replace("SYSTEM", "You are a helpful AI assistant named SmolLM, trained by "
+                   "Hugging Face")),
     ("chatml, role by role", "chatml", "", "<|im_end|>", CHATML_ROLES),
     ("Yi, Unsloth's", "chatml", "", "<|im_end|>", YI_UNSLOTH),
     ("Qwen3-Instruct-2507", "chatml", "", "<|im_end|>", QWEN3_INSTRUCT),
@@ -307,69 +346,106 @@ TEMPLATES = [  # model, the name that llm.h gives it (None: not known), BOS, EOS
     ("Qwen3-Thinking-2507", "qwen3-thinking", "", "<|im_end|>", QWEN3_THINKING),
     ("Llama 3", "llama3", "<|begin_of_text|>", "<|eot_id|>", LLAMA3),
     ("Llama 3.1", "llama3.1", "<|begin_of_text|>", "<|eot_id|>", LLAMA31),
-    ("Llama 3.1, Unsloth's", "llama3.1-unsloth", "<|begin_of_text|>", "<|eot_id|>", LLAMA31_UNSLOTH),
+    ("Llama 3.1, Unsloth's", "llama3.1-unsloth", "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31_UNSLOTH),
     ("Llama 3.2", "llama3.2", "<|begin_of_text|>", "<|eot_id|>", LLAMA32),
     ("Llama 2", "llama2", "<s>", "</s>", LLAMA2),
-    ("Mistral 7B v0.1", "mistral-v0.1", "<s>", "</s>", MISTRAL_OLD.replace("eos_token}}", "eos_token + ' ' }}")),
+    ("Mistral 7B v0.1", "mistral-v0.1", "<s>", "</s>",
+     MISTRAL_OLD.replace("eos_token}}", "eos_token + ' ' }}")),
     ("Mistral 7B v0.2", "mistral-v0.2", "<s>", "</s>", MISTRAL_OLD),
-    ("Mistral 7B v0.2, new", "mistral-v1", "<s>", "</s>", mistral("first", " [INST] ", " [/INST]", '" " + message["content"]')),
-    ("Mistral 7B v0.3", "mistral-v3", "<s>", "</s>", mistral("last", "[INST] ", "[/INST]", '" " + message["content"]|trim')),
-    ("Mistral Nemo", "mistral-v3-tekken", "<s>", "</s>", mistral("last", "[INST]", "[/INST]", 'message["content"]')),
+    ("Mistral 7B v0.2, new", "mistral-v1", "<s>", "</s>",
+     mistral("first", " [INST] ", " [/INST]", '" " + message["content"]')),
+    ("Mistral 7B v0.3", "mistral-v3", "<s>", "</s>",
+     mistral("last", "[INST] ", "[/INST]", '" " + message["content"]|trim')),
+    ("Mistral Nemo", "mistral-v3-tekken", "<s>", "</s>",
+     mistral("last", "[INST]", "[/INST]", 'message["content"]')),
     ("Mistral Large", "mistral-v7", "<s>", "</s>", MISTRAL_V7),
     ("Zephyr, TinyLlama", "zephyr", "<s>", "</s>", ZEPHYR),
-    # near misses: not to be taken for what they look like
-    ("another system message", None, "<s>", "</s>", LLAMA2.replace("system_message = false", "system_message = 'Be good.'")),
-    ("chatml that trims", None, "", "<|im_end|>", CHATML.replace("message['content']", "message['content'] | trim")),
+    # templates that resemble a known one, but must not be recognised as it
+    ("another system message", None, "<s>", "</s>",
+     LLAMA2.replace("system_message = false", "system_message = 'Be good.'")),
+    ("chatml that trims", None, "", "<|im_end|>",
+     CHATML.replace("message['content']", "message['content'] | trim")),
     ("chatml, no line ends", None, "", "<|im_end|>", CHATML.replace(" + '\\n'}}", "}}")),
     ("chatml, stray line ends", None, "", "<|im_end|>", CHATML.replace("'\\n'}}", "'\\n'}}\n")),
-    ("a system message by a rule", None, "", "<|im_end|>", QWEN2.replace("SYSTEM<", "It is ' + today + '.<")),
+    ("a system message by a rule", None, "", "<|im_end|>",
+     QWEN2.replace("SYSTEM<", "It is ' + today + '.<")),
     ("chatml, text in front", None, "", "<|im_end|>", "Begin. " + CHATML),
     ("chatml, a line end and BOS in front", None, "<s>", "<|im_end|>", "\n{{bos_token}}" + CHATML),
-    ("chatml that opens a thought", None, "", "<|im_end|>", CHATML.replace("assistant\\n'", "assistant\\n' }}{{ '<think>\\n'")),
-    ("chatml that drops thoughts", None, "", "<|im_end|>", CHATML.replace("message['content']", "message['content'].split('</think>')[-1]", 1)),
-    ("chatml, role by role, trimmed", None, "", "<|im_end|>", CHATML_ROLES.replace("message['content']", "message['content']|trim", 2)),
-    ("Qwen3-Instruct-2507, trimmed", None, "", "<|im_end|>", QWEN3_INSTRUCT.replace("content = message.content", "content = message.content|trim")),
-    ("Qwen3, trimmed", None, "", "<|im_end|>", QWEN3.replace("content = message.content", "content = message.content|trim")),
-    ("Qwen3 that keeps thoughts", None, "", "<|im_end|>", QWEN3.replace("loop.index0 > ns.last_query_index", "true")),
+    ("chatml that opens a thought", None, "", "<|im_end|>",
+     CHATML.replace("assistant\\n'", "assistant\\n' }}{{ '<think>\\n'")),
+    ("chatml that drops thoughts", None, "", "<|im_end|>",
+     CHATML.replace("message['content']", "message['content'].split('</think>')[-1]", 1)),
+    ("chatml, role by role, trimmed", None, "", "<|im_end|>",
+     CHATML_ROLES.replace("message['content']", "message['content']|trim", 2)),
+    ("Qwen3-Instruct-2507, trimmed", None, "", "<|im_end|>",
+     QWEN3_INSTRUCT.replace("content = message.content", "content = message.content|trim")),
+    ("Qwen3, trimmed", None, "", "<|im_end|>",
+     QWEN3.replace("content = message.content", "content = message.content|trim")),
+    ("Qwen3 that keeps thoughts", None, "", "<|im_end|>",
+     QWEN3.replace("loop.index0 > ns.last_query_index", "true")),
     ("Qwen3 that keeps the line ends", None, "", "<|im_end|>",
-     QWEN3_GGUF.replace("[-1].lstrip('\\n') %}\n                {%- set r", "[-1] %}\n                {%- set r")),
-    ("Qwen3 that may open a thought", None, "", "<|im_end|>", QWEN3_THINKING.replace("{%- if add_generation_prompt %}",
-     "{%- if add_generation_prompt and enable_thinking %}")),
-    ("Qwen3 without the ends of answers", None, "", "<|im_end|>", QWEN3_GGUF.replace("        {{- '<|im_end|>\\n' }}\n", "")),
-    ("Qwen3 that always says not to think", None, "", "<|im_end|>", QWEN3_UNSLOTH.replace("enable_thinking is defined and ", "not ")),
-    ("Qwen3-Thinking-2507, answers in capitals", None, "", "<|im_end|>", QWEN3_THINKING.replace("content }}", "content | upper }}")),
-    ("Qwen3-Instruct-2507, Unsloth's, another role", None, "", "<|im_end|>", QWEN3_INSTRUCT_UNSLOTH.replace('role == "system"', 'role == "rules"')),
-    ("Qwen3-Instruct-2507, the system's message last", None, "", "<|im_end|>", QWEN3_INSTRUCT.replace("messages[0]", "messages[-1]")),
-    ("chatml, role by role, another role", None, "", "<|im_end|>", CHATML_ROLES.replace("== 'assistant'", "== 'model'")),
-    ("Llama 3.1 without BOS", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace("{{- bos_token }}\n", "")),
+     QWEN3_GGUF.replace("[-1].lstrip('\\n') %}\n                {%- set r",
+                        "[-1] %}\n                {%- set r")),
+    ("Qwen3 that may open a thought", None, "", "<|im_end|>",
+     QWEN3_THINKING.replace("{%- if add_generation_prompt %}",
+                            "{%- if add_generation_prompt and enable_thinking %}")),
+    ("Qwen3 without the ends of answers", None, "", "<|im_end|>",
+     QWEN3_GGUF.replace("        {{- '<|im_end|>\\n' }}\n", "")),
+    ("Qwen3 that always says not to think", None, "", "<|im_end|>",
+     QWEN3_UNSLOTH.replace("enable_thinking is defined and ", "not ")),
+    ("Qwen3-Thinking-2507, answers in capitals", None, "", "<|im_end|>",
+     QWEN3_THINKING.replace("content }}", "content | upper }}")),
+    ("Qwen3-Instruct-2507, Unsloth's, another role", None, "", "<|im_end|>",
+     QWEN3_INSTRUCT_UNSLOTH.replace('role == "system"', 'role == "rules"')),
+    ("Qwen3-Instruct-2507, the system's message last", None, "", "<|im_end|>",
+     QWEN3_INSTRUCT.replace("messages[0]", "messages[-1]")),
+    ("chatml, role by role, another role", None, "", "<|im_end|>",
+     CHATML_ROLES.replace("== 'assistant'", "== 'model'")),
+    ("Llama 3.1 without BOS", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31.replace("{{- bos_token }}\n", "")),
     ("Llama 3.1 with one date", None, "<|begin_of_text|>", "<|eot_id|>",
      LLAMA31.replace('{{- "Cutting Knowledge Date: December 2023\\n" }}\n', "")),
-    ("Llama 3.1, Unsloth's, another date", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31_UNSLOTH.replace("26 July", "27 July")),
-    ("Llama 3.2 in capitals", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA32.replace("{{- system_message }}", "{{- system_message|upper }}")),
-    ("Llama 3.1, another system message", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace('message = ""', 'message = "Be good."')),
-    ("Llama 3.1, the answers alone trimmed", None, "<|begin_of_text|>", "<|eot_id|>", LLAMA31.replace("['content']|trim", "['content']")),
+    ("Llama 3.1, Unsloth's, another date", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31_UNSLOTH.replace("26 July", "27 July")),
+    ("Llama 3.2 in capitals", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA32.replace("{{- system_message }}", "{{- system_message|upper }}")),
+    ("Llama 3.1, another system message", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31.replace('message = ""', 'message = "Be good."')),
+    ("Llama 3.1, the answers alone trimmed", None, "<|begin_of_text|>", "<|eot_id|>",
+     LLAMA31.replace("['content']|trim", "['content']")),
     ("Zephyr in one line", None, "<s>", "</s>", ZEPHYR.replace("}}\n", "}}")),
-    ("Gemma", None, "<bos>", "<eos>", "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + "
-     "'\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}{{'<start_of_turn>model\\n'}}"),
+    ("Gemma", None, "<bos>", "<eos>",
+     "{{ bos_token }}{% for message in messages %}{{ '<start_of_turn>' + message['role'] + "
+     "'\\n' + message['content'] | trim + '<end_of_turn>\\n' }}{% endfor %}"
+     "{{'<start_of_turn>model\\n'}}"),
 ]
 
-WORDS = ["Hello", "who are you?", "  tell me a tale", "of the sea\n", "\tand the moon ", "Grüße", "月が綺麗", "🚀", "<|im_end|>", "</s>",
-         "[INST]", "<<SYS>>", "{{ x }}", "%s %b", "it's", "\u00a0", "\u3000", "\n\n", "", "100%", "\\n", "\"quoted\"", "'", "\u2003x\u2003"]
+WORDS = [
+    "Hello", "who are you?", "  tell me a tale", "of the sea\n", "\tand the moon ", "Grüße", "月が綺麗",
+    "🚀", "<|im_end|>", "</s>", "[INST]", "<<SYS>>", "{{ x }}", "%s %b", "it's", "\u00a0", "\u3000",
+    "\n\n", "", "100%", "\\n", "\"quoted\"", "'", "\u2003x\u2003"
+]
 
 
 def text(r):
-    return r.choice(["", " ", "\n"]) + " ".join(r.choice(WORDS) for _ in range(r.randint(0, 4))) + r.choice(["", " ", "\n", "\u00a0"])
+    begin = r.choice(["", " ", "\n"])
+    words = " ".join(r.choice(WORDS) for _ in range(r.randint(0, 4)))
+    return begin + words + r.choice(["", " ", "\n", "\u00a0"])
 
 
 def conversations():
     r = random.Random(5)
     out = [[("user", "Hello")], [("system", "Be brief."), ("user", "Hello")],
-           [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi there"), ("user", "Who are you")],
-           [("user", "Hello"), ("assistant", "Hi there"), ("user", "Who are you"), ("assistant", "   I am an assistant   "),
-            ("user", "Another question")],
-           [("system", "a"), ("user", "   \n")], [("user", "a"), ("user", "b")], [("user", "a"), ("system", "b"), ("user", "c")],
-           [("assistant", "a"), ("user", "b")], [("system", "a"), ("system", "b"), ("user", "c")],
-           [("system", " "), ("user", "<think>x</think>y"), ("assistant", "<think>\nhm\n</think>\n\nyes"), ("user", "z")],
+           [("system", "Be brief."), ("user", "Hello"), ("assistant", "Hi there"),
+            ("user", "Who are you")],
+           [("user", "Hello"), ("assistant", "Hi there"), ("user", "Who are you"),
+            ("assistant", "   I am an assistant   "), ("user", "Another question")],
+           [("system", "a"), ("user", "   \n")], [("user", "a"), ("user", "b")],
+           [("user", "a"), ("system", "b"), ("user", "c")], [("assistant", "a"), ("user", "b")],
+           [("system", "a"), ("system", "b"), ("user", "c")],
+           [("system", " "), ("user", "<think>x</think>y"),
+            ("assistant", "<think>\nhm\n</think>\n\nyes"), ("user", "z")],
            [("user", "a"), ("assistant", "no</think></think>\n\nyes<think>"), ("user", "z")]]
     for _ in range(14):
         c = [("system", text(r))] if r.random() < 0.5 else []
@@ -381,10 +457,11 @@ def conversations():
 
 def render(template, bos, eos, messages, **more):
     try:
-        rendered, _ = render_jinja_template([messages], chat_template=template, add_generation_prompt=True, bos_token=bos,
+        rendered, _ = render_jinja_template([messages], chat_template=template,
+                                            add_generation_prompt=True, bos_token=bos,
                                             eos_token=eos, **more)
         return rendered[0]
-    except Exception as e:  # raise_exception of the template
+    except Exception as e:  # the template called raise_exception
         assert type(e).__name__ == "TemplateError", e
         return None
 
@@ -398,7 +475,8 @@ def main():
         if name:
             entry["rendered"] = [render(template, bos, eos, c, **more) for c in cs]
         if name and name.startswith("qwen3"):
-            entry["no_thinking"] = [render(template, bos, eos, c, enable_thinking=False) for c in cs]
+            renderings = [render(template, bos, eos, c, enable_thinking=False) for c in cs]
+            entry["no_thinking"] = renderings
         templates.append(entry)
     with open(path, "w", encoding="utf-8") as f:
         json.dump({"conversations": cs, "templates": templates}, f, ensure_ascii=False, indent=0)

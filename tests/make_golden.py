@@ -1,26 +1,26 @@
 #!/usr/bin/env python3
-"""Makes tests/data/golden: tiny random Llama models, and the logits that Hugging Face gives for them.
+"""Writes tests/data/golden: tiny random Llama models and their logits, computed by Hugging Face.
 
     python3 tests/make_golden.py [OUT]        (OUT: tests/data/golden beside this script)
 
-Needs: torch, transformers, gguf (the package of llama.cpp), numpy. Nothing of this is needed to run
-the tests: what it makes is committed. Run it again only to add a shape.
+Needs torch, transformers, gguf (llama.cpp's package) and numpy. The tests do not need them, since
+the output is committed. Run this again only to add a shape.
 
 Each model is two files, both GGUF:
 
     NAME.gguf     the model: a byte-level vocabulary of 288 tokens, weights drawn from a seed
-    NAME.golden   what is right: golden.ids (a prompt, then what greedy decoding made of it),
+    NAME.golden   the expected output: golden.ids (a prompt and its greedy continuation),
                   golden.n_prompt, and golden.logits (len(ids), vocab) f32, after every token
 
-The point is that nothing of llm.h takes part: the weights are rounded to their storage type by the
-gguf package, it writes the files, and transformers, in float32 and from the rounded values, computes the logits.
-So an f32 copy of such a file must give those logits to within float rounding, whatever its storage
-type; and the file itself to within what an engine loses by rounding its activations.
+No code of llm.h takes part: the gguf package rounds the weights to their storage type and writes
+the files, and transformers computes the logits in float32 from the rounded values. So an f32 copy
+of a file must give these logits up to float rounding, and the file itself up to what an engine
+loses by rounding its activations.
 
-Two things differ between Hugging Face's weights and those in a "llama" GGUF file, beside the names.
-RoPE turns pairs of dimensions: Hugging Face pairs i with i + half, GGUF's "llama" pairs 2i with 2i + 1. The
-converter therefore reorders the rows of the q and k matrices of each head; `to_adjacent` does it here.
-And a GGUF tensor's dimensions are listed from the contiguous one on (the gguf package turns them round).
+Besides the names, the weights in a "llama" GGUF file differ from Hugging Face's in two ways. RoPE
+rotates pairs of dimensions: Hugging Face pairs i with i + half, GGUF's "llama" pairs 2i with
+2i + 1, so `to_adjacent` reorders the rows of each head of q and k, as llama.cpp's converter does.
+And GGUF lists a tensor's dimensions from the contiguous one on (the gguf package reverses them).
 """
 import os
 import sys
@@ -34,8 +34,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 VOCAB = 288
 N_PROMPT, N_TOTAL = 21, 37  # the sequence ends inside its third block of 16
 
-# Every shape is there for a reason. hidden, dim: 48 and 80 are not multiples of 32 (only unblocked types can hold
-# them). "wide" and "head64": heads x head_dim is not dim, so the file has to say head_dim.
+# 48 and 80 (dim and hidden of mha_48) are not multiples of 32, so no block format can hold them.
+# In "wide" and "head64", heads x head_dim is not dim, so the file must give head_dim.
 MODELS = [
     # name       type       dim layers heads kv head_dim hidden tied   rope base  epsilon
     ("gqa_4_2",  Type.Q8_0,  64, 2,     4,    2, 16,      96,    False, 10000.0,   1e-5),
@@ -50,7 +50,7 @@ WITH_BIAS = {"bias"}  # on q, k, v and the attention's output
 
 
 def to_adjacent(w, heads):
-    """Rows of q or k, from Hugging Face's order of a head's dimensions (i, i + half) to (2i, 2i + 1)."""
+    """Reorder the rows of q or k: in each head, row i or i + half becomes row 2i or 2i + 1."""
     rows, cols = w.shape
     return w.reshape(heads, 2, rows // heads // 2, cols).swapaxes(1, 2).reshape(rows, cols)
 
@@ -71,8 +71,9 @@ def byte_characters():
 def add_vocabulary(writer):
     tokens = byte_characters()
     merges = []
-    for pair in ("t h,h e,th e,Ġ the,i n,e r,a n,an d,Ġ and,o n,r e,e n,o u,Ġ t,Ġ a,Ġ s,h i,Ġ w,i t,o r,"
-                 "i s,a t,Ġ b,l l,e s,n d,v e,Ġ o,Ġ f,Ġ m").split(","):
+    pairs = ("t h,h e,th e,Ġ the,i n,e r,a n,an d,Ġ and,o n,r e,e n,o u,Ġ t,Ġ a,Ġ s,h i,Ġ w,i t,"
+             "o r,i s,a t,Ġ b,l l,e s,n d,v e,Ġ o,Ġ f,Ġ m")
+    for pair in pairs.split(","):
         merges.append(pair)
         tokens.append(pair.replace(" ", ""))
     types = [gguf.TokenType.NORMAL] * len(tokens) + [gguf.TokenType.CONTROL] * 2
@@ -88,14 +89,17 @@ def add_vocabulary(writer):
     writer.add_add_bos_token(False)
 
 
-def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, tied, base, epsilon):
+def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, tied, base,
+         epsilon):
     torch.manual_seed(seed)
-    config = LlamaConfig(
-        vocab_size=VOCAB, hidden_size=dim, intermediate_size=hidden, num_hidden_layers=layers,
-        num_attention_heads=heads, num_key_value_heads=kv_heads, head_dim=head_dim,
-        max_position_embeddings=128, rms_norm_eps=epsilon, tie_word_embeddings=tied,
-        rope_parameters={"rope_type": "default", "rope_theta": base}, attention_bias=name in WITH_BIAS,
-        mlp_bias=False, hidden_act="silu", bos_token_id=None, eos_token_id=None)
+    config = LlamaConfig(vocab_size=VOCAB, hidden_size=dim, intermediate_size=hidden,
+                         num_hidden_layers=layers, num_attention_heads=heads,
+                         num_key_value_heads=kv_heads, head_dim=head_dim,
+                         max_position_embeddings=128, rms_norm_eps=epsilon,
+                         tie_word_embeddings=tied,
+                         rope_parameters={"rope_type": "default", "rope_theta": base},
+                         attention_bias=name in WITH_BIAS, mlp_bias=False, hidden_act="silu",
+                         bos_token_id=None, eos_token_id=None)
     config._attn_implementation = "eager"
     model = LlamaForCausalLM(config).to(torch.float32).eval()
     expected = base ** (-np.arange(0, head_dim, 2) / head_dim)
@@ -117,17 +121,17 @@ def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, 
         writer.add_value_length(head_dim)
     add_vocabulary(writer)
 
-    def put(parameter, tensor_name, spread, turned_heads=0):
-        """Draw a matrix, round it to its storage type, write it, and give the rounded one to the model."""
+    def put(parameter, tensor_name, spread, heads_to_reorder=0):
+        """Draw a matrix, round it to its storage type, write it and put the result in the model."""
         rows, cols = parameter.shape
         w = (torch.randn(rows, cols) * spread).numpy()
-        if turned_heads:
-            w = to_adjacent(w, turned_heads)
+        if heads_to_reorder:
+            w = to_adjacent(w, heads_to_reorder)
         packed = gguf.quants.quantize(np.ascontiguousarray(w), kind)
         writer.add_tensor(tensor_name, packed, raw_dtype=kind)
         w = gguf.quants.dequantize(packed, kind).reshape(rows, cols)
-        if turned_heads:
-            w = to_halves(w, turned_heads)
+        if heads_to_reorder:
+            w = to_halves(w, heads_to_reorder)
         parameter.copy_(torch.from_numpy(np.ascontiguousarray(w)))
 
     def put_norm(parameter, tensor_name):
@@ -135,15 +139,16 @@ def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, 
         writer.add_tensor(tensor_name, w)
         parameter.copy_(torch.from_numpy(w))
 
-    def put_bias(linear, tensor_name, turned_heads=0):
+    def put_bias(linear, tensor_name, heads_to_reorder=0):
         if linear.bias is None:
             return
         b = (0.5 * torch.randn(linear.bias.shape)).numpy().astype(np.float32)
-        writer.add_tensor(tensor_name, to_adjacent(b[:, None], turned_heads)[:, 0].copy() if turned_heads else b)
+        stored = to_adjacent(b[:, None], heads_to_reorder)[:, 0].copy() if heads_to_reorder else b
+        writer.add_tensor(tensor_name, stored)
         linear.bias.copy_(torch.from_numpy(b))
 
-    # Wide enough that the attention is peaked and every block matters: with the usual small
-    # initial weights a wrong attention would hardly show in the logits.
+    # Weights so large that attention is concentrated on few positions and every block matters.
+    # With the usual small initial weights, wrong attention would hardly change the logits.
     with torch.no_grad():
         put(model.model.embed_tokens.weight, "token_embd.weight", 1 / np.sqrt(dim) if tied else 1)
         for i, layer in enumerate(model.model.layers):
@@ -172,18 +177,19 @@ def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, 
     writer.write_tensors_to_file()
     writer.close()
 
-    # Greedy decoding, each time over the whole sequence: no cache of anybody's takes part. The runner-up must be clearly
-    # behind, so that rounding cannot change the choice.
+    # Greedy decoding over the whole sequence each time, without a cache. The second-best token must
+    # be clearly less likely, so that rounding cannot change the choice.
     ids = torch.randint(0, VOCAB - 2, (N_PROMPT,)).tolist()
     with torch.no_grad():
         while True:
             logits = model(torch.tensor([ids]), use_cache=False).logits[0]
             if len(ids) == N_TOTAL:
                 break
-            best = torch.topk(logits[-1].clone().index_fill_(0, torch.tensor([VOCAB - 2, VOCAB - 1]), -1e9), 2)
+            special = torch.tensor([VOCAB - 2, VOCAB - 1])
+            best = torch.topk(logits[-1].clone().index_fill_(0, special, -1e9), 2)
             margin = float(best.values[0] - best.values[1])
             if margin < 5e-3 or int(torch.argmax(logits[-1])) >= VOCAB - 2:
-                return False  # another seed
+                return False  # the caller tries another seed
             ids.append(int(best.indices[0]))
     golden = gguf.GGUFWriter(os.path.join(out, name + ".golden"), "golden")
     golden.add_array("golden.ids", ids)
@@ -194,12 +200,14 @@ def make(out, seed, name, kind, dim, layers, heads, kv_heads, head_dim, hidden, 
     golden.write_tensors_to_file()
     golden.close()
     distinct = len(set(ids[N_PROMPT:]))
-    print(f"{name:10} seed {seed}: logits {logits.std():.3f} wide, {distinct} different tokens of {N_TOTAL - N_PROMPT}")
+    print(f"{name:10} seed {seed}: logits have standard deviation {logits.std():.3f}, "
+          f"{distinct} of {N_TOTAL - N_PROMPT} tokens are different")
     return True
 
 
 def main():
-    out = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "golden")
+    out = sys.argv[1] if len(sys.argv) > 1 else os.path.join(
+        os.path.dirname(os.path.abspath(__file__)), "data", "golden")
     os.makedirs(out, exist_ok=True)
     torch.set_num_threads(1)
     for i, shape in enumerate(MODELS):

@@ -1,20 +1,22 @@
 #!/usr/bin/env python3
-"""Makes tests/data/models: tiny random models of every architecture, and the logits that Hugging Face gives for them.
+"""Writes tests/data/models: tiny random models of every architecture, and their logits, computed by
+Hugging Face.
 
     python3 tests/make_models.py [OUT]        (OUT: tests/data/models beside this script)
 
-Needs: torch, transformers, tokenizers, gguf (the package of llama.cpp), numpy. Nothing of this is needed to run the
-tests: what it makes is committed. Run it again only to add a model.
+Needs torch, transformers, tokenizers, gguf (llama.cpp's package) and numpy. The tests do not need
+them, since the output is committed. Run this again only to add a model.
 
 Each model NAME is
 
     NAME/          a Hugging Face folder: config.json, tokenizer.json, safetensors
-    NAME.gguf      the same model as llama.cpp's converter would have it, where that has a form for it
-    NAME.golden    golden.ids, golden.n_prompt, and golden.logits (len(ids), vocab) f32, from transformers in float32
+    NAME.gguf      the same model as llama.cpp's converter writes it, if it is not quantized
+    NAME.golden    golden.ids, golden.n_prompt, and golden.logits (len(ids), vocab) f32, which
+                   transformers computes in float32
 
-The weights are rounded to their storage type, and the golden logits computed from the rounded values. Quantized
-models (AWQ, GPTQ) are packed here from random integers by the formats' own definitions; transformers
-gets the matrices that those stand for.
+The golden logits are computed from the weights rounded to their storage type. Quantized models
+(AWQ, GPTQ) are packed here from random integers as the formats define it; transformers computes
+with the unpacked matrices.
 """
 import json
 import math
@@ -27,65 +29,90 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType as Type
 from safetensors.torch import save_file
-from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM, Qwen2Config, Qwen2ForCausalLM,
-                          Qwen3Config, Qwen3ForCausalLM)
+from transformers import (LlamaConfig, LlamaForCausalLM, MistralConfig, MistralForCausalLM,
+                          Qwen2Config, Qwen2ForCausalLM, Qwen3Config, Qwen3ForCausalLM)
 
 VOCAB = 96
 N_PROMPT, N_TOTAL = 21, 40
-LLAMA, MISTRAL, QWEN2, QWEN3 = ((LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM), (Qwen2Config, Qwen2ForCausalLM),
-                                (Qwen3Config, Qwen3ForCausalLM))
-LLAMA3_ROPE = {"rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0, "high_freq_factor": 4.0,
-               "original_max_position_embeddings": 16}
-YARN = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 16}
+LLAMA, MISTRAL = (LlamaConfig, LlamaForCausalLM), (MistralConfig, MistralForCausalLM)
+QWEN2, QWEN3 = (Qwen2Config, Qwen2ForCausalLM), (Qwen3Config, Qwen3ForCausalLM)
+LLAMA3_ROPE = {
+    "rope_type": "llama3", "rope_theta": 500000.0, "factor": 8.0, "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0, "original_max_position_embeddings": 16
+}
+YARN = {
+    "rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0,
+    "original_max_position_embeddings": 16
+}
 
-WIDE = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # more frequencies of RoPE
-SQUARE = dict(hidden_size=64, intermediate_size=64, head_dim=16)        # blocks of 32 fit
+WIDE = dict(num_attention_heads=2, num_key_value_heads=1, head_dim=16)  # more RoPE frequencies
+SQUARE = dict(hidden_size=64, intermediate_size=64, head_dim=16)        # multiples of 32
 SMALL = dict(SQUARE, num_key_value_heads=1, num_hidden_layers=1, tie_word_embeddings=True)
-TWO_GROUPS = dict(SMALL, hidden_size=128, intermediate_size=256, head_dim=32)  # of 128, in ffn_down
+TWO_GROUPS = dict(SMALL, hidden_size=128, intermediate_size=256, head_dim=32)  # in ffn_down
 
-# name, kind, stored as, how config.json is written ("old": as before version 5 of transformers), more of the config
+# name, kind, storage type, style of config.json ("old": before transformers 5), other settings
 MODELS = [
     ("llama", LLAMA, torch.float16, "old", dict(shards=2)),
-    ("llama_mha", LLAMA, torch.float32, "old", dict(num_attention_heads=2, num_key_value_heads=2, head_dim=12, intermediate_size=20,
-                                                    no_kv_heads=True)),
-    ("llama31", LLAMA, torch.bfloat16, "old", dict(WIDE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)),
-    ("llama_linear", LLAMA, torch.float16, "new", dict(WIDE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5})),
+    ("llama_mha", LLAMA, torch.float32, "old",
+     dict(num_attention_heads=2, num_key_value_heads=2, head_dim=12, intermediate_size=20,
+          no_kv_heads=True)),
+    ("llama31", LLAMA, torch.bfloat16, "old",
+     dict(WIDE, rope_parameters=LLAMA3_ROPE, tie_word_embeddings=True)),
+    ("llama_linear", LLAMA, torch.float16, "new",
+     dict(WIDE, rope_parameters={"rope_type": "linear", "rope_theta": 10000.0, "factor": 2.5})),
     ("llama_bias", LLAMA, torch.float16, "new", dict(attention_bias=True, mlp_bias=True)),
     ("mistral", MISTRAL, torch.bfloat16, "old", dict(WIDE, sliding_window=None)),
     ("mistral_window", MISTRAL, torch.float16, "old", dict(sliding_window=9, head_dim=6)),
-    ("qwen2", QWEN2, torch.bfloat16, "old", dict(tie_word_embeddings=True, sliding_window=4096, max_window_layers=2)),
-    ("qwen2_yarn", QWEN2, torch.float16, "new", dict(num_attention_heads=2, num_key_value_heads=1, rope_parameters=YARN)),
-    ("qwen2_window", QWEN2, torch.float16, "old", dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)),
+    ("qwen2", QWEN2, torch.bfloat16, "old",
+     dict(tie_word_embeddings=True, sliding_window=4096, max_window_layers=2)),
+    ("qwen2_yarn", QWEN2, torch.float16, "new",
+     dict(num_attention_heads=2, num_key_value_heads=1, rope_parameters=YARN)),
+    ("qwen2_window", QWEN2, torch.float16, "old",
+     dict(use_sliding_window=True, sliding_window=7, max_window_layers=1)),
     ("qwen3", QWEN3, torch.bfloat16, "old", dict(WIDE, tie_word_embeddings=True)),
-    ("qwen3_yarn", QWEN3, torch.float16, "old", dict(WIDE, rope_parameters=dict(YARN, beta_fast=16.0, beta_slow=2.0, attention_factor=1.1))),
-    # 4 bits: how, group, act-order, zero points
-    ("gptq_g32", LLAMA, torch.float16, "old", dict(SQUARE, intermediate_size=96, quantized=("gptq", 32, False, False))),
-    ("gptq_g128_act", LLAMA, torch.float16, "old", dict(hidden_size=128, intermediate_size=256, head_dim=32, num_hidden_layers=1,
-                                                        tie_word_embeddings=True, quantized=("gptq", 128, True, True))),
-    ("gptq_g32_act_sym", QWEN2, torch.float16, "old", dict(SQUARE, quantized=("gptq", 32, True, False))),
-    ("gptq_v2", LLAMA, torch.float16, "old", dict(SQUARE, num_hidden_layers=1, quantized=("gptq_v2", -1, False, True))),
-    ("awq_g32", QWEN2, torch.float16, "old", dict(SQUARE, intermediate_size=96, tie_word_embeddings=True, quantized=("awq", 32, False, True))),
-    ("awq_g128", LLAMA, torch.float16, "old", dict(hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=1,
-                                                   tie_word_embeddings=True, quantized=("awq", 128, False, True))),
-    ("gptq_g32_zero", LLAMA, torch.float16, "old", dict(SMALL, quantized=("gptq", 32, False, True))),
+    ("qwen3_yarn", QWEN3, torch.float16, "old",
+     dict(WIDE, rope_parameters=dict(YARN, beta_fast=16.0, beta_slow=2.0, attention_factor=1.1))),
+    # 4 bits. quantized: format, group size, act-order, zero points
+    ("gptq_g32", LLAMA, torch.float16, "old",
+     dict(SQUARE, intermediate_size=96, quantized=("gptq", 32, False, False))),
+    ("gptq_g128_act", LLAMA, torch.float16, "old",
+     dict(hidden_size=128, intermediate_size=256, head_dim=32, num_hidden_layers=1,
+          tie_word_embeddings=True, quantized=("gptq", 128, True, True))),
+    ("gptq_g32_act_sym", QWEN2, torch.float16, "old",
+     dict(SQUARE, quantized=("gptq", 32, True, False))),
+    ("gptq_v2", LLAMA, torch.float16, "old",
+     dict(SQUARE, num_hidden_layers=1, quantized=("gptq_v2", -1, False, True))),
+    ("awq_g32", QWEN2, torch.float16, "old",
+     dict(SQUARE, intermediate_size=96, tie_word_embeddings=True,
+          quantized=("awq", 32, False, True))),
+    ("awq_g128", LLAMA, torch.float16, "old",
+     dict(hidden_size=128, intermediate_size=128, head_dim=32, num_hidden_layers=1,
+          tie_word_embeddings=True, quantized=("awq", 128, False, True))),
+    ("gptq_g32_zero", LLAMA, torch.float16, "old",
+     dict(SMALL, quantized=("gptq", 32, False, True))),
     ("gptq_g32_act", LLAMA, torch.float16, "old", dict(SMALL, quantized=("gptq", 32, True, True))),
-    ("gptq_g128", LLAMA, torch.float16, "old", dict(TWO_GROUPS, intermediate_size=128, quantized=("gptq", 128, False, False))),
-    ("gptq_g128_zero", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("gptq", 128, False, True))),
-    ("gptq_g128_act_sym", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("gptq", 128, True, False))),
+    ("gptq_g128", LLAMA, torch.float16, "old",
+     dict(TWO_GROUPS, intermediate_size=128, quantized=("gptq", 128, False, False))),
+    ("gptq_g128_zero", LLAMA, torch.float16, "old",
+     dict(TWO_GROUPS, quantized=("gptq", 128, False, True))),
+    ("gptq_g128_act_sym", LLAMA, torch.float16, "old",
+     dict(TWO_GROUPS, quantized=("gptq", 128, True, False))),
     ("awq_g32_sym", LLAMA, torch.float16, "old", dict(SMALL, quantized=("awq", 32, False, False))),
-    ("awq_g128_sym", LLAMA, torch.float16, "old", dict(TWO_GROUPS, quantized=("awq", 128, False, False))),
+    ("awq_g128_sym", LLAMA, torch.float16, "old",
+     dict(TWO_GROUPS, quantized=("awq", 128, False, False))),
 ]
 
 
 def to_adjacent(w, heads):
-    """Rows of q or k, from Hugging Face's order of a head's dimensions (i, i + half) to (2i, 2i + 1)."""
-    return w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:]).swapaxes(1, 2).reshape(w.shape)
+    """Reorder the rows of q or k: in each head, row i or i + half becomes row 2i or 2i + 1."""
+    halves = w.reshape(heads, 2, w.shape[0] // heads // 2, *w.shape[1:])
+    return halves.swapaxes(1, 2).reshape(w.shape)
 
 
 # ---- 4-bit formats ------------------------------------------------------------------------
 
 def pack_along(q, axis, order=range(8)):
-    """Eight 4-bit integers to an int32: the one at `order[j]` of eight goes to the bits 4j and up."""
+    """Pack groups of eight 4-bit integers into int32: number `order[j]` goes to bits 4j and up."""
     q = np.moveaxis(q.astype(np.uint32), axis, -1)
     q = q.reshape(*q.shape[:-1], q.shape[-1] // 8, 8)
     packed = np.zeros(q.shape[:-1], np.uint32)
@@ -95,13 +122,15 @@ def pack_along(q, axis, order=range(8)):
 
 
 def quantized_linear(linear, prefix, how, group, act_order, zero_points, random, tensors):
-    """Random integers, scales and zero points for a layer: packed into tensors, and what they stand for into the layer."""
+    """Draw integers, scales and zero points. Put them into `tensors` packed, and into the layer
+    unpacked."""
     rows, cols = linear.weight.shape
     n_groups = 1 if group < 0 else cols // group
     q = random.integers(0, 16, (cols, rows))
     gptq = how.startswith("gptq")
-    low = 1 if how == "gptq" else 0  # the first form of GPTQ stores the zero point less one, in four bits
-    zeros = random.integers(low, 16 + low, (n_groups, rows)) if zero_points else np.full((n_groups, rows), 8)
+    low = 1 if how == "gptq" else 0  # GPTQ's version 1 stores the zero point minus one, in 4 bits
+    shape = (n_groups, rows)
+    zeros = random.integers(low, 16 + low, shape) if zero_points else np.full(shape, 8)
     scales = (random.uniform(0.5, 1.5, (n_groups, rows)) * 0.3 / math.sqrt(cols)).astype(np.float16)
     g_idx = np.arange(cols) // (cols if group < 0 else group)
     if act_order:
@@ -122,11 +151,16 @@ def quantized_linear(linear, prefix, how, group, act_order, zero_points, random,
 
 def quantization_config(how, group, act_order, zero_points):
     if how == "awq":
-        return {"quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_points, "version": "gemm",
-                "backend": "autoawq", "modules_to_not_convert": None}
-    return {"quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": act_order, "sym": not zero_points,
-            "checkpoint_format": how, "damp_percent": 0.01, "true_sequential": True, "static_groups": False,
-            "model_name_or_path": None, "lm_head": False}
+        return {
+            "quant_method": "awq", "bits": 4, "group_size": group, "zero_point": zero_points,
+            "version": "gemm", "backend": "autoawq", "modules_to_not_convert": None
+        }
+    return {
+        "quant_method": "gptq", "bits": 4, "group_size": group, "desc_act": act_order,
+        "sym": not zero_points, "checkpoint_format": how, "damp_percent": 0.01,
+        "true_sequential": True, "static_groups": False, "model_name_or_path": None,
+        "lm_head": False
+    }
 
 
 # ---- The files ------------------------------------------------------------------------------
@@ -145,21 +179,29 @@ def vocabulary():
 def tokenizer_json():
     vocab = vocabulary()
     assert len(vocab) == VOCAB
-    return {"version": "1.0", "truncation": None, "padding": None,
-            "added_tokens": [{"id": VOCAB - 1, "content": "<|end|>", "single_word": False, "lstrip": False, "rstrip": False,
-                              "normalized": False, "special": True}],
-            "normalizer": None, "pre_tokenizer": {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": True},
-            "post_processor": None, "decoder": {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True},
-            "model": {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None, "end_of_word_suffix": None,
-                      "fuse_unk": False, "byte_fallback": False, "vocab": {t: i for i, t in enumerate(vocab[:-1])}, "merges": []}}
+    end = {"id": VOCAB - 1, "content": "<|end|>", "single_word": False, "lstrip": False,
+           "rstrip": False, "normalized": False, "special": True}
+    bytes_in = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True,
+                "use_regex": True}
+    bytes_out = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True,
+                 "use_regex": True}
+    bpe = {"type": "BPE", "dropout": None, "unk_token": None, "continuing_subword_prefix": None,
+           "end_of_word_suffix": None, "fuse_unk": False, "byte_fallback": False,
+           "vocab": {t: i for i, t in enumerate(vocab[:-1])}, "merges": []}
+    return {"version": "1.0", "truncation": None, "padding": None, "added_tokens": [end],
+            "normalizer": None, "pre_tokenizer": bytes_in, "post_processor": None,
+            "decoder": bytes_out, "model": bpe}
 
 
 def write_config(path, config, style, quantized, no_kv_heads):
     c = json.loads(config.to_json_string(use_diff=False))
-    defaults = {"architectures", "return_dict", "output_attentions", "output_hidden_states", "chunk_size_feed_forward", "problem_type",
-                "id2label", "label2id", "is_encoder_decoder", "_name_or_path"}
+    defaults = {
+        "architectures", "return_dict", "output_attentions", "output_hidden_states",
+        "chunk_size_feed_forward", "problem_type", "id2label", "label2id", "is_encoder_decoder",
+        "_name_or_path"
+    }
     c = {k: v for k, v in c.items() if k not in defaults}
-    if style == "old":  # as nearly all models on disk have it
+    if style == "old":  # as in nearly all published models
         rope = c.pop("rope_parameters")
         c["rope_theta"] = rope.pop("rope_theta")
         c["rope_scaling"] = None if rope["rope_type"] == "default" else rope
@@ -181,20 +223,31 @@ def write_safetensors(folder, tensors, shards):
         save_file(tensors, os.path.join(folder, "model.safetensors"), metadata={"format": "pt"})
         return
     names = sorted(tensors)
-    index = {"metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())}, "weight_map": {}}
+    index = {
+        "metadata": {"total_size": sum(t.numel() * t.element_size() for t in tensors.values())},
+        "weight_map": {}
+    }
     for i in range(shards):
         file = f"model-{i + 1:05}-of-{shards:05}.safetensors"
         part = names[i::shards]
-        save_file({n: tensors[n] for n in part}, os.path.join(folder, file), metadata={"format": "pt"})
+        save_file({n: tensors[n] for n in part}, os.path.join(folder, file),
+                  metadata={"format": "pt"})
         index["weight_map"] |= {n: file for n in part}
     with open(os.path.join(folder, "model.safetensors.index.json"), "w") as f:
         json.dump(index, f, indent=1)
 
 
-NAMES = {"model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight"}
-PARTS = {"input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k", "self_attn.v_proj": "attn_v",
-         "self_attn.o_proj": "attn_output", "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
-         "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up", "mlp.down_proj": "ffn_down"}
+NAMES = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight"
+}
+PARTS = {
+    "input_layernorm": "attn_norm", "self_attn.q_proj": "attn_q", "self_attn.k_proj": "attn_k",
+    "self_attn.v_proj": "attn_v", "self_attn.o_proj": "attn_output",
+    "self_attn.q_norm": "attn_q_norm", "self_attn.k_norm": "attn_k_norm",
+    "post_attention_layernorm": "ffn_norm", "mlp.gate_proj": "ffn_gate", "mlp.up_proj": "ffn_up",
+    "mlp.down_proj": "ffn_down"
+}
 
 
 def write_gguf(path, arch, config, tensors):
@@ -219,12 +272,15 @@ def write_gguf(path, arch, config, tensors):
     if rope["rope_type"] == "yarn":
         w.add_rope_scaling_orig_ctx_len(rope["original_max_position_embeddings"])
         if "attention_factor" in rope:
-            w.add_rope_scaling_attn_factors(rope["attention_factor"] / (0.1 * math.log(rope["factor"]) + 1))
+            w.add_rope_scaling_attn_factors(rope["attention_factor"] /
+                                            (0.1 * math.log(rope["factor"]) + 1))
             w.add_float32(f"{arch}.rope.scaling.yarn_beta_fast", rope["beta_fast"])
             w.add_float32(f"{arch}.rope.scaling.yarn_beta_slow", rope["beta_slow"])
     if rope["rope_type"] == "llama3":  # as llama.cpp's converter computes it
-        freqs = 1.0 / (rope["rope_theta"] ** (np.arange(0, head_dim, 2, dtype=np.float32) / head_dim))
-        low, high, old = rope["low_freq_factor"], rope["high_freq_factor"], rope["original_max_position_embeddings"]
+        exponents = np.arange(0, head_dim, 2, dtype=np.float32) / head_dim
+        freqs = 1.0 / (rope["rope_theta"] ** exponents)
+        low, high = rope["low_freq_factor"], rope["high_freq_factor"]
+        old = rope["original_max_position_embeddings"]
         factors = []
         for freq in freqs:
             wavelength = 2 * math.pi / freq
@@ -240,7 +296,8 @@ def write_gguf(path, arch, config, tensors):
     if getattr(config, "sliding_window", None):
         w.add_sliding_window(config.sliding_window)
         if layer_types and len(set(layer_types)) > 1:
-            w.add_array(f"{arch}.attention.sliding_window_pattern", [t == "sliding_attention" for t in layer_types])
+            w.add_array(f"{arch}.attention.sliding_window_pattern",
+                        [t == "sliding_attention" for t in layer_types])
     vocab = vocabulary()
     w.add_tokenizer_model("gpt2")
     w.add_tokenizer_pre("gpt-2")
@@ -258,7 +315,8 @@ def write_gguf(path, arch, config, tensors):
         x = t.float().numpy()
         if arch == "llama" and (".q_proj." in name or ".k_proj." in name):
             x = np.ascontiguousarray(to_adjacent(x, heads))
-        kind = {torch.float16: Type.F16, torch.bfloat16: Type.BF16, torch.float32: Type.F32}[t.dtype]
+        kind = {torch.float16: Type.F16, torch.bfloat16: Type.BF16, torch.float32: Type.F32}
+        kind = kind[t.dtype]
         if x.ndim == 1:
             kind = Type.F32  # llama.cpp keeps vectors in f32
         w.add_tensor(out, gguf.quants.quantize(x, kind) if kind != Type.F32 else x, raw_dtype=kind)
@@ -274,8 +332,10 @@ def make(out, seed, name, kind, dtype, style, extra):
     extra = dict(extra)
     shards, quantized = extra.pop("shards", 1), extra.pop("quantized", None)
     no_kv_heads = extra.pop("no_kv_heads", False)
-    options = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
-                   max_position_embeddings=64, rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=None, eos_token_id=VOCAB - 1) | extra
+    options = dict(vocab_size=VOCAB, hidden_size=24, intermediate_size=32, num_hidden_layers=2,
+                   num_attention_heads=4, num_key_value_heads=2, max_position_embeddings=64,
+                   rms_norm_eps=1e-5, tie_word_embeddings=False, bos_token_id=None,
+                   eos_token_id=VOCAB - 1) | extra
     if kind in (LLAMA, MISTRAL):
         options.setdefault("head_dim", 8)
     if kind == QWEN2 and not quantized:
@@ -290,9 +350,12 @@ def make(out, seed, name, kind, dtype, style, extra):
         for pname, p in model.named_parameters():
             if p.dim() == 1:
                 p.copy_((1 if "norm" in pname else 0) + 0.3 * torch.randn(p.shape))
-            else:  # wide enough that the attention is peaked and every block matters
-                wide = 1.6 if ".q_proj." in pname or ".k_proj." in pname else 1.2
-                p.copy_(torch.randn(p.shape) * (1 if "embed" in pname and not config.tie_word_embeddings else wide / math.sqrt(p.shape[1])))
+            else:  # so large that attention is concentrated and every block matters
+                scale = 1.6 if ".q_proj." in pname or ".k_proj." in pname else 1.2
+                scale /= math.sqrt(p.shape[1])
+                if "embed" in pname and not config.tie_word_embeddings:
+                    scale = 1
+                p.copy_(torch.randn(p.shape) * scale)
             p.copy_(p.to(dtype).to(torch.float32))
     if quantized:
         for mname, m in model.named_modules():
@@ -309,7 +372,8 @@ def make(out, seed, name, kind, dtype, style, extra):
         json.dump(tokenizer_json(), f, ensure_ascii=False, separators=(",", ":"))
     write_safetensors(folder, tensors | packed, shards)
     if not quantized:
-        write_gguf(os.path.join(out, name + ".gguf"), {"mistral": "llama"}.get(config.model_type, config.model_type), config, tensors)
+        write_gguf(os.path.join(out, name + ".gguf"),
+                   {"mistral": "llama"}.get(config.model_type, config.model_type), config, tensors)
     ids = torch.randint(0, VOCAB - 1, (N_TOTAL,))
     with torch.no_grad():
         logits = model(ids[None], use_cache=False).logits[0]
@@ -317,17 +381,19 @@ def make(out, seed, name, kind, dtype, style, extra):
     golden.add_array("golden.ids", ids.tolist())
     golden.add_uint32("golden.n_prompt", N_PROMPT)
     golden.add_tensor("golden.logits", logits.numpy().astype(np.float32))
-    if quantized:  # what the packed integers of one matrix stand for
-        golden.add_tensor("golden.k_proj", model.model.layers[0].self_attn.k_proj.weight.detach().numpy().astype(np.float32))
+    if quantized:  # the unpacked values of one matrix
+        k_proj = model.model.layers[0].self_attn.k_proj.weight
+        golden.add_tensor("golden.k_proj", k_proj.detach().numpy().astype(np.float32))
     golden.write_header_to_file()
     golden.write_kv_data_to_file()
     golden.write_tensors_to_file()
     golden.close()
-    print(f"{name:18} logits {logits.std():.2f} wide")
+    print(f"{name:18} logits have standard deviation {logits.std():.2f}")
 
 
 def main():
-    out = sys.argv[1] if len(sys.argv) > 1 else os.path.join(os.path.dirname(os.path.abspath(__file__)), "data", "models")
+    out = sys.argv[1] if len(sys.argv) > 1 else os.path.join(
+        os.path.dirname(os.path.abspath(__file__)), "data", "models")
     os.makedirs(out, exist_ok=True)
     torch.set_num_threads(1)
     for i, model in enumerate(MODELS):

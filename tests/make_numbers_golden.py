@@ -1,10 +1,10 @@
 #!/usr/bin/env python3
-"""Make tests/data/numbers.bin: values packed by the `gguf` package (pip install gguf numpy), whose
-quantisation is bit-exact with ggml's. llm.h must give the same bytes (tests/test_numbers.c).
+"""Writes tests/data/numbers.bin: values packed by the `gguf` package (pip install gguf numpy),
+which is bit-exact with ggml. llm.h must give the same bytes (tests/test_numbers.c).
 
-The file is: u32 count; count f32 values; then for each of f16, bf16, q8_0, q4_0, q4_1, q5_0, q5_1: the packed bytes,
-and the values (f32) that they unpack to. Then, for q4_K, q5_K and q6_K, which that package only reads: 8 blocks
-of random bytes, and the values that they unpack to.
+The file has a u32 count and `count` f32 values. For each of f16, bf16, q8_0, q4_0, q4_1, q5_0 and
+q5_1, the packed bytes and the f32 values that they unpack to follow. For q4_K, q5_K and q6_K, which
+the package cannot pack, 8 blocks of random bytes and their f32 values follow.
 
     python3 tests/make_numbers_golden.py tests/data/numbers.bin
 """
@@ -20,24 +20,28 @@ from gguf import quants
 def values():
     rng = np.random.default_rng(20240607)
     f32 = np.float32
-    blocks = [rng.standard_normal(32).astype(f32) * f32(10.0**e) for e in range(-9, 5) for _ in range(3)]
+    blocks = [
+        rng.standard_normal(32).astype(f32) * f32(10.0**e) for e in range(-9, 5) for _ in range(3)
+    ]
     blocks += [rng.integers(-9, 10, 32).astype(f32) for _ in range(6)]  # many ties
     blocks += [rng.integers(-15, 16, 32).astype(f32) * f32(0.5) for _ in range(6)]
     blocks += [np.zeros(32, f32), np.full(32, 3.25, f32), np.full(32, -3.25, f32)]
     blocks += [np.eye(1, 32, 7, dtype=f32)[0] * f32(-65000.0), np.arange(-16, 16).astype(f32)]
-    # around the borders of f16: its largest, its smallest normal, denormals, ties between two of them
-    steps = np.array([65504, 65519, 65519.996, 2.0**-14, 2.0**-14 - 2.0**-25, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24,
-                      2.5 * 2.0**-24, 3.5 * 2.0**-24, 1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11, 1.0 + 2.0**-11 + 2.0**-23,
-                      2.0**-26, 1e-30, 0.0], f32)
+    # the limits of f16: its largest value, its smallest normal one, denormals, ties between values
+    steps = np.array([
+        65504, 65519, 65519.996, 2.0**-14, 2.0**-14 - 2.0**-25, 2.0**-24, 2.0**-25, 1.5 * 2.0**-24,
+        2.5 * 2.0**-24, 3.5 * 2.0**-24, 1.0 + 2.0**-11, 1.0 + 3 * 2.0**-11,
+        1.0 + 2.0**-11 + 2.0**-23, 2.0**-26, 1e-30, 0.0
+    ], f32)
     blocks += [np.concatenate([steps, -steps])]
-    # and ties of bf16
+    # ties between bf16 values
     ties = (np.uint32(0x3F808000) + np.arange(16, dtype=np.uint32) * np.uint32(0x4000)).view(f32)
     blocks += [np.concatenate([ties, -ties])]
     return np.concatenate(blocks)
 
 
 def random_blocks(t, scales):
-    """Any bits, but finite f16 numbers at the places `scales` of each block; one of them is denormal."""
+    """Blocks of random bytes, with finite f16 numbers (one is denormal) at the offsets `scales`."""
     rng = np.random.default_rng(int(t))
     blocks = rng.integers(0, 256, (8, GGML_QUANT_SIZES[t][1]), dtype=np.uint8)
     for place in scales:

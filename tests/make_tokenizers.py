@@ -1,7 +1,9 @@
 #!/usr/bin/env python3
-"""Makes tests/data/fuzz_vocabulary: small tokenizers of every supported kind, as Hugging Face's tokenizers library writes them; and
-tests/data/tokenizers/random.json: random texts over all of Unicode, and the ids that the library gives with each. Also the seeds in
-tests/data/fuzz_chat. Needs tokenizers.
+"""Writes three kinds of test data with Hugging Face's tokenizers library:
+
+    tests/data/fuzz_vocabulary           small tokenizers of every supported kind
+    tests/data/tokenizers/random.json    random texts over all of Unicode, and their ids
+    tests/data/fuzz_chat                 the seeds of a fuzzer, made from tests/data/chat.json
 
     python3 tests/make_tokenizers.py
 """
@@ -9,9 +11,11 @@ import json
 import os
 import random
 
-from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers, pre_tokenizers, processors, trainers
+from tokenizers import (AddedToken, Regex, Tokenizer, decoders, models, normalizers,
+                        pre_tokenizers, processors, trainers)
 
-LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
+LLAMA3 = (r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+          r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN2 = LLAMA3.replace("{1,3}", "")
 HERE = os.path.dirname(os.path.abspath(__file__))
 
@@ -26,43 +30,58 @@ def byte_level(pre, nfc=False, ignore_merges=False):
 
 
 def split(regex):
-    return pre_tokenizers.Sequence([pre_tokenizers.Split(Regex(regex), "isolated"),
-                                    pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)])
+    return pre_tokenizers.Sequence([
+        pre_tokenizers.Split(Regex(regex), "isolated"),
+        pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    ])
 
 
 def sentencepiece(metaspace):
     t = Tokenizer(models.BPE(byte_fallback=True, fuse_unk=True, unk_token="<unk>"))
     if metaspace:
-        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace, split=metaspace == "always")
-        t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                       decoders.Strip(" ", 1, 0)])
+        t.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme=metaspace,
+                                                   split=metaspace == "always")
     else:
-        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"), normalizers.Replace(" ", "\u2581")])
-        t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(), decoders.Fuse(),
-                                       decoders.Strip(" ", 1, 0)])
+        t.normalizer = normalizers.Sequence([normalizers.Prepend("\u2581"),
+                                             normalizers.Replace(" ", "\u2581")])
+    t.decoder = decoders.Sequence([decoders.Replace("\u2581", " "), decoders.ByteFallback(),
+                                   decoders.Fuse(), decoders.Strip(" ", 1, 0)])
     return t, []
 
 
+SMOLLM = pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
+                                  pre_tokenizers.ByteLevel(add_prefix_space=False)])
 KINDS = [("gpt2", byte_level(pre_tokenizers.ByteLevel(add_prefix_space=False))),
-         ("gpt2 with a space in front", byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))),
+         ("gpt2 with a space in front",
+          byte_level(pre_tokenizers.ByteLevel(add_prefix_space=True))),
          ("llama3", byte_level(split(LLAMA3), ignore_merges=True)),
          ("qwen2", byte_level(split(QWEN2), nfc=True)),
-         ("smollm", byte_level(pre_tokenizers.Sequence([pre_tokenizers.Digits(individual_digits=True),
-                                                        pre_tokenizers.ByteLevel(add_prefix_space=False)]))),
-         ("llama2", sentencepiece(None)), ("metaspace first", sentencepiece("first")), ("metaspace always", sentencepiece("always"))]
+         ("smollm", byte_level(SMOLLM)), ("llama2", sentencepiece(None)),
+         ("metaspace first", sentencepiece("first")),
+         ("metaspace always", sentencepiece("always"))]
 
-SAMPLES = ["Once upon a time there was a fox, who didn't know what it's worth; she'd say: 'we'll see' 12345 times.\n\n",
-           "É è ê ñ ü ö, naïve café, Größe; 月が綺麗ですね。 한국어 Привет мир! ½ ² ٣٤ Ⅷ  end\t\tof   line\r\n",
-           "def f(x):\n    return x ** 2  # don't\n        if True: print('THEY'RE')\n", "the the that then them there these this those "]
-PARTS = ["'s", "'T", "'Re", "'ſ", "'ll", "'", " ", "  ", "   ", "\n", "\r\n", "\r", "\t", "\u00a0", "\u3000", "\u2003", "\u0085", "12", "12345", "½",
-         "²", "٣", "Ⅷ", "e\u0301", "o\u0302\u0323", "\u1e69", "s\u0307\u0323", "한", "\u1112\u1161\u11ab", "\u1100\u1161", "Å", "\u212b", "\u2126",
-         "a", "the", " the", " fox", "didn't", "Größe", "月が", "Привет", "!", "...", "?!", "\u2581", "🚀", "👩\u200d💻", "ﬁ", "\u0958", "\u0344",
-         "\U0002f800", "\ufeff", "\u200b", "<s>", "<tool>", "\U0001d15e", "\u0f73\u0f71", "e\u0316\u0301\u0300"]
+SAMPLES = [
+    "Once upon a time there was a fox, who didn't know what it's worth; she'd say: "
+    "'we'll see' 12345 times.\n\n",
+    "É è ê ñ ü ö, naïve café, Größe; 月が綺麗ですね。 한국어 Привет мир! ½ ² ٣٤ Ⅷ  end\t\tof   "
+    "line\r\n",
+    "def f(x):\n    return x ** 2  # don't\n        if True: print('THEY'RE')\n",
+    "the the that then them there these this those "
+]
+PARTS = [
+    "'s", "'T", "'Re", "'ſ", "'ll", "'", " ", "  ", "   ", "\n", "\r\n", "\r", "\t", "\u00a0",
+    "\u3000", "\u2003", "\u0085", "12", "12345", "½", "²", "٣", "Ⅷ", "e\u0301", "o\u0302\u0323",
+    "\u1e69", "s\u0307\u0323", "한", "\u1112\u1161\u11ab", "\u1100\u1161", "Å", "\u212b", "\u2126",
+    "a", "the", " the", " fox", "didn't", "Größe", "月が", "Привет", "!", "...", "?!", "\u2581", "🚀",
+    "👩\u200d💻", "ﬁ", "\u0958", "\u0344", "\U0002f800", "\ufeff", "\u200b", "<s>", "<tool>",
+    "\U0001d15e", "\u0f73\u0f71", "e\u0316\u0301\u0300"
+]
 
 
-def assigned(c):  # known to the oldest Unicode in use anywhere here
+def assigned(c):  # in the oldest version of Unicode that these programs use
     import unicodedata
-    return unicodedata.category(c) not in ("Cs", "Cn", "Co") and (not unicodedata.combining(c) or c < "\u0378")
+    known = unicodedata.category(c) not in ("Cs", "Cn", "Co")
+    return known and (not unicodedata.combining(c) or c < "\u0378")
 
 
 def text(r):
@@ -81,23 +100,29 @@ def main():
     texts = [text(r) for _ in range(100)]
     for name, (t, alphabet) in KINDS:
         specials = ["<unk>", "<s>", "</s>"] if not alphabet else ["<s>", "</s>"]
-        t.train_from_iterator(SAMPLES * 4, trainers.BpeTrainer(vocab_size=480 if alphabet else 330, initial_alphabet=alphabet,
-                                                               special_tokens=specials, show_progress=False))
-        if not alphabet:  # the bytes, and the vocabulary again from the beginning, since the trainer knows none
+        trainer = trainers.BpeTrainer(vocab_size=480 if alphabet else 330,
+                                      initial_alphabet=alphabet, special_tokens=specials,
+                                      show_progress=False)
+        t.train_from_iterator(SAMPLES * 4, trainer)
+        if not alphabet:  # the trainer has no byte tokens: add them
             d = json.loads(t.to_str())
             for b in range(256):
                 d["model"]["vocab"]["<0x%02X>" % b] = len(d["model"]["vocab"])
             t = Tokenizer.from_str(json.dumps(d))
         t.add_tokens([AddedToken("<tool>", normalized=False)])
-        t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[("<s>", t.token_to_id("<s>"))])
+        bos = ("<s>", t.token_to_id("<s>"))
+        t.post_processor = processors.TemplateProcessing(single="<s> $A", special_tokens=[bos])
         t = Tokenizer.from_str(t.to_str())
-        plain = json.loads(t.to_str())  # without its special tokens, so that they are not parsed
-        plain["added_tokens"] = [a for a in plain["added_tokens"] if not a["special"] or a["content"] == "<unk>"]
+        plain = json.loads(t.to_str())  # without special tokens, so that they are text
+        plain["added_tokens"] = [a for a in plain["added_tokens"]
+                                 if not a["special"] or a["content"] == "<unk>"]
         plain["post_processor"] = None
         plain = Tokenizer.from_str(json.dumps(plain))
-        kinds.append({"name": name, "file": name.replace(" ", "-") + ".json",
-                      "ids": [[t.encode(x, add_special_tokens=True).ids, plain.encode(x, add_special_tokens=False).ids] for x in texts]})
-        with open(os.path.join(HERE, "data/fuzz_vocabulary", name.replace(" ", "-") + ".json"), "w") as f:
+        file = name.replace(" ", "-") + ".json"
+        ids = [[t.encode(x, add_special_tokens=True).ids,
+                plain.encode(x, add_special_tokens=False).ids] for x in texts]
+        kinds.append({"name": name, "file": file, "ids": ids})
+        with open(os.path.join(HERE, "data/fuzz_vocabulary", file), "w") as f:
             small = json.loads(t.to_str())
             json.dump(small, f, ensure_ascii=False, separators=(",", ":"))
     with open(os.path.join(HERE, "data/tokenizers/random.json"), "w", encoding="utf-8") as f:

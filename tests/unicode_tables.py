@@ -1,20 +1,21 @@
 #!/usr/bin/env python3
-"""Prints the Unicode tables of llm.h (chapter 9) from Unicode's own data, as Python packages it.
+"""Makes the Unicode tables of llm.h (chapter 9) from Python's copy of Unicode's data.
 
     python3 tests/unicode_tables.py            prints the tables
-    python3 tests/unicode_tables.py --check    compares them with llm.h; exit 1 where they differ
-    python3 tests/unicode_tables.py --write    puts them into llm.h (or the file named after it)
+    python3 tests/unicode_tables.py --check    compares them with llm.h; exits with 1 if they differ
+    python3 tests/unicode_tables.py --write    writes them to llm.h (or to a file given after it)
 
-The tables stand between the two marker lines below:
+The tables are between the two marker lines below:
 
-    letters, numbers   general categories L* and N*, as runs: how many code points to skip from the end of the run
-                       before, then how many belong to the class
-    combining          canonical combining classes other than 0, as runs of three: skip, count, class
-    decompositions     triples: the step from the code point before (negative where NFC never composes the
-                       pair again), then the one or two code points it stands for (0: there is no second)
+    letters, numbers   general categories L* and N*, as runs: the code points to skip after the
+                       previous run, then the code points in the run
+    combining          canonical combining classes other than 0, as runs: skip, count, class
+    decompositions     triples: the distance from the previous code point (negative if NFC never
+                       composes the pair again), then one or two code points (0: no second one)
 
-The tables in llm.h are those of Unicode 16, which Hugging Face's tokenizers use today. Python's unicodedata is as old
-as the Python; the package unicodedata2 (pip install unicodedata2==16.0.0) has the version that its name says.
+llm.h has the tables of Unicode 16, as Hugging Face's tokenizers have. The version of Python's
+unicodedata depends on the Python; the package unicodedata2 (pip install unicodedata2==16.0.0) has a
+fixed one.
 """
 import os
 import sys
@@ -74,10 +75,10 @@ def array(kind, name, values):
 
 
 def table():
-    return ("%s, Unicode %s */\n" % (BEGIN, unicodedata.unidata_version)
-            + array("uint16_t", "letters", runs("L")) + array("uint16_t", "numbers", runs("N"))
-            + array("uint16_t", "combining", combining()) + array("int32_t", "decompositions", decompositions())
-            + END + "\n")
+    return ("%s, Unicode %s */\n" % (BEGIN, unicodedata.unidata_version) +
+            array("uint16_t", "letters", runs("L")) + array("uint16_t", "numbers", runs("N")) +
+            array("uint16_t", "combining", combining()) +
+            array("int32_t", "decompositions", decompositions()) + END + "\n")
 
 
 def main():
@@ -95,7 +96,8 @@ def main():
         with open(path, "w", encoding="utf-8") as f:
             f.write(source[:begin] + table() + source[end:])
     elif source[begin:end] != table():
-        sys.exit("%s: the tables differ from what Unicode %s gives" % (path, unicodedata.unidata_version))
+        sys.exit("%s: the tables differ from what Unicode %s gives" %
+                 (path, unicodedata.unidata_version))
 
 
 if __name__ == "__main__":
