@@ -1,8 +1,11 @@
-/* The same tokens through this engine and through llama.cpp, on the same model file: how far apart are the two
- * next-token distributions, and do both write the same? Built and run by compare_llamacpp.sh.
+/* Runs the same tokens through this engine and through llama.cpp on the same model file, and
+ * compares the next-token distributions and the greedy texts. compare_llamacpp.sh builds and runs
+ * it.
  *
- *     compare_llamacpp MODEL TEXTFILE      prints: mean KL divergence, the largest, agreement on the likeliest token, ...
- *     compare_llamacpp --quantize FTYPE IN OUT      with llama.cpp's own quantizer; FTYPE is its number */
+ *     compare_llamacpp MODEL TEXTFILE
+ *         prints: mean KL divergence | largest | agreement on the likeliest token | ...
+ *     compare_llamacpp --quantize FTYPE IN OUT
+ *         quantizes with llama.cpp's own quantizer; FTYPE is its number of the type */
 #define _GNU_SOURCE
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
@@ -34,8 +37,8 @@ static void *get_memory(size_t bytes) {
     return p;
 }
 
-/* In place of libc's: llama.cpp asks Linux for matrix tiles with it, and does without where it is refused them. Its kernels for
- * them were wrong (docs/types.md says by how much). */
+/* Replaces libc's function, with which llama.cpp asks Linux for matrix tiles, and refuses them: its
+ * kernels for tiles gave wrong results (see docs/types.md). Without tiles it uses other kernels. */
 long syscall(long number, ...) {
     enum { REQUEST_STATE = 0x1023 }; /* ARCH_REQ_XCOMP_PERM */
     long a[6];
@@ -62,7 +65,8 @@ static void peer_logits(peer *p, const int32_t *tokens, int n, int position, flo
     }
     if (llama_decode(p->context, batch)) die("llama_decode failed");
     for (int i = 0; i < n; i++)
-        memcpy(logits + (size_t)i * (size_t)p->vocab, llama_get_logits_ith(p->context, i), (size_t)p->vocab * sizeof *logits);
+        memcpy(logits + (size_t)i * (size_t)p->vocab, llama_get_logits_ith(p->context, i),
+               (size_t)p->vocab * sizeof *logits);
     llama_batch_free(batch);
 }
 
@@ -81,11 +85,15 @@ typedef struct collected {
 static void collect(void *user, uint64_t request, int sample, int position, float *logits) {
     collected *c = (collected *)user;
     (void)request, (void)sample;
-    if (position < c->window) memcpy(c->logits + (size_t)position * (size_t)c->vocab, logits, (size_t)c->vocab * sizeof *logits);
+    if (position < c->window)
+        memcpy(c->logits + (size_t)position * (size_t)c->vocab, logits,
+               (size_t)c->vocab * sizeof *logits);
 }
 
-/* max_tokens new tokens into `out`, greedily, or with 0 the logits of the prompt into `c`. */
-static void our_run(llm_engine *engine, const int32_t *prompt, int n, int max_tokens, collected *c, int32_t *out) {
+/* Generate max_tokens tokens greedily into `out`; or, with max_tokens 0, copy the logits of the
+ * prompt into `c`. */
+static void our_run(llm_engine *engine, const int32_t *prompt, int n, int max_tokens, collected *c,
+                    int32_t *out) {
     llm_error err;
     llm_event event;
     llm_request request = llm_request_defaults();
@@ -107,7 +115,8 @@ static void our_run(llm_engine *engine, const int32_t *prompt, int n, int max_to
 
 /* KL(theirs || ours) in nats. */
 static double divergence(const float *theirs, const float *ours, int n) {
-    double a_max = theirs[likeliest(theirs, n)], b_max = ours[likeliest(ours, n)], a_sum = 0, b_sum = 0, sum = 0;
+    double a_max = theirs[likeliest(theirs, n)], b_max = ours[likeliest(ours, n)];
+    double a_sum = 0, b_sum = 0, sum = 0;
     for (int i = 0; i < n; i++) {
         a_sum += exp(theirs[i] - a_max);
         b_sum += exp(ours[i] - b_max);
@@ -146,28 +155,32 @@ int main(int argc, char **argv) {
     llm_engine_options options = llm_engine_defaults();
     options.max_sequences = 1;
     options.n_threads = 1;
-    options.cache_type = LLM_F32; /* so that what is compared is the weights alone */
+    options.cache_type = LLM_F32; /* so that only the weights differ */
     llm_engine *engine = model ? llm_engine_create(model, &options, &err) : NULL;
     if (!engine) die(err.message);
 
-    /* shorter where the model's context is */
+    /* shorter where the model's context is shorter */
     int context = llm_model_config(model)->context_length;
-    int window = context < MAX_WINDOW ? context : MAX_WINDOW, prompt = context / 4 < MAX_PROMPT ? context / 4 : MAX_PROMPT;
+    int window = context < MAX_WINDOW ? context : MAX_WINDOW;
+    int prompt = context / 4 < MAX_PROMPT ? context / 4 : MAX_PROMPT;
     int greedy = context - prompt < MAX_GREEDY ? context - prompt : MAX_GREEDY;
     struct llama_model_params model_params = llama_model_default_params();
     struct llama_context_params context_params = llama_context_default_params();
-    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch = MAX_WINDOW + MAX_GREEDY;
+    context_params.n_ctx = context_params.n_batch = context_params.n_ubatch =
+        MAX_WINDOW + MAX_GREEDY;
     context_params.type_k = context_params.type_v = GGML_TYPE_F32;
     context_params.n_threads = context_params.n_threads_batch = 1;
     peer p = {llama_model_load_from_file(argv[1], model_params), NULL, 0};
     p.context = p.model ? llama_init_from_model(p.model, context_params) : NULL;
     if (!p.context) die("llama.cpp cannot load the model");
     p.vocab = llama_vocab_n_tokens(llama_model_get_vocab(p.model));
-    if (p.vocab != llm_model_config(model)->vocab_size) die("the vocabularies have different sizes");
+    if (p.vocab != llm_model_config(model)->vocab_size)
+        die("the vocabularies have different sizes");
 
     char *text = read_text(argv[2], &length);
     int32_t *ids = get_memory((length + 1) * sizeof *ids);
-    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, length, 0, ids, (int64_t)length + 1, &err);
+    int64_t n =
+        llm_tokenize(llm_model_tokenizer(model), text, length, 0, ids, (int64_t)length + 1, &err);
     if (n < window * WINDOWS) die("the text is too short");
     size_t row = (size_t)p.vocab;
     collected ours = {get_memory((size_t)window * row * sizeof(float)), window, p.vocab};
@@ -186,14 +199,14 @@ int main(int argc, char **argv) {
             if (kl > largest) largest = kl;
             agree += likeliest(a, p.vocab) == likeliest(b, p.vocab);
         }
-        int32_t we[MAX_GREEDY], they[MAX_GREEDY];
-        our_run(engine, part, prompt, greedy, NULL, we);
+        int32_t our_tokens[MAX_GREEDY], their_tokens[MAX_GREEDY];
+        our_run(engine, part, prompt, greedy, NULL, our_tokens);
         peer_logits(&p, part, prompt, 0, theirs);
         int32_t next = likeliest(theirs + (size_t)(prompt - 1) * row, p.vocab);
         int alike = 0;
         for (int i = 0; i < greedy; i++) {
-            they[i] = next;
-            if (alike == i) alike += they[i] == we[i];
+            their_tokens[i] = next;
+            if (alike == i) alike += their_tokens[i] == our_tokens[i];
             peer_logits(&p, &next, 1, prompt + i, theirs);
             next = likeliest(theirs, p.vocab);
         }
@@ -201,7 +214,8 @@ int main(int argc, char **argv) {
         same_tokens += alike;
     }
     printf("%.2e | %.2e | %.2f %% | %d of %d | %.1f of %d\n", sum / (window * WINDOWS), largest,
-           100.0 * agree / (window * WINDOWS), same_texts, WINDOWS, (double)same_tokens / WINDOWS, greedy);
+           100.0 * agree / (window * WINDOWS), same_texts, WINDOWS, (double)same_tokens / WINDOWS,
+           greedy);
     llm_engine_free(engine);
     llm_model_free(model);
     llama_free(p.context);

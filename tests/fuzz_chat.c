@@ -1,6 +1,7 @@
-/* libFuzzer: a chat template, which is recognised or not, and renders a conversation; and messages, of which none can become a
- * special token, in that template nor in another. The input is the template, a zero byte, and the text of the messages, whose length
- * chooses the other template. Seeds: tests/data/fuzz_chat. */
+/* libFuzzer: any bytes as a chat template. The engine recognises the template or refuses it, and no
+ * text of a message becomes a special token, in this template or in a built-in one. Input: the
+ * template, a zero byte, the text of the messages. The length of the text selects the built-in
+ * template. Seeds: tests/data/fuzz_chat. */
 #include "test_util.h"
 #include "../llm.h"
 
@@ -8,14 +9,17 @@ static void check(bool fine) {
     if (!fine) abort();
 }
 
-static int64_t specials(const llm_tokenizer *t, const llm_chat_options *options, const char *text, size_t length) {
-    llm_message m[3] = {{LLM_ROLE_USER, text, length}, {LLM_ROLE_ASSISTANT, text, length}, {LLM_ROLE_USER, text, length}};
+static int64_t count_special_tokens(const llm_tokenizer *t, const llm_chat_options *options,
+                                    const char *text, size_t length) {
+    llm_message m[3] = {{LLM_ROLE_USER, text, length},
+                        {LLM_ROLE_ASSISTANT, text, length},
+                        {LLM_ROLE_USER, text, length}};
     llm_error err;
-    size_t capacity = length * 3 + 400; /* a byte is a token at the most */
+    size_t capacity = length * 3 + 400; /* three messages, at most one token per byte */
     int32_t *ids = (int32_t *)malloc(capacity * sizeof *ids);
     int64_t n = llm_chat_tokenize(t, options, m, 3, ids, (int64_t)capacity, &err), count = 0;
     check((n < 0) == (err.status != LLM_OK));
-    if (n > (int64_t)capacity) { /* but for what the template itself says */
+    if (n > (int64_t)capacity) { /* the template's own text needs more room */
         ids = (int32_t *)realloc(ids, (size_t)n * sizeof *ids);
         check(llm_chat_tokenize(t, options, m, 3, ids, n, &err) == n);
     }
@@ -46,12 +50,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     check(t != NULL);
     check(llm_chat_template_source(t).length == template_length);
     llm_chat_options options = llm_chat_defaults();
-    int64_t own = specials(t, &options, text, length);
-    check((own >= 0) == (llm_chat_template(t) != NULL && specials(t, &options, "", 0) >= 0));
+    int64_t own = count_special_tokens(t, &options, text, length);
+    check((own >= 0) ==
+          (llm_chat_template(t) != NULL && count_special_tokens(t, &options, "", 0) >= 0));
     size_t n_templates = 0;
     while (llm_chat_template_at((int)n_templates)) n_templates++;
     options.template_name = llm_chat_template_at((int)(length % n_templates));
-    check(specials(t, &options, text, length) == specials(t, &options, "x", 1));
+    check(count_special_tokens(t, &options, text, length) ==
+          count_special_tokens(t, &options, "x", 1));
     llm_tokenizer_free(t);
     llm_file_close(file);
     clear_bytes(&whole);

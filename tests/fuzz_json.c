@@ -1,4 +1,5 @@
-/* libFuzzer: any bytes as JSON. What is read is written out again from the nodes, and must read as the same nodes. */
+/* libFuzzer: any bytes as JSON. A text that parses is written again from its nodes, and must then
+ * parse to the same nodes. */
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
 
@@ -13,13 +14,15 @@ static void put_string(llm__bytes *b, const llm_json_node *node) {
     for (uint32_t i = 0; i < node->length; i++) {
         char escaped[8];
         uint8_t c = (uint8_t)node->text[i];
-        if (c < ' ' || c == '"' || c == '\\') put(b, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", c));
+        if (c < ' ' || c == '"' || c == '\\')
+            put(b, escaped, (size_t)snprintf(escaped, sizeof escaped, "\\u%04x", c));
         else put(b, &c, 1);
     }
     put(b, "\"", 1);
 }
 
-/* Also checks that the spans of what a container holds add up to its own. */
+/* Append a value to the text. Also checks that the span of a container covers exactly its
+ * members. */
 static void write_value(llm__bytes *b, const llm_json_node *node) {
     static const char *const words[] = {"null", "false", "true"};
     bool object = node->kind == LLM_JSON_OBJECT;
@@ -58,11 +61,15 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     }
     llm__bytes b = {NULL, 0, 0};
     write_value(&b, json.nodes);
-    if (!llm_json_parse(&again, (const char *)b.data, b.length, "again", &err) || again.n_nodes != json.n_nodes) abort();
+    if (!llm_json_parse(&again, (const char *)b.data, b.length, "again", &err) ||
+        again.n_nodes != json.n_nodes)
+        abort();
     for (int64_t i = 0; i < json.n_nodes; i++) {
         const llm_json_node *x = json.nodes + i, *y = again.nodes + i;
         if (x->kind != y->kind || x->span != y->span || x->length != y->length) abort();
-        if ((x->kind == LLM_JSON_STRING || x->kind == LLM_JSON_NUMBER) && memcmp(x->text, y->text, x->length)) abort();
+        if ((x->kind == LLM_JSON_STRING || x->kind == LLM_JSON_NUMBER) &&
+            memcmp(x->text, y->text, x->length))
+            abort();
     }
     LLM_FREE(b.data);
     llm_json_free(&json);

@@ -1,8 +1,9 @@
-/* libFuzzer: any bytes as weights of any type, the engine's own for AWQ and GPTQ too. They are unpacked, multiplied by one of the sets
- * of kernels that the machine has, in one piece and row by row, as they lie in the file and in the kernels' own order, which must give
- * the same bits, and packed again.
+/* libFuzzer: any bytes as weights of any type, q4_Z included. The weights are unpacked and packed
+ * again, and multiplied by one of the machine's sets of kernels: all rows of x at once and row by
+ * row, in the file's layout and in the kernels' own. All of these products have the same bits.
  *
- * Input: type, rows, blocks in a row, rows of x and the set of kernels (a byte each), then the weights, repeated as often as they are needed. */
+ * Input: one byte each for the type, the rows, the blocks per row, and the rows of x with the set
+ * of kernels; then the weights, repeated as often as needed. */
 #include "../llm.h"
 #include "../models/quantize.c"
 #include "ops.h"
@@ -11,13 +12,14 @@
 #include <stdlib.h>
 #include <string.h>
 
-static void *get_memory(size_t bytes) { /* of exact size, so that a sanitizer sees a read past the end */
+/* the exact size, so that a sanitizer sees a read past the end */
+static void *get_memory(size_t bytes) {
     void *p = malloc(bytes);
     if (!p) abort();
     return p;
 }
 
-/* a NaN may have any bits */
+/* The same bits, except that a NaN may have any. */
 static void check_same(const float *a, const float *b, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) abort();
@@ -25,7 +27,7 @@ static void check_same(const float *a, const float *b, int64_t n) {
 
 enum { MAX_ROWS = 40, MAX_X = 10 };
 
-/* Made once: their scratch memory is large beside the weights. */
+/* Backends are kept: their scratch memory is large compared with the weights. */
 static llm_backend *backend_of(llm_isa isa) {
     static llm_backend *backends[LLM_ISA_BEST + 1];
     llm_error err;
@@ -36,7 +38,8 @@ static llm_backend *backend_of(llm_isa isa) {
     return backends[isa];
 }
 
-static void multiply(llm_isa isa, bool pack, const llm_weight *matrix, const void *data, const float *x, int n, float *out) {
+static void multiply(llm_isa isa, bool pack, const llm_weight *matrix, const void *data,
+                     const float *x, int n, float *out) {
     llm_error err;
     llm_backend *b = backend_of(isa);
     llm_weight w = *matrix;
@@ -60,29 +63,39 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     while (llm_type_at(n_types)) n_types++;
     int index = data[0] % (n_types + 1);
     const llm_type_info *type = index < n_types ? llm_type_at(index) : llm_type_find(LLM_Q4_Z);
-    int64_t rows = data[1] % MAX_ROWS + 1, blocks = data[2] % (type->block_values == 1 ? 70 : type->block_values == 32 ? 5 : 3) + 1, n = data[3] % MAX_X + 1;
+    int64_t rows = data[1] % MAX_ROWS + 1,
+            blocks = data[2] % (type->block_values == 1    ? 70
+                                : type->block_values == 32 ? 5
+                                                           : 3) +
+                     1,
+            n = data[3] % MAX_X + 1;
     llm_isa isa = (llm_isa)(data[3] / MAX_X % (LLM_ISA_BEST + 1));
     llm_weight w;
     memset(&w, 0, sizeof w);
     w.type = type->type;
     w.rows = rows;
     w.cols = blocks * type->block_values;
-    size_t bytes = (size_t)(rows * blocks) * (size_t)type->block_bytes, count = (size_t)(rows * w.cols);
+    size_t bytes = (size_t)(rows * blocks) * (size_t)type->block_bytes,
+           count = (size_t)(rows * w.cols);
     uint8_t *weights = get_memory(bytes), *packed = get_memory(bytes);
-    float *values = get_memory(count * sizeof(float)), *x = get_memory((size_t)(n * w.cols) * sizeof(float));
+    float *values = get_memory(count * sizeof(float)),
+          *x = get_memory((size_t)(n * w.cols) * sizeof(float));
     for (size_t i = 0; i < bytes; i++) weights[i] = data[4 + i % (size - 4)];
-    for (int64_t i = 0; i < n * w.cols; i++) x[i] = (float)((i * 7 + data[4 + (size_t)i % (size - 4)]) % 23 - 11) * 0.1f;
+    for (int64_t i = 0; i < n * w.cols; i++)
+        x[i] = (float)((i * 7 + data[4 + (size_t)i % (size - 4)]) % 23 - 11) * 0.1f;
     type->unpack(weights, values, (int64_t)count);
     llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
-    float *plain = get_memory((size_t)(n * rows) * sizeof(float)), *packed_out = get_memory((size_t)(n * rows) * sizeof(float));
+    float *plain = get_memory((size_t)(n * rows) * sizeof(float)),
+          *packed_out = get_memory((size_t)(n * rows) * sizeof(float));
     multiply(isa, false, &w, weights, x, (int)n, plain);
-    if (isa != LLM_ISA_REFERENCE) { /* has no order of its own */
+    if (isa != LLM_ISA_REFERENCE) { /* the reference has no layout of its own */
         multiply(isa, true, &w, weights, x, (int)n, packed_out);
         check_same(plain, packed_out, n * rows);
     }
     free(plain), free(packed_out);
-    memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float)); /* and any floats are packed */
+    /* the bytes as floats, which may have any value */
+    memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float));
     llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);
     free(weights), free(packed), free(values), free(x);

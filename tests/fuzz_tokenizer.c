@@ -1,5 +1,6 @@
-/* libFuzzer: a byte of flags and a text. The text is tokenized with a small vocabulary of either kind, and must come back; and
- * its bytes are taken as ids and decoded, of which the stream must make whole characters. Seeds: tests/data/fuzz_tokenizer. */
+/* libFuzzer: a byte of flags, then a text. The text is tokenized with a small vocabulary of either
+ * kind, and must come back. Its bytes are also decoded as token ids, and the stream must emit
+ * only whole characters. Seeds: tests/data/fuzz_tokenizer, written by make_seeds.c. */
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
@@ -20,13 +21,14 @@ static llm_tokenizer *vocabulary_of(bool llama) {
         if (llama) llama_vocabulary(&g);
         else gpt2_vocabulary(&g);
         data[llama] = gguf_finish(&g);
-        tokenizers[llama] = llm_tokenizer_create(llm_file_from_memory(data[llama].data, data[llama].length, "fuzz", &err), &err);
+        tokenizers[llama] = llm_tokenizer_create(
+            llm_file_from_memory(data[llama].data, data[llama].length, "fuzz", &err), &err);
         check(tokenizers[llama] != NULL);
     }
     return tokenizers[llama];
 }
 
-static void stream(const llm_tokenizer *t, const int32_t *ids, int64_t n) {
+static void check_stream(const llm_tokenizer *t, const int32_t *ids, int64_t n) {
     size_t capacity = llm_stream_capacity(t);
     char *out = (char *)malloc(capacity);
     llm_stream s;
@@ -55,11 +57,12 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!size) return 0;
     bool llama = data[0] & FLAG_LLAMA;
-    unsigned flags = (data[0] & FLAG_SPECIAL ? LLM_TOKENIZE_SPECIAL : 0u) | (data[0] & FLAG_BOS ? LLM_TOKENIZE_BOS : 0u);
+    unsigned flags = (data[0] & FLAG_SPECIAL ? LLM_TOKENIZE_SPECIAL : 0u) |
+                     (data[0] & FLAG_BOS ? LLM_TOKENIZE_BOS : 0u);
     const uint8_t *text = data + 1;
     size_t n = size - 1;
     llm_tokenizer *t = vocabulary_of(llama);
-    int64_t capacity = (int64_t)n * 4 + 4; /* a space may come in after every special token */
+    int64_t capacity = (int64_t)n * 4 + 4; /* a space may be added after every special token */
     int32_t *ids = (int32_t *)malloc((size_t)capacity * sizeof *ids);
     char *back = (char *)malloc(n + 1);
     llm_error err;
@@ -67,12 +70,14 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     check(count >= 0 && count <= capacity && err.status == LLM_OK);
     int64_t length = llm_detokenize(t, ids, count, back, n, &err);
     check(length >= 0);
-    /* in "llama" vocabularies U+2581 is how a space is written, and so comes back as one */
+    /* a "llama" vocabulary writes a space as U+2581, so a U+2581 in the text comes back as a
+     * space */
     if (!(flags & LLM_TOKENIZE_SPECIAL) && !(llama && contains(text, n, "\xE2\x96\x81")))
         check(length == (int64_t)n && !memcmp(back, text, n));
-    stream(t, ids, count);
-    for (size_t i = 0; i < n; i++) ids[i] = i % 3 ? text[i] : text[i] * 2; /* some are out of range */
-    stream(t, ids, (int64_t)n);
+    check_stream(t, ids, count);
+    /* some are out of range */
+    for (size_t i = 0; i < n; i++) ids[i] = i % 3 ? text[i] : text[i] * 2;
+    check_stream(t, ids, (int64_t)n);
     free(ids);
     free(back);
     return 0;

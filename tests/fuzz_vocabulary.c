@@ -1,5 +1,5 @@
-/* libFuzzer: a tokenizer.json, of which a vocabulary is made or an error; then a text is tokenized with it and comes back without a
- * crash. Seeds: tests/data/fuzz_vocabulary. */
+/* libFuzzer: any bytes as a tokenizer.json. It gives a tokenizer or an error, and a tokenizer
+ * tokenizes and detokenizes a text without a crash. Seeds: tests/data/fuzz_vocabulary. */
 #include "test_util.h"
 #include "../llm.h"
 
@@ -9,7 +9,8 @@ static void check(bool fine) {
 
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size);
 int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
-    static const char text[] = "Hello  w\xC3\xB6rld, it's 12345\r\n <s>\xE6\x9C\x88 e\xCC\x81\xFF</s> a";
+    static const char text[] =
+        "Hello  w\xC3\xB6rld, it's 12345\r\n <s>\xE6\x9C\x88 e\xCC\x81\xFF</s> a";
     llm_error err;
     int32_t ids[400];
     char out[4000];
@@ -19,7 +20,8 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     check((t != NULL) == (err.status == LLM_OK));
     check(t || err.message[0]);
     if (t) {
-        int64_t n = llm_tokenize(t, text, sizeof text - 1, LLM_TOKENIZE_BOS | LLM_TOKENIZE_SPECIAL, ids, 400, &err);
+        int64_t n = llm_tokenize(t, text, sizeof text - 1, LLM_TOKENIZE_BOS | LLM_TOKENIZE_SPECIAL,
+                                 ids, 400, &err);
         check(n <= 400);
         if (n >= 0) check(llm_detokenize(t, ids, n, out, sizeof out, &err) >= 0);
     }

@@ -1,5 +1,6 @@
-/* Makes the seeds of the fuzzers, small files, from the repository's root:
- *     cc -o build/make_seeds tests/make_seeds.c && mkdir -p tests/data/fuzz_file tests/data/fuzz_tokenizer && build/make_seeds */
+/* Write small files from which the fuzzers start. Run it from the repository's root:
+ *     mkdir -p build tests/data/fuzz_file tests/data/fuzz_tokenizer
+ *     cc -o build/make_seeds tests/make_seeds.c && build/make_seeds */
 #include "test_util.h"
 
 enum { F32 = 0, F16 = 1, Q4_0 = 2, Q8_0 = 8 };
@@ -21,12 +22,13 @@ static void save_file(gguf *g, const char *name) {
     memset(g, 0, sizeof *g);
 }
 
-/* A few tokens only: the fuzzer is to spend its time on structure */
+/* A few tokens only, so that the fuzzer spends its time on structure. */
 static void tiny_vocabulary(gguf *g, bool llama) {
     vocabulary v;
     memset(&v, 0, sizeof v);
     add_fixed_tokens(&v);
-    static const char *const texts[] = {"a", "b", "ab", "aa", "\xE2\x96\x81" "a", "O", "n", "c", "e"};
+    static const char *const texts[] = {"a", "b", "ab", "aa", ("\xE2\x96\x81" "a"),
+                                        "O", "n", "c", "e"};
     for (int i = 0; i < 9; i++) add_token(&v, texts[i], (float)-i, K_NORMAL);
     if (llama) add_token(&v, "<0x0A>", 0, K_BYTE);
     add_merge(&v, "a b");
@@ -49,14 +51,16 @@ static void matrix(gguf *g, const char *name, uint64_t rows, uint64_t cols, uint
             memcpy(data + 4 * i, &x, 4);
         }
     if (type == F16)
-        for (size_t i = 0; i < n; i += 2) data[i + 1] = (uint8_t)(0x30 | (data[i + 1] & 0x83)); /* about 0.2 */
+        /* about 0.2 */
+        for (size_t i = 0; i < n; i += 2) data[i + 1] = (uint8_t)(0x30 | (data[i + 1] & 0x83));
     if (type == Q4_0 || type == Q8_0)
-        for (size_t i = 0; i < n; i += type == Q4_0 ? 18 : 34) data[i] = 0, data[i + 1] = 0x24; /* scale 1/64 */
+        /* scale 1/64 */
+        for (size_t i = 0; i < n; i += type == Q4_0 ? 18 : 34) data[i] = 0, data[i + 1] = 0x24;
     gguf_tensor(g, name, rows, cols, type, data, n);
     free(data);
 }
 
-/* One layer, 32 wide, two query heads on one key/value head */
+/* A model of one layer with dim 32, two query heads and one key/value head. */
 static void model(gguf *g, uint32_t type, bool tied, bool llama) {
     tiny_vocabulary(g, llama);
     gguf_string(g, "general.architecture", "llama");
@@ -111,13 +115,15 @@ int main(void) {
     save_file(&g, "model-q8_0.gguf");
     model(&g, F16, true, false);
     save_file(&g, "model-f16.gguf");
-    static const char *const texts[] = {"Once upon a time", "abcd aaaa  a\n\n'll 12 ab", "<s><tool>a<|im_end|></s> b<tools>",
-                                        "\xC3\xA9\xE6\x97\xA5\xF0\x9F\x98\x81 \xFF\xE6\x97 \xE2\x96\x81", "dddddd \t \xC2\xA0x"};
+    static const char *const texts[] = {
+        "Once upon a time", "abcd aaaa  a\n\n'll 12 ab", "<s><tool>a<|im_end|></s> b<tools>",
+        "\xC3\xA9\xE6\x97\xA5\xF0\x9F\x98\x81 \xFF\xE6\x97 \xE2\x96\x81", "dddddd \t \xC2\xA0x"};
     for (int i = 0; i < 5; i++)
         for (int llama = 0; llama < 2; llama++) {
             char name[16], text[100];
             snprintf(name, sizeof name, "%d-%d", i, llama);
-            snprintf(text, sizeof text, "%c%s", '0' + llama + (i == 2 ? 2 : 0) + (i == 3 ? 4 : 0), texts[i]);
+            snprintf(text, sizeof text, "%c%s", '0' + llama + (i == 2 ? 2 : 0) + (i == 3 ? 4 : 0),
+                     texts[i]);
             save("fuzz_tokenizer", name, text, strlen(text));
         }
     return 0;

@@ -1,15 +1,18 @@
-/* The plan of the CPU executor under the thread sanitizer: random programs are run by 2 to 4 threads, and equal the same programs run by one.
- * The kernels are simple loops that touch what the real ones touch, so that the sanitizer sees each access. The threads are
- * started here and not by OpenMP, whose own synchronisation the sanitizer does not know. tests/races.sh compiles and runs it:
+/* The plan of the CPU executor under the thread sanitizer: random programs run by 2 to 4 threads
+ * must give the results of one thread. The kernels are simple loops that touch the same memory as
+ * the real ones, so that the sanitizer sees each access. The test starts its own threads, since the
+ * sanitizer does not know OpenMP's synchronisation. tests/races.sh compiles and runs it:
  *
- *     races            the sanitizer is silent, and results are equal
- *     races weakened   some barriers are left out: the sanitizer must report a race, or this test would notice nothing */
+ *     races            the sanitizer must be silent, and the results equal
+ *     races weakened   runs without barriers between stages: the sanitizer must report a race, or
+ *                      else this test detects nothing */
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
 #include "ops.h"
 #include <pthread.h>
 
-enum { COLS = 64, KV = 32, HEADS = 4, KV_HEADS = 2, DIM = 16, N_BUFFERS = 5, BLOCK = 16, MOST = 24 };
+enum { COLS = 64, KV = 32, HEADS = 4, KV_HEADS = 2, DIM = 16 };
+enum { N_BUFFERS = 5, BLOCK = 16, MOST = 24 };
 
 static uint64_t state = 1;
 static int random_below(int n) {
@@ -17,15 +20,18 @@ static int random_below(int n) {
     return (int)(state * 2685821657736338717ull >> 33) % n;
 }
 
-/* ---- Kernels ----------------------------------------------------------------------------------- */
+/* ---- Kernels --------------------------------------------------------------------------------- */
 
-static void round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
+static void round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first,
+                       int64_t end, char *tile) {
     (void)group;
     for (int64_t stripe = first; stripe < end; stripe++) {
         float sum = 0;
         for (int row = 0; row < rows; row++)
-            for (int64_t c = stripe * LLM__STRIPE; c < cols && c < (stripe + 1) * LLM__STRIPE; c++) sum += x[row * cols + c];
-        for (int i = 0; i < LLM__X_BYTES * height; i++) tile[stripe * LLM__X_BYTES * height + i] = (char)((int)(sum * 100) + i);
+            for (int64_t c = stripe * LLM__STRIPE; c < cols && c < (stripe + 1) * LLM__STRIPE; c++)
+                sum += x[row * cols + c];
+        for (int i = 0; i < LLM__X_BYTES * height; i++)
+            tile[stripe * LLM__X_BYTES * height + i] = (char)((int)(sum * 100) + i);
     }
 }
 
@@ -34,7 +40,8 @@ static void matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_ro
     for (int i = 0; i < job->n; i++) {
         float sum = 0;
         if (job->x_tile_bytes) {
-            const char *tile = (const char *)job->x_tiles + (size_t)(i / job->height) * job->x_tile_bytes;
+            const char *tile =
+                (const char *)job->x_tiles + (size_t)(i / job->height) * job->x_tile_bytes;
             for (size_t k = 0; k < job->x_tile_bytes; k++) sum += tile[k] * 1e-4f;
         } else {
             for (int64_t c = 0; c < job->w->cols; c++) sum += job->x[i * job->w->cols + c];
@@ -46,7 +53,8 @@ static void matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_ro
     }
 }
 
-static void rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+static void rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon,
+                    float *out) {
     llm__plain_rmsnorm(x, weight, n, dim, epsilon, out);
 }
 
@@ -54,46 +62,56 @@ static void swiglu(const float *gate, const float *up, int64_t n, float *out) {
     for (int64_t i = 0; i < n; i++) out[i] = gate[i] * 0.5f + up[i] * 0.25f;
 }
 
-static void rope_and_store(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
+static void rope_and_store(const llm__rope_job *job, int first_token, int end_token,
+                           int first_kv_head, int end_kv_head) {
     int group = HEADS / KV_HEADS;
     for (int t = first_token; t < end_token; t++)
         for (int kv = first_kv_head; kv < end_kv_head; kv++) {
-            for (int i = 0; i < group * DIM; i++) job->q[(t * HEADS + kv * group) * DIM + i] += job->angles[t * DIM];
-            for (int i = 0; i < DIM; i++) job->k[(t * KV_HEADS + kv) * DIM + i] += job->angles[t * DIM];
-            llm__plain_store(job->cache, job->cache->keys, 0, job->batch->slots[t], kv, job->k + (t * KV_HEADS + kv) * DIM);
-            llm__plain_store(job->cache, job->cache->values, 0, job->batch->slots[t], kv, job->v + (t * KV_HEADS + kv) * DIM);
+            for (int i = 0; i < group * DIM; i++)
+                job->q[(t * HEADS + kv * group) * DIM + i] += job->angles[t * DIM];
+            for (int i = 0; i < DIM; i++)
+                job->k[(t * KV_HEADS + kv) * DIM + i] += job->angles[t * DIM];
+            llm__plain_store(job->cache, job->cache->keys, 0, job->batch->slots[t], kv,
+                             job->k + (t * KV_HEADS + kv) * DIM);
+            llm__plain_store(job->cache, job->cache->values, 0, job->batch->slots[t], kv,
+                             job->v + (t * KV_HEADS + kv) * DIM);
         }
 }
 
-static void attention(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row, void *scratch) {
+static void attention(const llm__attention_job *job, int sequence, int kv_head, int first_row,
+                      int end_row, void *scratch) {
     int group = HEADS / KV_HEADS;
     (void)scratch;
     for (int row = first_row; row < end_row; row++) {
         float scores[64];
-        llm__plain_attention_row(job, sequence, job->batch->seq_first[sequence] + row / group, kv_head * group + row % group, scores);
+        llm__plain_attention_row(job, sequence, job->batch->seq_first[sequence] + row / group,
+                                 kv_head * group + row % group, scores);
     }
 }
 
-static const llm__kernels simple = {.isa = LLM_ISA_PLAIN, .lanes = 4, .round_rows = round_rows, .matmul = matmul, .rmsnorm = rmsnorm,
-                                    .swiglu = swiglu, .rope_and_store = rope_and_store, .attention = attention};
+static const llm__kernels simple = {.isa = LLM_ISA_PLAIN, .lanes = 4, .round_rows = round_rows,
+                                    .matmul = matmul, .rmsnorm = rmsnorm, .swiglu = swiglu,
+                                    .rope_and_store = rope_and_store, .attention = attention};
 
-/* ---- A world to run in --------------------------------------------------------------------------- */
+/* ---- The memory that programs run on -------------------------------------------------------- */
 
-typedef struct world {
+typedef struct fixture {
     llm_batch batch;
     int32_t positions[MOST], slots[MOST], seq_first[MOST], seq_count[MOST], tables[MOST][4];
     float buffers[N_BUFFERS][MOST * COLS], kv[2][MOST * KV], angles[MOST * DIM], norm[COLS];
     char *cache_memory;
     llm_cache cache;
     llm_weight weights[3];
-} world;
+} fixture;
 
-static void make_world(world *w, uint64_t seed) {
+static void make_fixture(fixture *w, uint64_t seed) {
     memset(w, 0, sizeof *w);
     state = seed * 0x9E3779B97F4A7C15ull + 1;
     int n = 1 + random_below(MOST), together = 1 + random_below(n), sequences = n / together;
-    w->batch = (llm_batch){.n_tokens = sequences * together, .n_sequences = sequences, .positions = w->positions, .slots = w->slots,
-                           .seq_first = w->seq_first, .seq_count = w->seq_count, .block_tables = w->tables[0], .table_stride = 4, .block_size = BLOCK};
+    w->batch = (llm_batch){.n_tokens = sequences * together, .n_sequences = sequences,
+                           .positions = w->positions, .slots = w->slots, .seq_first = w->seq_first,
+                           .seq_count = w->seq_count, .block_tables = w->tables[0],
+                           .table_stride = 4, .block_size = BLOCK};
     for (int t = 0; t < w->batch.n_tokens; t++) {
         int s = t / together, p = w->positions[t] = t % together;
         w->seq_first[s] = s * together, w->seq_count[s] = together;
@@ -102,17 +120,22 @@ static void make_world(world *w, uint64_t seed) {
     }
     size_t layer = (size_t)sequences * 4 * BLOCK * KV * sizeof(float);
     w->cache_memory = calloc(2, layer);
-    w->cache = (llm_cache){LLM_F32, 1, KV_HEADS, DIM, BLOCK, sequences * 4, layer, w->cache_memory, w->cache_memory + layer, false};
+    w->cache = (llm_cache){LLM_F32, 1, KV_HEADS, DIM, BLOCK, sequences * 4, layer,
+                           w->cache_memory, w->cache_memory + layer, false};
     for (int b = 0; b < N_BUFFERS; b++)
-        for (int i = 0; i < MOST * COLS; i++) w->buffers[b][i] = (float)random_below(1000) / 500 - 1;
-    for (int i = 0; i < MOST * KV; i++) w->kv[0][i] = w->kv[1][i] = (float)random_below(1000) / 500 - 1;
+        for (int i = 0; i < MOST * COLS; i++)
+            w->buffers[b][i] = (float)random_below(1000) / 500 - 1;
+    for (int i = 0; i < MOST * KV; i++)
+        w->kv[0][i] = w->kv[1][i] = (float)random_below(1000) / 500 - 1;
     for (int i = 0; i < MOST * DIM; i++) w->angles[i] = (float)random_below(1000) / 500 - 1;
     for (int i = 0; i < COLS; i++) w->norm[i] = 1;
-    const llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0}; /* 256 columns to a scale, none, 32 */
-    for (int i = 0; i < 3; i++) w->weights[i] = (llm_weight){types[i], COLS, COLS, w, NULL, NULL, false};
+    /* x is rounded with 256 columns per scale, not at all, and with 32 */
+    const llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0};
+    for (int i = 0; i < 3; i++)
+        w->weights[i] = (llm_weight){types[i], COLS, COLS, w, NULL, NULL, false};
 }
 
-static ops *random_program(world *w) {
+static ops *random_program(fixture *w) {
     static const llm_attention_shape shape = {HEADS, KV_HEADS, DIM, 0.25f, false, 0};
     ops *o = ops_new();
     for (int i = 0; i < 30; i++) {
@@ -124,7 +147,7 @@ static ops *random_program(world *w) {
         case 0: ops_rmsnorm(o, x, w->norm, COLS, 1e-5f, random_below(2) ? x : y); break;
         case 1: ops_matmul(o, x, v, NULL, random_below(2), y); break;
         case 2: ops_swiglu(o, x, y, COLS, random_below(2) ? x : z); break;
-        case 3: /* norm, two products of it, one of which may go where the norm has read */
+        case 3: /* a norm and two products of its result; one may overwrite the norm's input */
             ops_rmsnorm(o, x, w->norm, COLS, 1e-5f, y);
             ops_matmul(o, y, v, NULL, false, z);
             ops_matmul(o, y, u, NULL, random_below(2), x);
@@ -136,20 +159,22 @@ static ops *random_program(world *w) {
             if (random_below(2)) ops_rmsnorm(o, y, w->norm, COLS, 1e-5f, z);
             break;
         case 5:
-            ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, DIM, w->angles, NULL, NULL, 1e-5f, x, w->kv[0], w->kv[1], &w->cache, 0);
+            ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, DIM, w->angles, NULL, NULL, 1e-5f, x,
+                               w->kv[0], w->kv[1], &w->cache, 0);
             ops_attention(o, &shape, x, &w->cache, 0, y);
             ops_matmul(o, y, v, NULL, true, z);
             break;
         default: ops_rmsnorm(o, x, w->norm, COLS, 1e-5f, x);
         }
-        ops_rmsnorm(o, z, w->norm, COLS, 1e-5f, z); /* so that it all stays finite */
+        ops_rmsnorm(o, z, w->norm, COLS, 1e-5f, z); /* keeps the values finite */
     }
-    for (int i = 0; i < N_BUFFERS; i++) /* all are read, so that no result may be left out */
+    /* reads every buffer, so that no operation is without effect */
+    for (int i = 0; i < N_BUFFERS; i++)
         ops_rmsnorm(o, w->buffers[i], w->norm, COLS, 1e-5f, w->buffers[i]);
     return o;
 }
 
-/* ---- The team ------------------------------------------------------------------------------------ */
+/* ---- The team -------------------------------------------------------------------------------- */
 
 typedef struct member {
     const llm__step *step;
@@ -165,7 +190,7 @@ static void *run_member(void *data) {
     return NULL;
 }
 
-static void run_with(int threads, ops *o, world *w, bool weakened) {
+static void run_with(int threads, ops *o, fixture *w, bool weakened) {
     llm_error err;
     llm_backend *b = llm_cpu_backend(threads, LLM_ISA_PLAIN, &err);
     llm__cpu *cpu = (llm__cpu *)b->context;
@@ -175,7 +200,7 @@ static void run_with(int threads, ops *o, world *w, bool weakened) {
     llm__step step = {cpu, &o->program, &w->batch, 0, 0};
     llm__deal *deals;
     int n = llm__deal_part(&step, false, &deals);
-    for (int i = 0; i < n; i++) /* so small are they that none would be shared */
+    for (int i = 0; i < n; i++) /* share even these small stages, which the executor would not */
         deals[i].shared = threads > 1 && !deals[i].stage->each && deals[i].items > 1;
     for (int i = 0; weakened && i < n; i++) ((llm__stage *)(size_t)deals[i].stage)->barrier = false;
     int64_t arrived = 0;
@@ -193,20 +218,23 @@ static void run_with(int threads, ops *o, world *w, bool weakened) {
 
 int main(int argc, char **argv) {
     bool weakened = argc > 1 && !strcmp(argv[1], "weakened");
-    static world worlds[2];
+    static fixture fixtures[2];
     for (uint64_t seed = 1; seed <= 40; seed++)
         for (int threads = 2; threads <= 4; threads++) {
             for (int i = 0; i < 2; i++) {
-                make_world(&worlds[i], seed);
-                ops *o = random_program(&worlds[i]);
-                run_with(i ? threads : 1, o, &worlds[i], i && weakened);
+                make_fixture(&fixtures[i], seed);
+                ops *o = random_program(&fixtures[i]);
+                run_with(i ? threads : 1, o, &fixtures[i], i && weakened);
                 free(o);
             }
-            bool same = !memcmp(worlds[0].buffers, worlds[1].buffers, sizeof worlds[0].buffers) &&
-                        !memcmp(worlds[0].cache_memory, worlds[1].cache_memory, 2 * worlds[0].cache.layer_bytes);
-            free(worlds[0].cache_memory), free(worlds[1].cache_memory);
+            bool same =
+                !memcmp(fixtures[0].buffers, fixtures[1].buffers, sizeof fixtures[0].buffers) &&
+                !memcmp(fixtures[0].cache_memory, fixtures[1].cache_memory,
+                        2 * fixtures[0].cache.layer_bytes);
+            free(fixtures[0].cache_memory), free(fixtures[1].cache_memory);
             if (same) continue;
-            printf("seed %d, %d threads: the results differ from those of one thread\n", (int)seed, threads);
+            printf("seed %d, %d threads: the results differ from those of one thread\n", (int)seed,
+                   threads);
             return 1;
         }
     return 0;

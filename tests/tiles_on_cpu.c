@@ -1,15 +1,18 @@
-/* tests/tiles_on_cpu.c - matrix tiles (AMX) on an x86-64 processor that has none, so that those kernels are checked on every machine.
+/* tests/tiles_on_cpu.c: emulates matrix tiles (AMX) on an x86-64 processor that has none, so that
+ * the kernels that use them are checked on every machine.
  *
- * Linked with a test that is compiled with -DLLM_EMULATED_TILES, this carries out what the processor refuses: it does not know the
- * instruction, the system sends SIGILL, and the handler below decodes it, does it, and goes on behind it. So what is tested is
- * the very library that users get, instruction by instruction. It also says more than a processor does: under the address sanitizer each
- * row that a tile reads or writes is looked at, and a product of tiles whose shapes do not fit ends the test with a message.
+ * Link it with a test that is compiled with -DLLM_EMULATED_TILES. The processor does not know the
+ * tile instructions, so the system sends SIGILL; the handler below decodes the instruction, carries
+ * it out and continues after it. The code under test is exactly the library that users get. The
+ * emulator also checks more than a processor does: the address sanitizer sees each row that a tile
+ * reads or writes, and a product of tiles whose shapes do not match ends the test with a message.
  *
- * What each instruction does, and its bytes: Intel, Architecture Instruction Set Extensions Programming Reference, chapter 3.
- * A processor that has tiles carries out some of these instructions itself, so there this says that it is
- * skipped: test_kernels uses the real ones.
+ * The instructions and their encoding: Intel, Architecture Instruction Set Extensions Programming
+ * Reference, chapter 3. A processor with tiles carries out some of these instructions itself, so
+ * there the test reports that it is skipped; test_kernels uses the real tiles.
  *
- * Some thousand times as slow as the tile unit: a signal takes a microsecond or two, a product of bf16 another two. */
+ * A signal takes a microsecond or two and a product of bf16 another two: some thousand times the
+ * time of real tiles. */
 #define _GNU_SOURCE
 #include <cpuid.h>
 #include <immintrin.h>
@@ -30,7 +33,7 @@ typedef struct tile {
 static __thread tile tiles[TILES];
 static __thread int configured;
 
-static _Noreturn void refuse(const char *what) {
+static _Noreturn void fail(const char *what) {
     fprintf(stderr, "tiles_on_cpu: %s\n", what);
     abort();
 }
@@ -38,19 +41,21 @@ static _Noreturn void refuse(const char *what) {
 typedef struct instruction {
     int prefix, opcode;      /* prefix: 0 none, 1 0x66, 2 0xf3, 3 0xf2 */
     int mode, reg, rm, vvvv; /* mode 3: both operands are registers */
-    char *address;           /* else: of the memory operand; of a tile's rows, without what is next */
-    int64_t stride;          /* index times scale */
+    char *address;           /* else: of the memory operand; of a tile's first row */
+    int64_t stride;          /* index times scale: bytes from a tile's row to the next */
     int length;
 } instruction;
 
-/* The instruction at rip, if it is one with a three-byte VEX prefix of the map 0f38, 128 bits, W0: all of the tile unit's are. */
+/* Decode the instruction at rip. Returns 0 unless it has a three-byte VEX prefix with map 0f38, 128
+ * bits and W0, as all tile instructions have. */
 static int decode(const ucontext_t *context, instruction *i) {
-    static const int registers[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP, REG_RSI, REG_RDI,
-                                      REG_R8,  REG_R9,  REG_R10, REG_R11, REG_R12, REG_R13, REG_R14, REG_R15};
+    static const int registers[16] = {REG_RAX, REG_RCX, REG_RDX, REG_RBX, REG_RSP, REG_RBP,
+                                      REG_RSI, REG_RDI, REG_R8,  REG_R9,  REG_R10, REG_R11,
+                                      REG_R12, REG_R13, REG_R14, REG_R15};
     const greg_t *values = context->uc_mcontext.gregs;
     const uint8_t *start = (const uint8_t *)values[REG_RIP], *p = start;
     if (p[0] != 0xc4 || (p[1] & 0x1f) != 2 || (p[2] & 0x84) != 0) return 0;
-    int no_x = p[1] & 0x40, no_b = p[1] & 0x20; /* the prefix has these inverted */
+    int no_x = p[1] & 0x40, no_b = p[1] & 0x20; /* these bits of the prefix are inverted */
     i->vvvv = ~(p[2] >> 3) & 15;
     i->prefix = p[2] & 3;
     i->opcode = p[3];
@@ -72,7 +77,9 @@ static int decode(const ucontext_t *context, instruction *i) {
         int32_t offset = 0;
         if (i->mode == 1) offset = (int8_t)*p++;
         else if (i->mode == 2 || by_rip || no_base) memcpy(&offset, p, 4), p += 4;
-        int64_t from = by_rip ? (int64_t)(intptr_t)p : no_base ? 0 : values[registers[base | (no_b ? 0 : 8)]];
+        int64_t from = values[registers[base | (no_b ? 0 : 8)]];
+        if (by_rip) from = (int64_t)(intptr_t)p;
+        else if (no_base) from = 0;
         i->address = (char *)(intptr_t)(from + offset);
     }
     i->length = (int)(p - start);
@@ -82,40 +89,46 @@ static int decode(const ucontext_t *context, instruction *i) {
 static void configure(const char *shapes) {
     uint8_t bytes[64];
     memcpy(bytes, shapes, sizeof bytes);
-    if (bytes[0] != 1) refuse("ldtilecfg: the palette is not 1");
+    if (bytes[0] != 1) fail("ldtilecfg: the palette is not 1");
     memset(tiles, 0, sizeof tiles);
     for (int t = 0; t < TILES; t++) {
         uint16_t row_bytes;
         memcpy(&row_bytes, bytes + 16 + 2 * t, 2);
-        if (bytes[48 + t] > ROWS || row_bytes > ROW_BYTES || row_bytes % 4) refuse("ldtilecfg: no such shape");
+        if (bytes[48 + t] > ROWS || row_bytes > ROW_BYTES || row_bytes % 4)
+            fail("ldtilecfg: a tile has an impossible shape");
         tiles[t].rows = bytes[48 + t], tiles[t].row_bytes = row_bytes;
     }
     configured = 1;
 }
 
-/* C (m, n) += A (m, k) x B (k, n), in elements of 32 bits, of which each is four int8 or two bf16. */
+/* C (m, n) += A (m, k) x B (k, n), where an element has 32 bits: four int8 or two bf16. */
 static void check_shapes(const tile *c, const tile *a, const tile *b) {
-    if (c->rows != a->rows || c->row_bytes != b->row_bytes || a->row_bytes != 4 * b->rows) refuse("a product of tiles whose shapes do not fit");
+    if (c->rows != a->rows || c->row_bytes != b->row_bytes || a->row_bytes != 4 * b->rows)
+        fail("a product of tiles whose shapes do not match");
 }
 
-static int32_t int8_at(const char *quad, int i, int is_signed) { return is_signed ? ((const int8_t *)quad)[i] : ((const uint8_t *)quad)[i]; }
+static int32_t int8_at(const char *quad, int i, int is_signed) {
+    return is_signed ? ((const int8_t *)quad)[i] : ((const uint8_t *)quad)[i];
+}
 
 static void multiply_int8(tile *c, const tile *a, const tile *b, int a_signed, int b_signed) {
     check_shapes(c, a, b);
     for (int m = 0; m < c->rows; m++)
         for (int k = 0; k < b->rows; k++)
             for (int n = 0; n < c->row_bytes; n += 4) {
-                uint32_t sum; /* of 32 bits, and no further: it wraps */
+                uint32_t sum; /* 32 bits; it wraps */
                 memcpy(&sum, c->bytes[m] + n, 4);
                 for (int i = 0; i < 4; i++)
-                    sum += (uint32_t)(int8_at(a->bytes[m] + 4 * k, i, a_signed) * int8_at(b->bytes[k] + n, i, b_signed));
+                    sum += (uint32_t)(int8_at(a->bytes[m] + 4 * k, i, a_signed) *
+                                      int8_at(b->bytes[k] + n, i, b_signed));
                 memcpy(c->bytes[m] + n, &sum, 4);
             }
 }
 
-/* Even and odd elements are summed by themselves, rounded once for each product, to nearest, whatever the program has set, and numbers too
- * small for the usual form of a float count as zero. */
-__attribute__((target("avx512f,avx512bw"))) static void multiply_bf16(tile *c, const tile *a, const tile *b) {
+/* Sums even and odd elements separately. Each product and sum is rounded once, to nearest, whatever
+ * rounding mode the program has set; subnormal numbers count as zero. */
+__attribute__((target("avx512f,avx512bw"))) static void multiply_bf16(tile *c, const tile *a,
+                                                                      const tile *b) {
     unsigned before = _mm_getcsr();
     _mm_setcsr(0x1f80 | _MM_FLUSH_ZERO_ON | _MM_DENORMALS_ZERO_ON);
     check_shapes(c, a, b);
@@ -127,8 +140,10 @@ __attribute__((target("avx512f,avx512bw"))) static void multiply_bf16(tile *c, c
             int32_t pair;
             memcpy(&pair, a->bytes[m] + 4 * k, 4);
             __m512i x = _mm512_set1_epi32(pair), y = _mm512_maskz_loadu_epi8(columns, b->bytes[k]);
-            sums[0] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16), (__m512)_mm512_slli_epi32(y, 16), sums[0]);
-            sums[1] = _mm512_fmadd_ps((__m512)_mm512_and_si512(x, odd), (__m512)_mm512_and_si512(y, odd), sums[1]);
+            sums[0] = _mm512_fmadd_ps((__m512)_mm512_slli_epi32(x, 16),
+                                      (__m512)_mm512_slli_epi32(y, 16), sums[0]);
+            sums[1] = _mm512_fmadd_ps((__m512)_mm512_and_si512(x, odd),
+                                      (__m512)_mm512_and_si512(y, odd), sums[1]);
         }
         __m512 sum = (__m512)_mm512_maskz_loadu_epi8(columns, c->bytes[m]);
         sum = _mm512_add_ps(sum, _mm512_add_ps(sums[0], sums[1]));
@@ -149,18 +164,24 @@ static int carry_out(const instruction *i) {
         configured = 0;
         return 1;
     }
-    if (!configured && (i->opcode == MOVE || i->opcode == BF16 || i->opcode == INT8 || (i->opcode == CONFIGURE && i->prefix == 3)))
-        refuse("a tile is used before its shape is set, or after its release");
+    if (!configured && (i->opcode == MOVE || i->opcode == BF16 || i->opcode == INT8 ||
+                        (i->opcode == CONFIGURE && i->prefix == 3)))
+        fail("a tile is used before ldtilecfg or after tilerelease");
     if (i->opcode == CONFIGURE && i->prefix == 3 && i->mode == 3) { /* tilezero */
         memset(t->bytes, 0, sizeof t->bytes);
-    } else if (i->opcode == MOVE && i->mode < 3 && i->rm == 4 && (i->prefix == 3 || i->prefix == 1)) { /* tileloadd, tileloaddt1 */
+    } else if (i->opcode == MOVE && i->mode < 3 && i->rm == 4 && i->prefix % 2) {
+        /* tileloadd, tileloaddt1 */
         memset(t->bytes, 0, sizeof t->bytes);
-        for (int r = 0; r < t->rows; r++) memcpy(t->bytes[r], i->address + r * i->stride, (size_t)t->row_bytes);
+        for (int r = 0; r < t->rows; r++)
+            memcpy(t->bytes[r], i->address + r * i->stride, (size_t)t->row_bytes);
     } else if (i->opcode == MOVE && i->mode < 3 && i->rm == 4 && i->prefix == 2) { /* tilestored */
-        for (int r = 0; r < t->rows; r++) memcpy(i->address + r * i->stride, t->bytes[r], (size_t)t->row_bytes);
-    } else if (i->opcode == INT8 && i->mode == 3 && i->vvvv < TILES) { /* tdpbuud, tdpbusd, tdpbsud, tdpbssd */
+        for (int r = 0; r < t->rows; r++)
+            memcpy(i->address + r * i->stride, t->bytes[r], (size_t)t->row_bytes);
+    } else if (i->opcode == INT8 && i->mode == 3 && i->vvvv < TILES) {
+        /* tdpbuud, tdpbusd, tdpbsud, tdpbssd */
         multiply_int8(t, &tiles[i->rm], &tiles[i->vvvv], i->prefix >= 2, i->prefix % 2);
-    } else if (i->opcode == BF16 && i->mode == 3 && i->prefix == 2 && i->vvvv < TILES) { /* tdpbf16ps */
+    } else if (i->opcode == BF16 && i->mode == 3 && i->prefix == 2 && i->vvvv < TILES) {
+        /* tdpbf16ps */
         multiply_bf16(t, &tiles[i->rm], &tiles[i->vvvv]);
     } else return 0;
     return 1;
@@ -171,7 +192,8 @@ static void illegal(int number, siginfo_t *info, void *context_) {
     instruction i;
     (void)info;
     if (decode(context, &i) && carry_out(&i)) context->uc_mcontext.gregs[REG_RIP] += i.length;
-    else sigaction(number, &(struct sigaction){.sa_handler = SIG_DFL}, NULL); /* not ours: it will be refused once more, and end the program */
+    else /* not a tile instruction: it raises SIGILL again, which ends the program */
+        sigaction(number, &(struct sigaction){.sa_handler = SIG_DFL}, NULL);
 }
 
 __attribute__((constructor)) static void install(void) {
@@ -181,10 +203,13 @@ __attribute__((constructor)) static void install(void) {
         puts("0 passed, 0 failed, 1 skipped");
         exit(0);
     }
-    sigaction(SIGILL, &(struct sigaction){.sa_sigaction = illegal, .sa_flags = SA_SIGINFO | SA_NODEFER}, NULL);
+    sigaction(SIGILL,
+              &(struct sigaction){.sa_sigaction = illegal, .sa_flags = SA_SIGINFO | SA_NODEFER},
+              NULL);
 }
 
-/* cmocka would like to catch this signal too, for its report of a crash: here it does not get it. */
+/* Replaces libc's function: cmocka installs handlers for its crash reports, and must not replace
+ * the one for SIGILL. */
 void (*signal(int number, void (*handler)(int)))(int) {
     struct sigaction before, now = {.sa_handler = handler, .sa_flags = SA_RESTART};
     if (number == SIGILL) return SIG_DFL;
