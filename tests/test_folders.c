@@ -1,5 +1,6 @@
-/* Hugging Face folders that are damaged, or want what is not there: every one of them must be refused with a clear error, and leave
- * nothing behind. Made from the tiny models of tests/data/models. */
+/* Hugging Face folders. Folders that are damaged, or use features that llm.h does not have, must be
+ * refused with a clear error and without leaking memory. They are made from the tiny models
+ * of tests/data/models. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -11,11 +12,13 @@
 #include "llm.h"
 #include "../models/quantize.c"
 
-static char folder[200]; /* the copy that is damaged */
+static char folder[200]; /* the copy of a model that the tests damage */
 
-static void path_of(char path[400], const char *directory, const char *name) { snprintf(path, 400, "%s/%s", directory, name); }
+static void path_of(char path[400], const char *directory, const char *name) {
+    snprintf(path, 400, "%s/%s", directory, name);
+}
 
-static void spit(const char *name, const void *data, size_t n) {
+static void write_file(const char *name, const void *data, size_t n) {
     char path[400];
     path_of(path, folder, name);
     unlink(path);
@@ -23,9 +26,12 @@ static void spit(const char *name, const void *data, size_t n) {
     if (!f || fwrite(data, 1, n, f) != n || fclose(f)) fail_msg("cannot write %s", path);
 }
 
-static const char *const files[] = {"config.json", "tokenizer.json", "model.safetensors", "model.safetensors.index.json",
-                                    "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "generation_config.json",
-                                    "tokenizer_config.json", "added_tokens.json", "tokenizer.model", "quantize_config.json"};
+static const char *const files[] = {"config.json", "tokenizer.json", "model.safetensors",
+                                    "model.safetensors.index.json",
+                                    "model-00001-of-00002.safetensors",
+                                    "model-00002-of-00002.safetensors", "generation_config.json",
+                                    "tokenizer_config.json", "added_tokens.json", "tokenizer.model",
+                                    "quantize_config.json"};
 
 static void clear_folder(void) {
     char path[400];
@@ -35,7 +41,7 @@ static void clear_folder(void) {
     }
 }
 
-/* A fresh copy of a model. */
+/* Put a fresh copy of a model into the folder. */
 static void copy_model(const char *model) {
     char from[400], source[300];
     clear_folder();
@@ -44,38 +50,40 @@ static void copy_model(const char *model) {
         path_of(from, source, files[i]);
         if (access(from, F_OK)) continue;
         bytes b = slurp(from);
-        spit(files[i], b.data, b.length);
+        write_file(files[i], b.data, b.length);
         clear_bytes(&b);
     }
 }
 
 static int n_refused;
 
-/* What stands in the folder now must be refused, with these words. */
-static void refused(const char *what, const char *words) {
+/* Loading the folder must fail with an error that contains `words`. */
+static void check_refused(const char *what, const char *words) {
     long live = test_live;
     llm_error err;
     memset(&err, 0, sizeof err);
     llm_model *model = llm_model_load(folder, &err);
-    if (model) fail_msg("taken: %s", what);
+    if (model) fail_msg("accepted: %s", what);
     assert_true(err.status != LLM_OK && err.status != LLM_ERROR_MEMORY);
-    if (!strstr(err.message, words)) fail_msg("%s: wanted \"%s\", got \"%s\"", what, words, err.message);
-    if (!strstr(err.message, folder)) fail_msg("%s: the error does not give the path: %s", what, err.message);
+    if (!strstr(err.message, words))
+        fail_msg("%s: expected \"%s\", got \"%s\"", what, words, err.message);
+    if (!strstr(err.message, folder))
+        fail_msg("%s: the error does not give the path: %s", what, err.message);
     if (strchr(err.message, '\n')) fail_msg("%s: more than one line: %s", what, err.message);
     assert_int_equal(test_live, live);
     assert_null(llm_model_load(folder, NULL));
     n_refused++;
 }
 
-static void accepted(const char *what) {
+static void check_accepted(const char *what) {
     llm_error err;
     llm_model *model = llm_model_load(folder, &err);
     if (!model) fail_msg("%s: %s", what, err.message);
     llm_model_free(model);
 }
 
-/* The first `from` in a file becomes `to`; in a safetensors file the length of the header is put right. "" as `from`: at the end
- * of the header's, or the file's, object. */
+/* Replace the first `from` in a file by `to`. In a safetensors file, `from` is in the header, whose
+ * length is updated. "" as `from` inserts before the closing brace of the header or the file. */
 static void replace(const char *name, const char *from, const char *to) {
     char path[400];
     path_of(path, folder, name);
@@ -99,7 +107,7 @@ static void replace(const char *name, const char *from, const char *to) {
     put(&out, b.data + begin, at - begin);
     put(&out, to, strlen(to));
     put(&out, b.data + at + n, b.length - at - n);
-    spit(name, out.data, out.length);
+    write_file(name, out.data, out.length);
     clear_bytes(&b);
     clear_bytes(&out);
 }
@@ -112,83 +120,151 @@ static void test_damaged_settings(void **state) {
     (void)state;
     static const damage cases[] = {
         {"llama_mha", "config.json", "{", "[", "config.json, line"},
-        {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"", "does not say its model_type"},
-        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "the model_type is \"gemma\"; supported: llama, mistral, qwen2, qwen3"},
+        {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"",
+         "does not say its model_type"},
+        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"",
+         "the model_type is \"gemma\"; supported: llama, mistral, qwen2, qwen3"},
         {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null", "does not say \"hidden_size\""},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 0", "\"hidden_size\" in config.json is not a whole number"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": -24", "\"hidden_size\" in config.json is not a whole number"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24.5", "\"hidden_size\" in config.json is not a whole number"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": \"24\"", "\"hidden_size\" in config.json is not a whole number"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 99999999999", "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null",
+         "does not say \"hidden_size\""},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 0",
+         "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": -24",
+         "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24.5",
+         "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": \"24\"",
+         "\"hidden_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 99999999999",
+         "\"hidden_size\" in config.json is not a whole number"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 48", "is of shape"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
-        {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21", "is of shape"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "the tensor model.layers.2.input_layernorm.weight is missing"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "model.layers.1."},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
-        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5", "is of shape"},
-        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 2147483647", "RoPE"},
-        {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "cannot share"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24",
+         "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
+        {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21",
+         "is of shape"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3",
+         "the tensor model.layers.2.input_layernorm.weight is missing"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1",
+         "model.layers.1."},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2",
+         "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5",
+         "is of shape"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2",
+         "\"num_attention_heads\": 2147483647", "RoPE"},
+        {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3",
+         "cannot share"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 7", "RoPE over 7"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 2000000000", "which is absurd"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 16", "is of shape"},
-        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1", "\"rms_norm_eps\" in config.json is not a positive number"},
-        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e999", "\"rms_norm_eps\" in config.json is not a positive number"},
-        {"llama_mha", "config.json", "\"rope_theta\": 10000.0", "\"rope_theta\": 0", "\"rope_theta\" in config.json is not a positive number"},
-        {"llama_mha", "config.json", "\"silu\"", "\"gelu\"", "the activation \"gelu\" is not supported; supported: silu"},
-        {"llama_mha", "config.json", "\"pretraining_tp\"", "\"logit_soft_cap\"", "\"logit_soft_cap\": 1 in config.json is an option that is not supported"},
-        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"mystery\": {\"a\": 1}", "\"mystery\": {...} in config.json is an option"},
-        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"partial_rotary_factor\": 0.5", "partial_rotary_factor 0.5 is not supported"},
-        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"sliding_window\": 5", "not supported for llama"},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}", "RoPE scaling \"dynamic\" is not supported; supported: default, linear, yarn, llama3"},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"rope_type\": \"longrope\"}", "RoPE scaling \"longrope\""},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"factor\": 2}", "does not say its rope_type"},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\"}", "does not say \"factor\""},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}", "\"factor\" in config.json is not a positive number"},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2, \"twist\": 1}", "\"twist\": 1 in the RoPE scaling"},
-        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": [1]", "the RoPE scaling in config.json is no object"},
-        {"qwen3_yarn", "config.json", "\"rope_type\": \"yarn\"", "\"rope_type\": \"yarn\", \"truncate\": false", "\"truncate\": false is not supported"},
-        {"llama31", "config.json", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 0.5", "high_freq_factor in config.json is not above low_freq_factor"},
-        {"llama31", "config.json", "\"low_freq_factor\": 1.0,", "", "does not say \"low_freq_factor\""},
-        {"llama31", "config.json", "\"tie_word_embeddings\": true", "\"tie_word_embeddings\": false", "the tensor lm_head.weight is missing"},
-        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 0", "\"sliding_window\" in config.json is not a whole number"},
-        {"mistral_window", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": null", "does not say \"num_key_value_heads\""},
-        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 9, \"layer_types\": [\"full_attention\"]", "not a list of 2 types"},
-        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 9, \"layer_types\": [\"full_attention\", \"chunked_attention\"]", "the layer type \"chunked_attention\""},
-        {"qwen2_window", "config.json", "\"max_window_layers\": 1", "\"max_window_layers\": null", "from which layer on the window is used"},
-        {"llama_bias", "config.json", "\"attention_bias\": true", "\"attention_bias\": false", "self_attn.k_proj.bias is unknown to the llama architecture"},
-        {"llama_mha", "config.json", "\"attention_bias\": false", "\"attention_bias\": true", "self_attn.q_proj.bias is missing"},
+        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": -1",
+         "\"rms_norm_eps\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rms_norm_eps\": 1e-05", "\"rms_norm_eps\": 1e999",
+         "\"rms_norm_eps\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rope_theta\": 10000.0", "\"rope_theta\": 0",
+         "\"rope_theta\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"silu\"", "\"gelu\"",
+         "the activation \"gelu\" is not supported; supported: silu"},
+        {"llama_mha", "config.json", "\"pretraining_tp\"", "\"logit_soft_cap\"",
+         "\"logit_soft_cap\": 1 in config.json is an option that is not supported"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"mystery\": {\"a\": 1}",
+         "\"mystery\": {...} in config.json is an option"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"partial_rotary_factor\": 0.5",
+         "partial_rotary_factor 0.5 is not supported"},
+        {"llama_mha", "config.json", "\"pretraining_tp\": 1", "\"sliding_window\": 5",
+         "not supported for llama"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null",
+         "\"rope_scaling\": {\"type\": \"dynamic\", \"factor\": 2}",
+         "RoPE scaling \"dynamic\" is not supported; supported: default, linear, yarn, llama3"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null",
+         "\"rope_scaling\": {\"rope_type\": \"longrope\"}", "RoPE scaling \"longrope\""},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": {\"factor\": 2}",
+         "does not say its rope_type"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null",
+         "\"rope_scaling\": {\"type\": \"linear\"}", "does not say \"factor\""},
+        {"llama_mha", "config.json", "\"rope_scaling\": null",
+         "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 0}",
+         "\"factor\" in config.json is not a positive number"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null",
+         "\"rope_scaling\": {\"type\": \"linear\", \"factor\": 2, \"twist\": 1}",
+         "\"twist\": 1 in the RoPE scaling"},
+        {"llama_mha", "config.json", "\"rope_scaling\": null", "\"rope_scaling\": [1]",
+         "the RoPE scaling in config.json is no object"},
+        {"qwen3_yarn", "config.json", "\"rope_type\": \"yarn\"",
+         "\"rope_type\": \"yarn\", \"truncate\": false", "\"truncate\": false is not supported"},
+        {"llama31", "config.json", "\"high_freq_factor\": 4.0", "\"high_freq_factor\": 0.5",
+         "high_freq_factor in config.json is not above low_freq_factor"},
+        {"llama31", "config.json", "\"low_freq_factor\": 1.0,", "",
+         "does not say \"low_freq_factor\""},
+        {"llama31", "config.json", "\"tie_word_embeddings\": true",
+         "\"tie_word_embeddings\": false", "the tensor lm_head.weight is missing"},
+        {"mistral_window", "config.json", "\"sliding_window\": 9", "\"sliding_window\": 0",
+         "\"sliding_window\" in config.json is not a whole number"},
+        {"mistral_window", "config.json", "\"num_key_value_heads\": 2",
+         "\"num_key_value_heads\": null", "does not say \"num_key_value_heads\""},
+        {"mistral_window", "config.json", "\"sliding_window\": 9",
+         "\"sliding_window\": 9, \"layer_types\": [\"full_attention\"]", "not a list of 2 types"},
+        {"mistral_window", "config.json", "\"sliding_window\": 9",
+         "\"sliding_window\": 9, \"layer_types\": [\"full_attention\", \"chunked_attention\"]",
+         "the layer type \"chunked_attention\""},
+        {"qwen2_window", "config.json", "\"max_window_layers\": 1", "\"max_window_layers\": null",
+         "from which layer on the window is used"},
+        {"llama_bias", "config.json", "\"attention_bias\": true", "\"attention_bias\": false",
+         "self_attn.k_proj.bias is unknown to the llama architecture"},
+        {"llama_mha", "config.json", "\"attention_bias\": false", "\"attention_bias\": true",
+         "self_attn.q_proj.bias is missing"},
         {"qwen3", "config.json", "\"qwen3\"", "\"qwen2\"", "is missing"},
         {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
-        {"llama_mha", "tokenizer.json", "\"added_tokens\":[", "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
-         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (token_embd.weight) only 96 rows"},
-        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "gptq with 8 bits is not supported; supported: 4"},
-        {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64", "do not fit together in groups of 64"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0", "do not fit together in groups of 0"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808", "do not fit together"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"", "\"dynamic\": {...} in the quantization_config"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"", "gptq of the data_type \"fp\" is not supported"},
-        {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"", "the quantization_config in config.json does not say its quant_method"},
-        {"llama_mha", "config.json", "\"hidden_act\"", "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"", "\"pruned_heads\": {...} in config.json"},
-        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the format \"gemv\" of awq is not supported"},
-        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the format \"gemm\" of gptq is not supported"},
-        {"awq_g32", "config.json", "\"quant_method\": \"awq\"", "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
-        {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"", "q_proj.weight is missing"},
+        {"llama_mha", "tokenizer.json", "\"added_tokens\":[",
+         "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
+         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding "
+         "(token_embd.weight) only 96 rows"},
+        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8",
+         "gptq with 8 bits is not supported; supported: 4"},
+        {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"",
+         "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48",
+         "do not fit together in groups of 48"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64",
+         "do not fit together in groups of 64"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0",
+         "do not fit together in groups of 0"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808",
+         "do not fit together"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"",
+         "\"checkpoint_format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"",
+         "the format \"marlin\" of gptq is not supported"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"",
+         "\"rotation\": 0.01 in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"",
+         "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"",
+         "\"dynamic\": {...} in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"",
+         "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"",
+         "gptq of the data_type \"fp\" is not supported"},
+        {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"",
+         "the quantization_config in config.json does not say its quant_method"},
+        {"llama_mha", "config.json", "\"hidden_act\"",
+         "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"",
+         "\"pruned_heads\": {...} in config.json"},
+        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"",
+         "the format \"gemv\" of awq is not supported"},
+        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"",
+         "the format \"gemm\" of gptq is not supported"},
+        {"awq_g32", "config.json", "\"quant_method\": \"awq\"",
+         "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
+        {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"",
+         "q_proj.weight is missing"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         copy_model(cases[i].model);
         replace(cases[i].file, cases[i].from, cases[i].to);
         char what[300];
         snprintf(what, sizeof what, "%s: %s -> %s", cases[i].model, cases[i].from, cases[i].to);
-        refused(what, cases[i].words);
+        check_refused(what, cases[i].words);
     }
 }
 
@@ -206,49 +282,75 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96,23]", "which is not their number"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[0,24]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[-96,-24]", "has an impossible shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[9223372036854775807,9223372036854775807]", "has an impossible shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,4]", "has an impossible shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]", "which is not their number"},
+        {"llama_mha", "", "\"shape\":[96,24]",
+         "\"shape\":[9223372036854775807,9223372036854775807]", "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,4]",
+         "has an impossible shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]",
+         "which is not their number"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96.0,24]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]", "is of shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]", "is of shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]", "has no shape of up to 4 dimensions"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]",
+         "has no shape of up to 4 dimensions"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":\"96x24\"", "has no shape"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,", "has no data_offsets of two numbers"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[9223372036854775807,", "has the place 9223372036854775807"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[4,", "which is not their number"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[-4,", "has no data_offsets of two numbers"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[", "has no data_offsets of two numbers"},
-        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[0,0,", "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,",
+         "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[9223372036854775807,",
+         "has the place 9223372036854775807"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[4,",
+         "which is not their number"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[-4,",
+         "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[",
+         "has no data_offsets of two numbers"},
+        {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[0,0,",
+         "has no data_offsets of two numbers"},
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[4,9220]", "overlap"},
         {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,18432]", "overlap"},
-        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,0]", "has the place 9216 to 0"},
-        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[90000,99216]", "bytes of data: the file is damaged"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[9216,0]",
+         "has the place 9216 to 0"},
+        {"llama_mha", "", "\"data_offsets\":[0,9216]", "\"data_offsets\":[90000,99216]",
+         "bytes of data: the file is damaged"},
         {"llama_mha", "", "\"data_offsets\"", "\"offsets\"", "has no data_offsets"},
-        {"llama_mha", "", "lm_head.weight", "lm_headx.weight", "the tensor lm_head.weight is missing"},
-        {"llama_mha", "", "model.norm.weight", "model.norm.weighs", "the tensor model.norm.weight is missing"},
-        {"llama_mha", "", "model.embed_tokens.weight", "embed_tokens.weight", "the tensor model.embed_tokens.weight is missing"},
-        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight", "model.layers.1.mlp.up_proj.weight is missing"},
-        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight", "stands twice"},
-        {"llama_mha", "", "", ",\"model.extra\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}", "overlap"},
+        {"llama_mha", "", "lm_head.weight", "lm_headx.weight",
+         "the tensor lm_head.weight is missing"},
+        {"llama_mha", "", "model.norm.weight", "model.norm.weighs",
+         "the tensor model.norm.weight is missing"},
+        {"llama_mha", "", "model.embed_tokens.weight", "embed_tokens.weight",
+         "the tensor model.embed_tokens.weight is missing"},
+        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight",
+         "model.layers.1.mlp.up_proj.weight is missing"},
+        {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight",
+         "stands twice"},
+        {"llama_mha", "", "",
+         ",\"model.extra\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}", "overlap"},
         {"llama_mha", "", "", ",\"model.extra\":7", "is of the type"},
         {"llama_mha", "", "", ",\"model.extra\":{}", "is of the type"},
-        {"llama_mha", "", "", ",\"model.extra\":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[1", "more than 64"},
+        {"llama_mha", "", "",
+         ",\"model.extra\":[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[[["
+         "[[[[[[[[1",
+         "more than 64"},
         {"llama_mha", "", "", ",", "a key in quotation marks"},
-        {"gptq_g32", "", "model.layers.0.mlp.down_proj.qzeros", "model.layers.0.mlp.down_proj.qzeroes", "down_proj.qzeros is missing"},
-        {"gptq_g32", "", "model.layers.0.mlp.down_proj.scales", "model.layers.0.mlp.down_proj.scale", "down_proj.scales is missing"},
-        {"gptq_g32_act_sym", "", "model.layers.0.mlp.down_proj.g_idx", "model.layers.0.mlp.down_proj.g_idy", "down_proj.g_idx is missing"},
-        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"BF16\",\"shape\":[3,64]", "but should be F16 with 2"},
-        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[6,32]", "do not fit together"},
+        {"gptq_g32", "", "model.layers.0.mlp.down_proj.qzeros",
+         "model.layers.0.mlp.down_proj.qzeroes", "down_proj.qzeros is missing"},
+        {"gptq_g32", "", "model.layers.0.mlp.down_proj.scales",
+         "model.layers.0.mlp.down_proj.scale", "down_proj.scales is missing"},
+        {"gptq_g32_act_sym", "", "model.layers.0.mlp.down_proj.g_idx",
+         "model.layers.0.mlp.down_proj.g_idy", "down_proj.g_idx is missing"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"BF16\",\"shape\":[3,64]",
+         "but should be F16 with 2"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[6,32]",
+         "do not fit together"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         copy_model(cases[i].model);
         replace("model.safetensors", cases[i].from, cases[i].to);
         char what[300];
         snprintf(what, sizeof what, "%s: %s -> %s", cases[i].model, cases[i].from, cases[i].to);
-        refused(what, cases[i].words);
+        check_refused(what, cases[i].words);
     }
-    /* a group that is not there */
+    /* a group that does not exist */
     copy_model("gptq_g32_act_sym");
     char path[400];
     path_of(path, folder, "model.safetensors");
@@ -264,12 +366,12 @@ static void test_damaged_tensors(void **state) {
         }
     LLM_FREE(sources.items);
     llm_json_free(&header);
-    spit("model.safetensors", b.data, b.length);
+    write_file("model.safetensors", b.data, b.length);
     clear_bytes(&b);
-    refused("a negative group", "q_proj.g_idx names the group -1 of 2");
+    check_refused("a negative group", "q_proj.g_idx names the group -1 of 2");
 }
 
-static void test_cut_files(void **state) {
+static void test_truncated_files(void **state) {
     (void)state;
     for (int i = 0; i < 40; i++) {
         copy_model("llama_mha");
@@ -278,10 +380,10 @@ static void test_cut_files(void **state) {
         bytes b = slurp(path);
         size_t n = i < 12 ? (size_t)i : b.length * (size_t)(i - 11) / 30;
         if (n >= b.length) n = b.length - 1;
-        spit("model.safetensors", b.data, n);
+        write_file("model.safetensors", b.data, n);
         clear_bytes(&b);
-        snprintf(what, sizeof what, "model.safetensors cut to %d bytes", (int)n);
-        refused(what, "model.safetensors");
+        snprintf(what, sizeof what, "model.safetensors truncated to %d bytes", (int)n);
+        check_refused(what, "model.safetensors");
     }
     for (int i = 0; i < 20; i++) {
         copy_model("llama_mha");
@@ -289,24 +391,26 @@ static void test_cut_files(void **state) {
         char path[400];
         path_of(path, folder, name);
         bytes b = slurp(path);
-        spit(name, b.data, b.length * (size_t)i / 21);
+        write_file(name, b.data, b.length * (size_t)i / 21);
         clear_bytes(&b);
-        refused("a cut file of JSON", name);
+        check_refused("a truncated JSON file", name);
     }
-    static const uint64_t lengths[] = {0, 1, 100000001, UINT64_MAX, UINT64_MAX - 7, (uint64_t)1 << 63, (uint64_t)1 << 32};
+    static const uint64_t lengths[] = {
+        0, 1, 100000001, UINT64_MAX, UINT64_MAX - 7, (uint64_t)1 << 63, (uint64_t)1 << 32};
     for (size_t i = 0; i < sizeof lengths / sizeof *lengths; i++) {
         copy_model("llama_mha");
         char path[400];
         path_of(path, folder, "model.safetensors");
         bytes b = slurp(path);
         memcpy(b.data, &lengths[i], 8);
-        spit("model.safetensors", b.data, b.length);
+        write_file("model.safetensors", b.data, b.length);
         clear_bytes(&b);
-        refused("a wrong length of the header", "model.safetensors");
+        check_refused("a wrong length of the header", "model.safetensors");
     }
 }
 
-/* One byte of the header, or of config.json, changed: refused, or a model all the same (a name of a training option); never worse. */
+/* A changed bit in the header or in config.json gives an error, or still a model (when it changes
+ * an ignored option); never a crash or a leak. */
 static void test_flipped_bytes(void **state) {
     test_random r = {7};
     int n_taken = 0;
@@ -320,7 +424,7 @@ static void test_flipped_bytes(void **state) {
         uint64_t header = b.length;
         if (i % 2) memcpy(&header, b.data, 8), header += 8;
         b.data[random_below(&r, (int)header)] ^= (uint8_t)(1 << random_below(&r, 8));
-        spit(name, b.data, b.length);
+        write_file(name, b.data, b.length);
         clear_bytes(&b);
         long live = test_live;
         llm_error err = {LLM_OK, ""};
@@ -334,82 +438,98 @@ static void test_flipped_bytes(void **state) {
     assert_true(n_taken < 150);
 }
 
-static void test_shards(void **state) {
+static void test_split_safetensors(void **state) {
     (void)state;
-    static const char index[] = "model.safetensors.index.json", second[] = "model-00002-of-00002.safetensors";
+    static const char index[] = "model.safetensors.index.json";
+    static const char second[] = "model-00002-of-00002.safetensors";
     char path[400];
     copy_model("llama");
-    accepted("two files");
+    check_accepted("two files");
     path_of(path, folder, second);
     unlink(path);
-    refused("a missing file", "cannot open");
+    check_refused("a missing file", "cannot open");
     copy_model("llama");
     replace(index, "weight_map", "weights");
-    refused("no weight_map", "has no weight_map");
+    check_refused("no weight_map", "has no weight_map");
     copy_model("llama");
     replace(index, second, "../llama/model-00002-of-00002.safetensors");
-    refused("a file outside", "which is no name of a file in this folder");
+    check_refused("a file outside", "which is no name of a file in this folder");
     copy_model("llama");
     replace(index, second, "/etc/passwd");
-    refused("a file outside", "which is no name of a file in this folder");
+    check_refused("a file outside", "which is no name of a file in this folder");
     copy_model("llama");
     replace(index, "\"model-00002-of-00002.safetensors\"", "2");
-    refused("no name", "names no file for");
+    check_refused("no name", "names no file for");
     copy_model("llama");
-    replace(index, second, index); /* a cycle: the index as one of its own files */
-    refused("the index as a file", "does not fit into a file");
+    replace(index, second, index); /* a cycle: the index names itself as a file with tensors */
+    check_refused("the index as a file", "does not fit into a file");
     copy_model("llama");
     replace(index, second, ".");
-    refused("the folder as a file", "it is a directory, not a file");
+    check_refused("the folder as a file", "it is a directory, not a file");
     copy_model("llama");
     replace(index, second, "model-00001-of-00002.safetensors");
-    refused("the wrong file", "is not in the file that the index names for it");
+    check_refused("the wrong file", "is not in the file that the index names for it");
     copy_model("llama");
-    replace(index, "\"weight_map\": {", "\"weight_map\": {\"model.more\": \"model-00001-of-00002.safetensors\",");
-    refused("a tensor that is not there", "is not in the file that the index names for it");
+    replace(index, "\"weight_map\": {",
+            "\"weight_map\": {\"model.more\": \"model-00001-of-00002.safetensors\",");
+    check_refused("a tensor that is not there", "is not in the file that the index names for it");
     copy_model("llama");
     unlink(path);
     if (symlink(second, path)) fail_msg("symlink");
-    refused("a link to itself", "cannot open");
+    check_refused("a link to itself", "cannot open");
     copy_model("llama");
     unlink(path);
     if (symlink("model-00001-of-00002.safetensors", path)) fail_msg("symlink");
-    refused("a file twice", "two of the files have a tensor called");
-    for (size_t i = 0; i < 6; i++) { /* each file missing */
-        if (i == 2) continue;
+    check_refused("a file twice", "two of the files have a tensor called");
+    static const char *const messages[6] = {
+        "there is no config.json", "tokenizer.json", NULL,
+        "there is neither model.safetensors nor", "cannot open", "cannot open"};
+    for (size_t i = 0; i < 6; i++) { /* without each of the files */
+        if (!messages[i]) continue; /* model.safetensors: this model is split */
         copy_model("llama");
         path_of(path, folder, files[i]);
         unlink(path);
-        refused(files[i], i == 0 ? "there is no config.json" : i == 1 ? "tokenizer.json" : i == 3 ? "there is neither model.safetensors nor" : "cannot open");
+        check_refused(files[i], messages[i]);
     }
 }
 
-/* What people's folders hold, and what must not disturb. */
-static void test_accepted(void **state) {
+/* Folders as other programs write them: settings that do not change the result are
+ * accepted. */
+static void test_settings_without_effect(void **state) {
     (void)state;
     copy_model("llama_mha");
-    replace("config.json", "\"hidden_act\"", "\"_name_or_path\": \"x\", \"unsloth_version\": \"2024.9\", \"new_option\": false, \"another\": null, \"hidden_act\"");
-    accepted("settings that say nothing of the result");
-    copy_model("llama_mha");
-    replace("config.json", "\"hidden_act\"", "\"is_llama_config\": true, \"rope_interleaved\": false, \"hidden_act\""); /* SmolLM2's */
-    accepted("SmolLM2's settings");
+    replace("config.json", "\"hidden_act\"",
+            "\"_name_or_path\": \"x\", \"unsloth_version\": \"2024.9\", \"new_option\": false, "
+            "\"another\": null, \"hidden_act\"");
+    check_accepted("settings that do not change the result");
     copy_model("llama_mha");
     replace("config.json", "\"hidden_act\"",
-            "\"max_length\": 4096, \"do_sample\": true, \"temperature\": 0.9, \"top_p\": 0.6, \"top_k\": 50, \"num_beams\": 1, "
-            "\"task_specific_params\": {\"x\": 1}, \"pruned_heads\": {}, \"neftune_noise_alpha\": 5.0, \"bad_words\": [], \"hidden_act\"");
-    accepted("settings of generation and training");
+            "\"is_llama_config\": true, \"rope_interleaved\": false, \"hidden_act\"");
+    check_accepted("SmolLM2's settings");
+    copy_model("llama_mha");
+    replace("config.json", "\"hidden_act\"",
+            "\"max_length\": 4096, \"do_sample\": true, \"temperature\": 0.9, \"top_p\": 0.6, "
+            "\"top_k\": 50, \"num_beams\": 1, \"task_specific_params\": {\"x\": 1}, "
+            "\"pruned_heads\": {}, \"neftune_noise_alpha\": 5.0, \"bad_words\": [], "
+            "\"hidden_act\"");
+    check_accepted("settings of generation and training");
     copy_model("gptq_g32");
     replace("config.json", "\"damp_percent\"",
-            "\"act_group_aware\": true, \"pack_impl\": \"cpu\", \"module_name_preceding_first_block\": [\"model.embed_tokens\"], "
-            "\"disable_exllama\": true, \"method\": \"gptq\", \"dynamic\": {}, \"adapter\": null, \"damp_percent\"");
-    accepted("what GPTQModel and transformers write of a quantization");
+            "\"act_group_aware\": true, \"pack_impl\": \"cpu\", "
+            "\"module_name_preceding_first_block\": [\"model.embed_tokens\"], "
+            "\"disable_exllama\": true, \"method\": \"gptq\", \"dynamic\": {}, \"adapter\": null, "
+            "\"damp_percent\"");
+    check_accepted("settings that GPTQModel and transformers write");
     copy_model("gptq_g32");
     replace("config.json", "\"damp_percent\"",
-            "\"autoround_version\": \"0.4.2\", \"iters\": 200, \"lr\": 0.005, \"minmax_lr\": 0.005, \"nsamples\": 128, \"seqlen\": 2048, "
-            "\"batch_size\": 8, \"gradient_accumulate_steps\": 1, \"low_gpu_mem_usage\": true, \"amp\": true, \"data_type\": \"int\", "
-            "\"enable_quanted_input\": true, \"enable_minmax_tuning\": true, \"scale_dtype\": \"torch.float16\", \"damp_percent\"");
-    accepted("what AutoRound writes of a quantization");
-    copy_model("llama31"); /* tied, and lm_head is there all the same */
+            "\"autoround_version\": \"0.4.2\", \"iters\": 200, \"lr\": 0.005, "
+            "\"minmax_lr\": 0.005, \"nsamples\": 128, \"seqlen\": 2048, \"batch_size\": 8, "
+            "\"gradient_accumulate_steps\": 1, \"low_gpu_mem_usage\": true, \"amp\": true, "
+            "\"data_type\": \"int\", \"enable_quanted_input\": true, "
+            "\"enable_minmax_tuning\": true, \"scale_dtype\": \"torch.float16\", "
+            "\"damp_percent\"");
+    check_accepted("settings that AutoRound writes");
+    copy_model("llama31"); /* the output is tied, but lm_head is stored too */
     char path[400];
     path_of(path, folder, "model.safetensors");
     bytes b = slurp(path);
@@ -418,29 +538,31 @@ static void test_accepted(void **state) {
     uint64_t header;
     memcpy(&header, b.data, 8);
     uint64_t data = b.length - 8 - header;
-    snprintf(member, sizeof member, ",\"lm_head.weight\":{\"dtype\":\"BF16\",\"shape\":[96,24],\"data_offsets\":[%llu,%llu]}", (unsigned long long)data,
-             (unsigned long long)(data + n));
+    snprintf(
+        member, sizeof member,
+        ",\"lm_head.weight\":{\"dtype\":\"BF16\",\"shape\":[96,24],\"data_offsets\":[%llu,%llu]}",
+        (unsigned long long)data, (unsigned long long)(data + n));
     for (size_t i = 0; i < n; i++) put_u8(&b, 1);
-    spit("model.safetensors", b.data, b.length);
+    write_file("model.safetensors", b.data, b.length);
     clear_bytes(&b);
     replace("model.safetensors", "", member);
-    accepted("a tied output that is stored");
+    check_accepted("a tied output that is stored");
     llm_error err;
     llm_model *model = llm_model_load(folder, &err);
     assert_true(llm_model_config(model)->tied_output);
     llm_model_free(model);
-    /* data at odd addresses: the header one byte longer */
+    /* data at odd addresses, because the header is one byte longer */
     copy_model("llama_mha");
     replace("model.safetensors", "", " ");
-    accepted("data at odd addresses");
+    check_accepted("data at odd addresses");
     llm_file *odd = llm_file_open(folder, &err);
     if (!odd) fail_msg("%s", err.message);
-    for (int64_t i = 0; i < llm_file_n_tensors(odd); i++) { /* kernels read aligned numbers */
+    for (int64_t i = 0; i < llm_file_n_tensors(odd); i++) { /* kernels need aligned numbers */
         const llm_tensor *t = llm_file_tensor(odd, i);
         assert_int_equal((uintptr_t)t->data % (uintptr_t)llm_type_find(t->type)->block_bytes, 0);
     }
     llm_file_close(odd);
-    /* only a vocabulary */
+    /* a folder with only a vocabulary */
     copy_model("llama_mha");
     path_of(path, folder, "config.json");
     unlink(path);
@@ -455,9 +577,9 @@ static void test_accepted(void **state) {
     llm_file_close(file);
 }
 
-/* ---- The same model from llama.cpp's converter ---------------------------------------------- */
+/* ---- Compared with llama.cpp's converter ----------------------------------------------------- */
 
-/* Numbers are the same, up to the rounding of an f32; texts are the same. */
+/* Numbers are equal up to the rounding of an f32, texts are equal. */
 static void check_same_value(const char *model, const llm_value *ours, const llm_value *theirs) {
     size_t at = 0, their_at = 0;
     llm_string a, b;
@@ -475,9 +597,9 @@ static void check_same_value(const char *model, const llm_value *ours, const llm
         fail_msg("%s: %s is %g, not %g", model, key, x, y);
 }
 
-/* The settings, and the names and shapes of the tensors, of tests/data/models, of each of which
- * there is a GGUF file that llama.cpp's converter made. */
-static void test_same_as_converter(void **state) {
+/* A folder of tests/data/models and the GGUF file that llama.cpp's converter made of it have the
+ * same settings, and tensors with the same names and shapes. */
+static void test_metadata_as_converter(void **state) {
     static const char *const models[] = {
         "llama",          "llama_bias", "llama_linear", "llama_mha",  "llama31", "mistral",
         "mistral_window", "qwen2",      "qwen2_window", "qwen2_yarn", "qwen3",   "qwen3_yarn"};
@@ -499,7 +621,7 @@ static void test_same_as_converter(void **state) {
             const llm_value *value = llm_file_value(theirs, k);
             char key[100];
             snprintf(key, sizeof key, "%.*s", (int)value->key.length, value->key.data);
-            /* (the converter does not multiply the context by the factor of linear scaling) */
+            /* the converter does not multiply the context length by the factor of linear scaling */
             if (!strcmp(models[i], "llama_linear") && !strcmp(key, "llama.context_length"))
                 continue;
             if (!strcmp(key, "llama.vocab_size") || !strcmp(key, "mistral.vocab_size")) continue;
@@ -531,8 +653,8 @@ static void test_same_as_converter(void **state) {
     }
 }
 
-/* A folder rewritten as a file of f32 has the values of the converter's file: for llama the rows of
- * q and k, and their biases, change places. */
+/* A folder rewritten as an f32 file has the values of the converter's file. (For llama, this
+ * permutes the rows of q and k and their biases.) */
 static void test_values_as_converter(void **state) {
     static const char *const models[] = {"llama", "llama_bias", "mistral", "qwen2", "qwen3"};
     (void)state;
@@ -563,14 +685,14 @@ static void test_values_as_converter(void **state) {
     }
 }
 
-/* Settings that the converter does not write, or that no model here has */
-static void test_settings(void **state) {
+/* Settings that the converter does not write, or that none of the models here has. */
+static void test_settings_of_config_json(void **state) {
     static const struct {
         const char *model, *from, *to, *key;
         uint64_t index;
         double expected;
     } cases[] = {
-        /* Qwen2: from layer max_window_layers on */
+        /* Qwen2 has a window from layer max_window_layers on */
         {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"",
          "qwen2.attention.sliding_window_pattern", 0, 0},
         {"qwen2_window", "\"torch_dtype\"", "\"torch_dtype\"",
@@ -589,9 +711,9 @@ static void test_settings(void **state) {
          "qwen2.attention.sliding_window", 0, -1},
         {"mistral_window", "\"sliding_window\": 9", "\"sliding_window\": null",
          "llama.attention.sliding_window", 0, -1},
-        /* transformers' default */
+        /* the default of transformers */
         {"mistral_window", "\"sliding_window\": 9,", "", "llama.attention.sliding_window", 0, 4096},
-        /* linear scaling takes more positions */
+        /* linear scaling multiplies the context length */
         {"llama_linear", "\"hidden_act\"", "\"hidden_act\"", "llama.context_length", 0, 160},
         {"llama_mha", "\"rope_theta\": 10000.0,", "", "llama.rope.freq_base", 0, 10000},
         {"llama_mha", "\"rope_theta\": 10000.0",
@@ -622,12 +744,12 @@ static void test_settings(void **state) {
     }
 }
 
-/* The ids under eos_token_id of generation_config.json and config.json end an answer, one or
- * several. They need not be special tokens. Nothing else under that key counts. */
+/* eos_token_id in generation_config.json and config.json gives one or several ids that end an
+ * answer. They need not be special tokens. Values that are not ids are ignored. */
 static void test_end_ids(void **state) {
     static const struct {
         const char *generation;
-        int32_t ends[4]; /* besides the one of config.json */
+        int32_t ends[4]; /* besides config.json's */
     } cases[] = {{"{\"eos_token_id\": 66}", {66, -1}},
                  {"{\"eos_token_id\": [66, 70, 95]}", {66, 70, -1}},
                  {"{\"eos_token_id\": [66, \"67\", 9999, -1, null]}", {66, -1}},
@@ -637,7 +759,7 @@ static void test_end_ids(void **state) {
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         llm_error err;
         copy_model("llama_mha"); /* its config.json says 95 */
-        spit("generation_config.json", cases[i].generation, strlen(cases[i].generation));
+        write_file("generation_config.json", cases[i].generation, strlen(cases[i].generation));
         llm_file *file = llm_file_open(folder, &err);
         if (!file) fail_msg("%s", err.message);
         llm_tokenizer *t = llm_tokenizer_create(file, &err);
@@ -654,7 +776,7 @@ static void test_end_ids(void **state) {
     }
 }
 
-/* ---- 4-bit integers by their formula -------------------------------------------------------- */
+/* ---- 4-bit integers, computed by their formula ----------------------------------------------- */
 
 typedef struct int4_model {
     const char *name;
@@ -678,15 +800,15 @@ static uint32_t word_at(const llm__source *source, uint64_t i) {
     return word;
 }
 
-/* scale x (q - zero) for row r and column c of a matrix, from the tensors as stored */
+/* scale x (q - zero) for row r and column c of a matrix, from the stored tensors. */
 static float int4_value(const llm__sources *sources, const char *module, const int4_model *m,
                         uint64_t r, uint64_t c) {
-    /* where AWQ keeps each of eight rows in a word: their order there is 0 2 4 6 1 3 5 7 */
+    /* the position in a word of each of AWQ's eight rows: a word holds rows 0 2 4 6 1 3 5 7 */
     static const int places[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    const llm__source *weights = source_of(sources, module, "qweight"),
-                      *zeros = source_of(sources, module, "qzeros"),
-                      *scales = source_of(sources, module, "scales"),
-                      *groups = source_of(sources, module, "g_idx");
+    const llm__source *weights = source_of(sources, module, "qweight");
+    const llm__source *zeros = source_of(sources, module, "qzeros");
+    const llm__source *scales = source_of(sources, module, "scales");
+    const llm__source *groups = source_of(sources, module, "g_idx");
     uint64_t rows = scales->dims[1], cols = m->awq ? weights->dims[0] : 8 * weights->dims[0];
     uint64_t group = groups ? word_at(groups, c) : c / (cols / scales->dims[0]);
     uint32_t q = m->awq ? word_at(weights, c * (rows / 8) + r / 8) >> 4 * places[r % 8] & 15
@@ -697,7 +819,7 @@ static float int4_value(const llm__sources *sources, const char *module, const i
            (float)((int)q - (int)zero - m->zeros_less_one);
 }
 
-/* Is zero 8 everywhere? Then q4_0 holds the matrix. */
+/* True if every zero point is 8, so that q4_0 can hold the matrix. */
 static bool is_symmetric(const llm__sources *sources, const char *module, const int4_model *m) {
     const llm__source *zeros = source_of(sources, module, "qzeros");
     for (uint64_t i = 0; i < zeros->dims[0] * zeros->dims[1] * 8; i++)
@@ -729,10 +851,10 @@ static void check_int4(const llm_file *file, const llm__sources *sources, const 
     free(values);
 }
 
-/* The same matrix in a file of f32 that was made of the folder: there the columns are in their own
- * order. */
-static void check_rewritten(const llm_file *file, const llm__sources *sources, const char *module,
-                            const char *tensor, const int4_model *m) {
+/* Compare the same matrix in an f32 file made from the folder, where the columns are in their
+ * natural order. */
+static void check_rewritten_int4(const llm_file *file, const llm__sources *sources,
+                                 const char *module, const char *tensor, const int4_model *m) {
     const llm_tensor *t = llm_file_find_tensor(file, tensor);
     assert_true(t && t->type == LLM_F32);
     for (uint64_t i = 0; i < t->dims[0] * t->dims[1]; i++)
@@ -776,9 +898,9 @@ static void test_int4_formula(void **state) {
                 snprintf(module, sizeof module, "model.layers.%d.%s", layer, parts[k][0]);
                 snprintf(tensor, sizeof tensor, "blk.%d.%s.weight", layer, parts[k][1]);
                 check_int4(file, &sources, module, tensor, &models[i]);
-                /* (q changes places, see test_values_as_converter) */
+                /* the rows of q are permuted (see test_values_as_converter) */
                 if (strcmp(parts[k][1], "attn_q"))
-                    check_rewritten(rewritten, &sources, module, tensor, &models[i]);
+                    check_rewritten_int4(rewritten, &sources, module, tensor, &models[i]);
             }
         }
         llm_file_close(rewritten);
@@ -790,83 +912,145 @@ static void test_int4_formula(void **state) {
     }
 }
 
-/* One of the files of a folder, given as the model. */
-static void refused_file(const char *name, const char *words) {
+/* Giving one of the folder's files as the model must fail with an error that contains `words`. */
+static void check_file_refused(const char *name, const char *words) {
     char path[400];
     llm_error err = {LLM_OK, ""};
     long live = test_live;
     path_of(path, folder, name);
     assert_null(llm_model_load(path, &err));
-    if (!strstr(err.message, words)) fail_msg("%s: wanted \"%s\", got \"%s\"", name, words, err.message);
+    if (!strstr(err.message, words))
+        fail_msg("%s: expected \"%s\", got \"%s\"", name, words, err.message);
     assert_non_null(strstr(err.message, path));
     assert_int_equal(test_live, live);
 }
 
-/* What people give, and have, instead of a whole folder: the error says what to do. */
-static void test_incomplete(void **state) {
-    static const char pointer[] = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 9\n";
-    static const char lfs[] = "what git without LFS brings in place of a large one; get the file itself (git lfs pull)";
+/* Incomplete folders, and a file in place of its folder: the error says what to do. */
+static void test_incomplete_folders(void **state) {
+    static const char pointer[] =
+        "version https://git-lfs.github.com/spec/v1\noid "
+        "sha256:4d7a214614ab2935c943f9e0ff69d22eadbb8f32b1258daaa5e2ca24d17e2393\nsize 9\n";
+    static const char lfs[] =
+        "what git without LFS brings in place of a large one; get the file itself (git lfs pull)";
     char path[400];
     (void)state;
     copy_model("llama");
-    refused_file("model-00001-of-00002.safetensors", "a safetensors file is only a part of a model; give the folder that it lies in");
-    refused_file("config.json", "this file is only a part of a model; give the folder that it lies in");
-    refused_file("model.safetensors.index.json", "this file is only a part of a model; give the folder that it lies in");
-    spit("tokenizer.json", pointer, sizeof pointer - 1);
-    refused("a pointer instead of a tokenizer.json", lfs);
-    refused_file("tokenizer.json", lfs);
+    check_file_refused("model-00001-of-00002.safetensors",
+                 "a safetensors file is only a part of a model; give the folder that it lies in");
+    check_file_refused("config.json",
+                 "this file is only a part of a model; give the folder that it lies in");
+    check_file_refused("model.safetensors.index.json",
+                 "this file is only a part of a model; give the folder that it lies in");
+    write_file("tokenizer.json", pointer, sizeof pointer - 1);
+    check_refused("a pointer instead of a tokenizer.json", lfs);
+    check_file_refused("tokenizer.json", lfs);
     copy_model("llama_mha");
-    spit("model.safetensors", pointer, sizeof pointer - 1);
-    refused("a pointer instead of a model.safetensors", "come from git without LFS");
+    write_file("model.safetensors", pointer, sizeof pointer - 1);
+    check_refused("a pointer instead of a model.safetensors", "come from git without LFS");
     copy_model("llama_mha");
     path_of(path, folder, "tokenizer.json");
     unlink(path);
-    spit("tokenizer.model", "x", 1);
-    refused("only a tokenizer.model", "without a tokenizer.json; there is a tokenizer.model, which is not read: with Hugging Face's transformers, "
-                                      "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json of it");
-    /* quantized, and nobody says so, or more than expected */
+    write_file("tokenizer.model", "x", 1);
+    check_refused("only a tokenizer.model",
+                  "without a tokenizer.json; there is a tokenizer.model, which "
+                  "is not read: with Hugging Face's transformers, "
+                  "AutoTokenizer.from_pretrained(FOLDER).save_pretrained("
+                  "FOLDER) makes a tokenizer.json of it");
+    /* quantized matrices without settings that say how, or where they are not supported */
     copy_model("gptq_g32");
     replace("config.json", "\"quantization_config\"", "\"_\"");
-    refused("no quantization_config", "q_proj.weight is missing; it is quantized, but config.json has no quantization_config, which says how");
-    spit("quantize_config.json", "{\"bits\": 4}", 11);
-    refused("only a quantize_config.json", "it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there");
+    check_refused("no quantization_config",
+                  "q_proj.weight is missing; it is quantized, but config.json "
+                  "has no quantization_config, which says how");
+    write_file("quantize_config.json", "{\"bits\": 4}", 11);
+    check_refused("only a quantize_config.json",
+            "it is quantized, but config.json has no quantization_config: put what stands in "
+            "quantize_config.json there");
     copy_model("gptq_g32");
     replace("model.safetensors", "lm_head.weight", "lm_head.qweight");
-    refused("a quantized output", "the tensor lm_head.weight is missing; it is quantized, which is supported for the matrices of the layers only");
+    check_refused("a quantized output",
+                  "the tensor lm_head.weight is missing; it is quantized, which is "
+                  "supported for the matrices of the layers only");
 }
 
-/* Added tokens that only the neighbours of a tokenizer.json know: the ids below are transformers 5.23's. */
+/* Tokens that are only in the files beside a tokenizer.json. The ids are those of transformers
+ * 5.23. */
 static void test_added_tokens(void **state) {
     (void)state;
-#define ADDED(text, more) "{\"content\": \"" text "\", \"single_word\": false, \"normalized\": false, \"special\": true" more "}"
+#define ADDED(text, more)                                                          \
+    "{\"content\": \"" text "\", \"single_word\": false, \"normalized\": false, "  \
+    "\"special\": true" more "}"
     static const struct {
         const char *name, *content;
-        int32_t ids[32]; /* of "ab <|x|> c", up to a -1 */
-        const char *words; /* or it is refused */
+        int32_t ids[32]; /* the tokens of "ab <|x|> c", up to a -1 */
+        const char *words; /* if set: the folder is refused with this message */
     } cases[] = {
         {"tokenizer_config.json", "{}", {66, 67, 1, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"95\": " ADDED("<|end|>", "") ", \"96\": " ADDED("<|x|>", "") "}, \"eos_token\": \"<|x|>\"}",
-         {66, 67, 1, 96, 1, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"lstrip\": true") "}}", {66, 67, 96, 1, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"rstrip\": true") "}}", {66, 67, 1, 96, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"67\": " ADDED("a", ", \"rstrip\": true") "}}", {66, 67, 1, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"67\": " ADDED("b", ", \"rstrip\": true") "}}", {66, 67, 29, 93, 89, 93, 31, 1, 68, -1}, NULL},
-        {"added_tokens.json", "{\"<|y|>\": 97, \"<|x|>\": 96, \"<|end|>\": 95}", {66, 67, 1, 96, 1, 68, -1}, NULL},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"99\": " ADDED("<|x|>", "") "}}", {0}, "'<|x|>' of tokenizer_config.json beside it has the id 99, but there is none with the id 96"},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"66\": " ADDED("<|x|>", "") "}}", {0}, "the tokens 'a' and '<|x|>' have the same id, 66"},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"x\": " ADDED("<|x|>", "") "}}", {0}, "the token '<|x|>' has no id, or one that"},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"99999999999999999999\": " ADDED("<|x|>", "") "}}", {0}, "the token '<|x|>' has no id, or one that"},
-        {"tokenizer_config.json", "{\"added_tokens_decoder\": {\"96\": 7}}", {0}, "an entry of added_tokens has no content"},
-        {"added_tokens.json", "{\"<|y|>\": 97}", {0}, "'<|y|>' of added_tokens.json beside it has the id 97, but there is none with the id 96"},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"95\": " ADDED("<|end|>", "") ", \"96\": " ADDED(
+             "<|x|>", "") "}, \"eos_token\": \"<|x|>\"}",
+         {66, 67, 1, 96, 1, 68, -1},
+         NULL},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"lstrip\": true") "}}",
+         {66, 67, 96, 1, 68, -1},
+         NULL},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"96\": " ADDED("<|x|>", ", \"rstrip\": true") "}}",
+         {66, 67, 1, 96, 68, -1},
+         NULL},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"67\": " ADDED("a", ", \"rstrip\": true") "}}",
+         {66, 67, 1, 29, 93, 89, 93, 31, 1, 68, -1},
+         NULL},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"67\": " ADDED("b", ", \"rstrip\": true") "}}",
+         {66, 67, 29, 93, 89, 93, 31, 1, 68, -1},
+         NULL},
+        {"added_tokens.json",
+         "{\"<|y|>\": 97, \"<|x|>\": 96, \"<|end|>\": 95}",
+         {66, 67, 1, 96, 1, 68, -1},
+         NULL},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"99\": " ADDED("<|x|>", "") "}}",
+         {0},
+         "'<|x|>' of tokenizer_config.json beside it has the id 99, but there is none with the id "
+         "96"},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"66\": " ADDED("<|x|>", "") "}}",
+         {0},
+         "the tokens 'a' and '<|x|>' have the same id, 66"},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"x\": " ADDED("<|x|>", "") "}}",
+         {0},
+         "the token '<|x|>' has no id, or one that"},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"99999999999999999999\": " ADDED("<|x|>", "") "}}",
+         {0},
+         "the token '<|x|>' has no id, or one that"},
+        {"tokenizer_config.json",
+         "{\"added_tokens_decoder\": {\"96\": 7}}",
+         {0},
+         "an entry of added_tokens has no content"},
+        {"added_tokens.json",
+         "{\"<|y|>\": 97}",
+         {0},
+         "'<|y|>' of added_tokens.json beside it has the id 97, but there is none with the id 96"},
         {"added_tokens.json", "{\"<|y|>\": -1}", {0}, "the token '<|y|>' has no id, or one that"},
         {"added_tokens.json", "{\"<|y|>\": ", {0}, "added_tokens.json, line 1"},
-        {"tokenizer_config.json", "{\"eos_token\": \"<|x|>\"}", {0}, "the eos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
-        {"tokenizer_config.json", "{\"bos_token\": {\"content\": \"<|x|>\"}}", {0}, "the bos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+        {"tokenizer_config.json",
+         "{\"eos_token\": \"<|x|>\"}",
+         {0},
+         "the eos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
+        {"tokenizer_config.json",
+         "{\"bos_token\": {\"content\": \"<|x|>\"}}",
+         {0},
+         "the bos_token of tokenizer_config.json beside it, '<|x|>', is not one of the tokens"},
     };
 #undef ADDED
     copy_model("llama_mha");
     char path[400];
-    path_of(path, folder, "model.safetensors"); /* a vocabulary is enough */
+    path_of(path, folder, "model.safetensors"); /* the vocabulary is enough for this test */
     unlink(path);
     path_of(path, folder, "config.json");
     unlink(path);
@@ -876,9 +1060,9 @@ static void test_added_tokens(void **state) {
         unlink(path);
         path_of(path, folder, "added_tokens.json");
         unlink(path);
-        spit(cases[i].name, cases[i].content, strlen(cases[i].content));
+        write_file(cases[i].name, cases[i].content, strlen(cases[i].content));
         if (cases[i].words) {
-            refused(cases[i].content, cases[i].words);
+            check_refused(cases[i].content, cases[i].words);
             continue;
         }
         llm_file *file = llm_file_open(folder, &err);
@@ -889,20 +1073,24 @@ static void test_added_tokens(void **state) {
         assert_true(n > 0 && n < 32);
         ids[n] = -1;
         for (int64_t k = 0; k <= n; k++)
-            if (ids[k] != cases[i].ids[k]) fail_msg("%s: token %d is %d, not %d", cases[i].content, (int)k, (int)ids[k], (int)cases[i].ids[k]);
-        if (strstr(cases[i].content, "eos_token")) assert_true(llm_tokenizer_eos(t) == 96 && llm_tokenizer_is_end(t, 96));
+            if (ids[k] != cases[i].ids[k])
+                fail_msg("%s: token %d is %d, not %d", cases[i].content, (int)k, (int)ids[k],
+                         (int)cases[i].ids[k]);
+        if (strstr(cases[i].content, "eos_token"))
+            assert_true(llm_tokenizer_eos(t) == 96 && llm_tokenizer_is_end(t, 96));
         llm_tokenizer_free(t);
         llm_file_close(file);
     }
-    /* bytes changed: refused, or a vocabulary all the same; never worse */
+    /* Changed bits give an error or still a vocabulary; never a crash or a leak. */
     test_random r = {9};
     for (int i = 0; i < 400; i++) {
         char text[400];
         int k = i % 4 + 1, n = snprintf(text, sizeof text, "%s", cases[k == 4 ? 6 : k].content);
-        for (int flips = 1 + i % 2; flips; flips--) text[random_below(&r, n)] ^= (char)(1 << random_below(&r, 7));
+        for (int flips = 1 + i % 2; flips; flips--)
+            text[random_below(&r, n)] ^= (char)(1 << random_below(&r, 7));
         path_of(path, folder, "tokenizer_config.json");
         unlink(path);
-        spit(cases[k == 4 ? 6 : k].name, text, (size_t)n);
+        write_file(cases[k == 4 ? 6 : k].name, text, (size_t)n);
         long live = test_live;
         llm_error err = {LLM_OK, ""};
         llm_file *file = llm_file_open(folder, &err);
@@ -914,13 +1102,13 @@ static void test_added_tokens(void **state) {
     }
 }
 
-/* Each allocation fails once. */
-static void test_memory(void **state) {
+/* Each allocation fails once: nothing leaks, and a failure to load reports an error. */
+static void test_failed_allocations(void **state) {
     static const char *const models[] = {"llama", "gptq_g32_act_sym"};
     (void)state;
     for (int m = 0; m < 2; m++) {
         copy_model(models[m]);
-        spit("added_tokens.json", "{\"<|end|>\": 95}", 15);
+        write_file("added_tokens.json", "{\"<|end|>\": 95}", 15);
         long live = test_live;
         int failures = 0;
         for (int i = 0;; i++) {
@@ -933,7 +1121,8 @@ static void test_memory(void **state) {
             llm_model_free(model);
             assert_int_equal(test_live, live);
             if (!failed) break;
-            if (model) continue; /* something that can do without, such as asking whether a file is there */
+            /* an optional step failed, such as testing whether a file exists */
+            if (model) continue;
             failures++;
             assert_true(err.status != LLM_OK);
         }
@@ -941,9 +1130,9 @@ static void test_memory(void **state) {
     }
 }
 
-/* ---- Matrices that the file has in another form: 4-bit integers ---------------------------------- */
+/* ---- Engines on 4-bit weights, which are converted when they are loaded ---------------------- */
 
-enum { WORDS = 12 };
+enum { N_GENERATED = 12 };
 
 static llm_engine *new_engine(const llm_model *model, llm_backend *backend, llm_error *err) {
     llm_engine_options o = llm_engine_defaults();
@@ -954,30 +1143,31 @@ static llm_engine *new_engine(const llm_model *model, llm_backend *backend, llm_
     return llm_engine_create(model, &o, err);
 }
 
-static void submit_words(llm_engine *engine) {
+static void submit_request(llm_engine *engine) {
     static const int32_t prompt[] = {5, 7, 11, 13, 2, 3, 17, 19, 23, 31};
     llm_error err;
     llm_request r = llm_request_defaults();
     r.prompt = prompt;
     r.n_prompt = sizeof prompt / sizeof *prompt;
-    r.max_tokens = WORDS;
+    r.max_tokens = N_GENERATED;
     r.ignore_end = true;
     if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
 }
 
-/* Whether there is more to come. */
-static bool step_words(llm_engine *engine, llm_event *events, int *n) {
+/* Run a step and append its events. Returns false when the engine is done. */
+static bool collect_events(llm_engine *engine, llm_event *events, int *n) {
     llm_error err;
     int more = llm_step(engine, &err);
     if (more < 0) fail_msg("%s", err.message);
     while (llm_next_event(engine, &events[*n])) *n += events[*n].token >= 0;
-    assert_true(*n <= WORDS);
+    assert_true(*n <= N_GENERATED);
     return more > 0;
 }
 
-/* Two engines on one model at the same time. The one whose backend packs keeps no rows, the other those of every matrix of a layer; they
- * say the same, and no later engine sees what the first have done. */
-static void test_rows_of_engines(void **state) {
+/* Two engines use one model at the same time. The one whose backend packs weights keeps no
+ * converted rows; the other keeps those of every matrix of a layer. Both generate the same tokens,
+ * and a later engine is not affected by the first two. */
+static void test_engines_on_one_model(void **state) {
     static const char *const models[] = {"gptq_g32_act_sym", "awq_g32", "gptq_v2", "llama"};
     (void)state;
     for (int m = 0; m < 4; m++) {
@@ -988,26 +1178,29 @@ static void test_rows_of_engines(void **state) {
         if (!model) fail_msg("%s", err.message);
         int matrices = m < 3 ? 7 * llm_model_config(model)->n_layers : 0;
         for (int round = 0; round < 2; round++) {
-            llm_backend *packs = llm_cpu_backend(1, LLM_ISA_BEST, &err), *points = llm_cpu_backend(1, LLM_ISA_BEST, &err);
-            llm_event said[2][WORDS + 1];
+            llm_backend *packs = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+            llm_backend *points = llm_cpu_backend(1, LLM_ISA_BEST, &err);
+            llm_event events[2][N_GENERATED + 1];
             int n[2] = {0, 0};
             llm_cpu_pack_weights(points, false);
-            llm_engine *one = new_engine(model, packs, &err), *other = new_engine(model, points, &err);
+            llm_engine *one = new_engine(model, packs, &err);
+            llm_engine *other = new_engine(model, points, &err);
             if (!one || !other) fail_msg("%s", err.message);
             assert_int_equal(one->network.n_rows, 0);
             assert_int_equal(other->network.n_rows, matrices);
             for (int i = 0; matrices && i < llm_model_config(model)->n_layers * LLM__N_PARTS; i++)
-                if (one->network.parts[i].packed) assert_null(one->network.parts[i].data); /* what it pointed to is gone */
-            submit_words(one);
-            submit_words(other);
+                /* the rows that were packed are released */
+                if (one->network.parts[i].packed) assert_null(one->network.parts[i].data);
+            submit_request(one);
+            submit_request(other);
             for (bool more = true; more;) {
-                more = step_words(one, said[0], &n[0]);
-                more = step_words(other, said[1], &n[1]) || more;
+                more = collect_events(one, events[0], &n[0]);
+                more = collect_events(other, events[1], &n[1]) || more;
             }
-            assert_true(n[0] == WORDS && n[1] == WORDS);
-            for (int i = 0; i < WORDS; i++) {
-                assert_int_equal(said[0][i].token, said[1][i].token);
-                assert_true(said[0][i].logprob == said[1][i].logprob);
+            assert_true(n[0] == N_GENERATED && n[1] == N_GENERATED);
+            for (int i = 0; i < N_GENERATED; i++) {
+                assert_int_equal(events[0][i].token, events[1][i].token);
+                assert_true(events[0][i].logprob == events[1][i].logprob);
             }
             llm_engine_free(one);
             assert_int_equal(((llm__cpu *)packs->context)->n_slabs, 0);
@@ -1020,12 +1213,13 @@ static void test_rows_of_engines(void **state) {
     }
 }
 
-/* Each allocation of an engine, and of a file rewritten, fails once: it is told, and nothing is left. */
-static void test_memory_of_rows(void **state) {
+/* Each allocation fails once while an engine is created or a file is rewritten: the error is
+ * reported and nothing leaks. */
+static void test_failed_allocations_of_engines(void **state) {
     char path[400];
     (void)state;
     copy_model("gptq_g32_act_sym");
-    path_of(path, folder, "generation_config.json"); /* which clear_folder knows */
+    path_of(path, folder, "generation_config.json"); /* a name that clear_folder removes */
     for (int kind = 0; kind < 3; kind++) {
         llm_error err;
         llm_model *model = llm_model_load(folder, &err);
@@ -1047,28 +1241,32 @@ static void test_memory_of_rows(void **state) {
             llm_backend_free(backend);
             assert_int_equal(test_live, live);
             if (!failed) break;
-            if (good) continue; /* something that can do without */
+            if (good) continue; /* an optional step failed */
             failures++;
-            of_rows += err.status == LLM_ERROR_MEMORY && strstr(err.message, "bytes for blk.") != NULL;
-            if (err.status == LLM_OK || (kind < 2 && err.status != LLM_ERROR_MEMORY)) /* (opening again may miss a file: test_memory) */
+            of_rows +=
+                err.status == LLM_ERROR_MEMORY && strstr(err.message, "bytes for blk.") != NULL;
+            /* kind 2 opens the folder again, and may not find a file (see above) */
+            if (err.status == LLM_OK || (kind < 2 && err.status != LLM_ERROR_MEMORY))
                 fail_msg("allocation %d: error %d: %s", i, (int)err.status, err.message);
         }
         llm_model_free(model);
-        assert_int_equal(of_rows, 14); /* of two layers */
+        assert_int_equal(of_rows, 14); /* seven matrices in each of two layers */
         assert_true(failures > 14);
         unlink(path);
     }
 }
 
-/* 8 GB in two sparse files: mapped, not read. */
-static void test_large(void **state) {
+/* A sparse file of 14 GB opens quickly, since it is mapped and not read. */
+static void test_large_file_is_mapped(void **state) {
     (void)state;
     enum { LAYERS = 32, DIM = 4096, HIDDEN = 14336, KV = 1024, VOCABULARY = 96 };
     static const struct {
         const char *name;
         uint64_t rows, cols;
-    } parts[] = {{"input_layernorm", 0, DIM}, {"self_attn.q_proj", DIM, DIM}, {"self_attn.k_proj", KV, DIM}, {"self_attn.v_proj", KV, DIM},
-                 {"self_attn.o_proj", DIM, DIM}, {"post_attention_layernorm", 0, DIM}, {"mlp.gate_proj", HIDDEN, DIM}, {"mlp.up_proj", HIDDEN, DIM},
+    } parts[] = {{"input_layernorm", 0, DIM},    {"self_attn.q_proj", DIM, DIM},
+                 {"self_attn.k_proj", KV, DIM},  {"self_attn.v_proj", KV, DIM},
+                 {"self_attn.o_proj", DIM, DIM}, {"post_attention_layernorm", 0, DIM},
+                 {"mlp.gate_proj", HIDDEN, DIM}, {"mlp.up_proj", HIDDEN, DIM},
                  {"mlp.down_proj", DIM, HIDDEN}};
     copy_model("llama_mha");
     char path[400], line[300], config[600];
@@ -1078,17 +1276,24 @@ static void test_large(void **state) {
     put(&header, "{\"__metadata__\":{\"format\":\"pt\"}", 31);
     for (int i = 0; i < LAYERS * 9 + 3; i++) {
         bool layer = i < LAYERS * 9;
-        uint64_t rows = layer ? parts[i % 9].rows : i % 3 == 1 ? 0 : VOCABULARY, cols = layer ? parts[i % 9].cols : DIM;
+        uint64_t cols = layer ? parts[i % 9].cols : DIM;
         static const char *const ends[] = {"model.embed_tokens", "model.norm", "lm_head"};
         char name[100], shape[50];
         if (layer) snprintf(name, sizeof name, "model.layers.%d.%s", i / 9, parts[i % 9].name);
         else snprintf(name, sizeof name, "%s", ends[i - LAYERS * 9]);
-        rows = layer ? rows : i - LAYERS * 9 == 1 ? 0 : VOCABULARY;
-        if (rows) snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)rows, (unsigned long long)cols);
+        uint64_t rows = VOCABULARY;
+        if (layer) rows = parts[i % 9].rows;
+        else if (i - LAYERS * 9 == 1) rows = 0; /* a vector */
+        if (rows)
+            snprintf(shape, sizeof shape, "%llu,%llu", (unsigned long long)rows,
+                     (unsigned long long)cols);
         else snprintf(shape, sizeof shape, "%llu", (unsigned long long)cols);
         uint64_t n = (rows ? rows : 1) * cols * 2;
-        put(&header, line, (size_t)snprintf(line, sizeof line, ",\"%s.weight\":{\"dtype\":\"BF16\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}", name, shape,
-                                            (unsigned long long)at, (unsigned long long)(at + n)));
+        put(&header, line,
+            (size_t)snprintf(
+                line, sizeof line,
+                ",\"%s.weight\":{\"dtype\":\"BF16\",\"shape\":[%s],\"data_offsets\":[%llu,%llu]}",
+                name, shape, (unsigned long long)at, (unsigned long long)(at + n)));
         at += n;
     }
     put(&header, "}", 1);
@@ -1096,26 +1301,31 @@ static void test_large(void **state) {
     bytes b = {0};
     put_u64(&b, header.length);
     put(&b, header.data, header.length);
-    spit("model.safetensors", b.data, b.length);
+    write_file("model.safetensors", b.data, b.length);
     if (truncate(path, (off_t)(b.length + at))) skip(); /* a file system without sparse files */
     clear_bytes(&b);
     clear_bytes(&header);
-    int n = snprintf(config, sizeof config, "{\"model_type\":\"llama\",\"hidden_size\":%d,\"intermediate_size\":%d,\"num_hidden_layers\":%d,\"num_attention_heads\":32,"
-                     "\"num_key_value_heads\":8,\"max_position_embeddings\":8192,\"vocab_size\":96,\"rope_theta\":500000.0}", DIM, HIDDEN, LAYERS);
-    spit("config.json", config, (size_t)n);
+    int n = snprintf(config, sizeof config,
+                     "{\"model_type\":\"llama\",\"hidden_size\":%d,\"intermediate_size\":%d,"
+                     "\"num_hidden_layers\":%d,\"num_attention_heads\":32,"
+                     "\"num_key_value_heads\":8,\"max_position_embeddings\":8192,"
+                     "\"vocab_size\":96,\"rope_theta\":500000.0}",
+                     DIM, HIDDEN, LAYERS);
+    write_file("config.json", config, (size_t)n);
     llm_error err;
     double start = computed_seconds();
     llm_model *model = llm_model_load(folder, &err);
     double seconds = computed_seconds() - start;
     if (!model) fail_msg("%s", err.message);
-    print_message("%.1f GB opened in %.1f ms\n", (double)llm_file_size(llm_model_file(model)) / 1e9, 1e3 * seconds);
+    print_message("%.1f GB opened in %.1f ms\n", (double)llm_file_size(llm_model_file(model)) / 1e9,
+                  1e3 * seconds);
     assert_true(llm_file_size(llm_model_file(model)) > 13000000000u);
     assert_true(seconds < 2);
     llm_model_free(model);
     clear_folder();
 }
 
-static void test_count(void **state) {
+static void test_number_of_refused_folders(void **state) {
     (void)state;
     print_message("%d damaged folders refused\n", n_refused);
     assert_true(n_refused >= 200);
@@ -1138,22 +1348,22 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_damaged_settings),
         cmocka_unit_test(test_damaged_tensors),
-        cmocka_unit_test(test_cut_files),
+        cmocka_unit_test(test_truncated_files),
         cmocka_unit_test(test_flipped_bytes),
-        cmocka_unit_test(test_shards),
-        cmocka_unit_test(test_accepted),
-        cmocka_unit_test(test_same_as_converter),
+        cmocka_unit_test(test_split_safetensors),
+        cmocka_unit_test(test_settings_without_effect),
+        cmocka_unit_test(test_metadata_as_converter),
         cmocka_unit_test(test_values_as_converter),
-        cmocka_unit_test(test_settings),
+        cmocka_unit_test(test_settings_of_config_json),
         cmocka_unit_test(test_end_ids),
         cmocka_unit_test(test_int4_formula),
-        cmocka_unit_test(test_incomplete),
+        cmocka_unit_test(test_incomplete_folders),
         cmocka_unit_test(test_added_tokens),
-        cmocka_unit_test(test_memory),
-        cmocka_unit_test(test_rows_of_engines),
-        cmocka_unit_test(test_memory_of_rows),
-        cmocka_unit_test(test_large),
-        cmocka_unit_test(test_count),
+        cmocka_unit_test(test_failed_allocations),
+        cmocka_unit_test(test_engines_on_one_model),
+        cmocka_unit_test(test_failed_allocations_of_engines),
+        cmocka_unit_test(test_large_file_is_mapped),
+        cmocka_unit_test(test_number_of_refused_folders),
     };
     return cmocka_run_group_tests_name("folders", tests, make_folder, remove_folder);
 }
