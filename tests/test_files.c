@@ -16,11 +16,13 @@
 #include <sys/resource.h>
 #include <sys/stat.h>
 
-static char path[1000], temporary[1010]; /* the file that the tests write, and the writer's own name for it */
+/* the file that the tests write, and the name under which the writer creates it */
+static char path[1000], temporary[1010];
 
 /* ---- Helpers ------------------------------------------------------------------------------ */
 
-/* In memory of exactly its size, so that the address sanitizer sees the first byte too many. */
+/* Open a copy of the bytes in memory of exactly this size, so that the address sanitizer sees a
+ * read past the end. */
 static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_error *err) {
     *copy = (uint8_t *)malloc(n ? n : 1);
     assert_non_null(*copy);
@@ -28,12 +30,13 @@ static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_e
     return llm_file_from_memory(*copy, n, "test.gguf", err);
 }
 
-/* The file must be refused, with a message that says this. */
+/* The reader must refuse the file with a message that contains `expected`. Frees the bytes. */
 static void refuse_bytes(bytes b, const char *expected) {
     llm_error err = {LLM_OK, ""};
     uint8_t *copy;
     llm_file *file = open_bytes(b.data, b.length, &copy, &err);
-    if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
+    if (file || !strstr(err.message, expected))
+        print_error("expected \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
     assert_null(file);
     assert_true(err.status == LLM_ERROR_FORMAT || err.status == LLM_ERROR_UNSUPPORTED);
     assert_non_null(strstr(err.message, "test.gguf: "));
@@ -48,17 +51,19 @@ static void refuse(gguf *g, const char *expected) {
     memset(g, 0, sizeof *g);
 }
 
-static bool same(llm_string s, const char *text) { return s.length == strlen(text) && !memcmp(s.data, text, s.length); }
+static bool same(llm_string s, const char *text) {
+    return s.length == strlen(text) && !memcmp(s.data, text, s.length);
+}
 
-static void spit(const char *name, const void *data, size_t n) {
+static void write_file(const char *name, const void *data, size_t n) {
     FILE *f = fopen(name, "wb");
     assert_non_null(f);
     assert_true(fwrite(data, 1, n, f) == n);
     assert_int_equal(fclose(f), 0);
 }
 
-/* A file with a value of each type, an array of each, and three tensors */
-static bytes sample(uint32_t version) {
+/* A file with a value of each type, an array of each kind and three tensors. */
+static bytes sample_file(uint32_t version) {
     gguf g = {0};
     g.version = version;
     uint8_t u8 = 200;
@@ -103,9 +108,9 @@ static bytes sample(uint32_t version) {
 
 /* ---- Reading ------------------------------------------------------------------------------ */
 
-static void check_sample(uint32_t version) {
+static void check_sample_file(uint32_t version) {
     llm_error err;
-    bytes b = sample(version);
+    bytes b = sample_file(version);
     llm_file *file = llm_file_from_memory(b.data, b.length, "sample", &err);
     assert_non_null(file);
     assert_int_equal(err.status, LLM_OK);
@@ -133,7 +138,8 @@ static void check_sample(uint32_t version) {
     assert_true(llm_value_f64(llm_file_find(file, "i64"), 0, &d) && d == -9223372036854775808.0);
     assert_true(llm_value_f64(llm_file_find(file, "f64"), 0, &d) && d == -0.1);
     const llm_value *three = llm_file_find(file, "array.i16");
-    assert_true(three && three->type == LLM_VALUE_ARRAY && three->element_type == LLM_VALUE_I16 && three->count == 3);
+    assert_true(three && three->type == LLM_VALUE_ARRAY && three->element_type == LLM_VALUE_I16 &&
+                three->count == 3);
     assert_true(llm_value_i64(three, 1, &s) && s == -2);
     assert_false(llm_value_i64(three, 3, &s));
     assert_false(llm_value_i64(three, UINT64_MAX, &s));
@@ -145,12 +151,14 @@ static void check_sample(uint32_t version) {
     assert_true(llm_value_string(strings, &cursor, &text) && same(text, "three"));
     assert_false(llm_value_string(strings, &cursor, &text));
     cursor = 0;
-    assert_true(llm_value_string(llm_file_find(file, "string"), &cursor, &text) && same(text, "h\xC3\xA9llo"));
+    assert_true(llm_value_string(llm_file_find(file, "string"), &cursor, &text) &&
+                same(text, "h\xC3\xA9llo"));
     assert_null(llm_file_find(file, "nothing"));
     assert_null(llm_file_find(file, ""));
     const llm_tensor *matrix = llm_file_find_tensor(file, "matrix");
     assert_non_null(matrix);
-    assert_true(matrix->type == LLM_Q4_0 && matrix->n_dims == 2 && matrix->dims[0] == 64 && matrix->dims[1] == 2);
+    assert_true(matrix->type == LLM_Q4_0 && matrix->n_dims == 2 && matrix->dims[0] == 64 &&
+                matrix->dims[1] == 2);
     assert_true(matrix->dims[2] == 1 && matrix->dims[3] == 1 && matrix->bytes == 4 * 18);
     const llm_tensor *vector = llm_file_find_tensor(file, "vector");
     float fifth;
@@ -161,15 +169,15 @@ static void check_sample(uint32_t version) {
     clear_bytes(&b);
 }
 
-static void test_read_v2(void **state) { (void)state; check_sample(2); }
-static void test_read_v3(void **state) { (void)state; check_sample(3); }
+static void test_read_v2(void **state) { (void)state; check_sample_file(2); }
+static void test_read_v3(void **state) { (void)state; check_sample_file(3); }
 
 static llm_value number(llm_value_type type, const void *data, size_t n) {
     llm_value value = {{"x", 1}, type, type, 1, (const uint8_t *)data, n};
     return value;
 }
 
-/* A conversion gives the same value or none. */
+/* A conversion gives the same value, or fails if that is impossible. */
 static void test_conversions(void **state) {
     (void)state;
     uint64_t u;
@@ -217,7 +225,8 @@ static void test_conversions(void **state) {
     assert_false(llm_value_u64(&v, 0, &u));
     assert_false(llm_value_bool(&v, 0, &flag));
     assert_false(llm_value_u64(&v, 1, &u));
-    assert_false(llm_value_u64(NULL, 0, &u) || llm_value_i64(NULL, 0, &s) || llm_value_f64(NULL, 0, &d) || llm_value_bool(NULL, 0, &flag));
+    assert_false(llm_value_u64(NULL, 0, &u) || llm_value_i64(NULL, 0, &s) ||
+                 llm_value_f64(NULL, 0, &d) || llm_value_bool(NULL, 0, &flag));
     size_t cursor = 0;
     llm_string text;
     assert_false(llm_value_string(&v, &cursor, &text) || llm_value_string(NULL, &cursor, &text));
@@ -291,9 +300,9 @@ static void test_alignment(void **state) {
 
 /* ---- Damage --------------------------------------------------------------------------------- */
 
-static void test_cut_everywhere(void **state) {
+static void test_truncated_files(void **state) {
     (void)state;
-    bytes b = sample(3);
+    bytes b = sample_file(3);
     size_t data_end = 0;
     llm_error err;
     llm_file *file = llm_file_from_memory(b.data, b.length, "whole", &err);
@@ -319,9 +328,14 @@ static void test_cut_everywhere(void **state) {
 
 static void test_flipped_bytes(void **state) {
     (void)state;
-    static const uint64_t nasty[] = {0, 1, 7, 255, 65536, 0x7fffffff, 0x80000000u, 0xffffffffu, INT64_MAX, (uint64_t)1 << 63, UINT64_MAX, UINT64_MAX - 31};
+    static const uint64_t extreme_values[] = {0,           1,
+                                     7,           255,
+                                     65536,       0x7fffffff,
+                                     0x80000000u, 0xffffffffu,
+                                     INT64_MAX,   (uint64_t)1 << 63,
+                                     UINT64_MAX,  UINT64_MAX - 31};
     test_random random = {42};
-    bytes b = sample(3);
+    bytes b = sample_file(3);
     int accepted = 0;
     for (int round = 0; round < 20000; round++) {
         bytes damaged = {0};
@@ -329,7 +343,11 @@ static void test_flipped_bytes(void **state) {
         for (int i = 1 + random_below(&random, 3); i > 0; i--) {
             int at = random_below(&random, (int)b.length - 8);
             if (random_below(&random, 2)) damaged.data[at] = (uint8_t)random_u64(&random);
-            else memcpy(damaged.data + at, &nasty[random_below(&random, sizeof nasty / sizeof *nasty)], 8);
+            else
+                memcpy(damaged.data + at,
+                       &extreme_values[random_below(&random, sizeof extreme_values /
+                                                                 sizeof *extreme_values)],
+                       8);
         }
         uint8_t *copy;
         llm_error err;
@@ -359,9 +377,11 @@ static void test_not_gguf(void **state) {
     (void)state;
     refuse_bytes(text_bytes("", 0), "not a GGUF file: it is empty");
     refuse_bytes(text_bytes("GG", 2), "not a GGUF file: it starts with \"GG\"");
-    refuse_bytes(text_bytes("Once upon a time\nthere was", 26), "not a GGUF file: it starts with \"Once upon a time\"");
+    refuse_bytes(text_bytes("Once upon a time\nthere was", 26),
+                 "not a GGUF file: it starts with \"Once upon a time\"");
     refuse_bytes(text_bytes("\n\x1b[31m\xff", 7), "it starts with \"??[31m?\"");
-    refuse_bytes(text_bytes("GGUF", 4), "the version at byte 4 needs 4 more bytes, but the file ends at byte 4");
+    refuse_bytes(text_bytes("GGUF", 4),
+                 "the version at byte 4 needs 4 more bytes, but the file ends at byte 4");
     refuse_bytes(text_bytes("GGUF\1\0\0\0", 8), "GGUF version 1 is not supported (2 and 3 are)");
     refuse_bytes(text_bytes("GGUF\4\0\0\0", 8), "GGUF version 4 is not supported");
     refuse_bytes(text_bytes("GGUF\0\0\0\3", 8), "big-endian");
@@ -379,7 +399,6 @@ static void test_hostile_counts(void **state) {
     }
     gguf g = {0};
     gguf_u32(&g, "a", 1);
-    g.n_values = 2; /* one more than there is, but few enough to begin with */
     for (int i = 0; i < 3; i++) gguf_u32(&g, "", 0);
     g.n_values = 2;
     refuse(&g, "has a key of 0 bytes");
@@ -407,7 +426,7 @@ static void test_hostile_values(void **state) {
     refuse(&g, "of type 99");
     gguf_array(&g, "long", T_U64, UINT64_MAX / 4, &huge, 8);
     refuse(&g, "the value of 'long' at byte");
-    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 is 2, if it overflows */
+    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 overflows to 2 */
     refuse(&g, "which is impossible");
     gguf_array(&g, "long", T_STRING, UINT64_MAX / 8 + 1, &huge, 8);
     refuse(&g, "more than the rest of the file can");
@@ -415,7 +434,7 @@ static void test_hostile_values(void **state) {
     refuse(&g, "needs 18446744073709551615 more bytes");
     gguf_value(&g, "s", T_STRING, &huge, 8);
     refuse(&g, "the value of 's' at byte");
-    put_u64(&g.values, UINT64_MAX - 3); /* a key */
+    put_u64(&g.values, UINT64_MAX - 3); /* the length of a key */
     for (int i = 0; i < 3; i++) put_u64(&g.values, 0);
     g.n_values = 1;
     refuse(&g, "the key of a metadata value at byte 32 needs");
@@ -430,8 +449,9 @@ static void test_hostile_values(void **state) {
     refuse(&g, "'line?feed?'");
 }
 
-/* One tensor of this shape, type and offset, in a file with 4096 bytes of data */
-static void refuse_tensor(uint32_t n_dims, uint64_t d0, uint64_t d1, uint64_t d2, uint64_t d3, uint32_t type, uint64_t offset, const char *expected) {
+/* A file with one tensor of this shape, type and offset and 4096 bytes of data must be refused. */
+static void refuse_tensor(uint32_t n_dims, uint64_t d0, uint64_t d1, uint64_t d2, uint64_t d3,
+                          uint32_t type, uint64_t offset, const char *expected) {
     gguf g = {0};
     uint8_t data[4096] = {0};
     uint64_t dims[5] = {d0, d1, d2, d3, 1};
@@ -452,21 +472,27 @@ static void test_hostile_tensors(void **state) {
     refuse_tensor(2, UINT64_MAX, UINT64_MAX, 0, 0, LLM_F16, 0, "impossible shape");
     refuse_tensor(2, 33, 1, 0, 0, LLM_Q8_0, 0, "the first a multiple of 32 for q8_0");
     refuse_tensor(2, 16, 2, 0, 0, LLM_Q4_0, 0, "the first a multiple of 32 for q4_0");
-    refuse_tensor(2, 256, 2, 0, 0, 10, 0, "the tensor 'weight' is of type 10 (q2_k), which is not supported; supported are f32, f16");
+    refuse_tensor(
+        2, 256, 2, 0, 0, 10, 0,
+        "the tensor 'weight' is of type 10 (q2_k), which is not supported; supported are f32, f16");
     refuse_tensor(1, 256, 0, 0, 0, 12345, 0, "type 12345 (unknown)");
     refuse_tensor(1, 256, 0, 0, 0, 4, 0, "type 4 (unknown)");
     static const struct {
         uint32_t type;
         const char *words;
-    } gone[] = {{31, "type 31 (q4_0_4_4)"}, {32, "type 32 (q4_0_4_8)"}, {33, "type 33 (q4_0_8_8)"}, {36, "type 36 (iq4_nl_4_4)"},
-                {37, "type 37 (iq4_nl_4_8)"}, {38, "type 38 (iq4_nl_8_8)"}, {39, "type 39 (mxfp4)"}, {40, "type 40 (nvfp4)"}, {41, "type 41 (unknown)"}};
-    for (size_t i = 0; i < sizeof gone / sizeof *gone; i++) refuse_tensor(2, 256, 8, 0, 0, gone[i].type, 0, gone[i].words);
+    } unsupported[] = {
+        {31, "type 31 (q4_0_4_4)"},   {32, "type 32 (q4_0_4_8)"},   {33, "type 33 (q4_0_8_8)"},
+        {36, "type 36 (iq4_nl_4_4)"}, {37, "type 37 (iq4_nl_4_8)"}, {38, "type 38 (iq4_nl_8_8)"},
+        {39, "type 39 (mxfp4)"},      {40, "type 40 (nvfp4)"},      {41, "type 41 (unknown)"}};
+    for (size_t i = 0; i < sizeof unsupported / sizeof *unsupported; i++)
+        refuse_tensor(2, 256, 8, 0, 0, unsupported[i].type, 0, unsupported[i].words);
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4, "offset 4, which is no multiple of the alignment 32");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, 4096, "lies past the end of the file");
     refuse_tensor(1, 1025, 0, 0, 0, LLM_F32, 0, "(4100 bytes at offset 0");
     refuse_tensor(1, 4, 0, 0, 0, LLM_F32, UINT64_MAX - 31, "lies past the end of the file");
     refuse_tensor(1, (uint64_t)1 << 60, 0, 0, 0, LLM_F32, 0, "lies past the end of the file");
-    refuse_tensor(1, ((uint64_t)1 << 61) - 1, 0, 0, 0, LLM_F32, UINT64_MAX - 31, "lies past the end of the file");
+    refuse_tensor(1, ((uint64_t)1 << 61) - 1, 0, 0, 0, LLM_F32, UINT64_MAX - 31,
+                  "lies past the end of the file");
 }
 
 static void test_hostile_layout(void **state) {
@@ -504,7 +530,7 @@ static void test_hostile_layout(void **state) {
 }
 
 /* Tens of thousands of tensors and keys must not take quadratic time. */
-static void test_many_tensors_fast(void **state) {
+static void test_many_tensors_take_linear_time(void **state) {
     (void)state;
     enum { N = 100000 };
     gguf g = {0};
@@ -527,12 +553,13 @@ static void test_many_tensors_fast(void **state) {
     clear_bytes(&b);
 }
 
-/* ---- Opening ---------------------------------------------------------------------------------- */
+/* ---- Opening --------------------------------------------------------------------------------- */
 
 static void refuse_path(const char *name, llm_status status, const char *expected) {
     llm_error err = {LLM_OK, ""};
     assert_null(llm_file_open(name, &err));
-    if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
+    if (!strstr(err.message, expected))
+        print_error("expected \"%s\", got \"%s\"\n", expected, err.message);
     assert_int_equal(err.status, status);
     assert_non_null(strstr(err.message, expected));
     assert_null(llm_file_open(name, NULL));
@@ -540,35 +567,37 @@ static void refuse_path(const char *name, llm_status status, const char *expecte
 
 static void test_open(void **state) {
     (void)state;
-    refuse_path("/nonexistent/model.gguf", LLM_ERROR_FILE, "cannot open /nonexistent/model.gguf: No such file");
+    refuse_path("/nonexistent/model.gguf", LLM_ERROR_FILE,
+                "cannot open /nonexistent/model.gguf: No such file");
     refuse_path("/tmp", LLM_ERROR_FILE, "there is no config.json in this folder");
     refuse_path("/dev/null", LLM_ERROR_FILE, "it is a pipe or a device, not a file");
     refuse_path("", LLM_ERROR_ARGUMENT, "no path");
     refuse_path(NULL, LLM_ERROR_ARGUMENT, "no path");
-    refuse_path("tests/test_files.c", LLM_ERROR_FORMAT, "tests/test_files.c: not a GGUF file: it starts with \"/* Chapter 8: GG\"");
-    spit(path, "", 0);
+    refuse_path("tests/test_files.c", LLM_ERROR_FORMAT,
+                "tests/test_files.c: not a GGUF file: it starts with \"/* Chapter 8: GG\"");
+    write_file(path, "", 0);
     refuse_path(path, LLM_ERROR_FORMAT, "it is empty");
-    bytes b = sample(3);
-    spit(path, b.data, b.length);
+    bytes b = sample_file(3);
+    write_file(path, b.data, b.length);
     llm_error err;
     llm_file *file = llm_file_open(path, &err);
     assert_non_null(file);
     walk(file);
     llm_file_close(file);
     llm_file_close(NULL);
-    spit(path, b.data, b.length - 1);
+    write_file(path, b.data, b.length - 1);
     refuse_path(path, LLM_ERROR_FORMAT, "lies past the end of the file");
     clear_bytes(&b);
     unlink(path);
     assert_int_equal(mkfifo(path, 0600), 0);
-    refuse_path(path, LLM_ERROR_FILE, "a pipe or a device"); /* and does not hang */
+    refuse_path(path, LLM_ERROR_FILE, "a pipe or a device"); /* does not wait for a writer */
     unlink(path);
     assert_null(llm_file_from_memory(NULL, 5, "x", &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_int_equal(test_live, 0);
 }
 
-/* ---- Writing ------------------------------------------------------------------------------------ */
+/* ---- Writing --------------------------------------------------------------------------------- */
 
 static bool exists(const char *name) { return access(name, F_OK) == 0; }
 
@@ -580,20 +609,25 @@ static void test_write_and_read(void **state) {
     int32_t ints[3] = {1, -2, INT32_MIN};
     float floats[2] = {0.5f, -1};
     llm_string strings[3] = {{"a", 1}, {"", 0}, {"\0b", 2}};
-    for (int piece = 1; piece < 300; piece = piece * 3 + 1) { /* the same data in pieces of different size */
+    /* write the same data in pieces of several sizes */
+    for (int piece = 1; piece < 300; piece = piece * 3 + 1) {
         llm_error err;
         llm_writer *w = llm_writer_create(path, &err);
         assert_non_null(w);
         assert_true(exists(temporary));
         assert_true(llm_writer_string(w, "general.architecture", "llama"));
-        assert_true(llm_writer_u32(w, "u32", 7) && llm_writer_f32(w, "f32", 2.5f) && llm_writer_bool(w, "bool", true));
-        assert_true(llm_writer_string_array(w, "strings", strings, 3) && llm_writer_i32_array(w, "ints", ints, 3));
-        assert_true(llm_writer_f32_array(w, "floats", floats, 2) && llm_writer_f32_array(w, "none", NULL, 0));
+        assert_true(llm_writer_u32(w, "u32", 7) && llm_writer_f32(w, "f32", 2.5f) &&
+                    llm_writer_bool(w, "bool", true));
+        assert_true(llm_writer_string_array(w, "strings", strings, 3) &&
+                    llm_writer_i32_array(w, "ints", ints, 3));
+        assert_true(llm_writer_f32_array(w, "floats", floats, 2) &&
+                    llm_writer_f32_array(w, "none", NULL, 0));
         assert_true(llm_writer_tensor(w, llm__string("vector"), LLM_F32, 1, vector));
         assert_true(llm_writer_tensor(w, llm__string("matrix"), LLM_Q8_0, 2, matrix));
         assert_true(llm_writer_tensor(w, llm__string("cube"), LLM_F32, 4, cube));
         for (size_t at = 0; at < sizeof data; at += (size_t)piece)
-            assert_true(llm_writer_data(w, data + at, sizeof data - at < (size_t)piece ? sizeof data - at : (size_t)piece));
+            assert_true(llm_writer_data(
+                w, data + at, sizeof data - at < (size_t)piece ? sizeof data - at : (size_t)piece));
         assert_true(llm_writer_finish(w, &err));
         assert_int_equal(err.status, LLM_OK);
         assert_false(exists(temporary));
@@ -603,7 +637,8 @@ static void test_write_and_read(void **state) {
         uint64_t u;
         int64_t s;
         double d;
-        assert_true(llm_file_version(file) == 3 && llm_file_n_values(file) == 8 && llm_file_n_tensors(file) == 3);
+        assert_true(llm_file_version(file) == 3 && llm_file_n_values(file) == 8 &&
+                    llm_file_n_tensors(file) == 3);
         assert_true(llm_value_u64(llm_file_find(file, "u32"), 0, &u) && u == 7);
         assert_true(llm_value_i64(llm_file_find(file, "ints"), 2, &s) && s == INT32_MIN);
         assert_true(llm_value_f64(llm_file_find(file, "floats"), 1, &d) && d == -1);
@@ -622,42 +657,49 @@ static void test_write_and_read(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* Every value and tensor copied: the copy holds the same. */
-static void test_copy(void **state) {
+/* A copy of every value and tensor holds the same. */
+static void test_copy_a_file(void **state) {
     (void)state;
-    bytes b = sample(2);
+    bytes b = sample_file(2);
     llm_error err;
     llm_file *in = llm_file_from_memory(b.data, b.length, "in", &err);
     llm_writer *w = llm_writer_create(path, &err);
     assert_true(in && w);
-    for (int64_t i = 0; i < llm_file_n_values(in); i++) assert_true(llm_writer_value(w, llm_file_value(in, i)));
+    for (int64_t i = 0; i < llm_file_n_values(in); i++)
+        assert_true(llm_writer_value(w, llm_file_value(in, i)));
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);
         assert_true(llm_writer_tensor(w, t->name, t->type, t->n_dims, t->dims));
     }
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++)
-        assert_true(llm_writer_data(w, llm_file_tensor(in, i)->data, (size_t)llm_file_tensor(in, i)->bytes));
+        assert_true(llm_writer_data(w, llm_file_tensor(in, i)->data,
+                                    (size_t)llm_file_tensor(in, i)->bytes));
     assert_true(llm_writer_finish(w, &err));
     llm_file *out = llm_file_open(path, &err);
     assert_non_null(out);
-    assert_true(llm_file_n_values(in) == llm_file_n_values(out) && llm_file_n_tensors(in) == llm_file_n_tensors(out));
+    assert_true(llm_file_n_values(in) == llm_file_n_values(out) &&
+                llm_file_n_tensors(in) == llm_file_n_tensors(out));
     for (int64_t i = 0; i < llm_file_n_values(in); i++) {
         const llm_value *x = llm_file_value(in, i), *y = llm_file_value(out, i);
-        assert_true(x->type == y->type && x->element_type == y->element_type && x->count == y->count && x->bytes == y->bytes);
+        assert_true(x->type == y->type && x->element_type == y->element_type &&
+                    x->count == y->count && x->bytes == y->bytes);
         assert_true(!llm__compare_strings(&x->key, &y->key));
         assert_memory_equal(x->data, y->data, x->bytes);
     }
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++)
-        assert_memory_equal(llm_file_tensor(in, i)->data, llm_file_tensor(out, i)->data, (size_t)llm_file_tensor(in, i)->bytes);
+        assert_memory_equal(llm_file_tensor(in, i)->data, llm_file_tensor(out, i)->data,
+                            (size_t)llm_file_tensor(in, i)->bytes);
     llm_file_close(in);
     llm_file_close(out);
     clear_bytes(&b);
-    /* a file of larger alignment stays so */
+    /* a larger alignment is kept */
     w = llm_writer_create(path, &err);
     uint64_t one[1] = {1};
     float x = 1;
-    assert_true(llm_writer_u32(w, "general.alignment", 256) && llm_writer_tensor(w, llm__string("a"), LLM_F32, 1, one) &&
-                llm_writer_tensor(w, llm__string("b"), LLM_F32, 1, one) && llm_writer_data(w, &x, 4) && llm_writer_data(w, &x, 4));
+    assert_true(llm_writer_u32(w, "general.alignment", 256) &&
+                llm_writer_tensor(w, llm__string("a"), LLM_F32, 1, one) &&
+                llm_writer_tensor(w, llm__string("b"), LLM_F32, 1, one) &&
+                llm_writer_data(w, &x, 4) && llm_writer_data(w, &x, 4));
     assert_true(llm_writer_finish(w, &err));
     out = llm_file_open(path, &err);
     assert_non_null(out);
@@ -670,7 +712,8 @@ static void test_copy(void **state) {
 static void refuse_finish(llm_writer *w, llm_status status, const char *expected) {
     llm_error err = {LLM_OK, ""};
     assert_false(llm_writer_finish(w, &err));
-    if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
+    if (!strstr(err.message, expected))
+        print_error("expected \"%s\", got \"%s\"\n", expected, err.message);
     assert_int_equal(err.status, status);
     assert_non_null(strstr(err.message, expected));
     assert_false(exists(temporary));
@@ -680,10 +723,11 @@ static void test_writer_misuse(void **state) {
     (void)state;
     static const uint64_t shape[1] = {4}, odd[1] = {33}, zero[1] = {0};
     float x[8] = {0};
-    spit(path, "old", 3); /* must survive all of this */
+    write_file(path, "old", 3); /* no failure may change this file */
     llm_error err;
     llm_writer *w = llm_writer_create(path, &err);
-    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 15));
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) &&
+                llm_writer_data(w, x, 15));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "the data ended after 15 bytes of tensor 1 of 1");
     w = llm_writer_create(path, &err);
     assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
@@ -694,11 +738,13 @@ static void test_writer_misuse(void **state) {
     assert_false(llm_writer_data(w, x, 1));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "more than the 0 declared tensors");
     w = llm_writer_create(path, &err);
-    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 1));
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) &&
+                llm_writer_data(w, x, 1));
     assert_false(llm_writer_u32(w, "late", 1));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "metadata after the first data");
     w = llm_writer_create(path, &err);
-    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_data(w, x, 16));
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) &&
+                llm_writer_data(w, x, 16));
     assert_false(llm_writer_tensor(w, llm__string("late"), LLM_F32, 1, shape));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "a tensor declared after the first data");
     w = llm_writer_create(path, &err);
@@ -712,16 +758,18 @@ static void test_writer_misuse(void **state) {
     assert_false(llm_writer_tensor(w, llm__string("type"), (llm_type)77, 1, shape));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "'type'");
     w = llm_writer_create(path, &err);
-    assert_true(llm_writer_u32(w, "k", 1) && llm_writer_string(w, "other", "x") && llm_writer_u32(w, "k", 2));
+    assert_true(llm_writer_u32(w, "k", 1) && llm_writer_string(w, "other", "x") &&
+                llm_writer_u32(w, "k", 2));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "there are two metadata values called 'k'");
     w = llm_writer_create(path, &err);
-    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) && llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
+    assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) &&
+                llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
     assert_false(llm_writer_data(w, x, 16)); /* the header is written with the first data */
     refuse_finish(w, LLM_ERROR_ARGUMENT, "there are two tensors called 't'");
     w = llm_writer_create(path, &err);
     assert_false(llm_writer_u32(w, "general.alignment", 33));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "general.alignment must be a power of two");
-    w = llm_writer_create(path, &err); /* too late: the offset of a tensor is written */
+    w = llm_writer_create(path, &err); /* too late: a tensor already has its offset */
     assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape));
     assert_false(llm_writer_u32(w, "general.alignment", 64));
     refuse_finish(w, LLM_ERROR_ARGUMENT, "and come before the tensors");
@@ -730,7 +778,8 @@ static void test_writer_misuse(void **state) {
     llm_writer_abandon(w);
     llm_writer_abandon(NULL);
     assert_false(exists(temporary));
-    assert_false(llm_writer_finish(NULL, &err) || llm_writer_u32(NULL, "k", 1) || llm_writer_data(NULL, x, 1));
+    assert_false(llm_writer_finish(NULL, &err) || llm_writer_u32(NULL, "k", 1) ||
+                 llm_writer_data(NULL, x, 1));
     bytes b = slurp(path);
     assert_true(b.length == 3 && !memcmp(b.data, "old", 3));
     clear_bytes(&b);
@@ -739,13 +788,13 @@ static void test_writer_misuse(void **state) {
     assert_non_null(strstr(err.message, "cannot create /nonexistent/x.gguf.tmp: No such file"));
     assert_null(llm_writer_create("/tmp", &err));
     assert_non_null(strstr(err.message, "a directory"));
-    assert_null(llm_writer_create("/dev/full", &err)); /* would be replaced by a file */
+    assert_null(llm_writer_create("/dev/full", &err)); /* writing would replace it by a file */
     assert_non_null(strstr(err.message, "a pipe or a device"));
     assert_null(llm_writer_create("", &err));
     assert_int_equal(test_live, 0);
 }
 
-/* A disk that fills up, played by a limit on the size of files */
+/* A disk that fills up, simulated by a limit on the size of files. */
 static void test_full_disk(void **state) {
     (void)state;
     struct rlimit before, small;
@@ -756,7 +805,7 @@ static void test_full_disk(void **state) {
     assert_int_equal(setrlimit(RLIMIT_FSIZE, &small), 0);
     static float zeros[1 << 16];
     static const uint64_t shape[2] = {1 << 16, 4};
-    spit(path, "old", 3);
+    write_file(path, "old", 3);
     llm_error err;
     llm_writer *w = llm_writer_create(path, &err);
     assert_true(llm_writer_tensor(w, llm__string("big"), LLM_F32, 2, shape));
@@ -770,25 +819,27 @@ static void test_full_disk(void **state) {
     assert_true(b.length == 3 && !memcmp(b.data, "old", 3));
     clear_bytes(&b);
     unlink(path);
-    /* the real thing, where there is a device that is always full */
+    /* also a device that is always full, where there is one */
     int full = open("/dev/full", O_WRONLY);
     if (full >= 0) {
         w = llm_writer_create(path, &err);
         close(w->descriptor);
         w->descriptor = full;
         llm_writer_u32(w, "k", 1);
-        refuse_finish(w, LLM_ERROR_FILE, "No space left on device (0 bytes written); free some space");
+        refuse_finish(w, LLM_ERROR_FILE,
+                      "No space left on device (0 bytes written); free some space");
         assert_false(exists(path));
     }
     assert_int_equal(test_live, 0);
 }
 
-/* ---- Memory that runs out: every allocation fails once; nothing leaks, and the error says so ---- */
+/* ---- Memory that runs out -------------------------------------------------------------------- */
 
-static void test_no_memory(void **state) {
+/* Each allocation fails once: the error is LLM_ERROR_MEMORY and nothing leaks. */
+static void test_failed_allocations(void **state) {
     (void)state;
     static const uint64_t shape[1] = {4};
-    bytes b = sample(3);
+    bytes b = sample_file(3);
     float x[4] = {0};
     llm_error err;
     long i = 0;
@@ -827,10 +878,9 @@ static void test_no_memory(void **state) {
     clear_bytes(&b);
 }
 
-/* ---- Types of a file rewritten
- * ------------------------------------------------------------------- */
+/* ---- The types that quantizing chooses ------------------------------------------------------- */
 
-/* A file of matrices of layers, of embedding and output, in f32 */
+/* An f32 file with three matrices per layer, the embedding and, if wanted, the output. */
 static llm_file *layers_file(bytes *b, int n_layers, bool output) {
     static const char *const parts[] = {"attn_q", "attn_v", "ffn_down"};
     gguf g = {0};
@@ -885,8 +935,8 @@ static void test_mixed_types(void **state) {
         llm_file_close(file);
         clear_bytes(&b);
     }
-    /* the matrix that makes the logits keeps at least 6 bits: that is the embedding, where there is
-     * no other */
+    /* The matrix that computes the logits keeps at least 6 bits. Without an output matrix, that is
+     * the embedding. */
     for (int output = 0; output < 2; output++) {
         bytes b;
         llm_file *file = layers_file(&b, 1, output);
@@ -900,7 +950,7 @@ static void test_mixed_types(void **state) {
         llm_file_close(file);
         clear_bytes(&b);
     }
-    /* rows that are not whole blocks */
+    /* rows that are not whole blocks get a type with smaller blocks */
     static const struct {
         llm_type wanted;
         uint64_t cols;
@@ -914,17 +964,19 @@ static void test_mixed_types(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* ---- Models in several files -------------------------------------------------------------------- */
+/* ---- Models in several files ----------------------------------------------------------------- */
 
 enum { SPLIT_NO = 1, SPLIT_COUNT = 2, SPLIT_TENSORS = 4, SPLIT_ALL = 7 };
 
 static char part_path_buffer[1100];
 static const char *part_path(int number, int count) {
-    snprintf(part_path_buffer, sizeof part_path_buffer, "%s-%05d-of-%05d.gguf", path, number + 1, count);
+    snprintf(part_path_buffer, sizeof part_path_buffer, "%s-%05d-of-%05d.gguf", path, number + 1,
+             count);
     return part_path_buffer;
 }
 
-/* Part `number` of `count`, with two tensors "t.N" and "u.N" of four values (the first has metadata and only one tensor). */
+/* Part `number` of `count`, with two tensors "t.N" and "u.N" of four values. The first part has
+ * metadata and only one tensor. `said_number` and `said_tensors` are what its metadata claims. */
 static bytes part(int number, int count, int said_number, int said_tensors, int keys) {
     gguf g = {0};
     uint16_t no = (uint16_t)said_number, n = (uint16_t)count;
@@ -942,13 +994,14 @@ static bytes part(int number, int count, int said_number, int said_tensors, int 
     return gguf_finish(&g);
 }
 
-static void spit_part(int number, int count, bytes b) {
-    spit(part_path(number, count), b.data, b.length);
+static void write_part(int number, int count, bytes b) {
+    write_file(part_path(number, count), b.data, b.length);
     clear_bytes(&b);
 }
 
-static void spit_parts(int count) {
-    for (int i = 0; i < count; i++) spit_part(i, count, part(i, count, i, 2 * count - 1, SPLIT_ALL));
+static void write_parts(int count) {
+    for (int i = 0; i < count; i++)
+        write_part(i, count, part(i, count, i, 2 * count - 1, SPLIT_ALL));
 }
 
 static void remove_parts(int count) {
@@ -958,18 +1011,19 @@ static void remove_parts(int count) {
 static void refuse_parts(int opened, int count, llm_status status, const char *expected) {
     llm_error err = {LLM_OK, ""};
     llm_file *file = llm_file_open(part_path(opened, count), &err);
-    if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
+    if (file || !strstr(err.message, expected))
+        print_error("expected \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
     assert_null(file);
     assert_int_equal(err.status, status);
     assert_non_null(strstr(err.message, expected));
 }
 
-static void test_parts(void **state) {
+static void test_split_model(void **state) {
     (void)state;
     enum { COUNT_OF_PARTS = 4 };
     llm_error err;
-    spit_parts(COUNT_OF_PARTS);
-    for (int opened = 0; opened < COUNT_OF_PARTS; opened++) { /* whichever is given */
+    write_parts(COUNT_OF_PARTS);
+    for (int opened = 0; opened < COUNT_OF_PARTS; opened++) { /* any of the parts may be given */
         llm_file *file = llm_file_open(part_path(opened, COUNT_OF_PARTS), &err);
         if (!file) fail_msg("%s", err.message);
         assert_int_equal(llm_file_n_parts(file), COUNT_OF_PARTS);
@@ -986,24 +1040,25 @@ static void test_parts(void **state) {
                 snprintf(name, sizeof name, "%c.%d", t ? 'u' : 't', i);
                 const llm_tensor *tensor = llm_file_find_tensor(file, name);
                 assert_non_null(tensor);
-                assert_true(((const float *)tensor->data)[0] == (float)i && ((const float *)tensor->data)[1] == (float)t);
+                assert_true(((const float *)tensor->data)[0] == (float)i &&
+                            ((const float *)tensor->data)[1] == (float)t);
             }
         }
         assert_true(llm_file_size(file) == size);
         walk(file);
         llm_file_close(file);
     }
-    /* a count of one, or of none, is a file by itself, whatever it is called */
+    /* a file with a count of 0 or 1 is not split, whatever its name */
     for (int count = 0; count < 2; count++) {
         bytes b = part(1, count, 0, 2, SPLIT_COUNT);
-        spit(path, b.data, b.length);
+        write_file(path, b.data, b.length);
         clear_bytes(&b);
         llm_file *file = llm_file_open(path, &err);
         assert_non_null(file);
         assert_int_equal(llm_file_n_parts(file), 1);
         llm_file_close(file);
     }
-    /* quantizing makes one file of it */
+    /* quantizing joins the parts into one file */
     assert_true(llm_quantize(part_path(2, COUNT_OF_PARTS), path, LLM_F16, false, NULL, NULL, &err));
     llm_file *whole = llm_file_open(path, &err);
     assert_non_null(whole);
@@ -1014,51 +1069,52 @@ static void test_parts(void **state) {
         const llm_tensor *tensor = llm_file_tensor(whole, i);
         float x[4];
         llm_type_find(tensor->type)->unpack(tensor->data, x, 4);
-        assert_true(x[0] == (float)(tensor->name.data[2] - '0') && x[1] == (float)(tensor->name.data[0] == 'u') && x[3] == 3);
+        assert_true(x[0] == (float)(tensor->name.data[2] - '0') &&
+                    x[1] == (float)(tensor->name.data[0] == 'u') && x[3] == 3);
     }
     llm_file_close(whole);
     unlink(path);
     remove_parts(COUNT_OF_PARTS);
 }
 
-static void test_damaged_parts(void **state) {
+static void test_damaged_split_models(void **state) {
     (void)state;
-    spit_parts(3);
+    write_parts(3);
     unlink(part_path(1, 3));
     refuse_parts(0, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
     refuse_parts(2, 3, LLM_ERROR_FILE, "part 2 of 3 of the model is not there");
-    spit_parts(3);
+    write_parts(3);
     unlink(part_path(0, 3));
     refuse_parts(2, 3, LLM_ERROR_FILE, "part 1 of 3 of the model is not there");
-    spit_parts(3);
-    spit(part_path(2, 3), "GGUF", 4);
+    write_parts(3);
+    write_file(part_path(2, 3), "GGUF", 4);
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "part 3 of 3 of the model is not there, or is damaged");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "the version");
-    spit_part(2, 3, part(2, 3, 1, 5, SPLIT_ALL));
+    write_part(2, 3, part(2, 3, 1, 5, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 2 of 3");
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "its name must end in -00002-of-00003.gguf");
-    spit_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
+    write_part(2, 3, part(2, 5, 2, 5, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "but inside it says part 3 of 5");
-    spit_part(2, 3, part(2, 3, 2, 6, SPLIT_ALL));
+    write_part(2, 3, part(2, 3, 2, 6, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "with 6: the parts are not of one model");
-    spit_part(2, 3, part(1, 3, 2, 5, SPLIT_ALL)); /* the tensors of another part */
+    write_part(2, 3, part(1, 3, 2, 5, SPLIT_ALL)); /* the tensors of another part */
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "two parts have a tensor called '");
-    spit_part(2, 3, part(0, 3, 2, 5, SPLIT_ALL)); /* one tensor less */
+    write_part(2, 3, part(0, 3, 2, 5, SPLIT_ALL)); /* one tensor too few */
     refuse_parts(1, 3, LLM_ERROR_FORMAT, "the 3 parts hold 4 tensors, but should hold 5");
-    spit_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_TENSORS));
+    write_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_TENSORS));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.no does not say which");
-    spit_part(2, 3, part(2, 3, 3, 5, SPLIT_ALL));
+    write_part(2, 3, part(2, 3, 3, 5, SPLIT_ALL));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.no does not say which");
-    spit_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_NO));
+    write_part(2, 3, part(2, 3, 2, 5, SPLIT_COUNT | SPLIT_NO));
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "has no split.tensors.count");
-    spit_part(2, 3, part(2, 3, 2, -5, SPLIT_ALL));
+    write_part(2, 3, part(2, 3, 2, -5, SPLIT_ALL));
     refuse_parts(2, 3, LLM_ERROR_FORMAT, "has no split.tensors.count");
-    /* the first is refused by itself, too */
+    /* opening the first part checks its own count */
     gguf g = {0};
     gguf_string(&g, "split.count", "three");
-    spit_part(0, 3, gguf_finish(&g));
+    write_part(0, 3, gguf_finish(&g));
     refuse_parts(0, 3, LLM_ERROR_FORMAT, "split.count is no number from 0 to 99999");
-    /* memory holds one file, and can not find the others */
+    /* a file in memory cannot find the other parts */
     llm_error err;
     bytes b = part(0, 3, 0, 5, SPLIT_ALL);
     assert_null(llm_file_from_memory(b.data, b.length, "memory", &err));
@@ -1066,8 +1122,8 @@ static void test_damaged_parts(void **state) {
     assert_non_null(strstr(err.message, "one of 3 parts of a model"));
     assert_null(llm_file_from_memory(b.data, b.length, "memory", NULL));
     clear_bytes(&b);
-    /* and wherever memory ends, what was opened is closed */
-    spit_parts(3);
+    /* when an allocation fails, the files that were opened are closed */
+    write_parts(3);
     long failures = 0;
     for (bool done = false; !done; failures++) {
         test_fail_in = failures;
@@ -1084,13 +1140,16 @@ static void test_damaged_parts(void **state) {
     remove_parts(3);
 }
 
-/* The beginning of a GGUF file of 123 tensors is also the length of a safetensors header, of 14 GB, and its '{'. */
+/* A GGUF file of 123 tensors begins with bytes that could also be the length of a safetensors
+ * header (14 GB) and its '{'. */
 static void test_large_file_of_123_tensors(void **state) {
     static const unsigned char start[16] = {'G', 'G', 'U', 'F', 3, 0, 0, 0, 123};
     size_t size = (size_t)15000000000u;
     llm_error err;
     (void)state;
-    char *data = sizeof size < 8 ? NULL : mmap(NULL, size, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+    char *data = sizeof size < 8 ? NULL
+                                 : mmap(NULL, size, PROT_READ | PROT_WRITE,
+                                        MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
     if (!data || data == MAP_FAILED) skip();
     memcpy(data, start, sizeof start);
     assert_null(llm_file_from_memory(data, size, "large", &err));
@@ -1100,21 +1159,22 @@ static void test_large_file_of_123_tensors(void **state) {
 
 int main(void) {
     const char *folder = getenv("TMPDIR");
-    snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp", (long)getpid());
+    snprintf(path, sizeof path, "%s/llm-test-files-%ld.gguf", folder ? folder : "/tmp",
+             (long)getpid());
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_read_v2),        cmocka_unit_test(test_read_v3),
         cmocka_unit_test(test_conversions),    cmocka_unit_test(test_vocabulary_only),
         cmocka_unit_test(test_many_names),     cmocka_unit_test(test_alignment),
-        cmocka_unit_test(test_cut_everywhere), cmocka_unit_test(test_flipped_bytes),
+        cmocka_unit_test(test_truncated_files), cmocka_unit_test(test_flipped_bytes),
         cmocka_unit_test(test_not_gguf),       cmocka_unit_test(test_hostile_counts),
         cmocka_unit_test(test_hostile_values), cmocka_unit_test(test_hostile_tensors),
-        cmocka_unit_test(test_hostile_layout), cmocka_unit_test(test_many_tensors_fast),
+        cmocka_unit_test(test_hostile_layout), cmocka_unit_test(test_many_tensors_take_linear_time),
         cmocka_unit_test(test_open),           cmocka_unit_test(test_write_and_read),
-        cmocka_unit_test(test_copy),           cmocka_unit_test(test_writer_misuse),
-        cmocka_unit_test(test_full_disk),      cmocka_unit_test(test_no_memory),
-        cmocka_unit_test(test_mixed_types),    cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_damaged_parts),
+        cmocka_unit_test(test_copy_a_file),           cmocka_unit_test(test_writer_misuse),
+        cmocka_unit_test(test_full_disk),      cmocka_unit_test(test_failed_allocations),
+        cmocka_unit_test(test_mixed_types),    cmocka_unit_test(test_split_model),
+        cmocka_unit_test(test_damaged_split_models),
         cmocka_unit_test(test_large_file_of_123_tensors),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
