@@ -1,7 +1,5 @@
-/* Chapter 10 of llm.h: every fast kernel against the reference loops, and the promise that a result does not
- * depend, to the last bit, on what is computed beside it.
- *
- * cc -g -O2 -std=gnu11 -Wall -Wextra tests/test_kernels.c -lcmocka -lm -fopenmp */
+/* Chapter 10 of llm.h: every fast kernel, compared with the reference loops. No bit of a result
+ * depends on what else is computed with it. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,7 +23,9 @@ static uint32_t random_u32(void) { /* xorshift64* */
     random_state ^= random_state >> 27;
     return (uint32_t)(random_state * 2685821657736338717ull >> 32);
 }
-static int random_int(int low, int high) { return low + (int)(random_u32() % (uint32_t)(high - low + 1)); }
+static int random_int(int low, int high) {
+    return low + (int)(random_u32() % (uint32_t)(high - low + 1));
+}
 static float random_float(void) { /* roughly normal */
     float sum = 0.0f;
     for (int i = 0; i < 6; i++) sum += (float)random_u32() / 4294967296.0f - 0.5f;
@@ -37,7 +37,7 @@ static float *random_floats(int64_t n) {
     return x;
 }
 
-/* A backend of exactly this instruction set, or NULL where the machine has none. */
+/* A backend of exactly this instruction set, or NULL if the machine does not have it. */
 static llm_backend *open_backend(llm_isa isa, int threads) {
     llm_error err;
     llm_backend *b = llm_cpu_backend(threads, isa, &err);
@@ -48,12 +48,13 @@ static llm_backend *open_backend(llm_isa isa, int threads) {
     }
     return b;
 }
-#ifdef LLM_EMULATED_TILES /* what needs no tiles is another program's: see the Makefile */
+#ifdef LLM_EMULATED_TILES /* the build with emulated tiles tests only the kernels that use them */
 #define FIRST_ISA LLM_ISA_AMX
 #else
 #define FIRST_ISA LLM_ISA_PLAIN
 #endif
-#define FOR_EACH_ISA(isa) for (llm_isa isa = FIRST_ISA; isa <= LLM_ISA_BEST; isa = (llm_isa)(isa + 1))
+#define FOR_EACH_ISA(isa)                                                                          \
+    for (llm_isa isa = FIRST_ISA; isa <= LLM_ISA_BEST; isa = (llm_isa)(isa + 1))
 
 static void close_backend(llm_backend *b) {
     llm_error err;
@@ -70,32 +71,35 @@ static double distance(const float *a, const float *b, int64_t n) { /* |a - b| /
     return sqrt(difference / (norm > 0.0 ? norm : 1.0));
 }
 
-/* The same for products of random rows of length cols: by the size that they have on average, since a few of them may
- * happen to be near zero. */
+/* The same for products of random rows of length cols, relative to their expected size, since some
+ * products may be near zero. */
 static double product_distance(const float *a, const float *b, int64_t n, int64_t cols) {
     double difference = 0.0;
     for (int64_t i = 0; i < n; i++) difference += ((double)a[i] - b[i]) * ((double)a[i] - b[i]);
     return sqrt(difference / ((double)n * (double)cols));
 }
 
-static void check_close(const char *what, llm_isa isa, const float *a, const float *b, int64_t n, double bound) {
+static void check_close(const char *what, llm_isa isa, const float *a, const float *b, int64_t n,
+                        double bound) {
     double d = distance(a, b, n);
-    if (!(d <= bound)) fail_msg("%s, %s: relative distance %g, bound %g", what, llm_isa_name(isa), d, bound);
+    if (!(d <= bound))
+        fail_msg("%s, %s: relative distance %g, bound %g", what, llm_isa_name(isa), d, bound);
 }
 
-static void check_products(const char *what, llm_isa isa, llm_type type, const float *a, const float *b, int64_t n,
-                           int64_t cols, double bound) {
+static void check_products(const char *what, llm_isa isa, llm_type type, const float *a,
+                           const float *b, int64_t n, int64_t cols, double bound) {
     double d = product_distance(a, b, n, cols);
     if (!(d <= bound))
-        fail_msg("%s, %s, %s, %d of %d: distance %g, bound %g", what, llm_isa_name(isa), llm_type_find(type)->name,
-                 (int)n, (int)cols, d, bound);
+        fail_msg("%s, %s, %s, %d of %d: distance %g, bound %g", what, llm_isa_name(isa),
+                 llm_type_find(type)->name, (int)n, (int)cols, d, bound);
 }
 
 static void check_same(const char *what, llm_isa isa, const void *a, const void *b, size_t bytes) {
     if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: not the same bits", what, llm_isa_name(isa));
 }
 
-/* x as the block formats see it: rounded to int8, `group` to a scale */
+/* x as the kernels for block formats read it: rounded to int8, with a scale for each `group` of
+ * columns. */
 static float *rounded_to_int8(const float *x, int n, int cols, int group) {
     float *out = malloc((size_t)n * (size_t)cols * sizeof *out);
     for (int row = 0; row < n; row++, x += cols)
@@ -104,12 +108,14 @@ static float *rounded_to_int8(const float *x, int n, int cols, int group) {
             float range = 0.0f;
             for (int i = first; i < end; i++) range = fabsf(x[i]) > range ? fabsf(x[i]) : range;
             float inverse = range > 0.0f ? 127.0f / range : 0.0f, scale = range / 127.0f;
-            for (int i = first; i < end; i++) out[(int64_t)row * cols + i] = rintf(x[i] * inverse) * scale;
+            for (int i = first; i < end; i++)
+                out[(int64_t)row * cols + i] = rintf(x[i] * inverse) * scale;
         }
     return out;
 }
 
-/* The weights as the kernels see them, as f32: of q4_0 and q4_Z, the scales of 256 columns are whole multiples of a 2048th of the largest. */
+/* The weights as the kernels see them, in f32: for q4_0 and q4_Z, the scales of 256 columns are
+ * rounded to multiples of 1/2048 of the largest. */
 static float *weights_seen(llm_type type, const void *data, int rows, int cols) {
     const llm_type_info *info = llm_type_find(type);
     int64_t count = (int64_t)rows * cols;
@@ -122,11 +128,14 @@ static float *weights_seen(llm_type type, const void *data, int rows, int cols) 
             for (int pass = 0; pass < 2; pass++)
                 for (int b = first; b < first + 256 && b < cols; b += 32) {
                     int64_t at = (int64_t)row * cols + b;
-                    float scale = llm__f16_to_f32(llm__read_u16((const uint8_t *)data + at / 32 * info->block_bytes));
+                    float scale = llm__f16_to_f32(
+                        llm__read_u16((const uint8_t *)data + at / 32 * info->block_bytes));
                     if (pass == 0) largest = fabsf(scale) > fabsf(largest) ? scale : largest;
                     else
                         for (int i = 0; i < 32 && scale != 0.0f; i++)
-                            out[at + i] = rintf(out[at + i] / scale) * fmaxf(rintf(scale / largest * 2048.0f), -2047.0f) * largest / 2048.0f;
+                            out[at + i] = rintf(out[at + i] / scale) *
+                                          fmaxf(rintf(scale / largest * 2048.0f), -2047.0f) *
+                                          largest / 2048.0f;
                 }
         }
     return out;
@@ -137,7 +146,7 @@ static float *weights_seen(llm_type type, const void *data, int rows, int cols) 
 static void *packed_weights(llm_type type, const float *values, int64_t count) {
     const llm_type_info *info = llm_type_find(type);
     size_t bytes = (size_t)(count / info->block_values) * (size_t)info->block_bytes;
-    void *packed = malloc(bytes); /* of exact size, so that a sanitizer sees a read past the end */
+    void *packed = malloc(bytes); /* the exact size, so that a sanitizer sees a read past the end */
     llm_pack(info->type, values, packed, count);
     return packed;
 }
@@ -150,7 +159,7 @@ static void *random_weights(llm_type type, int64_t count) {
 }
 
 static void check_matmul(llm_type type, int rows, int cols, int n) {
-    bool blocks = llm__stored_quads(type) > 0; /* x is rounded for these */
+    bool blocks = llm__stored_quads(type) > 0; /* the kernels round x for these */
     llm_error err;
     float *values = random_floats((int64_t)rows * cols), *x = random_floats((int64_t)n * cols);
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
@@ -158,8 +167,10 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     void *data = packed_weights(type, values, (int64_t)rows * cols);
     llm_weight w = {type, rows, cols, NULL, NULL, NULL, false};
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
-    float *expected = malloc(bytes), *exact = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
-    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__has_multipliers(type) ? 256 : 32) : x, *w_seen = weights_seen(type, data, rows, cols);
+    float *expected = malloc(bytes), *exact = malloc(bytes);
+    float *out = malloc(bytes), *other = malloc(bytes);
+    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__has_multipliers(type) ? 256 : 32) : x;
+    float *w_seen = weights_seen(type, data, rows, cols);
     llm_weight seen = {LLM_F32, rows, cols, w_seen, NULL, NULL, false};
 
     llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
@@ -178,18 +189,20 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                 memcpy(out, start, bytes);
                 op_matmul(b, x, &w, bias, n, true, out);
                 check_products("matmul", isa, type, out, expected, (int64_t)n * rows, cols, 2e-6);
-                check_products("matmul against unrounded x", isa, type, out, exact, (int64_t)n * rows, cols, 1.5e-2);
-                /* row by row, and in groups of any size */
-                static const int steps[] = {1, 3, 5, 7, 13, 16, 29}; /* with matrix tiles there are forms for up to 16 rows, 31, 63 and more */
+                check_products("matmul against unrounded x", isa, type, out, exact,
+                               (int64_t)n * rows, cols, 1.5e-2);
+                /* rows one by one and in groups; matrix tiles have separate code for up to 16, 31,
+                 * 63 and more rows */
+                static const int steps[] = {1, 3, 5, 7, 13, 16, 29};
                 for (int k = 0; k < 7; k++) {
                     int step = steps[k];
                     memcpy(other, start, bytes);
                     for (int i = 0; i < n; i += step)
-                        op_matmul(b, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i), true,
-                                  other + (int64_t)i * rows);
+                        op_matmul(b, x + (int64_t)i * cols, &w, bias, (int)llm__min(step, n - i),
+                                  true, other + (int64_t)i * rows);
                     check_same("matmul in pieces", isa, other, out, bytes);
                 }
-                /* a part of the weights' rows */
+                /* only some of the weights' rows */
                 if (rows > 5) {
                     llm_weight part = w;
                     part.data = (const char *)data + 3 * llm__row_bytes(type, cols);
@@ -198,12 +211,13 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                     op_matmul(b, x, &part, NULL, n, false, other);
                     op_matmul(b, x, &w, NULL, n, false, out);
                     for (int i = 0; i < n; i++)
-                        check_same("matmul of a part", isa, other + (int64_t)i * (rows - 4), out + (int64_t)i * rows + 3,
-                                   (size_t)(rows - 4) * sizeof(float));
+                        check_same("matmul of a part", isa, other + (int64_t)i * (rows - 4),
+                                   out + (int64_t)i * rows + 3, (size_t)(rows - 4) * sizeof(float));
                     memcpy(out, start, bytes);
                     op_matmul(b, x, &w, bias, n, true, out);
                 }
-                llm_weight packed = {type, rows, cols, NULL, NULL, NULL, false}; /* in the kernels' order */
+                /* weights in the kernels' own layout */
+                llm_weight packed = {type, rows, cols, NULL, NULL, NULL, false};
                 assert_true(b->load_weight(b->context, &packed, data, &err));
                 memcpy(other, start, bytes);
                 op_matmul(b, x, &packed, bias, n, true, other);
@@ -219,7 +233,8 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     }
     if (x_seen != x) free(x_seen);
     free(w_seen);
-    free(values), free(x), free(bias), free(start), free(data), free(expected), free(exact), free(out), free(other);
+    free(values), free(x), free(bias), free(start), free(data), free(expected), free(exact),
+        free(out), free(other);
 }
 
 static void test_matmul(void **state) {
@@ -230,23 +245,25 @@ static void test_matmul(void **state) {
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
         check_matmul(type->type, repeats(300, 70), block > 32 ? 1280 : 1376, repeats(128, 20));
-        /* so many rows of x that matrix tiles multiply by halves; of 77, the last tile has no second. 5 panels */
+        /* 77 rows of x: so many that matrix tiles process a tile in two halves, of which the last
+         * tile has only the first. 5 panels of weights. */
         check_matmul(type->type, repeats(70, 20), block > 32 ? 768 : 608, 77);
         if (block <= 32) {
             check_matmul(type->type, 65, 160, 65);
             check_matmul(type->type, 7, 96, 3);
             check_matmul(type->type, 130, 128, 4);
-            check_matmul(type->type, repeats(321, 129), 1440, 13); /* more than one tile; 45 blocks: a last group of one */
+            /* more than one tile; 45 blocks, so that the last group has one */
+            check_matmul(type->type, repeats(321, 129), 1440, 13);
         }
-        if (!do_less()) check_matmul(type->type, 20, 4096, 250); /* x in parts */
+        if (!do_less()) check_matmul(type->type, 20, 4096, 250); /* x is processed in parts */
         if (block == 1) check_matmul(type->type, 33, 1, 2);
         if (block == 1) check_matmul(type->type, 37, 1003, 9);
         for (int k = 0; k < repeats(12, 4); k++)
-            check_matmul(type->type, random_int(1, 70), block * random_int(1, blocks_at_most), random_int(1, 24));
+            check_matmul(type->type, random_int(1, 70), block * random_int(1, blocks_at_most),
+                         random_int(1, 24));
     }
 }
 
-/* Columns in another order. */
 static void test_gather_columns(void **state) {
     (void)state;
     enum { N = 5, COLS = 40 };
@@ -258,16 +275,18 @@ static void test_gather_columns(void **state) {
         if (!b) continue;
         op_gather_columns(b, x, columns, N, COLS, out);
         for (int i = 0; i < N; i++)
-            for (int j = 0; j < COLS; j++) assert_true(out[i * COLS + j] == x[i * COLS + columns[j]]);
+            for (int j = 0; j < COLS; j++)
+                assert_true(out[i * COLS + j] == x[i * COLS + columns[j]]);
         close_backend(b);
     }
     free(x);
 }
 
-/* The int8 dot products must not saturate or wrap, whatever the integers. */
+/* The int8 dot products do not saturate or wrap, even with extreme integers. */
 static void test_matmul_extremes(void **state) {
     (void)state;
     enum { COLS = 128, ROWS = 8 };
+    static const uint8_t corners[4] = {0x80, 0x7f, 0xff, 0};
     uint8_t data[ROWS * COLS / 32 * 34];
     float x[COLS], expected[ROWS], out[ROWS];
     for (int kind = 0; kind < 2; kind++) {
@@ -278,7 +297,7 @@ static void test_matmul_extremes(void **state) {
             llm__write_u16(p, llm__f32_to_f16(1.0f));
             size_t row = block / (COLS / 32);
             for (size_t i = 2; i < block_bytes; i++)
-                p[i] = row == 0 ? 0x80 : row == 1 ? 0x7f : row == 2 ? 0xff : row == 3 ? 0 : (uint8_t)random_u32();
+                p[i] = row < 4 ? corners[row] : (uint8_t)random_u32();
         }
         for (int sign = -1; sign <= 1; sign += 2) {
             for (int i = 0; i < COLS; i++) x[i] = (float)(sign * 127);
@@ -289,17 +308,20 @@ static void test_matmul_extremes(void **state) {
                 llm_backend *b = open_backend(isa, 1);
                 if (!b) continue;
                 op_matmul(b, x, &w, NULL, 1, false, out);
-                for (int r = 0; r < ROWS; r++) assert_true(out[r] == expected[r]); /* whole numbers: exact */
+                /* integers, so the results are exact */
+                for (int r = 0; r < ROWS; r++) assert_true(out[r] == expected[r]);
                 close_backend(b);
             }
         }
     }
 }
 
-/* The same for all of them: blocks of the largest and smallest integers, with scales and minimums of 1 */
-static void test_matmul_extremes_of_all(void **state) {
+/* The same for all block formats: blocks of the largest and smallest integers, with scales and
+ * minimums of 1. */
+static void test_matmul_extremes_of_all_formats(void **state) {
     (void)state;
     enum { COLS = 512, ROWS = 20, N = 80 };
+    static const uint8_t corners[4] = {0xff, 0, 0x7f, 0x80};
     const llm_type_info *type;
     static float x[N * COLS], expected[N * ROWS], out[N * ROWS];
     static uint8_t data[ROWS * COLS * 2];
@@ -311,15 +333,20 @@ static void test_matmul_extremes_of_all(void **state) {
             for (int b = 0; b < blocks; b++) {
                 uint8_t *p = data + (row * blocks + b) * type->block_bytes;
                 for (int i = 0; i < type->block_bytes; i++)
-                    p[i] = row == 0 ? 0xff : row == 1 ? 0 : row == 2 ? 0x7f : row == 3 ? 0x80 : (uint8_t)random_u32();
+                    p[i] = row < 4 ? corners[row] : (uint8_t)random_u32();
                 llm__write_u16(p + last, llm__f32_to_f16(1.0f));
-                if (type->type == LLM_Q4_Z) { /* zero points from end to end, and scales of both signs */
+                /* zero points from 0 to 16, and scales of both signs */
+                if (type->type == LLM_Q4_Z) {
                     llm__write_u16(p, llm__f32_to_f16((row + b) % 5 == 4 ? -1.0f : 1.0f));
-                    llm__write_u16(p + 2, (uint16_t)(row % 3 == 0 ? 0 : row % 3 == 1 ? 16 : b % 17));
-                } else if (llm__has_minimum(type->type)) llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
+                    int zero = row % 3 == 0 ? 0 : row % 3 == 1 ? 16 : b % 17;
+                    llm__write_u16(p + 2, (uint16_t)zero);
+                } else if (llm__has_minimum(type->type))
+                    llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
             }
-        for (int i = 0; i < N * COLS; i++) x[i] = (float)((i / COLS % 2 ? -1 : 1) * (i / COLS < 3 ? 127 : random_int(-127, 127)));
-        for (int i = 0; i < N * COLS; i += 32) x[i] = x[i] < 0.0f ? -127.0f : 127.0f; /* so that rounding changes nothing */
+        for (int i = 0; i < N * COLS; i++)
+            x[i] = (float)((i / COLS % 2 ? -1 : 1) * (i / COLS < 3 ? 127 : random_int(-127, 127)));
+        /* a value of 127 in each block of x, so that rounding to int8 changes nothing */
+        for (int i = 0; i < N * COLS; i += 32) x[i] = x[i] < 0.0f ? -127.0f : 127.0f;
         llm_backend *reference = open_backend(LLM_ISA_REFERENCE, 1);
         float *seen = weights_seen(type->type, data, ROWS, COLS);
         llm_weight same = {LLM_F32, ROWS, COLS, seen, NULL, NULL, false};
@@ -331,9 +358,10 @@ static void test_matmul_extremes_of_all(void **state) {
             if (!b) continue;
             op_matmul(b, x, &w, NULL, N, false, out);
             check_close(type->name, isa, out, expected, N * ROWS, 1e-6);
-            x[0] = INFINITY; /* shows in its row of x, and in no other */
+            x[0] = INFINITY; /* affects its own row of x and no other */
             op_matmul(b, x, &w, NULL, N, false, out);
-            for (int i = 0; i < N * ROWS; i++) assert_true(i < ROWS ? !isfinite(out[i]) : isfinite(out[i]));
+            for (int i = 0; i < N * ROWS; i++)
+                assert_true(i < ROWS ? !isfinite(out[i]) : isfinite(out[i]));
             x[0] = x[1] < 0.0f ? -127.0f : 127.0f;
             close_backend(b);
         }
@@ -349,8 +377,8 @@ static void test_rmsnorm(void **state) {
         int dim = dims[k], n = 85;
         int64_t total = (int64_t)n * dim;
         size_t bytes = (size_t)total * sizeof(float);
-        float *x = random_floats(total), *weight = random_floats(dim), *expected = malloc(bytes), *out = malloc(bytes);
-        float *other = malloc(bytes);
+        float *x = random_floats(total), *weight = random_floats(dim);
+        float *expected = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
         llm__plain_rmsnorm(x, weight, n, dim, 1e-5f, expected);
         FOR_EACH_ISA(isa)
             for (int threads = 1; threads <= 3; threads++) {
@@ -359,7 +387,8 @@ static void test_rmsnorm(void **state) {
                 op_rmsnorm(b, x, weight, n, dim, 1e-5f, threads == 1 ? out : other);
                 if (threads == 1) {
                     check_close("rmsnorm", isa, out, expected, total, 1e-6);
-                    for (int i = 0; i < n; i++) op_rmsnorm(b, x + i * dim, weight, 1, dim, 1e-5f, other + i * dim);
+                    for (int i = 0; i < n; i++)
+                        op_rmsnorm(b, x + i * dim, weight, 1, dim, 1e-5f, other + i * dim);
                     check_same("rmsnorm row by row", isa, other, out, bytes);
                     memcpy(other, x, bytes);
                     op_rmsnorm(b, other, weight, n, dim, 1e-5f, other);
@@ -375,10 +404,11 @@ static void test_swiglu(void **state) {
     (void)state;
     enum { N = 70001 };
     size_t bytes = N * sizeof(float);
-    float *gate = random_floats(N), *up = random_floats(N), *expected = malloc(bytes), *out = malloc(bytes);
-    float *other = malloc(bytes);
+    float *gate = random_floats(N), *up = random_floats(N);
+    float *expected = malloc(bytes), *out = malloc(bytes), *other = malloc(bytes);
     for (int i = 0; i < N; i++) gate[i] *= 8.0f;
-    static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f, 3e38f, -3e38f};
+    static const float corners[] = {0.0f,   -0.0f,   1e-30f,   86.9f, -86.9f, 87.1f,
+                                    -87.1f, 1000.0f, -1000.0f, 3e38f, -3e38f};
     for (int i = 0; i < 11; i++) gate[i * 7] = corners[i], up[i * 7] = 1.0f;
     llm__plain_swiglu(gate, up, N, expected);
     FOR_EACH_ISA(isa)
@@ -387,8 +417,10 @@ static void test_swiglu(void **state) {
             if (!b) continue;
             op_swiglu(b, gate, up, N, out);
             for (int i = 0; i < N; i++)
-                if (!(fabsf(out[i] - expected[i]) <= 1e-6f * fabsf(expected[i]) + 1e-30f) && fabsf(gate[i]) < 1e30f)
-                    fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i], gate[i], expected[i]);
+                if (!(fabsf(out[i] - expected[i]) <= 1e-6f * fabsf(expected[i]) + 1e-30f) &&
+                    fabsf(gate[i]) < 1e30f)
+                    fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i],
+                             gate[i], expected[i]);
             for (int i = 0, n; i < N; i += n) { /* in pieces, in place */
                 n = (int)llm__min(random_int(1, 5000), N - i);
                 memcpy(other + i, gate + i, (size_t)n * sizeof *gate);
@@ -400,9 +432,9 @@ static void test_swiglu(void **state) {
     free(gate), free(up), free(expected), free(out), free(other);
 }
 
-/* Rows of logits of every length up to a few registers, with ties, infinities and NaNs: the first
- * of the largest, and the sum of exponentials, by plain loops. */
-static void test_logits(void **state) {
+/* Argmax and the sum of exponentials of a row of logits, compared with plain loops: rows of every
+ * length up to a few registers, with ties (the first of the largest wins), infinities and NaNs. */
+static void test_argmax_and_sum_exp(void **state) {
     (void)state;
     FOR_EACH_ISA(isa) {
         llm_backend *b = open_backend(isa, 1);
@@ -415,8 +447,8 @@ static void test_logits(void **state) {
                 for (int i = 0; i < n; i++) {
                     if (kind == 1) x[i] = (float)random_int(0, 3); /* ties */
                     if (kind == 2) x[i] = random_int(0, 2) ? x[i] : -INFINITY;
-                    if (kind == 3)
-                        x[i] = random_int(0, 2) ? x[i] * 30 : NAN; /* a NaN is never the largest */
+                    /* a NaN is never the largest */
+                    if (kind == 3) x[i] = random_int(0, 2) ? x[i] * 30 : NAN;
                     if (kind == 4) x[i] = -INFINITY;
                     if (x[i] > largest) largest = x[i], best = i;
                 }
@@ -433,48 +465,54 @@ static void test_logits(void **state) {
 
 /* ---- The cache and attention ---------------------------------------------------------- */
 
-typedef struct world { /* some sequences, whole, as any batch may see parts of them */
+typedef struct sequences { /* whole sequences, of which a batch contains parts */
     int n_sequences, length[6];
     llm_attention_shape shape;
     llm_type cache_type;
     float *q[6], *k[6], *v[6]; /* (length, heads, head_dim) */
-} world;
+} sequences;
 
-static world make_world(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type cache_type) {
-    world w = {.n_sequences = n_sequences, .cache_type = cache_type};
-    w.shape = (llm_attention_shape){n_kv_heads * group, n_kv_heads, head_dim, 1.0f / sqrtf((float)head_dim), false, 0};
+static sequences make_sequences(int n_sequences, int max_length, int n_kv_heads, int group,
+                                int head_dim, llm_type cache_type) {
+    sequences w = {.n_sequences = n_sequences, .cache_type = cache_type};
+    w.shape = (llm_attention_shape){
+        n_kv_heads * group, n_kv_heads, head_dim, 1.0f / sqrtf((float)head_dim), false, 0};
     for (int s = 0; s < n_sequences; s++) {
         w.length[s] = s == 0 ? max_length : random_int(1, max_length);
         w.q[s] = random_floats((int64_t)w.length[s] * w.shape.n_heads * head_dim);
         w.k[s] = random_floats((int64_t)w.length[s] * n_kv_heads * head_dim);
         w.v[s] = random_floats((int64_t)w.length[s] * n_kv_heads * head_dim);
-        for (int64_t i = 0; i < (int64_t)w.length[s] * w.shape.n_heads * head_dim; i++) w.q[s][i] *= 3.0f;
+        for (int64_t i = 0; i < (int64_t)w.length[s] * w.shape.n_heads * head_dim; i++)
+            w.q[s][i] *= 3.0f;
     }
     return w;
 }
 
-static void free_world(world *w) {
+static void free_sequences(sequences *w) {
     for (int s = 0; s < w->n_sequences; s++) free(w->q[s]), free(w->k[s]), free(w->v[s]);
 }
 
-/* Run attention for positions first[s] .. first[s] + count[s] - 1 of some of the sequences, over a cache of blocks in random
- * places, where every slot that holds nothing yet holds a NaN. Results go to out[s] (length, n_heads, head_dim). */
-static void run_attention(llm_backend *b, const world *w, const int *first, const int *count, int block_size,
-                          bool naive, float **out) {
-    int head_dim = w->shape.head_dim, n_kv = w->shape.n_kv_heads, n_heads = w->shape.n_heads, stride = 0, n_blocks = 2;
+/* Run attention for the positions first[s] to first[s] + count[s] - 1 of some sequences. The cache
+ * blocks are in random places, and every slot not yet written holds NaN. Results go to out[s]
+ * (length, n_heads, head_dim). */
+static void run_attention(llm_backend *b, const sequences *w, const int *first, const int *count,
+                          int block_size, bool naive, float **out) {
+    int head_dim = w->shape.head_dim, n_kv = w->shape.n_kv_heads, n_heads = w->shape.n_heads,
+        stride = 0, n_blocks = 2;
     for (int s = 0; s < w->n_sequences; s++) {
         int blocks = (int)llm__divide_up(w->length[s], block_size);
         stride = blocks > stride ? blocks : stride;
         n_blocks += blocks;
     }
-    llm_cache cache = {w->cache_type, 2, n_kv, head_dim, block_size, n_blocks, 0, NULL, NULL, false};
+    llm_cache cache = {
+        w->cache_type, 2, n_kv, head_dim, block_size, n_blocks, 0, NULL, NULL, false};
     size_t value_bytes = w->cache_type == LLM_F16 ? 2 : 4;
-    cache.keys_transposed = random_int(0, 3) > 0; /* (a layout is not to matter either) */
+    cache.keys_transposed = random_int(0, 3) > 0; /* the layout of keys does not change results */
     int64_t layer_values = (int64_t)n_blocks * n_kv * block_size * head_dim;
     cache.layer_bytes = (size_t)layer_values * value_bytes;
     cache.keys = malloc(2 * cache.layer_bytes);
     cache.values = malloc(2 * cache.layer_bytes);
-    memset(cache.keys, 0xff, 2 * cache.layer_bytes); /* NaN, in f16 and in f32 */
+    memset(cache.keys, 0xff, 2 * cache.layer_bytes); /* NaN in f16 and in f32 */
     memset(cache.values, 0xff, 2 * cache.layer_bytes);
 
     int *free_blocks = malloc((size_t)n_blocks * sizeof(int)), n_free = n_blocks;
@@ -483,7 +521,8 @@ static void run_attention(llm_backend *b, const world *w, const int *first, cons
     int32_t positions[256], seq_first[6], seq_count[6], table_of[6];
     float *q = malloc(256 * (size_t)n_heads * (size_t)head_dim * sizeof *q);
     float *result = malloc(256 * (size_t)n_heads * (size_t)head_dim * sizeof *q);
-    llm_batch batch = {.positions = positions, .seq_first = seq_first, .seq_count = seq_count, .block_size = block_size};
+    llm_batch batch = {.positions = positions, .seq_first = seq_first, .seq_count = seq_count,
+                       .block_size = block_size};
     batch.table_stride = stride;
     int32_t *batch_tables = calloc((size_t)(w->n_sequences * stride), sizeof *tables);
     for (int s = 0; s < w->n_sequences; s++) {
@@ -498,13 +537,16 @@ static void run_attention(llm_backend *b, const world *w, const int *first, cons
         for (int p = 0; p < end; p++)
             for (int h = 0; h < n_kv; h++) {
                 int slot = table[p / block_size] * block_size + p % block_size;
-                llm__plain_store(&cache, cache.keys, 1, slot, h, w->k[s] + ((int64_t)p * n_kv + h) * head_dim);
-                llm__plain_store(&cache, cache.values, 1, slot, h, w->v[s] + ((int64_t)p * n_kv + h) * head_dim);
+                llm__plain_store(&cache, cache.keys, 1, slot, h,
+                                 w->k[s] + ((int64_t)p * n_kv + h) * head_dim);
+                llm__plain_store(&cache, cache.values, 1, slot, h,
+                                 w->v[s] + ((int64_t)p * n_kv + h) * head_dim);
             }
         table_of[batch.n_sequences] = s;
         seq_first[batch.n_sequences] = batch.n_tokens;
         seq_count[batch.n_sequences++] = count[s];
-        memcpy(q + (int64_t)batch.n_tokens * n_heads * head_dim, w->q[s] + (int64_t)first[s] * n_heads * head_dim,
+        memcpy(q + (int64_t)batch.n_tokens * n_heads * head_dim,
+               w->q[s] + (int64_t)first[s] * n_heads * head_dim,
                (size_t)(count[s] * n_heads * head_dim) * sizeof *q);
         for (int p = first[s]; p < end; p++) positions[batch.n_tokens++] = p;
     }
@@ -514,21 +556,26 @@ static void run_attention(llm_backend *b, const world *w, const int *first, cons
     op_attention(b, &batch, &shape, q, &cache, 1, result);
     for (int i = 0; i < batch.n_sequences; i++) {
         int s = table_of[i];
-        memcpy(out[s] + (int64_t)first[s] * n_heads * head_dim, result + (int64_t)seq_first[i] * n_heads * head_dim,
+        memcpy(out[s] + (int64_t)first[s] * n_heads * head_dim,
+               result + (int64_t)seq_first[i] * n_heads * head_dim,
                (size_t)(count[s] * n_heads * head_dim) * sizeof *q);
     }
-    free(cache.keys), free(cache.values), free(free_blocks), free(tables), free(batch_tables), free(q), free(result);
+    free(cache.keys), free(cache.values), free(free_blocks), free(tables), free(batch_tables),
+        free(q), free(result);
 }
 
-/* All positions of all sequences, in chunks of random sizes, the sequences mixed at random. */
-static void run_all(llm_backend *b, const world *w, int block_size, int max_chunk, bool mixed, bool naive, float **out) {
+/* Run all positions of all sequences, in chunks of random sizes with the sequences mixed at
+ * random. */
+static void run_all(llm_backend *b, const sequences *w, int block_size, int max_chunk, bool mixed,
+                    bool naive, float **out) {
     int done[6] = {0}, first[6], count[6];
     for (bool more = true; more;) {
         more = false;
         int room = 128, only = -1;
         for (int s = 0; s < w->n_sequences; s++) {
             first[s] = done[s];
-            count[s] = (int)llm__min(llm__min(random_int(1, max_chunk), room), w->length[s] - done[s]);
+            count[s] =
+                (int)llm__min(llm__min(random_int(1, max_chunk), room), w->length[s] - done[s]);
             if (mixed ? random_int(0, 3) == 0 : (only >= 0)) count[s] = 0;
             if (count[s]) only = s;
             room -= count[s];
@@ -539,9 +586,12 @@ static void run_all(llm_backend *b, const world *w, int block_size, int max_chun
     }
 }
 
-static void check_attention(int n_sequences, int max_length, int n_kv_heads, int group, int head_dim, llm_type type, int window) {
-    n_sequences = (int)llm__min(n_sequences, repeats(6, 2)), max_length = (int)llm__min(max_length, repeats(400, 130)); /* less: two tiles and a bit */
-    world w = make_world(n_sequences, max_length, n_kv_heads, group, head_dim, type);
+static void check_attention(int n_sequences, int max_length, int n_kv_heads, int group,
+                            int head_dim, llm_type type, int window) {
+    /* with fewer repeats: two tiles and a part of one */
+    n_sequences = (int)llm__min(n_sequences, repeats(6, 2));
+    max_length = (int)llm__min(max_length, repeats(400, 130));
+    sequences w = make_sequences(n_sequences, max_length, n_kv_heads, group, head_dim, type);
     w.shape.window = window;
     float *expected[6], *out[6], *other[6];
     size_t bytes[6];
@@ -557,19 +607,25 @@ static void check_attention(int n_sequences, int max_length, int n_kv_heads, int
         for (int k = 0; k < 6; k++) {
             llm_backend *b = open_backend(isa, k % 3 + 1);
             if (!b) continue;
-            if (k == 0) run_all(b, &w, 16, 1, false, false, out); /* token by token, alone */
+            if (k == 0) run_all(b, &w, 16, 1, false, false, out); /* one token at a time */
             else if (k < 5) run_all(b, &w, block_sizes[k], k == 2 ? 3 : 100, true, false, other);
             else run_all(b, &w, 16, 40, true, true, other);
-            /* matrix tiles leave out the products of low parts with low parts, at most 2^-16 of each product */
-            double bound = isa >= LLM_ISA_AMX && type == LLM_F16 && group >= LLM__SHARING_HEADS ? 1.5e-5 : 2e-6;
+            /* matrix tiles omit the products of two low parts: at most 2^-16 of each product */
+            double bound = isa >= LLM_ISA_AMX && type == LLM_F16 && group >= LLM__SHARING_HEADS
+                               ? 1.5e-5
+                               : 2e-6;
             for (int s = 0; s < n_sequences; s++)
-                if (k == 0) check_close("attention", isa, out[s], expected[s], (int64_t)(bytes[s] / 4), bound);
+                if (k == 0)
+                    check_close("attention", isa, out[s], expected[s], (int64_t)(bytes[s] / 4),
+                                bound);
                 else if (k < 5) check_same("attention, mixed", isa, other[s], out[s], bytes[s]);
-                else check_close("naive attention", isa, other[s], expected[s], (int64_t)(bytes[s] / 4), 1e-6);
+                else
+                    check_close("naive attention", isa, other[s], expected[s],
+                                (int64_t)(bytes[s] / 4), 1e-6);
             close_backend(b);
         }
     for (int s = 0; s < n_sequences; s++) free(expected[s]), free(out[s]), free(other[s]);
-    free_world(&w);
+    free_sequences(&w);
 }
 
 static void test_attention(void **state) {
@@ -597,8 +653,8 @@ static void test_attention_window(void **state) {
     check_attention(3, 250, 1, 20, 33, LLM_F16, 70);
 }
 
-/* What a window means: the last token of a sequence sees what it would see if the sequence began with the window. And what lies
- * before it may be anything, here NaN. */
+/* A window: the last token of a sequence attends to what it would if the sequence began with the
+ * window. Earlier positions have no influence, even if they are NaN, as here. */
 static void test_attention_window_is_a_shorter_sequence(void **state) {
     (void)state;
     enum { LENGTH = 180, HEADS = 2, DIM = 24 };
@@ -606,35 +662,40 @@ static void test_attention_window_is_a_shorter_sequence(void **state) {
     for (size_t i = 0; i < sizeof windows / sizeof *windows; i++)
         for (int isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa++)
             for (int naive = 0; naive < 2; naive++) {
-                world w = make_world(1, LENGTH, 1, HEADS, DIM, LLM_F32);
-                float *out = malloc(LENGTH * HEADS * DIM * sizeof *out), *right = malloc(LENGTH * HEADS * DIM * sizeof *right);
-                int window = windows[i], before = window < LENGTH ? LENGTH - window : 0, n = LENGTH - before;
+                sequences w = make_sequences(1, LENGTH, 1, HEADS, DIM, LLM_F32);
+                float *out = malloc(LENGTH * HEADS * DIM * sizeof *out);
+                float *expected = malloc(LENGTH * HEADS * DIM * sizeof *expected);
+                int window = windows[i], before = window < LENGTH ? LENGTH - window : 0;
+                int n = LENGTH - before;
                 int first = LENGTH - 1, one = 1, first_short = n - 1;
                 llm_backend *b = open_backend((llm_isa)isa, 1);
                 if (b) {
                     for (int k = 0; k < before * DIM; k++) w.k[0][k] = w.v[0][k] = NAN;
                     w.shape.window = window;
                     run_attention(b, &w, &first, &one, 16, naive, &out);
-                    world cut = w; /* the same without what lies before */
+                    /* the same sequence without the positions before the window */
+                    sequences cut = w;
                     cut.length[0] = n;
                     cut.shape.window = 0;
-                    cut.q[0] += before * HEADS * DIM, cut.k[0] += before * DIM, cut.v[0] += before * DIM;
-                    run_attention(b, &cut, &first_short, &one, 16, naive, &right);
-                    check_close("window", isa, out + first * HEADS * DIM, right + first_short * HEADS * DIM, HEADS * DIM, 1e-6);
+                    cut.q[0] += before * HEADS * DIM;
+                    cut.k[0] += before * DIM, cut.v[0] += before * DIM;
+                    run_attention(b, &cut, &first_short, &one, 16, naive, &expected);
+                    check_close("window", isa, out + first * HEADS * DIM,
+                                expected + first_short * HEADS * DIM, HEADS * DIM, 1e-6);
                     close_backend(b);
                 }
-                free(out), free(right);
-                free_world(&w);
+                free(out), free(expected);
+                free_sequences(&w);
             }
 }
 
-/* A sharp softmax, equal scores, and scores too large for exp alone. */
+/* A concentrated softmax, equal scores, and scores so large that exp of them overflows. */
 static void test_attention_extremes(void **state) {
     (void)state;
     for (int kind = 0; kind < 6; kind++) {
-        bool tiles = kind >= 3; /* where the processor has them */
+        bool tiles = kind >= 3; /* shapes for matrix tiles, where the processor has them */
         int group = tiles ? LLM__SHARING_HEADS : 2, n = 150 * group * 32;
-        world w = make_world(1, 150, 1, group, 32, tiles ? LLM_F16 : LLM_F32);
+        sequences w = make_sequences(1, 150, 1, group, 32, tiles ? LLM_F16 : LLM_F32);
         float scale = kind % 3 == 0 ? 100.0f : kind % 3 == 1 ? 0.0f : 1e4f;
         for (int i = 0; i < n; i++) w.q[0][i] *= scale;
         float *expected = malloc((size_t)n * 4), *out = malloc((size_t)n * 4);
@@ -645,41 +706,53 @@ static void test_attention_extremes(void **state) {
             llm_backend *b = open_backend(isa, 1);
             if (!b) continue;
             run_all(b, &w, 16, 40, false, false, &out);
-            /* scores of thousands have errors of 1e-3 (1e-2 from matrix tiles), and so do their exponentials */
+            /* scores of thousands have errors of 1e-3 (1e-2 with matrix tiles), and so do their
+             * exponentials */
             bool rough = tiles && isa >= LLM_ISA_AMX;
-            double bound = kind % 3 == 1 ? 1e-6 : (kind % 3 == 0 ? 2e-4 : 2e-2) * (rough ? 10.0 : 1.0);
+            double bound =
+                kind % 3 == 1 ? 1e-6 : (kind % 3 == 0 ? 2e-4 : 2e-2) * (rough ? 10.0 : 1.0);
             check_close("attention", isa, out, expected, n, bound);
             close_backend(b);
         }
         free(expected), free(out);
-        free_world(&w);
+        free_sequences(&w);
     }
 }
 
-static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type) {
+static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms,
+                                 llm_type cache_type) {
     enum { TOKENS = 37, HEADS = 6, KV = 2, BLOCK = 5, BLOCKS = 9 };
     llm_attention_shape shape = {HEADS, KV, head_dim, 1.0f, false, 0};
     llm_cache cache = {cache_type, 2, KV, head_dim, BLOCK, BLOCKS, 0, NULL, NULL, false};
-    size_t cache_values = (size_t)(BLOCKS * BLOCK * KV * head_dim), value_bytes = cache_type == LLM_F16 ? 2 : 4;
+    size_t cache_values = (size_t)(BLOCKS * BLOCK * KV * head_dim);
+    size_t value_bytes = cache_type == LLM_F16 ? 2 : 4;
     cache.layer_bytes = cache_values * value_bytes;
     cache.keys_transposed = random_int(0, 1);
     int32_t positions[TOKENS], slots[TOKENS];
-    for (int t = 0; t < TOKENS; t++) positions[t] = random_int(0, 4000), slots[t] = (t * 7 + 3) % (BLOCKS * BLOCK);
-    llm_batch batch = {.n_tokens = TOKENS, .positions = positions, .slots = slots, .block_size = BLOCK};
-    size_t q_values = (size_t)(TOKENS * HEADS * head_dim), k_values = (size_t)(TOKENS * KV * head_dim);
-    float *q = random_floats((int64_t)q_values), *k = random_floats((int64_t)k_values), *v = random_floats((int64_t)k_values);
-    v[0] = 1e6f, v[1] = -INFINITY; /* f16 stores its largest value, which keeps weights of 0 harmless */
-    float *q_norm = random_floats(head_dim), *k_norm = random_floats(head_dim), *frequencies = malloc(400 * sizeof(float));
-    for (int i = 0; i < rope_dim / 2; i++) frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
+    for (int t = 0; t < TOKENS; t++)
+        positions[t] = random_int(0, 4000), slots[t] = (t * 7 + 3) % (BLOCKS * BLOCK);
+    llm_batch batch = {
+        .n_tokens = TOKENS, .positions = positions, .slots = slots, .block_size = BLOCK};
+    size_t q_values = (size_t)(TOKENS * HEADS * head_dim);
+    size_t k_values = (size_t)(TOKENS * KV * head_dim);
+    float *q = random_floats((int64_t)q_values), *k = random_floats((int64_t)k_values);
+    float *v = random_floats((int64_t)k_values);
+    /* f16 stores its largest value instead, so that a weight of 0 gives 0 */
+    v[0] = 1e6f, v[1] = -INFINITY;
+    float *q_norm = random_floats(head_dim), *k_norm = random_floats(head_dim);
+    float *frequencies = malloc(400 * sizeof(float));
+    for (int i = 0; i < rope_dim / 2; i++)
+        frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
     float *angles = malloc((size_t)(TOKENS * rope_dim) * sizeof(float) + 4);
     void *keys[4], *values[4];
-    float *turned[4];
+    float *rotated[4];
     for (int i = 0; i < 4; i++) {
         keys[i] = calloc(2, cache.layer_bytes), values[i] = calloc(2, cache.layer_bytes);
-        turned[i] = malloc(q_values * sizeof(float));
+        rotated[i] = malloc(q_values * sizeof(float));
     }
     float *k_copy = malloc(k_values * sizeof(float));
-    float *expected_keys = malloc(cache_values * sizeof(float)), *found_keys = malloc(cache_values * sizeof(float));
+    float *expected_keys = malloc(cache_values * sizeof(float));
+    float *found_keys = malloc(cache_values * sizeof(float));
     for (llm_isa isa = LLM_ISA_REFERENCE; isa <= LLM_ISA_BEST; isa = (llm_isa)(isa + 1))
         for (int threads = 1; threads <= 2; threads++) {
             int result = isa == LLM_ISA_REFERENCE ? 0 : threads;
@@ -692,45 +765,53 @@ static void check_rope_and_store(llm_rope_pairing pairing, int head_dim, int rop
                     assert_true(fabs(angles[(t * (rope_dim / 2) + i) * 2] - cos(angle)) < 2e-7);
                     assert_true(fabs(angles[(t * (rope_dim / 2) + i) * 2 + 1] - sin(angle)) < 2e-7);
                 }
-            memset(keys[result], 0, 2 * cache.layer_bytes), memset(values[result], 0, 2 * cache.layer_bytes);
+            memset(keys[result], 0, 2 * cache.layer_bytes);
+            memset(values[result], 0, 2 * cache.layer_bytes);
             cache.keys = keys[result], cache.values = values[result];
-            memcpy(turned[result], q, q_values * sizeof(float)), memcpy(k_copy, k, k_values * sizeof(float));
+            memcpy(rotated[result], q, q_values * sizeof(float));
+            memcpy(k_copy, k, k_values * sizeof(float));
             op_rope_and_store(b, &batch, &shape, pairing, rope_dim, angles, norms ? q_norm : NULL,
-                              norms ? k_norm : NULL, 1e-6f, turned[result], k_copy, v, &cache, 1);
+                              norms ? k_norm : NULL, 1e-6f, rotated[result], k_copy, v, &cache, 1);
             if (result == 0) {
-                const uint16_t *stored = (const uint16_t *)(const void *)((char *)values[0] + cache.layer_bytes) +
-                                         (slots[0] / BLOCK * KV * BLOCK + slots[0] % BLOCK) * head_dim;
+                const uint16_t *stored =
+                    (const uint16_t *)(const void *)((char *)values[0] + cache.layer_bytes) +
+                    (slots[0] / BLOCK * KV * BLOCK + slots[0] % BLOCK) * head_dim;
                 if (cache_type == LLM_F16) assert_true(stored[0] == 0x7bff && stored[1] == 0xfbff);
                 close_backend(b);
                 continue;
             }
             const llm_type_info *type = llm_type_find(cache_type);
             type->unpack((char *)keys[0] + cache.layer_bytes, expected_keys, (int64_t)cache_values);
-            type->unpack((char *)keys[result] + cache.layer_bytes, found_keys, (int64_t)cache_values);
-            check_close("rope, queries", isa, turned[result], turned[0], (int64_t)q_values, 1e-6);
+            type->unpack((char *)keys[result] + cache.layer_bytes, found_keys,
+                         (int64_t)cache_values);
+            check_close("rope, queries", isa, rotated[result], rotated[0], (int64_t)q_values, 1e-6);
             check_close("rope, keys", isa, found_keys, expected_keys, (int64_t)cache_values,
                         cache_type == LLM_F16 ? 1e-4 : 1e-6);
-            check_same("stored values", isa, values[result], values[0], 2 * cache.layer_bytes); /* no arithmetic */
-            /* token by token, each alone */
+            /* values are stored without arithmetic */
+            check_same("stored values", isa, values[result], values[0], 2 * cache.layer_bytes);
+            /* one token at a time */
             memset(keys[3], 0, 2 * cache.layer_bytes);
             cache.keys = keys[3], cache.values = values[3];
-            memcpy(turned[3], q, q_values * sizeof(float)), memcpy(k_copy, k, k_values * sizeof(float));
+            memcpy(rotated[3], q, q_values * sizeof(float));
+            memcpy(k_copy, k, k_values * sizeof(float));
             for (int t = 0; t < TOKENS; t++) {
                 llm_batch one = batch;
                 one.n_tokens = 1, one.positions += t, one.slots += t;
-                op_rope_and_store(b, &one, &shape, pairing, rope_dim, angles + t * (rope_dim / 2) * 2,
-                                  norms ? q_norm : NULL, norms ? k_norm : NULL, 1e-6f,
-                                  turned[3] + (size_t)t * HEADS * (size_t)head_dim,
-                                  k_copy + (size_t)t * KV * (size_t)head_dim, v + (size_t)t * KV * (size_t)head_dim,
-                                  &cache, 1);
+                op_rope_and_store(b, &one, &shape, pairing, rope_dim,
+                                  angles + t * (rope_dim / 2) * 2, norms ? q_norm : NULL,
+                                  norms ? k_norm : NULL, 1e-6f,
+                                  rotated[3] + (size_t)t * HEADS * (size_t)head_dim,
+                                  k_copy + (size_t)t * KV * (size_t)head_dim,
+                                  v + (size_t)t * KV * (size_t)head_dim, &cache, 1);
             }
-            check_same("rope token by token", isa, turned[3], turned[result], q_values * sizeof(float));
+            check_same("rope token by token", isa, rotated[3], rotated[result],
+                       q_values * sizeof(float));
             check_same("keys token by token", isa, keys[3], keys[result], 2 * cache.layer_bytes);
             close_backend(b);
         }
-    for (int i = 0; i < 4; i++) free(keys[i]), free(values[i]), free(turned[i]);
-    free(q), free(k), free(v), free(q_norm), free(k_norm), free(frequencies), free(angles), free(k_copy);
-    free(expected_keys), free(found_keys);
+    for (int i = 0; i < 4; i++) free(keys[i]), free(values[i]), free(rotated[i]);
+    free(q), free(k), free(v), free(q_norm), free(k_norm), free(frequencies), free(angles);
+    free(k_copy), free(expected_keys), free(found_keys);
 }
 
 static void test_rope_and_store(void **state) {
@@ -743,9 +824,9 @@ static void test_rope_and_store(void **state) {
     }
 }
 
-/* ---- The rest of the seam ------------------------------------------------------------- */
+/* ---- Other functions of a backend ------------------------------------------------------------ */
 
-static void test_movements(void **state) {
+static void test_memory_and_copies(void **state) {
     (void)state;
     llm_error err;
     llm_backend *b = open_backend(LLM_ISA_BEST, 2);
@@ -758,7 +839,7 @@ static void test_movements(void **state) {
     llm_batch batch = {.n_tokens = 4, .tokens = tokens, .n_logits = 3, .logit_rows = logit_rows};
     llm_weight table = {LLM_Q4_0, 10, 64, NULL, NULL, NULL, false};
     assert_true(b->load_weight(b->context, &table, data, &err));
-    assert_ptr_equal(table.data, data); /* nothing is copied */
+    assert_ptr_equal(table.data, data); /* the weight points to the data; nothing is copied */
     float out[4 * 64], row[64], rows[2 * 64];
     op_embed(b, &batch, &table, out);
     for (int t = 0; t < 4; t++) {
@@ -769,7 +850,8 @@ static void test_movements(void **state) {
     assert_memory_equal(rows, out + 2 * 64, sizeof row);
     assert_memory_equal(rows + 64, out + 3 * 64, sizeof row);
 
-    llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false}, ragged = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
+    llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false};
+    llm_weight ragged = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
     assert_false(b->load_weight(b->context, &strange, data, &err));
     assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
     assert_false(b->load_weight(b->context, &ragged, data, &err));
@@ -803,167 +885,199 @@ static void test_movements(void **state) {
     free(values), free(data);
 }
 
-enum { QUEUE_N = 130, QUEUE_COLS = 256, QUEUE_HEADS = 4, QUEUE_KV_HEADS = 2, QUEUE_OPERATIONS = 400, QUEUE_BUFFERS = 5, QUEUE_BLOCK = 16, QUEUE_BEFORE = 5 };
+/* ---- Plans ----------------------------------------------------------------------------------- */
 
-/* The kernels, each of which now and then begins a little late: what a thread reads or writes without having met the others, it then
- * finds too early or too late. */
-static const llm__kernels *prompt_kernels;
-static llm__cpu *moody; /* works alone through every other list; NULL: nobody */
-static void be_late(double most) {
+enum { PLAN_N = 130, PLAN_COLS = 256, PLAN_HEADS = 4, PLAN_KV_HEADS = 2, PLAN_OPERATIONS = 400 };
+enum { PLAN_BUFFERS = 5, PLAN_BLOCK = 16, PLAN_BEFORE = 5 };
+
+/* The delayed kernels begin late at random, so that a thread that skips a barrier it needs reads or
+ * writes too early. */
+static const llm__kernels *undelayed;
+static llm__cpu *alternating; /* switches between one thread and all of them; NULL: none */
+static void delay(double most) {
     static _Thread_local uint64_t state;
 #ifdef _OPENMP
-    if (moody && omp_get_thread_num() == 0) moody->alone_until = omp_in_parallel() ? 1e300 : 0;
+    if (alternating && omp_get_thread_num() == 0)
+        alternating->alone_until = omp_in_parallel() ? 1e300 : 0;
 #endif
     if (state == 0) state = 0x9E3779B97F4A7C15ull * (uint64_t)(uintptr_t)&state | 1;
     state ^= state >> 12, state ^= state << 25, state ^= state >> 27;
     if (state % 8) return;
-    double late = (double)(state >> 8 & 255) / 255; /* seldom by much */
-    for (double end = llm_seconds() + most * late * late * late * late; llm_seconds() < end;) {}
+    double share = (double)(state >> 8 & 255) / 255; /* its fourth power is seldom near 1 */
+    double end = llm_seconds() + most * share * share * share * share;
+    while (llm_seconds() < end) {}
 }
-static void late_round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
-    be_late(1e-3); /* products, which read it, take a while to come to where they need another thread's */
-    prompt_kernels->round_rows(x, cols, group, height, rows, first, end, tile);
+static void delayed_round_rows(const float *x, int64_t cols, int group, int height, int rows,
+                            int64_t first, int64_t end, char *tile) {
+    /* longer than the others: a product takes a while until it reads another thread's part */
+    delay(1e-3);
+    undelayed->round_rows(x, cols, group, height, rows, first, end, tile);
 }
-static void late_matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch) {
-    be_late(1e-4);
-    prompt_kernels->matmul(job, first_row, end_row, scratch);
+static void delayed_matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row,
+                        void *scratch) {
+    delay(1e-4);
+    undelayed->matmul(job, first_row, end_row, scratch);
 }
-static void late_rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
-    be_late(1e-4);
-    prompt_kernels->rmsnorm(x, weight, n, dim, epsilon, out);
+static void delayed_rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon,
+                         float *out) {
+    delay(1e-4);
+    undelayed->rmsnorm(x, weight, n, dim, epsilon, out);
 }
-static void late_swiglu(const float *gate, const float *up, int64_t n, float *out) {
-    be_late(1e-4);
-    prompt_kernels->swiglu(gate, up, n, out);
+static void delayed_swiglu(const float *gate, const float *up, int64_t n, float *out) {
+    delay(1e-4);
+    undelayed->swiglu(gate, up, n, out);
 }
-static void late_rope_and_store(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
-    be_late(1e-4);
-    prompt_kernels->rope_and_store(job, first_token, end_token, first_kv_head, end_kv_head);
+static void delayed_rope_and_store(const llm__rope_job *job, int first_token, int end_token,
+                                int first_kv_head, int end_kv_head) {
+    delay(1e-4);
+    undelayed->rope_and_store(job, first_token, end_token, first_kv_head, end_kv_head);
 }
-static void late_attention(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row, void *scratch) {
-    be_late(1e-4);
-    prompt_kernels->attention(job, sequence, kv_head, first_row, end_row, scratch);
+static void delayed_attention(const llm__attention_job *job, int sequence, int kv_head,
+                              int first_row, int end_row, void *scratch) {
+    delay(1e-4);
+    undelayed->attention(job, sequence, kv_head, first_row, end_row, scratch);
 }
 
-typedef struct queue_world { /* what a run reads, and what all runs start from */
+typedef struct plan_fixture { /* the data of a run, and the values from which all runs start */
     int n;
     llm_batch batch;
-    int32_t positions[QUEUE_N], slots[QUEUE_N], seq_first[QUEUE_N], seq_count[QUEUE_N], tables[QUEUE_N][6], columns[QUEUE_COLS];
-    float *angles, *norm, *head_norm, *start[QUEUE_BUFFERS], *kv_start[2];
-    float *kv[2], *small; /* of the run: keys and values (n, QUEUE_COLS / 2); a product of 16 columns */
+    int32_t positions[PLAN_N], slots[PLAN_N], seq_first[PLAN_N], seq_count[PLAN_N];
+    int32_t tables[PLAN_N][6], columns[PLAN_COLS];
+    float *angles, *norm, *head_norm, *start[PLAN_BUFFERS], *kv_start[2];
+    /* changed by a run: keys and values (n, PLAN_COLS / 2); a product of 16 columns (n, 16) */
+    float *kv[2], *small;
     llm_cache cache;
     void *keys, *values;
-} queue_world;
+} plan_fixture;
 
-/* n tokens of as many sequences as `together` to each make, behind a few that are there; the keys of the cache as the CPU wants them. */
-static void make_queue_world(queue_world *w, int n, int together) {
+/* n tokens, `together` of each sequence, after PLAN_BEFORE tokens that are in the cache, whose keys
+ * are transposed as the CPU backend stores them. */
+static void make_plan_fixture(plan_fixture *w, int n, int together) {
     memset(w, 0, sizeof *w);
     w->n = n;
-    w->batch = (llm_batch){.n_tokens = n, .n_sequences = n / together, .positions = w->positions, .slots = w->slots, .seq_first = w->seq_first,
-                           .seq_count = w->seq_count, .block_tables = w->tables[0], .table_stride = 6, .block_size = QUEUE_BLOCK};
+    w->batch = (llm_batch){.n_tokens = n, .n_sequences = n / together, .positions = w->positions,
+                           .slots = w->slots, .seq_first = w->seq_first, .seq_count = w->seq_count,
+                           .block_tables = w->tables[0], .table_stride = 6,
+                           .block_size = PLAN_BLOCK};
     for (int t = 0; t < n; t++) {
-        int s = t / together, p = w->positions[t] = QUEUE_BEFORE + t % together;
+        int s = t / together, p = w->positions[t] = PLAN_BEFORE + t % together;
         w->seq_first[s] = s * together, w->seq_count[s] = together;
         for (int i = 0; i < 6; i++) w->tables[s][i] = s * 6 + i;
-        w->slots[t] = w->tables[s][p / QUEUE_BLOCK] * QUEUE_BLOCK + p % QUEUE_BLOCK;
+        w->slots[t] = w->tables[s][p / PLAN_BLOCK] * PLAN_BLOCK + p % PLAN_BLOCK;
     }
-    int64_t cached = (int64_t)w->batch.n_sequences * 6 * QUEUE_BLOCK * QUEUE_COLS / QUEUE_HEADS * QUEUE_KV_HEADS;
-    w->cache = (llm_cache){LLM_F32, 1, QUEUE_KV_HEADS, QUEUE_COLS / QUEUE_HEADS, QUEUE_BLOCK, w->batch.n_sequences * 6, (size_t)cached * 4, NULL, NULL, true};
+    int64_t cached =
+        (int64_t)w->batch.n_sequences * 6 * PLAN_BLOCK * PLAN_COLS / PLAN_HEADS * PLAN_KV_HEADS;
+    w->cache = (llm_cache){LLM_F32, 1, PLAN_KV_HEADS, PLAN_COLS / PLAN_HEADS, PLAN_BLOCK,
+                           w->batch.n_sequences * 6, (size_t)cached * 4, NULL, NULL, true};
     w->keys = random_floats(cached), w->values = random_floats(cached);
     w->cache.keys = malloc(w->cache.layer_bytes), w->cache.values = malloc(w->cache.layer_bytes);
-    w->angles = random_floats(n * QUEUE_COLS / QUEUE_HEADS);
-    w->norm = random_floats(QUEUE_COLS), w->head_norm = random_floats(QUEUE_COLS / QUEUE_HEADS);
-    for (int i = 0; i < QUEUE_COLS; i++) w->columns[i] = (i * 77 + 5) % QUEUE_COLS;
-    for (int i = 0; i < QUEUE_BUFFERS; i++) w->start[i] = random_floats(n * QUEUE_COLS);
-    for (int i = 0; i < 2; i++) w->kv_start[i] = random_floats(n * QUEUE_COLS / 2), w->kv[i] = random_floats(n * QUEUE_COLS / 2);
+    w->angles = random_floats(n * PLAN_COLS / PLAN_HEADS);
+    w->norm = random_floats(PLAN_COLS), w->head_norm = random_floats(PLAN_COLS / PLAN_HEADS);
+    for (int i = 0; i < PLAN_COLS; i++) w->columns[i] = (i * 77 + 5) % PLAN_COLS;
+    for (int i = 0; i < PLAN_BUFFERS; i++) w->start[i] = random_floats(n * PLAN_COLS);
+    for (int i = 0; i < 2; i++) w->kv_start[i] = random_floats(n * PLAN_COLS / 2);
+    for (int i = 0; i < 2; i++) w->kv[i] = random_floats(n * PLAN_COLS / 2);
     w->small = random_floats(n * 16);
 }
 
-static void free_queue_world(queue_world *w) {
-    free(w->keys), free(w->values), free(w->cache.keys), free(w->cache.values), free(w->angles), free(w->norm), free(w->head_norm), free(w->small);
+static void free_plan_fixture(plan_fixture *w) {
+    free(w->keys), free(w->values), free(w->cache.keys), free(w->cache.values);
+    free(w->angles), free(w->norm), free(w->head_norm), free(w->small);
     for (int i = 0; i < 2; i++) free(w->kv_start[i]), free(w->kv[i]);
-    for (int i = 0; i < QUEUE_BUFFERS; i++) free(w->start[i]);
+    for (int i = 0; i < PLAN_BUFFERS; i++) free(w->start[i]);
 }
 
-/* A random program on buffers (n, QUEUE_COLS), whose operations depend on each other in every way that a model's do, and some more:
- * several products of one x, x changed in between, a product added to another's result, results written where something else was just read. */
-static ops *random_program(const queue_world *w, const llm_weight *weights, const llm_weight *order, int n_groups, float **buffer) {
-    llm_attention_shape shape = {QUEUE_HEADS, QUEUE_KV_HEADS, QUEUE_COLS / QUEUE_HEADS, 0.1f, false, 0};
+/* A random program on buffers (n, PLAN_COLS), whose operations depend on each other in every way
+ * that a model's do, and in others: several products of one x, x changed in between, a product
+ * added to another's result, results written where another operation has just read. */
+static ops *random_program(const plan_fixture *w, const llm_weight *weights,
+                           const llm_weight *order, int n_groups, float **buffer) {
+    llm_attention_shape shape = {
+        PLAN_HEADS, PLAN_KV_HEADS, PLAN_COLS / PLAN_HEADS, 0.1f, false, 0};
     ops *o = ops_new();
     for (int i = 0; i < n_groups; i++) {
-        float *pick[4]; /* different ones */
+        float *pick[4]; /* all different */
         for (int k = 0; k < 4; k++) {
-            pick[k] = buffer[random_u32() % QUEUE_BUFFERS];
+            pick[k] = buffer[random_u32() % PLAN_BUFFERS];
             for (int j = 0; j < k; j++)
                 if (pick[j] == pick[k]) k--, j = k;
         }
         float *x = pick[0], *other = pick[1], *out = pick[2];
         const llm_weight *v = &weights[random_u32() % 4], *u = &weights[random_u32() % 4];
         switch (random_u32() % 10) {
-        case 0: ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x); break;
+        case 0: ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, x); break;
         case 1: ops_matmul(o, x, v, NULL, random_u32() % 2, out); break;
-        case 2: /* as in a model: two products of what was normalised; and one that goes where the norm has read, or to what it made */
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+        case 2: /* a norm and two products of its result; one may overwrite the norm's input */
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, out);
             ops_matmul(o, out, v, NULL, false, other);
             ops_matmul(o, out, u, NULL, random_u32() % 2, x);
             break;
         case 3:
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, out);
             ops_matmul(o, out, v, NULL, true, x);
             ops_matmul(o, x, u, NULL, false, out);
             ops_matmul(o, out, v, NULL, false, other);
             break;
-        case 4: /* a product takes the gate with it, if nothing reads `other` after it */
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x);
+        case 4: /* the second product applies the gate if nothing else reads `other` */
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, x);
             ops_matmul(o, x, v, NULL, false, out);
             ops_matmul(o, random_u32() % 4 ? x : pick[3], u, NULL, false, other);
-            ops_swiglu(o, out, other, QUEUE_COLS, out);
-            if (random_u32() % 4) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, other);
+            ops_swiglu(o, out, other, PLAN_COLS, out);
+            if (random_u32() % 4) ops_rmsnorm(o, out, w->norm, PLAN_COLS, 1e-5f, other);
             break;
-        case 5: ops_swiglu(o, x, other, QUEUE_COLS, out); break;
+        case 5: ops_swiglu(o, x, other, PLAN_COLS, out); break;
         case 6: ops_gather_columns(o, x, order, out); break;
-        case 7: /* what a norm made is written over */
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, out);
+        case 7: /* the norm's result is overwritten */
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, out);
             ops_matmul(o, out, v, NULL, false, other);
             ops_gather_columns(o, x, order, out);
             ops_matmul(o, out, v, NULL, true, other);
             break;
-        case 8: /* a product too small to be shared, and one beside it that is */
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x);
+        case 8: /* a product too small to be shared, next to one that is shared */
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, x);
             ops_matmul(o, x, &weights[4], NULL, false, w->small);
             ops_matmul(o, x, v, NULL, false, other);
-            ops_rmsnorm(o, other, w->norm, QUEUE_COLS, 1e-5f, out);
+            ops_rmsnorm(o, other, w->norm, PLAN_COLS, 1e-5f, out);
             ops_matmul(o, out, u, NULL, false, x);
             break;
-        default: /* what comes between the two may not matter */
-            ops_rmsnorm(o, x, w->norm, QUEUE_COLS, 1e-5f, x); /* (or the softmax would see one key alone) */
-            ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, QUEUE_COLS / QUEUE_HEADS, w->angles, v == u ? w->head_norm : NULL, w->head_norm,
-                               1e-5f, x, w->kv[0], w->kv[1], &w->cache, 0);
-            if (random_u32() % 3 == 0) ops_rmsnorm(o, other, w->norm, QUEUE_COLS, 1e-5f, other);
+        default: /* attention, with or without an operation between it and RoPE */
+            /* without the norm, the softmax would be 1 at one key */
+            ops_rmsnorm(o, x, w->norm, PLAN_COLS, 1e-5f, x);
+            ops_rope_and_store(o, &shape, LLM_ROPE_HALVES, PLAN_COLS / PLAN_HEADS, w->angles,
+                               v == u ? w->head_norm : NULL, w->head_norm, 1e-5f, x, w->kv[0],
+                               w->kv[1], &w->cache, 0);
+            if (random_u32() % 3 == 0) ops_rmsnorm(o, other, w->norm, PLAN_COLS, 1e-5f, other);
             ops_attention(o, &shape, x, &w->cache, 0, out);
             ops_matmul(o, out, v, NULL, true, x);
         }
-        if (i % 3 == 0) ops_rmsnorm(o, out, w->norm, QUEUE_COLS, 1e-5f, out); /* so that it all stays finite */
+        /* keeps the values finite */
+        if (i % 3 == 0) ops_rmsnorm(o, out, w->norm, PLAN_COLS, 1e-5f, out);
     }
-    for (int i = 0; i < QUEUE_BUFFERS; i++) /* all are read, so that no result may be left out */
-        ops_rmsnorm(o, buffer[i], w->norm, QUEUE_COLS, 1e-5f, buffer[i]);
+    /* reads every buffer, so that no operation is without effect */
+    for (int i = 0; i < PLAN_BUFFERS; i++)
+        ops_rmsnorm(o, buffer[i], w->norm, PLAN_COLS, 1e-5f, buffer[i]);
     return o;
 }
 
-enum { AT_ONCE, PLANNED, WEAKENED }; /* how a random program is run */
+enum { AT_ONCE, PLANNED, WEAKENED }; /* how to run a random program */
 
-/* Run random programs, always the same ones, from the same start. AT_ONCE: each operation is a program by itself. WEAKENED: without
- * any barrier. */
-static void run_programs(llm_backend *b, queue_world *w, const llm_weight *weights, int how, float **buffer) {
+/* Run random programs, the same ones in each call, from the same values. AT_ONCE: each operation is
+ * its own program. WEAKENED: without barriers. */
+static void run_programs(llm_backend *b, plan_fixture *w, const llm_weight *weights, int how,
+                         float **buffer) {
     enum { GROUPS = 40 };
     llm_error err;
-    llm_weight order = {.rows = 1, .cols = QUEUE_COLS, .columns = w->columns};
+    llm_weight order = {.rows = 1, .cols = PLAN_COLS, .columns = w->columns};
     uint64_t kept = random_state;
-    int n = w->n, n_groups = repeats(QUEUE_OPERATIONS / (n < 20 ? 1 : n > 100 ? 2 : 4), QUEUE_OPERATIONS / 16);
+    int n = w->n, share = n < 20 ? 1 : n > 100 ? 2 : 4;
+    int n_groups = repeats(PLAN_OPERATIONS / share, PLAN_OPERATIONS / 16);
     random_state = 99 + (uint64_t)n;
-    for (int i = 0; i < QUEUE_BUFFERS; i++) memcpy(buffer[i], w->start[i], (size_t)n * QUEUE_COLS * sizeof(float));
-    for (int i = 0; i < 2; i++) memcpy(w->kv[i], w->kv_start[i], (size_t)n * QUEUE_COLS / 2 * sizeof(float));
-    memcpy(w->cache.keys, w->keys, w->cache.layer_bytes), memcpy(w->cache.values, w->values, w->cache.layer_bytes);
+    for (int i = 0; i < PLAN_BUFFERS; i++)
+        memcpy(buffer[i], w->start[i], (size_t)n * PLAN_COLS * sizeof(float));
+    for (int i = 0; i < 2; i++)
+        memcpy(w->kv[i], w->kv_start[i], (size_t)n * PLAN_COLS / 2 * sizeof(float));
+    memcpy(w->cache.keys, w->keys, w->cache.layer_bytes);
+    memcpy(w->cache.values, w->values, w->cache.layer_bytes);
     ((llm__cpu *)b->context)->alone_until = 0;
     for (int done = 0; done < n_groups; done += GROUPS) {
         ops *o = random_program(w, weights, &order, (int)llm__min(GROUPS, n_groups - done), buffer);
@@ -979,92 +1093,111 @@ static void run_programs(llm_backend *b, queue_world *w, const llm_weight *weigh
             assert_true(b->prepare(b->context, &o->program, &limits, &err));
             llm__plan *plan = (llm__plan *)o->program.plan;
             for (int i = 0; how == WEAKENED && i < LLM__CLASSES * 2; i++)
-                for (int k = 0; k < plan->variants[0][i / 2][i % 2].n; k++) plan->variants[0][i / 2][i % 2].stages[k].barrier = false;
+                for (int k = 0; k < plan->variants[0][i / 2][i % 2].n; k++)
+                    plan->variants[0][i / 2][i % 2].stages[k].barrier = false;
             assert_true(ops_start(o, b, &w->batch, 0, 0, &err));
         }
         ops_free(o, b);
-        if (!moody) ((llm__cpu *)b->context)->alone_until = 0; /* though others were late */
+        /* use all threads again, which a backend stops doing after long waits */
+        if (!alternating) ((llm__cpu *)b->context)->alone_until = 0;
     }
     random_state = kept;
 }
 
-/* Random programs give the same bits whether their operations are run one by one, by one thread, or planned for several, which come late at
- * random. Without barriers they do not, or the test would notice nothing. */
-static void test_plan(void **state) {
+/* Random programs give the same bits when each operation runs alone on one thread, and when they
+ * are planned for one or several threads that start late at random. Without barriers the bits
+ * differ, or else this test detects nothing. */
+static void test_plans_of_random_programs(void **state) {
     static const struct {
         int n, together;
-    } sizes[] = {{1, 1}, {3, 1}, {5, 5}, {14, 7}, {27, 27}, {70, 70}, {QUEUE_N, 65}}; /* (70 with two heads to each: more rows than an item of attention has) */
+    } sizes[] = { /* 70 tokens with two heads per key/value head: more than LLM__QUERY_ROWS rows */
+        {1, 1}, {3, 1}, {5, 5}, {14, 7}, {27, 27}, {70, 70}, {PLAN_N, 65}};
     static const llm_type types[4] = {LLM_Q4_0, LLM_F32, LLM_Q8_0, LLM_Q6_K};
     (void)state;
     llm_error err;
-    int noticed = 0;
+    int differing = 0;
     FOR_EACH_ISA(isa) {
         enum { BACKENDS = 3 };
-        llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2), open_backend(isa, 3)};
+        llm_backend *b[BACKENDS] = {open_backend(isa, 1), open_backend(isa, 2),
+                                    open_backend(isa, 3)};
         if (!b[0]) continue;
-        prompt_kernels = ((llm__cpu *)b[0]->context)->kernels;
-        llm__kernels late = *prompt_kernels;
-        late.round_rows = late_round_rows, late.matmul = late_matmul, late.rmsnorm = late_rmsnorm, late.swiglu = late_swiglu;
-        late.rope_and_store = late_rope_and_store, late.attention = late_attention;
+        undelayed = ((llm__cpu *)b[0]->context)->kernels;
+        llm__kernels late = *undelayed;
+        late.round_rows = delayed_round_rows, late.matmul = delayed_matmul,
+        late.rmsnorm = delayed_rmsnorm, late.swiglu = delayed_swiglu;
+        late.rope_and_store = delayed_rope_and_store, late.attention = delayed_attention;
         for (int i = 1; i < BACKENDS; i++) ((llm__cpu *)b[i]->context)->kernels = &late;
         void *data[4];
         for (int i = 0; i < 4; i++) {
-            float *values = random_floats(QUEUE_COLS * QUEUE_COLS);
-            for (int v = 0; v < QUEUE_COLS * QUEUE_COLS; v++) values[v] /= sqrtf(QUEUE_COLS);
-            data[i] = packed_weights(types[i], values, QUEUE_COLS * QUEUE_COLS);
+            float *values = random_floats(PLAN_COLS * PLAN_COLS);
+            for (int v = 0; v < PLAN_COLS * PLAN_COLS; v++) values[v] /= sqrtf(PLAN_COLS);
+            data[i] = packed_weights(types[i], values, PLAN_COLS * PLAN_COLS);
             free(values);
         }
         for (size_t k = 0; k < sizeof sizes / sizeof *sizes; k += (size_t)repeats(1, 2)) {
-            queue_world w;
-            make_queue_world(&w, sizes[k].n, sizes[k].together);
-            size_t bytes = (size_t)w.n * QUEUE_COLS * sizeof(float);
-            float *expected[QUEUE_BUFFERS], *found[QUEUE_BUFFERS];
-            for (int i = 0; i < QUEUE_BUFFERS; i++) expected[i] = malloc(bytes), found[i] = malloc(bytes);
-            for (int run = 0; run <= BACKENDS + (noticed == 0); run++) { /* at once by one thread, planned for one, and for more; without barriers */
+            plan_fixture w;
+            make_plan_fixture(&w, sizes[k].n, sizes[k].together);
+            size_t bytes = (size_t)w.n * PLAN_COLS * sizeof(float);
+            float *expected[PLAN_BUFFERS], *found[PLAN_BUFFERS];
+            for (int i = 0; i < PLAN_BUFFERS; i++)
+                expected[i] = malloc(bytes), found[i] = malloc(bytes);
+            /* one operation at a time, planned for 1, 2 and 3 threads, then without barriers */
+            for (int run = 0; run <= BACKENDS + (differing == 0); run++) {
                 llm_backend *device = b[run > BACKENDS ? BACKENDS - 1 : run ? run - 1 : 0];
                 llm_weight weights[5];
                 for (int i = 0; i < 5; i++) {
-                    int of = i < 4 ? i : 1; /* the last is a small one of floats */
-                    weights[i] = (llm_weight){types[of], i < 4 ? QUEUE_COLS : 16, QUEUE_COLS, NULL, NULL, NULL, false};
+                    int of = i < 4 ? i : 1; /* the last one is small and f32 */
+                    weights[i] = (llm_weight){
+                        types[of], i < 4 ? PLAN_COLS : 16, PLAN_COLS, NULL, NULL, NULL, false};
                     assert_true(device->load_weight(device->context, &weights[i], data[of], &err));
                 }
-                moody = run == BACKENDS ? (llm__cpu *)device->context : NULL;
-                run_programs(device, &w, weights, run > BACKENDS ? WEAKENED : run ? PLANNED : AT_ONCE, run ? found : expected);
+                alternating = run == BACKENDS ? (llm__cpu *)device->context : NULL;
+                int how = run > BACKENDS ? WEAKENED : run ? PLANNED : AT_ONCE;
+                run_programs(device, &w, weights, how, run ? found : expected);
                 for (int i = 0; i < 5; i++) device->free_weight(device->context, &weights[i]);
-                for (int i = 0; run > BACKENDS && i < QUEUE_BUFFERS; i++) noticed += memcmp(found[i], expected[i], bytes) != 0;
-                for (int i = 0; run <= BACKENDS && i < QUEUE_BUFFERS; i++) {
+                for (int i = 0; run > BACKENDS && i < PLAN_BUFFERS; i++)
+                    differing += memcmp(found[i], expected[i], bytes) != 0;
+                for (int i = 0; run <= BACKENDS && i < PLAN_BUFFERS; i++) {
                     double size = 0;
-                    for (int64_t v = 0; v < (int64_t)w.n * QUEUE_COLS; v++) size += fabs((double)expected[i][v]);
-                    assert_true(size > 0.01 * w.n * QUEUE_COLS && size < 1e10); /* else the same would mean nothing */
-                    if (run) check_same(run == 1 ? "a plan, one thread" : "a plan", isa, found[i], expected[i], bytes);
+                    for (int64_t v = 0; v < (int64_t)w.n * PLAN_COLS; v++)
+                        size += fabs((double)expected[i][v]);
+                    /* values that are all zero or infinite would prove nothing */
+                    assert_true(size > 0.01 * w.n * PLAN_COLS && size < 1e10);
+                    if (run)
+                        check_same(run == 1 ? "a plan, one thread" : "a plan", isa, found[i],
+                                   expected[i], bytes);
                 }
             }
-            for (int i = 0; i < QUEUE_BUFFERS; i++) free(expected[i]), free(found[i]);
-            free_queue_world(&w);
+            for (int i = 0; i < PLAN_BUFFERS; i++) free(expected[i]), free(found[i]);
+            free_plan_fixture(&w);
         }
         for (int i = 0; i < 4; i++) free(data[i]);
         for (int i = 0; i < BACKENDS; i++) close_backend(b[i]);
     }
 #ifdef _OPENMP
-    assert_true(noticed > 0);
+    assert_true(differing > 0);
 #else
-    (void)noticed;
+    (void)differing;
 #endif
 }
 
-/* Rounding in which every thread but the first takes long: a product that does not wait for it reads old values. */
-static void slow_round_rows(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
+/* Rounding in which every thread but the first is slow: a product that does not wait for it reads
+ * old values. */
+static void slow_round_rows(const float *x, int64_t cols, int group, int height, int rows,
+                            int64_t first, int64_t end, char *tile) {
 #ifdef _OPENMP
     if (omp_get_thread_num() > 0)
         for (double until = llm_seconds() + 5e-4; llm_seconds() < until;) {}
 #endif
-    prompt_kernels->round_rows(x, cols, group, height, rows, first, end, tile);
+    undelayed->round_rows(x, cols, group, height, rows, first, end, tile);
 }
 
-/* In a step, the product of up applies the gate as it finishes: the same bits, and up itself is not written. The last pair
- * rounds x in two ways, so its products do not become one. With 70 rows of x, threads share the rounding. */
-static void test_gate(void **state) {
-    static const llm_type pairs[][2] = {{LLM_Q4_0, LLM_Q4_0}, {LLM_Q4_K, LLM_Q6_K}, {LLM_Q8_0, LLM_Q8_0}, {LLM_Q5_1, LLM_Q8_0},
+/* The product with the up weights applies the gate as it finishes: the bits are the same and up
+ * itself is not written. The products of the last two pairs are not fused: f16 does not round x,
+ * and q4_K and q8_0 round it in different ways. With 70 rows of x, threads share the rounding. */
+static void test_fused_gate(void **state) {
+    static const llm_type pairs[][2] = {{LLM_Q4_0, LLM_Q4_0}, {LLM_Q4_K, LLM_Q6_K},
+                                        {LLM_Q8_0, LLM_Q8_0}, {LLM_Q5_1, LLM_Q8_0},
                                         {LLM_F16, LLM_F16},   {LLM_Q4_K, LLM_Q8_0}};
     static const int counts[] = {1, 3, 9, 33, 70};
     (void)state;
@@ -1072,23 +1205,28 @@ static void test_gate(void **state) {
     FOR_EACH_ISA(isa) {
         llm_backend *b[2] = {open_backend(isa, 1), open_backend(isa, 3)};
         if (!b[0]) continue;
-        prompt_kernels = ((llm__cpu *)b[0]->context)->kernels;
-        llm__kernels slow = *prompt_kernels;
+        undelayed = ((llm__cpu *)b[0]->context)->kernels;
+        llm__kernels slow = *undelayed;
         slow.round_rows = slow_round_rows;
         for (int pair = 0; pair < 6; pair++)
             for (int i = 0; i < 5; i += repeats(1, 2)) {
                 int n = counts[i], cols = n == 70 ? 512 : 256;
-                ((llm__cpu *)b[1]->context)->kernels = n == 70 ? &slow : prompt_kernels;
-                int64_t rows = i % 2 ? 1043 : 96, size = n * rows; /* the last panel is not full; many rows are more than the cache is to keep */
-                float *x = random_floats(n * cols), *bias = random_floats(rows), *results[3], *up = malloc((size_t)size * sizeof *up);
+                ((llm__cpu *)b[1]->context)->kernels = n == 70 ? &slow : undelayed;
+                /* the last panel is not full; the many rows exceed what the cache should keep */
+                int64_t rows = i % 2 ? 1043 : 96, size = n * rows;
+                float *x = random_floats(n * cols), *bias = random_floats(rows);
+                float *results[3], *up = malloc((size_t)size * sizeof *up);
                 void *data[2];
                 for (int k = 0; k < 2; k++) data[k] = random_weights(pairs[pair][k], rows * cols);
-                for (int run = 0; run < 3; run++) { /* one by one; fused, by one thread; by three */
+                /* without fusions; fused, on one thread; on three */
+                for (int run = 0; run < 3; run++) {
                     llm_backend *device = b[run == 2];
                     llm_weight weights[2];
                     for (int k = 0; k < 2; k++) {
-                        weights[k] = (llm_weight){pairs[pair][k], rows, cols, NULL, NULL, NULL, false};
-                        assert_true(device->load_weight(device->context, &weights[k], data[k], &err));
+                        weights[k] =
+                            (llm_weight){pairs[pair][k], rows, cols, NULL, NULL, NULL, false};
+                        assert_true(
+                            device->load_weight(device->context, &weights[k], data[k], &err));
                     }
                     results[run] = malloc((size_t)size * sizeof(float));
                     for (int64_t v = 0; v < size; v++) up[v] = 77;
@@ -1100,7 +1238,8 @@ static void test_gate(void **state) {
                     ops_run_rows(o, device, n);
                     assert_memory_equal(results[run], results[0], (size_t)size * sizeof(float));
                     bool fused = run > 0 && isa > LLM_ISA_REFERENCE && pair < 4;
-                    for (int64_t v = 0; v < size; v++) assert_true(fused ? up[v] == 77 : up[v] != 77);
+                    for (int64_t v = 0; v < size; v++)
+                        assert_true(fused ? up[v] == 77 : up[v] != 77);
                     for (int k = 0; k < 2; k++) device->free_weight(device->context, &weights[k]);
                 }
                 free(x), free(bias), free(up);
@@ -1111,8 +1250,9 @@ static void test_gate(void **state) {
     }
 }
 
-/* What was not prepared, or is larger than what was, is refused; a failed allocation leaves what was prepared before. */
-static void test_failures(void **state) {
+/* A program that is not prepared, or is larger than prepared, is refused. A failed allocation
+ * leaves an earlier program prepared. */
+static void test_refused_runs_and_failed_allocations(void **state) {
     (void)state;
     llm_error err;
     float x[8] = {1, 2, 3, 4}, out[8];
@@ -1134,8 +1274,10 @@ static void test_failures(void **state) {
         assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
         assert_int_equal(err.status, LLM_ERROR_DEVICE);
         int32_t position = 1, zero = 0, one = 1;
-        batch = (llm_batch){.n_tokens = 1, .n_sequences = 1, .positions = &position, .seq_first = &zero, .seq_count = &one};
-        assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err)); /* position 1 of a context of 1 */
+        batch = (llm_batch){.n_tokens = 1, .n_sequences = 1, .positions = &position,
+                            .seq_first = &zero, .seq_count = &one};
+        /* position 1 needs a context of 2 */
+        assert_false(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
         position = 0;
         assert_true(b->run(b->context, &o->program, LLM_BODY, &batch, 0, 0, &err));
         ops *wide = ops_new();
@@ -1149,8 +1291,10 @@ static void test_failures(void **state) {
     }
     llm_weight w = {LLM_Q4_0, 64, 4096, NULL, NULL, NULL, false};
     llm_limits small = {4, 1, 8, 4}, large = {2000, 1, 8, 4};
-    for (int i = 0, done = 0; !done; i++) { /* each allocation of a second prepare fails in turn; the first program still runs */
-        float *values = random_floats(64 * 4096), *in = random_floats(4 * 4096), first[4 * 64], again[4 * 64];
+    /* each allocation of a second prepare fails in turn; the first program still runs */
+    for (int i = 0, done = 0; !done; i++) {
+        float *values = random_floats(64 * 4096), *in = random_floats(4 * 4096);
+        float first[4 * 64], again[4 * 64];
         void *data = packed_weights(LLM_Q4_0, values, 64 * 4096);
         llm_backend *b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
         assert_non_null(b);
@@ -1174,7 +1318,7 @@ static void test_failures(void **state) {
         free(values), free(in), free(data);
         assert_int_equal(test_live, 0);
     }
-    for (int i = 0;; i++) { /* and of a backend's creation */
+    for (int i = 0;; i++) { /* each allocation of a backend's creation fails in turn */
         test_fail_in = i;
         llm_backend *b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
         test_fail_in = -1;
@@ -1194,13 +1338,15 @@ static void test_no_allocation_in_a_run(void **state) {
     FOR_EACH_ISA(isa) {
         llm_backend *b = open_backend(isa, 2);
         if (!b) continue;
-        queue_world w;
-        make_queue_world(&w, 70, 70);
-        float *values = random_floats(QUEUE_COLS * QUEUE_COLS), *buffer[QUEUE_BUFFERS];
-        void *data = packed_weights(LLM_Q4_0, values, QUEUE_COLS * QUEUE_COLS);
-        llm_weight weights[5], order = {.rows = 1, .cols = QUEUE_COLS, .columns = w.columns};
-        for (int i = 0; i < 5; i++) weights[i] = (llm_weight){LLM_Q4_0, i < 4 ? QUEUE_COLS : 16, QUEUE_COLS, data, NULL, NULL, false};
-        for (int i = 0; i < QUEUE_BUFFERS; i++) buffer[i] = random_floats(70 * QUEUE_COLS);
+        plan_fixture w;
+        make_plan_fixture(&w, 70, 70);
+        float *values = random_floats(PLAN_COLS * PLAN_COLS), *buffer[PLAN_BUFFERS];
+        void *data = packed_weights(LLM_Q4_0, values, PLAN_COLS * PLAN_COLS);
+        llm_weight weights[5], order = {.rows = 1, .cols = PLAN_COLS, .columns = w.columns};
+        for (int i = 0; i < 5; i++)
+            weights[i] = (llm_weight){
+                LLM_Q4_0, i < 4 ? PLAN_COLS : 16, PLAN_COLS, data, NULL, NULL, false};
+        for (int i = 0; i < PLAN_BUFFERS; i++) buffer[i] = random_floats(70 * PLAN_COLS);
         ops *o = random_program(&w, weights, &order, 30, buffer);
         llm_limits limits = ops_limits(&w.batch, 0);
         assert_true(b->prepare(b->context, &o->program, &limits, &err));
@@ -1208,9 +1354,9 @@ static void test_no_allocation_in_a_run(void **state) {
         assert_true(ops_start(o, b, &w.batch, 0, 0, &err));
         assert_int_equal(test_allocations, before);
         ops_free(o, b);
-        for (int i = 0; i < QUEUE_BUFFERS; i++) free(buffer[i]);
+        for (int i = 0; i < PLAN_BUFFERS; i++) free(buffer[i]);
         free(values), free(data);
-        free_queue_world(&w);
+        free_plan_fixture(&w);
         close_backend(b);
     }
 }
@@ -1233,13 +1379,17 @@ static void test_instruction_sets(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_instruction_sets), cmocka_unit_test(test_matmul),
-        cmocka_unit_test(test_matmul_extremes), cmocka_unit_test(test_matmul_extremes_of_all),  cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu), cmocka_unit_test(test_logits),
-        cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_attention_window), cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
+        cmocka_unit_test(test_matmul_extremes),
+        cmocka_unit_test(test_matmul_extremes_of_all_formats), cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_swiglu),
+        cmocka_unit_test(test_argmax_and_sum_exp), cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_attention_window),
+        cmocka_unit_test(test_attention_window_is_a_shorter_sequence),
         cmocka_unit_test(test_attention_extremes), cmocka_unit_test(test_rope_and_store),
-        cmocka_unit_test(test_movements),        cmocka_unit_test(test_failures),
-        cmocka_unit_test(test_no_allocation_in_a_run), cmocka_unit_test(test_plan), cmocka_unit_test(test_gate),
+        cmocka_unit_test(test_memory_and_copies),
+        cmocka_unit_test(test_refused_runs_and_failed_allocations),
+        cmocka_unit_test(test_no_allocation_in_a_run),
+        cmocka_unit_test(test_plans_of_random_programs), cmocka_unit_test(test_fused_gate),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);
 }
