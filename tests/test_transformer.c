@@ -1,8 +1,8 @@
-/* Chapter 5 of llm.h against a forward pass in double precision that shares no code with it: every
- * trait of an architecture, over ragged batches. And the RoPE frequencies against the formulas of
- * Hugging Face transformers, with the parameters of real models.
+/* Chapter 5 of llm.h, compared with a forward pass in double precision that shares no code with it:
+ * every trait of an architecture, in ragged batches. The RoPE frequencies are compared with the
+ * formulas of Hugging Face transformers, with the parameters of real models.
  *
- * test_golden.c and test_models.c compare with logits that transformers itself computed. */
+ * test_golden.c and test_models.c compare with logits that transformers computed. */
 #include <math.h>
 #include <setjmp.h>
 #include <stdarg.h>
@@ -15,7 +15,7 @@
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include "engine_util.h"
-#undef llm_engine_create /* the backends here are the CPU's */
+#undef llm_engine_create /* these tests always use CPU backends */
 
 static const double PI = 3.14159265358979323846;
 
@@ -41,9 +41,10 @@ typedef struct weights { /* (rows, cols) each; NULL: the model has none */
     } layers[MAX_LAYERS];
 } weights;
 
-static uint64_t next_tensor; /* numbers the tensors, so that each has values of its own */
+static uint64_t next_tensor; /* counts the tensors, so that each has its own values */
 
-/* middle + scale * (a number between -1 and 1), and into the file. rows 0: a vector */
+/* Add a tensor to the file, with values of middle + scale * (a random number from -1 to 1). rows 0:
+ * a vector. */
 static float *tensor(gguf *g, const char *name, int rows, int cols, double middle, double scale) {
     int n = (rows ? rows : 1) * cols;
     float *values = (float *)malloc((size_t)n * sizeof *values);
@@ -178,11 +179,11 @@ static llm_model *load_file(const bytes *file) {
 /* ---- The oracle ---------------------------------------------------------------------------- */
 
 /* transformers, modeling_rope_utils.py, _compute_yarn_parameters: the inverse frequencies of a head
- * of `dim` dimensions. Returns the attention factor where the config gives none. */
+ * of `dim` dimensions. Returns the attention factor that applies if the config gives none. */
 static double yarn_frequencies(double base, int dim, int original, double factor, double beta_fast,
                                double beta_slow, double *frequencies) {
-    double low =
-        dim * log(original / (beta_fast * 2 * PI)) / (2 * log(base)); /* find_correction_dim */
+    /* find_correction_dim */
+    double low = dim * log(original / (beta_fast * 2 * PI)) / (2 * log(base));
     double high = dim * log(original / (beta_slow * 2 * PI)) / (2 * log(base));
     low = fmax(floor(low), 0), high = fmin(ceil(high), dim - 1); /* find_correction_range */
     if (low == high) high += 0.001;
@@ -194,7 +195,7 @@ static double yarn_frequencies(double base, int dim, int original, double factor
     return factor <= 1 ? 1 : 0.1 * log(factor) + 1; /* get_mscale */
 }
 
-/* The same file, _compute_llama3_parameters. */
+/* transformers, modeling_rope_utils.py, _compute_llama3_parameters. */
 static void llama3_frequencies(double base, int dim, int original, double factor, double low_factor,
                                double high_factor, double *frequencies) {
     for (int i = 0; i < dim / 2; i++) {
@@ -262,8 +263,8 @@ static void oracle_attention(const shape *s, int layer, int head, int t, const d
                              const double *keys, const double *values, double *out) {
     int kv_head = head * s->kv_heads / s->heads, kv = s->kv_heads * s->head_dim, first = 0;
     if (s->window && (s->windowed >> layer & 1) && t - s->window + 1 > 0) first = t - s->window + 1;
-    double total = 0, *shares = (double *)malloc((size_t)(t + 1) * sizeof *shares),
-           largest = -1e300;
+    double total = 0, largest = -1e300;
+    double *shares = (double *)malloc((size_t)(t + 1) * sizeof *shares);
     for (int p = first; p <= t; p++) {
         shares[p] = 0;
         for (int i = 0; i < s->head_dim; i++)
@@ -287,15 +288,15 @@ static float *oracle_logits(const shape *s, const weights *w, const int32_t *tok
     double frequencies[MOST], magnitude, h[MOST], q[MOST], attended[MOST], gate[MOST], up[MOST],
         added[MOST];
     double *x = (double *)malloc((size_t)(n * s->dim) * sizeof *x);
-    double *keys = (double *)malloc((size_t)(n * kv) * sizeof *keys),
-           *values = (double *)malloc((size_t)(n * kv) * sizeof *values);
+    double *keys = (double *)malloc((size_t)(n * kv) * sizeof *keys);
+    double *values = (double *)malloc((size_t)(n * kv) * sizeof *values);
     float *logits = (float *)malloc((size_t)(n * VOCAB) * sizeof *logits);
     oracle_frequencies(s, w, frequencies, &magnitude);
     for (int t = 0; t < n; t++)
         for (int i = 0; i < s->dim; i++) x[t * s->dim + i] = w->embedding[tokens[t] * s->dim + i];
     for (int layer = 0; layer < s->layers; layer++) {
         const struct layer *l = &w->layers[layer];
-        for (int t = 0; t < n; t++) { /* token by token: a token sees those before it */
+        for (int t = 0; t < n; t++) { /* one token at a time: a token attends to those before it */
             double *row = x + t * s->dim;
             oracle_norm(row, l->attn_norm, s->dim, s->epsilon, h);
             oracle_product(l->q, l->q_bias, h, q_width, s->dim, q);
@@ -326,12 +327,12 @@ static float *oracle_logits(const shape *s, const weights *w, const int32_t *tok
     return logits;
 }
 
-/* ---- The engine against it ------------------------------------------------------------------- */
+/* ---- The engine, compared with the oracle ---------------------------------------------------- */
 
 enum { REQUESTS = 4, LENGTH = 60 };
 static const int lengths[REQUESTS] = {37, 1, 60, 18}, prompts[REQUESTS] = {30, 1, 41, 18};
 
-/* The token that a request without a hook gets is the likeliest after its prompt. */
+/* A request without a hook gets the likeliest token after its prompt. */
 static void check_token(const sample_record *got, const float *logits) {
     int best = 0;
     for (int i = 1; i < VOCAB; i++)
@@ -340,12 +341,13 @@ static void check_token(const sample_record *got, const float *logits) {
     assert_int_equal(got->tokens[0], best);
 }
 
-/* All requests in one engine: prompts in chunks, next to tokens that are decoded. A hook forces
- * what follows its prompt, and sees the logits of every token. Some requests have none: then few
- * rows of the batch are wanted. max_logits: the most rows whose logits are computed at once */
+/* Run all requests in one engine: prompts in chunks, together with tokens that are decoded. A hook
+ * forces the tokens after its prompt and reads the logits of every token. Unless all_hooked, some
+ * requests have no hook, so that logits are wanted for few rows of the batch. max_logits: the most
+ * rows whose logits are computed at once. */
 static void check_engine(const shape *s, const llm_model *model, llm_engine_options o,
                          bool all_hooked, int max_logits, int32_t tokens[REQUESTS][LENGTH],
-                         float *const right[REQUESTS]) {
+                         float *const expected[REQUESTS]) {
     record *records[REQUESTS];
     int32_t forced[REQUESTS][LENGTH];
     llm_engine *engine = engine_new(model, &o);
@@ -369,11 +371,12 @@ static void check_engine(const shape *s, const llm_model *model, llm_engine_opti
     llm_engine_free(engine);
     for (int i = 0; i < REQUESTS; i++) {
         const sample_record *got = &records[i]->samples[0];
-        if (!all_hooked && i % 2 == 0) check_token(got, right[i] + (lengths[i] - 1) * VOCAB);
+        if (!all_hooked && i % 2 == 0) check_token(got, expected[i] + (lengths[i] - 1) * VOCAB);
         else assert_int_equal(got->n_rows, lengths[i]);
         for (int row = 0; row < got->n_rows; row++) {
             assert_int_equal(got->positions[row], row);
-            double error = relative_error(got->logits + row * VOCAB, right[i] + row * VOCAB, VOCAB);
+            double error =
+                relative_error(got->logits + row * VOCAB, expected[i] + row * VOCAB, VOCAB);
             if (!(error <= 1e-4))
                 fail_msg("%s, %d x %d heads of %d, %s: request %d, position %d: %g",
                          s->architecture, s->kv_heads, s->heads / s->kv_heads, s->head_dim,
@@ -388,21 +391,20 @@ static void check_shape(const shape *s) {
     bytes file = make_file(s, &w);
     llm_model *model = load_file(&file);
     int32_t tokens[REQUESTS][LENGTH];
-    float *right[REQUESTS];
+    float *expected[REQUESTS];
     for (int i = 0; i < REQUESTS; i++) {
         for (int t = 0; t < LENGTH; t++)
             tokens[i][t] = (int32_t)(llm_random(9, (uint64_t)i, (uint64_t)t) * VOCAB);
-        right[i] = oracle_logits(s, &w, tokens[i], lengths[i]);
+        expected[i] = oracle_logits(s, &w, tokens[i], lengths[i]);
     }
-    for (int kind = 0; kind < 4;
-         kind++) { /* the reference loops, all at once; in small chunks; the best kernels */
+    /* the reference loops, with whole prompts and in small chunks; the best kernels; the plain
+     * kernels */
+    static const llm_isa isas[4] = {LLM_ISA_REFERENCE, LLM_ISA_REFERENCE, LLM_ISA_BEST,
+                                    LLM_ISA_PLAIN};
+    for (int kind = 0; kind < 4; kind++) {
         llm_error err;
         llm_engine_options o = llm_engine_defaults();
-        o.backend = llm_cpu_backend(kind == 2 ? 2 : 1,
-                                    kind < 2    ? LLM_ISA_REFERENCE
-                                    : kind == 2 ? LLM_ISA_BEST
-                                                : LLM_ISA_PLAIN,
-                                    &err);
+        o.backend = llm_cpu_backend(kind == 2 ? 2 : 1, isas[kind], &err);
         if (!o.backend) fail_msg("%s", err.message);
         o.cache_type = LLM_F32;
         o.context_length = 64;
@@ -410,23 +412,23 @@ static void check_shape(const shape *s) {
         o.max_batch_tokens = kind == 1 ? 7 : 128;
         o.block_size = kind == 1 ? 5 : 16;
         o.cache_bytes = 4 << 20;
-        check_engine(s, model, o, kind % 2 == 0, kind == 2 ? 5 : 1000, tokens, right);
+        check_engine(s, model, o, kind % 2 == 0, kind == 2 ? 5 : 1000, tokens, expected);
         llm_backend_free(o.backend);
     }
-    for (int i = 0; i < REQUESTS; i++) free(right[i]);
+    for (int i = 0; i < REQUESTS; i++) free(expected[i]);
     llm_model_free(model);
     clear_bytes(&file);
     free_weights(&w);
 }
 
-static void test_shapes(void **state) {
+static void test_architecture_traits(void **state) {
     (void)state;
     static const shape shapes[] = {
         /* architecture, layers, dim, heads, kv_heads, head_dim, rope_dim, hidden */
         {"llama", 2, 16, 4, 2, 4, 4, 24, .tied = false},
-        /* the heads together are wider than the model; the output is the embedding */
+        /* the heads together are wider than the model, and the output matrix is the embedding */
         {"llama", 2, 12, 6, 2, 8, 8, 20, .tied = true, .base = 500000, .epsilon = 1e-3},
-        /* all biases; one kv head; RoPE on a part of a head */
+        /* all biases; one key/value head; RoPE on a part of each head */
         {"llama", 2, 20, 3, 1, 10, 6, 18, .qkv_bias = true, .o_bias = true, .ffn_bias = true},
         {"llama", 1, 16, 2, 2, 8, 8, 16, .divisors = true, .scaling = "linear", .factor = 2.5},
         /* a window in the first and the last layer */
@@ -447,14 +449,14 @@ static void test_shapes(void **state) {
 
 /* ---- RoPE frequencies ------------------------------------------------------------------------ */
 
-static void check_frequencies(const char *what, const float *got, const double *right, int n) {
+static void check_frequencies(const char *what, const float *got, const double *expected, int n) {
     for (int i = 0; i < n; i++)
-        if (!(fabs(got[i] - right[i]) <= 1e-6 * right[i]))
-            fail_msg("%s: frequency %d is %g, not %g", what, i, (double)got[i], right[i]);
+        if (!(fabs(got[i] - expected[i]) <= 1e-6 * expected[i]))
+            fail_msg("%s: frequency %d is %g, not %g", what, i, (double)got[i], expected[i]);
 }
 
-/* From a file's metadata to what the kernels get. */
-static void test_yarn(void **state) {
+/* YaRN's frequencies as the kernels get them, from the metadata of a file. */
+static void test_yarn_frequencies(void **state) {
     (void)state;
     static const struct {
         const char *name;
@@ -488,9 +490,10 @@ static void test_yarn(void **state) {
         net.model = model;
         net.backend = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err);
         assert_true(llm__load_frequencies(&net, &err));
-        double right[128], magnitude;
-        oracle_frequencies(&s, &w, right, &magnitude);
-        check_frequencies(cases[i].name, (const float *)net.frequencies.data, right, s.rope_dim / 2);
+        double expected[128], magnitude;
+        oracle_frequencies(&s, &w, expected, &magnitude);
+        check_frequencies(cases[i].name, (const float *)net.frequencies.data, expected,
+                          s.rope_dim / 2);
         assert_true(fabs(llm_model_config(model)->rope_magnitude - magnitude) <= 1e-6);
         net.backend->release(net.backend->context, (void *)net.frequencies.data);
         llm_backend_free(net.backend);
@@ -500,7 +503,7 @@ static void test_yarn(void **state) {
     }
 }
 
-/* Values pinned from transformers: _compute_yarn_parameters for Qwen2.5's YaRN config (theta 1e6,
+/* Values that transformers computes: _compute_yarn_parameters for Qwen2.5's YaRN config (theta 1e6,
  * heads of 128, 32768 positions, factor 4) ramps from dimension 23 to 40. */
 static void test_yarn_ramp(void **state) {
     (void)state;
@@ -517,9 +520,10 @@ static void test_yarn_ramp(void **state) {
     }
 }
 
-/* The RoPE part of a folder's config.json, as the model that it makes. */
-static void check_folder(const char *config, int head_dim, const double *right, double magnitude,
-                         int context) {
+/* Read the RoPE settings of a folder's config.json, and compare the model's frequencies, magnitude
+ * and context length. */
+static void check_folder_rope(const char *config, int head_dim, const double *expected,
+                              double magnitude, int context) {
     llm_error err;
     llm__folder f;
     llm_model model;
@@ -547,14 +551,14 @@ static void check_folder(const char *config, int head_dim, const double *right, 
     float got[128];
     for (int i = 0; i < head_dim / 2; i++)
         got[i] = (float)llm__frequency(c, i, divisors ? (double)divisors[i] : 1);
-    check_frequencies(config, got, right, head_dim / 2);
+    check_frequencies(config, got, expected, head_dim / 2);
     LLM_FREE(m.bytes.data);
     llm_json_free(&f.config);
     llm_file_close(file);
 }
 
-/* transformers: without an attention_factor, mscale and mscale_all_dim make it, where both are
- * given. */
+/* transformers computes the attention factor from mscale and mscale_all_dim if both are given and
+ * attention_factor is not. */
 static void test_folder_yarn(void **state) {
     (void)state;
     static const struct {
@@ -567,18 +571,18 @@ static void test_folder_yarn(void **state) {
                  {", \"mscale\": 0.7", 32, 1, 0, 0, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char config[400];
-        double right[128], factor = 40;
+        double expected[128], factor = 40;
         snprintf(config, sizeof config,
                  "{\"rope_theta\": 10000, \"rope_scaling\": {\"type\": \"yarn\", \"factor\": 40, "
                  "\"original_max_position_embeddings\": 4096%s}}",
                  cases[i].more);
         double magnitude = yarn_frequencies(10000, 128, 4096, factor, cases[i].beta_fast,
-                                            cases[i].beta_slow, right);
+                                            cases[i].beta_slow, expected);
         if (cases[i].mscale && cases[i].mscale_all_dim)
             magnitude = (0.1 * cases[i].mscale * log(factor) + 1) /
                         (0.1 * cases[i].mscale_all_dim * log(factor) + 1);
         if (cases[i].attention_factor) magnitude = cases[i].attention_factor;
-        check_folder(config, 128, right, magnitude, 4096 * 40);
+        check_folder_rope(config, 128, expected, magnitude, 4096 * 40);
     }
 }
 
@@ -592,7 +596,7 @@ static void test_folder_llama3(void **state) {
         {500000, 128, 8192, 8, 1, 4}, {500000, 64, 8192, 32, 1, 4}, {10000, 80, 2048, 3, 2, 5}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         char config[400];
-        double right[128];
+        double expected[128];
         snprintf(
             config, sizeof config,
             "{\"rope_theta\": %g, \"rope_scaling\": {\"rope_type\": \"llama3\", \"factor\": %g, "
@@ -600,25 +604,25 @@ static void test_folder_llama3(void **state) {
             "\"original_max_position_embeddings\": %d}}",
             cases[i].base, cases[i].factor, cases[i].low, cases[i].high, cases[i].original);
         llama3_frequencies(cases[i].base, cases[i].head_dim, cases[i].original, cases[i].factor,
-                           cases[i].low, cases[i].high, right);
-        check_folder(config, cases[i].head_dim, right, 1, 131072);
+                           cases[i].low, cases[i].high, expected);
+        check_folder_rope(config, cases[i].head_dim, expected, 1, 131072);
     }
 }
 
 static void test_folder_linear(void **state) {
     (void)state;
-    double right[32];
-    for (int i = 0; i < 32; i++) right[i] = pow(10000, -i / 32.0) / 2.5;
-    check_folder(
+    double expected[32];
+    for (int i = 0; i < 32; i++) expected[i] = pow(10000, -i / 32.0) / 2.5;
+    check_folder_rope(
         "{\"rope_theta\": 10000, \"rope_scaling\": {\"type\": \"linear\", \"factor\": 2.5}}", 64,
-        right, 1, 327680);
-    for (int i = 0; i < 32; i++) right[i] *= 2.5;
-    check_folder("{\"rope_theta\": 10000, \"rope_scaling\": null}", 64, right, 1, 131072);
+        expected, 1, 327680);
+    for (int i = 0; i < 32; i++) expected[i] *= 2.5;
+    check_folder_rope("{\"rope_theta\": 10000, \"rope_scaling\": null}", 64, expected, 1, 131072);
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_shapes),        cmocka_unit_test(test_yarn),
+        cmocka_unit_test(test_architecture_traits),        cmocka_unit_test(test_yarn_frequencies),
         cmocka_unit_test(test_yarn_ramp),     cmocka_unit_test(test_folder_yarn),
         cmocka_unit_test(test_folder_llama3), cmocka_unit_test(test_folder_linear),
     };
