@@ -20,8 +20,8 @@
 static const char *const plain[] = {"llama",      "llama_mha",    "llama31",        "llama_linear",
                                     "llama_bias", "mistral",      "mistral_window", "qwen2",
                                     "qwen2_yarn", "qwen2_window", "qwen3",          "qwen3_yarn"};
-/* groups of 32 and of 128, with and without zero points; GPTQ's in order and with act-order; and
- * version 2 of GPTQ's format */
+/* groups of 32 and of 128, with and without zero points; GPTQ with and without act-order; version 2
+ * of GPTQ's format */
 static const char *const int4[] = {
     "gptq_g32",     "gptq_g32_zero", "gptq_g32_act_sym", "gptq_g32_act",      "awq_g32_sym",
     "awq_g32",      "gptq_g128",     "gptq_g128_zero",   "gptq_g128_act_sym", "gptq_g128_act",
@@ -334,8 +334,8 @@ static void test_folder_to_gguf(void **state) {
 }
 
 /* Models whose parts are valid but do not match each other. Each is a valid file in which one
- * number or one letter of a name is changed. The number is found by the name before it: a key's
- * type follows its name, and a tensor's number of dimensions follows its name. */
+ * number or one letter of a name is changed. The number is `at` bytes after the end of the name: a
+ * key is followed by its type, a tensor's name by its number of dimensions. */
 static void test_mismatched_parts(void **state) {
     enum { TYPE = 4, DIMENSIONS = 4, ROWS = DIMENSIONS + 8, LETTER = -1 };
     static const struct {

@@ -11,7 +11,7 @@
 #include "../llm.h"
 #include "../models/quantize.c"
 
-/* Open a file of tests/data: next to this source file, or else below the current folder. */
+/* Open a file of tests/data, which is next to this source file or in ./tests. */
 static FILE *open_data(const char *name) {
     char path[1024];
     const char *slash = strrchr(__FILE__, '/');
