@@ -46,9 +46,9 @@ static void make_folder(void) {
         n += snprintf(text + n, sizeof text - (size_t)n, ",\"\\u%04x\":%d", 33 + i, i + 2);
     n += snprintf(
         text + n, sizeof text - (size_t)n,
-        "}},\"added_tokens\":[{\"id\":95,\"content\":\"<|end|>\",\"special\":true}],\"pre_"
-        "tokenizer\":{\"type\":\"ByteLevel\","
-        "\"add_prefix_space\":false,\"use_regex\":true},\"decoder\":{\"type\":\"ByteLevel\"}}");
+        "}},\"added_tokens\":[{\"id\":95,\"content\":\"<|end|>\",\"special\":true}],"
+        "\"pre_tokenizer\":{\"type\":\"ByteLevel\",\"add_prefix_space\":false,"
+        "\"use_regex\":true},\"decoder\":{\"type\":\"ByteLevel\"}}");
     write_file("tokenizer.json", text, (size_t)n);
 }
 

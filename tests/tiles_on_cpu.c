@@ -125,7 +125,7 @@ static void multiply_int8(tile *c, const tile *a, const tile *b, int a_signed, i
             }
 }
 
-/* Sums even and odd elements separately. Each product and sum is rounded once, to nearest, whatever
+/* Sums even and odd elements separately. Each multiply-add rounds once, to nearest, whatever
  * rounding mode the program has set; subnormal numbers count as zero. */
 __attribute__((target("avx512f,avx512bw"))) static void multiply_bf16(tile *c, const tile *a,
                                                                       const tile *b) {
