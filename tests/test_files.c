@@ -232,7 +232,7 @@ static void test_conversions(void **state) {
     assert_false(llm_value_string(&v, &cursor, &text) || llm_value_string(NULL, &cursor, &text));
 }
 
-static void test_vocabulary_only(void **state) {
+static void test_files_without_tensors(void **state) {
     (void)state;
     gguf g = {0};
     gguf_string(&g, "general.architecture", "llama");
@@ -1164,7 +1164,7 @@ int main(void) {
     snprintf(temporary, sizeof temporary, "%s.tmp", path);
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_read_v2),        cmocka_unit_test(test_read_v3),
-        cmocka_unit_test(test_conversions),    cmocka_unit_test(test_vocabulary_only),
+        cmocka_unit_test(test_conversions),    cmocka_unit_test(test_files_without_tensors),
         cmocka_unit_test(test_many_names),     cmocka_unit_test(test_alignment),
         cmocka_unit_test(test_truncated_files), cmocka_unit_test(test_flipped_bytes),
         cmocka_unit_test(test_not_gguf),       cmocka_unit_test(test_hostile_counts),

@@ -676,7 +676,8 @@ static void test_values_as_converter(void **state) {
             size_t n = (size_t)(a->bytes / sizeof(float));
             float *values = (float *)malloc(n * sizeof *values);
             llm_type_find(b->type)->unpack(b->data, values, (int64_t)n);
-            if (memcmp(values, a->data, n * sizeof *values)) fail_msg("%s: %s", models[i], name);
+            if (memcmp(values, a->data, n * sizeof *values))
+                fail_msg("%s: the values of %s differ", models[i], name);
             free(values);
         }
         llm_file_close(ours);

@@ -35,12 +35,12 @@ static void refuse(const char *text, size_t n, const char *place, const char *wh
     assert_int_equal(test_live, live);
 }
 
-static void check_string(const char *text, const char *right, size_t n) {
+static void check_string(const char *text, const char *expected, size_t n) {
     llm_json json = parse(text);
     llm_string s;
     assert_true(llm_json_string(json.nodes, &s));
     assert_int_equal(s.length, n);
-    assert_memory_equal(s.data, right, n);
+    assert_memory_equal(s.data, expected, n);
     llm_json_free(&json);
 }
 
@@ -169,9 +169,10 @@ static void test_numbers(void **state) {
                                         "-12.5e-1", "0e999999999999", "1e-999999999"};
     for (size_t i = 0; i < sizeof texts / sizeof *texts; i++) {
         llm_json json = parse(texts[i]);
-        double d = 12345, right = strtod(texts[i], NULL);
+        double d = 12345, expected = strtod(texts[i], NULL);
         assert_true(llm_json_f64(json.nodes, &d));
-        if (fabs(d - right) > 2.3e-16 * fabs(right)) fail_msg("%s is read as %.17g", texts[i], d);
+        if (fabs(d - expected) > 2.3e-16 * fabs(expected))
+            fail_msg("%s is read as %.17g", texts[i], d);
         llm_json_free(&json);
     }
     static const struct {

@@ -95,7 +95,7 @@ static void check_products(const char *what, llm_isa isa, llm_type type, const f
 }
 
 static void check_same(const char *what, llm_isa isa, const void *a, const void *b, size_t bytes) {
-    if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: not the same bits", what, llm_isa_name(isa));
+    if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: the bits differ", what, llm_isa_name(isa));
 }
 
 /* x as the kernels for block formats read it: rounded to int8, with a scale for each `group` of
@@ -211,8 +211,9 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
                     op_matmul(b, x, &part, NULL, n, false, other);
                     op_matmul(b, x, &w, NULL, n, false, out);
                     for (int i = 0; i < n; i++)
-                        check_same("matmul of a part", isa, other + (int64_t)i * (rows - 4),
-                                   out + (int64_t)i * rows + 3, (size_t)(rows - 4) * sizeof(float));
+                        check_same("matmul of some weight rows", isa,
+                                   other + (int64_t)i * (rows - 4), out + (int64_t)i * rows + 3,
+                                   (size_t)(rows - 4) * sizeof(float));
                     memcpy(out, start, bytes);
                     op_matmul(b, x, &w, bias, n, true, out);
                 }

@@ -51,7 +51,7 @@ static void logits_hook(void *user, uint64_t request, int sample, int position, 
 /* Prefill n_prompt tokens, decode the others, and return the largest error at one position: the
  * norm of the difference relative to the norm of the expected logits. */
 static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, int n_prompt,
-                          const int32_t *ids, int n_ids, const float *right) {
+                          const int32_t *ids, int n_ids, const float *expected) {
     llm_error err;
     llm_model *model = llm_model_load(path, &err);
     if (!model) fail_msg("%s", err.message);
@@ -81,7 +81,7 @@ static double worst_error(const char *path, llm_isa isa, bool naive, int chunk, 
     for (int i = 0; i < n_ids - (n_prompt < n_ids); i++) {
         double off = 0, size = 0;
         for (int k = 0; k < r.vocab; k++) {
-            double a = r.logits[i * r.vocab + k], b = right[i * r.vocab + k];
+            double a = r.logits[i * r.vocab + k], b = expected[i * r.vocab + k];
             off += (a - b) * (a - b);
             size += b * b;
         }
@@ -182,14 +182,15 @@ static void test_int4_values(void **state) {
     (void)state;
     for (int i = 0; i < N_INT4; i++) {
         golden g = golden_open(int4[i]);
-        const llm_tensor *right = llm_file_find_tensor(g.file, "golden.k_proj");
+        const llm_tensor *golden_values = llm_file_find_tensor(g.file, "golden.k_proj");
         char path[200];
         llm_error err;
         snprintf(path, sizeof path, "tests/data/models/%s", int4[i]);
         llm_file *file = llm_file_open(path, &err);
         if (!file) fail_msg("%s", err.message);
         const llm_tensor *t = llm_file_find_tensor(file, "blk.0.attn_k.weight");
-        assert_true(t && t->dims[0] == right->dims[0] && t->dims[1] == right->dims[1]);
+        assert_true(t && t->dims[0] == golden_values->dims[0] &&
+                    t->dims[1] == golden_values->dims[1]);
         bool act = strstr(int4[i], "_act") != NULL, wide = strstr(int4[i], "_g128") != NULL;
         bool symmetric =
             strstr(int4[i], "sym") || !strcmp(int4[i], "gptq_g32") || !strcmp(int4[i], "gptq_g128");
@@ -205,9 +206,8 @@ static void test_int4_values(void **state) {
         for (uint64_t r = 0; r < t->dims[1]; r++) {
             type->unpack(rows + r * t->bytes / t->dims[1], row, (int64_t)t->dims[0]);
             for (uint64_t c = 0; c < t->dims[0]; c++) {
-                float expected =
-                    ((const float *)
-                         right->data)[r * t->dims[0] + (t->columns ? (uint64_t)t->columns[c] : c)];
+                uint64_t column = t->columns ? (uint64_t)t->columns[c] : c;
+                float expected = ((const float *)golden_values->data)[r * t->dims[0] + column];
                 if (row[c] != expected)
                     fail_msg("%s: (%d, %d) is %g, not %g", int4[i], (int)r, (int)c, (double)row[c],
                              (double)expected);
@@ -240,7 +240,7 @@ static void refuse_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *o
                          const char *words) {
     llm_error err = {LLM_OK, ""};
     if (llm_tensor_rows(t, first, n, out, &err))
-        fail_msg("rows %llu, %llu", (unsigned long long)first, (unsigned long long)n);
+        fail_msg("accepted: %llu rows from %llu", (unsigned long long)n, (unsigned long long)first);
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     if (!strstr(err.message, words)) fail_msg("expected \"%s\", got \"%s\"", words, err.message);
     assert_false(llm_tensor_rows(t, first, n, out, NULL));

@@ -187,7 +187,7 @@ static int carry_out(const instruction *i) {
     return 1;
 }
 
-static void illegal(int number, siginfo_t *info, void *context_) {
+static void on_illegal_instruction(int number, siginfo_t *info, void *context_) {
     ucontext_t *context = (ucontext_t *)context_;
     instruction i;
     (void)info;
@@ -204,7 +204,8 @@ __attribute__((constructor)) static void install(void) {
         exit(0);
     }
     sigaction(SIGILL,
-              &(struct sigaction){.sa_sigaction = illegal, .sa_flags = SA_SIGINFO | SA_NODEFER},
+              &(struct sigaction){.sa_sigaction = on_illegal_instruction,
+                                  .sa_flags = SA_SIGINFO | SA_NODEFER},
               NULL);
 }
 
