@@ -175,7 +175,7 @@ holds "cpu: --isa leaves out what it forbids" '[r["rung"][2:22] for r in d["rung
 run "$LLM" lesson cpu --rows 80 --cols 128 --milliseconds 1 --isa reference --json
 holds "cpu: only the plain loop" 'len(d["rungs"]) == 1 and d["same_with_threads"] == 1'
 bad "cpu: no such type" 1 "no type 'q4_X'" "$LLM" lesson cpu --type q4_X
-bad "cpu: no whole blocks" 1 "no whole blocks" "$LLM" lesson cpu --cols 100
+bad "cpu: no whole blocks" 1 "100 columns are not a multiple of 32" "$LLM" lesson cpu --cols 100
 bad "cpu: on another device" 1 "is about the CPU" "$LLM" lesson cpu --device emulated
 
 name="kernel: no such kernel"
