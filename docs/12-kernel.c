@@ -1,37 +1,44 @@
-/* 12-kernel.c - llm lesson kernel: what the threads of a kernel do to memory, counted. Beside 12-kernel.md.
+/* 12-kernel.c - llm lesson kernel: counts the memory accesses of GPU kernels. See 12-kernel.md.
  *
- * Three views, all counted on the emulated device, whose kernels were compiled with a call before each load and store
- * (tests/emulator.h): small kernels that do the same work twice (12-kernel.cu); all kernels of llm.cu that one decode
- * step launches; and one of those from near: its grid, its blocks, which lane reads which bytes. */
+ * Everything runs on the emulated device. Its kernels are compiled with a call before each load and
+ * store (see tests/emulator.h), and these calls are counted. The lesson shows the small kernels of
+ * 12-kernel.cu, each with a poor and a good access pattern; all kernels of llm.cu that one decode
+ * step launches; and one of those in detail: its grid, its blocks, and which lane reads which
+ * bytes. */
 #include "lesson.h"
 
 #ifdef LLM_WITH_OBSERVED
 #include "../tests/emulator.h"
 
 llm_backend *llm_observed_backend(const llm_gpu_options *options, llm_error *err);
-bool kernel_lesson_run(int which, const float *x, int rows, int columns, float *out, int n_out); /* 12-kernel.cu */
+/* defined in 12-kernel.cu */
+bool kernel_lesson_run(int which, const float *x, int rows, int columns, float *out, int n_out);
 
 enum { KERNEL_PAIRS = 5, KERNEL_ROWS = 128, KERNEL_COLUMNS = 256, KERNEL_LANES = 32 };
 
-typedef struct kernel_count { /* accesses of one kind, added up */
-    char name[40];        /* of the kernel */
-    char memory[24];      /* what they go to */
-    bool shared, store;
-    uint32_t bytes, grid[3], block[3];
-    uint64_t first, last, launches; /* of the kernel */
-    double accesses, lanes, used, sectors, passes, least;
+typedef struct kernel_count { /* sums over the accesses of one kind */
+    char name[40];            /* the kernel */
+    char memory[24];          /* the memory that is accessed */
+    bool shared, store;       /* shared or global memory; store or load */
+    uint32_t bytes;           /* per lane; 0: any number */
+    uint32_t grid[3], block[3];
+    uint64_t first, last;     /* numbers of the kernel's first and last launch */
+    uint64_t launches;        /* launches of the kernel */
+    double accesses;          /* by whole warps */
+    double lanes, used, sectors, passes, least; /* sums, as in emulator_access */
 } kernel_count;
 
-typedef struct kernel_watch { /* what the observer adds to */
-    const char *kernel; /* NULL: all kernels are counted, each as a whole; otherwise the first launch of this one (of the
-                         * first that comes: ""), by what it accesses */
-    kernel_count *counts; /* (n) in order */
+typedef struct kernel_watch { /* what the observer counts, and the counts */
+    /* NULL: all kernels, one count for each. Otherwise the first launch of this kernel ("": of any
+     * kernel), one count for each kind of access. */
+    const char *kernel;
+    kernel_count *counts;   /* (n) in order of appearance */
     int n;
-    bool kept;
-    emulator_access widest;
+    bool kept;              /* `widest` is set */
+    emulator_access widest; /* a load by the first warp, with the most bytes per lane */
 } kernel_watch;
 
-/* llm__matmul_few_kernel<Layout, R> is matmul_few. */
+/* The short name of a kernel: llm__matmul_few_kernel<Layout, R> becomes matmul_few. */
 static void kernel_name(const char *launched, char *out, size_t size) {
     while (*launched == '(') launched++;
     if (!strncmp(launched, "llm__", 5)) launched += 5;
@@ -50,10 +57,12 @@ static void kernel_add(kernel_count *c, const emulator_access *a) {
     else c->used += a->used, c->sectors += a->sectors;
 }
 
-/* Loads by the first warp of the grid: one access of the widest kind, for the map. */
+/* Keep the access for the map if it is a load by the grid's first warp, wider than the kept one. */
 static void kernel_keep(kernel_watch *w, const emulator_access *a) {
     bool first = !a->warp && !a->block_index[0] && !a->block_index[1] && !a->block_index[2];
-    if (!first || a->shared || a->store || a->sectors < 2 || (w->kept && a->bytes <= w->widest.bytes)) return;
+    if (!first || a->shared || a->store || a->sectors < 2 ||
+        (w->kept && a->bytes <= w->widest.bytes))
+        return;
     w->widest = *a;
     w->kept = true;
 }
@@ -63,7 +72,9 @@ static void kernel_observe(void *user, const emulator_access *a) {
     kernel_count key = {.first = a->launch, .bytes = a->bytes};
     kernel_name(a->kernel, key.name, sizeof key.name);
     if (w->kernel) {
-        if ((*w->kernel && strcmp(key.name, w->kernel)) || (w->n && w->counts[0].first != a->launch)) return;
+        if ((*w->kernel && strcmp(key.name, w->kernel)) ||
+            (w->n && w->counts[0].first != a->launch))
+            return;
         snprintf(key.memory, sizeof key.memory, "%s", a->memory);
         key.shared = a->shared, key.store = a->store;
         kernel_keep(w, a);
@@ -73,8 +84,8 @@ static void kernel_observe(void *user, const emulator_access *a) {
     int i = 0;
     for (; i < w->n; i++) {
         const kernel_count *c = &w->counts[i];
-        if (!strcmp(c->name, key.name) && !strcmp(c->memory, key.memory) && c->shared == key.shared &&
-            c->store == key.store && c->bytes == key.bytes)
+        if (!strcmp(c->name, key.name) && !strcmp(c->memory, key.memory) &&
+            c->shared == key.shared && c->store == key.store && c->bytes == key.bytes)
             break;
     }
     if (i == w->n) {
@@ -94,17 +105,20 @@ static const char *kernel_shape(const uint32_t n[3], char *out, size_t size) {
 }
 #define KERNEL_SHAPE(n) kernel_shape(n, (char[40]){0}, 40)
 
-/* Of 100 bytes that were moved, so many were wanted by some lane. */
-static double kernel_percent(double used, double sectors) { return sectors > 0 ? 100 * used / (32 * sectors) : NAN; }
+/* The share of the moved bytes that a lane asked for, in percent. */
+static double kernel_percent(double used, double sectors) {
+    return sectors > 0 ? 100 * used / (32 * sectors) : NAN;
+}
 
-/* Which lane reads which bytes: a row for each lane, a column for each 4 bytes of the sectors that were touched (for
- * each sector, where that would be too wide); each sector has a colour of its own. */
+/* Draw which lane reads which bytes: one row per lane; one column per 4 bytes of the sectors that
+ * are read (per 8, 16 or 32 bytes if there are many sectors); one colour per sector. */
 static plot kernel_map(const emulator_access *a, const char *title) {
     plot p = plot_new(PLOT_MAP, title, "", "lane");
     uint64_t sectors[KERNEL_LANES * 8];
     int n = 0;
     for (int i = 0; i < KERNEL_LANES; i++)
-        for (uint64_t s = a->address[i] / 32; a->lanes >> i & 1 && s <= (a->address[i] + a->bytes - 1) / 32; s++) {
+        for (uint64_t s = a->address[i] / 32;
+             a->lanes >> i & 1 && s <= (a->address[i] + a->bytes - 1) / 32; s++) {
             int k = n;
             while (k > 0 && sectors[k - 1] > s) k--;
             if (k > 0 && sectors[k - 1] == s) continue;
@@ -112,31 +126,34 @@ static plot kernel_map(const emulator_access *a, const char *title) {
             sectors[k] = s;
         }
     int per_sector = n <= 8 ? 8 : n <= 16 ? 4 : n <= 32 ? 2 : 1; /* columns */
-    snprintf(p.x_label, sizeof p.x_label, "addresses: %d bytes a column, %d sectors", 32 / per_sector, n);
+    snprintf(p.x_label, sizeof p.x_label, "addresses: %d bytes per column, %d sectors",
+             32 / per_sector, n);
     for (int i = 0; i < PLOT_COLOURS; i++) {
         int series = plot_series_add(&p, "");
         if (series >= 0) p.series[series].mark = (char)('0' + i);
     }
-    for (int i = 0; i < KERNEL_LANES; i++) plot_category(&p, (char[8]){(char)('0' + i / 10), (char)('0' + i % 10), 0});
+    for (int i = 0; i < KERNEL_LANES; i++)
+        plot_category(&p, (char[8]){(char)('0' + i / 10), (char)('0' + i % 10), 0});
     for (int i = 0; i < KERNEL_LANES; i++)
         for (int k = 0; k < n; k++)
             for (int c = 0; c < per_sector; c++) {
-                uint64_t from = 32 * sectors[k] + (uint64_t)(c * 32 / per_sector), to = from + (uint64_t)(32 / per_sector);
+                uint64_t from = 32 * sectors[k] + (uint64_t)(c * 32 / per_sector),
+                         to = from + (uint64_t)(32 / per_sector);
                 if (a->lanes >> i & 1 && a->address[i] < to && a->address[i] + a->bytes > from)
                     plot_cell(&p, i, k * per_sector + c, k % PLOT_COLOURS);
             }
     return p;
 }
 
-/* ---- The same work, done twice -------------------------------------------------------------- */
+/* ---- Small kernels ----------------------------------------------------------------------- */
 
-/* Are these the sums of the rows of x, or x transposed? */
+/* Is out correct: the sums of the rows of x or, if not `sums`, x transposed? */
 static bool kernel_right(const float *x, const float *out, bool sums) {
     bool right = true;
     for (int row = 0; row < KERNEL_ROWS; row++) {
         float sum = 0;
         for (int i = 0; i < KERNEL_COLUMNS; i++) {
-            sum += x[row * KERNEL_COLUMNS + i]; /* whole numbers: exact in any order */
+            sum += x[row * KERNEL_COLUMNS + i]; /* integers: exact in any order */
             right = right && (sums || out[i * KERNEL_ROWS + row] == x[row * KERNEL_COLUMNS + i]);
         }
         right = right && (!sums || out[row] == sum);
@@ -145,13 +162,17 @@ static bool kernel_right(const float *x, const float *out, bool sums) {
 }
 
 static bool kernel_pairs(lesson *l, emulator_access *strided) {
-    static const char *const names[KERNEL_PAIRS] = {"sum, a row per thread", "sum, a row per warp",
-                                                    "transpose, directly", "transpose, pitch 32",
+    static const char *const names[KERNEL_PAIRS] = {"sum, row per thread", "sum, row per warp",
+                                                    "transpose, direct", "transpose, pitch 32",
                                                     "transpose, pitch 33"};
-    static const column columns[] = {
-        {"kernel", "kernel", "%s"}, {"sectors_per_load", "sectors/load", "%.1f"}, {"sectors_per_store", "/store", "%.1f"},
-        {"moved_kib", "KiB moved", "%.0f"}, {"used_percent", "used %", "%.0f"}, {"shared_passes", "passes", "%.0f"},
-        {"shared_least", "least", "%.0f"}, {"right", "", "%.0f"}};
+    static const column columns[] = {{"kernel", "kernel", "%s"},
+                                     {"sectors_per_load", "sectors/load", "%.1f"},
+                                     {"sectors_per_store", "/store", "%.1f"},
+                                     {"moved_kib", "KiB moved", "%.0f"},
+                                     {"used_percent", "used %", "%.0f"},
+                                     {"shared_passes", "passes", "%.0f"},
+                                     {"shared_least", "min", "%.0f"},
+                                     {"right", "", "%.0f"}};
     table t = new_table(columns, l->json ? 8 : 7);
     const int n = KERNEL_ROWS * KERNEL_COLUMNS;
     float *x = resize(NULL, 2 * (size_t)n * sizeof *x), *out = x + n;
@@ -167,22 +188,23 @@ static bool kernel_pairs(lesson *l, emulator_access *strided) {
         emulator_observe(NULL, NULL);
         for (int i = 0; i < w.n; i++) {
             kernel_count *c = &w.counts[i], *to = &sum[c->shared ? 2 : c->store];
-            to->accesses += c->accesses, to->used += c->used, to->sectors += c->sectors, to->passes += c->passes,
-                to->least += c->least;
+            to->accesses += c->accesses, to->used += c->used, to->sectors += c->sectors;
+            to->passes += c->passes, to->least += c->least;
         }
         double sectors = sum[0].sectors + sum[1].sectors;
         bool shared = sum[2].accesses > 0;
-        add_row(&t, names[k], sum[0].sectors / sum[0].accesses, sum[1].sectors / sum[1].accesses, sectors * 32 / 1024,
-                kernel_percent(sum[0].used + sum[1].used, sectors), shared ? sum[2].passes : NAN,
-                shared ? sum[2].least : NAN, (double)kernel_right(x, out, k < 2));
+        add_row(&t, names[k], sum[0].sectors / sum[0].accesses, sum[1].sectors / sum[1].accesses,
+                sectors * 32 / 1024, kernel_percent(sum[0].used + sum[1].used, sectors),
+                shared ? sum[2].passes : NAN, shared ? sum[2].least : NAN,
+                (double)kernel_right(x, out, k < 2));
         if (k == 0) *strided = w.widest;
         free(w.counts);
     }
     free(x);
     say(l,
-        "The same work done twice, on %d x %d numbers of 4 bytes. A sector is 32 bytes, the least that memory moves: "
-        "32 lanes with 4 bytes each need 4. Passes: how often the banks of shared memory are asked; least: without "
-        "conflicts.\n\n",
+        "Two tasks on %d x %d floats, each with different access patterns. Global memory moves "
+        "sectors of 32 bytes: a warp whose 32 lanes read 4 bytes each needs at least 4. In "
+        "one pass, shared memory gives one word from each bank; min: passes without conflicts.\n\n",
         KERNEL_ROWS, KERNEL_COLUMNS);
     show_table(l, &t, "pairs");
     return good;
@@ -190,12 +212,12 @@ static bool kernel_pairs(lesson *l, emulator_access *strided) {
 
 /* ---- One decode step of the engine ----------------------------------------------------------- */
 
-static struct { /* what stands at the seam has no argument of its own to remember things by */
+static struct { /* the device's functions; static, since wrappers get only the device's context */
     void *(*allocate)(void *context, size_t bytes, const char *what, llm_error *err);
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
 } kernel_spy;
 
-/* So that the lesson can say what an address belongs to. */
+/* These two label the memory, so that the lesson can name what an access goes to. */
 static void *kernel_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     emulator_label(!strncmp(what, "the keys", 8)      ? "keys"
                    : !strncmp(what, "the values", 10) ? "values"
@@ -213,7 +235,8 @@ static bool kernel_load_weight(void *context, llm_weight *w, const void *host, l
     return good;
 }
 
-/* Watch one step that decodes one token, behind a prompt of n_prompt tokens: all of it, and one kernel. */
+/* Observe the step that decodes one token after a prompt of n_prompt tokens: once all kernels, once
+ * a single one. */
 static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch *one) {
     llm_error err;
     setenv("LLM_EMU_MEMORY", "1073741824", 0);
@@ -229,11 +252,10 @@ static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch
     llm_engine *engine = lesson_engine(l->loaded, &l->engine);
     int32_t *prompt = lesson_tokens(l, 0, n_prompt);
     bool good = engine && prompt;
-    for (int run = 0; run < 2 && good;
-         run++) { /* the same step for each watch: the second token, behind the whole prompt */
+    for (int run = 0; run < 2 && good; run++) { /* the same step for both watches */
         task t = new_task(prompt, n_prompt, 2);
         good = submit_task(engine, &t);
-        while (good && t.n < 1) good = step_tasks(engine) > 0;
+        while (good && t.n < 1) good = step_tasks(engine) > 0; /* prefill */
         emulator_observe(kernel_observe, run ? one : all);
         for (int status = 1; good && status > 0;) good = (status = step_tasks(engine)) >= 0;
         emulator_observe(NULL, NULL);
@@ -248,48 +270,52 @@ static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch
 
 static void kernel_show_step(lesson *l, const kernel_watch *all, int n_prompt) {
     static const column columns[] = {{"kernel", "kernel", "%s"},
-                                     {"runs", "runs", "%.0f"},
+                                     {"runs", "launches", "%.0f"},
                                      {"grid", "grid", "%s"},
                                      {"block", "block", "%s"},
                                      {"used_kib", "KiB used", "%.1f"},
                                      {"moved_kib", "moved", "%.1f"},
                                      {"used_percent", "used %", "%.0f"},
                                      {"shared_passes", "passes", "%.0f"},
-                                     {"shared_least", "least", "%.0f"}};
+                                     {"shared_least", "min", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < all->n; i++) {
         const kernel_count *c = &all->counts[i];
         bool shared = c->passes > 0;
-        add_row(&t, c->name, (double)c->launches, KERNEL_SHAPE(c->grid), KERNEL_SHAPE(c->block), c->used / 1024,
-                c->sectors * 32 / 1024, kernel_percent(c->used, c->sectors), shared ? c->passes : NAN,
-                shared ? c->least : NAN);
+        add_row(&t, c->name, (double)c->launches, KERNEL_SHAPE(c->grid), KERNEL_SHAPE(c->block),
+                c->used / 1024, c->sectors * 32 / 1024, kernel_percent(c->used, c->sectors),
+                shared ? c->passes : NAN, shared ? c->least : NAN);
     }
     say(l,
-        "\nOne step of this model, that decodes one token behind %d others. Grid (in blocks) and block (in threads) "
-        "are those of the first run.\n\n",
+        "\nOne decode step of this model, after a prompt of %d tokens. Grid (in blocks) and block "
+        "(in threads) are those of a kernel's first launch.\n\n",
         n_prompt);
     show_table(l, &t, "step");
 }
 
 static void kernel_show_one(lesson *l, const kernel_watch *one) {
     static const column columns[] = {
-        {"memory", "memory", "%s"},         {"kind", "", "%s"},           {"bytes", "B/lane", "%.0f"},
-        {"accesses", "times", "%.0f"},      {"lanes", "lanes", "%.0f"},   {"sectors", "sectors", "%.0f"},
-        {"used_percent", "used %", "%.0f"}, {"passes", "passes", "%.0f"}, {"least", "least", "%.0f"}};
+        {"memory", "memory", "%s"},         {"kind", "", "%s"},
+        {"bytes", "B/lane", "%.0f"},        {"accesses", "accesses", "%.0f"},
+        {"lanes", "lanes", "%.0f"},         {"sectors", "sectors", "%.0f"},
+        {"used_percent", "used %", "%.0f"}, {"passes", "passes", "%.0f"},
+        {"least", "min", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < one->n; i++) {
         const kernel_count *c = &one->counts[i];
         char name[40];
         snprintf(name, sizeof name, "%s%s", c->shared ? "shared " : "", c->memory);
-        add_row(&t, name, c->store ? "store" : "load", (double)c->bytes, c->accesses, c->lanes / c->accesses,
-                c->shared ? NAN : c->sectors, c->shared ? NAN : kernel_percent(c->used, c->sectors),
-                c->shared ? c->passes : NAN, c->shared ? c->least : NAN);
+        add_row(&t, name, c->store ? "store" : "load", (double)c->bytes, c->accesses,
+                c->lanes / c->accesses, c->shared ? NAN : c->sectors,
+                c->shared ? NAN : kernel_percent(c->used, c->sectors), c->shared ? c->passes : NAN,
+                c->shared ? c->least : NAN);
     }
     const kernel_count *c = one->counts;
     say(l,
-        "\n%s, its first run: %s block%s of %s threads. Times: accesses of whole warps; sectors of 32 bytes in "
-        "all.\n\n",
-        c->name, KERNEL_SHAPE(c->grid), strcmp(KERNEL_SHAPE(c->grid), "1") ? "s" : "", KERNEL_SHAPE(c->block));
+        "\nThe first launch of %s: %s block%s of %s threads. An access is one instruction of a "
+        "whole warp; lanes: of its 32, those that take part; sectors: of all accesses.\n\n",
+        c->name, KERNEL_SHAPE(c->grid), strcmp(KERNEL_SHAPE(c->grid), "1") ? "s" : "",
+        KERNEL_SHAPE(c->block));
     show_table(l, &t, "one");
 }
 
@@ -300,18 +326,19 @@ static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
     if (good && !one.n) {
         char names[512] = "";
         for (int i = 0; i < all.n; i++)
-            snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "", all.counts[i].name);
-        good = !fail("this step launches no kernel '%s', but %s", kernel, names);
+            snprintf(names + strlen(names), sizeof names - strlen(names), "%s%s", i ? ", " : "",
+                     all.counts[i].name);
+        good = !fail("this step launches no kernel named '%s'; it launches %s", kernel, names);
     }
     good = good && kernel_pairs(l, &strided);
     if (good) {
         kernel_show_step(l, &all, n_prompt);
         kernel_show_one(l, &one);
-        keep_plot(l, kernel_map(&strided, "sum, a row per thread: one load of the first warp"));
+        keep_plot(l, kernel_map(&strided, "sum, row per thread: one load of the first warp"));
         if (one.kept) {
             char title[96];
-            snprintf(title, sizeof title, "%s: the widest load of the first warp, from %s", one.counts[0].name,
-                     one.widest.memory);
+            snprintf(title, sizeof title, "%s: the widest load of the first warp, from %s",
+                     one.counts[0].name, one.widest.memory);
             plot p = kernel_map(&one.widest, title);
             show_plot(l, &p);
         }
@@ -323,9 +350,8 @@ static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
 #else
 static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
     (void)l, (void)n_prompt, (void)kernel;
-    return !fail(
-        "this program was built without the emulated device that counts: install a C++ compiler (g++) and objcopy "
-        "(binutils), then make again");
+    return !fail("this program was built without the emulated device, which counts the accesses: "
+                 "install a C++ compiler (g++) and objcopy (binutils), then run make again");
 }
 #endif
 
@@ -335,22 +361,23 @@ static int lesson_kernel(const command *self, int argc, char **argv) {
     const char *kernel = "rmsnorm";
     const option options[] = {
         LESSON_OPTIONS(l),
-        {0, "kernel", "NAME", TEXT, &kernel, 0, 0, "the kernel to look at, as the table names it (default rmsnorm)"},
-        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 512, "tokens before the one that is decoded (default 20)"},
+        {0, "kernel", "NAME", TEXT, &kernel, 0, 0,
+         "the kernel to show in detail, named as in the table (default rmsnorm)"},
+        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 512,
+         "tokens of the prompt before the decode step (default 20)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     if (chosen.device == DEVICE_CPU || chosen.device == DEVICE_CUDA)
-        return fail(
-                   "the counters need the emulated device: a GPU has its own (ncu, of the CUDA Toolkit), and the CPU "
-                   "runs no kernels"),
+        return fail("the counters need the emulated device: for a GPU, use ncu of the CUDA "
+                    "Toolkit; the CPU runs no CUDA kernels"),
                lesson_end(&l, false);
     return lesson_end(&l, kernel_teach(&l, n_prompt, kernel));
 }
 
 static const char kernel_notes[] =
-    "Counts what the kernels of llm.cu do to memory, on the emulated device (so it needs no GPU). --no-fused and --plain-kernels\n"
-    "show what the textbook's kernels do instead.\n"
+    "Counts the memory accesses of the kernels in llm.cu, on the emulated device (no GPU\n"
+    "needed). With --no-fused or --plain-kernels it counts those of simpler kernels.\n"
     "\n"
     "Examples:\n"
     "  llm lesson kernel\n"
@@ -358,5 +385,5 @@ static const char kernel_notes[] =
     "  llm lesson kernel --plain-kernels --kernel plain_matmul\n";
 
 const command kernel_lesson = {
-    "lesson kernel", "What the threads of a GPU's kernel do to memory, counted.", "[options]",
+    "lesson kernel", "The memory accesses of a GPU kernel, counted.", "[options]",
     lesson_kernel, kernel_notes};

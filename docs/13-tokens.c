@@ -1,13 +1,16 @@
-/* 13-tokens.c - llm lesson tokens: how a word becomes tokens, and how many tokens a text is. Beside 13-tokens.md.
+/* 13-tokens.c - llm lesson tokens: how a word becomes tokens, and how many tokens a text takes. See
+ * 13-tokens.md.
  *
- * The word is put together in the obvious way: look at all neighbours, join the pair that was learned first, start
- * again. What comes out must be what the engine's tokenizer says, which does the same with a list and a heap. */
+ * The lesson joins the bytes of a word in the obvious way: look at all pairs of neighbours, join
+ * the pair that was learned first, start again. The result must equal that of the engine's
+ * tokenizer, which uses a linked list and a heap. */
 #include "lesson.h"
 
 enum { TOKENS_LONGEST = 64 };
 
-/* The pieces of a word with a bar between them; a space is seen as _. */
-static void tokens_spell(const llm_tokenizer *t, const int32_t *ids, int n, char *out, size_t size) {
+/* Write the pieces of a word with bars between them, and _ for a space. */
+static void tokens_spell(const llm_tokenizer *t, const int32_t *ids, int n, char *out,
+                         size_t size) {
     size_t used = 0;
     for (int i = 0; i < n; i++) {
         char piece[64];
@@ -20,7 +23,8 @@ static void tokens_spell(const llm_tokenizer *t, const int32_t *ids, int n, char
     }
 }
 
-/* The obvious way, from single bytes; a row of the table for each step. Returns how many tokens are left. */
+/* Join the bytes of a word in the obvious way, and add a row to the table for each step. Returns
+ * the number of tokens. */
 static int tokens_by_hand(const llm_tokenizer *t, const char *word, int32_t *ids, table *steps) {
     int n = 0;
     char spelled[64];
@@ -44,39 +48,38 @@ static int tokens_by_hand(const llm_tokenizer *t, const char *word, int32_t *ids
 static bool tokens_word(lesson *l, const char *word) {
     static const column columns[] = {{"step", "step", "%.0f"},
                                      {"pieces", "pieces", "%.0f"},
-                                     {"rank", "next pair was learned as number", "%.0f"},
+                                     {"rank", "rank of the next pair", "%.0f"},
                                      {"word", "word", "%s"}};
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     if (!t->merges) {
-        say(l,
-            "(The vocabulary of this model has scores and no list of merges: there the joined text with the highest "
-            "score goes first.)\n");
+        say(l, "(The vocabulary of this model has scores instead of a list of merges: the pair "
+               "whose joined text has the highest score is joined first.)\n");
         return true;
     }
     int32_t ids[TOKENS_LONGEST], *real = NULL;
     for (const char *c = word; *c; c++)
-        if (t->bytes[(unsigned char)*c] < 0) return !fail("--word: this vocabulary has no token for a byte of '%s'", word);
+        if (t->bytes[(unsigned char)*c] < 0)
+            return !fail("--word: this vocabulary has no token for a byte of '%s'", word);
     table steps = new_table(columns, COUNT(columns));
     int n = tokens_by_hand(t, word, ids, &steps);
     int64_t n_real = tokenize(t, word, strlen(word), 0, &real);
     bool same = n_real == n && !memcmp(ids, real, (size_t)n * sizeof *ids);
     free(real);
-    say(l,
-        "A word from its bytes (_ is a space): of all neighbours the pair that was learned first is joined, until "
-        "none is known.\n\n");
+    say(l, "A word, from bytes to tokens (_ is a space). Each step joins the pair of neighbours "
+           "that was learned first: the one of lowest rank in the list of merges.\n\n");
     show_table(l, &steps, "steps");
     fact(l, "same_as_the_engine", same);
-    say(l, "\nThe engine's tokenizer says %s.\n\n",
-        same ? "the same" : "SOMETHING ELSE (it splits texts into words first: is this one word?)");
+    say(l, "\nThe engine's tokenizer gives %s.\n\n",
+        same ? "the same tokens" : "OTHER TOKENS (it first splits a text into words)");
     return n_real >= 0;
 }
 
-static int32_t *tokens_counts; /* what the comparison sorts by; NULL but in tokens_share */
+static int32_t *tokens_counts; /* for the comparison below; set only during tokens_share */
 static int tokens_more(const void *a, const void *b) {
     return tokens_counts[*(const int32_t *)b] - tokens_counts[*(const int32_t *)a];
 }
 
-/* How many different tokens make up this share of a text. */
+/* How many of its most frequent tokens make up this share of a text. */
 static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double share) {
     int32_t *order = resize(NULL, (size_t)size * sizeof *order);
     tokens_counts = resize(NULL, (size_t)size * sizeof *order);
@@ -84,18 +87,20 @@ static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double shar
     for (int64_t i = 0; i < n; i++) tokens_counts[ids[i]]++;
     qsort(order, (size_t)size, sizeof *order, tokens_more);
     int kinds = 0;
-    for (double sum = 0; kinds < size && sum < share * (double)n; kinds++) sum += tokens_counts[order[kinds]];
+    for (double sum = 0; kinds < size && sum < share * (double)n; kinds++)
+        sum += tokens_counts[order[kinds]];
     free(order);
     free(tokens_counts);
     tokens_counts = NULL;
     return kinds;
 }
 
-/* A row and a bar for one text. */
-static void tokens_count(const llm_tokenizer *t, const char *name, const char *data, size_t length, table *rows, plot *p) {
+/* Add a row and a bar for one text. */
+static void tokens_count(const llm_tokenizer *t, const char *name, const char *data, size_t length,
+                         table *rows, plot *p) {
     llm_error err;
     int64_t n = llm_tokenize(t, data, length, 0, NULL, 0, &err);
-    if (n < 0) { /* a vocabulary without all bytes */
+    if (n < 0) { /* the vocabulary lacks a byte */
         add_row(rows, name, (double)length, NAN, NAN, NAN, NAN, "no token");
         return;
     }
@@ -120,33 +125,38 @@ static bool tokens_texts(lesson *l, const char *own) {
                                      {"tokens", "tokens", "%.0f"},
                                      {"bytes_per_token", "bytes/token", "%.2f"},
                                      {"different", "different", "%.0f"},
-                                     {"half", "make up half", "%.0f"},
-                                     {"back", "and back", "%s"}};
+                                     {"half", "half", "%.0f"},
+                                     {"back", "decoded", "%s"}};
     const struct { const char *name, *text;
     } texts[] = {
         {"tales (eval.txt)", NULL},
-        {"modern English",
-         "The committee will publish its quarterly report on broadband infrastructure next Thursday."},
-        {"German", "Der Fischer fuhr jeden Tag auf die See hinaus, und seine Frau war mit nichts zufrieden."},
+        {"modern English", "The committee will publish its quarterly report on broadband "
+                           "infrastructure next Thursday."},
+        {"German",
+         "Der Fischer fuhr jeden Tag auf die See hinaus, und seine Frau war mit nichts zufrieden."},
         {"Greek",
-         "\xCE\x9C\xCE\xB9\xCE\xB1 \xCF\x86\xCE\xBF\xCF\x81\xCE\xAC \xCE\xBA\xCE\xB1\xCE\xB9 \xCE\xAD\xCE\xBD\xCE\xB1\xCE\xBD \xCE\xBA\xCE\xB1\xCE\xB9\xCF\x81\xCF\x8C"},
+         "\xCE\x9C\xCE\xB9\xCE\xB1 \xCF\x86\xCE\xBF\xCF\x81\xCE\xAC \xCE\xBA\xCE\xB1\xCE\xB9 "
+         "\xCE\xAD\xCE\xBD\xCE\xB1\xCE\xBD \xCE\xBA\xCE\xB1\xCE\xB9\xCF\x81\xCF\x8C"},
         {"numbers", "3.14159265358979 2718281828 1999-12-31 192.168.0.1"},
         {"C", "for (int i = 0; i < n; i++) sum += row[i] * row[i];"},
-        {"the text of --text", own}};
+        {"--text", own}};
     const llm_tokenizer *t = llm_model_tokenizer(l->loaded);
     table rows = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_BARS, "Bytes for each token", "bytes", "");
+    plot p = plot_new(PLOT_BARS, "Bytes per token", "bytes", "");
     plot_series_add(&p, "");
     char *path = bundled_path("models/eval.txt");
     text tales = {0};
     if (!path || !read_all(path, &tales)) return plot_free(&p), free(path), false;
     for (int i = 0; i < COUNT(texts); i++) {
         const char *data = i == 0 ? tales.data : texts[i].text;
-        if (data) tokens_count(t, texts[i].name, data, i == 0 ? tales.length : strlen(data), &rows, &p);
+        if (data)
+            tokens_count(t, texts[i].name, data, i == 0 ? tales.length : strlen(data), &rows, &p);
     }
     free(tales.data);
     free(path);
-    say(l, "%d tokens in the vocabulary; \"make up half\": the most frequent ones that are half of the text.\n\n",
+    say(l,
+        "The vocabulary has %d tokens. Different: how many of them the text uses; half: how many "
+        "make up half of the text, the most frequent first.\n\n",
         llm_tokenizer_size(t));
     show_table(l, &rows, "texts");
     fact(l, "vocabulary", llm_tokenizer_size(t));
@@ -159,22 +169,25 @@ static int lesson_tokenizer(const command *self, int argc, char **argv) {
     const char *word = " gingerbread", *own = NULL;
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'w', "word", "TEXT", TEXT, &word, 0, 0, "to take apart, best with a space in front (default \" gingerbread\")"},
-        {0, "text", "TEXT", TEXT, &own, 0, 0, "one more text for the second table"},
+        {'w', "word", "TEXT", TEXT, &word, 0, 0,
+         "the word, usually with a space before it (default \" gingerbread\")"},
+        {0, "text", "TEXT", TEXT, &own, 0, 0, "another text for the second table"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
-    if (!*word || strlen(word) > 24) return fail("--word: 1 to 24 bytes"), lesson_end(&l, false);
+    if (!*word || strlen(word) > 24)
+        return fail("--word must have 1 to 24 bytes"), lesson_end(&l, false);
     return lesson_end(&l, tokens_word(&l, word) && tokens_texts(&l, own));
 }
 
 static const char tokens_notes[] =
-    "A vocabulary is learned from text: it is short where a text is like what it was learned from, and long elsewhere.\n"
+    "A vocabulary is learned from texts. A text that resembles them takes few tokens; any other\n"
+    "text takes more.\n"
     "\n"
     "Examples:\n"
     "  llm lesson tokens\n"
     "  llm lesson tokens --word \" unbelievable\" --text \"Guten Morgen\"\n";
 
 const command tokens_lesson = {
-    "lesson tokens", "How a word becomes tokens; how many tokens a text is.", "[options]",
+    "lesson tokens", "How a word becomes tokens; how many tokens a text takes.", "[options]",
     lesson_tokenizer, tokens_notes};

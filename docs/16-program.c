@@ -1,6 +1,7 @@
-/* 16-program.c - llm lesson program: a model as a list of operations, which of them bytes and
- * which arithmetic limit, what the plan does together, and what that saves. Beside 16-program.md.
- * It takes the program of an engine and runs it itself, on batches of its own. */
+/* 16-program.c - llm lesson program: a model as a list of operations; which of them are limited by
+ * bytes and which by arithmetic; what the plan fuses, and what that saves. See 16-program.md.
+ *
+ * The lesson takes the program of an engine and runs it itself, on batches of its own. */
 #include "lesson.h"
 #include "program.h"
 
@@ -20,7 +21,8 @@ typedef struct program_timing {
     llm_program variants[PROGRAM_VARIANTS]; /* the same, planned with fewer fusions */
     lone_batch steps[PROGRAM_SIZES];        /* of one token, and of many */
     int many;
-    double bandwidth, peak; /* bytes a second, of the cache where the weights fit it; operations */
+    double bandwidth; /* bytes per second, of the cache if the weights fit in it */
+    double peak;      /* operations per second */
     program_row rows[32];
     int n_rows;
 } program_timing;
@@ -28,7 +30,7 @@ typedef struct program_timing {
 static const char *const program_variants[PROGRAM_VARIANTS] = {
     "all", "without gate", "without rope", "without own-copies", "without side-by-side", "none"};
 
-/* Run a program; seconds, or < 0 if that failed. */
+/* Run a program. Returns the seconds, or -1 if it failed. */
 static double program_time(const program_timing *x, const llm_program *p, int size) {
     llm_error err;
     const llm_backend *b = x->device;
@@ -49,8 +51,8 @@ static void program_show_list(program_timing *x) {
         const llm_op *op = &p->ops[i];
         if (op->layer <= 0) add_row(&t, llm_op_name(op->kind), OP_FLOW(p, op), OP_WEIGHT(op));
     }
-    say(x->l, "The program: %d operations. Between the first two and the last three is layer 0, of "
-              "%d layers.\n\n", p->n_ops, llm_model_config(x->l->loaded)->n_layers);
+    say(x->l, "The program has %d operations. The list shows the first two, layer 0 of %d layers, "
+              "and the last three.\n\n", p->n_ops, llm_model_config(x->l->loaded)->n_layers);
     fact(x->l, "n_operations", p->n_ops);
     show_table(x->l, &t, "program");
 }
@@ -65,14 +67,14 @@ static program_row *program_find(program_timing *x, const llm_op *op) {
     return &x->rows[i];
 }
 
-/* Time each operation, with no fusions, so that each is done alone. */
+/* Time each operation, without fusions, so that each runs alone. */
 static bool program_measure(program_timing *x, int size, int runs) {
     llm_program *p = &x->variants[PROGRAM_VARIANTS - 1];
     double *times = resize(NULL, (size_t)(runs * x->n_rows + p->n_ops) * sizeof *times);
     bool good = true;
     p->seconds = times + runs * x->n_rows;
     memset(times, 0, (size_t)(runs * x->n_rows) * sizeof *times);
-    for (int run = -1; run < runs && good && !stop_requested; run++) { /* the first is to warm up */
+    for (int run = -1; run < runs && good && !stop_requested; run++) { /* run -1 warms up */
         memset(p->seconds, 0, (size_t)p->n_ops * sizeof *times);
         good = program_time(x, p, size) >= 0;
         for (int i = 0; i < p->n_ops && run >= 0; i++) {
@@ -95,7 +97,7 @@ static void program_show_costs(program_timing *x) {
         {"many_us", "us", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
     double bend = x->peak / x->bandwidth;
-    unsigned drawn = 0; /* kinds */
+    unsigned drawn = 0; /* bit k: an operation of kind k is in the plot */
     plot p = plot_new(PLOT_LINES, "", "operations for each byte", "operations a second");
     snprintf(p.title, sizeof p.title, "Operations, from 1 token (left or below) to %d", x->many);
     p.log_x = p.log_y = p.named_dots = true;
@@ -120,9 +122,9 @@ static void program_show_costs(program_timing *x) {
                 intensity[1], limit[1], 1e6 * r->seconds[1]);
     }
     say(x->l,
-        "\nEach alone, for 1 token and for many (%d), the last at position %d. KiB: what it reads "
-        "and writes. With %.1f GB/s and %.0f GFLOP/s, arithmetic is the limit from %.0f "
-        "operations a byte on.\n\n",
+        "\nEach operation alone, for 1 token and for many (%d), the last at position %d. KiB: "
+        "read and written. With %.1f GB/s and %.0f GFLOP/s, arithmetic is the limit from %.0f "
+        "operations per byte on.\n\n",
         x->many, x->many - 1, 1e-9 * x->bandwidth, 1e-9 * x->peak, bend);
     fact(x->l, "bytes_per_second", x->bandwidth);
     fact(x->l, "operations_per_second", x->peak);
@@ -132,7 +134,8 @@ static void program_show_costs(program_timing *x) {
 
 /* ---- The plan, and what it saves ------------------------------------------------------------ */
 
-/* All variants in turns, in each round from another one on: so a disturbance meets all of them. */
+/* Measure the variants in turn, each round starting with another one, so that a disturbance affects
+ * all of them alike. */
 static bool program_show_fusions(program_timing *x) {
     static const column columns[] = {
         {"fusions", "fusions", "%s"}, {"one_barriers", "1 token: barriers", "%.0f"},
@@ -168,7 +171,7 @@ static bool program_show_fusions(program_timing *x) {
     }
     say(x->l, "\n");
     show_table(x->l, &t, "fusions");
-    say(x->l, "\nThe logits are %s in all rows.\n", same ? "the same bits" : "NOT THE SAME");
+    say(x->l, "\nThe logits of all rows %s.\n", same ? "have the same bits" : "ARE NOT THE SAME");
     fact(x->l, "same_bits", same);
     free(logits);
     return good;
@@ -176,7 +179,7 @@ static bool program_show_fusions(program_timing *x) {
 
 /* ---- The lesson --------------------------------------------------------------------------- */
 
-/* Prepare all variants, and count what each operation costs. */
+/* Prepare all variants, and compute the cost of each operation. */
 static bool program_prepare(program_timing *x) {
     llm_error err;
     llm_limits limits = {x->many, 1, x->many, 1};
@@ -207,7 +210,7 @@ static bool program_teach(program_timing *x, llm_engine *engine) {
     good = good && program_measure(x, 1, 5) && program_measure(x, 0, 41);
     if (good) {
         program_show_costs(x);
-        say(x->l, "\nThe plan of layer 0, 1 token (|: barrier; +: together; *: by each thread):\n");
+        say(x->l, "\nThe plan of layer 0 for 1 token (|: barrier; +: fused; *: by each thread):\n");
         count_barriers(x->device, &x->variants[0], &x->steps[0].batch, !x->l->json);
         good = program_show_fusions(x);
     }
@@ -223,7 +226,7 @@ static int lesson_program(const command *self, int argc, char **argv) {
     roofline roof;
     const option options[] = {
         LESSON_OPTIONS(l),
-        {0, "tokens", "N", WHOLE, &x.many, 2, 4096, "tokens that are many (default 512)"},
+        {0, "tokens", "N", WHOLE, &x.many, 2, 4096, "tokens of the large step (default 512)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
@@ -243,8 +246,8 @@ static int lesson_program(const command *self, int argc, char **argv) {
 }
 
 static const char program_notes[] =
-    "Lists the operations of a step; measures each, for 1 token and for many; shows what the\n"
-    "device plans to do together; and measures the program without each of these fusions.\n"
+    "Lists the operations of a step, measures each for 1 token and for many, shows which of\n"
+    "them the device's plan fuses, and measures the program without each of these fusions.\n"
     "\n"
     "Examples:\n"
     "  llm lesson program\n"
@@ -252,5 +255,5 @@ static const char program_notes[] =
     "  llm lesson program --png program.png\n";
 
 const command program_lesson = {
-    "lesson program", "A model as a list of operations; which wait for bytes; fusions.", "[options]",
+    "lesson program", "A model as a list of operations: their limits, and fusions.", "[options]",
     lesson_program, program_notes};

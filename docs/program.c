@@ -142,7 +142,7 @@ static void program_line_add(program_view *v, int number, int layer, const char 
     va_end(arguments);
 }
 
-/* Are the lines from i on and from k on the same, for two different layers? */
+/* Whether the layers whose lines begin at i and at k have the same lines. */
 static bool program_layers_alike(const program_view *v, int i, int k) {
     int a = v->lines[i].layer, b = k < v->n ? v->lines[k].layer : -1;
     for (; b >= 0 && k < v->n && v->lines[k].layer == b; i++, k++)
@@ -150,7 +150,7 @@ static bool program_layers_alike(const program_view *v, int i, int k) {
     return b >= 0 && v->lines[i].layer != a;
 }
 
-/* Show the lines; of identical layers only the first, unless `all`. */
+/* Show the lines; only the first of identical layers, unless v->all. */
 static void program_show_lines(program_view *v) {
     for (int i = 0, next; i < v->n; i = next) {
         int layer = v->lines[i].layer, last = layer, end = i;
@@ -287,7 +287,7 @@ static void program_show_plan(program_view *v) {
     llm_stage stage;
     char text[160];
     int threads = llm_cpu_threads(v->backend);
-    put("\nThe plan, for %d thread%s: stages, and the barriers before them\n\n  no layer\n",
+    put("\nThe plan for %d thread%s: stages, and the barriers before them\n\n  no layer\n",
         threads, threads == 1 ? "" : "s");
     for (int k = 0; find_stage(v->backend, v->program, &v->lone.batch, k, &stage); k++)
         program_line_add(v, k, v->program->ops[stage.last].layer, "%-8s %s",
@@ -299,7 +299,7 @@ static void program_show_plan(program_view *v) {
 static void program_show_text(program_view *v, const llm_cost *costs) {
     static const char row[] = "%-11s %-31s %-29s %10s %11s %10s %10s";
     const llm_program *p = v->program;
-    put("A step of %d token%s of one sequence, the last one at position %d\n\n  no layer  ",
+    put("A step with %d token%s of one sequence, the last at position %d\n\n  no layer  ",
         v->tokens, v->tokens == 1 ? "" : "s", v->context - 1);
     put(row, "operation", "buffers", "weight", "weights", "activations", "cache", "operations");
     put_text("\n");
@@ -307,7 +307,7 @@ static void program_show_text(program_view *v, const llm_cost *costs) {
         const llm_op *op = i < p->n_ops ? &p->ops[i] : NULL;
         const llm_cost *c = &costs[i];
         if (!op) program_show_lines(v);
-        program_line_add(v, i, op ? op->layer : -1, row, op ? llm_op_name(op->kind) : "all",
+        program_line_add(v, i, op ? op->layer : -1, row, op ? llm_op_name(op->kind) : "total",
                          op ? OP_FLOW(p, op) : "", op ? OP_WEIGHT(op) : "", HUMAN(c->weight_bytes),
                          HUMAN(c->activation_bytes), HUMAN(c->cache_bytes),
                          HUMAN_COUNT(c->operations));
@@ -321,7 +321,7 @@ bool program_show(program_view *v, llm_engine *engine, const char *path) {
     v->backend = llm_engine_settings(engine)->backend;
     v->program = llm_engine_program(engine, false);
     if (v->plan && !v->backend->stage)
-        return !fail("this device does not tell its plan: leave out --plan");
+        return !fail("this device does not report its plan: leave out --plan");
     int n = v->program->n_ops;
     llm_cost *costs = resize(NULL, (size_t)(n + 1) * sizeof *costs), all = {0};
     v->owner = resize(NULL, (size_t)n * sizeof *v->owner);

@@ -43,8 +43,8 @@ const char *op_weight(const llm_op *op, char out[96]); /* "attn_q q4_0 256 x 256
 
 double cost_bytes(const llm_cost *c);
 
-/* owner[i]: the operation that stands for the stage in which operation i is done. If a device does
- * not report its stages, an operation that took no time was done with the one before it. */
+/* owner[i]: the last operation of the stage that does operation i. If a device does not report its
+ * stages, an operation that took no time is taken to be done with the one before it. */
 void find_owners(const llm_backend *b, const llm_program *p, const llm_batch *batch, int *owner);
 
 /* The number of barriers in a step. show: also print the stages of layer 0, a line from each

@@ -11,10 +11,10 @@
  *     llm_engine_free(engine);
  *     error = trace_close(&trace);                    0, or the errno of what was not written
  *
- * Each sequence has a track, with a slice for each step that it took part in: "prefill 128"
- * (tokens), "decode", "verify 1+4" (a token and 4 proposals). Instants say when it was admitted,
- * preempted and resumed, and when it ended. The first track has the steps; counters show the
- * blocks, and the tokens of a step. */
+ * Each sequence has a track, with a slice for each step it took part in: "prefill 128" (tokens),
+ * "decode", or "verify 1+4" (a token and 4 proposals). Instant events mark where it was admitted,
+ * preempted and resumed, and where it ended. The first track shows the steps; counters show the
+ * blocks in use and the tokens per step. */
 #ifndef TRACE_H
 #define TRACE_H
 #include <errno.h>
@@ -23,30 +23,30 @@
 #include <stdlib.h>
 #include <string.h>
 
-typedef struct trace_track { /* of a sequence that was admitted and has not ended */
+typedef struct trace_track { /* a sequence that was admitted and has not ended */
     uint64_t request;
     int sample, tid;
-    llm_state state, step_state; /* now; when it was scheduled */
-    int first, count;            /* tokens in this step; count 0: none */
+    llm_state state, step_state; /* now; when it was scheduled for this step */
+    int first, count;            /* position and number of its tokens in this step */
     int proposed, accepted;      /* in this step */
-    int n_generated;             /* in all; -1: not ended */
+    int n_generated;             /* tokens in all, once it has ended; -1: it has not */
 } trace_track;
 
 typedef struct trace_writer {
     FILE *file;
     int error;             /* errno of the first failure; nothing is written after it */
-    double start, begin;   /* clock: of the file, of the step */
-    uint64_t step;         /* its number */
+    double start, begin;   /* when the trace and the step began, as llm_seconds */
+    uint64_t step;         /* number of the step */
     bool in_step;
     uint64_t n_events;
     trace_track *tracks;   /* (n_tracks) */
-    int n_tracks, found, last_tid; /* found: where the last search ended */
+    int n_tracks, found, last_tid; /* found: index of the last track found */
     int *references;       /* (n_blocks) block tables that name each block */
     int64_t n_blocks, blocks_used;
     int64_t blocks_total;  /* of the pool, set by the caller; 0: unknown */
 } trace_writer;
 
-/* One event: what all have, and the rest, in which ' stands for ". */
+/* Write one event: the common fields, then the others; in `format`, write ' for ". */
 static void trace_put(trace_writer *t, double when, int tid, const char *format, ...) {
     char rest[256];
     va_list arguments;
@@ -79,7 +79,7 @@ static int trace_close(trace_writer *t) {
     return t->error;
 }
 
-/* The track of a sequence, a new one if it has none; NULL: no memory. */
+/* Find or create the track of a sequence. NULL: out of memory. */
 static trace_track *trace_find(trace_writer *t, const llm_trace_event *e) {
     for (int i = 0; i < t->n_tracks; i++) {
         int at = (t->found + i) % t->n_tracks; /* events mostly follow the order of the tracks */
@@ -98,7 +98,7 @@ static trace_track *trace_find(trace_writer *t, const llm_trace_event *e) {
     return tracks;
 }
 
-/* How many block tables name the block from now on: `count`, or as many more. */
+/* Set the number of block tables that name the block to `count`, or add `count` if `more`. */
 static void trace_refer(trace_writer *t, int32_t block, int count, bool more) {
     if (block < 0) return;
     if (block >= t->n_blocks) {
@@ -130,7 +130,7 @@ static void trace_state(trace_writer *t, trace_track *track, const llm_trace_eve
                   "'ph': 'i', 's': 't', 'name': '%s', 'args': {'%s': %d}", what, count, e->count);
 }
 
-/* The slice of a step, and the end. Returns whether the track goes on. */
+/* Write the slice of a step and, if the sequence ended, its end. Returns whether it goes on. */
 static bool trace_slice(trace_writer *t, trace_track *track, double end) {
     char name[48] = "decode";
     if (track->step_state == LLM_PREFILL) snprintf(name, sizeof name, "prefill %d", track->count);
@@ -149,7 +149,7 @@ static bool trace_slice(trace_writer *t, trace_track *track, double end) {
     return false;
 }
 
-/* The slices of the step that ends, if one does, and the tracks that end. */
+/* Write the slices of the step that ends, if one does, and remove the tracks that have ended. */
 static void trace_slices(trace_writer *t, const llm_trace_event *e, double end) {
     const char *name = e->count < 0 ? "failed" : "step";
     int tokens = 0, sequences = 0, n = 0;
@@ -169,7 +169,7 @@ static void trace_slices(trace_writer *t, const llm_trace_event *e, double end) 
               (long long)t->blocks_used, (long long)(unused > 0 ? unused : 0));
 }
 
-/* An llm_trace: what llm_engine_options.trace is set to. */
+/* The llm_trace function to set as llm_engine_options.trace. */
 static void trace_write(void *user, const llm_trace_event *e) {
     trace_writer *t = user;
     if (!t->file || t->error) return;
