@@ -254,21 +254,18 @@ static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "�
 static void plot_text_legend(const plot *p, const plot_out *o, int width) {
     int at = 2;
     if (p->n_series < 2 && p->kind != PLOT_MAP) return;
-    plot_say(o, p->series[0].name[0] ? "  " : "");
     for (int s = 0; s < p->n_series; s++) {
         int n = (int)strlen(p->series[s].name) + 5;
         if (!p->series[s].name[0]) continue;
-        if (at + n > width && at > 2) {
-            plot_say(o, "\n  ");
-            at = 2;
-        }
+        bool wrap = at > 2 && at + n > width;
+        plot_say(o, wrap ? "\n  " : at > 2 ? "   " : "  ");
+        if (wrap) at = 2;
         plot_colour(o, p->series[s].colour, p->kind == PLOT_MAP);
         if (p->kind == PLOT_BARS) plot_say(o, plot_shades[s % PLOT_COLOURS]);
         else o->sink(&p->series[s].mark, 1);
         plot_plain(o);
         plot_say(o, " ");
         plot_say(o, p->series[s].name);
-        plot_say(o, "   ");
         at += n;
     }
     plot_say(o, p->series[0].name[0] ? "\n" : "");
