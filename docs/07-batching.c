@@ -9,16 +9,18 @@
 #include "../tests/bench.h"
 
 typedef struct batching {
-    int slots, n, prompt, gap;
-    int_range lengths;
-    float window;
+    int slots, n;      /* of the batch; requests */
+    int prompt, gap;   /* tokens per prompt; ticks between arrivals */
+    int_range lengths; /* tokens per answer */
+    float window;      /* seconds: see groups.h */
 } batching;
 
 typedef struct batching_task {
     task task;
     member member;
-    uint64_t id;                    /* of the request in the trace; 0: not in the engine yet */
-    int slot, arrived, first, last; /* batch slot, -1: none; ticks, -1: not yet */
+    uint64_t id;              /* of the request in the trace; 0: not in the engine yet */
+    int slot;                 /* of the batch; -1: none */
+    int arrived, first, last; /* ticks of arrival, first and last token; -1: not yet */
 } batching_task;
 
 typedef struct batching_result {
@@ -27,17 +29,20 @@ typedef struct batching_result {
     int ticks;
     int idle_while_waiting; /* slots without useful work while a request waits, over all ticks */
     int padding;            /* tokens computed for ended requests */
-    double tokens, seconds, mean_wait, mean_latency, worst_latency;
-    uint64_t hash; /* of all tokens */
+    double tokens, seconds;
+    double mean_wait, mean_latency, worst_latency; /* ticks */
+    uint64_t hash;                                 /* of all tokens */
 } batching_result;
 
 typedef struct batching_watch { /* what batching_trace reads and updates */
     const batching *b;
     batching_task *tasks;
     batching_result *result;
-    int entered, running, padding; /* requests submitted; sequences of this tick */
+    int entered;          /* requests submitted */
+    int running, padding; /* sequences of this tick */
 } batching_watch;
 
+/* The first batch slot without a task. */
 static int free_slot(const batching_task *tasks, int n, int slots) {
     for (int slot = 0; slot < slots; slot++) {
         bool taken = false;

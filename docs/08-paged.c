@@ -12,9 +12,9 @@ enum { PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT }; /* series of the map after the
 
 static const struct paged_plan {
     const char *what;
-    int step;          /* of its arrival */
-    int first, prompt; /* the prompt is this part of the bundled text */
-    int samples, tokens;
+    int step;            /* of its arrival */
+    int first, prompt;   /* the prompt is this part of the bundled text */
+    int samples, tokens; /* tokens per sample */
 } paged_plan[PAGED_REQUESTS] = {{"A: alone", 0, 0, 20, 1, 30},
                                 {"B: three samples of one prompt", 6, 2000, 21, 3, 14},
                                 {"C: same beginning as A", 14, 0, 26, 1, 22},
@@ -84,9 +84,10 @@ static void paged_trace(void *user, const llm_trace_event *e) {
     }
 }
 
-typedef struct paged_counts { /* blocks and sequences after a step */
-    int used, shared, kept, sequences;
-    double references, entries;
+typedef struct paged_counts {   /* after a step */
+    int used, shared, kept;     /* blocks */
+    int sequences;              /* that have started and not ended */
+    double references, entries; /* sums over all blocks; over all tables */
 } paged_counts;
 
 /* Count the blocks, and draw each block's owner in the map. */
@@ -216,8 +217,8 @@ static void paged_show(lesson *l, paged_run *r) {
     show_plot(l, &r->map);
     say(l,
         "\n%d blocks were copied on a write, and %d prompt tokens were found in the prefix cache. "
-        "On average, %.0f %% of the slots in used blocks hold no token; it would be %.0f %% if each "
-        "sequence reserved its whole context of %d tokens.\n",
+        "On average, %.0f %% of the slots in used blocks hold no token; it would be %.0f %% if "
+        "each sequence reserved its whole context of %d tokens.\n",
         r->state.copies, r->hits, 100 * waste_paged, 100 * waste_contiguous,
         l->engine.context_length);
     fact(l, "blocks_copied", r->state.copies);

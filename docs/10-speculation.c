@@ -27,10 +27,11 @@ static bool speculation_run(void *context, const llm_program *program, llm_part 
 }
 
 typedef struct speculating {
-    const char *draft_path;
-    llm_model *draft;
+    const char *draft_path; /* NULL: not given */
+    llm_model *draft;       /* NULL: none */
     bool lookup;
-    int depth, n, texts, prompt, most;
+    int depth, most;      /* proposals per step: in the printed text; the most to measure */
+    int n, texts, prompt; /* tokens per text; texts to measure; tokens per prompt */
 } speculating;
 
 /* Print a piece of text, on a new line if this one is full. before, after: brackets, used where
