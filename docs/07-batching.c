@@ -1,42 +1,48 @@
-/* 07-batching.c - llm lesson batching: the same requests under three policies. Beside 07-batching.md.
+/* 07-batching.c - llm lesson batching: the same requests under three policies. See 07-batching.md.
  *
- * The engine batches continuously; static and dynamic groups are made outside of it (groups.h). Time is counted in ticks:
- * one call of llm_step, which is a forward pass or, while a dynamic group waits to be full, a millisecond. Request i comes at
- * tick i x gap. The map is drawn from the engine's trace: each row is a place in the batch, and a letter says whose tokens
- * were computed in it. */
+ * The engine batches continuously; groups.h makes static and dynamic groups outside of it. Time is
+ * counted in ticks. A tick is one call of batcher_step: a forward pass or, while a dynamic group
+ * waits to fill, a millisecond. Request i arrives at tick i x gap. The engine's trace fills the
+ * map: a row is a batch slot, and a letter is the request whose token the slot computed. */
 #include "lesson.h"
 #include "groups.h"
 #include "../tests/bench.h"
 
 typedef struct batching {
-    int slots, n, prompt, gap;
-    int_range lengths;
-    float window;
+    int slots, n;      /* of the batch; requests */
+    int prompt, gap;   /* tokens per prompt; ticks between arrivals */
+    int_range lengths; /* tokens per answer */
+    float window;      /* seconds: see groups.h */
 } batching;
 
 typedef struct batching_task {
     task task;
     member member;
-    uint64_t id;                    /* in the trace; 0: not in the engine yet */
-    int slot, arrived, first, last; /* place in the batch, -1: none; ticks */
+    uint64_t id;              /* of the request in the trace; 0: not in the engine yet */
+    int slot;                 /* of the batch; -1: none */
+    int arrived, first, last; /* ticks of arrival, first and last token; -1: not yet */
 } batching_task;
 
 typedef struct batching_result {
     plot map;
-    table trace;  /* of each tick: running, waiting, padding */
-    int ticks, passes, idle, idle_while_waiting; /* idle: slots x ticks without a token */
-    int padding;  /* tokens computed for requests that had ended */
-    double tokens, seconds, mean_wait, mean_latency, worst_latency;
-    uint64_t hash; /* of all tokens */
+    table trace; /* per tick: running, waiting, padding */
+    int ticks;
+    int idle_while_waiting; /* slots without useful work while a request waits, over all ticks */
+    int padding;            /* tokens computed for ended requests */
+    double tokens, seconds;
+    double mean_wait, mean_latency, worst_latency; /* ticks */
+    uint64_t hash;                                 /* of all tokens */
 } batching_result;
 
-typedef struct batching_watch { /* what the trace is noted in */
+typedef struct batching_watch { /* what batching_trace reads and updates */
     const batching *b;
     batching_task *tasks;
     batching_result *result;
-    int entered, running, padding; /* requests that the engine has got; sequences of this tick */
+    int entered;          /* requests submitted */
+    int running, padding; /* sequences of this tick */
 } batching_watch;
 
+/* The first batch slot without a task. */
 static int free_slot(const batching_task *tasks, int n, int slots) {
     for (int slot = 0; slot < slots; slot++) {
         bool taken = false;
@@ -46,13 +52,15 @@ static int free_slot(const batching_task *tasks, int n, int slots) {
     return slots - 1;
 }
 
-/* The engine's trace: who enters, whose tokens are in the step, who leaves. */
+/* Note which requests enter, compute tokens and leave. */
 static void batching_trace(void *user, const llm_trace_event *e) {
     batching_watch *w = user;
     const batching *b = w->b;
-    bool state = e->kind == LLM_TRACE_STATE, submitted = state && e->from == LLM_WAITING && e->state == LLM_WAITING;
+    bool state = e->kind == LLM_TRACE_STATE,
+         submitted = state && e->from == LLM_WAITING && e->state == LLM_WAITING;
     int i = 0;
-    if (submitted && w->entered < b->n) w->tasks[w->entered++].id = e->request; /* they come in their order */
+    /* requests enter in order of arrival */
+    if (submitted && w->entered < b->n) w->tasks[w->entered++].id = e->request;
     while (i < b->n && w->tasks[i].id != e->request) i++;
     if (e->request == 0 || i == b->n) return;
     batching_task *t = &w->tasks[i];
@@ -67,30 +75,35 @@ static void batching_trace(void *user, const llm_trace_event *e) {
 }
 
 static batching_result new_batching_result(const batching *b, int policy) {
-    static const column columns[] = {
-        {"tick", "", "%.0f"}, {"running", "", "%.0f"}, {"waiting", "", "%.0f"}, {"padding", "", "%.0f"}};
+    static const column columns[] = {{"tick", "", "%.0f"},
+                                     {"running", "", "%.0f"},
+                                     {"waiting", "", "%.0f"},
+                                     {"padding", "", "%.0f"}};
     batching_result r = {.trace = new_table(columns, COUNT(columns))};
     char title[96];
-    snprintf(title, sizeof title, "%s: whose tokens were computed in which tick", policy_names[policy]);
+    snprintf(title, sizeof title, "%s: the request in each batch slot, tick by tick",
+             policy_names[policy]);
     r.map = plot_new(PLOT_MAP, title, "ticks", "");
     for (int i = 0; i < b->slots; i++) plot_category(&r.map, (char[8]){(char)('1' + i % 9), 0});
-    for (int i = 0; i <= b->n; i++) { /* the last: padding */
+    for (int i = 0; i <= b->n; i++) { /* the last series is padding */
         int series = plot_series_add(&r.map, "");
         if (series < 0) continue;
-        r.map.series[series].mark = i == b->n ? '-' : (char)(i % 52 < 26 ? 'A' + i % 26 : 'a' + i % 26);
-        r.map.series[series].colour = i == b->n ? 7 : i % 6 + (i % 6 == 5); /* 5 and 7 are the greys */
+        r.map.series[series].mark =
+            i == b->n ? '-' : (char)(i % 52 < 26 ? 'A' + i % 26 : 'a' + i % 26);
+        /* 5 and 7 are the greys */
+        r.map.series[series].colour = i == b->n ? 7 : i % 6 + (i % 6 == 5);
     }
     return r;
 }
 
-/* One tick: submit the requests that have arrived, and make a step. False: an error was reported. */
-static bool batching_tick(const batching *b, batcher *groups, batching_watch *w, int *came) {
+/* One tick: submit the requests that arrive, and run a step. False: an error was reported. */
+static bool batching_tick(const batching *b, batcher *groups, batching_watch *w, int *n_arrived) {
     batching_result *r = w->result;
     llm_error err;
     llm_event event;
     bool good = true;
-    while (good && *came < b->n && *came * b->gap <= r->ticks) {
-        batching_task *t = &w->tasks[(*came)++];
+    while (good && *n_arrived < b->n && *n_arrived * b->gap <= r->ticks) {
+        batching_task *t = &w->tasks[(*n_arrived)++];
         t->arrived = r->ticks;
         good = batcher_submit(groups, &t->member, &err);
     }
@@ -107,30 +120,33 @@ static bool batching_run(lesson *l, const batching *b, int policy, batching_resu
     *r = new_batching_result(b, policy);
     l->engine.trace = batching_trace;
     l->engine.trace_user = &watch;
-    batcher groups = {.engine = lesson_engine(l->loaded, &l->engine), .policy = policy, .window = (double)b->window};
+    batcher groups = {.engine = lesson_engine(l->loaded, &l->engine),
+                      .policy = policy,
+                      .window = (double)b->window};
     bool good = groups.engine && prompts;
     for (int i = 0; i < b->n; i++) {
         batching_task *t = &tasks[i];
         *t = (batching_task){.slot = -1, .first = -1, .last = -1};
         if (!good) continue;
-        t->task = new_task(prompts + i * b->prompt, b->prompt, draw_range(b->lengths, 7, 1, (uint64_t)i));
+        t->task =
+            new_task(prompts + i * b->prompt, b->prompt, draw_range(b->lengths, 7, 1, (uint64_t)i));
         t->member.request = t->task.request;
         t->member.request.user = &t->task;
     }
     double start = llm_seconds();
-    int came = 0, ended = 0;
+    int n_arrived = 0, ended = 0;
     while (good && ended < b->n && !stop_requested) {
         int waiting = ended = 0;
-        good = batching_tick(b, &groups, &watch, &came);
+        good = batching_tick(b, &groups, &watch, &n_arrived);
         for (int i = 0; i < b->n; i++) {
             if (tasks[i].task.ended && tasks[i].last < 0) tasks[i].last = r->ticks;
-            waiting += i < came && tasks[i].first < 0;
+            waiting += i < n_arrived && tasks[i].first < 0;
             ended += tasks[i].last >= 0;
         }
-        add_row(&r->trace, (double)r->ticks, (double)watch.running, (double)waiting, (double)watch.padding);
+        add_row(&r->trace, (double)r->ticks, (double)watch.running, (double)waiting,
+                (double)watch.padding);
         int idle = b->slots - watch.running;
         r->padding += watch.padding;
-        r->idle += idle;
         r->idle_while_waiting += waiting < idle ? waiting : idle;
         r->ticks++;
     }
@@ -141,7 +157,8 @@ static bool batching_run(lesson *l, const batching *b, int policy, batching_resu
         r->mean_wait += (double)(tasks[i].first - tasks[i].arrived) / b->n;
         r->mean_latency += latency / b->n;
         r->worst_latency = latency > r->worst_latency ? latency : r->worst_latency;
-        r->hash = hash_bytes(r->hash, (const char *)tasks[i].task.tokens, (size_t)tasks[i].task.n * sizeof(int32_t));
+        r->hash = hash_bytes(r->hash, (const char *)tasks[i].task.tokens,
+                             (size_t)tasks[i].task.n * sizeof(int32_t));
     }
     free_engine(groups.engine);
     for (int i = 0; i < b->n; i++) free_task(&tasks[i].task);
@@ -155,7 +172,7 @@ static void batching_show(lesson *l, const batching *b, batching_result *results
                                      {"ticks", "ticks", "%.0f"},
                                      {"busy_percent", "busy %", "%.1f"},
                                      {"padding", "padding", "%.0f"},
-                                     {"idle_while_waiting", "idle, wanted", "%.0f"},
+                                     {"idle_while_waiting", "lost", "%.0f"},
                                      {"mean_wait_ticks", "wait", "%.1f"},
                                      {"mean_latency_ticks", "latency", "%.1f"},
                                      {"worst_latency_ticks", "worst", "%.0f"},
@@ -164,19 +181,22 @@ static void batching_show(lesson *l, const batching *b, batching_result *results
     bool same = true;
     for (int i = 0; i < N_POLICIES; i++) {
         const batching_result *r = &results[i];
-        add_row(&t, policy_names[i], (double)r->ticks, 100 * r->tokens / ((double)r->ticks * b->slots),
-                (double)r->padding, (double)r->idle_while_waiting, r->mean_wait, r->mean_latency, r->worst_latency,
+        add_row(&t, policy_names[i], (double)r->ticks,
+                100 * r->tokens / ((double)r->ticks * b->slots), (double)r->padding,
+                (double)r->idle_while_waiting, r->mean_wait, r->mean_latency, r->worst_latency,
                 r->tokens / r->seconds);
         same = same && r->hash == results[0].hash;
     }
     say(l,
-        "%d requests of %d to %d tokens, one every %d ticks, and %d places in the batch. Waits and latencies in "
+        "%d requests of %d to %d tokens arrive, one every %d ticks. The batch has %d slots. "
+        "Padding: tokens computed for ended requests. Lost: slots without useful work while a "
+        "request waits, added up over ticks. Mean wait, mean and worst latency are in "
         "ticks:\n\n",
         b->n, b->lengths.low, b->lengths.high, b->gap, b->slots);
     show_table(l, &t, "policies");
     fact(l, "slots", b->slots);
     fact(l, "same_tokens", same);
-    say(l, "\nThe tokens of every request are %s under all three.\n", same ? "the same" : "NOT THE SAME");
+    say(l, "\nThe three policies give every request %s tokens.\n", same ? "the same" : "DIFFERENT");
     for (int i = 0; i < N_POLICIES; i++) {
         char name[32];
         snprintf(name, sizeof name, "trace_%s", policy_names[i]);
@@ -191,11 +211,11 @@ static int lesson_batching(const command *self, int argc, char **argv) {
     batching b = {.slots = 6, .n = 24, .prompt = 8, .gap = 2, .lengths = {2, 40}, .window = 0.02f};
     const option options[] = {
         LESSON_OPTIONS(l),
-        {0, "slots", "N", WHOLE, &b.slots, 1, 64, "places in the batch (default 6)"},
-        {0, "requests", "N", WHOLE, &b.n, 1, 200, "how many (default 24)"},
-        {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1024, "tokens of each prompt (default 8)"},
-        {'g', "gen", "LOW-HIGH", RANGE, &b.lengths, 1, 1 << 20, "tokens of each answer (default 2-40)"},
-        {0, "gap", "N", WHOLE, &b.gap, 0, 1000, "ticks from one request to the next (default 2)"},
+        {0, "slots", "N", WHOLE, &b.slots, 1, 64, "slots of the batch (default 6)"},
+        {0, "requests", "N", WHOLE, &b.n, 1, 200, "number of requests (default 24)"},
+        {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1024, "tokens per prompt (default 8)"},
+        {'g', "gen", "LOW-HIGH", RANGE, &b.lengths, 1, 1 << 20, "tokens per answer (default 2-40)"},
+        {0, "gap", "N", WHOLE, &b.gap, 0, 1000, "ticks between arrivals (default 2)"},
         {0, "window", "SECONDS", REAL, &b.window, 0, 10,
          "how long dynamic batching waits for a group to fill (default 0.02)"},
     };
@@ -204,8 +224,8 @@ static int lesson_batching(const command *self, int argc, char **argv) {
     if (!fits_context(&l, b.prompt, b.lengths.high)) return lesson_end(&l, false);
     l.engine.max_sequences = b.slots;
     l.engine.prefix_cache = false;
-    l.engine.max_batch_tokens =
-        b.slots * (b.prompt + 1) > 512 ? b.slots * (b.prompt + 1) : 512; /* all prompts in one step */
+    /* all prompts fit into one step */
+    l.engine.max_batch_tokens = b.slots * (b.prompt + 1) > 512 ? b.slots * (b.prompt + 1) : 512;
     batching_result results[N_POLICIES];
     memset(results, 0, sizeof results);
     bool good = true;
@@ -220,14 +240,15 @@ static int lesson_batching(const command *self, int argc, char **argv) {
 }
 
 static const char batching_notes[] =
-    "Static batching fills the places as a group and computes all of them until the longest has ended; dynamic batching also\n"
-    "waits for the group to fill; continuous batching gives a place away in the step after it became free. A letter is a\n"
-    "request; a row, a place; -, a token that was computed for a request that had ended.\n"
+    "Static batching fills the slots with a group of requests and computes all of them until\n"
+    "the longest has ended. Dynamic batching also waits for the group to fill. Continuous\n"
+    "batching gives a slot to another request in the step after it becomes free. In the map, a\n"
+    "row is a slot, a letter is a request, and - is a token computed for an ended request.\n"
     "\n"
     "Examples:\n"
     "  llm lesson batching\n"
     "  llm lesson batching --slots 8 --requests 40 --gen 10-100 --png batching.png\n";
 
-const command batching_lesson = {
-    "lesson batching", "The same requests: static, dynamic, continuous batching.", "[options]",
-    lesson_batching, batching_notes};
+const command batching_lesson = {"lesson batching",
+                                 "Static, dynamic and continuous batching compared.", "[options]",
+                                 lesson_batching, batching_notes};

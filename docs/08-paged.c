@@ -1,34 +1,38 @@
-/* 08-paged.c - llm lesson paged: who owns which block of the cache, step by step. Beside 08-paged.md.
+/* 08-paged.c - llm lesson paged: the owner of each cache block, step by step. See 08-paged.md.
  *
- * Four requests come and go; one asks for three samples (a fork: they share the prompt's blocks, and who writes into a
- * shared block first gets a copy of it), one begins as another did (the prefix cache). The engine's trace says which
- * block each sequence takes, shares, copies and gives up; from that the lesson keeps block tables of its own, and draws
- * them after each step. */
+ * Four requests come and go. One asks for three samples: a fork, whose samples share the prompt's
+ * blocks until they write to them. One begins with the same tokens as another, and finds them in
+ * the prefix cache. The engine's trace reports each block that a sequence takes, shares, copies and
+ * releases. From these events the lesson keeps block tables of its own, and draws them after each
+ * step. */
 #include "lesson.h"
 
-enum { PAGED_REQUESTS = 4, PAGED_OWNERS = 6, PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT, PAGED_BLOCKS = 96 };
+enum { PAGED_REQUESTS = 4, PAGED_OWNERS = 6, PAGED_BLOCKS = 96 };
+enum { PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT }; /* series of the map after the owners */
 
 static const struct paged_plan {
     const char *what;
-    int step, first, prompt, samples, tokens; /* comes at this step, with the tokens first .. of the text as its prompt */
+    int step;            /* of its arrival */
+    int first, prompt;   /* the prompt is this part of the bundled text */
+    int samples, tokens; /* tokens per sample */
 } paged_plan[PAGED_REQUESTS] = {{"A: alone", 0, 0, 20, 1, 30},
                                 {"B: three samples of one prompt", 6, 2000, 21, 3, 14},
-                                {"C: begins as A did", 14, 0, 26, 1, 22},
+                                {"C: same beginning as A", 14, 0, 26, 1, 22},
                                 {"D: a long prompt", 24, 5000, 44, 1, 8}};
 
-/* What the trace has said so far. Owners are numbered A, B1, B2, B3, C, D. */
+/* The block tables according to the trace. Owners are numbered A, B1, B2, B3, C, D. */
 typedef struct paged_state {
-    uint64_t requests[PAGED_REQUESTS]; /* (n_requests) their ids, in the order in which they came */
+    uint64_t requests[PAGED_REQUESTS]; /* (n_requests) ids, in order of arrival */
     int n_requests;
     llm_state states[PAGED_OWNERS];
     int32_t tables[PAGED_OWNERS][PAGED_BLOCKS]; /* (lengths) blocks */
     int lengths[PAGED_OWNERS];
-    int references[PAGED_BLOCKS]; /* tables that name the block */
+    int references[PAGED_BLOCKS]; /* tables that list the block */
     bool kept[PAGED_BLOCKS];      /* the prefix cache can find its content */
     int copies;
 } paged_state;
 
-/* Which owner an event is about; -1: none. */
+/* The owner that an event is about; -1: none. */
 static int paged_owner(const paged_state *p, const llm_trace_event *e) {
     int i = 0;
     while (i < p->n_requests && p->requests[i] != e->request) i++;
@@ -44,7 +48,7 @@ static void paged_enter(paged_state *p, int owner, int entry, int32_t block, int
     p->kept[block] = false;
 }
 
-/* The owner gives the block up, and `references` tables still name it. */
+/* The owner releases the block, and e->count tables still list it. */
 static void paged_leave(paged_state *p, int owner, const llm_trace_event *e) {
     int n = 0;
     for (int i = 0; i < p->lengths[owner]; i++)
@@ -54,18 +58,22 @@ static void paged_leave(paged_state *p, int owner, const llm_trace_event *e) {
     p->kept[e->block] = e->kept;
 }
 
-/* The engine calls it for each of its decisions: keep the tables as it says. */
+/* The engine calls this for each of its decisions: update the tables. */
 static void paged_trace(void *user, const llm_trace_event *e) {
     paged_state *p = user;
-    bool submitted = e->kind == LLM_TRACE_STATE && e->from == LLM_WAITING && e->state == LLM_WAITING;
-    if (submitted && e->sample == 0 && p->n_requests < PAGED_REQUESTS) p->requests[p->n_requests++] = e->request;
+    bool submitted =
+        e->kind == LLM_TRACE_STATE && e->from == LLM_WAITING && e->state == LLM_WAITING;
+    if (submitted && e->sample == 0 && p->n_requests < PAGED_REQUESTS)
+        p->requests[p->n_requests++] = e->request;
     if (e->kind == LLM_TRACE_EVICT) p->kept[e->block] = false;
     int owner = paged_owner(p, e);
     if (owner < 0) return;
     switch (e->kind) {
     case LLM_TRACE_STATE: p->states[owner] = e->state; break;
     case LLM_TRACE_TAKE: paged_enter(p, owner, e->first, e->block, 1); break;
-    case LLM_TRACE_SHARE: paged_enter(p, owner, e->first, e->block, p->references[e->block] + 1); break;
+    case LLM_TRACE_SHARE:
+        paged_enter(p, owner, e->first, e->block, p->references[e->block] + 1);
+        break;
     case LLM_TRACE_COPY:
         paged_enter(p, owner, e->first, e->block, 1);
         p->references[e->source]--;
@@ -76,13 +84,14 @@ static void paged_trace(void *user, const llm_trace_event *e) {
     }
 }
 
-typedef struct paged_counts { /* of the pool after a step */
-    int used, shared, kept, sequences;
-    double references, entries;
+typedef struct paged_counts {   /* after a step */
+    int used, shared, kept;     /* blocks */
+    int sequences;              /* that have started and not ended */
+    double references, entries; /* sums over all blocks; over all tables */
 } paged_counts;
 
-/* Count, and note each block's owner in the map. */
-static paged_counts paged_look(const paged_state *p, plot *map, int step, int n_blocks) {
+/* Count the blocks, and draw each block's owner in the map. */
+static paged_counts paged_count(const paged_state *p, plot *map, int step, int n_blocks) {
     paged_counts c = {0};
     for (int block = 0; block < n_blocks; block++) {
         bool kept = p->references[block] == 0 && p->kept[block];
@@ -118,41 +127,48 @@ static bool paged_submit(lesson *l, llm_engine *engine, int i) {
     return good;
 }
 
-typedef struct paged_run { /* what all steps came to */
+typedef struct paged_run { /* the result of all steps */
     paged_state state;
     table steps;
     plot map, slots;
-    double waste_paged, waste_contiguous; /* shares of the slots that held no token, added up */
+    double waste_paged, waste_contiguous; /* shares of slots without a token, added up over steps */
     int counted;                          /* steps with blocks in use */
-    int hits;                             /* tokens of prompts that were found */
+    int hits;                             /* prompt tokens found in the prefix cache */
 } paged_run;
 
 static paged_run new_paged_run(int n_blocks) {
     static const column columns[] = {
-        {"step", "", "%.0f"},   {"used", "", "%.0f"},       {"free", "", "%.0f"},          {"shared", "", "%.0f"},
-        {"kept", "", "%.0f"},   {"references", "", "%.0f"}, {"table_entries", "", "%.0f"}, {"sequences", "", "%.0f"},
-        {"tokens", "", "%.0f"}, {"slots", "", "%.0f"},      {"copied", "", "%.0f"}};
-    static const char *const owners[] = {"A", "B, sample 1", "B, sample 2", "B, sample 3",
-                                         "C", "D",           "several",     "free, but kept"};
+        {"step", "", "%.0f"},          {"used", "", "%.0f"},      {"free", "", "%.0f"},
+        {"shared", "", "%.0f"},        {"kept", "", "%.0f"},      {"references", "", "%.0f"},
+        {"table_entries", "", "%.0f"}, {"sequences", "", "%.0f"}, {"tokens", "", "%.0f"},
+        {"slots", "", "%.0f"},         {"copied", "", "%.0f"}};
+    static const char *const owners[] = {"request A",   "B, sample 1",       "B, sample 2",
+                                         "B, sample 3", "request C",         "request D",
+                                         "shared",      "free, content kept"};
     paged_run r = {.steps = new_table(columns, COUNT(columns))};
-    r.map = plot_new(PLOT_MAP, "Who owns which block of the pool, after each step", "steps", "block");
-    r.slots = plot_new(PLOT_LINES, "Slots of the cache", "steps", "slots");
+    r.map = plot_new(PLOT_MAP, "The owner of each block of the pool, after each step", "steps",
+                     "block");
+    r.slots = plot_new(PLOT_LINES, "Cache slots", "steps", "slots");
     for (int i = 0; i < COUNT(owners); i++) {
         int series = plot_series_add(&r.map, owners[i]);
         if (series >= 0) r.map.series[series].mark = "A123CD#k"[i];
     }
-    for (int i = 0; i < n_blocks; i++) plot_category(&r.map, (char[8]){(char)('0' + i / 10), (char)('0' + i % 10), 0});
-    plot_series_add(&r.slots, "tokens held");
-    plot_series_add(&r.slots, "slots of the blocks in use");
-    plot_series_add(&r.slots, "a whole context each");
+    for (int i = 0; i < n_blocks; i++)
+        plot_category(&r.map, (char[8]){(char)('0' + i / 10), (char)('0' + i % 10), 0});
+    plot_series_add(&r.slots, "with a token");
+    plot_series_add(&r.slots, "in used blocks");
+    plot_series_add(&r.slots, "if whole contexts were reserved");
     return r;
 }
 
-/* Note what there is after a step. */
-static void paged_note(const lesson *l, paged_run *r, const paged_counts *c, double tokens, int step, int n_blocks) {
-    double used = (double)c->used * l->engine.block_size, whole = (double)c->sequences * l->engine.context_length;
-    add_row(&r->steps, (double)step, (double)c->used, (double)(n_blocks - c->used), (double)c->shared, (double)c->kept,
-            c->references, c->entries, (double)c->sequences, tokens, used, (double)r->state.copies);
+/* Record the state after a step. */
+static void paged_note(const lesson *l, paged_run *r, const paged_counts *c, double tokens,
+                       int step, int n_blocks) {
+    double used = (double)c->used * l->engine.block_size,
+           whole = (double)c->sequences * l->engine.context_length;
+    add_row(&r->steps, (double)step, (double)c->used, (double)(n_blocks - c->used),
+            (double)c->shared, (double)c->kept, c->references, c->entries, (double)c->sequences,
+            tokens, used, (double)r->state.copies);
     plot_point(&r->slots, 0, step, tokens);
     plot_point(&r->slots, 1, step, used);
     plot_point(&r->slots, 2, step, whole);
@@ -163,18 +179,21 @@ static void paged_note(const lesson *l, paged_run *r, const paged_counts *c, dou
     }
 }
 
-/* All requests, each at its step, until all have ended. */
-static bool paged_work(lesson *l, llm_engine *engine, int n_blocks, paged_run *r) {
+/* Submit each request at its step, and run until all have ended. */
+static bool paged_run_all(lesson *l, llm_engine *engine, int n_blocks, paged_run *r) {
     llm_error err;
-    int came = 0;
+    int n_arrived = 0;
     bool good = true, going = true;
     for (int step = 0; good && going && !stop_requested; step++) {
-        while (good && came < PAGED_REQUESTS && paged_plan[came].step <= step) good = paged_submit(l, engine, came++);
+        while (good && n_arrived < PAGED_REQUESTS && paged_plan[n_arrived].step <= step)
+            good = paged_submit(l, engine, n_arrived++);
         int result = good ? llm_step(engine, &err) : 0;
         if (result < 0) good = !fail_with(&err);
-        going = result > 0 || came < PAGED_REQUESTS;
-        paged_counts counts = paged_look(&r->state, &r->map, step, n_blocks);
-        if (good) paged_note(l, r, &counts, (double)llm_engine_statistics(engine).slots_used, step, n_blocks);
+        going = result > 0 || n_arrived < PAGED_REQUESTS;
+        paged_counts counts = paged_count(&r->state, &r->map, step, n_blocks);
+        if (good)
+            paged_note(l, r, &counts, (double)llm_engine_statistics(engine).slots_used, step,
+                       n_blocks);
     }
     r->hits = (int)llm_engine_statistics(engine).prefix_hits;
     return good && !stop_requested && r->counted > 0;
@@ -186,7 +205,8 @@ static void paged_show(lesson *l, paged_run *r) {
                                      {"prompt", "prompt", "%.0f"},
                                      {"samples", "samples", "%.0f"},
                                      {"tokens", "tokens", "%.0f"}};
-    double waste_paged = r->waste_paged / r->counted, waste_contiguous = r->waste_contiguous / r->counted;
+    double waste_paged = r->waste_paged / r->counted,
+           waste_contiguous = r->waste_contiguous / r->counted;
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < PAGED_REQUESTS; i++)
         add_row(&t, paged_plan[i].what, (double)paged_plan[i].step, (double)paged_plan[i].prompt,
@@ -196,10 +216,11 @@ static void paged_show(lesson *l, paged_run *r) {
     else free(r->steps.cells), free(r->steps.numbers);
     show_plot(l, &r->map);
     say(l,
-        "\n%d blocks were copied on a write, and %d tokens of prompts were found in the prefix cache. Slots that "
-        "held no token: %.0f %% of the blocks in use, at the mean of all steps; with the whole context of %d tokens "
-        "reserved for each sequence %.0f %%.\n",
-        r->state.copies, r->hits, 100 * waste_paged, l->engine.context_length, 100 * waste_contiguous);
+        "\n%d blocks were copied on a write, and %d prompt tokens were found in the prefix cache. "
+        "On average, %.0f %% of the slots in used blocks hold no token; it would be %.0f %% if "
+        "each sequence reserved its whole context of %d tokens.\n",
+        r->state.copies, r->hits, 100 * waste_paged, 100 * waste_contiguous,
+        l->engine.context_length);
     fact(l, "blocks_copied", r->state.copies);
     fact(l, "prefix_hits", r->hits);
     fact(l, "waste_paged", waste_paged);
@@ -215,16 +236,18 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {0, "block-size", "N", WHOLE, &l.engine.block_size, 1, 96, "tokens in a block (default 8)"},
-        {0, "blocks", "N", WHOLE, &n_blocks, 1, PAGED_BLOCKS, "blocks of the pool (default 28)"},
+        {0, "blocks", "N", WHOLE, &n_blocks, 1, PAGED_BLOCKS, "blocks in the pool (default 28)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
     int longest = 0;
     for (int i = 0; i < PAGED_REQUESTS; i++)
-        if (paged_plan[i].prompt + paged_plan[i].tokens > longest) longest = paged_plan[i].prompt + paged_plan[i].tokens;
+        if (paged_plan[i].prompt + paged_plan[i].tokens > longest)
+            longest = paged_plan[i].prompt + paged_plan[i].tokens;
     int fewest = (longest + l.engine.block_size - 1) / l.engine.block_size;
     if (n_blocks < fewest) {
-        fail("--blocks is %d: the longest request alone, of %d tokens, needs %d", n_blocks, longest, fewest);
+        fail("--blocks is %d, but the longest request, of %d tokens, needs %d", n_blocks, longest,
+             fewest);
         return lesson_end(&l, false);
     }
     l.engine.context_length = given_or(-1, 96, 1, llm_model_config(l.loaded)->context_length);
@@ -234,7 +257,7 @@ static int lesson_paged(const command *self, int argc, char **argv) {
     l.engine.trace = paged_trace;
     l.engine.trace_user = &r.state;
     llm_engine *engine = lesson_engine(l.loaded, &l.engine);
-    bool good = engine && paged_work(&l, engine, n_blocks, &r);
+    bool good = engine && paged_run_all(&l, engine, n_blocks, &r);
     free_engine(engine);
     if (good) {
         paged_show(&l, &r);
@@ -247,13 +270,12 @@ static int lesson_paged(const command *self, int argc, char **argv) {
 }
 
 static const char paged_notes[] =
-    "A row is a block of the pool, a column a step. #: several block tables name it; k: free, but what it holds is kept for a\n"
-    "prompt that begins alike.\n"
+    "In the map, a row is a block of the pool, and a column is a step. # is a block in several\n"
+    "block tables. k is a free block whose content is kept for a prompt with the same beginning.\n"
     "\n"
     "Examples:\n"
     "  llm lesson paged\n"
     "  llm lesson paged --block-size 4 --blocks 60 --png paged.png\n";
 
-const command paged_lesson = {
-    "lesson paged", "Who owns which block of the cache, step by step.", "[options]",
-    lesson_paged, paged_notes};
+const command paged_lesson = {"lesson paged", "The owner of each cache block, step by step.",
+                              "[options]", lesson_paged, paged_notes};

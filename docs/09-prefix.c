@@ -1,17 +1,21 @@
-/* 09-prefix.c - llm lesson prefix: many questions behind one long instruction. Beside 09-prefix.md.
+/* 09-prefix.c - llm lesson prefix: many questions after one long instruction. See 09-prefix.md.
  *
- * Each request is the same n_shared tokens and then some of its own. They come one after another, so that the time to
- * the first token is each one's own; then all at once, so that one sees how many blocks they share. */
+ * Each prompt is the same n_shared tokens, then some of its own. The requests first run one after
+ * another, which gives the TTFT of each; then all at once, which shows how many blocks they
+ * share. */
 #include "lesson.h"
 
 typedef struct prefix_run {
-    double *ttft;       /* (n) seconds */
-    double *hits;       /* (n) tokens of the prompt that were found */
-    int32_t *tokens;    /* (n, n_tokens) */
-    double shared, used, separate; /* all at once, at the peak: blocks shared, in use, and in separate tables */
+    double *ttft;        /* (n) seconds to the first token */
+    double *hits;        /* (n) prompt tokens found in the prefix cache */
+    int32_t *tokens;     /* (n, n_tokens) */
+    double shared, used; /* all at once, at the peak: blocks in several tables; in use */
+    double separate;     /* blocks that would be in use if none were shared */
 } prefix_run;
 
-static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool cache, prefix_run *out) {
+/* Run the tasks one after another, then all at once. cache: with the prefix cache. */
+static bool prefix_measure(lesson *l, task *tasks, int n, int n_tokens, bool cache,
+                           prefix_run *out) {
     l->engine.prefix_cache = cache;
     llm_engine *engine = lesson_engine(l->loaded, &l->engine);
     bool good = engine != NULL;
@@ -28,7 +32,8 @@ static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool 
         if (!good) break;
         out->ttft[i] = tasks[i].seconds[0];
         out->hits[i] = (double)(llm_engine_statistics(engine).prefix_hits - before);
-        memcpy(out->tokens + (size_t)i * (size_t)n_tokens, tasks[i].tokens, (size_t)n_tokens * sizeof(int32_t));
+        memcpy(out->tokens + (size_t)i * (size_t)n_tokens, tasks[i].tokens,
+               (size_t)n_tokens * sizeof(int32_t));
         free_task(&tasks[i]);
     }
     int status = 1;
@@ -47,17 +52,19 @@ static bool prefix_one_by_one(lesson *l, task *tasks, int n, int n_tokens, bool 
     return good && status == 0;
 }
 
-static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n_tokens, const prefix_run *cold,
-                        const prefix_run *warm) {
+static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n_tokens,
+                        const prefix_run *cold, const prefix_run *warm) {
     static const column columns[] = {
-        {"request", "request", "%.0f"}, {"prompt", "prompt tokens", "%.0f"}, {"found", "found in the cache", "%.0f"},
-        {"ttft_cold_ms", "TTFT ms without", "%.1f"}, {"ttft_warm_ms", "with", "%.1f"}, {"times", "times", "%.1f"}};
+        {"request", "request", "%.0f"},           {"prompt", "prompt tokens", "%.0f"},
+        {"found", "found in cache", "%.0f"},      {"ttft_cold_ms", "TTFT ms without", "%.1f"},
+        {"ttft_warm_ms", "TTFT ms with", "%.1f"}, {"times", "speedup", "%.1f"}};
     table t = new_table(columns, COUNT(columns));
     plot p = plot_new(PLOT_BARS, "Time to the first token, by request", "milliseconds", "");
-    int without = plot_series_add(&p, "no prefix cache"), with = plot_series_add(&p, "prefix cache");
+    int without = plot_series_add(&p, "no prefix cache"),
+        with = plot_series_add(&p, "prefix cache");
     for (int i = 0; i < n; i++) {
-        add_row(&t, i + 1.0, (double)tasks[i].request.n_prompt, warm->hits[i], 1e3 * cold->ttft[i], 1e3 * warm->ttft[i],
-                cold->ttft[i] / warm->ttft[i]);
+        add_row(&t, i + 1.0, (double)tasks[i].request.n_prompt, warm->hits[i], 1e3 * cold->ttft[i],
+                1e3 * warm->ttft[i], cold->ttft[i] / warm->ttft[i]);
         char name[32];
         snprintf(name, sizeof name, "request %d", i + 1);
         plot_category(&p, name);
@@ -65,7 +72,10 @@ static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n
         plot_bar(&p, with, 1e3 * warm->ttft[i]);
     }
     bool same = !memcmp(cold->tokens, warm->tokens, (size_t)n * (size_t)n_tokens * sizeof(int32_t));
-    say(l, "%d requests that begin with the same %d tokens, one after another:\n\n", n, n_shared);
+    say(l,
+        "%d requests whose prompts begin with the same %d tokens, one after another, without and "
+        "with the prefix cache:\n\n",
+        n, n_shared);
     show_table(l, &t, "requests");
     fact(l, "same_tokens", same);
     fact(l, "block_size", l->engine.block_size);
@@ -73,9 +83,10 @@ static void prefix_show(lesson *l, const task *tasks, int n, int n_shared, int n
     fact(l, "blocks_used", warm->used);
     fact(l, "blocks_used_without", cold->used);
     fact(l, "blocks_separate", warm->separate);
-    say(l, "\nThe tokens are %s. All at once, each shared block is in memory once: %.0f blocks in use, %.0f of "
-            "them named by several block tables; without the prefix cache %.0f.\n",
-        same ? "the same" : "NOT THE SAME", warm->used, warm->shared, cold->used);
+    say(l,
+        "\nBoth ways give %s tokens. When all requests run at once, %.0f blocks are in use, and "
+        "%.0f of them are shared. Without the prefix cache, it is %.0f blocks.\n",
+        same ? "the same" : "DIFFERENT", warm->used, warm->shared, cold->used);
     show_plot(l, &p);
 }
 
@@ -86,13 +97,14 @@ static int lesson_prefix(const command *self, int argc, char **argv) {
         LESSON_OPTIONS(l),
         BLOCK_OPTION(l.engine),
         {0, "shared", "N", WHOLE, &n_shared, 1, 1 << 20,
-         "tokens that all requests begin with (default 512, or what fits the context)"},
-        {0, "own", "N", WHOLE, &n_own, 1, 1 << 20, "tokens of each request's own (default 12)"},
-        {0, "requests", "N", WHOLE, &n, 1, 64, "how many (default 5)"},
+         "tokens that all prompts begin with (default 512, or what fits the context)"},
+        {0, "own", "N", WHOLE, &n_own, 1, 1 << 20, "further tokens of each prompt (default 12)"},
+        {0, "requests", "N", WHOLE, &n, 1, 64, "number of requests (default 5)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
-    n_shared = given_or(n_shared, 512, 1, llm_model_config(l.loaded)->context_length - n_own - n_tokens);
+    n_shared =
+        given_or(n_shared, 512, 1, llm_model_config(l.loaded)->context_length - n_own - n_tokens);
     if (!fits_context(&l, n_shared + n_own, n_tokens)) return lesson_end(&l, false);
     l.engine.max_sequences = n;
     task tasks[64];
@@ -104,14 +116,15 @@ static int lesson_prefix(const command *self, int argc, char **argv) {
         runs[k].tokens = resize(NULL, (size_t)n * (size_t)n_tokens * sizeof(int32_t));
     }
     for (int i = 0; i < n; i++) {
-        int32_t *ids = lesson_tokens(&l, 0, n_shared + n_own), *own = lesson_tokens(&l, 3000 + 50 * i, n_own + 1);
+        int32_t *ids = lesson_tokens(&l, 0, n_shared + n_own),
+                *own = lesson_tokens(&l, 3000 + 50 * i, n_own + 1);
         good = good && ids && own;
         if (ids && own) memcpy(ids + n_shared, own + 1, (size_t)n_own * sizeof *ids);
         free(own);
         tasks[i] = new_task(ids, n_shared + n_own, n_tokens);
     }
-    good = good && prefix_one_by_one(&l, tasks, n, n_tokens, false, &runs[0]) &&
-           prefix_one_by_one(&l, tasks, n, n_tokens, true, &runs[1]);
+    good = good && prefix_measure(&l, tasks, n, n_tokens, false, &runs[0]) &&
+           prefix_measure(&l, tasks, n, n_tokens, true, &runs[1]);
     if (good && !stop_requested) prefix_show(&l, tasks, n, n_shared, n_tokens, &runs[0], &runs[1]);
     for (int i = 0; i < n; i++) free((void *)tasks[i].request.prompt);
     for (int k = 0; k < 2; k++) free(runs[k].ttft), free(runs[k].hits), free(runs[k].tokens);
@@ -119,13 +132,12 @@ static int lesson_prefix(const command *self, int argc, char **argv) {
 }
 
 static const char prefix_notes[] =
-    "The first request computes the common beginning; its full blocks stay, and the others name them in their block tables\n"
-    "instead of computing them again.\n"
+    "The first request computes the common beginning. Its full blocks stay in the cache, and the\n"
+    "other requests list them in their block tables instead of computing them again.\n"
     "\n"
     "Examples:\n"
     "  llm lesson prefix\n"
     "  llm lesson prefix --shared 900 --block-size 64 --png prefix.png\n";
 
-const command prefix_lesson = {
-    "lesson prefix", "Many questions behind one long instruction.", "[options]",
-    lesson_prefix, prefix_notes};
+const command prefix_lesson = {"lesson prefix", "Many questions after one long instruction.",
+                               "[options]", lesson_prefix, prefix_notes};

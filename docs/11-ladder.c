@@ -1,10 +1,11 @@
-/* 11-ladder.c - llm ladder: the whole course in one table, from the naive engine to the full one, one switch at a
- * time. Beside 11-ladder.md.
+/* 11-ladder.c - llm ladder: the whole course in one table, from the naive engine to the full one,
+ * one switch at a time. See 11-ladder.md.
  *
- * Two workloads on every rung: one request alone, and many at once that begin with the same instruction and have
- * answers of different lengths. Greedy, so the tokens of a rung must be those of the rung before (int4 is another
- * model: there the perplexity is told instead). The cache has the same few bytes on all rungs: contiguous, it holds
- * few whole contexts; paged, as many sequences as have room. */
+ * Every rung runs two workloads: one request alone, and many at once that begin with the same
+ * instruction and have answers of different lengths. All are greedy, so each rung must give the
+ * tokens of the rung before. (int4 is another model: the table shows bits per byte instead.) The
+ * cache has the same few bytes on all rungs: contiguous, it holds a few whole contexts; paged, as
+ * many sequences as fit. */
 #include "lesson.h"
 #include "groups.h"
 #include "../models/tools.h"
@@ -15,29 +16,30 @@ typedef struct rung {
     const char *name;
     bool no_cache, naive, int4, prefix, draft, paged;
     llm_isa isa;
-    int threads;     /* 0: all */
-    int sequences;   /* at the same time; 0: as many as the cache has room for */
-    bool groups;     /* static batches */
-    int many;        /* requests of the many; slow rungs do fewer */
-    bool tiled, fused, split, graphs; /* on a GPU: kernels beyond the textbook's, ... */
+    int threads;                      /* 0: all */
+    int sequences;                    /* at the same time; 0: as many as fit into the cache */
+    bool groups;                      /* static batching */
+    int many;                         /* how many of the many requests run; slow rungs run fewer */
+    bool tiled, fused, split, graphs; /* on a GPU: see llm_gpu_options; tiled: not `plain` */
 } rung;
 
 typedef struct ladder {
-    int n, context;           /* tokens of the one request; longest sequence */
-    int requests, shared;     /* of the many; tokens that all of their prompts begin with */
-    llm_model *half, *quarter, *draft; /* f16, int4 */
+    int n, context;                  /* output tokens of the one request; longest sequence */
+    int requests, shared;            /* number of the many; tokens that their prompts begin with */
+    llm_model *f16, *int4, *draft;   /* weights in f16; the same in int4 */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
     bool gpu;
 } ladder;
 
 typedef struct rung_result {
-    double one, many, memory, bits; /* bits per byte; 0: not measured */
-    int32_t *one_tokens, *many_tokens; /* (n), (LADDER_REQUESTS, longest) */
-    int n_many;
+    double one, many;                  /* tokens per second */
+    double memory, bits;               /* bytes; bits per byte, 0: not measured */
+    int32_t *one_tokens, *many_tokens; /* (n), (n_many) */
+    int n_many;                        /* tokens of all of the many requests */
 } rung_result;
 
-/* In static groups: see lesson batching. */
+/* Run the tasks in static groups: see lesson batching. */
 static bool ladder_groups(llm_engine *engine, task *tasks, int n) {
     member members[LADDER_REQUESTS];
     batcher groups = {.engine = engine, .policy = STATIC};
@@ -54,8 +56,8 @@ static bool ladder_groups(llm_engine *engine, task *tasks, int n) {
     return status >= 0 || !fail_with(&err);
 }
 
-/* Tokens a second of these tasks together, prompts included in the time. Without a cache every token is a request of
- * its own: see lesson kv. */
+/* Run the tasks and measure their tokens per second together, prompts included. Without a cache,
+ * every token is a request of its own: see lesson kv. */
 static bool ladder_work(llm_engine *engine, task *tasks, int n, const rung *r, double *rate) {
     double start = llm_seconds(), tokens = 0;
     bool good = true, no_cache = r->no_cache;
@@ -63,7 +65,8 @@ static bool ladder_work(llm_engine *engine, task *tasks, int n, const rung *r, d
     for (int i = 0; i < n && no_cache && good; i++) {
         const llm_request *request = &tasks[i].request;
         kv_run run = new_kv_run(request->max_tokens);
-        good = kv_without(engine, request->prompt, request->n_prompt, request->max_tokens, &run) && !stop_requested;
+        good = kv_without(engine, request->prompt, request->n_prompt, request->max_tokens, &run) &&
+               !stop_requested;
         tasks[i].n = request->max_tokens;
         tasks[i].tokens = run.tokens;
         free(run.seconds);
@@ -78,7 +81,7 @@ static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_bac
     llm_engine_options o = llm_engine_defaults();
     o.backend = backend;
     o.context_length = x->context;
-    o.block_size = r->paged ? 16 : x->context; /* contiguous: one block, as long as the context, for each sequence */
+    o.block_size = r->paged ? 16 : x->context; /* contiguous: one block per sequence */
     o.cache_bytes = (uint64_t)x->cache_bytes;
     o.max_sequences = r->sequences ? r->sequences : LADDER_REQUESTS;
     o.prefix_cache = r->prefix;
@@ -88,22 +91,24 @@ static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_bac
     return o;
 }
 
-/* The CPU, or the GPU that was chosen, with what the rung has switched on. */
+/* The CPU or the chosen GPU, with the switches of the rung. */
 static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *r) {
     llm_error err;
     llm_backend *device = NULL;
     if (x->gpu) {
-        chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused, chosen.gpu.split_attention = r->split,
-        chosen.gpu.graphs = r->graphs;
+        chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused,
+        chosen.gpu.split_attention = r->split, chosen.gpu.graphs = r->graphs;
         if (!open_device(&device, &err)) fail_with(&err);
-    } else if (!(device = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa, &err))) {
+    } else if (!(device = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa,
+                                          &err))) {
         fail_with(&err);
     }
     return device;
 }
 
+/* Run both workloads on a rung, and keep the best rates and the first tokens. */
 static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
-    llm_model *model = r->int4 ? x->quarter : x->half;
+    llm_model *model = r->int4 ? x->int4 : x->f16;
     llm_backend *device = ladder_device(l, x, r);
     if (!device) return false;
     llm_engine_options options = ladder_options(x, r, device);
@@ -125,8 +130,10 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
         memcpy(out->one_tokens, x->one.tokens, (size_t)x->one.n * sizeof(int32_t));
         int total = 0;
         for (int i = 0; i < n_many; i++) {
-            out->many_tokens = resize(out->many_tokens, (size_t)(total + x->many[i].n) * sizeof(int32_t));
-            memcpy(out->many_tokens + total, x->many[i].tokens, (size_t)x->many[i].n * sizeof(int32_t));
+            out->many_tokens =
+                resize(out->many_tokens, (size_t)(total + x->many[i].n) * sizeof(int32_t));
+            memcpy(out->many_tokens + total, x->many[i].tokens,
+                   (size_t)x->many[i].n * sizeof(int32_t));
             total += x->many[i].n;
         }
         out->n_many = total;
@@ -141,8 +148,9 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     return good;
 }
 
-/* In words: are the tokens those of the rung before, as far as both went? */
-static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b, char *out, size_t size) {
+/* The last column: are the tokens those of the rung before, as far as both ran? */
+static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b,
+                                char *out, size_t size) {
     if (!b) return "";
     if (a->bits > 0 && b->bits > 0) {
         snprintf(out, size, "bits %.3f (%.3f)", a->bits, b->bits);
@@ -156,13 +164,16 @@ static const char *ladder_check(const ladder *x, const rung_result *a, const run
     return out;
 }
 
-static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const rung_result *results, int n) {
-    static const column columns[] = {{"rung", "rung", "%s"},      {"one_tokens_per_second", "one tok/s", "%.0f"},
-                                     {"one_times", "x", "%.2f"},  {"many_tokens_per_second", "many tok/s", "%.0f"},
-                                     {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"},
-                                     {"tokens", "tokens", "%s"}};
+static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const rung_result *results,
+                        int n) {
+    static const column columns[] = {
+        {"rung", "rung", "%s"},      {"one_tokens_per_second", "one tok/s", "%.0f"},
+        {"one_times", "x", "%.2f"},  {"many_tokens_per_second", "many tok/s", "%.0f"},
+        {"many_times", "x", "%.2f"}, {"memory_mib", "MiB", "%.1f"},
+        {"tokens", "tokens", "%s"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_BARS, "Tokens a second, rung by rung", "tokens a second, logarithmic", "");
+    plot p = plot_new(PLOT_BARS, "Tokens per second, rung by rung",
+                      "tokens per second, logarithmic", "");
     p.log_x = true;
     int one = plot_series_add(&p, "one request"), many = plot_series_add(&p, "many requests");
     for (int i = 0; i < n; i++) {
@@ -176,29 +187,33 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
         plot_bar(&p, many, r->many);
     }
     say(l,
-        "One request of %d tokens, and %d at once that share %d tokens of prompt. Cache: %s on every rung, that is "
-        "%d whole contexts of %d. x: against the rung before; bits: per byte of text, and before int4.\n\n",
+        "One: a request of %d tokens. Many: %d requests at once that share %d prompt tokens. Every "
+        "rung has a cache of %s, or %d whole contexts of %d tokens. x: speedup over the rung "
+        "before. bits: per byte of text, in int4 (in f16).\n\n",
         x->n, x->requests, x->shared, HUMAN(x->cache_bytes), LADDER_CONTEXTS, x->context);
     show_table(l, &t, "rungs");
     fact(l, "total_one", results[n - 1].one / results[0].one);
     fact(l, "total_many", results[n - 1].many / results[0].many);
     double best_one = 0, best_many = 0;
-    for (int i = 0; i < n; i++) best_one = larger(best_one, results[i].one), best_many = larger(best_many, results[i].many);
-    say(l, "\nIn total: one request %.0f times as fast, many %.0f times (at the best rung %.0f and %.0f).\n",
-        results[n - 1].one / results[0].one, results[n - 1].many / results[0].many, best_one / results[0].one,
-        best_many / results[0].many);
+    for (int i = 0; i < n; i++)
+        best_one = larger(best_one, results[i].one), best_many = larger(best_many, results[i].many);
+    say(l,
+        "\nOn the last rung, one request is %.0f times as fast as on the first, and many are %.0f "
+        "times as fast; on the best rung, it is %.0f and %.0f times.\n",
+        results[n - 1].one / results[0].one, results[n - 1].many / results[0].many,
+        best_one / results[0].one, best_many / results[0].many);
     show_plot(l, &p);
 }
 
-/* The f16 model, or what the user gave; its int4 form; a draft where the bundled one belongs to it. */
+/* The model (f16, or that of -m), the same in int4, and the draft of the bundled model. */
 static bool ladder_models(lesson *l, ladder *x) {
     llm_error err;
-    x->half = l->loaded;
-    x->quarter = quantized_model(l->path, LLM_Q4_0);
-    char *draft = x->quarter && !l->model ? bundled_path("models/tales-draft.gguf") : NULL;
+    x->f16 = l->loaded;
+    x->int4 = quantized_model(l->path, LLM_Q4_0);
+    char *draft = x->int4 && !l->model ? bundled_path("models/tales-draft.gguf") : NULL;
     if (draft && !(x->draft = llm_model_load(draft, &err))) fail_with(&err);
     free(draft);
-    return x->quarter && (l->model || x->draft);
+    return x->int4 && (l->model || x->draft);
 }
 
 static bool ladder_tasks(const lesson *l, ladder *x) {
@@ -216,13 +231,15 @@ static bool ladder_tasks(const lesson *l, ladder *x) {
     return good;
 }
 
-/* Everything that is not named is off; sequences = 0: as many as there is room for. */
+/* A switch that a rung does not name is off. */
 #define LADDER_FAST .isa = LLM_ISA_BEST, .many = LADDER_REQUESTS
 #define LADDER_INT4 LADDER_FAST, .int4 = true
 static const rung ladder_cpu[] = {
-    {"naive: no cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .no_cache = true, .naive = true, .many = 2},
+    {"naive: no cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .no_cache = true,
+     .naive = true, .many = 2},
     {"+ KV cache", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .naive = true, .many = 3},
-    {"+ tiled attention", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1, .many = LADDER_REQUESTS},
+    {"+ tiled attention", .isa = LLM_ISA_PLAIN, .threads = 1, .sequences = 1,
+     .many = LADDER_REQUESTS},
     {"+ wide vectors", LADDER_FAST, .threads = 1, .sequences = 1},
     {"+ threads", LADDER_FAST, .sequences = 1},
     {"+ int4 weights", LADDER_INT4, .sequences = 1},
@@ -233,7 +250,7 @@ static const rung ladder_cpu[] = {
     {"+ speculation", LADDER_INT4, .paged = true, .prefix = true, .draft = true},
 };
 
-/* A GPU has all its threads at once; what there is to switch instead is how its kernels are made and launched. */
+/* On a GPU, switches of kernels and launches replace those of vectors and threads. */
 #define LADDER_KERNELS .many = LADDER_REQUESTS, .tiled = true
 #define LADDER_GPU LADDER_KERNELS, .fused = true, .split = true, .graphs = true
 #define LADDER_GPU_INT4 LADDER_GPU, .int4 = true
@@ -252,18 +269,21 @@ static const rung ladder_gpu[] = {
     {"+ speculation", LADDER_GPU_INT4, .paged = true, .prefix = true, .draft = true},
 };
 
-/* Each rung, the best of three (the machine has other work too); around the step to int4, the perplexity. */
-static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int text, rung_result *results) {
+/* Run each rung three times and keep the best, since the machine has other work, too. Measure the
+ * bits per byte before and after the change to int4. */
+static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int text,
+                         rung_result *results) {
     const bool slow = chosen.device == DEVICE_EMULATED;
     bool good = true;
     for (int i = 0; i < n && good && !stop_requested; i++) {
         show_progress("ladder", (double)i / n, rungs[i].name);
-        for (int run = 0; run < (rungs[i].no_cache || slow ? 1 : 3) && good && !stop_requested; run++)
+        for (int run = 0; run < (rungs[i].no_cache || slow ? 1 : 3) && good && !stop_requested;
+             run++)
             good = ladder_rung(l, x, &rungs[i], &results[i]);
         if (good && rungs[i].int4 && !rungs[i - 1].int4) {
             double unused;
-            good = lesson_perplexity(l, x->half, text, &results[i - 1].bits, &unused) &&
-                   lesson_perplexity(l, x->quarter, text, &results[i].bits, &unused);
+            good = lesson_perplexity(l, x->f16, text, &results[i - 1].bits, &unused) &&
+                   lesson_perplexity(l, x->int4, text, &results[i].bits, &unused);
         }
     }
     show_progress("", -1, "");
@@ -277,10 +297,11 @@ static int command_ladder(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {'n', "max-tokens", "N", WHOLE, &x.n, 4, 1 << 16,
-         "tokens of the one request, and of a third of the many (default 48, or what fits)"},
-        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS, "of the many (default 24)"},
+         "output tokens of the one request, and of a third of the many (default 48, or what fits)"},
+        {0, "requests", "N", WHOLE, &x.requests, 1, LADDER_REQUESTS,
+         "number of the many requests (default 24)"},
         {0, "text", "BYTES", WHOLE, &text, 100, INT_MAX,
-         "of models/eval.txt, for the perplexity of int4 (default 6000)"},
+         "bytes of models/eval.txt for the bits per byte of int4 (default 6000)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;
@@ -289,8 +310,10 @@ static int command_ladder(const command *self, int argc, char **argv) {
     if (!open_device(&device, &err)) return fail_with(&err), lesson_end(&l, false);
     x.gpu = device != NULL;
     llm_backend_free(device);
-    x.context = l.engine.context_length = given_or(-1, 512, 1, llm_model_config(l.loaded)->context_length);
-    x.cache_bytes = (double)LADDER_CONTEXTS * x.context * (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
+    x.context = l.engine.context_length =
+        given_or(-1, 512, 1, llm_model_config(l.loaded)->context_length);
+    x.cache_bytes = (double)LADDER_CONTEXTS * x.context *
+                    (double)llm_model_cache_bytes_per_token(l.loaded, LLM_F16);
     x.shared = given_or(-1, LADDER_SHARED, 1, x.context / 2);
     x.n = given_or(x.n, 48, 4, x.context - x.shared - LADDER_OWN);
     if (!fits_context(&l, x.shared + LADDER_OWN, x.n)) return lesson_end(&l, false);
@@ -298,27 +321,31 @@ static int command_ladder(const command *self, int argc, char **argv) {
     memset(results, 0, sizeof results);
     bool good = ladder_models(&l, &x) && ladder_tasks(&l, &x);
     const rung *rungs = x.gpu ? ladder_gpu : ladder_cpu;
-    int n = (x.gpu ? COUNT(ladder_gpu) : COUNT(ladder_cpu)) - (x.draft ? 0 : 1); /* the last is speculation */
+    int n = x.gpu ? COUNT(ladder_gpu) : COUNT(ladder_cpu);
+    if (!x.draft) n--; /* the last rung is speculation */
     good = good && ladder_climb(&l, &x, rungs, n, text, results);
     if (good) ladder_show(&l, &x, rungs, results, n);
-    for (int i = 0; i < COUNT(results); i++) free(results[i].one_tokens), free(results[i].many_tokens);
+    for (int i = 0; i < COUNT(results); i++)
+        free(results[i].one_tokens), free(results[i].many_tokens);
     free((void *)x.one.request.prompt);
     for (int i = 0; i < LADDER_REQUESTS; i++) free((void *)x.many[i].request.prompt);
-    llm_model_free(x.quarter);
+    llm_model_free(x.int4);
     llm_model_free(x.draft);
     return lesson_end(&l, good);
 }
 
 static const char ladder_notes[] =
-    "Every optimisation of the course, switched on one after another, on one request and on many, with a check that each rung\n"
-    "gives the tokens of the rung before (int4 is another model: its bits per byte are told). Starts from an f16 model. On a GPU\n"
-    "the rungs of threads and vectors are others: tiled and fused kernels, split attention, graphs. Wider vectors add up in\n"
-    "another order, so where two tokens are nearly as likely they may choose the other one: then some tokens differ.\n"
+    "Switches the optimisations of the course on, one after another, and measures one request\n"
+    "and many. Checks that each rung gives the tokens of the rung before. (int4 is another model:\n"
+    "its bits per byte are shown instead.) Starts from an f16 model, models/tales.gguf or that of\n"
+    "-m. On a GPU, tiled kernels, fused kernels, split attention and graphs replace the rungs of\n"
+    "vectors and threads. Wide vectors add in another order, so a token may differ where two\n"
+    "tokens are almost equally likely.\n"
     "\n"
     "Examples:\n"
     "  llm ladder\n"
     "  llm ladder --png ladder.png\n";
 
 const command ladder_command = {
-    "ladder", "The whole course in one table: from the naive engine to the full one.",
-    "[options]", command_ladder, ladder_notes};
+    "ladder", "The whole course in one table, from the naive engine to the full one.", "[options]",
+    command_ladder, ladder_notes};

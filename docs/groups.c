@@ -10,20 +10,21 @@ const char *const policy_names[N_POLICIES] = {"continuous", "static", "dynamic"}
 
 /* ---- Entering -------------------------------------------------------------------------- */
 
+/* Cache slots, in whole blocks, for a request that generates n_tokens. */
 static int64_t member_slots(const batcher *b, const member *m, int n_tokens) {
     int size = llm_engine_settings(b->engine)->block_size;
     return ((int64_t)m->request.n_prompt + n_tokens + size - 1) / size * size;
 }
 
-/* Slots of the cache that a group of the first n, of so many tokens each, may come to use. */
+/* Cache slots that the first n members need if each of them generates n_tokens. */
 static int64_t group_slots(const batcher *b, int n, int n_tokens) {
     int64_t slots = 0;
     for (const member *m = b->first; n-- > 0; m = m->next) slots += member_slots(b, m, n_tokens);
     return slots;
 }
 
-/* Choose the next group: those that have waited longest. Returns whether it is full: there is no
- * sequence, or no memory, for one more. */
+/* Choose the next group, in order of arrival. Returns whether it is full: the engine has no
+ * sequence or no memory for another request. */
 static bool choose_group(batcher *b) {
     llm_statistics s = llm_engine_statistics(b->engine);
     int most = llm_engine_settings(b->engine)->max_sequences;
@@ -48,7 +49,7 @@ static bool enter(batcher *b, member *m, int max_tokens, llm_error *err) {
     return m->running;
 }
 
-/* Let the next group enter, if it is time. */
+/* Submit the next group, if it is due. A dynamic group that is not full waits for the window. */
 static bool enter_group(batcher *b, llm_error *err) {
     bool full = choose_group(b), good = true;
     if (b->policy == DYNAMIC && !full && llm_seconds() - b->first->arrived < b->window)
@@ -68,7 +69,7 @@ bool batcher_submit(batcher *b, member *m, llm_error *err) {
     return true;
 }
 
-/* ---- Working --------------------------------------------------------------------------- */
+/* ---- Running --------------------------------------------------------------------------- */
 
 int batcher_step(batcher *b, llm_error *err) {
     b->n_steps++;
@@ -79,7 +80,8 @@ int batcher_step(batcher *b, llm_error *err) {
     return 1;
 }
 
-/* A request has the tokens that it wanted: it leaves the engine alone, or the group as a whole. */
+/* A request has all tokens that it wants. With continuous batching, it leaves the engine at once;
+ * otherwise the whole group leaves together with its last member. */
 static void end_member(batcher *b, member *m) {
     llm_error unused;
     m->ended_step = b->n_steps;
@@ -104,7 +106,7 @@ bool batcher_next_event(batcher *b, llm_event *event) {
             end_member(b, m);
             if (!event->finish) event->finish = LLM_FINISH_LENGTH;
         }
-        if (b->n_running == 0) /* the group has left */
+        if (b->n_running == 0) /* the whole group has left */
             for (; b->n_group > 0; b->n_group--) b->first = b->first->next;
         if (!ended) return true;
     }

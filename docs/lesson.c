@@ -9,7 +9,7 @@
 #include <stdarg.h>
 #include <unistd.h>
 
-/* Can the file be created? Asked before a long computation, not after it. */
+/* Check that the file can be created, before a long computation. */
 static bool can_create(const char *path) {
     int descriptor = open(path, O_WRONLY | O_CREAT | O_EXCL, 0666);
     if (descriptor < 0)
@@ -47,8 +47,9 @@ bool fits_context(const lesson *l, int prompt, int generated) {
     int context = l->engine.context_length ? l->engine.context_length
                                            : llm_model_config(l->loaded)->context_length;
     return prompt <= context - generated ||
-           !fail("%d tokens and %d after them do not fit the context of %d: take fewer", prompt,
-                 generated, context);
+           !fail("a prompt of %d tokens and %d tokens of output do not fit the context of %d: "
+                 "use fewer",
+                 prompt, generated, context);
 }
 
 int lesson_end(lesson *l, bool good) {
@@ -66,7 +67,7 @@ int lesson_end(lesson *l, bool good) {
 
 /* ---- Showing ----------------------------------------------------------------------------- */
 
-/* Put a text, with long lines wrapped between words. */
+/* Print text, with long lines wrapped between words. */
 static void put_wrapped(const char *words) {
     for (int at = 0; *words;) {
         if (*words == '\n' || *words == ' ') {

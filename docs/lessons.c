@@ -11,9 +11,9 @@ static void show_lessons(void) {
     put_text("Lessons, in the order of the course (the pages are in docs/):\n\n");
     for (int i = 0; i < COUNT(lessons); i++)
         put("  llm %-19s %s\n", lessons[i]->name, lessons[i]->summary);
-    put_text("  llm ladder              All of it, one switch at a time, in one table.\n");
-    put_text("\nEach computes what it shows while you wait. --png FILE also draws it, --json\n"
-             "gives the data, -m FILE takes another model, and --help tells the rest.\n");
+    put_text("  llm ladder              Everything in one table, one switch at a time.\n");
+    put_text("\nEach lesson computes its numbers live. --png FILE writes the plots, --json\n"
+             "prints the data, -m FILE chooses another model, and --help lists all options.\n");
 }
 
 static int command_lesson(const command *self, int argc, char **argv) {
@@ -33,13 +33,13 @@ static int command_lesson(const command *self, int argc, char **argv) {
 }
 
 static const char lesson_notes[] =
-    "llm lesson lists the lessons; llm lesson NAME --help tells the options of one. "
-    "docs/README.md is the course.\n"
+    "llm lesson lists the lessons, llm lesson NAME --help the options of one. The course is\n"
+    "docs/README.md.\n"
     "\n"
     "Examples:\n"
     "  llm lesson\n"
     "  llm lesson kv --png kv.png\n";
 
 const command lesson_command = {
-    "lesson", "Teach one idea, computed live; without a name: which there are.",
+    "lesson", "Teach one idea, computed live; without a name, list the lessons.",
     "[NAME] [options]", command_lesson, lesson_notes};

@@ -6,7 +6,7 @@
 #include <stdlib.h>
 #include <string.h>
 
-#if defined(__GNUC__) /* code that is not ours */
+#if defined(__GNUC__) /* third-party code */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wunused-function"
 #pragma GCC diagnostic ignored "-Wmissing-field-initializers"
@@ -46,7 +46,7 @@ void plot_free(plot *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* Room for n items; false: there is none, and the plot remembers it. */
+/* Make room for n items. False: out of memory, which the plot remembers. */
 static bool plot_grow(plot *p, void *items, size_t n, size_t size) {
     void *old, *grown;
     memcpy(&old, items, sizeof old);
@@ -103,7 +103,7 @@ void plot_cell(plot *p, int row, int column, int series) {
 
 /* ---- Numbers and axes -------------------------------------------------------------------- */
 
-/* Short: 1.5, 20k, 3.2M. */
+/* A number in a few characters: 1.5, 20k, 3.2M. */
 static const char *plot_number(double x, char *out, size_t size) {
     double a = fabs(x);
     if (a >= 1e9 && a < 1e15) snprintf(out, size, "%.4gG", x / 1e9);
@@ -118,7 +118,7 @@ typedef struct plot_axis {
     double low, high;
     bool logarithmic;
     double ticks[24];
-    int n_ticks, decimals; /* of the labels */
+    int n_ticks, decimals; /* decimals of the labels */
 } plot_axis;
 
 static const char *plot_label(const plot_axis *a, double x, char *out, size_t size) {
@@ -128,7 +128,7 @@ static const char *plot_label(const plot_axis *a, double x, char *out, size_t si
 }
 #define PLOT_LABEL(axis, x) plot_label(axis, x, (char[32]){0}, 32)
 
-/* 0 to 1 along the axis */
+/* Position along the axis, 0 to 1. */
 static double plot_place(const plot_axis *a, double x) {
     if (a->logarithmic) return x > 0 ? (log(x) - log(a->low)) / (log(a->high) - log(a->low)) : 0;
     return (x - a->low) / (a->high - a->low);
@@ -141,7 +141,7 @@ static void plot_tick(plot_axis *a, double x) {
         a->ticks[a->n_ticks++] = x;
 }
 
-/* Round ends, and ticks between them: steps of 1, 2 or 5 times a power of ten. */
+/* An axis with round ends, and ticks in steps of 1, 2 or 5 times a power of ten. */
 static plot_axis plot_axis_of(double low, double high, bool logarithmic) {
     plot_axis a = {low, high, logarithmic, {0}, 0, 0};
     if (logarithmic) {
@@ -173,8 +173,7 @@ static plot_axis plot_axis_of(double low, double high, bool logarithmic) {
     else if (raw > power) step = 2 * power;
     if (step < 1) a.decimals = (int)ceil(-log10(step) - 1e-9);
     a.low = floor(a.low / step + 1e-9) * step;
-    if (a.low != 0 && a.low > low - 0.05 * step)
-        a.low -= step; /* a point on the axis hides its name */
+    if (a.low != 0 && a.low > low - 0.05 * step) a.low -= step; /* keep points off the axis */
     a.high = ceil(a.high / step - 1e-9) * step;
     for (double x = a.low; x <= a.high + step / 2; x += step)
         plot_tick(&a, fabs(x) < step / 1e6 ? 0 : x);
@@ -193,11 +192,11 @@ static plot_axis plot_axis_over(const plot *p, bool vertical) {
         }
     if (!(low <= high)) low = 0, high = 1;
     if (p->named_dots && vertical && !logarithmic)
-        low -= 0.05 * (high - low); /* no name upon the axis */
+        low -= 0.05 * (high - low); /* keep names off the axis */
     return plot_axis_of(low, high, logarithmic);
 }
 
-/* Of the lengths of bars. */
+/* The axis for the lengths of bars. */
 static plot_axis plot_axis_of_bars(const plot *p) {
     double low = INFINITY, high = 0;
     for (int k = 0; k < p->n_categories; k++) {
@@ -217,7 +216,7 @@ static double plot_clamp(double x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
 
 /* ---- As text ----------------------------------------------------------------------------- */
 
-/* Of a terminal's 256 colours: blue, orange, sky, brick, pale, grey, purple, light grey. */
+/* Colours of a terminal that has 256: blue, orange, sky, brick, pale, grey, purple, light grey. */
 static const int plot_terminal_colours[] = {27, 214, 38, 166, 153, 245, 134, 252};
 enum { PLOT_NAMES = 22, PLOT_ROWS = 12 };
 
@@ -251,25 +250,22 @@ static void plot_plain(const plot_out *o) {
 
 static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "▤", "▞", "▨"};
 
-/* What each mark or shade means, as many to a line as fit. */
+/* What each mark or shade means, wrapped to the width. */
 static void plot_text_legend(const plot *p, const plot_out *o, int width) {
     int at = 2;
     if (p->n_series < 2 && p->kind != PLOT_MAP) return;
-    plot_say(o, p->series[0].name[0] ? "  " : "");
     for (int s = 0; s < p->n_series; s++) {
         int n = (int)strlen(p->series[s].name) + 5;
         if (!p->series[s].name[0]) continue;
-        if (at + n > width && at > 2) {
-            plot_say(o, "\n  ");
-            at = 2;
-        }
+        bool wrap = at > 2 && at + n > width;
+        plot_say(o, wrap ? "\n  " : at > 2 ? "   " : "  ");
+        if (wrap) at = 2;
         plot_colour(o, p->series[s].colour, p->kind == PLOT_MAP);
         if (p->kind == PLOT_BARS) plot_say(o, plot_shades[s % PLOT_COLOURS]);
         else o->sink(&p->series[s].mark, 1);
         plot_plain(o);
         plot_say(o, " ");
         plot_say(o, p->series[s].name);
-        plot_say(o, "   ");
         at += n;
     }
     plot_say(o, p->series[0].name[0] ? "\n" : "");
@@ -346,7 +342,7 @@ static void plot_text_lines(const plot *p, const plot_out *o, int width) {
     plot_text_x_axis(p, o, &x, LEFT, columns);
 }
 
-/* Eighths of a character for a bar alone, whole shaded ones where several series share a bar. */
+/* A bar: in eighths of a character if there is one series, else in whole shaded characters. */
 static void plot_text_bar(const plot_out *o, double length, int series, bool alone) {
     static const char *const eighths[] = {"", "▏", "▎", "▍", "▌", "▋", "▊", "▉"};
     int n = (int)(length * 8 + 0.5);
@@ -426,7 +422,6 @@ static void plot_text_map(const plot *p, const plot_out *o, int width) {
     plot_say(o, "\n");
 }
 
-/* At most `width` columns wide. */
 void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
     plot_out o = {sink, colour};
     plot_say(&o, "  ");
@@ -439,19 +434,19 @@ void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
 }
 
 /* ---- As a picture ---------------------------------------------------------------------------
- * Drawn at twice the size and halved at the end, which smooths the edges. All measures are in
+ * Drawn at twice the size and halved at the end, which smooths the edges. All lengths are in
  * pixels of the result. */
 typedef struct plot_rgb { uint8_t r, g, b; } plot_rgb;
 
-/* Navy, orange, blue, brick, pale blue, grey, purple, light grey. On grey paper they are 12, 63,
- * 41, 29, 84, 52, 21 and 73 % of white: no two alike, and neighbours far apart. */
+/* Navy, orange, blue, brick, pale blue, grey, purple, light grey. In grey they are 12, 63, 41,
+ * 29, 84, 52, 21 and 73 % of white: all different, and neighbours far apart. */
 static const plot_rgb plot_palette[] = {{0x0e, 0x1e, 0x60}, {0xe6, 0x9f, 0x00}, {0x22, 0x7d, 0xb4},
                                         {0x9c, 0x2f, 0x00}, {0xb4, 0xe0, 0xf6}, {0x85, 0x85, 0x85},
                                         {0x5c, 0x18, 0x6e}, {0xbb, 0xbb, 0xbb}};
 static const plot_rgb plot_ink = {0x22, 0x22, 0x22}, plot_faint = {0xdd, 0xdd, 0xdd},
                       plot_white = {0xff, 0xff, 0xff};
 
-/* Letters on a colour: white on a dark one. */
+/* The colour of letters on a background: white on a dark one. */
 static plot_rgb plot_ink_on(int colour) {
     plot_rgb c = plot_palette[colour % PLOT_COLOURS];
     return 299 * c.r + 587 * c.g + 114 * c.b < 115000 ? plot_white : plot_ink;
@@ -460,7 +455,7 @@ static plot_rgb plot_ink_on(int colour) {
 enum { PLOT_WIDTH = 940, PLOT_SCALE = 2 };
 
 typedef struct plot_canvas {
-    int width, height; /* in pixels drawn: twice those of the result */
+    int width, height; /* in drawn pixels, two per pixel of the result */
     uint8_t *pixels;   /* (height, width, 3) */
 } plot_canvas;
 
@@ -472,7 +467,7 @@ static void plot_fill(plot_canvas *c, double x0, double y0, double x1, double y1
             memcpy(c->pixels + ((size_t)y * (size_t)c->width + (size_t)x) * 3, &colour, 3);
 }
 
-/* A dot for each of the series: round, square, diamond, cross, in turn. */
+/* The dot of a series. shape 0 to 4: circle, square, diamond, x, +. */
 static void plot_dot(plot_canvas *c, double x, double y, double size, int shape, plot_rgb colour) {
     for (double dy = -size; dy <= size; dy += 0.5)
         for (double dx = -size; dx <= size; dx += 0.5) {
@@ -496,7 +491,7 @@ static void plot_line(plot_canvas *c, double x0, double y0, double x1, double y1
     }
 }
 
-/* stb_easy_font knows ASCII only. */
+/* stb_easy_font has only ASCII: replace other characters by `?`. */
 static void plot_ascii(const char *text, char *out, size_t size) {
     size_t n = 0;
     for (; *text && n + 1 < size; text++)
@@ -513,7 +508,7 @@ static double plot_width_of(const char *text, double scale) {
     return stb_easy_font_width(ascii) * scale;
 }
 
-/* align 0: from x on, 0.5: around it, 1: up to it */
+/* align: x is the left end (0), the centre (0.5) or the right end (1) of the text. */
 static void plot_letters(plot_canvas *c, double x, double y, const char *text, double scale,
                          double align, bool upright, plot_rgb colour) {
     static float quads[20000][4][4]; /* x, y, z and the colour: see stb_easy_font.h */
@@ -524,12 +519,13 @@ static void plot_letters(plot_canvas *c, double x, double y, const char *text, d
     for (int i = 0; i < n; i++) {
         double x0 = start + quads[i][0][0] * scale, y0 = quads[i][0][1] * scale;
         double x1 = start + quads[i][2][0] * scale, y1 = quads[i][2][1] * scale;
-        if (upright) plot_fill(c, x + y0, y - x1, x + y1, y - x0, colour); /* read from below */
+        if (upright) plot_fill(c, x + y0, y - x1, x + y1, y - x0, colour); /* bottom to top */
         else plot_fill(c, x + x0, y + y0, x + x1, y + y1, colour);
     }
 }
 
-static double plot_legend_height(const plot *p) { /* lines of it */
+/* 0: the plot has no legend. */
+static double plot_legend_height(const plot *p) {
     double at = 0, lines = 1;
     if ((p->n_series < 2 && p->kind != PLOT_MAP) || !p->n_series || !p->series[0].name[0] ||
         p->named_dots)
@@ -552,7 +548,7 @@ static int plot_height(const plot *p) {
     return (int)(head + body + 66);
 }
 
-/* A long line needs none. */
+/* Does each point of the series have a dot? Long lines have none. */
 static bool plot_has_dots(const plot_series *s) { return s->dots || s->n <= 40; }
 
 static void plot_draw_legend(plot_canvas *c, const plot *p, double y) {
@@ -598,8 +594,8 @@ static void plot_draw_x_axis(plot_canvas *c, const plot *p, const plot_axis *x, 
 
 typedef struct plot_rectangle { double left, top, right, bottom; } plot_rectangle;
 
-/* The name of each series beside its last point: to the right, or else where no other name or point
- * lies. */
+/* Write the name of each series next to its last point: to the right, or else where it covers no
+ * other name or point. */
 static void plot_draw_names(plot_canvas *c, const plot *p, const plot_axis *x, const plot_axis *y,
                             plot_box b) {
     plot_rectangle *taken =
@@ -732,7 +728,7 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
                                     : plot_palette[p->series[s].colour % PLOT_COLOURS];
             plot_fill(c, x + 0.5, y + 0.5, x + wide * run - 0.5, y + PLOT_CELL - 0.5, colour);
             if (empty || run * wide < 9) continue;
-            char mark[2] = {p->series[s].mark, 0}; /* in the first cell of a run */
+            char mark[2] = {p->series[s].mark, 0}; /* in the first cell of a run only */
             plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5,
                          false, plot_ink_on(p->series[s].colour));
         }
@@ -751,7 +747,7 @@ static void plot_draw(plot_canvas *c, const plot *p, double top) {
     else plot_draw_map(c, p, b);
 }
 
-/* Half the size: the mean of each four pixels. */
+/* Halve the size: each pixel becomes the mean of four. */
 static void plot_halve(plot_canvas *c) {
     for (int y = 0; y < c->height / 2; y++)
         for (int x = 0; x < c->width / 2; x++)
