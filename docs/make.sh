@@ -83,12 +83,14 @@ for page in $all; do
         grep -q "\<$symbol\>" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h 2>/dev/null || echo "$page: there is no $symbol"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there: "instead of `...`", "delete `...`", "behind `...`"
+    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there: "instead of `...`", "delete `...`",
+    # "after `...`" (or "behind"), on as many lines as the exercise has
     case $page in docs/[0-9]*)
         sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' | sort -u | while read -r symbol; do
             grep -q -w -e "$symbol" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no $symbol"
         done
-        sed -n '/^[0-9]*\. A line:/p' "$page" | grep -o '\(instead of\|[Dd]elete\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
+        awk '/^([0-9]+\.|Answers:)/ { item = /^[0-9]+\. A line:/ } item { sub(/^ +/, ""); printf "%s ", $0 } END { print "" }' "$page" |
+            grep -o '\(instead of\|[Dd]elete\|behind\|after\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
             grep -q -F -e "$code" llm.h llm.cu models/*.c docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
         done ;;
     esac >"$work/log"
