@@ -4,7 +4,7 @@
 #include "program.h"
 #include "../tests/bench.h"
 
-/* Bytes per second at which the threads together read a buffer of so many bytes, repeatedly. If the
+/* Bytes per second at which all threads together read a buffer of this size, repeatedly. If the
  * buffer fits in a cache, this is the cache's speed. */
 static double read_speed(size_t bytes, int threads) {
     size_t part = bytes / sizeof(uint64_t) / (size_t)threads / 8 * 8, n = part * (size_t)threads;

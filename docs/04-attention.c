@@ -9,19 +9,19 @@
 #include "lesson.h"
 
 typedef struct attention_look { /* what to capture, and what was captured */
-    int layer, head; /* of queries */
+    int layer, head; /* the layer, and the query head in it */
     bool seen;       /* captured */
     bool failed;
     int n; /* positions that the last token attends to */
     int head_dim;
-    float scale; /* of scores */
+    float scale; /* multiplies the scores */
     float *q;             /* (head_dim) */
     float *keys, *values; /* (n, head_dim) */
     float *tiled, *naive; /* (head_dim) the output of the engine's two forms */
     double tiled_seconds, naive_seconds; /* for all heads and tokens */
 } attention_look;
 
-static struct { /* for attention_run, which has no argument of its own */
+static struct { /* state of attention_run, which gets only the device's context */
     const llm_backend *device;
     attention_look *look;
 } attention_spy;

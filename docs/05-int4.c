@@ -146,7 +146,7 @@ bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, dou
     size_t end =
         good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
     while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80)
-        end++; /* to the end of a character */
+        end++; /* do not split a character */
     const char *at = words.data, *document;
     size_t length;
     while (good && !stop_requested && next_document(&at, words.data + end, &document, &length))
@@ -174,7 +174,7 @@ llm_model *quantized_model(const char *path, llm_type type) {
     llm_model *model =
         llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
     if (!model) fail_with(&err);
-    unlink(name); /* the mapping stays */
+    unlink(name); /* the mapping remains valid */
     return model;
 }
 
@@ -223,7 +223,7 @@ static bool int4_types(lesson *l, const int4 *x) {
                     100 * int4_error(x, type), bits, per_token, rate);
             /* bf16 would hide f16: its point is at the same place. */
             int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name);
-            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* dots have names */
+            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* dots are labelled */
             plot_point(&p, one, mib, bits);
         }
         if (model != l->loaded) llm_model_free(model);
