@@ -193,5 +193,5 @@ static const char memory_notes[] =
     "  llm lesson memory --card 80G --bandwidth 3350 --price 3 --png memory.png\n";
 
 const command memory_lesson = {
-    "lesson memory", "Where the bytes go: weights, cache, activations, and what fits.", "[options]",
+    "lesson memory", "Weights, cache and activations, and what fits.", "[options]",
     lesson_memory, memory_notes};

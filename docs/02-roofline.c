@@ -210,5 +210,5 @@ static const char roofline_notes[] =
     "  llm lesson roofline -t 1 --png roofline.png\n";
 
 const command roofline_lesson = {
-    "lesson roofline", "The two limits of this machine; prefill and decode under them.",
+    "lesson roofline", "Two limits of this machine; prefill and decode.",
     "[options]", lesson_roofline, roofline_notes};

@@ -303,5 +303,5 @@ static const char attention_notes[] =
     "  llm lesson attention --prompt 900 --layer 7 --head 0 --png attention.png\n";
 
 const command attention_lesson = {
-    "lesson attention", "Attention of one head, tile by tile: the online softmax.", "[options]",
+    "lesson attention", "One head, tile by tile: the online softmax.", "[options]",
     lesson_attention, attention_notes};

@@ -223,7 +223,7 @@ static bool int4_types(lesson *l, const int4 *x) {
                     100 * int4_error(x, type), bits, per_token, rate);
             /* bf16 would hide f16: its point is at the same place. */
             int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name);
-            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* dots are labelled */
+            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* labelled */
             plot_point(&p, one, mib, bits);
         }
         if (model != l->loaded) llm_model_free(model);

@@ -83,7 +83,7 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {'p', "prompt", "LIST", LIST, &prompts, 1, 1 << 20,
-         "lengths of the prompt (default 1,4,16,64,256,960, or those that fit the context)"},
+         "lengths of the prompt (default 1,4,16,64,256,960, if they fit)"},
         {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20,
          "tokens to generate after each prompt (default 16)"},
         {'r', "runs", "R", WHOLE, &runs, 1, 32,
@@ -127,5 +127,5 @@ static const char prefill_notes[] =
     "  llm lesson prefill -t 1 --prompt 16,128,512 --png prefill.png\n";
 
 const command prefill_lesson = {
-    "lesson prefill", "Prefill and decode: TTFT and TPOT by the length of the prompt.", "[options]",
+    "lesson prefill", "TTFT and TPOT by the length of the prompt.", "[options]",
     lesson_prefill, prefill_notes};
