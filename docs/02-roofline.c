@@ -1,11 +1,11 @@
-/* 02-roofline.c - llm lesson roofline: two limits of a machine, and where prefill and decode lie under them. Beside
- * 02-roofline.md. */
+/* 02-roofline.c - llm lesson roofline: the two limits of a machine, and how close prefill and
+ * decode get to them. Described in 02-roofline.md. */
 #include "lesson.h"
 #include "program.h"
 #include "../tests/bench.h"
 
-/* Bytes a second that the threads read together from `bytes` of memory, again and again: where these fit a cache, the
- * cache's speed. */
+/* Bytes per second at which all threads together read a buffer of this size, repeatedly. If the
+ * buffer fits in a cache, this is the cache's speed. */
 static double read_speed(size_t bytes, int threads) {
     size_t part = bytes / sizeof(uint64_t) / (size_t)threads / 8 * 8, n = part * (size_t)threads;
     uint64_t *buffer = resize(NULL, n * sizeof *buffer), used = 0;
@@ -34,8 +34,8 @@ static double read_speed(size_t bytes, int threads) {
     return best;
 }
 
-/* Bytes a second of a device with memory of its own: `swiglu` over so many that no cache holds them reads two arrays
- * and writes one. */
+/* Bandwidth of a GPU's memory, in bytes per second: SwiGLU over arrays larger than any cache reads
+ * two of them and writes one. */
 static double device_memory_speed(llm_backend *b) {
     llm_error err;
     const int64_t n = 1 << 26;
@@ -64,9 +64,10 @@ bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
     double bytes = (double)llm_model_step_bytes(l->loaded);
     *roof = (roofline){0};
     if (chosen.device == DEVICE_EMULATED)
-        return !fail("the emulated device has no speed to measure: it computes as a GPU does, but on the CPU");
+        return !fail("the emulated device has no speed to measure: it runs on the CPU");
     if (threads) {
-        roof->memory = measure_bandwidth(threads), roof->cached = read_speed((size_t)bytes, threads);
+        roof->memory = measure_bandwidth(threads),
+        roof->cached = read_speed((size_t)bytes, threads);
         roof->fits = bytes < processor_cache();
     } else {
         roof->memory = roof->cached = device_memory_speed(device);
@@ -75,9 +76,10 @@ bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
     return roof->peak > 0;
 }
 
-/* What a step reads and computes that has n tokens of each sequence: the sums over the program's operations. Activations do
- * not count: they stay in a cache. */
-static void roofline_count(llm_engine *engine, int n, int end, int sequences, double *operations, double *bytes) {
+/* Operations and bytes of a step with n tokens of each sequence, the last one at position end - 1:
+ * the sums over the program's operations. Activations do not count: they stay in a cache. */
+static void roofline_count(llm_engine *engine, int n, int end, int sequences, double *operations,
+                           double *bytes) {
     const llm_program *p = llm_engine_program(engine, false);
     lone_batch lone;
     make_lone_batch(&lone, n, end, 16, true);
@@ -85,7 +87,8 @@ static void roofline_count(llm_engine *engine, int n, int end, int sequences, do
     for (int i = 0; i < p->n_ops; i++) {
         llm_cost cost = llm_op_cost(p, &p->ops[i], &lone.batch);
         *operations += sequences * cost.operations;
-        *bytes += cost.weight_bytes + (p->ops[i].kind == LLM_OP_ATTENTION ? sequences * cost.cache_bytes : 0);
+        *bytes += cost.weight_bytes +
+                  (p->ops[i].kind == LLM_OP_ATTENTION ? sequences * cost.cache_bytes : 0);
     }
     free(lone.memory);
 }
@@ -93,7 +96,8 @@ static void roofline_count(llm_engine *engine, int n, int end, int sequences, do
 typedef struct roofline_row {
     bool prefill;
     double tokens; /* in a step */
-    double operations, bytes, measured; /* of a step; tokens a second */
+    double operations, bytes; /* of a step */
+    double measured; /* tokens per second */
 } roofline_row;
 
 enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* of each sequence that decodes */
@@ -101,11 +105,12 @@ enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* of each sequence that 
 static bool roofline_decode(llm_engine *engine, int sequences, roofline_row *row) {
     double seconds, rates[3];
     for (int run = 0; run < 3; run++)
-        if (!bench_group(engine, sequences, ROOFLINE_PROMPT, ROOFLINE_GENERATE, (uint64_t)(sequences * 10 + run), &seconds,
-                         &rates[run]))
+        if (!bench_group(engine, sequences, ROOFLINE_PROMPT, ROOFLINE_GENERATE,
+                         (uint64_t)(sequences * 10 + run), &seconds, &rates[run]))
             return false;
     *row = (roofline_row){.tokens = sequences, .measured = median(rates, 3)};
-    roofline_count(engine, 1, ROOFLINE_PROMPT + ROOFLINE_GENERATE / 2, sequences, &row->operations, &row->bytes);
+    roofline_count(engine, 1, ROOFLINE_PROMPT + ROOFLINE_GENERATE / 2, sequences, &row->operations,
+                   &row->bytes);
     return true;
 }
 
@@ -127,8 +132,8 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
                                      {"share_percent", "share %", "%.0f"}};
     double bandwidth = roof->fits ? roof->cached : roof->memory;
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "The roof, and what was measured under it", "operations for each byte read",
-                      "operations a second");
+    plot p = plot_new(PLOT_LINES, "The roof, and the measured points", "operations per byte read",
+                      "operations per second");
     p.log_x = p.log_y = true;
     int roof_line = plot_series_add(&p, roof->fits ? "roof, from the cache" : "roof"),
         memory_line = roof->fits ? plot_series_add(&p, "roof, from memory") : -1;
@@ -141,17 +146,20 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
     }
     for (int i = 0; i < n; i++) {
         const roofline_row *r = &rows[i];
-        double intensity = r->operations / r->bytes, steps = fmin(bandwidth / r->bytes, roof->peak / r->operations);
+        double intensity = r->operations / r->bytes,
+               steps = fmin(bandwidth / r->bytes, roof->peak / r->operations);
         add_row(&t, r->prefill ? "prefill" : "decode", r->tokens, intensity,
-                intensity * bandwidth < roof->peak ? "bytes" : "arithmetic", steps * r->tokens, r->measured,
-                100 * r->measured / (steps * r->tokens));
-        plot_point(&p, r->prefill ? prefill : decode, intensity, r->measured * r->operations / r->tokens);
+                intensity * bandwidth < roof->peak ? "bytes" : "arithmetic", steps * r->tokens,
+                r->measured, 100 * r->measured / (steps * r->tokens));
+        plot_point(&p, r->prefill ? prefill : decode, intensity,
+                   r->measured * r->operations / r->tokens);
     }
     say(l,
-        "%.1f GB/s from memory, %.1f GB/s from %s (%s), %.1f GFLOP/s of matrix products from the cache. The two "
-        "limits meet at %.0f operations a byte.\n\n",
+        "Bandwidth: %.1f GB/s from memory, %.1f GB/s from a buffer as large as the weights (%s%s). "
+        "Peak: %.1f GFLOP/s in matrix products. The two limits meet at %.0f operations per "
+        "byte.\n\n",
         1e-9 * roof->memory, 1e-9 * roof->cached, HUMAN(llm_model_step_bytes(l->loaded)),
-        roof->fits ? "as many as the weights, which fit the processor's cache" : "as many as the weights",
+        roof->fits ? ", which fits in the processor's cache" : "",
         1e-9 * roof->peak, roof->peak / bandwidth);
     fact(l, "memory_bytes_per_second", roof->memory);
     fact(l, "cached_bytes_per_second", roof->cached);
@@ -159,8 +167,8 @@ static void roofline_show(lesson *l, const roofline *roof, const roofline_row *r
     fact(l, "weights_fit_the_cache", roof->fits);
     show_table(l, &t, "rows");
     say(l,
-        "\nPredicted, in tokens a second: the lower of bytes a second / bytes of a step and operations a second / "
-        "operations of a step. What is missing to it: small products, attention, and waking threads.\n");
+        "\npredicted and measured: tokens per second. The prediction is the tokens of a step times "
+        "the lower of bandwidth / bytes of the step and peak / operations of the step.\n");
     show_plot(l, &p);
 }
 
@@ -179,7 +187,7 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
     l.engine.prefix_cache = false;
     roofline roof;
     bool good = roofline_measure(&l, device, &roof);
-    llm_backend_free(device); /* the engine has one of its own */
+    llm_backend_free(device); /* the engine creates its own */
     llm_engine *engine = good ? lesson_engine(l.loaded, &l.engine) : NULL;
     good = engine && roofline_decode(engine, 1, &rows[0]); /* to warm up */
     for (int i = 0; i < COUNT(sequences) && good && !stop_requested; i++)
@@ -193,13 +201,14 @@ static int lesson_roofline(const command *self, int argc, char **argv) {
 }
 
 static const char roofline_notes[] =
-    "Measures how fast memory, and the cache that holds the weights, are read, and how fast the engine's matrix product computes\n"
-    "from the cache; predicts decoding at 1 to 32 sequences and prefill from these alone; and measures both.\n"
+    "Measures the bandwidth of memory and of the cache that holds the weights, and the peak rate\n"
+    "of the engine's matrix product. From these alone it predicts the speed of decoding 1 to 32\n"
+    "sequences and of prefill, and then measures both.\n"
     "\n"
     "Examples:\n"
     "  llm lesson roofline\n"
     "  llm lesson roofline -t 1 --png roofline.png\n";
 
 const command roofline_lesson = {
-    "lesson roofline", "Two limits of this machine; prefill and decode under them.", "[options]",
-    lesson_roofline, roofline_notes};
+    "lesson roofline", "Two limits of this machine; prefill and decode.",
+    "[options]", lesson_roofline, roofline_notes};

@@ -1,11 +1,13 @@
-/* 03-kv.c - llm lesson kv: a text with and without the cache of keys and values. Beside 03-kv.md.
+/* 03-kv.c - llm lesson kv: a text generated with and without the KV cache. Described in 03-kv.md.
  *
- * Without a cache each new token is a new request: the whole text so far goes through the model again, and only its
- * last row of logits is used. With it the same engine keeps going, and each step reads one token. */
+ * Without the cache, each new token is a new request: the whole text so far goes through the model
+ * again, and only the last row of logits is used. With it, one request generates all tokens, and
+ * each decode step computes one token. */
 #include "lesson.h"
 
 kv_run new_kv_run(int n) {
-    return (kv_run){resize(NULL, (size_t)n * sizeof(int32_t)), resize(NULL, (size_t)n * sizeof(double)),
+    return (kv_run){resize(NULL, (size_t)n * sizeof(int32_t)),
+                    resize(NULL, (size_t)n * sizeof(double)),
                     resize(NULL, (size_t)n * sizeof(double))};
 }
 
@@ -46,11 +48,12 @@ static bool kv_with(llm_engine *engine, const int32_t *prompt, int n_prompt, int
 
 static bool kv_measure(lesson *l, int n_prompt, int n, kv_run *without, kv_run *with) {
     l->engine.max_sequences = 1;
-    l->engine.prefix_cache = false; /* it would remember the blocks of the last request, and so be a cache after all */
+    l->engine.prefix_cache = false; /* it would reuse the last request's blocks */
     int32_t *prompt = lesson_tokens(l, 0, n_prompt);
     llm_engine *engine = prompt ? lesson_engine(l->loaded, &l->engine) : NULL;
     kv_run warm = new_kv_run(n);
-    bool good = engine && kv_with(engine, prompt, n_prompt, n, &warm) && kv_with(engine, prompt, n_prompt, n, with) &&
+    bool good = engine && kv_with(engine, prompt, n_prompt, n, &warm) &&
+                kv_with(engine, prompt, n_prompt, n, with) &&
                 kv_without(engine, prompt, n_prompt, n, without);
     free_engine(engine);
     free_kv_run(&warm);
@@ -59,12 +62,16 @@ static bool kv_measure(lesson *l, int n_prompt, int n, kv_run *without, kv_run *
 }
 
 static void kv_show(lesson *l, int n_prompt, int n, const kv_run *without, const kv_run *with) {
-    static const column columns[] = {
-        {"tokens", "tokens", "%.0f"}, {"computed_without", "computed without", "%.0f"}, {"computed_with", "with", "%.0f"},
-        {"milliseconds_without", "ms without", "%.1f"}, {"milliseconds_with", "with", "%.1f"}, {"times", "times", "%.1f"}};
+    static const column columns[] = {{"tokens", "tokens", "%.0f"},
+                                     {"computed_without", "computed without", "%.0f"},
+                                     {"computed_with", "with", "%.0f"},
+                                     {"milliseconds_without", "ms without", "%.1f"},
+                                     {"milliseconds_with", "with", "%.1f"},
+                                     {"times", "speedup", "%.1f"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "Time until so many tokens were there", "tokens generated", "milliseconds");
-    int slow = plot_series_add(&p, "without the cache"), fast = plot_series_add(&p, "with it");
+    plot p = plot_new(PLOT_LINES, "Time to generate the first n tokens", "n", "milliseconds");
+    int slow = plot_series_add(&p, "without the cache"),
+        fast = plot_series_add(&p, "with the cache");
     bool same = true;
     for (int i = 0; i < n; i++) {
         double a = 1e3 * without->seconds[i], b = 1e3 * with->seconds[i];
@@ -72,13 +79,16 @@ static void kv_show(lesson *l, int n_prompt, int n, const kv_run *without, const
         plot_point(&p, fast, i + 1, b);
         same = same && without->tokens[i] == with->tokens[i];
         bool power = ((i + 1) & i) == 0 || i == n - 1;
-        if (power || l->json) add_row(&t, i + 1.0, without->computed[i], with->computed[i], a, b, a / b);
+        if (power || l->json)
+            add_row(&t, i + 1.0, without->computed[i], with->computed[i], a, b, a / b);
     }
     say(l, "%d tokens after a prompt of %d, greedy, with and without the cache:\n\n", n, n_prompt);
     show_table(l, &t, "tokens");
     fact(l, "same_tokens", same);
-    say(l, "\nBoth gave %s tokens. Without the cache token i costs a pass over prompt + i tokens, n of them "
-            "n x prompt + n(n-1)/2 = %.0f; with it each token goes through the model once: prompt + n - 1 = %.0f.\n",
+    say(l,
+        "\nBoth gave %s tokens. Without the cache, token i (from 0) costs a pass over prompt + i "
+        "tokens: n x prompt + n(n-1)/2 = %.0f for n of them. With it, each token goes through the "
+        "model once: prompt + n - 1 = %.0f.\n",
         same ? "the same" : "NOT THE SAME", without->computed[n - 1], with->computed[n - 1]);
     show_plot(l, &p);
 }
@@ -88,8 +98,10 @@ static int lesson_kv(const command *self, int argc, char **argv) {
     int n_prompt = -1, n = -1;
     const option options[] = {
         LESSON_OPTIONS(l),
-        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 1 << 20, "tokens of the prompt (default 16, or what fits the context)"},
-        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate (default 128, or what fits)"},
+        {'p', "prompt", "N", WHOLE, &n_prompt, 1, 1 << 20,
+         "tokens of the prompt (default 16, or what fits the context)"},
+        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20,
+         "tokens to generate (default 128, or what fits the context)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return status;
@@ -107,13 +119,14 @@ static int lesson_kv(const command *self, int argc, char **argv) {
 }
 
 static const char kv_notes[] =
-    "The same greedy text twice: every token from a pass over the whole text so far, and with keys and values kept. The first\n"
-    "grows with the square of the length, the second with the length.\n"
+    "Generates the same greedy text twice: without the KV cache, each token takes a pass over the\n"
+    "whole text so far; with it, a pass over one token. The work grows with the square of the\n"
+    "length in the first case, and with the length in the second.\n"
     "\n"
     "Examples:\n"
     "  llm lesson kv\n"
     "  llm lesson kv -n 400 --png kv.png\n";
 
 const command kv_lesson = {
-    "lesson kv", "A text with and without the cache of keys and values.", "[options]",
+    "lesson kv", "A text generated with and without the KV cache.", "[options]",
     lesson_kv, kv_notes};

@@ -1,4 +1,5 @@
-/* 05-int4.c - llm lesson int4: weights of four bits, one group close up, then the whole trade-off. Beside 05-int4.md. */
+/* 05-int4.c - llm lesson int4: 4-bit weights, first one group, then all types compared. Described
+ * in 05-int4.md. */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -13,11 +14,12 @@
 enum { INT4_GROUP = 32, INT4_BYTES = 18 }; /* of a block of q4_0 */
 
 typedef struct int4 {
-    const char *tensor_name;  /* --tensor; or else default_name */
+    const char *tensor_name; /* --tensor, or default_name */
     char default_name[48];
-    int group, bytes_of_text;
+    int group; /* of 32 weights, from 0 */
+    int bytes_of_text;
     const llm_tensor *tensor;
-    float *values;   /* (n) of the tensor */
+    float *values; /* (n) of the tensor */
     int64_t n;
 } int4;
 
@@ -26,22 +28,26 @@ static bool int4_find(const lesson *l, int4 *x) {
              given_or(-1, 3, 0, llm_model_config(l->loaded)->n_layers - 1));
     if (!x->tensor_name) x->tensor_name = x->default_name;
     x->tensor = llm_file_find_tensor(llm_model_file(l->loaded), x->tensor_name);
-    if (!x->tensor) return !fail("%s has no tensor %s (llm info --tensors lists them)", l->path, x->tensor_name);
+    if (!x->tensor)
+        return !fail("%s has no tensor %s (llm info --tensors lists them)", l->path,
+                     x->tensor_name);
     const llm_type_info *type = llm_type_find(x->tensor->type);
     if (type->block_values > 1)
-        return !fail("%s: the weights are %s already: give a model in f16, bf16 or f32 to start from", l->path, type->name);
+        return !fail("%s: the weights are %s already; start from a model in f16, bf16 or f32",
+                     l->path, type->name);
     x->n = 1;
     for (int i = 0; i < 4; i++) x->n *= (int64_t)x->tensor->dims[i];
     x->group = given_or(x->group, 100, 0, (int)fmin(100, (double)x->n / INT4_GROUP - 1));
     if (x->n % INT4_GROUP || (int64_t)x->group >= x->n / INT4_GROUP)
-        return !fail("%s holds %.0f groups of 32, from 0 on", x->tensor_name, floor((double)x->n / INT4_GROUP));
+        return !fail("%s has %.0f groups of 32, numbered from 0", x->tensor_name,
+                     floor((double)x->n / INT4_GROUP));
     x->values = resize(NULL, (size_t)x->n * sizeof *x->values);
     type->unpack(x->tensor->data, x->values, x->n);
     return true;
 }
 
-/* One group of q4_0: a scale and 32 numbers of four bits; value i in the low half of byte i, value i + 16 in the high
- * half. */
+/* One group of q4_0: a scale and 32 4-bit numbers. Value i is in the low half of byte i, value
+ * i + 16 in the high half. */
 static void int4_group(lesson *l, const int4 *x) {
     static const column columns[] = {{"byte", "byte", "%.0f"},
                                      {"low", "value i", "%.5f"},
@@ -61,25 +67,28 @@ static void int4_group(lesson *l, const int4 *x) {
     double scale = scale_, worst = 0;
     table t = new_table(columns, COUNT(columns));
     for (int i = 0; i < INT4_GROUP / 2; i++)
-        add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i], (double)w[i + 16],
-                (double)(block[2 + i] >> 4), (double)back[i + 16]);
+        add_row(&t, (double)i, (double)w[i], (double)(block[2 + i] & 15), (double)back[i],
+                (double)w[i + 16], (double)(block[2 + i] >> 4), (double)back[i + 16]);
     for (int i = 0; i < INT4_GROUP; i++) worst = larger(worst, fabs((double)w[i] - back[i]));
-    say(l, "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes of two numbers each.\n\n",
+    say(l,
+        "Group %d of %s: 32 weights become 18 bytes: the scale %.6f in f16, and 16 bytes with two "
+        "4-bit numbers each.\n\n",
         x->group, x->tensor_name, scale);
     show_table(l, &t, "group");
-    say(l, "\nThe furthest is %.5f away: %.2f of the scale.\n", worst, worst / fabs(scale));
+    say(l, "\nThe largest error is %.5f, %.2f of the scale.\n", worst, worst / fabs(scale));
     fact(l, "scale", scale);
     fact(l, "worst", worst);
 }
 
-/* How often each of the 16 numbers is used in the whole tensor. */
+/* How often each of the 16 numbers occurs in the whole tensor. */
 static void int4_histogram(lesson *l, const int4 *x) {
     const llm_type_info *type = llm_type_find(LLM_Q4_0);
     double counts[16] = {0};
     for (int64_t i = 0; i < x->n; i += INT4_GROUP) {
         uint8_t block[INT4_BYTES];
         llm_pack(type->type, x->values + i, block, INT4_GROUP);
-        for (int k = 0; k < INT4_GROUP / 2; k++) counts[block[2 + k] & 15]++, counts[block[2 + k] >> 4]++;
+        for (int k = 0; k < INT4_GROUP / 2; k++)
+            counts[block[2 + k] & 15]++, counts[block[2 + k] >> 4]++;
     }
     static const column columns[] = {{"q", "", "%.0f"}, {"count", "", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
@@ -99,8 +108,8 @@ static void int4_histogram(lesson *l, const int4 *x) {
     show_plot(l, &p);
 }
 
-/* Root mean square of what a type loses, over that of the weights; NAN if this tensor's rows are no whole blocks of
- * it. */
+/* The root mean square error of a type, relative to that of the weights. NAN: the rows of this
+ * tensor are not whole blocks of the type. */
 static double int4_error(const int4 *x, const llm_type_info *type) {
     int64_t row = (int64_t)x->tensor->dims[0];
     if (row % type->block_values) return NAN;
@@ -121,7 +130,8 @@ static double int4_error(const int4 *x, const llm_type_info *type) {
     return sqrt(lost / all);
 }
 
-bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits, double *perplexity_) {
+bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
+                       double *perplexity_) {
     char *path = bundled_path("models/eval.txt");
     text words = {0};
     perplexity p = {.loaded = (llm_model *)model};
@@ -131,10 +141,12 @@ bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, dou
     options.max_sequences = 1;
     options.draft = NULL;
     options.cache_bytes = 0;
-    bool good = path && read_all(path, &words) && (p.engine = lesson_engine(model, &options)) != NULL;
-    size_t end = good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
+    bool good =
+        path && read_all(path, &words) && (p.engine = lesson_engine(model, &options)) != NULL;
+    size_t end =
+        good && (size_t)bytes_of_text < words.length ? (size_t)bytes_of_text : words.length;
     while (good && end < words.length && ((unsigned char)words.data[end] & 0xC0) == 0x80)
-        end++; /* no half of a character */
+        end++; /* do not split a character */
     const char *at = words.data, *document;
     size_t length;
     while (good && !stop_requested && next_document(&at, words.data + end, &document, &length))
@@ -155,18 +167,19 @@ llm_model *quantized_model(const char *path, llm_type type) {
     snprintf(name, sizeof name, "%s/llm-lesson-XXXXXX", folder && *folder ? folder : "/tmp");
     int descriptor = mkstemp(name);
     if (descriptor < 0)
-        return fail("cannot make a file in %s: %s (TMPDIR names another folder)", folder ? folder : "/tmp",
-                    strerror(errno)),
+        return fail("cannot create a file in %s: %s (set TMPDIR to another folder)",
+                    folder ? folder : "/tmp", strerror(errno)),
                NULL;
     close(descriptor);
-    llm_model *model = llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
+    llm_model *model =
+        llm_quantize(path, name, type, false, NULL, NULL, &err) ? llm_model_load(name, &err) : NULL;
     if (!model) fail_with(&err);
-    unlink(name); /* the mapping stays */
+    unlink(name); /* the mapping remains valid */
     return model;
 }
 
 static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
-    if (chosen.device == DEVICE_EMULATED) return true; /* which has no speed */
+    if (chosen.device == DEVICE_EMULATED) return true; /* it has no speed to measure */
     llm_engine_options options = l->engine;
     options.max_sequences = 1;
     options.prefix_cache = false;
@@ -185,39 +198,40 @@ static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
 
 static bool int4_types(lesson *l, const int4 *x) {
     static const column columns[] = {{"type", "type", "%s"},
-                                     {"bits_per_weight", "bits a weight", "%.2f"},
-                                     {"step_mib", "MiB a step", "%.2f"},
+                                     {"bits_per_weight", "bits/weight", "%.2f"},
+                                     {"step_mib", "MiB/step", "%.2f"},
                                      {"error_percent", "error %", "%.2f"},
                                      {"bits_per_byte", "bits per byte", "%.4f"},
                                      {"perplexity", "perplexity", "%.3f"},
                                      {"tokens_per_second", "tok/s", "%.0f"}};
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "What a type costs in quality, against what a step reads", "MiB a step",
+    plot p = plot_new(PLOT_LINES, "Quality and bytes per step of each type", "MiB per step",
                       "bits per byte (lower is better)");
     p.named_dots = true;
     bool good = true;
     for (int i = 0; llm_type_at(i) && good && !stop_requested; i++) {
         const llm_type_info *type = llm_type_at(i);
         if (type->type == LLM_F32) continue;
-        llm_model *model = type->type == x->tensor->type ? l->loaded : quantized_model(l->path, type->type);
+        llm_model *model =
+            type->type == x->tensor->type ? l->loaded : quantized_model(l->path, type->type);
         double bits = NAN, per_token = NAN, rate = NAN;
         good = model && lesson_perplexity(l, model, x->bytes_of_text, &bits, &per_token) &&
                int4_decode_rate(l, model, &rate);
         if (good) {
             double mib = (double)llm_model_step_bytes(model) / 1048576;
-            add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib, 100 * int4_error(x, type), bits,
-                    per_token, rate);
-            int one = type->type == LLM_BF16
-                          ? -1
-                          : plot_series_add(&p, type->name); /* bf16 would hide f16: as large, as good */
-            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* each has its name beside it */
+            add_row(&t, type->name, 8.0 * type->block_bytes / type->block_values, mib,
+                    100 * int4_error(x, type), bits, per_token, rate);
+            /* bf16 would hide f16: its point is at the same place. */
+            int one = type->type == LLM_BF16 ? -1 : plot_series_add(&p, type->name);
+            if (one >= 0) p.series[one].dots = true, p.series[one].colour = 0; /* labelled */
             plot_point(&p, one, mib, bits);
         }
         if (model != l->loaded) llm_model_free(model);
     }
     say(l,
-        "\nAll of the model in each type (up to 6 bits the token table has more: q8_0, or q6_K beside q4_K and q5_K, as llm "
-        "quantize does); error: lost of %s, as a share; bits per byte: of %d bytes of models/eval.txt; tok/s: one request:\n\n",
+        "\nThe whole model in each type, as llm quantize writes it (in 4- and 5-bit types, the "
+        "token table has 8 bits, or 6 with q4_K and q5_K). error: root mean square of %s, relative "
+        "to its weights. bits per byte: of %d bytes of models/eval.txt. tok/s: one request.\n\n",
         x->tensor_name, x->bytes_of_text);
     show_table(l, &t, "types");
     if (good) show_plot(l, &p);
@@ -231,10 +245,11 @@ static int lesson_int4(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {0, "tensor", "NAME", TEXT, &x.tensor_name, 0, 0,
-         "whose weights to look at (default blk.3.ffn_up.weight, or that of the last layer)"},
-        {0, "group", "N", WHOLE, &x.group, 0, INT_MAX, "which 32 of them, from 0 (default 100)"},
+         "the tensor (default blk.3.ffn_up.weight, or that of the last layer)"},
+        {0, "group", "N", WHOLE, &x.group, 0, INT_MAX,
+         "which 32 of its weights, from 0 (default 100)"},
         {0, "text", "BYTES", WHOLE, &x.bytes_of_text, 100, INT_MAX,
-         "of models/eval.txt to measure on (default 12000; it has 82706)"},
+         "of models/eval.txt to measure on (default 12000 of its 82706)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;
@@ -249,13 +264,14 @@ static int lesson_int4(const command *self, int argc, char **argv) {
 }
 
 static const char int4_notes[] =
-    "Starts from a model in f16, bf16 or f32 (by default the bundled models/tales.gguf). Every type that the engine can write is\n"
-    "put into a file of its own in TMPDIR for a moment.\n"
+    "Shows one group of 32 weights in q4_0, then measures the error, the quality and the speed of\n"
+    "each type. Starts from a model in f16, bf16 or f32 (default: the bundled models/tales.gguf)\n"
+    "and writes a temporary file in TMPDIR for each type.\n"
     "\n"
     "Examples:\n"
     "  llm lesson int4\n"
     "  llm lesson int4 --text 1000000 --tensor blk.0.attn_q.weight --png int4.png\n";
 
 const command int4_lesson = {
-    "lesson int4", "Weights of four bits: one group, then the whole trade-off.", "[options]",
+    "lesson int4", "4-bit weights: one group, then all types compared.", "[options]",
     lesson_int4, int4_notes};

@@ -1,9 +1,9 @@
-/* 06-prefill.c - llm lesson prefill: time to the first token and time per token, by the length of the prompt. Beside
- * 06-prefill.md. */
+/* 06-prefill.c - llm lesson prefill: time to the first token and time per token, for prompts of
+ * several lengths. Described in 06-prefill.md. */
 #include "lesson.h"
 
-/* Additions and multiplications of one token: two for every weight of a matrix; and in attention, for each position it
- * sees, two products of head_dim per query head and layer (scores, and the weighted values). */
+/* Operations of one token: a multiplication and an addition per weight of a matrix; in attention,
+ * two products of head_dim (score, weighted value) per position, query head and layer. */
 static double token_operations(const llm_model *model, double positions, bool logits) {
     const llm_config *c = llm_model_config(model);
     double q = (double)c->n_heads * c->head_dim, kv = (double)c->n_kv_heads * c->head_dim;
@@ -11,13 +11,14 @@ static double token_operations(const llm_model *model, double positions, bool lo
     return 2 * (c->n_layers * layer + (logits ? (double)c->vocab_size * c->dim : 0));
 }
 
-/* Of a prompt: its tokens see half of it at the mean, and the last one has logits. */
+/* Operations of a prompt: a token attends to half of it on average; only the last has logits. */
 static double prompt_operations(const llm_model *model, double n) {
     const llm_config *c = llm_model_config(model);
     return n * token_operations(model, n / 2, false) + 2.0 * c->vocab_size * c->dim;
 }
 
-bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs, prefill_row *row) {
+bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs,
+                     prefill_row *row) {
     double ttft[32], tpot[32];
     bool good = true;
     for (int run = 0; run < runs && good; run++) {
@@ -48,9 +49,10 @@ static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) 
     double weights = (double)llm_model_step_bytes(l->loaded);
     double token = (double)llm_model_cache_bytes_per_token(l->loaded, l->engine.cache_type);
     table t = new_table(columns, COUNT(columns));
-    plot p = plot_new(PLOT_LINES, "Time to the first token, and time for each one after it", "tokens of prompt",
+    plot p = plot_new(PLOT_LINES, "TTFT and TPOT by the length of the prompt", "tokens of prompt",
                       "milliseconds");
-    int first = plot_series_add(&p, "TTFT: the whole prompt"), each = plot_series_add(&p, "TPOT: one token");
+    int first = plot_series_add(&p, "TTFT: the whole prompt"),
+        each = plot_series_add(&p, "TPOT: one token");
     p.log_x = p.log_y = true;
     for (int i = 0; i < n_rows; i++) {
         const prefill_row *r = &rows[i];
@@ -58,15 +60,18 @@ static void prefill_show(lesson *l, const prefill_row *rows, int n_rows, int n) 
         double prefill = prompt_operations(l->loaded, r->prompt),
                decode = token_operations(l->loaded, after, true);
         double read = steps * weights + r->prompt * token, decode_read = weights + after * token;
-        add_row(&t, r->prompt, 1e3 * r->ttft, r->prompt / r->ttft, 1e-9 * prefill / r->ttft, prefill / read, 1e3 * r->tpot,
-                1 / r->tpot, 1e-9 * decode_read / r->tpot, decode / decode_read);
+        add_row(&t, r->prompt, 1e3 * r->ttft, r->prompt / r->ttft, 1e-9 * prefill / r->ttft,
+                prefill / read, 1e3 * r->tpot, 1 / r->tpot, 1e-9 * decode_read / r->tpot,
+                decode / decode_read);
         plot_point(&p, first, r->prompt, 1e3 * r->ttft);
         plot_point(&p, each, r->prompt, 1e3 * r->tpot);
     }
     show_table(l, &t, "prompts");
-    say(l, "\nA step reads the weights (%s) once, for however many tokens it brings. For a prompt that is "
-            "hundreds of operations for each byte: arithmetic is the limit. A decode step has one token: about "
-            "%.1f operations a byte, and the bytes are the limit. (lesson roofline measures both limits.)\n",
+    say(l,
+        "\nA step reads the weights (%s) once, for any number of tokens. For a long prompt that "
+        "makes hundreds of operations per byte: arithmetic is the limit. A decode step has one "
+        "token, so about %.1f operations per byte: bytes are the limit. (llm lesson roofline "
+        "measures both limits.)\n",
         HUMAN(weights), token_operations(l->loaded, 0, true) / weights);
     show_plot(l, &p);
 }
@@ -78,9 +83,11 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
     const option options[] = {
         LESSON_OPTIONS(l),
         {'p', "prompt", "LIST", LIST, &prompts, 1, 1 << 20,
-         "lengths of prompt (default 1,4,16,64,256,960, as far as the context goes)"},
-        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20, "tokens to generate after each (default 16)"},
-        {'r', "runs", "R", WHOLE, &runs, 1, 32, "times to do each; the median is told (default 3)"},
+         "lengths of the prompt (default 1,4,16,64,256,960, if they fit)"},
+        {'n', "max-tokens", "N", WHOLE, &n, 1, 1 << 20,
+         "tokens to generate after each prompt (default 16)"},
+        {'r', "runs", "R", WHOLE, &runs, 1, 32,
+         "times to run each length; the result is the median (default 3)"},
     };
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, NULL);
     if (status != PARSED) return free(prompts.values), status;
@@ -95,10 +102,12 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
         }
     }
     for (int i = 0; i < prompts.count; i++)
-        if (!fits_context(&l, prompts.values[i], n + 1)) return free(prompts.values), lesson_end(&l, false);
+        if (!fits_context(&l, prompts.values[i], n + 1))
+            return free(prompts.values), lesson_end(&l, false);
     llm_engine *engine = lesson_engine(l.loaded, &l.engine);
     prefill_row *rows = resize(NULL, (size_t)prompts.count * sizeof *rows), warm;
-    bool good = engine && prompts.count > 0 && prefill_measure(&l, engine, prompts.values[0], n, 1, &warm);
+    bool good =
+        engine && prompts.count > 0 && prefill_measure(&l, engine, prompts.values[0], n, 1, &warm);
     for (int i = 0; i < prompts.count && good; i++)
         good = prefill_measure(&l, engine, prompts.values[i], n, runs, &rows[i]);
     if (good && !stop_requested) prefill_show(&l, rows, prompts.count, n);
@@ -109,14 +118,14 @@ static int lesson_prefill(const command *self, int argc, char **argv) {
 }
 
 static const char prefill_notes[] =
-    "A prompt is read in few steps with many tokens each, the answer is written in many steps of one token. FLOP counts two\n"
-    "operations for each weight, and the products of attention; bytes are the weights, once per step, and the cached keys and\n"
-    "values.\n"
+    "Prefill computes a prompt in few steps of many tokens; decode computes the answer in many\n"
+    "steps of one token. FLOP: two operations per weight, and the products of attention. Bytes:\n"
+    "the weights, once per step, and the cached keys and values.\n"
     "\n"
     "Examples:\n"
     "  llm lesson prefill\n"
     "  llm lesson prefill -t 1 --prompt 16,128,512 --png prefill.png\n";
 
 const command prefill_lesson = {
-    "lesson prefill", "Time to the first token and per token, by length of prompt.", "[options]",
+    "lesson prefill", "TTFT and TPOT by the length of the prompt.", "[options]",
     lesson_prefill, prefill_notes};
