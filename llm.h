@@ -10788,9 +10788,8 @@ enum {
     LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an item of attention */
     LLM__PADDING = 32,      /* head_dim is padded to a multiple: the depth of a bf16 tile product */
     LLM__FEW_ROWS = 8,      /* most rows of x to convert f16 weights on the fly */
-    LLM__TILE_ROWS = 5,     /* fewest rows of x for matrix tiles */
-    LLM__MANY_ROWS = 32,    /* fewest rows of x for the form "by halves": see "Matrix tiles" */
-    LLM__MANY_ROWS_Q4_0 = 64, /* the same for q4_0 weights */
+    LLM__FEW_X = 32,        /* most rows of x to unpack weights for each 16: see "Matrix tiles" */
+    LLM__FEW_X_Q4_0 = 64,   /* the same for q4_0 weights */
     LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
     LLM__FAR_BYTES = 4096,  /* prefetch distance */
     LLM__X_CACHE_BYTES = 5 << 16,    /* rounded x to keep in an L2 cache of 512 KB */
@@ -10803,8 +10802,10 @@ enum {
 /* Without unrolling, an array of registers would be in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
+#define LLM__ROLLED _Pragma("clang loop unroll(disable)") /* for small code */
 #else
 #define LLM__UNROLL _Pragma("GCC unroll 16")
+#define LLM__ROLLED _Pragma("GCC unroll 1")
 #endif
 #define LLM__JOIN(a, b) a##b
 
@@ -10844,59 +10845,51 @@ enum {
     LLM__X_TILE = 16        /* most rows of x in a tile */
 };
 
-/* Words per block and row; 0: no panels */
-static int llm__stored_quads(llm_type type) {
+/* How panels of a type are laid out */
+typedef struct llm__layout {
+    int quads;        /* words per block and row; 0: no panels */
+    int zero;         /* the stored level that means zero, if there is no minimum (8: q4_0) */
+    bool multipliers; /* block scales are multiples of one per 256 columns */
+    bool groups;      /* ... in the type itself, too: the K formats */
+    bool minimum;     /* there are minimums or zero points */
+} llm__layout;
+
+static llm__layout llm__layout_of(llm_type type) {
     switch (type) {
-    case LLM_Q4_0: case LLM_Q4_1: case LLM_Q4_Z: case LLM_Q4_K: return 4;
-    case LLM_Q5_0: case LLM_Q5_1: case LLM_Q5_K: return 5;
-    case LLM_Q6_K: return 6;
-    case LLM_Q8_0: return 8;
-    default: return 0;
+    case LLM_Q4_0: return (llm__layout){4, 8, true, false, false};
+    case LLM_Q4_1: return (llm__layout){4, 0, false, false, true};
+    case LLM_Q4_Z: return (llm__layout){4, 0, true, false, true};
+    case LLM_Q4_K: return (llm__layout){4, 0, true, true, true};
+    case LLM_Q5_0: return (llm__layout){5, 16, false, false, false};
+    case LLM_Q5_1: return (llm__layout){5, 0, false, false, true};
+    case LLM_Q5_K: return (llm__layout){5, 0, true, true, true};
+    case LLM_Q6_K: return (llm__layout){6, 32, true, true, false};
+    case LLM_Q8_0: return (llm__layout){8, 0, false, false, false};
+    default: return (llm__layout){0, 0, false, false, false};
     }
 }
 
-/* The K formats */
-static bool llm__has_groups(llm_type type) { return type == LLM_Q4_K || type == LLM_Q5_K || type == LLM_Q6_K; }
-
-/* Whether block scales are multiples of one per 256 columns */
-static bool llm__has_multipliers(llm_type type) { return llm__has_groups(type) || type == LLM_Q4_0 || type == LLM_Q4_Z; }
-
-static bool llm__has_minimum(llm_type type) {
-    return type == LLM_Q4_1 || type == LLM_Q4_Z || type == LLM_Q5_1 || type == LLM_Q4_K || type == LLM_Q5_K;
-}
-
-/* q4_K and q5_K */
-static bool llm__has_group_minimums(llm_type type) { return llm__has_groups(type) && llm__has_minimum(type); }
-
-/* The stored level that means zero, if there is no minimum */
-LLM__INLINE int llm__zero_level(llm_type type) {
-    return llm__has_minimum(type) || type == LLM_Q8_0 ? 0 : type == LLM_Q4_0 ? 8 : type == LLM_Q5_0 ? 16 : 32;
-}
-
 /* Bytes of a span before its stripes */
-static size_t llm__span_head(llm_type type) {
-    if (!llm__has_multipliers(type)) return 0;
-    return 2 * LLM__PANEL * (llm__has_group_minimums(type) ? 4 : 2);
+static size_t llm__span_head(llm__layout l) {
+    return l.multipliers ? 2 * LLM__PANEL * (l.groups && l.minimum ? 4 : 2) : 0;
 }
 
 /* Bytes of a stripe before its quads */
-static size_t llm__stripe_head(llm_type type) {
-    return 2 * LLM__PANEL * (llm__has_minimum(type) && !llm__has_groups(type) ? 4 : 2);
+static size_t llm__stripe_head(llm__layout l) { return 2 * LLM__PANEL * (l.minimum && !l.groups ? 4 : 2); }
+
+static size_t llm__stripe_bytes(llm__layout l) {
+    return llm__stripe_head(l) + 2 * LLM__PANEL * (size_t)l.quads * sizeof(uint32_t);
 }
 
-static size_t llm__stripe_bytes(llm_type type) {
-    return llm__stripe_head(type) + 2 * LLM__PANEL * (size_t)llm__stored_quads(type) * sizeof(uint32_t);
-}
+static size_t llm__span_bytes(llm__layout l) { return llm__span_head(l) + LLM__SPAN * llm__stripe_bytes(l); }
 
-static size_t llm__span_bytes(llm_type type) { return llm__span_head(type) + LLM__SPAN * llm__stripe_bytes(type); }
-
-static size_t llm__panel_bytes(llm_type type, int64_t cols) {
+static size_t llm__panel_bytes(llm__layout l, int64_t cols) {
     size_t stripes = (size_t)llm__divide_up(cols, LLM__STRIPE);
-    return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(type) + stripes * llm__stripe_bytes(type);
+    return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(l) + stripes * llm__stripe_bytes(l);
 }
 
-static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
-    if (type == LLM_Q8_0) {
+static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
+    if (quads == 8) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
@@ -10905,7 +10898,7 @@ static void llm__pack_quads(llm_type type, const uint8_t *q, uint32_t *words) {
     for (int i = 0; i < 4; i++) words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
     words[4] = words[5] = 0;
     for (int i = 0; i < 8; i++)
-        if (type == LLM_Q6_K) words[4 + i / 4] |= (columns[i] >> 4 & 0x03030303) << (i % 4 * 2);
+        if (quads == 6) words[4 + i / 4] |= (columns[i] >> 4 & 0x03030303) << (i % 4 * 2);
         else words[4] |= (columns[i] >> 4 & 0x01010101) << i;
 }
 
@@ -10929,24 +10922,22 @@ static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *mu
 /* Pack up to 16 rows, from first_row on. */
 static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *panel) {
     enum { BLOCKS = LLM__SUPER / LLM__BLOCK };
-    const llm_type type = w->type;
-    int quads = llm__stored_quads(type);
-    bool groups = llm__has_groups(type), minimum = llm__has_minimum(type), whole = llm__has_multipliers(type);
-    size_t row_bytes = llm__row_bytes(type, w->cols), stripe_bytes = llm__stripe_bytes(type);
+    const llm__layout l = llm__layout_of(w->type);
+    size_t row_bytes = llm__row_bytes(w->type, w->cols), stripe_bytes = llm__stripe_bytes(l);
     int64_t rows = llm__min(LLM__PANEL, w->rows - first_row), blocks = w->cols / LLM__BLOCK;
-    if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(type, w->cols));
+    if (rows < LLM__PANEL || blocks % 2) memset(panel, 0, llm__panel_bytes(l, w->cols));
     for (int64_t row = 0; row < rows; row++)
         for (int64_t first = 0; first < blocks; first += BLOCKS) {
-            uint8_t *span = panel + (size_t)(first / (2 * LLM__SPAN)) * llm__span_bytes(type);
+            uint8_t *span = panel + (size_t)(first / (2 * LLM__SPAN)) * llm__span_bytes(l);
             uint8_t *head = span + first / BLOCKS % 2 * LLM__PANEL * 2 + 2 * row;
             llm__levels levels[BLOCKS];
             int n = (int)llm__min(BLOCKS, blocks - first);
             for (int b = 0; b < n; b++)
-                llm__read_levels(type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, first + b, &levels[b]);
-            if (groups) {
+                llm__read_levels(w->type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, first + b, &levels[b]);
+            if (l.groups) {
                 llm__write_u16(head, levels[0].scale);
-                if (minimum) llm__write_u16(head + LLM__PANEL * 4, levels[0].minimum);
-            } else if (whole) {
+                if (l.minimum) llm__write_u16(head + LLM__PANEL * 4, levels[0].minimum);
+            } else if (l.multipliers) {
                 uint16_t scales[BLOCKS];
                 int16_t multipliers[BLOCKS];
                 for (int b = 0; b < n; b++) scales[b] = levels[b].scale;
@@ -10955,15 +10946,15 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
             }
             for (int b = 0; b < n; b++) {
                 int64_t block = first + b;
-                uint8_t *stripe = span + llm__span_head(type) + (size_t)(block / 2 % LLM__SPAN) * stripe_bytes;
-                uint8_t *to = stripe + llm__stripe_head(type) + block % 2 * LLM__PANEL * 4 * quads;
+                uint8_t *stripe = span + llm__span_head(l) + (size_t)(block / 2 % LLM__SPAN) * stripe_bytes;
+                uint8_t *to = stripe + llm__stripe_head(l) + block % 2 * LLM__PANEL * 4 * l.quads;
                 uint8_t *scales = stripe + block % 2 * LLM__PANEL * 2;
                 uint32_t words[8];
-                llm__pack_quads(type, levels[b].q, words);
-                for (int i = 0; groups && i < 2; i++) scales[i * LLM__PANEL + row] = levels[b].group[i];
-                if (!groups) llm__write_u16(scales + 2 * row, levels[b].scale);
-                if (!groups && minimum) llm__write_u16(scales + LLM__PANEL * 4 + 2 * row, levels[b].minimum);
-                for (int q = 0; q < quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
+                llm__pack_quads(l.quads, levels[b].q, words);
+                for (int i = 0; l.groups && i < 2; i++) scales[i * LLM__PANEL + row] = levels[b].group[i];
+                if (!l.groups) llm__write_u16(scales + 2 * row, levels[b].scale);
+                if (!l.groups && l.minimum) llm__write_u16(scales + LLM__PANEL * 4 + 2 * row, levels[b].minimum);
+                for (int q = 0; q < l.quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
             }
         }
 }
@@ -10990,7 +10981,7 @@ enum { /* sizes for the matrix tiles */
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
 /* Values of x that share a scale */
-static int llm__x_group(llm_type type) { return llm__has_multipliers(type) ? LLM__SUPER : LLM__BLOCK; }
+static int llm__x_group(llm_type type) { return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK; }
 
 LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
     return (const char *)job->x_tiles + (size_t)tile * job->x_tile_bytes;
@@ -11313,31 +11304,24 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
         LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
-/* `count` rows of weights times all rows of x. x_outside: 4 rows of x stay in the L1 cache while
- * weights are read; else LLM__ROWS rows of weights stay while x is read. */
-LLM__INLINE void LLM__K(dot_rows)(llm_type type, bool x_outside, const llm__matmul_job *job, const char *weights,
-                                  size_t row_bytes, int64_t row, int64_t count) {
-    int64_t outer = x_outside ? job->n : count, inner = x_outside ? count : job->n;
-    int outer_step = x_outside ? 4 : LLM__ROWS, inner_step = x_outside ? LLM__ROWS : 4;
-    for (int64_t a = 0, a_step; a < outer; a += a_step) {
-        a_step = outer - a >= outer_step ? outer_step : 1;
-        for (int64_t b = 0, b_step; b < inner; b += b_step) {
-            b_step = inner - b >= inner_step ? inner_step : 1;
-            int64_t r = x_outside ? b : a, i = x_outside ? a : b;
-            int64_t r_step = x_outside ? b_step : a_step, i_step = x_outside ? a_step : b_step;
-            const char *w = weights + (size_t)r * row_bytes;
-            if (r_step > 1 && i_step > 1) LLM__K(dot_block)(type, LLM__ROWS, 4, job, w, row_bytes, row + r, i);
-            else if (r_step > 1) LLM__K(dot_block)(type, LLM__ROWS, 1, job, w, row_bytes, row + r, i);
-            else if (i_step > 1) LLM__K(dot_block)(type, 1, 4, job, w, row_bytes, row + r, i);
-            else LLM__K(dot_block)(type, 1, 1, job, w, row_bytes, row + r, i);
-        }
+/* `count` rows of weights, which the L2 cache holds, times all rows of x: 4 rows of x stay in the
+ * L1 cache while weights are read. */
+LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes, int64_t row,
+                                  int64_t count) {
+    for (int64_t i = 0, together; i < job->n; i += together) {
+        together = job->n - i >= 4 ? 4 : 1;
+        int64_t r = 0;
+        for (; r + LLM__ROWS <= count; r += LLM__ROWS)
+            if (together == 4) LLM__K(dot_block)(type, LLM__ROWS, 4, job, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
+            else LLM__K(dot_block)(type, LLM__ROWS, 1, job, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
+        for (; r < count; r++)
+            for (int64_t k = i; k < i + together; k++)
+                LLM__K(dot_block)(type, 1, 1, job, weights + (size_t)r * row_bytes, row_bytes, row + r, k);
     }
 }
 
-static void LLM__K(dot_rows_f32)(bool x_outside, const llm__matmul_job *job, const char *weights, size_t row_bytes,
-                                 int64_t row, int64_t count) {
-    if (x_outside) LLM__K(dot_rows)(LLM_F32, true, job, weights, row_bytes, row, count);
-    else LLM__K(dot_rows)(LLM_F32, false, job, weights, row_bytes, row, count);
+static void LLM__K(dot_rows_f32)(const llm__matmul_job *job, const char *weights, size_t row_bytes, int64_t row, int64_t count) {
+    LLM__K(dot_rows)(LLM_F32, job, weights, row_bytes, row, count);
 }
 
 LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
@@ -11364,19 +11348,17 @@ static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int6
     size_t row_bytes = llm__row_bytes(w->type, w->cols);
     const char *weights = (const char *)w->data;
     bool few = job->n <= LLM__FEW_ROWS;
-    bool direct = w->type == LLM_F32 || (few && (w->type == LLM_F16 || w->type == LLM_BF16));
     int64_t tile_rows = (int64_t)(job->tile_bytes / ((size_t)w->cols * sizeof(float)));
     tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
-    if (few && direct) tile_rows = end - first;
     for (int64_t row = first; row < end; row += tile_rows) {
         int64_t count = llm__min(tile_rows, end - row);
         const char *part = weights + (size_t)row * row_bytes;
-        if (w->type == LLM_F32) LLM__K(dot_rows_f32)(!few, job, part, row_bytes, row, count);
-        else if (direct && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, false, job, part, row_bytes, row, count);
-        else if (direct) LLM__K(dot_rows)(LLM_BF16, false, job, part, row_bytes, row, count);
+        if (w->type == LLM_F32) LLM__K(dot_rows_f32)(job, part, row_bytes, row, count);
+        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, job, part, row_bytes, row, count);
+        else if (few && w->type == LLM_BF16) LLM__K(dot_rows)(LLM_BF16, job, part, row_bytes, row, count);
         else {
             LLM__K(unpack_tile)(w->type, part, row_bytes, w->cols, count, (float *)scratch);
-            LLM__K(dot_rows_f32)(!few, job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
+            LLM__K(dot_rows_f32)(job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
         }
     }
 }
@@ -11424,20 +11406,25 @@ LLM__INLINE llm__vi LLM__K(load_int)(const void *p) {
     return v;
 }
 
-LLM__INLINE llm__vi LLM__K(from_bytes)(const uint8_t *p, bool has_sign) {
-    llm__vi v = {0};
-    for (int i = 0; i < LLM__W; i++) v[i] = has_sign ? (int8_t)p[i] : p[i];
-    return v;
-}
-
-LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
+LLM__INLINE llm__vi LLM__K(from_u8)(const uint8_t *p) {
 #if LLM__KERNEL_PASS == 2
-    return (llm__vi)_mm512_cvtepi16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
+    return (llm__vi)_mm512_cvtepu8_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
+#elif LLM__KERNEL_PASS == 1
+    return (llm__vi)_mm256_cvtepu8_epi32(_mm_loadl_epi64((const __m128i *)(const void *)p));
 #else
     llm__vi v = {0};
-    for (int i = 0; i < LLM__W; i++) v[i] = (int16_t)p[i];
+    for (int i = 0; i < LLM__W; i++) v[i] = p[i];
     return v;
 #endif
+}
+
+LLM__INLINE llm__vi LLM__K(from_i8)(const uint8_t *p) { return (LLM__K(from_u8)(p) ^ 128) - 128; }
+
+LLM__INLINE llm__vi LLM__K(from_i16)(const uint16_t *p) {
+    typedef int16_t halves __attribute__((vector_size(2 * LLM__W)));
+    halves v;
+    memcpy(&v, p, sizeof v);
+    return __builtin_convertvector(v, llm__vi);
 }
 
 LLM__INLINE llm__vi LLM__K(all_i32)(const void *p) {
@@ -11466,36 +11453,46 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 }
 #endif
 
-/* Read scales and minimums, or multipliers. half and part are as in unpack_block. */
-LLM__INLINE void LLM__K(unpack_scales)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+/* Read the multipliers of 4-bit types into the low half of each lane; the high half is 0. half and
+ * part are as in unpack_block. */
+LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *stripe, int half, int part) {
+    typedef uint16_t halves __attribute__((vector_size(2 * LLM__W)));
+    halves v;
+    if (groups) return LLM__K(from_u8)(stripe + half * 2 * LLM__PANEL + part * LLM__W);
+    memcpy(&v, stripe + half * 2 * LLM__PANEL + part * 2 * LLM__W, sizeof v);
+    return __builtin_convertvector(v, llm__vi);
+}
+
+/* Read scales and minimums, or multipliers. */
+LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
     const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL + part * LLM__W;
     w->scale = w->minimum = (llm__vf){0};
     w->multiplier = w->other = (llm__vi){0};
-    if (llm__has_groups(type)) {
+    if (l.groups) {
         const uint8_t *p = stripe + half * 2 * LLM__PANEL + part * LLM__W;
-        w->multiplier = LLM__K(from_bytes)(p, type == LLM_Q6_K);
-        w->other = LLM__K(from_bytes)(p + LLM__PANEL, type == LLM_Q6_K);
-    } else if (llm__has_multipliers(type)) {
+        w->multiplier = l.quads == 6 ? LLM__K(from_i8)(p) : LLM__K(from_u8)(p);
+        w->other = l.quads == 6 ? LLM__K(from_i8)(p + LLM__PANEL) : LLM__K(from_u8)(p + LLM__PANEL);
+    } else if (l.multipliers) {
         w->multiplier = LLM__K(from_i16)(scales);
-        if (type == LLM_Q4_Z) w->other = -(w->multiplier * LLM__K(from_i16)(scales + 2 * LLM__PANEL));
+        if (l.minimum) w->other = -(w->multiplier * LLM__K(from_i16)(scales + 2 * LLM__PANEL));
     } else {
         w->scale = LLM__K(from_f16)(scales);
-        if (llm__has_minimum(type)) w->minimum = LLM__K(from_f16)(scales + 2 * LLM__PANEL);
+        if (l.minimum) w->minimum = LLM__K(from_f16)(scales + 2 * LLM__PANEL);
     }
 }
 
 /* Read the scale and the minimum of 256 columns. half: which 256 of the span */
-LLM__INLINE void LLM__K(unpack_head)(llm_type type, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
+LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL + part * LLM__W;
     *scale = LLM__K(from_f16)(scales);
-    if (!llm__has_groups(type)) *scale *= 1.0f / LLM__FULL_SCALE;
-    else if (llm__has_minimum(type)) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
+    if (!l.groups) *scale *= 1.0f / LLM__FULL_SCALE;
+    else if (l.minimum) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
 }
 
 /* Unpack block `half` of a stripe, LLM__W rows from part * LLM__W on. */
-LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
-    const int stored = llm__stored_quads(type), bytes = LLM__PANEL * 4;
-    const uint8_t *p = stripe + llm__stripe_head(type) + half * bytes * stored + part * 4 * LLM__W;
+LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+    const int stored = l.quads, bytes = LLM__PANEL * 4;
+    const uint8_t *p = stripe + llm__stripe_head(l) + half * bytes * stored + part * 4 * LLM__W;
     llm__vi quads[8];
     LLM__UNROLL for (int q = 0; q < 4; q++) {
         llm__vi v = LLM__K(load_int)(p + q * bytes);
@@ -11515,17 +11512,20 @@ LLM__INLINE void LLM__K(unpack_block)(llm_type type, const uint8_t *stripe, int 
         llm__vi high[2] = {LLM__K(load_int)(p + 4 * bytes), LLM__K(load_int)(p + 5 * bytes)};
         LLM__UNROLL for (int q = 0; q < 8; q++) quads[q] |= (high[q / 4] >> (q % 4 * 2) & 0x03030303) << 4;
     }
-    LLM__UNROLL for (int q = 0; q < 8; q++) {
 #if LLM__KERNEL_PASS == 0
+    LLM__UNROLL for (int q = 0; q < 8; q++)
         LLM__UNROLL for (int i = 0; i < 4; i++) {
-            llm__vi v = type == LLM_Q8_0 ? (quads[q] << (24 - 8 * i)) >> 24 : (quads[q] >> (8 * i) & 63) - llm__zero_level(type);
-            w->w[4 * q + i] = __builtin_convertvector(v, llm__vf);
+            llm__vi v = quads[q] >> (8 * i);
+            w->w[4 * q + i] = __builtin_convertvector(l.quads == 8 ? v << 24 >> 24 : (v & 63) - l.zero, llm__vf);
         }
 #else
-        w->w[q] = LLM__KERNEL_PASS == 2 && type == LLM_Q8_0 ? quads[q] ^ (int)0x80808080u : quads[q];
+    LLM__UNROLL for (int q = 0; q < 8; q++) w->w[q] = LLM__KERNEL_PASS == 2 && l.quads == 8 ? quads[q] ^ (int)0x80808080u : quads[q];
 #endif
-    }
-    LLM__K(unpack_scales)(type, stripe, half, part, w);
+}
+
+LLM__INLINE void LLM__K(unpack_block)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+    LLM__K(unpack_quads)(l, stripe, half, part, w);
+    LLM__K(unpack_scales)(l, stripe, half, part, w);
 }
 
 /* sum + (sum of a block of x) * b per lane. x_sums: the two half-block sums; b fits in 16 bits */
@@ -11549,66 +11549,74 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 #endif
 }
 
-/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times x */
-LLM__INLINE llm__vi LLM__K(dot_quads)(llm_type type, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
-                                      const int16_t *x_sums) {
-#if LLM__KERNEL_PASS == 2
-    __m512i sum = (__m512i)LLM__K(minus_level)(type == LLM_Q8_0 ? 128 : llm__zero_level(type), first, end, x_sums);
-    LLM__UNROLL for (int q = first; q < end; q++) sum = _mm512_dpbusd_epi32(sum, (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(x + 4 * q));
-    return (llm__vi)sum;
-#elif LLM__KERNEL_PASS == 1
-    const int fit = type == LLM_Q8_0 ? 1 : 2; /* vpmaddubsw results whose sum fits in 16 bits */
-    const __m256i ones = _mm256_set1_epi16(1);
-    __m256i sum = (__m256i)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums), pairs = _mm256_setzero_si256();
-    LLM__UNROLL for (int q = first; q < end; q++) {
-        __m256i v = (__m256i)w->w[q], xq = (__m256i)LLM__K(all_i32)(x + 4 * q);
-        if (type == LLM_Q8_0) pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(v), _mm256_sign_epi8(xq, v));
-        else pairs = _mm256_add_epi16(pairs, _mm256_maddubs_epi16(v, xq));
-        if (q % fit != fit - 1) continue;
-        sum = _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, ones));
-        __asm__("" : "+x"(sum)); /* keeps the order: see add_short_half */
-        pairs = _mm256_setzero_si256();
-    }
-    return (llm__vi)sum;
-#elif LLM__KERNEL_PASS == 3
-    int32x4_t sum = (int32x4_t)LLM__K(minus_level)(llm__zero_level(type), first, end, x_sums);
-    LLM__UNROLL for (int q = first; q < end; q++) sum = vdotq_s32(sum, (int8x16_t)w->w[q], (int8x16_t)LLM__K(all_i32)(x + 4 * q));
-    return (llm__vi)sum;
+/* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times T rows of x */
+LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
+                                   const int16_t *x_sums, llm__vi *sums) {
+#if LLM__KERNEL_PASS == 0
+    llm__vf floats[LLM__X_ROWS];
+    (void)l, (void)x_sums;
+    LLM__UNROLL for (int t = 0; t < T; t++) floats[t] = (llm__vf){0};
+    LLM__ROLLED for (int i = 4 * first; i < 4 * end; i++)
+        LLM__UNROLL for (int t = 0; t < T; t++) floats[t] = LLM__K(fma)(w->w[i], LLM__K(all)(x[t * LLM__STRIPE + i]), floats[t]);
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = __builtin_convertvector(floats[t], llm__vi);
 #else
-    llm__vf sum = {0};
-    (void)type, (void)x_sums;
-    LLM__UNROLL for (int i = 4 * first; i < 4 * end; i++) sum = LLM__K(fma)(w->w[i], LLM__K(all)(x[i]), sum);
-    return __builtin_convertvector(sum, llm__vi);
+    const int level = LLM__KERNEL_PASS == 2 && l.quads == 8 ? 128 : l.zero;
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = LLM__K(minus_level)(level, first, end, x_sums + 4 * t);
+#if LLM__KERNEL_PASS == 1
+    LLM__UNROLL
+#else
+    LLM__ROLLED
+#endif
+    for (int q = first; q < end; q += LLM__KERNEL_PASS == 1 ? 2 : 1)
+        LLM__UNROLL for (int t = 0; t < T; t++) {
+            const int8_t *xq = x + t * LLM__STRIPE + 4 * q;
+            (void)level;
+#if LLM__KERNEL_PASS == 2
+            sums[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)sums[t], (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(xq));
+#elif LLM__KERNEL_PASS == 3
+            sums[t] = (llm__vi)vdotq_s32((int32x4_t)sums[t], (int8x16_t)w->w[q], (int8x16_t)LLM__K(all_i32)(xq));
+#else
+            __m256i v[2] = {(__m256i)w->w[q], (__m256i)w->w[q + 1]}, some[2] = {(__m256i)LLM__K(all_i32)(xq), (__m256i)LLM__K(all_i32)(xq + 4)};
+            const __m256i ones = _mm256_set1_epi16(1);
+            if (l.quads == 8) /* only one result of vpmaddubsw fits in 16 bits, with the sign of w moved to x */
+                LLM__UNROLL for (int i = 0; i < 2; i++)
+                    sums[t] += (llm__vi)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(v[i]), _mm256_sign_epi8(some[i], v[i])), ones);
+            else sums[t] += (llm__vi)_mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(v[0], some[0]), _mm256_maddubs_epi16(v[1], some[1])), ones);
+#endif
+        }
 #endif
 }
 
-/* sum + a block of LLM__W rows times 32 values of x */
-LLM__INLINE llm__vf LLM__K(add_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, float scale,
-                                      const int16_t *x_sums, llm__vf sum) {
-    int32_t x_sum = x_sums[0] + x_sums[1];
-    llm__vf products = __builtin_convertvector(LLM__K(dot_quads)(type, w, 0, 8, x, x_sums), llm__vf);
-    sum = LLM__K(fma)(products, w->scale * scale, sum);
-    return llm__has_minimum(type) ? LLM__K(fma)(w->minimum, LLM__K(all)(scale * (float)x_sum), sum) : sum;
+/* sums[t][part] += a block of LLM__W rows times 32 values of row t of x, for T rows */
+LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part, const int8_t *x, const float *scales, const int16_t *x_sums,
+                                   llm__vf (*sums)[LLM__K(parts)]) {
+    llm__vi products[LLM__X_ROWS];
+    LLM__K(dot_quads)(l, T, w, 0, 8, x, x_sums, products);
+    LLM__UNROLL for (int t = 0; t < T; t++) {
+        sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t], llm__vf), w->scale * scales[2 * t], sums[t][part]);
+        if (l.minimum) sums[t][part] = LLM__K(fma)(w->minimum, LLM__K(all)(scales[2 * t] * (float)(x_sums[4 * t] + x_sums[4 * t + 1])), sums[t][part]);
+    }
 }
 
-/* The same in integers, for weights with multipliers. q4_K, q5_K: *minimums += the minimum's
- * multiplier times the sum of x */
-LLM__INLINE void LLM__K(add_whole_block)(llm_type type, const LLM__K(w_block) *w, const int8_t *x, const int16_t *x_sums,
-                                         llm__vi *sum, llm__vi *minimums) {
-    if (type == LLM_Q6_K) {
-        *sum += LLM__K(dot_quads)(type, w, 0, 4, x, x_sums) * w->multiplier;
-        *sum += LLM__K(dot_quads)(type, w, 4, 8, x, x_sums) * w->other;
+/* The same in integers, for weights with multipliers. q4_K, q5_K: minimums[t][part] += the
+ * minimum's multiplier times the sum of x */
+LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part, const int8_t *x, const int16_t *x_sums,
+                                         llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
+    llm__vi products[LLM__X_ROWS];
+    if (l.quads == 6) {
+        LLM__K(dot_quads)(l, T, w, 0, 4, x, x_sums, products);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] += products[t] * w->multiplier;
+        LLM__K(dot_quads)(l, T, w, 4, 8, x, x_sums, products);
+        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] += products[t] * w->other;
         return;
     }
-    *sum += LLM__K(dot_quads)(type, w, 0, 8, x, x_sums) * w->multiplier;
-    if (!llm__has_minimum(type)) return;
-    llm__vi *to = type == LLM_Q4_Z ? sum : minimums;
-    *to = LLM__K(add_x_sum)(*to, x_sums, w->other);
-}
-
-/* Whether to use short sums. Types known only at run time do not, to limit code size. */
-LLM__INLINE bool LLM__K(has_short_sums)(llm_type type) {
-    return (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2) && __builtin_constant_p(type) && llm__has_multipliers(type) && llm__stored_quads(type) == 4;
+    LLM__K(dot_quads)(l, T, w, 0, 8, x, x_sums, products);
+    LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] += products[t] * w->multiplier;
+    if (!l.minimum) return;
+    LLM__UNROLL for (int t = 0; t < T; t++) {
+        llm__vi *to = l.groups ? &minimums[t][part] : &sums[t][part];
+        *to = LLM__K(add_x_sum)(*to, x_sums + 4 * t, w->other);
+    }
 }
 
 typedef struct LLM__K(short_sums) {
@@ -11627,28 +11635,32 @@ typedef struct LLM__K(short_sums) {
  *
  * AVX2 has 16 registers: four hold weights (both nibbles, both halves of the panel), eight hold
  * sums (of four rows of x). */
-LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
+LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
                                         LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
-    LLM__K(w_block) w;
-    LLM__K(unpack_block)(type, stripe, half, 0, &w);
-    llm__vi now[LLM__X_ROWS];
+    const uint8_t *quads = stripe + llm__stripe_head(l) + half * LLM__PANEL * 16;
+    llm__vi now[LLM__X_ROWS], multiplier = LLM__K(unpack_multipliers)(l.groups, stripe, half, 0);
     LLM__UNROLL for (int t = 0; t < T; t++) now[t] = LLM__K(all_i32)(starts + 8 * t + 2 * half);
-    /* t is the inner loop, since additions to the same sum wait for each other. */
-    LLM__UNROLL for (int q = 0; q < 8; q++)
+    LLM__ROLLED for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4, x += 4) {
+        llm__vi v = LLM__K(load_int)(quads);
+        __asm__("" : "+v"(v)); /* keeps v in a register, else it is loaded for each nibble */
+        /* t is the inner loop, since additions to the same sum wait for each other. */
         LLM__UNROLL for (int t = 0; t < T; t++)
-            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)w.w[q], (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q));
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)(v & 0x0f0f0f0f), (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE));
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)(v >> 4 & 0x0f0f0f0f), (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 16));
+    }
     if (half == 0) {
         LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
-        before->multiplier = w.multiplier;
+        before->multiplier = multiplier;
     } else {
-        llm__vi multipliers = LLM__K(pair)(before->multiplier, w.multiplier);
+        llm__vi multipliers = LLM__K(pair)(before->multiplier, multiplier);
         LLM__UNROLL for (int t = 0; t < T; t++) sums[t][0] = LLM__K(add_pair)(sums[t][0], LLM__K(pair)(before->rows[t], now[t]), multipliers);
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
     /* 16: bytes of one row of a block */
-    const uint8_t *quads = stripe + llm__stripe_head(type) + half * LLM__PANEL * 16;
+    const uint8_t *quads = stripe + llm__stripe_head(l) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS][2];
     LLM__UNROLL for (int q = 0; q < 4; q++, quads += LLM__PANEL * 4) {
         llm__vi w[2][2];
@@ -11671,37 +11683,35 @@ LLM__INLINE void LLM__K(add_short_half)(llm_type type, int T, const uint8_t *str
             }
     }
     LLM__UNROLL for (int part = 0; part < 2; part++) {
-        LLM__K(w_block) w;
-        LLM__K(unpack_scales)(type, stripe, half, part, &w);
-        llm__vi multipliers = LLM__K(pair)(w.multiplier, w.multiplier);
+        llm__vi multiplier = LLM__K(unpack_multipliers)(l.groups, stripe, half, part), multipliers = multiplier | multiplier << 16;
         LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], now[t][part], multipliers);
     }
 #else
-    (void)type, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums;
+    (void)l, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums;
 #endif
 }
 
 /* The sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level. Add `missing` x (-8
  * times the sum of x) x multiplier, then q4_Z's zero points. Minimums of q4_K get -8 times their
  * value. */
-LLM__INLINE void LLM__K(correct_short_sums)(llm_type type, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
+LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-    const int missing = llm__zero_level(type) / 8 - (LLM__KERNEL_PASS == 2);
+    const int missing = l.zero / 8 - (LLM__KERNEL_PASS == 2);
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
         LLM__K(w_block) w[2];
-        LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(type, stripe, half, part, &w[half]);
+        LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(l, stripe, half, part, &w[half]);
         llm__vi factors = LLM__K(pair)(missing * w[0].multiplier, missing * w[1].multiplier);
         LLM__UNROLL for (int t = 0; t < T; t++) {
             llm__vi start = LLM__K(all_i32)(starts + 8 * t);
             if (missing) sums[t][part] = LLM__K(add_pair)(sums[t][part], start, factors);
-            if (type == LLM_Q4_K) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], start, LLM__K(pair)(w[0].other, w[1].other));
-            if (type == LLM_Q4_Z)
+            if (l.groups) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], start, LLM__K(pair)(w[0].other, w[1].other));
+            else if (l.minimum)
                 LLM__UNROLL for (int half = 0; half < 2; half++) sums[t][part] = LLM__K(add_x_sum)(sums[t][part], x_sums + 8 * t + 4 * half, w[half].other);
         }
     }
 #else
-    (void)type, (void)stripe, (void)T, (void)starts, (void)x_sums, (void)sums, (void)minimums;
+    (void)l, (void)stripe, (void)T, (void)starts, (void)x_sums, (void)sums, (void)minimums;
 #endif
 }
 
@@ -11735,10 +11745,11 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int
 }
 
 /* A panel times T rows of x from row i on, all in one tile. T is a constant. */
-LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
+LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
                                     int64_t i) {
-    const bool whole = llm__has_multipliers(type), minimums = llm__has_group_minimums(type), short_sums = LLM__K(has_short_sums)(type);
-    const size_t stripe_bytes = llm__stripe_bytes(type), head = llm__span_head(type), x_bytes = (size_t)job->height * LLM__X_BYTES;
+    const bool whole = l.multipliers, minimums = (l.groups && l.minimum), short_sums = known && l.multipliers && (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2);
+    const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l), x_bytes = (size_t)job->height * LLM__X_BYTES;
+    const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: of q4_Z, the largest */
     int64_t stripes = llm__stripes(job->w->cols);
     const uint8_t *stripe = panel;
     int first = (int)(i % job->height);
@@ -11759,7 +11770,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         if (whole) {
             if (stripe == span) {
                 for (size_t line = 0; line < head; line += 64)
-                    LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(type) + line);
+                    LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(l) + line);
                 stripe += head;
             }
             /* Keeps the sums in memory, since the block needs the registers. */
@@ -11768,7 +11779,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
         const float *scales = (const float *)(const void *)(x + x_scales);
         const int64_t end = llm__min(start + LLM__SPAN / 2, stripes);
         for (int64_t s = start; s < end; s++, x += x_bytes, stripe += stripe_bytes) {
-            for (size_t line = 0; line < stripe_bytes; line += 64)
+            for (size_t line = 0; line < prefetched; line += 64)
                 LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
 #if LLM__KERNEL_PASS == 2
             LLM__UNROLL /* so that `before` stays in registers */
@@ -11778,7 +11789,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
                 if (short_sums) {
-                    LLM__K(add_short_half)(type, T, stripe, half, values, x + x_scales + 4, &before, products);
+                    LLM__K(add_short_half)(l, T, stripe, half, values, x + x_scales + 4, &before, products);
                     continue;
                 }
 #if LLM__KERNEL_PASS != 0 /* plain C has too few registers */
@@ -11786,24 +11797,25 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
 #endif
                 for (int part = 0; part < LLM__K(parts); part++) {
                     LLM__K(w_block) w;
-                    LLM__K(unpack_block)(type, stripe, half, part, &w);
+                    LLM__K(unpack_block)(l, stripe, half, part, &w);
                     /* Loads x again for each part; the compiler would spill it. */
                     __asm__("" : "+r"(values));
-                    LLM__UNROLL for (int t = 0; t < T; t++)
-                        if (whole)
-                            LLM__K(add_whole_block)(type, &w, values + t * LLM__STRIPE, block_sums + 4 * t, &products[t][part], &lower[t][part]);
-                        else sums[t][part] = LLM__K(add_block)(type, &w, values + t * LLM__STRIPE, block_scales[2 * t], block_sums + 4 * t, sums[t][part]);
+                    if (whole) LLM__K(add_whole_block)(l, T, &w, part, values, block_sums, products, lower);
+                    else LLM__K(add_block)(l, T, &w, part, values, block_scales, block_sums, sums);
                 }
             }
         }
         if (!whole) continue;
         for (int64_t back = end - start; short_sums && back > 0; back--) {
             const char *x_back = x - (size_t)back * x_bytes;
-            LLM__K(correct_short_sums)(type, stripe - (size_t)back * stripe_bytes, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
+            const uint8_t *stripe_back = stripe - (size_t)back * stripe_bytes;
+            llm__layout constant = {4, 0, true, true, true};
+            if (l.groups) LLM__K(correct_short_sums)(constant, stripe_back, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
+            else LLM__K(correct_short_sums)(l, stripe_back, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
         }
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
-            LLM__K(unpack_head)(type, span, start % LLM__SPAN != 0, part, &scale, &minimum);
+            LLM__K(unpack_head)(l, span, start % LLM__SPAN != 0, part, &scale, &minimum);
             if (short_sums) minimum *= -0.125f; /* `lower` is -8 times the sum */
             LLM__UNROLL for (int t = 0; t < T; t++) {
                 sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
@@ -11814,14 +11826,13 @@ LLM__INLINE void LLM__K(panel_rows)(llm_type type, int T, const llm__matmul_job 
     LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
 }
 
-LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
+LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
     for (int64_t i = 0; i < job->n;) {
         int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
-        const bool known = __builtin_constant_p(type); /* others: fewer forms, to compile fast */
-        if (known && together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(type, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
-        else if (together >= 4) LLM__K(panel_rows)(type, 4, job, panel, row, i), i += 4;
-        else if (known && together >= 2) LLM__K(panel_rows)(type, 2, job, panel, row, i), i += 2;
-        else LLM__K(panel_rows)(type, 1, job, panel, row, i), i++;
+        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(l, known, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
+        else if (together >= 4) LLM__K(panel_rows)(l, known, 4, job, panel, row, i), i += 4;
+        else if (LLM__KERNEL_PASS != 0 && together >= 2) LLM__K(panel_rows)(l, known, 2, job, panel, row, i), i += 2;
+        else LLM__K(panel_rows)(l, known, 1, job, panel, row, i), i++;
     }
 }
 
@@ -11834,15 +11845,20 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm_type type, const llm__matmul_job *job
  *   A: 16 rows of x,  B: 8 quads of 16 rows of weights       C: 16 rows of x by 16 of weights
  *      32 columns     row q: w[0] quad q | w[1] quad q | ..  row t: x[t].w[0]  x[t].w[1]  ...
  *
- * Two forms add the same integers, so they give the same bits.
+ * All forms add the same integers, so they give the same bits:
  *
- * Block by block, below 32 rows of x (q4_0: 64; never q6_K, which has two scales per block): after
- * 32 columns C goes to memory, and vector registers scale it while the tile unit multiplies the
- * next four blocks. q4_0 takes one vpdpwssd per row of C. Sums of q4_Z, q4_K and q5_K exceed 16
- * bits, so these types multiply and add. Types without multipliers convert C to floats.
+ * Alone, for up to 32 rows of x (q4_0: 64; never q6_K, which has two scales per block): one panel
+ * times one tile of x, block by block. After 32 columns C goes to memory, and vector registers
+ * scale it and unpack the next weights while the tile unit multiplies. q4_0 takes one vpdpwssd per
+ * row of C. Sums of q4_Z, q4_K and q5_K exceed 16 bits, so these types multiply and add. Types
+ * without multipliers convert C to floats.
  *
- * By halves, for more rows: weight times multiplier, 16 bits, is cut into a high and a low byte.
- * Both are multiplied, in full tiles of 64 columns. C goes to memory once per 256 columns:
+ * In chunks, for more rows and types without multipliers: the same, but a chunk of two panels is
+ * unpacked once for all tiles of x.
+ *
+ * By halves, for more rows and types with multipliers: weight times multiplier, 16 bits, is cut
+ * into a high and a low byte. Both are multiplied, in full tiles of 64 columns. C goes to memory
+ * once per 256 columns:
  *
  *   sum of w x  =  256 (sum of high x)  +  (sum of low x)    high: -128 .. 127, low: 0 .. 255
  *
@@ -11876,7 +11892,7 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 #define LLM__TILE_ADD(low, c, a, b) __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
-    llm_type type;
+    llm__layout l;
     const char *x;            /* the chunk's first stripe in the tile of x */
     size_t x_bytes;           /* of a stripe of the tile */
     int height, blocks;       /* rows of the tile; blocks of the chunk */
@@ -11885,7 +11901,7 @@ typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
     const float *others;      /* (blocks, 16) minimums, or 2 x i16 factors of x's half-sums */
     const uint8_t *span;      /* the panel's span head, from the chunk's columns on */
     int32_t *products;        /* (group, 16, 16) scratch */
-    float *kept;              /* (T, 16) sums, carried between chunks */
+    float *kept;              /* (16, 16) sums of rows of x, carried between chunks */
     const uint8_t *ahead;     /* weights to prefetch meanwhile */
     int lines;                /* cache lines to prefetch per block */
 } llm__tile_job;
@@ -11931,19 +11947,19 @@ LLM__INLINE void llm__amx_store(int32_t *products) {
     LLM__TILE_STORE(3, products + 768);
 }
 
-/* Scale the products of blocks first to end - 1 and add them to the sums of T rows. */
-LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int end, __m512 *sums) {
+/* Scale the products of blocks first to end - 1 and add them to the sums of all rows of x. */
+LLM__INLINE void llm__amx_add(const llm__tile_job *job, int first, int end, __m512 *sums) {
     const int32_t *products = job->products;
     for (int b = first; b < end; b++, products += 256) {
         const float *x_scales = llm__tile_scales(job, b);
         __m512 w_scale = _mm512_loadu_ps(job->scales + b * LLM__PANEL);
-        LLM__UNROLL for (int t = 0; t < T; t++) {
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
             sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[2 * t])), sums[t]);
         }
-        if (!llm__has_minimum(job->type)) continue;
+        if (!job->l.minimum) continue;
         __m512 minimum = _mm512_loadu_ps(job->others + b * LLM__PANEL);
-        LLM__UNROLL for (int t = 0; t < T; t++) {
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
             __m512 x_sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(llm__tile_sums(job, b, t), _mm512_set1_epi16(1)));
             sums[t] = _mm512_fmadd_ps(minimum, _mm512_mul_ps(_mm512_set1_ps(x_scales[2 * t]), x_sum), sums[t]);
         }
@@ -11951,114 +11967,102 @@ LLM__INLINE void llm__amx_add(int T, const llm__tile_job *job, int first, int en
 }
 
 /* The same in integers, for weights with multipliers */
-LLM__INLINE void llm__amx_add_whole(int T, const llm__tile_job *job, int first, int end, __m512i *sums) {
+LLM__INLINE void llm__amx_add_whole(const llm__tile_job *job, int first, int end, __m512i *sums) {
     const int32_t *products = job->products;
     const float *multipliers = job->scales + first * LLM__PANEL;
     for (int b = first; b < end; b++, products += 256, multipliers += LLM__PANEL) {
         __m512i multiplier = _mm512_loadu_si512((const void *)multipliers);
-        if (job->type == LLM_Q4_0)
-            LLM__UNROLL for (int t = 0; t < T; t++)
+        if (!job->l.minimum && !job->l.groups)
+            LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
                 sums[t] = _mm512_dpwssd_epi32(sums[t], _mm512_loadu_si512((const void *)(products + t * 16)), multiplier);
         else
-            LLM__UNROLL for (int t = 0; t < T; t++)
+            LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
                 sums[t] = _mm512_add_epi32(sums[t], _mm512_mullo_epi32(_mm512_loadu_si512((const void *)(products + t * 16)), multiplier));
-        if (job->type != LLM_Q4_Z) continue;
+        if (job->l.groups || !job->l.minimum) continue;
         __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(job, b, t), other);
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(job, b, t), other);
     }
 }
 
 /* Scale the sums of 256 columns from block `first` on; add them and their minimums to `kept`. */
-LLM__INLINE void llm__amx_finish(int T, const llm__tile_job *job, int first, const __m512i *sums) {
+LLM__INLINE void llm__amx_finish(const llm__tile_job *job, int first, const __m512i *sums) {
     const float *x_scales = llm__tile_scales(job, first);
     float *kept = job->kept;
     llm__vf scale, minimum = {0};
-    LLM__K(unpack_head)(job->type, job->span, first / LLM__SPAN, 0, &scale, &minimum);
-    LLM__UNROLL for (int t = 0; t < T; t++) {
+    LLM__K(unpack_head)(job->l, job->span, first / LLM__SPAN, 0, &scale, &minimum);
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x_scales[2 * t]));
         _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, _mm512_loadu_ps(kept + t * 16)));
     }
-    if (!llm__has_group_minimums(job->type)) return;
-    __m512i lower[16];
-    LLM__UNROLL for (int t = 0; t < T; t++) lower[t] = _mm512_setzero_si512();
+    if (!(job->l.groups && job->l.minimum)) return;
+    __m512i lower[LLM__X_TILE];
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_setzero_si512();
     for (int b = first; b < llm__min(first + LLM__SPAN, job->blocks); b++) {
         __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < T; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(job, b, t), other);
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(job, b, t), other);
     }
-    LLM__UNROLL for (int t = 0; t < T; t++) {
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)minimum, _mm512_set1_ps(x_scales[2 * t]));
         _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[t]), factor, _mm512_loadu_ps(kept + t * 16)));
     }
 }
 
-/* A chunk block by block, T rows, for types without multipliers: the sums are floats. */
-LLM__INLINE void llm__amx_float_chunk(int T, const llm__tile_job *job) {
-    __m512 sums[16];
-    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
+/* A chunk, block by block, for types without multipliers: the sums are floats. */
+LLM__INLINE void llm__amx_float_chunk(const llm__tile_job *job) {
+    llm__amx_products(job, 0, false);
+    __m512 sums[LLM__X_TILE];
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
     for (int block = 0, after; block < job->blocks; block = after) {
         after = block + LLM__GROUP;
         if (after < job->blocks) llm__amx_products(job, after, true);
         else llm__amx_store(job->products);
-        llm__amx_add(T, job, block, (int)llm__min(after, job->blocks), sums);
+        llm__amx_add(job, block, (int)llm__min(after, job->blocks), sums);
     }
-    LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
 }
 
-/* The same for types with multipliers: sums of 256 columns are integers. */
-LLM__INLINE void llm__amx_whole_chunk(int T, const llm__tile_job *job) {
-    for (int first = 0; first < job->blocks; first += LLM__SPAN) {
-        __m512i sums[16];
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_si512();
-        for (int block = first, after; block < llm__min(first + LLM__SPAN, job->blocks); block = after) {
-            after = block + LLM__GROUP;
-            if (after < job->blocks) llm__amx_products(job, after, true);
-            else llm__amx_store(job->products);
-            llm__amx_add_whole(T, job, block, (int)llm__min(after, job->blocks), sums);
-        }
-        llm__amx_finish(T, job, first, sums);
-    }
-}
-
-LLM__INLINE void llm__amx_chunk(int T, const llm__tile_job *job) {
-    llm__amx_products(job, 0, false);
-    if (llm__has_multipliers(job->type)) llm__amx_whole_chunk(T, job);
-    else llm__amx_float_chunk(T, job);
-}
-
-/* Unpack `count` blocks to signed bytes, and scales or multipliers. */
-LLM__INLINE void llm__amx_unpack(llm_type type, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
-    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type));
+LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
+    const __m512i zero = _mm512_set1_epi8((char)l.zero);
     for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, others += LLM__PANEL) {
         int half = b % 2;
         LLM__K(w_block) block;
-        if (type == LLM_Q8_0) {
-            memcpy(w, stripe + llm__stripe_head(type) + half * 512, 512);
-            LLM__K(unpack_scales)(type, stripe, half, 0, &block);
+        if (l.quads == 8) {
+            memcpy(w, stripe + llm__stripe_head(l) + half * 512, 512);
+            LLM__K(unpack_scales)(l, stripe, half, 0, &block);
         } else {
-            LLM__K(unpack_block)(type, stripe, half, 0, &block);
+            LLM__K(unpack_block)(l, stripe, half, 0, &block);
             LLM__UNROLL for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
         }
-        if (llm__has_multipliers(type)) {
-            _mm512_storeu_si512((void *)scales, (__m512i)(type == LLM_Q4_0 ? block.multiplier & 0xffff : block.multiplier));
-            if (type != LLM_Q4_0) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
+        if (l.multipliers) {
+            _mm512_storeu_si512((void *)scales, (__m512i)(!l.minimum && !l.groups ? block.multiplier & 0xffff : block.multiplier));
+            if (l.minimum || l.groups) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
         } else {
             LLM__K(store)(scales, block.scale);
-            if (llm__has_minimum(type)) LLM__K(store)(others, block.minimum);
+            if (l.minimum) LLM__K(store)(others, block.minimum);
         }
-        if (half) stripe += llm__stripe_bytes(type);
+        if (half) stripe += llm__stripe_bytes(l);
     }
 }
 
+/* Unpack `count` blocks to signed bytes, and scales or multipliers. */
+LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
+    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 8) l = (llm__layout){8, 0, false, false, false}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 4 && l.groups) l = (llm__layout){4, 0, true, true, true}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 4 && l.multipliers) l = (llm__layout){4, 0, true, false, true}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else llm__amx_unpack_as(l, stripe, count, w, scales, others);
+}
+
 /* The same to the low and the high bytes of weight times multiplier, (4, 16, 16, 4) each */
-LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
-    const __m512i zero = _mm512_set1_epi8((char)llm__zero_level(type)), bytes = _mm512_set1_epi16(255);
+LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
+    const __m512i zero = _mm512_set1_epi8((char)l.zero), bytes = _mm512_set1_epi16(255);
     for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
         LLM__K(w_block) block;
-        LLM__K(unpack_block)(type, stripe, b % 2, 0, &block);
+        LLM__K(unpack_block)(l, stripe, b % 2, 0, &block);
         __m512i factor = (__m512i)LLM__K(pair)(block.multiplier, block.multiplier), offset = _mm512_setzero_si512();
-        __m512i second = type == LLM_Q6_K ? (__m512i)LLM__K(pair)(block.other, block.other) : factor;
-        if (type == LLM_Q4_Z) offset = (__m512i)LLM__K(pair)(block.other, block.other);
-        else if (llm__has_minimum(type)) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
+        __m512i second = l.quads == 6 ? (__m512i)LLM__K(pair)(block.other, block.other) : factor;
+        if (l.minimum && !l.groups) offset = (__m512i)LLM__K(pair)(block.other, block.other);
+        else if (l.minimum) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
         LLM__UNROLL for (int q = 0; q < 8; q++) {
             __m512i v = _mm512_sub_epi8((__m512i)block.w[q], zero), f = q < 4 ? factor : second;
             __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), f), offset);
@@ -12067,66 +12071,67 @@ LLM__INLINE void llm__amx_unpack_halves(llm_type type, const uint8_t *stripe, in
             _mm512_storeu_si512((void *)(high + q * 64), _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
         }
         if (b % 2 == 0) continue;
-        for (size_t line = 0; line < llm__stripe_bytes(type); line += 64) /* the next 256 columns */
-            LLM__PREFETCH_FAR(stripe + LLM__SPAN / 2 * llm__stripe_bytes(type) + line);
-        stripe += llm__stripe_bytes(type);
+        for (size_t line = 0; line < llm__stripe_bytes(l); line += 64) /* the next 256 columns */
+            LLM__PREFETCH_FAR(stripe + LLM__SPAN / 2 * llm__stripe_bytes(l) + line);
+        stripe += llm__stripe_bytes(l);
     }
 }
 
-/* Unpack four blocks from `first` on, for a single tile of x. w, scales, others: of the chunk */
-LLM__INLINE llm__tile_job llm__amx_group(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int64_t first, int64_t blocks,
+/* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales, others: of the
+ * chunk */
+LLM__INLINE llm__tile_job llm__amx_group(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int64_t first, int64_t blocks,
                                          int8_t *w, float *scales, float *others) {
     const int64_t place = first % LLM__CHUNK;
-    const size_t x_bytes = (size_t)job->height * LLM__X_BYTES, stripe_bytes = llm__stripe_bytes(type);
-    const uint8_t *span = panel + (size_t)(first / LLM__CHUNK) * llm__span_bytes(type);
-    const uint8_t *stripe = span + llm__span_head(type) + (size_t)(place / 2) * stripe_bytes;
-    llm__tile_job tile = {type, llm__x_tile(job, 0) + (size_t)(first / 2) * x_bytes, x_bytes, job->height, (int)llm__min(LLM__GROUP, blocks - first),
+    const size_t x_bytes = (size_t)job->height * LLM__X_BYTES, stripe_bytes = llm__stripe_bytes(l);
+    const uint8_t *span = panel + (size_t)(first / LLM__CHUNK) * llm__span_bytes(l);
+    const uint8_t *stripe = span + llm__span_head(l) + (size_t)(place / 2) * stripe_bytes;
+    llm__tile_job tile = {l, llm__x_tile(job, i / job->height) + (size_t)(first / 2) * x_bytes, x_bytes, job->height, (int)llm__min(LLM__GROUP, blocks - first),
                           w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL,
                           span + (size_t)(place / LLM__SPAN * LLM__PANEL * 2), NULL, NULL, stripe + LLM__FAR_BYTES,
                           (int)llm__divide_up((int64_t)stripe_bytes / 2, 64)};
-    llm__amx_unpack(type, stripe, tile.blocks, w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL);
+    llm__amx_unpack(l, stripe, tile.blocks, w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL);
     return tile;
 }
 
-/* Block by block for a single tile of x, T rows. While the tile unit multiplies a group of blocks,
- * the previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
+/* A panel times the tile of x from row i on. While the tile unit multiplies a group of blocks, the
+ * previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
  * prefetches come early. */
-LLM__INLINE void llm__amx_alone(llm_type type, int T, const llm__matmul_job *job, const uint8_t *panel, int32_t *products, int8_t *w,
+LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                 float *scales, float *others, float *kept) {
     const int64_t blocks = 2 * llm__stripes(job->w->cols);
-    const bool whole = llm__has_multipliers(type);
-    llm__tile_job tile = llm__amx_group(type, job, panel, 0, blocks, w, scales, others), before = tile;
-    __m512 floats[16];
-    __m512i sums[16];
-    LLM__UNROLL for (int t = 0; t < T; t++) floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
-    for (int64_t first = 0; first < blocks + LLM__GROUP; first += LLM__GROUP) {
-        tile.products = products;
-        tile.kept = kept;
-        if (first < blocks) llm__amx_products(&tile, 0, first > 0);
-        else llm__amx_store(products);
-        if (first > 0 && !whole) llm__amx_add(T, &before, 0, before.blocks, floats);
-        if (first > 0 && whole) llm__amx_add_whole(T, &before, 0, before.blocks, sums);
+    const bool whole = l.multipliers;
+    llm__tile_job tile, before;
+    __m512 floats[LLM__X_TILE];
+    __m512i sums[LLM__X_TILE];
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
+    for (int64_t first = -LLM__GROUP; first < blocks + LLM__GROUP; first += LLM__GROUP) {
+        if (first >= blocks) llm__amx_store(products);
+        else if (first >= 0) llm__amx_products(&tile, 0, first > 0);
+        if (first > 0 && !whole) llm__amx_add(&before, 0, before.blocks, floats);
+        if (first > 0 && whole) llm__amx_add_whole(&before, 0, before.blocks, sums);
         /* 256 columns are complete */
         if (first > 0 && whole && (first % LLM__SPAN == 0 || first >= blocks)) {
             int earlier = (int)((first - LLM__GROUP) % LLM__SPAN);
             before.x -= (size_t)(earlier / 2) * before.x_bytes;
             before.others -= earlier * LLM__PANEL;
             before.blocks += earlier;
-            llm__amx_finish(T, &before, 0, sums);
-            LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = _mm512_setzero_si512();
+            llm__amx_finish(&before, 0, sums);
+            LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_setzero_si512();
         }
-        before = tile;
-        if (first + LLM__GROUP < blocks) tile = llm__amx_group(type, job, panel, first + LLM__GROUP, blocks, w, scales, others);
+        if (first >= 0) before = tile;
+        if (first + LLM__GROUP < blocks) tile = llm__amx_group(l, job, panel, i, first + LLM__GROUP, blocks, w, scales, others);
+        tile.products = products;
+        tile.kept = kept;
     }
-    if (!whole) LLM__UNROLL for (int t = 0; t < T; t++) _mm512_storeu_ps(kept + t * 16, floats[t]);
+    if (!whole) LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
-LLM__INLINE void llm__amx_alone_rows(llm_type type, const llm__matmul_job *job, const uint8_t *panel, int32_t *products, int8_t *w,
-                                     float *scales, float *others, float *kept) {
-    if (job->n > 12) llm__amx_alone(type, 16, job, panel, products, w, scales, others, kept);
-    else if (job->n > 8) llm__amx_alone(type, 12, job, panel, products, w, scales, others, kept);
-    else if (job->n > 4) llm__amx_alone(type, 8, job, panel, products, w, scales, others, kept);
-    else llm__amx_alone(type, 4, job, panel, products, w, scales, others, kept);
+/* Make what differs most a constant. */
+LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int32_t *products,
+                                   int8_t *w, float *scales, float *others, float *kept) {
+    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
+    else if (l.multipliers) l.multipliers = true, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
+    else l.multipliers = l.groups = false, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
 }
 
 /* Join the low and high products of tile k (0 or 1), and add them to its sums. */
@@ -12137,7 +12142,7 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
         __m512i sum = _mm512_slli_epi32(_mm512_loadu_si512((const void *)(high + t * 16)), 8);
         sums[t] = _mm512_add_epi32(sum, _mm512_loadu_si512((const void *)(low + t * 16)));
     }
-    llm__amx_finish(16, &tiles[k], 0, sums);
+    llm__amx_finish(&tiles[k], 0, sums);
 }
 
 /* By halves: 256 columns of two tiles of x times a panel. The products of `before` (or NULL) are
@@ -12174,10 +12179,10 @@ LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job
 
 /* Up to four panels (block by block: two) times all rows of x. They share each tile of x while it
  * is cached. */
-static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
                             char *scratch) {
     int64_t blocks = 2 * llm__stripes(job->w->cols), kept_rows = job->n + 2 * LLM__X_TILE;
-    size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(type, job->w->cols);
+    size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(l, job->w->cols);
     int32_t *products = (int32_t *)(void *)scratch; /* (group, 16, 16) */
     int8_t *w = (int8_t *)(products + LLM__GROUP * 256); /* (panels, chunk, 8, 16, 4) */
     /* scales and others: (panels, chunk, 16) */
@@ -12186,39 +12191,32 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
     float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL; /* (panels, kept_rows, 16) */
     int chunk = halves ? LLM__CHUNK / 2 : LLM__CHUNK, x_tiles = halves ? 2 : 1;
     memset(sums, 0, (size_t)(n_panels * kept_rows * LLM__PANEL) * sizeof *sums);
-    bool alone = !halves && job->n <= job->height;
-    if (alone) switch (type) { /* make the type a constant */
-        case LLM_Q4_0: llm__amx_alone_rows(LLM_Q4_0, job, panels, products, w, scales, others, sums); break;
-        case LLM_Q8_0: llm__amx_alone_rows(LLM_Q8_0, job, panels, products, w, scales, others, sums); break;
-        case LLM_Q4_K: llm__amx_alone_rows(LLM_Q4_K, job, panels, products, w, scales, others, sums); break;
-        case LLM_Q5_K: llm__amx_alone_rows(LLM_Q5_K, job, panels, products, w, scales, others, sums); break;
-        case LLM_Q4_Z: llm__amx_alone_rows(LLM_Q4_Z, job, panels, products, w, scales, others, sums); break;
-        default: llm__amx_alone_rows(type, job, panels, products, w, scales, others, sums);
-        }
+    bool alone = !halves && (l.multipliers || job->n <= LLM__FEW_X);
+    for (int64_t i = 0; alone && i < job->n; i += LLM__X_TILE)
+        llm__amx_alone_as(l, job, panels, i, products, w, scales, others, sums + i * LLM__PANEL);
     for (int64_t block = 0; block < blocks && !alone; block += chunk) {
         llm__tile_job tiles[2], before[2];
-        const uint8_t *span = panels + (size_t)(block / LLM__CHUNK) * llm__span_bytes(type);
-        const uint8_t *stripe = span + llm__span_head(type) + (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(type);
+        const uint8_t *span = panels + (size_t)(block / LLM__CHUNK) * llm__span_bytes(l);
+        const uint8_t *stripe = span + llm__span_head(l) + (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(l);
         int count = (int)llm__min(chunk, blocks - block);
         for (int p = 0; p < n_panels; p++) {
             int8_t *w_p = w + p * LLM__CHUNK * 512;
             float *scales_p = scales + p * LLM__CHUNK * LLM__PANEL, *others_p = others + p * LLM__CHUNK * LLM__PANEL;
-            if (halves) llm__amx_unpack_halves(type, stripe + (size_t)p * panel_bytes, count, w_p, w_p + LLM__CHUNK / 2 * 512, others_p);
-            else llm__amx_unpack(type, stripe + (size_t)p * panel_bytes, count, w_p, scales_p, others_p);
+            if (halves) llm__amx_unpack_halves(l, stripe + (size_t)p * panel_bytes, count, w_p, w_p + LLM__CHUNK / 2 * 512, others_p);
+            else llm__amx_unpack(l, stripe + (size_t)p * panel_bytes, count, w_p, scales_p, others_p);
         }
         for (int64_t i = 0; i < job->n; i += x_tiles * job->height)
             for (int p = 0; p < n_panels; p++) {
                 for (int k = 0; k < x_tiles; k++) {
-                    llm__tile_job t = {type, llm__x_tile(job, i / job->height) + (size_t)(block / 2) * x_bytes, x_bytes, job->height, count,
+                    llm__tile_job t = {l, llm__x_tile(job, i / job->height) + (size_t)(block / 2) * x_bytes, x_bytes, job->height, count,
                                        w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, others + p * LLM__CHUNK * LLM__PANEL,
                                        span + (size_t)p * panel_bytes + (size_t)(block % LLM__CHUNK / 8 * LLM__PANEL * 2), products,
                                        sums + (p * kept_rows + i + k * LLM__X_TILE) * LLM__PANEL,
-                                       span + (size_t)p * panel_bytes + llm__span_bytes(type),
-                                       i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(type) / 2, 64) : 0};
+                                       span + (size_t)p * panel_bytes + llm__span_bytes(l),
+                                       i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(l) / 2, 64) : 0};
                     if (k == 1 && i + LLM__X_TILE < job->n) t.x += job->x_tile_bytes;
                     tiles[k] = t;
                 }
-                int64_t rows = job->n - i;
                 /* A panel's results are one cache line per row of x: prefetch some with each
                  * chunk. */
                 for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, job->n); r += llm__divide_up(blocks, chunk))
@@ -12226,10 +12224,7 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
                 if (halves) {
                     llm__amx_halves(tiles, i + p > 0 ? before : NULL);
                     memcpy(before, tiles, sizeof before);
-                } else if (rows > 12) llm__amx_chunk(16, tiles);
-                else if (rows > 8) llm__amx_chunk(12, tiles);
-                else if (rows > 4) llm__amx_chunk(8, tiles);
-                else llm__amx_chunk(4, tiles);
+                } else llm__amx_float_chunk(tiles);
             }
         if (!halves) continue;
         llm__amx_store(products);
@@ -12244,17 +12239,17 @@ static void llm__amx_panels(llm_type type, bool halves, const llm__matmul_job *j
 }
 #endif
 
-LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
+LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = job->w;
-    size_t panel_bytes = llm__panel_bytes(type, w->cols);
+    size_t panel_bytes = llm__panel_bytes(l, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
-    bool halves = tiles && llm__has_multipliers(type) && (type == LLM_Q6_K || job->n >= (type == LLM_Q4_0 ? LLM__MANY_ROWS_Q4_0 : LLM__MANY_ROWS));
+    bool halves = tiles && l.multipliers && (l.quads == 6 || job->n > (l.zero == 8 ? LLM__FEW_X_Q4_0 : LLM__FEW_X));
 #if LLM__KERNEL_PASS == 2
     if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
     else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
-        together = !tiles || job->n <= LLM__X_TILE ? 1 : halves ? LLM__TILE_PANELS : LLM__TILE_PANELS / 2;
+        together = halves ? LLM__TILE_PANELS : tiles && !l.multipliers && job->n > LLM__FEW_X ? LLM__TILE_PANELS / 2 : 1;
         together = llm__min(llm__divide_up(end - row, LLM__PANEL), together);
         const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
         if (!w->packed) {
@@ -12264,11 +12259,11 @@ LLM__INLINE void LLM__K(matmul_int)(llm_type type, const llm__matmul_job *job, i
         }
 #if LLM__KERNEL_PASS == 2
         if (tiles) {
-            llm__amx_panels(type, halves, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            llm__amx_panels(l, halves, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
             continue;
         }
 #endif
-        LLM__K(panel_by_rows)(type, job, panels, row);
+        LLM__K(panel_by_rows)(l, known, job, panels, row);
     }
 #if LLM__KERNEL_PASS == 2
     if (job->tiles) __asm__ volatile("tilerelease" ::);
@@ -12335,17 +12330,24 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
 }
 
 static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
-    switch (job->w->type) {
-    case LLM_Q4_0: LLM__K(matmul_int)(LLM_Q4_0, job, first, end, (char *)scratch); break;
-    case LLM_Q8_0: LLM__K(matmul_int)(LLM_Q8_0, job, first, end, (char *)scratch); break;
-#if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
-    case LLM_Q4_Z: LLM__K(matmul_int)(LLM_Q4_Z, job, first, end, (char *)scratch); break;
-    case LLM_Q4_K: LLM__K(matmul_int)(LLM_Q4_K, job, first, end, (char *)scratch); break;
-    case LLM_Q6_K: LLM__K(matmul_int)(LLM_Q6_K, job, first, end, (char *)scratch); break;
-#endif
-    case LLM_F32: case LLM_F16: case LLM_BF16: LLM__K(matmul_float)(job, first, end, scratch); break;
-    default: LLM__K(matmul_int)(job->w->type, job, first, end, (char *)scratch);
+    llm__layout l = llm__layout_of(job->w->type);
+    /* Constants give a kernel of its own to: q8_0, q4_0, q4_K and q4_Z together, all others. */
+    if (l.quads == 0) LLM__K(matmul_float)(job, first, end, scratch);
+#if LLM__KERNEL_PASS != 0
+    else if (l.quads == 8) {
+        l.quads = 8, l.minimum = l.groups = l.multipliers = false, l.zero = 0;
+        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
     }
+    else if (l.zero == 8) {
+        l = (llm__layout){4, 8, true, false, false}; /* q4_0 */
+        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
+    }
+    else if (l.quads == 4 && l.multipliers) {
+        l.quads = 4, l.multipliers = l.minimum = true, l.zero = 0;
+        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
+    }
+#endif
+    else LLM__K(matmul_int)(l, false, job, first, end, (char *)scratch);
 }
 
 /* -- RoPE, and storing in the cache -- */
@@ -12620,6 +12622,12 @@ LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights, 
         LLM__K(value_block)(R, 1, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
 }
 
+static LLM__NOINLINE void LLM__K(value_row)(llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next, int first,
+                                            int end, int head_dim, int padded_dim, float *sums) {
+    if (type == LLM_F16) LLM__K(value_rows)(1, LLM_F16, weights, tile, next, first, end, head_dim, padded_dim, sums);
+    else LLM__K(value_rows)(1, LLM_F32, weights, tile, next, first, end, head_dim, padded_dim, sums);
+}
+
 typedef struct LLM__K(query_rows) { /* of an item */
     int n; /* rows */
     const float *q[LLM__QUERY_ROWS]; /* (head_dim) each */
@@ -12641,12 +12649,12 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *
     /* Keys that all rows see are multiplied together. */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
-        LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
-                           sums + (int64_t)r * padded_dim);
-    LLM__K(value_rows)(R, type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
+        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
+                          sums + (int64_t)r * padded_dim);
+    if (R == 1) LLM__K(value_row)(type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
+    else LLM__K(value_rows)(R, type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
     for (int r = 1; r < R; r++)
-        LLM__K(value_rows)(1, type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim, padded_dim,
-                           sums + (int64_t)r * padded_dim);
+        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim, padded_dim, sums + (int64_t)r * padded_dim);
 }
 
 static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
@@ -13286,10 +13294,8 @@ static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
 
-/* Rows in a tile of x */
-static int llm__tile_height(int64_t n) {
-    return (int)llm__min(n < LLM__TILE_ROWS ? n : llm__divide_up(n, 4) * 4, LLM__X_TILE);
-}
+/* Rows in a tile of x. More than 8 may go to matrix tiles, which are full. */
+static int llm__tile_height(int64_t n) { return n <= 8 ? (int)n : LLM__X_TILE; }
 
 static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
     return (size_t)(llm__stripes(cols) * LLM__X_BYTES * llm__tile_height(n));
@@ -13366,7 +13372,7 @@ static void llm__plan_norm(llm__planner *p, llm__stage stage) {
 static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     const llm_op *op = stage.op;
     int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
-    if (!llm__stored_quads(op->weight->type)) {
+    if (!llm__layout_of(op->weight->type).quads) {
         stage.own_x = p->own == x;
         llm__plan_touch(p, op);
         if (stage.own_x) p->touches[x] |= LLM__OWN;
@@ -13421,7 +13427,7 @@ static bool llm__is_gated(const llm_program *p, int index, int end) {
     return gate->in[0] == up->in[0] && gate->out == act->in[0] && up->out == act->in[1] &&
            act->out == gate->out && gate->out != up->out && gate->out != gate->in[0] &&
            !gate->add && !up->add && gate->weight->rows == up->weight->rows &&
-           llm__stored_quads(gate->weight->type) && llm__stored_quads(up->weight->type) &&
+           llm__layout_of(gate->weight->type).quads && llm__layout_of(up->weight->type).quads &&
            llm__x_group(gate->weight->type) == llm__x_group(up->weight->type) &&
            llm__is_dead(p, up->out, index + 2);
 }
@@ -13634,15 +13640,20 @@ static void llm__round_item(const llm__step *step, const llm__deal *deal, int64_
                                  tiles + (size_t)(row / height) * llm__x_tile_bytes(deal->n, cols));
 }
 
+/* True if matrix tiles multiply n rows of x faster than vector registers do. q6_K has two scales
+ * per block, so its tiles always take 32 rows. For 17 to 24 rows, vector registers unpack 4-bit
+ * weights fast enough to beat two tiles, the second of which would be half empty. */
+static bool llm__tiles_pay(llm__layout l, int64_t n) {
+    if (l.quads == 4 && n > LLM__X_TILE && n <= LLM__X_TILE + 8) return false;
+    return n > (l.quads == 6 ? 12 : 8);
+}
+
 /* The kernel's arguments for a product with all rows of x */
 static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal *deal,
                                           const llm_op *op, void *scratch) {
     const llm__cpu *cpu = step->cpu;
     const llm__stage *stage = deal->stage;
     const llm_weight *w = op->weight;
-    /* q6_K has two scales per block, so matrix tiles multiply it by halves. That pays only with
-     * tiles of full height. */
-    int enough = w->type == LLM_Q6_K ? LLM__X_TILE - 3 : LLM__TILE_ROWS;
     llm__matmul_job job;
     memset(&job, 0, sizeof job);
     job.w = w;
@@ -13653,8 +13664,8 @@ static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal
     job.out = llm__out(step, stage->before ? stage->before : op);
     job.tile_bytes = cpu->tile_bytes;
     job.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
-    if (!llm__stored_quads(w->type)) return job;
-    job.tiles = cpu->isa >= LLM_ISA_AMX && deal->n >= enough;
+    if (!llm__layout_of(w->type).quads) return job;
+    job.tiles = cpu->isa >= LLM_ISA_AMX && llm__tiles_pay(llm__layout_of(w->type), deal->n);
     job.height = llm__tile_height(deal->n);
     job.x_tile_bytes = llm__x_tile_bytes(deal->n, w->cols);
     return job;
@@ -14018,7 +14029,7 @@ static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const ll
     uint64_t naive = (uint64_t)limits->max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10,
                                        4 * (max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
-    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(LLM_Q8_0, max_cols) + LLM__TILES_BYTES +
+    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(llm__layout_of(LLM_Q8_0), max_cols) + LLM__TILES_BYTES +
                      ((uint64_t)rows + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL *
                          sizeof(float);
     uint64_t scratch = (uint64_t)llm__max(llm__max((int64_t)attention, (int64_t)naive),
@@ -14166,9 +14177,9 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
                          type->name, (long long)w->rows, (long long)w->cols, type->block_values);
     w->data = host;
     w->packed = NULL;
-    if (!cpu->pack || !cpu->kernels || w->only_rows || !llm__stored_quads(w->type)) return true;
+    if (!cpu->pack || !cpu->kernels || w->only_rows || !llm__layout_of(w->type).quads) return true;
     uint64_t bytes;
-    if (!llm__multiply((uint64_t)llm__divide_up(w->rows, LLM__PANEL), llm__panel_bytes(w->type, w->cols), &bytes) ||
+    if (!llm__multiply((uint64_t)llm__divide_up(w->rows, LLM__PANEL), llm__panel_bytes(llm__layout_of(w->type), w->cols), &bytes) ||
         bytes > SIZE_MAX / 2)
         return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
     w->packed = llm__slab_take(cpu, bytes, err);
@@ -14178,7 +14189,7 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
 #pragma omp parallel for num_threads(cpu->n_threads) if (w->rows * w->cols > LLM__SHARED_WORK)
 #endif
     for (int64_t i = 0; i < panels; i++)
-        llm__pack_panel(w, i * LLM__PANEL, (uint8_t *)w->packed + (size_t)i * llm__panel_bytes(w->type, w->cols));
+        llm__pack_panel(w, i * LLM__PANEL, (uint8_t *)w->packed + (size_t)i * llm__panel_bytes(llm__layout_of(w->type), w->cols));
     return true;
 }
 

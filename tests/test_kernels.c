@@ -159,7 +159,7 @@ static void *random_weights(llm_type type, int64_t count) {
 }
 
 static void check_matmul(llm_type type, int rows, int cols, int n) {
-    bool blocks = llm__stored_quads(type) > 0; /* the kernels round x for these */
+    bool blocks = llm__layout_of(type).quads > 0; /* the kernels round x for these */
     llm_error err;
     float *values = random_floats((int64_t)rows * cols), *x = random_floats((int64_t)n * cols);
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
@@ -169,7 +169,7 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes);
     float *out = malloc(bytes), *other = malloc(bytes);
-    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__has_multipliers(type) ? 256 : 32) : x;
+    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__layout_of(type).multipliers ? 256 : 32) : x;
     float *w_seen = weights_seen(type, data, rows, cols);
     llm_weight seen = {LLM_F32, rows, cols, w_seen, NULL, NULL, false};
 
@@ -327,7 +327,7 @@ static void test_matmul_extremes_of_all_formats(void **state) {
     static float x[N * COLS], expected[N * ROWS], out[N * ROWS];
     static uint8_t data[ROWS * COLS * 2];
     for (int k = -1; (type = k < 0 ? llm_type_find(LLM_Q4_Z) : llm_type_at(k)) != NULL; k++) {
-        if (!llm__stored_quads(type->type)) continue;
+        if (!llm__layout_of(type->type).quads) continue;
         llm_weight w = {type->type, ROWS, COLS, data, NULL, NULL, false};
         int blocks = COLS / type->block_values, last = type->type == LLM_Q6_K ? 208 : 0;
         for (int row = 0; row < ROWS; row++)
@@ -341,7 +341,7 @@ static void test_matmul_extremes_of_all_formats(void **state) {
                     llm__write_u16(p, llm__f32_to_f16((row + b) % 5 == 4 ? -1.0f : 1.0f));
                     int zero = row % 3 == 0 ? 0 : row % 3 == 1 ? 16 : b % 17;
                     llm__write_u16(p + 2, (uint16_t)zero);
-                } else if (llm__has_minimum(type->type))
+                } else if (llm__layout_of(type->type).minimum)
                     llm__write_u16(p + 2, llm__f32_to_f16(1.0f));
             }
         for (int i = 0; i < N * COLS; i++)
