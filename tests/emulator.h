@@ -1,5 +1,6 @@
-/* emulator.h - what a test can ask of the emulated GPU (cuda_on_cpu.h) beyond CUDA's own functions: how much memory it has, when
- * it is to fail, what was wrong with the last kernel. Plain C, for the tests of the engine. */
+/* emulator.h - what a test can ask of the emulated GPU (cuda_on_cpu.h) beyond CUDA's own functions:
+ * how much memory it has, when it is to fail, what was wrong with the last kernel. Plain C, for the
+ * tests of the engine. */
 #ifndef EMULATOR_H
 #define EMULATOR_H
 
@@ -11,23 +12,27 @@
 extern "C" {
 #endif
 
-/* The order in which blocks, warps and lanes run: "forward", "reverse" or "random:SEED". LLM_EMU_ORDER sets it at the start.
- * False: no such order. */
+/* The order in which blocks, warps and lanes run: "forward", "reverse" or "random:SEED".
+ * LLM_EMU_ORDER sets it at the start. False: no such order. */
 bool emulator_order(const char *order);
 
-/* The device's memory in bytes; LLM_EMU_MEMORY sets it at the start (8 GiB). What is allocated stays. */
+/* The device's memory in bytes; LLM_EMU_MEMORY sets it at the start (8 GiB). What is allocated
+ * stays. */
 void emulator_memory(size_t bytes);
-/* How many devices there are (1), their number as MAJOR * 10 + MINOR (80), and the driver's version (13000). */
+/* How many devices there are (1), their number as MAJOR * 10 + MINOR (80), and the driver's version
+ * (13000). */
 void emulator_devices(int count, int compute_capability, int driver_version);
 
 /* The nth of each kind from now on fails; -1: none does. */
 void emulator_fail_allocation(long n); /* of device or pinned memory: out of memory */
-void emulator_fail_launch(long n);     /* of a kernel: told by the next cudaGetLastError; the device lives on */
-void emulator_lose_device(long n);     /* the device is lost after n more operations of its streams */
+/* of a kernel: told by the next cudaGetLastError; the device lives on */
+void emulator_fail_launch(long n);
+/* the device is lost after n more operations of its streams */
+void emulator_lose_device(long n);
 bool emulator_failed(void);            /* has that come to pass? */
 
-/* What the last faulty kernel did wrong, with file and line; "" if none did. The device is lost then, until
- * emulator_recover: every call gives an error. */
+/* What the last faulty kernel did wrong, with file and line; "" if none did. The device is lost
+ * then, until emulator_recover: every call gives an error. */
 const char *emulator_fault(void);
 /* The device is as new, but what is allocated stays and can be freed. */
 void emulator_recover(void);
@@ -46,10 +51,11 @@ typedef struct emulator_counts {
 } emulator_counts;
 emulator_counts emulator_counted(void);
 
-/* What the threads of a warp do to memory in one instruction. Code that was compiled with -fsanitize=thread calls a function before
- * each load and store; here it is the emulator that answers these calls (not the thread sanitizer, which is not linked). So every
- * access that the compiler left in a kernel is seen. The k-th time that each lane comes to an instruction is taken as one access of
- * its warp: exact where the lanes of a warp go the same way. */
+/* What the threads of a warp do to memory in one instruction. Code that was compiled with
+ * -fsanitize=thread calls a function before each load and store; here it is the emulator that
+ * answers these calls (not the thread sanitizer, which is not linked). So every access that the
+ * compiler left in a kernel is seen. The k-th time that each lane comes to an instruction is taken
+ * as one access of its warp: exact where the lanes of a warp go the same way. */
 typedef struct emulator_access {
     const char *kernel;       /* the name at its launch */
     uint64_t launch;          /* which one since the start: 1 is the first */
@@ -64,12 +70,14 @@ typedef struct emulator_access {
     const char *memory;       /* the name of the shared array, or the label of the allocation */
     uint64_t start;           /* where that begins */
     uint32_t used;            /* different bytes among all lanes' */
-    uint32_t sectors, lines;  /* global: pieces of 32 and of 128 bytes that hold them; memory moves whole sectors */
-    uint32_t passes, least;   /* shared: a pass gives one word of 4 bytes from each of 32 banks; least: without a conflict */
+    /* global: pieces of 32 and of 128 bytes that hold them; memory moves whole sectors */
+    uint32_t sectors, lines;
+    /* shared: a pass gives one word of 4 bytes from each of 32 banks; least: without a conflict */
+    uint32_t passes, least;
 } emulator_access;
 
-/* From now on each access is shown to the observer, when its block has ended; NULL: to nobody. Device code that was not compiled so
- * shows nothing, and runs as fast as ever. */
+/* From now on each access is shown to the observer, when its block has ended; NULL: to nobody.
+ * Device code that was not compiled so shows nothing, and runs as fast as ever. */
 typedef void (*emulator_observer)(void *user, const emulator_access *access);
 void emulator_observe(emulator_observer observer, void *user);
 /* What is allocated from now on is called so; the text must last. */

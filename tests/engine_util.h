@@ -1,5 +1,5 @@
-/* engine_util.h - what the tests of the engine share: run requests and keep all they gave, to compare bit for bit.
- * Include after llm.h and cmocka.h. All of it works over the public API. */
+/* engine_util.h - what the tests of the engine share: run requests and keep all they gave, to
+ * compare bit for bit. Include after llm.h and cmocka.h. All of it works over the public API. */
 #ifndef ENGINE_UTIL_H
 #define ENGINE_UTIL_H
 
@@ -18,7 +18,8 @@
 
 #define UNUSED __attribute__((unused))
 
-/* Has this machine the instruction set? Where not, asking for it gives a lesser one, which a loop over all of them has tried already. */
+/* Has this machine the instruction set? Where not, asking for it gives a lesser one, which a loop
+ * over all of them has tried already. */
 static UNUSED bool has_isa(llm_isa isa) {
     llm_error err;
     llm_backend *b = llm_cpu_backend(1, isa, &err);
@@ -27,7 +28,8 @@ static UNUSED bool has_isa(llm_isa isa) {
     return has;
 }
 
-/* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in order. */
+/* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in
+ * order. */
 typedef struct sample_record {
     int n_tokens, n_rows, vocab, n_ends;
     int32_t tokens[1100];
@@ -45,7 +47,8 @@ typedef struct record { /* of a request */
     uint64_t id;
     int vocab;
     sample_record samples[MAX_SAMPLES];
-    const int32_t *forced; /* if set: the token to force after `position`, -1 for none; a hook of 1200 entries */
+    /* if set: the token to force after `position`, -1 for none; a hook of 1200 entries */
+    const int32_t *forced;
     int force_until;
 } record;
 
@@ -65,7 +68,8 @@ static UNUSED void record_free(record *r) {
 }
 
 /* A logits hook: keeps what it sees. */
-static UNUSED void record_hook(void *user, uint64_t request, int sample, int position, float *logits) {
+static UNUSED void record_hook(void *user, uint64_t request, int sample, int position,
+                               float *logits) {
     record *r = (record *)user;
     sample_record *s = &r->samples[sample];
     size_t row = (size_t)r->vocab * sizeof(float);
@@ -75,7 +79,8 @@ static UNUSED void record_hook(void *user, uint64_t request, int sample, int pos
     assert_non_null(s->logits);
     memcpy(s->logits + (size_t)s->n_rows * (size_t)r->vocab, logits, row);
     s->positions[s->n_rows++] = position;
-    if (r->forced && position < r->force_until && r->forced[position] >= 0) logits[r->forced[position]] = 1e30f;
+    if (r->forced && position < r->force_until && r->forced[position] >= 0)
+        logits[r->forced[position]] = 1e30f;
 }
 
 /* Put an event into the record of its request. */
@@ -154,7 +159,8 @@ static UNUSED llm_model *model_load(const char *path) {
 }
 
 /* One request on an engine of its own. */
-static UNUSED record *run_alone(const llm_model *model, const llm_engine_options *options, llm_request request) {
+static UNUSED record *run_alone(const llm_model *model, const llm_engine_options *options,
+                                llm_request request) {
     llm_engine *engine = engine_new(model, options);
     record *r = record_new(model);
     record_submit(engine, r, request, true);
@@ -171,7 +177,8 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
     assert_int_equal(a->n_rows, b->n_rows);
     assert_memory_equal(a->positions, b->positions, sizeof(int) * (size_t)a->n_rows);
     for (int i = 0; i < a->n_rows; i++) /* the bits, so that -0 is not 0 */
-        if (memcmp(a->logits + (size_t)i * (size_t)vocab, b->logits + (size_t)i * (size_t)vocab, sizeof(float) * (size_t)vocab))
+        if (memcmp(a->logits + (size_t)i * (size_t)vocab, b->logits + (size_t)i * (size_t)vocab,
+                   sizeof(float) * (size_t)vocab))
             fail_msg("the logits at position %d differ", a->positions[i]);
     assert_int_equal(a->text_length, b->text_length);
     if (a->text_length) assert_memory_equal(a->text, b->text, a->text_length);
@@ -180,7 +187,8 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
 }
 
 static UNUSED void assert_same(const record *a, const record *b) {
-    for (int s = 0; s < MAX_SAMPLES; s++) assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);
+    for (int s = 0; s < MAX_SAMPLES; s++)
+        assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);
 }
 
 /* ---- Files ---------------------------------------------------------------------------- */
@@ -202,7 +210,8 @@ static UNUSED void write_as_f32(const char *in_path, const char *out_path) {
     llm_writer *w = llm_writer_create(out_path, &err);
     if (!w) fail_msg("%s", err.message);
     for (int64_t i = 0; i < llm_file_n_values(in); i++)
-        if (!llm_file_value(in, i)->key.length || memcmp(llm_file_value(in, i)->key.data, "general.alignment", 17))
+        if (!llm_file_value(in, i)->key.length ||
+            memcmp(llm_file_value(in, i)->key.data, "general.alignment", 17))
             llm_writer_value(w, llm_file_value(in, i));
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);

@@ -704,7 +704,8 @@ static void tell_progress(long seconds) {
 static void tell_coverage(void) {
     printf("%ld steps, %ld preemptions, %ld blocks swapped, %ld prefix hits, "
            "%ld proposals accepted, %ld graph replays\n",
-           total.steps, total.preemptions, total.swapped, total.hits, total.accepted, total.replays);
+           total.steps, total.preemptions, total.swapped, total.hits, total.accepted,
+           total.replays);
 }
 
 /* early: the most in the first third of the run; late: the least in the last. Single values vary by

@@ -1,6 +1,7 @@
-/* Chapters [3] to [6] of llm.cu: every kernel of matmul and attention, at sizes that are no multiple of anything, against the textbook
- * loops of llm.h; and the promise that a result does not depend, to the last bit, on what else is in the batch, nor so on which of
- * the kernels computed it. (test_device.c tests the operations of any device, and the order of threads.) */
+/* Chapters [3] to [6] of llm.cu: every kernel of matmul and attention, at sizes that are no
+ * multiple of anything, against the textbook loops of llm.h; and the promise that a result does not
+ * depend, to the last bit, on what else is in the batch, nor so on which of the kernels computed
+ * it. (test_device.c tests the operations of any device, and the order of threads.) */
 #include "test_util.h"
 
 #include "llm.h"
@@ -73,12 +74,13 @@ static void *packed_weights(llm_type type, const float *values, int64_t rows, in
     const llm_type_info *info = llm_type_find(type);
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     char *data = malloc((size_t)rows * row_bytes);
-    for (int64_t r = 0; r < rows; r++) llm_pack(info->type, values + r * cols, data + (size_t)r * row_bytes, cols);
+    for (int64_t r = 0; r < rows; r++)
+        llm_pack(info->type, values + r * cols, data + (size_t)r * row_bytes, cols);
     return data;
 }
 
-static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t rows, int64_t cols, const float *x,
-                      const float *bias, int n, const float *before, float *out) {
+static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t rows, int64_t cols,
+                      const float *x, const float *bias, int n, const float *before, float *out) {
     llm_error err;
     llm_weight w = {.type = type, .rows = rows, .cols = cols};
     if (!b->load_weight(b->context, &w, data, &err)) fail_msg("%s", err.message);
@@ -86,7 +88,9 @@ static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t r
     float *bias_device = bias ? to_device(b, bias, (size_t)rows * sizeof *bias) : NULL;
     float *out_device = b->allocate(b->context, (size_t)(n * rows) * sizeof *out, "a test", &err);
     assert_non_null(out_device);
-    if (before) assert_true(b->upload(b->context, out_device, before, (size_t)(n * rows) * sizeof *out, &err));
+    if (before)
+        assert_true(
+            b->upload(b->context, out_device, before, (size_t)(n * rows) * sizeof *out, &err));
     op_matmul(b, x_device, &w, bias_device, n, before != NULL, out_device);
     from_device(b, out, out_device, (size_t)(n * rows) * sizeof *out);
     b->release(b->context, out_device);
@@ -102,44 +106,56 @@ typedef struct matmul_case {
     bool bias, add;
 } matmul_case;
 
-/* One product on the device and by the reference loop; returns how far they are apart. `tail` (n >= 1 rows of x) also alone: each row of
- * the result must be the same bits as with the others. */
+/* One product on the device and by the reference loop; returns how far they are apart. `tail` (n >=
+ * 1 rows of x) also alone: each row of the result must be the same bits as with the others. */
 static double compare_matmul(llm_backend *b, const matmul_case *c, test_random *r) {
     llm_backend *reference = open_reference();
     int64_t n_out = (int64_t)c->n * c->rows;
-    float *values = random_values(r, (int64_t)c->rows * c->cols, 0.05f), *x = random_values(r, (int64_t)c->n * c->cols, c->x_size);
-    float *bias = random_values(r, c->rows, c->x_size), *before = random_values(r, n_out, c->x_size);
+    float *values = random_values(r, (int64_t)c->rows * c->cols, 0.05f),
+          *x = random_values(r, (int64_t)c->n * c->cols, c->x_size);
+    float *bias = random_values(r, c->rows, c->x_size),
+          *before = random_values(r, n_out, c->x_size);
     float *expected = malloc((size_t)n_out * 4), *got = malloc((size_t)n_out * 4);
     void *data = packed_weights(c->type, values, c->rows, c->cols);
-    matmul_on(reference, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n, c->add ? before : NULL, expected);
-    matmul_on(b, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n, c->add ? before : NULL, got);
+    matmul_on(reference, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n,
+              c->add ? before : NULL, expected);
+    matmul_on(b, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n,
+              c->add ? before : NULL, got);
     double d = distance(got, expected, n_out);
     for (int64_t i = 0; i < n_out; i++) assert_true(isfinite(got[i]));
 
-    int first = random_below(r, c->n), count = 1 + random_below(r, c->n - first); /* some of the rows alone */
+    /* some of the rows alone */
+    int first = random_below(r, c->n), count = 1 + random_below(r, c->n - first);
     float *part = malloc((size_t)count * (size_t)c->rows * 4);
-    matmul_on(b, c->type, data, c->rows, c->cols, x + (int64_t)first * c->cols, c->bias ? bias : NULL, count,
-              c->add ? before + (int64_t)first * c->rows : NULL, part);
+    matmul_on(b, c->type, data, c->rows, c->cols, x + (int64_t)first * c->cols,
+              c->bias ? bias : NULL, count, c->add ? before + (int64_t)first * c->rows : NULL,
+              part);
     assert_memory_equal(part, got + (int64_t)first * c->rows, (size_t)count * (size_t)c->rows * 4);
-    free(values), free(x), free(bias), free(before), free(expected), free(got), free(part), free(data);
+    free(values), free(x), free(bias), free(before), free(expected), free(got), free(part),
+        free(data);
     llm_backend_free(reference);
     return d;
 }
 
 /* x is rounded to 11 bits, but for f32 weights to 22 */
-/* (Real matrix units cut off where they add, which the emulated one does not: with f32 weights a few last places more.) */
-static double limit_of(llm_type type) { return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5; }
+/* (Real matrix units cut off where they add, which the emulated one does not: with f32 weights a
+ * few last places more.) */
+static double limit_of(llm_type type) {
+    return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5;
+}
 
 static void check_case(const matmul_case *c, test_random *r) {
     llm_backend *b = open_device(false, true);
     double d = compare_matmul(b, c, r);
     if (!(d < limit_of(c->type)))
-        fail_msg("%s %d x %d, %d tokens, size %g: %g", llm_type_find(c->type)->name, c->rows, c->cols, c->n, c->x_size, d);
+        fail_msg("%s %d x %d, %d tokens, size %g: %g", llm_type_find(c->type)->name, c->rows,
+                 c->cols, c->n, c->x_size, d);
     llm_backend_free(b);
 }
 
-/* All types, few rows of sizes that are no multiple of anything, a number of tokens for each kernel that then is chosen; for two types
- * also the numbers at which one kernel takes over from another. */
+/* All types, few rows of sizes that are no multiple of anything, a number of tokens for each kernel
+ * that then is chosen; for two types also the numbers at which one kernel takes over from
+ * another. */
 static void test_matmul(void **state) {
     (void)state;
     static const int tokens[] = {1, 2, 5, 12, 23, 40, 8, 9, 16, 33, 65, 130};
@@ -149,7 +165,8 @@ static void test_matmul(void **state) {
         for (int i = 0; i < (type->type == LLM_F16 || type->type == LLM_Q4_0 ? 12 : 6); i++) {
             int cols = (1 + random_below(&r, type->block_values > 32 ? 2 : 9)) * type->block_values;
             if (type->block_values == 1) cols = 1 + random_below(&r, 300);
-            matmul_case c = {type->type, 1 + random_below(&r, 64), cols, tokens[i], 1.0f, i % 2, i % 3 == 0};
+            matmul_case c = {type->type, 1 + random_below(&r, 64), cols, tokens[i], 1.0f, i % 2,
+                             i % 3 == 0};
             check_case(&c, &r);
         }
 }
@@ -158,25 +175,35 @@ static void test_matmul(void **state) {
 static void test_matmul_wide(void **state) {
     (void)state;
     test_random r = {2};
-    matmul_case cases[] = {{LLM_Q4_0, 33, 64 * 43, 1, 1.0f, false, true},  {LLM_Q4_0, 17, 64 * 43, 9, 1.0f, true, false},
-                           {LLM_Q8_0, 16, 64 * 19, 70, 1.0f, false, false}, {LLM_F16, 20, 64 * 30 + 3, 3, 1.0f, true, true},
-                           {LLM_BF16, 40, 1000, 12, 1.0f, false, false},   {LLM_F32, 31, 1111, 7, 1.0f, false, true},
-                           {LLM_Q4_0, 9, 32, 2, 1.0f, false, false},       {LLM_F16, 1, 1, 1, 1.0f, false, false},
-                           {LLM_F16, 150, 130, 200, 1.0f, false, false},   {LLM_Q4_0, 200, 96, 129, 1.0f, true, false}};
+    matmul_case cases[] = {{LLM_Q4_0, 33, 64 * 43, 1, 1.0f, false, true},
+                           {LLM_Q4_0, 17, 64 * 43, 9, 1.0f, true, false},
+                           {LLM_Q8_0, 16, 64 * 19, 70, 1.0f, false, false},
+                           {LLM_F16, 20, 64 * 30 + 3, 3, 1.0f, true, true},
+                           {LLM_BF16, 40, 1000, 12, 1.0f, false, false},
+                           {LLM_F32, 31, 1111, 7, 1.0f, false, true},
+                           {LLM_Q4_0, 9, 32, 2, 1.0f, false, false},
+                           {LLM_F16, 1, 1, 1, 1.0f, false, false},
+                           {LLM_F16, 150, 130, 200, 1.0f, false, false},
+                           {LLM_Q4_0, 200, 96, 129, 1.0f, true, false}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_case(&cases[i], &r);
 }
 
-/* Enough rows of weights for the kernels that take more of them at once: a type for each layout, and all those kernels. */
+/* Enough rows of weights for the kernels that take more of them at once: a type for each layout,
+ * and all those kernels. */
 static void test_matmul_tall(void **state) {
     (void)state;
-    static const llm_type types[] = {LLM_F16, LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q4_K, LLM_Q5_0, LLM_Q5_K, LLM_Q6_K, LLM_F32};
+    static const llm_type types[] = {LLM_F16,  LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q4_K,
+                                     LLM_Q5_0, LLM_Q5_K, LLM_Q6_K, LLM_F32};
     static const int tokens[] = {8, 12, 25, 70};
     test_random r = {11};
     for (size_t t = 0; t < sizeof types / sizeof *types; t++)
         for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
             const llm_type_info *type = llm_type_find(types[t]);
-            int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30); /* for two processors: see main */
-            matmul_case c = {types[t], rows, type->block_values > 32 ? type->block_values : 96, tokens[i], 1.0f, i % 2, i % 3 == 0};
+            /* for two processors: see main */
+            int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30);
+            matmul_case c = {types[t],  rows, type->block_values > 32 ? type->block_values : 96,
+                             tokens[i], 1.0f, i % 2,
+                             i % 3 == 0};
             check_case(&c, &r);
         }
 }
@@ -202,12 +229,15 @@ static void test_matmul_large_weights(void **state) {
     for (int t = 0; t < 2; t++) {
         llm_type type = t ? LLM_F32 : LLM_BF16;
         llm_backend *b = open_device(false, true), *reference = open_reference();
-        float *values = random_values(&r, rows * cols, 1.0f), *x = random_values(&r, cols, 1.0f), expected[rows], got[rows];
+        float *values = random_values(&r, rows * cols, 1.0f), *x = random_values(&r, cols, 1.0f),
+              expected[rows], got[rows];
         for (int i = 0; i < rows * cols; i++) values[i] *= i / cols % 2 ? 1e20f : 1e-20f;
         void *data = packed_weights(type, values, rows, cols);
         matmul_on(reference, type, data, rows, cols, x, NULL, 1, NULL, expected);
         matmul_on(b, type, data, rows, cols, x, NULL, 1, NULL, got);
-        for (int i = 0; i < rows; i++) assert_true(fabs(got[i] - expected[i]) <= 2e-3 * fabs(expected[i]) + (i % 2 ? 1e17 : 1e-23));
+        for (int i = 0; i < rows; i++)
+            assert_true(fabs(got[i] - expected[i]) <=
+                        2e-3 * fabs(expected[i]) + (i % 2 ? 1e17 : 1e-23));
         free(values), free(x), free(data);
         llm_backend_free(b);
         llm_backend_free(reference);
@@ -220,7 +250,8 @@ static void test_matmul_not_finite(void **state) {
     enum { cols = 96 };
     test_random r = {5};
     llm_backend *b = open_device(false, true);
-    float *values = random_values(&r, 3 * cols, 1.0f), *x = random_values(&r, 2 * cols, 1.0f), got[6];
+    float *values = random_values(&r, 3 * cols, 1.0f), *x = random_values(&r, 2 * cols, 1.0f),
+          got[6];
     void *data = packed_weights(LLM_Q8_0, values, 3, cols);
     x[cols + 40] = NAN;
     matmul_on(b, LLM_Q8_0, data, 3, cols, x, NULL, 2, NULL, got);
@@ -289,8 +320,8 @@ static void test_matmul_same_input(void **state) {
     llm_backend_free(b);
 }
 
-/* In a program, matmuls of the same x go to the device together. The results are the same bits as one by one; matrices of other layouts, and
- * one that needs another's result, do not take part. */
+/* In a program, matmuls of the same x go to the device together. The results are the same bits as
+ * one by one; matrices of other layouts, and one that needs another's result, do not take part. */
 static void test_matmul_together(void **state) {
     (void)state;
     enum { n = 5, cols = 256, most = 5 };
@@ -329,8 +360,10 @@ static void test_matmul_together(void **state) {
                 got[fused][k] = calloc(1, bytes);
                 out[k] = to_device(b, got[fused][k], bytes);
             }
-            llm_batch batch = {.n_tokens = n, .n_sequences = 1, .tokens = zeros, .positions = positions, .slots = positions, .seq_first = zeros,
-                               .seq_count = count, .block_tables = zeros, .table_stride = 1, .block_size = 16, .logit_rows = zeros};
+            llm_batch batch = {.n_tokens = n, .n_sequences = 1, .tokens = zeros, .positions =
+                               positions, .slots = positions, .seq_first = zeros, .seq_count =
+                               count, .block_tables = zeros, .table_stride = 1, .block_size = 16,
+                               .logit_rows = zeros};
             llm_device_state before, after;
             ops *o = ops_new();
             for (int k = 0; k < n_products; k++)
@@ -367,20 +400,27 @@ static void test_matmul_plain(void **state) {
     const llm_type_info *type;
     for (int t = 0; (type = llm_type_at(t)) != NULL; t++) {
         llm_backend *b = open_device(true, true);
-        matmul_case c = {type->type, 19, 2 * type->block_values < 64 ? 77 / type->block_values * type->block_values : 2 * type->block_values,
-                         3, 1.0f, t % 2, t % 3 == 0};
+        matmul_case c = {type->type,
+                         19,
+                         2 * type->block_values < 64 ? 77 / type->block_values * type->block_values
+                                                     : 2 * type->block_values,
+                         3,
+                         1.0f,
+                         t % 2,
+                         t % 3 == 0};
         double d = compare_matmul(b, &c, &r), limit = 2e-6;
         if (!(d < limit)) fail_msg("%s: %g", type->name, d);
         llm_backend_free(b);
     }
 }
 
-/* ---- Attention --------------------------------------------------------------------------------- */
+/* ---- Attention ------------------------------------------------------------------------------- */
 
 enum { MOST_SEQUENCES = 6 };
 
 typedef struct attention_case {
-    int n_sequences, past[MOST_SEQUENCES], count[MOST_SEQUENCES]; /* positions from before, tokens of this step */
+    /* positions from before, tokens of this step */
+    int n_sequences, past[MOST_SEQUENCES], count[MOST_SEQUENCES];
     int n_kv_heads, group, head_dim, block_size, window;
 } attention_case;
 
@@ -393,10 +433,13 @@ typedef struct attention_data {
     float *q;                          /* (n_tokens, heads, head_dim) */
 } attention_data;
 
-static uint16_t *cache_place(const attention_data *d, void *side, int sequence, int kv_head, int position) {
+static uint16_t *cache_place(const attention_data *d, void *side, int sequence, int kv_head,
+                             int position) {
     int block_size = d->c->block_size;
     int64_t block = d->tables[sequence * d->table_stride + position / block_size];
-    return (uint16_t *)side + ((block * d->c->n_kv_heads + kv_head) * block_size + position % block_size) * d->c->head_dim;
+    return (uint16_t *)side +
+           ((block * d->c->n_kv_heads + kv_head) * block_size + position % block_size) *
+               d->c->head_dim;
 }
 
 static attention_data make_attention(const attention_case *c, test_random *r) {
@@ -415,10 +458,13 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
     }
     d.tables = calloc((size_t)(c->n_sequences * d.table_stride), sizeof *d.tables);
     for (int s = 0; s < c->n_sequences; s++)
-        for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++) d.tables[s * d.table_stride + i] = order[next++];
+        for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++)
+            d.tables[s * d.table_stride + i] = order[next++];
     free(order);
-    d.cache = (llm_cache){LLM_F16, 1, c->n_kv_heads, c->head_dim, c->block_size, n_blocks, 0, NULL, NULL, false};
-    d.cache_bytes = d.cache.layer_bytes = (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
+    d.cache = (llm_cache){LLM_F16,  1, c->n_kv_heads, c->head_dim, c->block_size,
+                          n_blocks, 0, NULL,          NULL,        false};
+    d.cache_bytes = d.cache.layer_bytes =
+        (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
     d.cache.keys = malloc(d.cache_bytes), d.cache.values = malloc(d.cache_bytes);
     memset(d.cache.keys, 0xff, d.cache_bytes), memset(d.cache.values, 0xff, d.cache_bytes);
     float head[512];
@@ -427,7 +473,9 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
             for (int h = 0; h < c->n_kv_heads; h++)
                 for (int side = 0; side < 2; side++) {
                     for (int i = 0; i < c->head_dim; i++) head[i] = random_value(r);
-                    llm_pack(LLM_F16, head, cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p), c->head_dim);
+                    llm_pack(LLM_F16, head,
+                             cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p),
+                             c->head_dim);
                 }
     d.q = random_values(r, (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim, 3.0f);
     return d;
@@ -437,7 +485,8 @@ static void free_attention(attention_data *d) {
     free(d->tables), free(d->cache.keys), free(d->cache.values), free(d->q);
 }
 
-/* As it is written on the blackboard. (Not the reference loop, so that two people have to misread the seam in the same way.) */
+/* As it is written on the blackboard. (Not the reference loop, so that two people have to misread
+ * the seam in the same way.) */
 static void expected_attention(const attention_data *d, float *out) {
     const attention_case *c = d->c;
     const llm_type_info *f16 = llm_type_find(LLM_F16);
@@ -448,57 +497,71 @@ static void expected_attention(const attention_data *d, float *out) {
         for (int p = c->past[s]; p < c->past[s] + c->count[s]; p++)
             for (int head = 0; head < c->n_kv_heads * c->group; head++, row++) {
                 int first = c->window && p >= c->window ? p - c->window + 1 : 0;
-                double total = 0.0, largest = -1e300, *scores = malloc((size_t)(p + 1) * sizeof *scores);
+                double total = 0.0, largest = -1e300,
+                       *scores = malloc((size_t)(p + 1) * sizeof *scores);
                 for (int k = first; k <= p; k++) {
-                    f16->unpack(cache_place(d, d->cache.keys, s, head / c->group, k), value, c->head_dim);
+                    f16->unpack(cache_place(d, d->cache.keys, s, head / c->group, k), value,
+                                c->head_dim);
                     scores[k] = 0.0;
-                    for (int i = 0; i < c->head_dim; i++) scores[k] += (double)d->q[row * c->head_dim + i] * value[i] / sqrt(c->head_dim);
+                    for (int i = 0; i < c->head_dim; i++)
+                        scores[k] +=
+                            (double)d->q[row * c->head_dim + i] * value[i] / sqrt(c->head_dim);
                     if (scores[k] > largest) largest = scores[k];
                 }
                 for (int i = 0; i < c->head_dim; i++) sums[i] = 0.0;
                 for (int k = first; k <= p; k++) {
                     double share = exp(scores[k] - largest);
                     total += share;
-                    f16->unpack(cache_place(d, d->cache.values, s, head / c->group, k), value, c->head_dim);
+                    f16->unpack(cache_place(d, d->cache.values, s, head / c->group, k), value,
+                                c->head_dim);
                     for (int i = 0; i < c->head_dim; i++) sums[i] += share * value[i];
                 }
-                for (int i = 0; i < c->head_dim; i++) out[row * c->head_dim + i] = (float)(sums[i] / total);
+                for (int i = 0; i < c->head_dim; i++)
+                    out[row * c->head_dim + i] = (float)(sums[i] / total);
                 free(scores);
             }
     free(value), free(sums);
 }
 
-/* The tokens first .. first + count - 1 of each sequence's (all of them if count is 0) in one step. What is computed goes to its place in
- * out; the rest stays. */
-static void attention_on(llm_backend *b, const attention_data *d, int first, int count, float *out) {
+/* The tokens first .. first + count - 1 of each sequence's (all of them if count is 0) in one step.
+ * What is computed goes to its place in out; the rest stays. */
+static void attention_on(llm_backend *b, const attention_data *d, int first, int count,
+                         float *out) {
     const attention_case *c = d->c;
     llm_error err;
     int heads = c->n_kv_heads * c->group, n = 0, from = 0;
     int64_t width = (int64_t)heads * c->head_dim;
-    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4), firsts[MOST_SEQUENCES], counts[MOST_SEQUENCES];
+    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4),
+            firsts[MOST_SEQUENCES], counts[MOST_SEQUENCES];
     int *token_of = malloc((size_t)d->n_tokens * sizeof *token_of);
     float *q = malloc((size_t)(d->n_tokens * width) * 4);
     for (int s = 0; s < c->n_sequences; from += c->count[s++]) {
         firsts[s] = n, counts[s] = 0;
-        for (int t = first; t < c->count[s] && (!count || t < first + count); t++, n++, counts[s]++) {
+        for (int t = first; t < c->count[s] && (!count || t < first + count);
+             t++, n++, counts[s]++) {
             positions[n] = c->past[s] + t, token_of[n] = from + t;
             memcpy(q + n * width, d->q + (from + t) * width, (size_t)width * 4);
         }
     }
     if (n) {
-        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros, .positions = positions, .slots = zeros,
-                           .seq_first = firsts, .seq_count = counts, .block_tables = d->tables, .table_stride = d->table_stride,
-                           .block_size = c->block_size, .n_logits = 0, .logit_rows = zeros};
-        llm_attention_shape shape = {heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
+        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros, .positions
+                           = positions, .slots = zeros, .seq_first = firsts, .seq_count = counts,
+                           .block_tables = d->tables, .table_stride = d->table_stride, .block_size =
+                           c->block_size, .n_logits = 0, .logit_rows = zeros};
+        llm_attention_shape shape = {
+            heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
         llm_cache cache = d->cache;
-        cache.keys = to_device(b, d->cache.keys, d->cache_bytes), cache.values = to_device(b, d->cache.values, d->cache_bytes);
-        float *q_device = to_device(b, q, (size_t)(n * width) * 4), *got = malloc((size_t)(n * width) * 4);
+        cache.keys = to_device(b, d->cache.keys, d->cache_bytes),
+        cache.values = to_device(b, d->cache.values, d->cache_bytes);
+        float *q_device = to_device(b, q, (size_t)(n * width) * 4),
+              *got = malloc((size_t)(n * width) * 4);
         float *out_device = b->allocate(b->context, (size_t)(n * width) * 4, "a test", &err);
         ops *o = ops_new();
         ops_attention(o, &shape, q_device, &cache, 0, out_device);
         if (!ops_step(o, b, &batch, &err)) fail_msg("%s", err.message);
         from_device(b, got, out_device, (size_t)(n * width) * 4);
-        for (int t = 0; t < n; t++) memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
+        for (int t = 0; t < n; t++)
+            memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
         ops_free(o, b);
         b->release(b->context, cache.keys), b->release(b->context, cache.values);
         b->release(b->context, q_device), b->release(b->context, out_device);
@@ -509,7 +572,8 @@ static void attention_on(llm_backend *b, const attention_data *d, int first, int
 
 static int largest_step(const attention_case *c) {
     int largest = 0;
-    for (int s = 0; s < c->n_sequences; s++) largest = c->count[s] > largest ? c->count[s] : largest;
+    for (int s = 0; s < c->n_sequences; s++)
+        largest = c->count[s] > largest ? c->count[s] : largest;
     return largest;
 }
 
@@ -525,12 +589,15 @@ static void check_attention_case(const attention_case *c, test_random *r) {
         attention_on(b, &d, 0, 0, form ? pieces : all);
         if (form == 0) {
             double error = distance(all, expected, (int64_t)bytes / 4);
-            if (!(error < 1e-3)) fail_msg("heads %d x %d of %d, window %d: %g", c->n_kv_heads, c->group, c->head_dim, c->window, error);
+            if (!(error < 1e-3))
+                fail_msg("heads %d x %d of %d, window %d: %g", c->n_kv_heads, c->group, c->head_dim,
+                         c->window, error);
         } else assert_memory_equal(pieces, all, bytes);
         for (int size = 1; form == 0 && size < largest_step(c); size = size * 5 + 2) {
             if (size == 1 && largest_step(c) > 20) continue; /* takes long here */
             memset(pieces, 0xff, bytes);
-            for (int first = 0; first < largest_step(c); first += size) attention_on(b, &d, first, size, pieces);
+            for (int first = 0; first < largest_step(c); first += size)
+                attention_on(b, &d, first, size, pieces);
             assert_memory_equal(pieces, all, bytes);
         }
         llm_backend_free(b);
@@ -545,26 +612,42 @@ static void test_attention(void **state) {
     test_random r = {7};
     static const int dims[] = {8, 32, 48, 64, 80, 96, 128, 192, 256};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
-        attention_case decode = {3, {random_below(&r, 300), 0, 255}, {1, 1, 1}, 1, 1 + random_below(&r, 5), dims[i], 16, 0};
+        attention_case decode = {
+            3, {random_below(&r, 300), 0, 255}, {1, 1, 1}, 1, 1 + random_below(&r, 5), dims[i], 16,
+            0};
         check_attention_case(&decode, &r);
-        attention_case prompt = {2, {random_below(&r, 70), 3}, {40 + random_below(&r, 30), 1}, 1, 1 + random_below(&r, 3), dims[i], 5, 0};
+        attention_case prompt = {2,
+                                 {random_below(&r, 70), 3},
+                                 {40 + random_below(&r, 30), 1},
+                                 1,
+                                 1 + random_below(&r, 3),
+                                 dims[i],
+                                 5,
+                                 0};
         check_attention_case(&prompt, &r);
     }
-    /* a prompt whose parts are merged in `out`; one that begins in the second part; a verification of 17 rows or more, 32, 33 */
-    attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},   {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
-                              {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0}, {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
-                              {1, {40}, {3}, 1, 20, 32, 16, 0},   {1, {0}, {9}, 1, 3, 32, 16, 0}, /* 27 rows, but 16 tokens where the step is rounded up */
+    /* a prompt whose parts are merged in `out`; one that begins in the second part; a verification
+     * of 17 rows or more, 32, 33 */
+    attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},
+                              {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
+                              {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0},
+                              {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
+                              /* 27 rows, but 16 tokens where the step is rounded up */
+                              {1, {40}, {3}, 1, 20, 32, 16, 0},
+                              {1, {0}, {9}, 1, 3, 32, 16, 0},
                               {5, {0, 1, 2, 3, 4}, {1, 40, 2, 41, 33}, 1, 1, 32, 1, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_attention_case(&cases[i], &r);
 }
 
-/* Windows shorter and longer than a tile and a part; sequences shorter and longer than the window. */
+/* Windows shorter and longer than a tile and a part; sequences shorter and longer than the
+ * window. */
 static void test_attention_window(void **state) {
     (void)state;
     test_random r = {8};
     static const int windows[] = {1, 7, 64, 100, 257, 400};
     for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
-        attention_case decode = {3, {600 + random_below(&r, 60), 30, 255}, {1, 2, 5}, 1, 3, 32, 16, windows[i]};
+        attention_case decode = {
+            3, {600 + random_below(&r, 60), 30, 255}, {1, 2, 5}, 1, 3, 32, 16, windows[i]};
         check_attention_case(&decode, &r);
         attention_case prompt = {2, {random_below(&r, 400), 0}, {66, 90}, 1, 1, 64, 16, windows[i]};
         check_attention_case(&prompt, &r);
@@ -575,7 +658,8 @@ static void test_attention_window(void **state) {
 static void test_thousands(void **state) {
     (void)state;
     test_random r = {13};
-    static const attention_case cases[] = {{2, {0, 60}, {1030, 1}, 1, 1, 32, 16, 0}, {2, {3000, 3}, {1, 1}, 2, 4, 64, 16, 0}};
+    static const attention_case cases[] = {{2, {0, 60}, {1030, 1}, 1, 1, 32, 16, 0},
+                                           {2, {3000, 3}, {1, 1}, 2, 4, 64, 16, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const attention_case *c = &cases[i];
         attention_data d = make_attention(c, &r);
@@ -585,7 +669,8 @@ static void test_thousands(void **state) {
         expected_attention(&d, expected);
         attention_on(b, &d, 0, 0, got);
         double error = distance(got, expected, n);
-        if (!(error < 1e-3)) fail_msg("%d tokens after %d positions: %g", c->count[0], c->past[0], error);
+        if (!(error < 1e-3))
+            fail_msg("%d tokens after %d positions: %g", c->count[0], c->past[0], error);
         free(expected), free(got);
         free_attention(&d);
         llm_backend_free(b);
@@ -612,7 +697,8 @@ static void test_attention_range(void **state) {
 }
 
 int main(void) {
-    llm__pretended_processors = 2; /* which kernel is chosen depends on how many rows there are for each */
+    /* which kernel is chosen depends on how many rows there are for each */
+    llm__pretended_processors = 2;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_wide),
@@ -630,7 +716,8 @@ int main(void) {
     };
     const char *device = device_name("emulated");
     int failed = 0;
-    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device);
+         order++) {
         device_set_order(device, order);
         failed += cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
     }

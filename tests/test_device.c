@@ -1,6 +1,8 @@
-/* Every operation of the seam on a device, against the textbook loops of chapter 6 (LLM_ISA_REFERENCE), over random shapes and
- * ragged batches. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. A GPU's operations run in each form
- * that its options switch, and on the emulated device in every order of its threads: the bits must not change.
+/* Every operation of the seam on a device, against the textbook loops of chapter 6
+ * (LLM_ISA_REFERENCE), over random shapes and ragged batches. LLM_TEST_DEVICE=cpu|emulated|cuda
+ * says which device; emulated if nothing is said. A GPU's operations run in each form that its
+ * options switch, and on the emulated device in every order of its threads: the bits must not
+ * change.
  *
  * make build/test_device && build/test_device */
 #include <math.h>
@@ -38,15 +40,16 @@ static float *random_floats(int64_t n, float scale) { /* roughly normal */
 
 enum { MAX_SEQUENCES = 6 };
 
-/* A ragged batch over a pool of blocks in random order. Sequence s has `first[s]` positions from before and `count[s]` in this
- * step. */
+/* A ragged batch over a pool of blocks in random order. Sequence s has `first[s]` positions from
+ * before and `count[s]` in this step. */
 typedef struct ragged {
     llm_batch batch;
     int first[MAX_SEQUENCES], count[MAX_SEQUENCES];
     int n_blocks;
 } ragged;
 
-static ragged make_batch(int n_sequences, const int *first, const int *count, int block_size, int vocab) {
+static ragged make_batch(int n_sequences, const int *first, const int *count, int block_size,
+                         int vocab) {
     ragged r;
     memset(&r, 0, sizeof r);
     llm_batch *b = &r.batch;
@@ -59,8 +62,10 @@ static ragged make_batch(int n_sequences, const int *first, const int *count, in
         r.n_blocks += blocks;
     }
     r.n_blocks += 2;
-    size_t tokens = (size_t)b->n_tokens * sizeof(int32_t), sequences = (size_t)n_sequences * sizeof(int32_t);
-    int32_t *ids = malloc(tokens), *positions = malloc(tokens), *slots = malloc(tokens), *rows = malloc(tokens);
+    size_t tokens = (size_t)b->n_tokens * sizeof(int32_t),
+           sequences = (size_t)n_sequences * sizeof(int32_t);
+    int32_t *ids = malloc(tokens), *positions = malloc(tokens), *slots = malloc(tokens),
+            *rows = malloc(tokens);
     int32_t *seq_first = malloc(sequences), *seq_count = malloc(sequences);
     int32_t *tables = calloc((size_t)n_sequences * (size_t)b->table_stride, sizeof *tables);
     int *blocks = malloc((size_t)r.n_blocks * sizeof *blocks);
@@ -72,16 +77,19 @@ static ragged make_batch(int n_sequences, const int *first, const int *count, in
     int token = 0, taken = 0;
     for (int s = 0; s < n_sequences; s++) {
         int32_t *table = tables + s * b->table_stride;
-        for (int i = 0; i < (first[s] + count[s] + block_size - 1) / block_size; i++) table[i] = blocks[taken++];
+        for (int i = 0; i < (first[s] + count[s] + block_size - 1) / block_size; i++)
+            table[i] = blocks[taken++];
         seq_first[s] = token, seq_count[s] = count[s];
         for (int p = first[s]; p < first[s] + count[s]; p++, token++) {
             ids[token] = random_below(&rng, vocab);
             positions[token] = p;
             slots[token] = table[p / block_size] * block_size + p % block_size;
-            if (p + 1 == first[s] + count[s] || random_below(&rng, 3) == 0) rows[b->n_logits++] = token;
+            if (p + 1 == first[s] + count[s] || random_below(&rng, 3) == 0)
+                rows[b->n_logits++] = token;
         }
     }
-    b->tokens = ids, b->positions = positions, b->slots = slots, b->seq_first = seq_first, b->seq_count = seq_count;
+    b->tokens = ids, b->positions = positions, b->slots = slots, b->seq_first = seq_first,
+    b->seq_count = seq_count;
     b->block_tables = tables, b->logit_rows = rows;
     free(blocks);
     return r;
@@ -89,7 +97,8 @@ static ragged make_batch(int n_sequences, const int *first, const int *count, in
 
 static void free_batch(ragged *r) {
     free((void *)r->batch.tokens), free((void *)r->batch.positions), free((void *)r->batch.slots);
-    free((void *)r->batch.seq_first), free((void *)r->batch.seq_count), free((void *)r->batch.block_tables);
+    free((void *)r->batch.seq_first), free((void *)r->batch.seq_count),
+        free((void *)r->batch.block_tables);
     free((void *)r->batch.logit_rows);
 }
 
@@ -119,7 +128,8 @@ static int n_forms;
 static llm_backend *reference;
 static const char *device;
 
-static void add_form(const char *name, const llm_gpu_options *options, const char *of, bool exact, bool company) {
+static void add_form(const char *name, const llm_gpu_options *options, const char *of, bool exact,
+                     bool company) {
     form f = {name, device_open(device, options), of, exact, company};
     forms[n_forms++] = f;
 }
@@ -146,7 +156,8 @@ static int open_devices(void **state) {
     add_form("not fused", &separate, "rmsnorm rope_and_store swiglu", false, false);
     whole.split_attention = false;
     add_form("not split", &whole, "attention", false, false);
-    fixed.deterministic = true; /* the same kernels, so far: what it promises is all that is to be checked */
+    /* the same kernels, so far: what it promises is all that is to be checked */
+    fixed.deterministic = true;
     add_form("deterministic", &fixed, "", false, true);
     return 0;
 }
@@ -167,7 +178,9 @@ static void *place(llm_backend *b, const void *data, size_t bytes) {
     return p;
 }
 
-static float *place_floats(llm_backend *b, const float *x, int64_t n) { return x ? (float *)place(b, x, (size_t)n * sizeof *x) : NULL; }
+static float *place_floats(llm_backend *b, const float *x, int64_t n) {
+    return x ? (float *)place(b, x, (size_t)n * sizeof *x) : NULL;
+}
 
 static void take(llm_backend *b, void *device_memory, void *out, size_t bytes) {
     llm_error err;
@@ -194,24 +207,29 @@ static bool concerns(const form *f, const char *what) {
     return !f->of || strstr(f->of, word);
 }
 
-/* On every form of the device, forward and in one of the other orders: near the reference, and the same bits in both. bound 0: the
- * reference's bits; exact_bound is for the forms that compute in f32. */
-static void check(const char *what, operation run, const void *arguments, int64_t n, double bound, double exact_bound) {
+/* On every form of the device, forward and in one of the other orders: near the reference, and the
+ * same bits in both. bound 0: the reference's bits; exact_bound is for the forms that compute in
+ * f32. */
+static void check(const char *what, operation run, const void *arguments, int64_t n, double bound,
+                  double exact_bound) {
     static int checks;
     size_t bytes = (size_t)n * sizeof(float);
     float *expected = malloc(bytes), *out = malloc(bytes), *first = malloc(bytes);
     run(reference, arguments, expected);
     checks++;
     for (int f = 0; f < n_forms; f++)
-        for (int order = 0; order < (device_orders(device) > 1 ? 2 : 1) && concerns(&forms[f], what); order++) {
+        for (int order = 0;
+             order < (device_orders(device) > 1 ? 2 : 1) && concerns(&forms[f], what); order++) {
             device_set_order(device, order ? 1 + (checks + f) % (device_orders(device) - 1) : 0);
             memset(out, 0xff, bytes);
             run(forms[f].backend, arguments, order ? out : first);
-            if (order && memcmp(out, first, bytes)) fail_msg("%s, %s: the order of the threads changes the bits", what, forms[f].name);
+            if (order && memcmp(out, first, bytes))
+                fail_msg("%s, %s: the order of the threads changes the bits", what, forms[f].name);
             if (order) continue;
             double d = distance(first, expected, n), most = forms[f].exact ? exact_bound : bound;
             if (most == 0.0 ? memcmp(first, expected, bytes) != 0 : !(d <= most))
-                fail_msg("%s, %s on %s: relative distance %g, bound %g", what, forms[f].name, device, d, most);
+                fail_msg("%s, %s on %s: relative distance %g, bound %g", what, forms[f].name,
+                         device, d, most);
         }
     device_set_order(device, 0);
     free(expected), free(out), free(first);
@@ -230,7 +248,8 @@ typedef struct rows_case {
 static void run_rmsnorm(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
     int64_t n = (int64_t)c->n * c->dim;
-    float *x = place_floats(b, c->x, n), *weight = place_floats(b, c->y, c->dim), *result = c->in_place ? x : place(b, NULL, (size_t)n * 4);
+    float *x = place_floats(b, c->x, n), *weight = place_floats(b, c->y, c->dim),
+          *result = c->in_place ? x : place(b, NULL, (size_t)n * 4);
     op_rmsnorm(b, x, weight, c->n, c->dim, c->epsilon, result);
     take(b, result, out, (size_t)n * sizeof *out);
     if (!c->in_place) b->release(b->context, x);
@@ -241,9 +260,14 @@ static void test_rmsnorm(void **state) {
     (void)state;
     static const int dims[] = {1, 3, 16, 64, 100, 257, 1024, 4099};
     for (int i = 0; i < 16; i++) {
-        rows_case c = {.dim = dims[i / 2], .n = i % 4 == 0 ? 1 : random_int(1, 40), .epsilon = 1e-5f, .in_place = i % 2};
-        c.x = random_floats((int64_t)c.n * c.dim, i == 6 ? 1e4f : 1.0f), c.y = random_floats(c.dim, 1.0f);
-        if (c.n > 1) memset((void *)(c.x + c.dim), 0, (size_t)c.dim * sizeof(float)); /* a row of zeros */
+        rows_case c = {.dim = dims[i / 2],
+                       .n = i % 4 == 0 ? 1 : random_int(1, 40),
+                       .epsilon = 1e-5f,
+                       .in_place = i % 2};
+        c.x = random_floats((int64_t)c.n * c.dim, i == 6 ? 1e4f : 1.0f),
+        c.y = random_floats(c.dim, 1.0f);
+        /* a row of zeros */
+        if (c.n > 1) memset((void *)(c.x + c.dim), 0, (size_t)c.dim * sizeof(float));
         check("rmsnorm", run_rmsnorm, &c, (int64_t)c.n * c.dim, 2e-6, 2e-6);
         free((void *)c.x), free((void *)c.y);
     }
@@ -251,7 +275,8 @@ static void test_rmsnorm(void **state) {
 
 static void run_swiglu(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
-    float *gate = place_floats(b, c->x, c->n), *up = place_floats(b, c->y, c->n), *result = c->in_place ? gate : place(b, NULL, (size_t)c->n * 4);
+    float *gate = place_floats(b, c->x, c->n), *up = place_floats(b, c->y, c->n),
+          *result = c->in_place ? gate : place(b, NULL, (size_t)c->n * 4);
     op_swiglu(b, gate, up, c->n, result);
     take(b, result, out, (size_t)c->n * sizeof *out);
     if (!c->in_place) b->release(b->context, gate);
@@ -260,11 +285,13 @@ static void run_swiglu(llm_backend *b, const void *arguments, float *out) {
 
 static void test_swiglu(void **state) {
     (void)state;
-    static const float corners[] = {0.0f, -0.0f, 1e-30f, 86.9f, -86.9f, 87.1f, -87.1f, 1000.0f, -1000.0f};
+    static const float corners[] = {0.0f,  -0.0f,  1e-30f,  86.9f,   -86.9f,
+                                    87.1f, -87.1f, 1000.0f, -1000.0f};
     for (int i = 0; i < 8; i++) {
         rows_case c = {.n = i == 0 ? 1 : i == 1 ? 20001 : random_int(1, 3000), .in_place = i % 2};
         c.x = random_floats(c.n, 8.0f), c.y = random_floats(c.n, 1.0f);
-        for (int k = 0; k < 9 && k * 7 < c.n; k++) ((float *)c.x)[k * 7] = corners[k], ((float *)c.y)[k * 7] = 1.0f;
+        for (int k = 0; k < 9 && k * 7 < c.n; k++)
+            ((float *)c.x)[k * 7] = corners[k], ((float *)c.y)[k * 7] = 1.0f;
         check("swiglu", run_swiglu, &c, c.n, 1e-6, 1e-6);
         free((void *)c.x), free((void *)c.y);
     }
@@ -364,7 +391,8 @@ static void test_gather_columns(void **state) {
 
 static void run_gather(llm_backend *b, const void *arguments, float *out) {
     const rows_case *c = (const rows_case *)arguments;
-    float *x = place_floats(b, c->x, (int64_t)c->batch.batch.n_tokens * c->dim), *result = place(b, NULL, (size_t)(c->n * c->dim) * 4);
+    float *x = place_floats(b, c->x, (int64_t)c->batch.batch.n_tokens * c->dim),
+          *result = place(b, NULL, (size_t)(c->n * c->dim) * 4);
     op_gather_rows(b, &c->batch.batch, x, c->dim, c->first, c->n, result);
     take(b, result, out, (size_t)(c->n * c->dim) * sizeof *out);
     b->release(b->context, x);
@@ -445,13 +473,18 @@ static void test_embed(void **state) {
         const llm_type_info *info = llm_type_find((llm_type)type);
         if (!info) continue;
         for (int i = 0; i < 3; i++) {
-            weight_case c = {.type = (llm_type)type, .rows = random_int(1, 50), .cols = info->block_values * random_int(1, 512 / info->block_values)};
+            weight_case c = {.type = (llm_type)type,
+                             .rows = random_int(1, 50),
+                             .cols = info->block_values * random_int(1, 512 / info->block_values)};
             float *values = random_floats((int64_t)c.rows * c.cols, 1.0f);
             c.data = packed(c.type, values, (int64_t)c.rows * c.cols);
             c.batch = batch_of(random_int(1, 40), c.rows);
             double bound = 1.2e-7;
-            if (can_load(forms[0].backend, &c)) check(info->name, run_embed, &c, (int64_t)c.batch.batch.n_tokens * c.cols, bound, bound);
-            else if (i == 0) print_message("    %s: the device says that it has no %s\n", device, info->name);
+            if (can_load(forms[0].backend, &c))
+                check(info->name, run_embed, &c, (int64_t)c.batch.batch.n_tokens * c.cols, bound,
+                      bound);
+            else if (i == 0)
+                print_message("    %s: the device says that it has no %s\n", device, info->name);
             free(values), free((void *)c.data), free_batch(&c.batch);
         }
     }
@@ -460,20 +493,21 @@ static void test_embed(void **state) {
 static void run_matmul(llm_backend *b, const void *arguments, float *out) {
     const weight_case *c = (const weight_case *)arguments;
     llm_weight w = load(b, c);
-    float *x = place_floats(b, c->x, (int64_t)c->n * c->cols), *bias = place_floats(b, c->bias, c->rows);
+    float *x = place_floats(b, c->x, (int64_t)c->n * c->cols),
+          *bias = place_floats(b, c->bias, c->rows);
     float *result = place_floats(b, c->start, (int64_t)c->n * c->rows);
     int group = c->group ? c->group : c->n;
     for (int i = 0; i < c->n; i += group)
-        op_matmul(b, x + (int64_t)i * c->cols, &w, bias, i + group < c->n ? group : c->n - i, c->add,
-                  result + (int64_t)i * c->rows);
+        op_matmul(b, x + (int64_t)i * c->cols, &w, bias, i + group < c->n ? group : c->n - i,
+                  c->add, result + (int64_t)i * c->rows);
     take(b, result, out, (size_t)c->n * (size_t)c->rows * sizeof *out);
     b->release(b->context, x);
     b->release(b->context, bias);
     b->free_weight(b->context, &w);
 }
 
-/* The largest error that is fine. The CPU's kernels round x to int8 for the block types; those of a GPU round it to f16 (bf16
- * for weights of bf16), and the plain ones not at all. */
+/* The largest error that is fine. The CPU's kernels round x to int8 for the block types; those of a
+ * GPU round it to f16 (bf16 for weights of bf16), and the plain ones not at all. */
 static double matmul_bound(llm_type type) {
     if (!device_is_gpu(device)) return llm_type_find(type)->block_values > 1 ? 1.5e-2 : 2e-6;
     return type == LLM_F32 ? 1e-3 : type == LLM_BF16 ? 4e-3 : 1e-3;
@@ -481,8 +515,10 @@ static double matmul_bound(llm_type type) {
 
 static void check_matmul(llm_type type, int rows, int cols, int n) {
     char what[128];
-    snprintf(what, sizeof what, "matmul, %s (%d, %d), %d rows of x", llm_type_find(type)->name, rows, cols, n);
-    weight_case c = {.type = type, .rows = rows, .cols = cols, .n = n, .add = random_below(&rng, 2)};
+    snprintf(what, sizeof what, "matmul, %s (%d, %d), %d rows of x", llm_type_find(type)->name,
+             rows, cols, n);
+    weight_case c = {
+        .type = type, .rows = rows, .cols = cols, .n = n, .add = random_below(&rng, 2)};
     float *values = random_floats((int64_t)rows * cols, 1.0f);
     c.data = packed(type, values, (int64_t)rows * cols);
     c.x = random_floats((int64_t)n * cols, 1.0f);
@@ -499,7 +535,9 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
             run_matmul(forms[f].backend, &c, all);
             c.group = random_int(1, n - 1);
             run_matmul(forms[f].backend, &c, parts);
-            if (memcmp(all, parts, bytes)) fail_msg("%s, %s: the result depends on how many rows there are (%d at a time)", what, forms[f].name, c.group);
+            if (memcmp(all, parts, bytes))
+                fail_msg("%s, %s: the result depends on how many rows there are (%d at a time)",
+                         what, forms[f].name, c.group);
             c.group = 0;
         }
         free(all), free(parts);
@@ -519,13 +557,14 @@ static void test_matmul(void **state) {
         check_matmul((llm_type)type, 70, block > 256 ? block : 256, random_int(2, 16));
         check_matmul((llm_type)type, 65, block > 32 ? block : 96, random_int(17, 40));
         if (block == 1) check_matmul((llm_type)type, 37, random_int(1, 300), 9);
-        check_matmul((llm_type)type, random_int(1, 100), block * random_int(1, 512 / block), random_int(1, 12));
+        check_matmul((llm_type)type, random_int(1, 100), block * random_int(1, 512 / block),
+                     random_int(1, 12));
     }
     check_matmul(LLM_F16, 128, 128, 150);
     check_matmul(LLM_Q4_0, 136, 256, 140);
 }
 
-/* ---- The cache ---------------------------------------------------------------------------------- */
+/* ---- The cache ------------------------------------------------------------------------------- */
 
 typedef struct cache_case {
     ragged batch;
@@ -540,15 +579,27 @@ typedef struct cache_case {
 enum { LAYERS = 2, LAYER = 1 };
 
 static llm_cache cache_of(const cache_case *c) {
-    llm_cache cache = {c->cache_type, LAYERS, c->shape.n_kv_heads, c->shape.head_dim, c->batch.batch.block_size, c->batch.n_blocks, 0, NULL, NULL, false};
-    cache.layer_bytes = (size_t)c->batch.n_blocks * (size_t)(cache.n_kv_heads * cache.block_size * cache.head_dim) * (c->cache_type == LLM_F16 ? 2 : 4);
+    llm_cache cache = {c->cache_type,
+                       LAYERS,
+                       c->shape.n_kv_heads,
+                       c->shape.head_dim,
+                       c->batch.batch.block_size,
+                       c->batch.n_blocks,
+                       0,
+                       NULL,
+                       NULL,
+                       false};
+    cache.layer_bytes = (size_t)c->batch.n_blocks *
+                        (size_t)(cache.n_kv_heads * cache.block_size * cache.head_dim) *
+                        (c->cache_type == LLM_F16 ? 2 : 4);
     return cache;
 }
 
 static void run_angles(llm_backend *b, const void *arguments, float *out) {
     const cache_case *c = (const cache_case *)arguments;
     size_t bytes = (size_t)(c->batch.batch.n_tokens * c->rope_dim) * sizeof(float);
-    float *frequencies = place_floats(b, c->frequencies, c->rope_dim / 2), *angles = place(b, NULL, bytes);
+    float *frequencies = place_floats(b, c->frequencies, c->rope_dim / 2),
+          *angles = place(b, NULL, bytes);
     op_rope_angles(b, &c->batch.batch, frequencies, c->rope_dim, c->magnitude, angles);
     take(b, angles, out, bytes);
     b->release(b->context, frequencies);
@@ -558,32 +609,42 @@ static void run_angles(llm_backend *b, const void *arguments, float *out) {
 static void run_rope_and_store(llm_backend *b, const void *arguments, float *out) {
     const cache_case *c = (const cache_case *)arguments;
     int tokens = c->batch.batch.n_tokens, head_dim = c->shape.head_dim;
-    int64_t q_values = (int64_t)tokens * c->shape.n_heads * head_dim, kv_values = (int64_t)tokens * c->shape.n_kv_heads * head_dim;
+    int64_t q_values = (int64_t)tokens * c->shape.n_heads * head_dim,
+            kv_values = (int64_t)tokens * c->shape.n_kv_heads * head_dim;
     llm_cache cache = cache_of(c);
     void *zeros = calloc(LAYERS, cache.layer_bytes);
-    cache.keys = place(b, zeros, LAYERS * cache.layer_bytes), cache.values = place(b, zeros, LAYERS * cache.layer_bytes);
-    float *q = place_floats(b, c->q, q_values), *k = place_floats(b, c->k, kv_values), *v = place_floats(b, c->v, kv_values);
-    float *q_norm = place_floats(b, c->q_norm, head_dim), *k_norm = place_floats(b, c->k_norm, head_dim);
+    cache.keys = place(b, zeros, LAYERS * cache.layer_bytes),
+    cache.values = place(b, zeros, LAYERS * cache.layer_bytes);
+    float *q = place_floats(b, c->q, q_values), *k = place_floats(b, c->k, kv_values),
+          *v = place_floats(b, c->v, kv_values);
+    float *q_norm = place_floats(b, c->q_norm, head_dim),
+          *k_norm = place_floats(b, c->k_norm, head_dim);
     float *angles = place(b, c->angles, (size_t)(tokens * c->rope_dim) * sizeof(float));
-    op_rope_and_store(b, &c->batch.batch, &c->shape, c->pairing, c->rope_dim, angles, q_norm, k_norm,
-                      1e-6f, q, k, v, &cache, LAYER);
+    op_rope_and_store(b, &c->batch.batch, &c->shape, c->pairing, c->rope_dim, angles, q_norm,
+                      k_norm, 1e-6f, q, k, v, &cache, LAYER);
     take(b, q, out, (size_t)q_values * sizeof *out);
     int64_t layer_values = (int64_t)(cache.layer_bytes / (c->cache_type == LLM_F16 ? 2 : 4));
     for (int side = 0; side < 2; side++) {
         char *bytes = malloc(LAYERS * cache.layer_bytes);
         take(b, side ? cache.values : cache.keys, bytes, LAYERS * cache.layer_bytes);
         assert_memory_equal(bytes, zeros, cache.layer_bytes); /* the other layer */
-        llm_type_find(c->cache_type)->unpack(bytes + LAYER * cache.layer_bytes, out + q_values + side * layer_values, layer_values);
+        llm_type_find(c->cache_type)
+            ->unpack(bytes + LAYER * cache.layer_bytes, out + q_values + side * layer_values,
+                     layer_values);
         free(bytes);
     }
-    b->release(b->context, k), b->release(b->context, v), b->release(b->context, q_norm), b->release(b->context, k_norm);
+    b->release(b->context, k), b->release(b->context, v), b->release(b->context, q_norm),
+        b->release(b->context, k_norm);
     b->release(b->context, angles);
     free(zeros);
 }
 
-/* `huge`: with values that f16 does not have, which stores its largest instead (see llm__plain_store). */
-static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms, llm_type cache_type, int n_kv, int group, bool huge) {
-    cache_case c = {.cache_type = cache_type, .pairing = pairing, .rope_dim = rope_dim, .magnitude = 1.0f};
+/* `huge`: with values that f16 does not have, which stores its largest instead (see
+ * llm__plain_store). */
+static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms,
+                       llm_type cache_type, int n_kv, int group, bool huge) {
+    cache_case c = {
+        .cache_type = cache_type, .pairing = pairing, .rope_dim = rope_dim, .magnitude = 1.0f};
     c.shape = (llm_attention_shape){n_kv * group, n_kv, head_dim, 1.0f, false, 0};
     c.batch = batch_of(random_int(1, 30), 10);
     int tokens = c.batch.batch.n_tokens;
@@ -592,8 +653,10 @@ static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, boo
     c.k = random_floats((int64_t)tokens * n_kv * head_dim, 1.0f), c.v = v;
     if (huge) v[0] = 1e6f, v[1] = -INFINITY;
     if (norms) c.q_norm = random_floats(head_dim, 1.0f), c.k_norm = random_floats(head_dim, 1.0f);
-    float *frequencies = malloc((size_t)rope_dim * sizeof(float) + 4), *angles = malloc((size_t)(tokens * rope_dim) * sizeof(float) + 4);
-    for (int i = 0; i < rope_dim / 2; i++) frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
+    float *frequencies = malloc((size_t)rope_dim * sizeof(float) + 4),
+          *angles = malloc((size_t)(tokens * rope_dim) * sizeof(float) + 4);
+    for (int i = 0; i < rope_dim / 2; i++)
+        frequencies[i] = powf(10000.0f, -2.0f * (float)i / (float)rope_dim);
     c.frequencies = frequencies, c.angles = angles;
     if (rope_dim) {
         run_angles(reference, &c, angles);
@@ -602,9 +665,11 @@ static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, boo
         check("rope_angles, magnified", run_angles, &c, (int64_t)tokens * rope_dim, 3e-7, 3e-7);
     }
     int64_t layer_values = (int64_t)c.batch.n_blocks * n_kv * c.batch.batch.block_size * head_dim;
-    check("rope_and_store", run_rope_and_store, &c, (int64_t)tokens * n_kv * group * head_dim + 2 * layer_values,
+    check("rope_and_store", run_rope_and_store, &c,
+          (int64_t)tokens * n_kv * group * head_dim + 2 * layer_values,
           cache_type == LLM_F16 ? 1e-4 : 1e-6, cache_type == LLM_F16 ? 1e-4 : 1e-6);
-    free((void *)c.q), free((void *)c.k), free((void *)c.v), free((void *)c.q_norm), free((void *)c.k_norm), free(frequencies), free(angles);
+    free((void *)c.q), free((void *)c.k), free((void *)c.v), free((void *)c.q_norm),
+        free((void *)c.k_norm), free(frequencies), free(angles);
     free_batch(&c.batch);
 }
 
@@ -620,15 +685,17 @@ static void test_rope(void **state) {
     }
 }
 
-/* The whole of `k` and `v` (all positions of all sequences) lies in the cache, every other slot holds NaN, and the batch's queries
- * attend to it. k, v: (all positions, n_kv_heads, head_dim), sequence by sequence. */
+/* The whole of `k` and `v` (all positions of all sequences) lies in the cache, every other slot
+ * holds NaN, and the batch's queries attend to it. k, v: (all positions, n_kv_heads, head_dim),
+ * sequence by sequence. */
 static void run_attention(llm_backend *b, const void *arguments, float *out) {
     const cache_case *c = (const cache_case *)arguments;
     const llm_batch *batch = &c->batch.batch;
     int head_dim = c->shape.head_dim, n_kv = c->shape.n_kv_heads, block_size = batch->block_size;
     llm_cache cache = cache_of(c);
     char *keys = malloc(LAYERS * cache.layer_bytes), *values = malloc(LAYERS * cache.layer_bytes);
-    memset(keys, 0xff, LAYERS * cache.layer_bytes), memset(values, 0xff, LAYERS * cache.layer_bytes);
+    memset(keys, 0xff, LAYERS * cache.layer_bytes),
+        memset(values, 0xff, LAYERS * cache.layer_bytes);
     const llm_type_info *info = llm_type_find(c->cache_type);
     size_t head_bytes = (size_t)head_dim * (size_t)info->block_bytes;
     int64_t row = 0;
@@ -636,27 +703,34 @@ static void run_attention(llm_backend *b, const void *arguments, float *out) {
         for (int p = 0; p < c->batch.first[s] + c->batch.count[s]; p++, row++)
             for (int h = 0; h < n_kv; h++) {
                 int64_t block = batch->block_tables[s * batch->table_stride + p / block_size];
-                size_t at = LAYER * cache.layer_bytes + (size_t)((block * n_kv + h) * block_size + p % block_size) * head_bytes;
+                size_t at = LAYER * cache.layer_bytes +
+                            (size_t)((block * n_kv + h) * block_size + p % block_size) * head_bytes;
                 llm_pack(info->type, c->k + (row * n_kv + h) * head_dim, keys + at, head_dim);
                 llm_pack(info->type, c->v + (row * n_kv + h) * head_dim, values + at, head_dim);
             }
-    cache.keys = place(b, keys, LAYERS * cache.layer_bytes), cache.values = place(b, values, LAYERS * cache.layer_bytes);
+    cache.keys = place(b, keys, LAYERS * cache.layer_bytes),
+    cache.values = place(b, values, LAYERS * cache.layer_bytes);
     int64_t width = (int64_t)c->shape.n_heads * head_dim;
     if (!c->chunk) {
-        float *q = place_floats(b, c->q, batch->n_tokens * width), *result = place(b, NULL, (size_t)(batch->n_tokens * width) * 4);
+        float *q = place_floats(b, c->q, batch->n_tokens * width),
+              *result = place(b, NULL, (size_t)(batch->n_tokens * width) * 4);
         op_attention(b, batch, &c->shape, q, &cache, LAYER, result);
         take(b, result, out, (size_t)(batch->n_tokens * width) * sizeof *out);
         b->release(b->context, q);
     }
-    for (int s = 0; c->chunk && s < batch->n_sequences; s++) /* sequence by sequence, some positions at a time */
+    /* sequence by sequence, some positions at a time */
+    for (int s = 0; c->chunk && s < batch->n_sequences; s++)
         for (int done = 0, n; done < batch->seq_count[s]; done += n) {
             n = (int)llm__min(c->chunk, batch->seq_count[s] - done);
             int32_t first = 0, count = n, token = batch->seq_first[s] + done;
-            llm_batch one = {.n_tokens = n, .n_sequences = 1, .tokens = batch->tokens + token, .positions = batch->positions + token,
-                             .slots = batch->slots + token, .seq_first = &first, .seq_count = &count,
-                             .block_tables = batch->block_tables + s * batch->table_stride, .table_stride = batch->table_stride,
-                             .block_size = block_size, .n_logits = 1, .logit_rows = &first};
-            float *q = place_floats(b, c->q + token * width, n * width), *result = place(b, NULL, (size_t)(n * width) * 4);
+            llm_batch one = {.n_tokens = n, .n_sequences = 1, .tokens = batch->tokens + token,
+                             .positions = batch->positions + token, .slots = batch->slots + token,
+                             .seq_first = &first, .seq_count = &count, .block_tables =
+                             batch->block_tables + s * batch->table_stride, .table_stride =
+                             batch->table_stride, .block_size = block_size, .n_logits = 1,
+                             .logit_rows = &first};
+            float *q = place_floats(b, c->q + token * width, n * width),
+                  *result = place(b, NULL, (size_t)(n * width) * 4);
             op_attention(b, &one, &c->shape, q, &cache, LAYER, result);
             take(b, result, out + token * width, (size_t)(n * width) * sizeof *out);
             b->release(b->context, q);
@@ -665,18 +739,22 @@ static void run_attention(llm_backend *b, const void *arguments, float *out) {
     free(keys), free(values);
 }
 
-static void check_attention(int n_sequences, const int *first, const int *count, int n_kv, int group, int head_dim, int block_size,
-                            llm_type type, int window) {
+static void check_attention(int n_sequences, const int *first, const int *count, int n_kv,
+                            int group, int head_dim, int block_size, llm_type type, int window) {
     char what[160];
     cache_case c = {.cache_type = type};
-    c.shape = (llm_attention_shape){n_kv * group, n_kv, head_dim, 1.0f / sqrtf((float)head_dim), false, window};
+    c.shape = (llm_attention_shape){n_kv * group, n_kv,  head_dim, 1.0f / sqrtf((float)head_dim),
+                                    false,        window};
     c.batch = make_batch(n_sequences, first, count, block_size, 10);
     int64_t positions = 0, tokens = c.batch.batch.n_tokens, n = tokens * n_kv * group * head_dim;
     for (int s = 0; s < n_sequences; s++) positions += first[s] + count[s];
-    snprintf(what, sizeof what, "attention, %d sequences, %d tokens of %d, %d x %d heads of %d, blocks of %d, window %d", n_sequences,
-             (int)tokens, (int)positions, n_kv, group, head_dim, block_size, window);
+    snprintf(
+        what, sizeof what,
+        "attention, %d sequences, %d tokens of %d, %d x %d heads of %d, blocks of %d, window %d",
+        n_sequences, (int)tokens, (int)positions, n_kv, group, head_dim, block_size, window);
     c.q = random_floats(n, 3.0f);
-    c.k = random_floats(positions * n_kv * head_dim, 1.0f), c.v = random_floats(positions * n_kv * head_dim, 1.0f);
+    c.k = random_floats(positions * n_kv * head_dim, 1.0f),
+    c.v = random_floats(positions * n_kv * head_dim, 1.0f);
     /* queries, and the shares of the softmax, are rounded to f16 for the matrix instructions */
     check(what, run_attention, &c, n, device_is_gpu(device) ? 2e-3 : 2e-6, 3e-6);
     float *all = malloc((size_t)n * sizeof *all), *parts = malloc((size_t)n * sizeof *parts);
@@ -686,11 +764,14 @@ static void check_attention(int n_sequences, const int *first, const int *count,
         for (int k = 0; k < 2; k++) {
             c.chunk = k ? random_int(2, 20) : 1;
             run_attention(forms[f].backend, &c, parts);
-            if (memcmp(all, parts, (size_t)n * sizeof *all)) fail_msg("%s, %s: the result depends on the batch (chunks of %d)", what, forms[f].name, c.chunk);
+            if (memcmp(all, parts, (size_t)n * sizeof *all))
+                fail_msg("%s, %s: the result depends on the batch (chunks of %d)", what,
+                         forms[f].name, c.chunk);
         }
         c.chunk = 0;
     }
-    free(all), free(parts), free((void *)c.q), free((void *)c.k), free((void *)c.v), free_batch(&c.batch);
+    free(all), free(parts), free((void *)c.q), free((void *)c.k), free((void *)c.v),
+        free_batch(&c.batch);
 }
 
 static void test_attention(void **state) {
@@ -699,12 +780,14 @@ static void test_attention(void **state) {
     static const int far[] = {0, 63, 64, 130, 299, 17}, few[] = {5, 2, 1, 3, 1, 4};
     check_attention(1, zero, one, 1, 1, 8, 16, LLM_F32, 0);
     check_attention(6, far, one, 2, 4, 64, 16, LLM_F16, 0);    /* a decode step */
-    check_attention(5, far, few, 2, 2, 128, 16, LLM_F16, 0);   /* a verification, and a short prompt */
+    /* a verification, and a short prompt */
+    check_attention(5, far, few, 2, 2, 128, 16, LLM_F16, 0);
     check_attention(3, far, one, 1, 8, 256, 16, LLM_F16, 0);
     check_attention(4, far, few, 1, 3, 19, 7, LLM_F32, 0);
     check_attention(4, far, few, 2, 1, 96, 32, LLM_F16, 0);
     check_attention(6, far, few, 1, 2, 64, 16, LLM_F16, 50);   /* a window */
-    check_attention(2, (const int[]){0, 40}, (const int[]){70, 33}, 1, 4, 64, 16, LLM_F16, 0); /* prefill */
+    /* prefill */
+    check_attention(2, (const int[]){0, 40}, (const int[]){70, 33}, 1, 4, 64, 16, LLM_F16, 0);
     check_attention(2, (const int[]){0, 5}, (const int[]){33, 18}, 2, 2, 128, 16, LLM_F16, 0);
     check_attention(1, (const int[]){20}, (const int[]){50}, 1, 2, 80, 8, LLM_F32, 30);
     check_attention(1, (const int[]){700}, one, 1, 2, 64, 16, LLM_F16, 0); /* long */
@@ -720,7 +803,8 @@ typedef struct copy_case {
 static void run_copy_blocks(llm_backend *b, const void *arguments, float *out) {
     const copy_case *c = (const copy_case *)arguments;
     llm_cache cache = cache_of(&c->cache);
-    cache.keys = place(b, c->keys, LAYERS * cache.layer_bytes), cache.values = place(b, c->values, LAYERS * cache.layer_bytes);
+    cache.keys = place(b, c->keys, LAYERS * cache.layer_bytes),
+    cache.values = place(b, c->values, LAYERS * cache.layer_bytes);
     b->copy_blocks(b->context, &cache, c->from, c->to, c->n);
     take(b, cache.keys, out, LAYERS * cache.layer_bytes);
     take(b, cache.values, (char *)out + LAYERS * cache.layer_bytes, LAYERS * cache.layer_bytes);
@@ -729,7 +813,8 @@ static void run_copy_blocks(llm_backend *b, const void *arguments, float *out) {
 static void test_copy_blocks(void **state) {
     (void)state;
     for (int i = 0; i < 6; i++) {
-        static const int32_t from[] = {0, 4, 2, 3}, to[] = {2, 1, 4, 0}; /* 2 is written, then read; 0 is read, then written */
+        /* 2 is written, then read; 0 is read, then written */
+        static const int32_t from[] = {0, 4, 2, 3}, to[] = {2, 1, 4, 0};
         copy_case c = {.from = from, .to = to, .n = i % 4 + 1};
         int block_size = random_int(1, 16), head_dim = i % 2 ? 2 * random_int(1, 20) : 64;
         if (i == 1) block_size = 3, head_dim = 10; /* 120 bytes: no multiple of 16 */
@@ -739,14 +824,16 @@ static void test_copy_blocks(void **state) {
         llm_cache cache = cache_of(&c.cache);
         size_t bytes = LAYERS * cache.layer_bytes;
         uint8_t *keys = malloc(bytes), *values = malloc(bytes);
-        for (size_t k = 0; k < bytes; k++) keys[k] = (uint8_t)random_u64(&rng), values[k] = (uint8_t)random_u64(&rng);
-        c.keys = (const uint16_t *)(const void *)keys, c.values = (const uint16_t *)(const void *)values;
+        for (size_t k = 0; k < bytes; k++)
+            keys[k] = (uint8_t)random_u64(&rng), values[k] = (uint8_t)random_u64(&rng);
+        c.keys = (const uint16_t *)(const void *)keys,
+        c.values = (const uint16_t *)(const void *)values;
         check("copy_blocks", run_copy_blocks, &c, (int64_t)(2 * bytes / sizeof(float)), 0, 0);
         free(keys), free(values);
     }
 }
 
-/* ---- Memory, errors ------------------------------------------------------------------------------- */
+/* ---- Memory, errors -------------------------------------------------------------------------- */
 
 static void test_memory(void **state) {
     (void)state;
@@ -775,7 +862,8 @@ static void test_memory(void **state) {
         assert_non_null(strstr(err.message, "far too much"));
         assert_true(b->sync(b->context, &err));
 
-        llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false}, cut = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
+        llm_weight strange = {(llm_type)77, 10, 64, NULL, NULL, NULL, false},
+                   cut = {LLM_Q8_0, 10, 63, NULL, NULL, NULL, false};
         float data[640] = {0};
         assert_false(b->load_weight(b->context, &strange, data, &err));
         assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
@@ -802,7 +890,8 @@ static void test_memory(void **state) {
     }
 }
 
-/* More than all pinned pieces together: each is filled again while the last copies out of it may still be on their way. */
+/* More than all pinned pieces together: each is filled again while the last copies out of it may
+ * still be on their way. */
 static void test_large_upload(void **state) {
     (void)state;
     llm_error err;
@@ -818,7 +907,8 @@ static void test_large_upload(void **state) {
     memset(data + n / 2, 0, n * 2 - 3); /* the host's memory has been read */
     assert_true(b->download(b->context, back, p, n * 4 - 3, &err));
     for (size_t i = 0; i + 1 < n; i++)
-        if (back[i] != (uint32_t)i * 2654435761u) fail_msg("number %zu of %zu is another one", i, n);
+        if (back[i] != (uint32_t)i * 2654435761u)
+            fail_msg("number %zu of %zu is another one", i, n);
     assert_int_equal((uint8_t)(back[n - 1] & 255), last);
     b->release(b->context, p);
     free(data), free(back);
@@ -1009,7 +1099,8 @@ static void test_graphs_of_slices(void **state) {
         size_t bytes = (size_t)counts[i] * SIDE * sizeof *got;
         memset(got, 0xff, sizeof got);
         assert_true(c->b->upload(c->b->context, c->out, got, sizeof got, &err));
-        assert_true(c->b->run(c->b->context, &o->program, LLM_WHOLE, &c->step.batch, 0, counts[i], &err));
+        assert_true(
+            c->b->run(c->b->context, &o->program, LLM_WHOLE, &c->step.batch, 0, counts[i], &err));
         assert_true(c->b->download(c->b->context, got, c->out, sizeof got, &err));
         assert_memory_equal(got, c->expected[0], bytes);
     }
@@ -1144,13 +1235,23 @@ static void test_failed_launches(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_large_upload), cmocka_unit_test(test_memory), cmocka_unit_test(test_embed),  cmocka_unit_test(test_rmsnorm),
-        cmocka_unit_test(test_swiglu), cmocka_unit_test(test_gather_columns), cmocka_unit_test(test_gather), cmocka_unit_test(test_rope),
+        cmocka_unit_test(test_large_upload),
+        cmocka_unit_test(test_memory),
+        cmocka_unit_test(test_embed),
+        cmocka_unit_test(test_rmsnorm),
+        cmocka_unit_test(test_swiglu),
+        cmocka_unit_test(test_gather_columns),
+        cmocka_unit_test(test_gather),
+        cmocka_unit_test(test_rope),
         cmocka_unit_test(test_parts),
-        cmocka_unit_test(test_copy_blocks), cmocka_unit_test(test_matmul), cmocka_unit_test(test_attention),
-        cmocka_unit_test(test_graphs), cmocka_unit_test(test_stale_graphs),
+        cmocka_unit_test(test_copy_blocks),
+        cmocka_unit_test(test_matmul),
+        cmocka_unit_test(test_attention),
+        cmocka_unit_test(test_graphs),
+        cmocka_unit_test(test_stale_graphs),
         cmocka_unit_test(test_graphs_of_slices),
-        cmocka_unit_test(test_never_captured), cmocka_unit_test(test_failed_prepare),
+        cmocka_unit_test(test_never_captured),
+        cmocka_unit_test(test_failed_prepare),
         cmocka_unit_test(test_failed_launches),
     };
     return cmocka_run_group_tests(tests, open_devices, close_devices);

@@ -1,6 +1,6 @@
-/* The whole engine on a device: requests that share it, with blocks so scarce that they are taken away again, speculation, and
- * failures. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. What is compared bit for bit runs in
- * deterministic mode. */
+/* The whole engine on a device: requests that share it, with blocks so scarce that they are taken
+ * away again, speculation, and failures. LLM_TEST_DEVICE=cpu|emulated|cuda says which device;
+ * emulated if nothing is said. What is compared bit for bit runs in deterministic mode. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -80,16 +80,22 @@ static llm_request make_request(int i, int32_t prompt[64]) {
     llm_request r = llm_request_defaults();
     r.prompt = prompt;
     r.n_prompt = 5 + 6 * i;
-    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random(i / 2 == 1 ? 2 : (uint64_t)i, 5, (uint64_t)k) * 280); /* 2 and 3 begin alike */
+    /* 2 and 3 begin alike */
+    for (int k = 0; k < r.n_prompt; k++)
+        prompt[k] = (int32_t)(llm_random(i / 2 == 1 ? 2 : (uint64_t)i, 5, (uint64_t)k) * 280);
     r.max_tokens = MAX_TOKENS;
     r.ignore_end = true;
-    if (i % 2) r.sampling.temperature = 0.8f, r.sampling.top_p = 0.9f, r.sampling.repetition_penalty = 1.1f, r.sampling.seed = (uint64_t)i;
+    if (i % 2)
+        r.sampling.temperature = 0.8f, r.sampling.top_p = 0.9f,
+        r.sampling.repetition_penalty = 1.1f, r.sampling.seed = (uint64_t)i;
     return r;
 }
 
-/* All the requests, together or each alone, on this backend. A hook for its logits keeps a request's tokens from being drawn on the device. */
+/* All the requests, together or each alone, on this backend. A hook for its logits keeps a
+ * request's tokens from being drawn on the device. */
 enum { NO_HOOKS, SOME_HOOKS, ALL_HOOKS };
-static void run_requests(const llm_engine_options *options, bool together, int hooks, record *records[N_REQUESTS]) {
+static void run_requests(const llm_engine_options *options, bool together, int hooks,
+                         record *records[N_REQUESTS]) {
     llm_error err;
     int32_t prompts[N_REQUESTS][64];
     llm_engine *engine = NULL;
@@ -97,7 +103,8 @@ static void run_requests(const llm_engine_options *options, bool together, int h
         if (!engine) engine = llm_engine_create(target, options, &err);
         if (!engine) fail_msg("%s", err.message);
         records[i] = record_new(target);
-        record_submit(engine, records[i], make_request(i, prompts[i]), hooks == ALL_HOOKS || (hooks == SOME_HOOKS && i % 3 == 1));
+        record_submit(engine, records[i], make_request(i, prompts[i]),
+                      hooks == ALL_HOOKS || (hooks == SOME_HOOKS && i % 3 == 1));
         if (together && i + 1 < N_REQUESTS) continue;
         record_drain(engine);
         assert_idle(engine);
@@ -112,25 +119,29 @@ static void free_records(record *records[N_REQUESTS]) {
 
 static void assert_same_tokens(const record *a, const record *b) {
     assert_int_equal(a->samples[0].n_tokens, b->samples[0].n_tokens);
-    assert_memory_equal(a->samples[0].tokens, b->samples[0].tokens, sizeof(int32_t) * (size_t)a->samples[0].n_tokens);
+    assert_memory_equal(a->samples[0].tokens, b->samples[0].tokens,
+                        sizeof(int32_t) * (size_t)a->samples[0].n_tokens);
 }
 
-/* ---- What comes out ---------------------------------------------------------------------------- */
+/* ---- What comes out -------------------------------------------------------------------------- */
 
 /* The logits after the prompts are near those of the textbook loops. */
 static void test_logits(void **state) {
     (void)state;
     llm_error err;
-    llm_backend *reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err), *b = device_open(device, NULL);
+    llm_backend *reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err),
+                *b = device_open(device, NULL);
     llm_engine_options right = options_on(reference), o = options_on(b);
     record *expected[N_REQUESTS], *got[N_REQUESTS];
     run_requests(&right, true, ALL_HOOKS, expected);
     run_requests(&o, true, ALL_HOOKS, got);
     double worst = 0;
     for (int i = 0; i < N_REQUESTS; i++)
-        for (int row = 0; row < 5 + 6 * i; row++) { /* the prompt's own: later ones follow the tokens that were drawn */
+        /* the prompt's own: later ones follow the tokens that were drawn */
+        for (int row = 0; row < 5 + 6 * i; row++) {
             size_t at = (size_t)row * (size_t)expected[i]->vocab;
-            double e = relative_error(got[i]->samples[0].logits + at, expected[i]->samples[0].logits + at, expected[i]->vocab);
+            double e = relative_error(got[i]->samples[0].logits + at,
+                                      expected[i]->samples[0].logits + at, expected[i]->vocab);
             worst = e > worst ? e : worst;
         }
     print_message("    %s: logits differ from the textbook's by %.1e at most\n", device, worst);
@@ -139,7 +150,8 @@ static void test_logits(void **state) {
     llm_backend_free(reference), llm_backend_free(b);
 }
 
-/* ... and near those of Hugging Face transformers (see test_golden.c), which has no line in common with either. */
+/* ... and near those of Hugging Face transformers (see test_golden.c), which has no line in common
+ * with either. */
 static void test_transformers(void **state) {
     (void)state;
     enum { N = 24 };
@@ -163,7 +175,8 @@ static void test_transformers(void **state) {
     r.prompt = prompt, r.n_prompt = N, r.max_tokens = 0; /* only the hook sees anything */
     record *got = run_alone(target, &o, r);
     assert_int_equal(got->samples[0].n_rows, N);
-    double error = relative_error(got->samples[0].logits, (const float *)logits->data, (int64_t)N * got->vocab);
+    double error = relative_error(got->samples[0].logits, (const float *)logits->data,
+                                  (int64_t)N * got->vocab);
     print_message("    %s: logits differ from those of transformers by %.1e\n", device, error);
     assert_true(error < 1e-2);
     record_free(got);
@@ -171,7 +184,8 @@ static void test_transformers(void **state) {
     llm_file_close(file);
 }
 
-/* Together as alone, bit for bit, and in any order of threads; where blocks are scarce; in every form. */
+/* Together as alone, bit for bit, and in any order of threads; where blocks are scarce; in every
+ * form. */
 static void test_company(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
@@ -182,7 +196,8 @@ static void test_company(void **state) {
     for (int kind = 0; kind < 4; kind++) {
         llm_engine_options other = o;
         device_set_order(device, kind % device_orders(device));
-        if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;        /* one context's worth: preemption; small chunks */
+        /* one context's worth: preemption; small chunks */
+        if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;
         if (kind == 2) other.cache_bytes = 9300, other.preempt = LLM_PREEMPT_SWAP;
         if (kind == 3) other.prefix_cache = false, other.block_size = 16;
         run_requests(&other, true, ALL_HOOKS, got);
@@ -190,7 +205,8 @@ static void test_company(void **state) {
         free_records(got);
     }
     device_set_order(device, 0);
-    for (int kind = 0; kind < 5 && device_is_gpu(device); kind++) { /* without hooks, so that the device draws the tokens; or some of them */
+    /* without hooks, so that the device draws the tokens; or some of them */
+    for (int kind = 0; kind < 5 && device_is_gpu(device); kind++) {
         llm_gpu_options form = gpu;
         if (kind == 1) form.graphs = false;
         if (kind == 2) form.fused = false;
@@ -207,7 +223,8 @@ static void test_company(void **state) {
     llm_backend_free(b);
 }
 
-/* Greedy speculation gives what the target alone gives; the drafts' proposals, good or bad, only change the pace. */
+/* Greedy speculation gives what the target alone gives; the drafts' proposals, good or bad, only
+ * change the pace. */
 static void test_speculation(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
@@ -230,7 +247,8 @@ static void test_speculation(void **state) {
         llm_statistics facts = llm_engine_statistics(engine);
         if (kind == 1 || kind == 2) assert_true(facts.proposed > 0);
         /* of a step's passes, those of the draft are replayed too: more graphs than steps */
-        if (LESS == 1 && device_is_gpu(device) && kind == 2) assert_true(facts.device_replays > facts.steps);
+        if (LESS == 1 && device_is_gpu(device) && kind == 2)
+            assert_true(facts.device_replays > facts.steps);
         if (kind == 2) assert_true(facts.accepted > facts.proposed / 2);
         if (expected) assert_same_tokens(expected, got);
         llm_engine_free(engine);
@@ -241,7 +259,8 @@ static void test_speculation(void **state) {
     llm_backend_free(b);
 }
 
-/* Sampled speculation: the draft's distributions come to the host, whoever draws the other tokens. */
+/* Sampled speculation: the draft's distributions come to the host, whoever draws the other
+ * tokens. */
 static void test_sampled_speculation(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
@@ -307,7 +326,7 @@ static void test_captured_steps(void **state) {
     llm_backend_free(b);
 }
 
-/* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
+/* ---- What goes wrong (the emulated device can be told to) ------------------------------------ */
 
 static void only_emulated(void) {
     if (!strcmp(device, "emulated")) return;
@@ -319,11 +338,13 @@ static char last_error[sizeof ((llm_error *)0)->message];
 
 typedef enum failure { NONE, ALLOCATION, LAUNCH, LOSS } failure;
 
-/* Three samples of a prompt share a block that is then copied; or two do, with a draft model, which has a cache of its own. */
+/* Three samples of a prompt share a block that is then copied; or two do, with a draft model, which
+ * has a cache of its own. */
 static llm_request make_samples(bool speculate, int32_t prompt[64]) {
     llm_request r = make_request(1, prompt);
     r.n_samples = speculate ? 2 : 3;
-    r.max_tokens = 5; /* a graph is made in the second step of its kind, and replayed in the third */
+    /* a graph is made in the second step of its kind, and replayed in the third */
+    r.max_tokens = 5;
     if (speculate) r.speculate = 1, r.sampling.temperature = 0;
     return r;
 }
@@ -331,14 +352,16 @@ static llm_request make_samples(bool speculate, int32_t prompt[64]) {
 static void assert_same_samples(const record *expected, const record *got) {
     for (int i = 0; i < MAX_SAMPLES; i++) {
         assert_int_equal(expected->samples[i].n_tokens, got->samples[i].n_tokens);
-        assert_memory_equal(expected->samples[i].tokens, got->samples[i].tokens, sizeof(int32_t) * (size_t)got->samples[i].n_tokens);
+        assert_memory_equal(expected->samples[i].tokens, got->samples[i].tokens,
+                            sizeof(int32_t) * (size_t)got->samples[i].n_tokens);
         assert_int_equal(expected->samples[i].n_ends, got->samples[i].n_ends);
     }
 }
 
-/* A whole life in which the nth allocation or launch fails, or the device is lost. Returns whether that came to pass: then either the
- * engine did without, or there was an error that says what it was, and the steps after it give the tokens that were to be expected; and
- * nothing crashed, and all was freed. */
+/* A whole life in which the nth allocation or launch fails, or the device is lost. Returns whether
+ * that came to pass: then either the engine did without, or there was an error that says what it
+ * was, and the steps after it give the tokens that were to be expected; and nothing crashed, and
+ * all was freed. */
 static bool live(failure kind, long n, bool speculate, record **expected) {
     llm_error err;
     llm_gpu_options gpu = gpu_options();
@@ -361,10 +384,14 @@ static bool live(failure kind, long n, bool speculate, record **expected) {
     if (more < 0) {
         assert_true(err.status == LLM_ERROR_MEMORY || err.status == LLM_ERROR_DEVICE);
         assert_true(strlen(err.message) > 20);
-        if (kind == ALLOCATION) { /* how much, for what; how much there is and what would make it fit, or why the host has none */
+        /* how much, for what; how much there is and what would make it fit, or why the host has
+         * none */
+        if (kind == ALLOCATION) {
             const char *end = strstr(err.message, "device memory") ? "free" : "locked memory";
-            if (!strstr(err.message, "wanted for") || !strstr(err.message, end)) fail_msg("%s", err.message);
-            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller")) fail_msg("%s", err.message);
+            if (!strstr(err.message, "wanted for") || !strstr(err.message, end))
+                fail_msg("%s", err.message);
+            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller"))
+                fail_msg("%s", err.message);
         }
         if (kind == LOSS && !strstr(err.message, "lost")) fail_msg("%s", err.message);
         if (more < 0 && !last_error[0]) snprintf(last_error, sizeof last_error, "%s", err.message);
@@ -401,8 +428,12 @@ static void test_failures(void **state) {
         for (int kind = ALLOCATION; kind <= LOSS; kind++) {
             long n = 0, happened = 0, gap;
             last_error[0] = 0;
-            for (; live((failure)kind, n, speculate, &expected); n += gap, happened++) gap = LESS * (1 + n / (kind == LOSS || LESS > 1 ? 2 : 5));
-            print_message("    %s%s: %ld of about %ld were tried\n", kind == ALLOCATION ? "failed allocations" : kind == LAUNCH ? "failed launches" : "lost devices",
+            for (; live((failure)kind, n, speculate, &expected); n += gap, happened++)
+                gap = LESS * (1 + n / (kind == LOSS || LESS > 1 ? 2 : 5));
+            print_message("    %s%s: %ld of about %ld were tried\n",
+                          kind == ALLOCATION ? "failed allocations"
+                          : kind == LAUNCH   ? "failed launches"
+                                             : "lost devices",
                           speculate ? " with a draft" : "", happened, n);
             print_message("      the first: %s\n", last_error);
             assert_true(happened >= 3);
@@ -411,8 +442,8 @@ static void test_failures(void **state) {
     }
 }
 
-/* The copy of a block that samples share is the first that the device does in their next step; where it fails, it is done in the one after.
- * With a draft model there are two. */
+/* The copy of a block that samples share is the first that the device does in their next step;
+ * where it fails, it is done in the one after. With a draft model there are two. */
 static void test_failed_copies(void **state) {
     (void)state;
     only_emulated();
@@ -428,7 +459,8 @@ static void test_failed_copies(void **state) {
             llm_engine *engine = engine_on(&o);
             record *got = record_new(target);
             record_submit(engine, got, make_samples(speculate, prompt), false);
-            while (llm_engine_statistics(engine).blocks_shared == 0) assert_int_equal(llm_step(engine, &err), 1);
+            while (llm_engine_statistics(engine).blocks_shared == 0)
+                assert_int_equal(llm_step(engine, &err), 1);
             record_events(engine);
             if (fails >= 0) {
                 emulator_fail_launch(fails);
@@ -463,8 +495,10 @@ static void test_refused_graph(void **state) {
         llm_request r = make_request(0, prompt);
         r.max_tokens = 8;
         record_submit(engine, records[fails] = record_new(target), r, false);
-        while (llm_engine_statistics(engine).device_replays == 0) assert_int_equal(llm_step(engine, &err), 1), record_events(engine);
-        uint64_t replays = llm_engine_statistics(engine).device_replays, before = llm_engine_statistics(engine).device_launches;
+        while (llm_engine_statistics(engine).device_replays == 0)
+            assert_int_equal(llm_step(engine, &err), 1), record_events(engine);
+        uint64_t replays = llm_engine_statistics(engine).device_replays,
+                 before = llm_engine_statistics(engine).device_launches;
         if (fails) emulator_fail_launch(0);
         assert_int_equal(llm_step(engine, &err), 1);
         record_events(engine);
@@ -479,7 +513,8 @@ static void test_refused_graph(void **state) {
     record_free(records[0]), record_free(records[1]);
 }
 
-/* There is no memory for a second engine on the same backend, which would be a larger one: the first goes on. */
+/* There is no memory for a second engine on the same backend, which would be a larger one: the
+ * first goes on. */
 static void test_second_engine(void **state) {
     (void)state;
     only_emulated();
@@ -601,7 +636,8 @@ static void take_product(product *p, float out[ROWS * WIDTH]) {
         fail_msg("%s", err.message);
 }
 
-/* Preparing a larger program moves the scratch memory that graphs use: none from before is replayed. */
+/* Preparing a larger program moves the scratch memory that graphs use: none from before is
+ * replayed. */
 static void test_prepare_forgets_graphs(void **state) {
     (void)state;
     only_emulated();
@@ -672,12 +708,14 @@ static void test_two_devices(void **state) {
     llm_weight w = {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false};
     static const int32_t zero;
     llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
-                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows =
+                       &zero};
     llm_limits limits = ops_limits(&batch, 0);
     ops *norm = ops_new();
     ops_rmsnorm(norm, b.x, b.x, WIDTH, 1e-5f, b.out);
     assert_true(b.b->prepare(b.b->context, &norm->program, &limits, &err));
-    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err)); /* makes room */
+    /* makes room */
+    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
     if (!a.b->load_weight(a.b->context, &w, host, &err))
         fail_msg("%s", err.message); /* after calls to the second */
     a.b->free_weight(a.b->context, &w);
@@ -698,7 +736,8 @@ static void test_failure_before_a_capture(void **state) {
     llm_error err;
     static const int32_t zero;
     llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
-                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows =
+                       &zero};
     llm_limits limits = ops_limits(&batch, 0);
     product p = product_open(0);
     ops *norm = ops_new();
@@ -790,12 +829,15 @@ static void test_no_device(void **state) {
     static const struct {
         int count, capability, driver;
         const char *words;
-    } cases[] = {{0, 80, 13000, "no NVIDIA GPU"}, {1, 80, 11000, "driver"}, {1, 75, 13000, "compute capability 7.5"}};
+    } cases[] = {{0, 80, 13000, "no NVIDIA GPU"},
+                 {1, 80, 11000, "driver"},
+                 {1, 75, 13000, "compute capability 7.5"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         emulator_devices(cases[i].count, cases[i].capability, cases[i].driver);
         assert_null(llm_emulated_backend(NULL, &err));
         assert_true(err.status == LLM_ERROR_UNSUPPORTED || err.status == LLM_ERROR_DEVICE);
-        if (!strstr(err.message, cases[i].words)) fail_msg("\"%s\" does not say \"%s\"", err.message, cases[i].words);
+        if (!strstr(err.message, cases[i].words))
+            fail_msg("\"%s\" does not say \"%s\"", err.message, cases[i].words);
     }
     emulator_devices(1, 80, 13000);
     llm_gpu_options second = llm_gpu_defaults();
@@ -806,10 +848,17 @@ static void test_no_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_speculation), cmocka_unit_test(test_sampled_speculation),
-        cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies),
-        cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
+        cmocka_unit_test(test_logits),
+        cmocka_unit_test(test_transformers),
+        cmocka_unit_test(test_company),
+        cmocka_unit_test(test_speculation),
+        cmocka_unit_test(test_sampled_speculation),
+        cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_failed_copies),
+        cmocka_unit_test(test_refused_graph),
+        cmocka_unit_test(test_second_engine),
+        cmocka_unit_test(test_too_little_memory),
+        cmocka_unit_test(test_no_device),
         cmocka_unit_test(test_prepare_forgets_graphs),
         cmocka_unit_test(test_refused_prepare),
         cmocka_unit_test(test_copies_allocate_nothing),

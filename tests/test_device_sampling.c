@@ -1,5 +1,6 @@
-/* Tokens drawn on a device are those that the sampler of chapter 3 draws from the same logits, in every order of threads: over
- * random logits of many shapes, with ties, with infinities and NaNs, and all filters. */
+/* Tokens drawn on a device are those that the sampler of chapter 3 draws from the same logits, in
+ * every order of threads: over random logits of many shapes, with ties, with infinities and NaNs,
+ * and all filters. */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 
@@ -23,7 +24,8 @@ static void fill_logits(uint64_t seed, int kind, float *row, int n) {
         double normal = sqrt(-2 * log(1 - u)) * cos(6.283185307179586 * v);
         row[i] = (float)(normal * (kind == 1 ? 20 : 3));
         if (kind == 2) row[i] = (float)(int)(u * 5);              /* nothing but ties */
-        if (kind == 3) row[i] = u < 0.5 ? 0.0f : -0.0f;           /* equal, though their bits are not */
+        /* equal, though their bits are not */
+        if (kind == 3) row[i] = u < 0.5 ? 0.0f : -0.0f;
         if (kind == 4 && u < 0.3) row[i] = v < 0.5 ? NAN : -INFINITY;
         if (kind == 5) row[i] = v < 0.5 ? NAN : -INFINITY;        /* nothing that could be drawn */
         if (kind == 6 && i == n / 2) row[i] = INFINITY;
@@ -46,7 +48,8 @@ static llm_sampling random_sampling(uint64_t seed) {
     return p;
 }
 
-/* One call of the device's operation over several rows, some with several draws, against the sampler. */
+/* One call of the device's operation over several rows, some with several draws, against the
+ * sampler. */
 static void check_draws(llm_backend *b, uint64_t seed, int n) {
     llm_error err;
     llm__sampler sampler;
@@ -58,7 +61,8 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
     assert_non_null(logits);
     assert_true(llm__sampler_init(&sampler, n, 1, &err));
     for (int row = 0; row < n_rows; row++) {
-        fill_logits(seed + (uint64_t)row, (int)(llm_random(seed, 3, (uint64_t)row) * 9), logits + (int64_t)row * n, n);
+        fill_logits(seed + (uint64_t)row, (int)(llm_random(seed, 3, (uint64_t)row) * 9),
+                    logits + (int64_t)row * n, n);
         for (int k = 0; k < 1 + row % 3; k++, n_draws++) {
             llm_draw *d = &draws[n_draws];
             memset(d, 0, sizeof *d);
@@ -66,8 +70,12 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
             d->sampling = random_sampling(seed * 100 + (uint64_t)n_draws);
             d->random = llm__random_bits(d->sampling.seed, 5, (uint64_t)n_draws);
             for (int i = 0; i < MOST_RECENT; i++)
-                recent[n_draws][i] = (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) * (i % 2 ? n : n < 9 ? n : 9));
-            if (d->sampling.repetition_penalty != 1) d->n_recent = d->sampling.penalty_window ? 7 : MOST_RECENT;
+                recent[n_draws][i] =
+                    (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) * (i % 2   ? n
+                                                                                   : n < 9 ? n
+                                                                                           : 9));
+            if (d->sampling.repetition_penalty != 1)
+                d->n_recent = d->sampling.penalty_window ? 7 : MOST_RECENT;
             d->recent = recent[n_draws] + MOST_RECENT - d->n_recent;
         }
     }
@@ -75,19 +83,22 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
     float *on_device = (float *)b->allocate(b->context, bytes, "logits", &err);
     assert_non_null(on_device);
     assert_true(b->upload(b->context, on_device, logits, bytes, &err));
-    if (!b->sample(b->context, on_device, n, draws, n_draws, ids, logprobs, &err)) fail_msg("%s", err.message);
+    if (!b->sample(b->context, on_device, n, draws, n_draws, ids, logprobs, &err))
+        fail_msg("%s", err.message);
     for (int i = 0; i < n_draws; i++) {
         const float *row = logits + (int64_t)draws[i].row * n;
         const llm_sampling *p = &draws[i].sampling;
         int32_t expected = llm__sample(&sampler, p, row, recent[i], MOST_RECENT, 5, (uint64_t)i);
         if (ids[i] != expected)
-            fail_msg("seed %d, draw %d of %d logits: token %d, not %d (temperature %g, top_k %d, top_p %g, min_p %g, penalty %g)",
-                     (int)seed, i, n, ids[i], expected, (double)p->temperature, p->top_k, (double)p->top_p, (double)p->min_p,
-                     (double)p->repetition_penalty);
+            fail_msg("seed %d, draw %d of %d logits: token %d, not %d (temperature %g, top_k %d, "
+                     "top_p %g, min_p %g, penalty %g)",
+                     (int)seed, i, n, ids[i], expected, (double)p->temperature, p->top_k,
+                     (double)p->top_p, (double)p->min_p, (double)p->repetition_penalty);
         float logprob = llm_logprob(row, n, ids[i]);
         if (logprob != logprobs[i] && !(logprob != logprob && logprobs[i] != logprobs[i]) &&
             !(fabsf(logprob - logprobs[i]) <= 1e-5f * (1 + fabsf(logprob))))
-            fail_msg("seed %d, draw %d: a logprob of %g, not %g", (int)seed, i, (double)logprobs[i], (double)logprob);
+            fail_msg("seed %d, draw %d: a logprob of %g, not %g", (int)seed, i, (double)logprobs[i],
+                     (double)logprob);
     }
     /* the logits are what they were */
     float *after = (float *)malloc(bytes);
@@ -102,7 +113,8 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
 static void test_draws(void **state) {
     static const int sizes[] = {1, 2, 31, 32, 33, 500, 2049};
     (void)state;
-    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device);
+         order++) {
         device_set_order(device, order);
         llm_backend *b = device_open(device, NULL);
         if (!b->sample) skip();
@@ -133,12 +145,15 @@ static void test_likelihood(void **state) {
         assert_true(weight <= last);
         last = weight;
         double exact = exp(-(double)x) * (double)((uint64_t)1 << 44);
-        if (fabs((double)weight - exact) > 1 + 2e-6 * exact) fail_msg("e^-%g is %g", (double)x, (double)weight);
+        if (fabs((double)weight - exact) > 1 + 2e-6 * exact)
+            fail_msg("e^-%g is %g", (double)x, (double)weight);
     }
-    /* every fraction of an octave, near 1 and at its ends: one step of 2^-24 is always a step down */
+    /* every fraction of an octave, near 1 and at its ends: one step of 2^-24 is always a step
+     * down */
     last = UINT64_MAX;
     for (uint64_t y = 0; y < (1 << 24) + 2; y += y < 4096 || y > (1 << 24) - 4096 ? 1 : 61) {
-        uint64_t weight = llm__likelihood(&p, -(float)(((double)y + 0.5) / (1.4426950408889634 * 16777216)), 0, 44);
+        uint64_t weight = llm__likelihood(
+            &p, -(float)(((double)y + 0.5) / (1.4426950408889634 * 16777216)), 0, 44);
         assert_true(weight <= last);
         last = weight;
     }

@@ -1,5 +1,6 @@
-/* The emulated GPU (cuda_on_cpu.h) finds what it is there to find: each kind of mistake is planted in a small kernel, beside its right
- * form. And it computes what a GPU does: fragments, half precision, streams, graphs.
+/* The emulated GPU (cuda_on_cpu.h) finds what it is there to find: each kind of mistake is planted
+ * in a small kernel, beside its right form. And it computes what a GPU does: fragments, half
+ * precision, streams, graphs.
  *
  * make build/test_emulator && build/test_emulator */
 #include <setjmp.h>
@@ -38,8 +39,11 @@ static float *result;  /* device (N) */
 static int set_up(void **) {
     float host[N];
     for (int i = 0; i < N; i++) host[i] = (float)i;
-    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) || cudaMalloc(&numbers, sizeof host) || cudaMalloc(&result, sizeof host)) return 1;
-    return cudaMemcpyAsync(numbers, host, sizeof host, cudaMemcpyHostToDevice, stream) || cudaStreamSynchronize(stream);
+    if (cudaStreamCreateWithFlags(&stream, cudaStreamNonBlocking) ||
+        cudaMalloc(&numbers, sizeof host) || cudaMalloc(&result, sizeof host))
+        return 1;
+    return cudaMemcpyAsync(numbers, host, sizeof host, cudaMemcpyHostToDevice, stream) ||
+           cudaStreamSynchronize(stream);
 }
 
 static int tear_down(void **) {
@@ -50,14 +54,17 @@ static int tear_down(void **) {
     return c.live_allocations || c.live_pinned || c.live_handles;
 }
 
-/* Run it in every order, from a result that is all zeros: what came out. A fault is left for the caller to see. */
-static cudaError_t run(int order, float out[N], int threads, size_t shared, void (*kernel)(const float *, float *)) {
+/* Run it in every order, from a result that is all zeros: what came out. A fault is left for the
+ * caller to see. */
+static cudaError_t run(int order, float out[N], int threads, size_t shared,
+                       void (*kernel)(const float *, float *)) {
     emulator_order(orders[order]);
     assert_int_equal(cudaMemsetAsync(result, 0, N * sizeof(float), stream), cudaSuccess);
     LLM_LAUNCH(kernel, 1, threads, shared, stream, numbers, result);
     cudaError_t error = cudaGetLastError();
     if (!error) error = cudaStreamSynchronize(stream);
-    if (!error) error = cudaMemcpyAsync(out, result, N * sizeof(float), cudaMemcpyDeviceToHost, stream);
+    if (!error)
+        error = cudaMemcpyAsync(out, result, N * sizeof(float), cudaMemcpyDeviceToHost, stream);
     if (!error) error = cudaStreamSynchronize(stream);
     return error;
 }
@@ -74,16 +81,19 @@ template <class F> static bool always(void (*kernel)(const float *, float *), F 
 }
 
 /* It is a fault, which says all these words. */
-static void assert_fault(void (*kernel)(const float *, float *), int line, const char *words, int threads = N) {
+static void assert_fault(void (*kernel)(const float *, float *), int line, const char *words,
+                         int threads = N) {
     for (int order = 0; order < ORDERS; order++) {
         float out[N];
         char place[64];
         snprintf(place, sizeof place, "test_emulator.cpp:%d: ", line);
         assert_int_equal(run(order, out, threads, 0, kernel), cudaErrorLaunchFailure);
         if (!strstr(emulator_fault(), words) || (line && !strstr(emulator_fault(), place)))
-            fail_msg("the fault does not say \"%s%s\": %s", line ? place : "", words, emulator_fault());
+            fail_msg("the fault does not say \"%s%s\": %s", line ? place : "", words,
+                     emulator_fault());
         assert_string_equal(cudaGetErrorString(cudaErrorLaunchFailure), emulator_fault());
-        assert_int_equal(cudaStreamSynchronize(stream), cudaErrorLaunchFailure); /* the device is lost */
+        /* the device is lost */
+        assert_int_equal(cudaStreamSynchronize(stream), cudaErrorLaunchFailure);
         emulator_recover();
         assert_int_equal(cudaStreamSynchronize(stream), cudaSuccess);
     }
@@ -106,7 +116,8 @@ template <bool barrier> static void neighbour_kernel(const float *in, float *out
     out[threadIdx.x] = all[threadIdx.x ^ 1];
 }
 
-/* A buffer that is used twice: the second barrier keeps a fast warp from overwriting what a slow one still reads. */
+/* A buffer that is used twice: the second barrier keeps a fast warp from overwriting what a slow
+ * one still reads. */
 template <bool barrier> static void reuse_kernel(const float *in, float *out) {
     LLM_SHARED(float, all, N);
     float sum = 0;
@@ -150,10 +161,13 @@ static void test_barrier_not_reached_by_all(void **) {
     float out[N];
     run(0, out, N, 0, partial_barrier_kernel); /* to learn the lines */
     emulator_recover();
-    assert_fault(partial_barrier_kernel, partial_line, "__syncthreads is not reached by all threads: thread (100, 0, 0), lane 4 of warp 3, has ended");
+    assert_fault(partial_barrier_kernel, partial_line,
+                 "__syncthreads is not reached by all threads: thread (100, 0, 0), lane 4 of warp "
+                 "3, has ended");
     run(0, out, N, 0, left_early_kernel);
     emulator_recover();
-    assert_fault(left_early_kernel, partial_line, "thread (77, 0, 0), lane 13 of warp 2, has ended");
+    assert_fault(left_early_kernel, partial_line,
+                 "thread (77, 0, 0), lane 13 of warp 2, has ended");
     assert_fault(two_places_kernel, 0, "__syncthreads is not reached by all threads");
 }
 
@@ -169,7 +183,9 @@ static void test_early_launch(void **) {
         LLM_LAUNCH_EARLY(context, waiting_kernel, dim3(2), dim3(32), 0, without);
         bool fine = cudaDeviceSynchronize() == cudaSuccess;
         assert_int_equal(fine, without != 19);
-        if (!fine) assert_non_null(strstr(emulator_fault(), "without a call of llm__wait_for_last: thread (19, 0, 0)"));
+        if (!fine)
+            assert_non_null(strstr(emulator_fault(),
+                                   "without a call of llm__wait_for_last: thread (19, 0, 0)"));
     }
     emulator_recover();
 }
@@ -195,16 +211,25 @@ template <int first> static void warp_sum_kernel(const float *in, float *out) {
 
 static void shuffles_kernel(const float *in, float *out) {
     float x = in[threadIdx.x], lane = (float)(threadIdx.x % 32);
-    float y = __shfl_sync(0xffffffffu, lane, 5), up = __shfl_up_sync(0xffffffffu, lane, 3), down = __shfl_down_sync(0xffffffffu, lane, 30);
-    float part = __shfl_sync(0xffffffffu, lane, 1, 8), wrapped = __shfl_sync(0xffffffffu, lane, 33), xor8 = __shfl_xor_sync(0xffffffffu, lane, 3, 8);
+    float y = __shfl_sync(0xffffffffu, lane, 5), up = __shfl_up_sync(0xffffffffu, lane, 3),
+          down = __shfl_down_sync(0xffffffffu, lane, 30);
+    float part = __shfl_sync(0xffffffffu, lane, 1, 8), wrapped = __shfl_sync(0xffffffffu, lane, 33),
+          xor8 = __shfl_xor_sync(0xffffffffu, lane, 3, 8);
     double wide = __shfl_sync(0xffffffffu, (double)x + 0.25, 31);
-    unsigned ballot = __ballot_sync(0xffffffffu, (int)x & 1), same = __match_any_sync(0xffffffffu, (int)x / 4);
-    bool right = y == 5 && up == (lane < 3 ? lane : lane - 3) && down == (lane < 2 ? lane + 30 : lane) && part == (float)((int)lane / 8 * 8 + 1) &&
-                 wrapped == 1 && xor8 == (float)((int)lane ^ 3) && wide == (double)(x - lane + 31) + 0.25 && ballot == 0xaaaaaaaau &&
-                 same == 15u << ((int)lane / 4 * 4) && __any_sync(0xffffffffu, lane == 7) && !__all_sync(0xffffffffu, lane == 7) &&
-                 __reduce_add_sync(0xffffffffu, (unsigned)lane) == 496 && __reduce_max_sync(0xffffffffu, (int)lane - 40) == -9 &&
+    unsigned ballot = __ballot_sync(0xffffffffu, (int)x & 1),
+             same = __match_any_sync(0xffffffffu, (int)x / 4);
+    bool right = y == 5 && up == (lane < 3 ? lane : lane - 3) &&
+                 down == (lane < 2 ? lane + 30 : lane) && part == (float)((int)lane / 8 * 8 + 1) &&
+                 wrapped == 1 && xor8 == (float)((int)lane ^ 3) &&
+                 wide == (double)(x - lane + 31) + 0.25 && ballot == 0xaaaaaaaau &&
+                 same == 15u << ((int)lane / 4 * 4) && __any_sync(0xffffffffu, lane == 7) &&
+                 !__all_sync(0xffffffffu, lane == 7) &&
+                 __reduce_add_sync(0xffffffffu, (unsigned)lane) == 496 &&
+                 __reduce_max_sync(0xffffffffu, (int)lane - 40) == -9 &&
                  __reduce_min_sync(0xffffffffu, (int)lane - 40) == -40;
-    if (threadIdx.x % 32 < 16) right = right && __shfl_xor_sync(0x0000ffffu, lane, 1) == (float)((int)lane ^ 1); /* half of a warp */
+    /* half of a warp */
+    if (threadIdx.x % 32 < 16)
+        right = right && __shfl_xor_sync(0x0000ffffu, lane, 1) == (float)((int)lane ^ 1);
     out[threadIdx.x] = right;
 }
 
@@ -214,7 +239,9 @@ static void missing_lane_kernel(const float *in, float *out) {
 static void out_of_mask_kernel(const float *in, float *out) {
     if (threadIdx.x % 32 < 8) out[threadIdx.x] = __shfl_sync(0xffu, in[threadIdx.x], 8);
 }
-static void not_in_mask_kernel(const float *in, float *out) { out[threadIdx.x] = __shfl_sync(0xffffu, in[threadIdx.x], 0); }
+static void not_in_mask_kernel(const float *in, float *out) {
+    out[threadIdx.x] = __shfl_sync(0xffffu, in[threadIdx.x], 0);
+}
 
 static void test_warps(void **) {
     assert_true(always(shuffles_kernel, [](int) { return 1.0f; }));
@@ -227,7 +254,7 @@ static void test_warps(void **) {
     assert_fault(warp_sum_kernel<16>, 0, "lane 16, which the block does not have", 48);
 }
 
-/* ---- Shared memory ------------------------------------------------------------------------------ */
+/* ---- Shared memory --------------------------------------------------------------------------- */
 
 template <int filled> static void uninitialised_kernel(const float *in, float *out) {
     LLM_SHARED(float, all, N);
@@ -250,17 +277,23 @@ static void past_the_dynamic_end_kernel(const float *in, float *out) {
     __syncthreads();
     out[threadIdx.x] = all[N - 1 - threadIdx.x];
 }
-static void both_shared_kernel(const float *in, float *out) { /* an array of its own, and what the launch gives */
+/* an array of its own, and what the launch gives */
+static void both_shared_kernel(const float *in, float *out) {
     LLM_SHARED(float, own, N);
     LLM_DYNAMIC_SHARED(float, all);
     own[threadIdx.x] = all[threadIdx.x] = in[threadIdx.x];
     out[threadIdx.x] = own[threadIdx.x] + all[threadIdx.x];
 }
-static void past_global_kernel(const float *in, float *out) { out[threadIdx.x + 1] = in[threadIdx.x]; }
-static void before_global_kernel(const float *in, float *out) { (out - 1)[threadIdx.x] = in[threadIdx.x]; }
+static void past_global_kernel(const float *in, float *out) {
+    out[threadIdx.x + 1] = in[threadIdx.x];
+}
+static void before_global_kernel(const float *in, float *out) {
+    (out - 1)[threadIdx.x] = in[threadIdx.x];
+}
 
 /* In a process of its own, since the address sanitizer ends it. */
-static void assert_caught(void (*kernel)(const float *, float *), size_t shared, const char *words) {
+static void assert_caught(void (*kernel)(const float *, float *), size_t shared,
+                          const char *words) {
     fflush(NULL);
     pid_t child = fork();
     assert_true(child >= 0);
@@ -282,18 +315,23 @@ static void assert_caught(void (*kernel)(const float *, float *), size_t shared,
 
 static void test_memory_bounds(void **) {
     assert_true(always(uninitialised_kernel<N>, [](int i) { return (float)i; }));
-    assert_true(always(uninitialised_kernel<N - 3>, [](int i) { return i < N - 3 ? (float)i : -1.0f; }));
+    assert_true(
+        always(uninitialised_kernel<N - 3>, [](int i) { return i < N - 3 ? (float)i : -1.0f; }));
     assert_caught(past_the_end_kernel, 0, "past the end of the shared array first");
     float out[N];
     assert_int_equal(run(0, out, N, N * sizeof(float), past_the_dynamic_end_kernel), cudaSuccess);
     assert_true(out[0] == N - 1);
-    assert_caught(past_the_dynamic_end_kernel, N * sizeof(float) - 4, "past the end of the dynamic shared memory");
+    assert_caught(past_the_dynamic_end_kernel, N * sizeof(float) - 4,
+                  "past the end of the dynamic shared memory");
     size_t beside = 48 * 1024 - N * sizeof(float);
     assert_int_equal(run(0, out, N, beside, both_shared_kernel), cudaSuccess);
     assert_int_equal(run(0, out, N, beside + 4, both_shared_kernel), cudaErrorLaunchFailure);
     assert_non_null(strstr(emulator_fault(), "without cudaFuncSetAttribute"));
     emulator_recover();
-    assert_int_equal(cudaFuncSetAttribute(both_shared_kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, (int)beside + 4), cudaSuccess);
+    assert_int_equal(cudaFuncSetAttribute(both_shared_kernel,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize,
+                                          (int)beside + 4),
+                     cudaSuccess);
     assert_int_equal(run(0, out, N, beside + 4, both_shared_kernel), cudaSuccess);
     assert_caught(past_global_kernel, 0, "past the end of an allocation of 1024 bytes");
     assert_caught(before_global_kernel, 0, "before an allocation of 1024 bytes");
@@ -311,13 +349,16 @@ static void test_memory_bounds(void **) {
     cudaGetLastError();
 }
 
-/* ---- Asynchronous copies --------------------------------------------------------------------------- */
+/* ---- Asynchronous copies --------------------------------------------------------------------- */
 
-/* Four pieces of 64 numbers through two buffers; `left` groups may still be on their way when a piece is read. */
+/* Four pieces of 64 numbers through two buffers; `left` groups may still be on their way when a
+ * piece is read. */
 template <int left, bool barrier> static void pipeline_kernel(const float *in, float *out) {
     LLM_SHARED(float, buffer, 128);
     auto fetch = [&](int piece) {
-        if (threadIdx.x < 16 && piece < 4) llm__cp_async_16(buffer + piece % 2 * 64 + threadIdx.x * 4, in + piece * 64 + threadIdx.x * 4);
+        if (threadIdx.x < 16 && piece < 4)
+            llm__cp_async_16(buffer + piece % 2 * 64 + threadIdx.x * 4,
+                             in + piece * 64 + threadIdx.x * 4);
         llm__cp_async_commit();
     };
     fetch(0);
@@ -325,13 +366,15 @@ template <int left, bool barrier> static void pipeline_kernel(const float *in, f
         fetch(piece + 1);
         llm__cp_async_wait<left>();
         __syncthreads();
-        if (threadIdx.x / 64 == 3) out[piece * 64 + threadIdx.x % 64] = buffer[piece % 2 * 64 + threadIdx.x % 64];
+        if (threadIdx.x / 64 == 3)
+            out[piece * 64 + threadIdx.x % 64] = buffer[piece % 2 * 64 + threadIdx.x % 64];
         if (barrier) __syncthreads();
     }
 }
 static void zero_fill_kernel(const float *in, float *out) {
     LLM_SHARED(float, buffer, N);
-    if (threadIdx.x < N / 4) llm__cp_async_16(buffer + threadIdx.x * 4, in + threadIdx.x * 4, threadIdx.x % 2 == 0);
+    if (threadIdx.x < N / 4)
+        llm__cp_async_16(buffer + threadIdx.x * 4, in + threadIdx.x * 4, threadIdx.x % 2 == 0);
     llm__cp_async_commit();
     llm__cp_async_wait<0>();
     __syncthreads();
@@ -346,17 +389,20 @@ static void test_asynchronous_copies(void **) {
     auto same = [](int i) { return (float)i; };
     assert_true(always(pipeline_kernel<1, true>, same));
     assert_true(always(pipeline_kernel<0, true>, same));
-    assert_false(always(pipeline_kernel<2, true>, same));  /* a wait that does not cover the piece */
-    assert_false(always(pipeline_kernel<1, false>, same)); /* a buffer that is filled while it is read */
+    /* a wait that does not cover the piece */
+    assert_false(always(pipeline_kernel<2, true>, same));
+    /* a buffer that is filled while it is read */
+    assert_false(always(pipeline_kernel<1, false>, same));
     assert_true(always(zero_fill_kernel, [](int i) { return i / 4 % 2 ? 0.0f : (float)i; }));
     assert_fault(crooked_copy_kernel, 0, "no multiple");
 }
 
-/* ---- Matrix instructions ------------------------------------------------------------------------------ */
+/* ---- Matrix instructions --------------------------------------------------------------------- */
 
-/* c (16, 8) = a (16, 16) times b (16, 8), as kernels do it: a by ldmatrix, b (row after row) by ldmatrix with transposition. `swap`
- * plants a mistake: two registers of a change places. */
-template <bool bf16, bool swap> static void product_kernel(const uint16_t *a, const uint16_t *b, float *c) {
+/* c (16, 8) = a (16, 16) times b (16, 8), as kernels do it: a by ldmatrix, b (row after row) by
+ * ldmatrix with transposition. `swap` plants a mistake: two registers of a change places. */
+template <bool bf16, bool swap>
+static void product_kernel(const uint16_t *a, const uint16_t *b, float *c) {
     LLM_SHARED(uint16_t, shared_a, 256);
     LLM_SHARED(uint16_t, shared_b, 128);
     int lane = threadIdx.x;
@@ -376,7 +422,8 @@ template <bool bf16, bool swap> static void product_kernel(const uint16_t *a, co
     for (int i = 0; i < 4; i++) c[(lane / 4 + i / 2 * 8) * 8 + lane % 4 * 2 + i % 2] = d[i];
 }
 
-/* The same of int8, (16, 32) times (32, 8) given column after column, as PTX draws the fragments: row lane / 4, four neighbours. */
+/* The same of int8, (16, 32) times (32, 8) given column after column, as PTX draws the fragments:
+ * row lane / 4, four neighbours. */
 static void product_s8_kernel(const int8_t *a, const int8_t *b, int32_t *c) {
     int row = threadIdx.x / 4, at = threadIdx.x % 4 * 4;
     uint32_t x[4], y[2];
@@ -411,19 +458,25 @@ static void test_matrix_products(void **) {
     for (int i = 0; i < 16; i++)
         for (int j = 0; j < 8; j++)
             for (int k = 0; k < 16; k++) expected[i * 8 + j] += a[i * 16 + k] * b[k * 8 + j];
-    uint16_t *da[2] = {on_device(half_a[0], 256), on_device(half_a[1], 256)}, *db[2] = {on_device(half_b[0], 128), on_device(half_b[1], 128)};
+    uint16_t *da[2] = {on_device(half_a[0], 256), on_device(half_a[1], 256)},
+             *db[2] = {on_device(half_b[0], 128), on_device(half_b[1], 128)};
     int8_t *dia = on_device(int_a, 512), *dib = on_device(int_b, 256);
     float *dc = on_device(out, 128);
     for (int order = 0; order < ORDERS; order++) {
         emulator_order(orders[order]);
         for (int kind = 0; kind < 4; kind++) {
-            auto kernel = kind == 0 ? product_kernel<false, false> : kind == 1 ? product_kernel<true, false> : kind == 2 ? product_kernel<false, true> : product_kernel<true, true>;
+            auto kernel = kind == 0   ? product_kernel<false, false>
+                          : kind == 1 ? product_kernel<true, false>
+                          : kind == 2 ? product_kernel<false, true>
+                                      : product_kernel<true, true>;
             LLM_LAUNCH(kernel, 1, 32, 0, 0, da[kind % 2], db[kind % 2], dc);
             assert_int_equal(cudaMemcpy(out, dc, sizeof out, cudaMemcpyDeviceToHost), cudaSuccess);
-            assert_int_equal(memcmp(out, expected, sizeof out) == 0, kind < 2); /* whole numbers: exact */
+            /* whole numbers: exact */
+            assert_int_equal(memcmp(out, expected, sizeof out) == 0, kind < 2);
         }
         LLM_LAUNCH(product_s8_kernel, 1, 32, 0, 0, dia, dib, (int32_t *)dc);
-        assert_int_equal(cudaMemcpy(int_out, dc, sizeof int_out, cudaMemcpyDeviceToHost), cudaSuccess);
+        assert_int_equal(cudaMemcpy(int_out, dc, sizeof int_out, cudaMemcpyDeviceToHost),
+                         cudaSuccess);
         for (int i = 0; i < 16; i++)
             for (int j = 0; j < 8; j++) {
                 int sum = 1;
@@ -435,7 +488,7 @@ static void test_matrix_products(void **) {
     cudaFree(dia), cudaFree(dib), cudaFree(dc);
 }
 
-/* ---- Numbers ----------------------------------------------------------------------------------------------- */
+/* ---- Numbers --------------------------------------------------------------------------------- */
 
 static void test_half_precision(void **) {
     for (int bf16 = 0; bf16 < 2; bf16++) {
@@ -445,10 +498,14 @@ static void test_half_precision(void **) {
             float x, y = bf16 ? (float)__ushort_as_bfloat16(bits) : (float)__ushort_as_half(bits);
             type->unpack(&bits, &x, 1);
             assert_true(memcmp(&x, &y, 4) == 0 || (x != x && y != y));
-            if (x == x) assert_int_equal(bf16 ? __bfloat16_as_ushort(__float2bfloat16(x)) : __half_as_ushort(__float2half(x)), bits);
+            if (x == x)
+                assert_int_equal(bf16 ? __bfloat16_as_ushort(__float2bfloat16(x))
+                                      : __half_as_ushort(__float2half(x)),
+                                 bits);
         }
         uint64_t state = 1;
-        for (int i = 0; i < 300000; i++) { /* f32 of all sizes, and those right between two halves */
+        /* f32 of all sizes, and those right between two halves */
+        for (int i = 0; i < 300000; i++) {
             state = state * 6364136223846793005ull + 1442695040888963407ull;
             uint32_t random = (uint32_t)(state >> 32);
             if (i % 3 == 0) random = (random & 0xff800000) | (random & 0x007fffff) >> 12 << 12;
@@ -457,11 +514,14 @@ static void test_half_precision(void **) {
             if (x != x) continue;
             uint16_t bits;
             llm_pack(type->type, &x, &bits, 1);
-            assert_int_equal(bf16 ? __bfloat16_as_ushort(__float2bfloat16(x)) : __half_as_ushort(__float2half(x)), bits);
+            assert_int_equal(bf16 ? __bfloat16_as_ushort(__float2bfloat16(x))
+                                  : __half_as_ushort(__float2half(x)),
+                             bits);
         }
     }
     /* one rounding, not two: 1 + 2^-11 x (1 + 2^-30) lies above the middle */
-    assert_int_equal(__half_as_ushort(__hfma(__half(1.0f), __ushort_as_half(0x1000), __half(1.0f))), 0x3c00);
+    assert_int_equal(__half_as_ushort(__hfma(__half(1.0f), __ushort_as_half(0x1000), __half(1.0f))),
+                     0x3c00);
     __half2 sum = __hadd2(__floats2half2_rn(1.5f, -2.0f), __float2half2_rn(0.25f));
     assert_true(__low2float(sum) == 1.75f && __high2float(sum) == -1.75f);
 }
@@ -471,7 +531,9 @@ static void test_bits(void **) {
     assert_int_equal(llm__prmt(0x80007f00, 0, 0x000b), 0x000000ff); /* a sign, spread */
     for (uint32_t a = 0; a < 2; a++)
         for (uint32_t b = 0; b < 2; b++)
-            for (uint32_t c = 0; c < 2; c++) assert_int_equal(llm__lop3<0xea>(a, b, c) & 1, (a & b) | c); /* PTX: (0xf0 & 0xcc) | 0xaa */
+            /* PTX: (0xf0 & 0xcc) | 0xaa */
+            for (uint32_t c = 0; c < 2; c++)
+                assert_int_equal(llm__lop3<0xea>(a, b, c) & 1, (a & b) | c);
     assert_int_equal(__dp4a((int)0x01ff807f, (int)0x02038001, 10), 10 + 2 - 3 + 16384 + 127);
     assert_int_equal(__brev(1), 0x80000000u);
     assert_int_equal(__clz(1), 31);
@@ -479,7 +541,7 @@ static void test_bits(void **) {
     assert_int_equal(__vsubss4(0x80000000, 0x01000000), 0x80000000u);
 }
 
-/* ---- Streams, events, graphs -------------------------------------------------------------------------------- */
+/* ---- Streams, events, graphs ----------------------------------------------------------------- */
 
 static void add_kernel(float *x, float y) { x[threadIdx.x] += y; }
 static void double_kernel(float *x) { x[threadIdx.x] *= 2; }
@@ -494,7 +556,8 @@ static void test_streams(void **) {
     assert_int_equal(cudaMallocHost(&pinned, 4), cudaSuccess);
     assert_int_equal(cudaMalloc(&x, 4), cudaSuccess);
 
-    /* nothing happens before somebody waits: a host that reads too early, or fills a buffer anew too early, sees it */
+    /* nothing happens before somebody waits: a host that reads too early, or fills a buffer anew
+     * too early, sees it */
     *pinned = 1;
     cudaMemcpyAsync(x, pinned, 4, cudaMemcpyHostToDevice, stream);
     cudaMemcpyAsync(&seen, x, 4, cudaMemcpyDeviceToHost, stream);
@@ -528,7 +591,8 @@ static void test_streams(void **) {
     cudaMemcpy(&seen, x, 4, cudaMemcpyDeviceToHost);
     assert_true(seen == 113);
 
-    cudaFree(x), cudaFreeHost(pinned), cudaEventDestroy(event), cudaEventDestroy(later), cudaStreamDestroy(other);
+    cudaFree(x), cudaFreeHost(pinned), cudaEventDestroy(event), cudaEventDestroy(later),
+        cudaStreamDestroy(other);
 }
 
 static void test_graphs(void **) {
@@ -577,13 +641,16 @@ static void test_graphs(void **) {
     }
     cudaGetLastError();
     assert_int_equal(cudaStreamSynchronize(stream), cudaSuccess);
-    cudaFree(x), cudaFreeHost(pinned), cudaEventDestroy(fork), cudaEventDestroy(join), cudaStreamDestroy(other);
+    cudaFree(x), cudaFreeHost(pinned), cudaEventDestroy(fork), cudaEventDestroy(join),
+        cudaStreamDestroy(other);
 }
 
-/* ---- Accesses to memory ------------------------------------------------------------------------------ */
+/* ---- Accesses to memory ---------------------------------------------------------------------- */
 
-/* What -fsanitize=thread makes of a load or a store: said by hand here, so that this test needs no such compiler. */
-extern "C" void __tsan_read2(void *), __tsan_read4(void *), __tsan_read16(void *), __tsan_write4(void *), __tsan_write8(void *);
+/* What -fsanitize=thread makes of a load or a store: said by hand here, so that this test needs no
+ * such compiler. */
+extern "C" void __tsan_read2(void *), __tsan_read4(void *), __tsan_read16(void *),
+    __tsan_write4(void *), __tsan_write8(void *);
 
 static void global_kernel(const float *in, float *) {
     float own = 0;
@@ -596,7 +663,8 @@ static void global_kernel(const float *in, float *) {
     __tsan_read16(bytes + 16 * i);              /* 512 bytes */
     __tsan_read2(bytes + 31 + 32 * (i % 8));    /* across the end of a sector */
     if (i < 3) __tsan_write4(bytes + 128 * i);  /* three lanes, three lines */
-    for (int k = 0; k <= i % 2; k++) __tsan_write8(bytes + 8 * i); /* the second time only the odd lanes */
+    /* the second time only the odd lanes */
+    for (int k = 0; k <= i % 2; k++) __tsan_write8(bytes + 8 * i);
 }
 
 static void shared_kernel(const float *, float *) {
@@ -613,9 +681,12 @@ static void shared_kernel(const float *, float *) {
     __tsan_write8(words + 2 * i);          /* 16 lanes at once: two passes */
 }
 
-static void collect_access(void *user, const emulator_access *access) { ((std::vector<emulator_access> *)user)->push_back(*access); }
+static void collect_access(void *user, const emulator_access *access) {
+    ((std::vector<emulator_access> *)user)->push_back(*access);
+}
 
-static std::vector<emulator_access> observe(int order, int threads, void (*kernel)(const float *, float *)) {
+static std::vector<emulator_access> observe(int order, int threads,
+                                            void (*kernel)(const float *, float *)) {
     std::vector<emulator_access> list;
     float out[N];
     emulator_observe(collect_access, &list);
@@ -625,10 +696,13 @@ static std::vector<emulator_access> observe(int order, int threads, void (*kerne
 }
 
 static void test_accesses(void **) {
-    static const struct { bool store; int lanes, bytes, used, sectors, lines; } global[] = {
-        {false, 32, 4, 128, 4, 1}, {false, 32, 4, 16, 4, 1}, {false, 32, 4, 4, 1, 1}, {false, 32, 16, 512, 16, 4}, {false, 32, 2, 16, 9, 3},
-        {true, 3, 4, 12, 3, 3}, {true, 32, 8, 256, 8, 2}, {true, 16, 8, 128, 8, 2}};
-    static const struct { int passes, least; } shared[] = {{1, 1}, {32, 1}, {1, 1}, {2, 1}, {1, 1}, {1, 1}, {4, 4}, {32, 4}, {2, 2}};
+    static const struct { bool store; int lanes, bytes, used, sectors, lines;
+    } global[] = {{false, 32, 4, 128, 4, 1},   {false, 32, 4, 16, 4, 1}, {false, 32, 4, 4, 1, 1},
+                  {false, 32, 16, 512, 16, 4}, {false, 32, 2, 16, 9, 3}, {true, 3, 4, 12, 3, 3},
+                  {true, 32, 8, 256, 8, 2},    {true, 16, 8, 128, 8, 2}};
+    static const struct {
+        int passes, least;
+    } shared[] = {{1, 1}, {32, 1}, {1, 1}, {2, 1}, {1, 1}, {1, 1}, {4, 4}, {32, 4}, {2, 2}};
     for (int order = 0; order < ORDERS; order++) {
         std::vector<emulator_access> list = observe(order, 64, global_kernel);
         size_t second_warp = sizeof global / sizeof *global; /* whose lanes all skip one of them */
@@ -636,7 +710,8 @@ static void test_accesses(void **) {
         for (size_t i = 0; i < second_warp; i++) {
             const emulator_access &a = list[i];
             assert_string_equal(a.kernel, "kernel");
-            assert_true(a.block[0] == 64 && a.grid[0] == 1 && a.warp == 0 && !a.shared && a.start == (uint64_t)(uintptr_t)numbers);
+            assert_true(a.block[0] == 64 && a.grid[0] == 1 && a.warp == 0 && !a.shared &&
+                        a.start == (uint64_t)(uintptr_t)numbers);
             assert_int_equal(a.store, global[i].store);
             assert_int_equal(__builtin_popcount(a.lanes), global[i].lanes);
             assert_int_equal(a.bytes, global[i].bytes);
@@ -655,7 +730,7 @@ static void test_accesses(void **) {
     }
 }
 
-/* ---- Failures that a test orders ------------------------------------------------------------------------------- */
+/* ---- Failures that a test orders ------------------------------------------------------------- */
 
 static void test_ordered_failures(void **) {
     float *x, out[N];
@@ -679,9 +754,13 @@ static void test_ordered_failures(void **) {
     assert_int_equal(run(0, out, N, 0, reverse_kernel<true>), cudaSuccess);
     assert_int_equal(run(0, out, 1025, 0, reverse_kernel<true>), cudaErrorInvalidConfiguration);
     assert_int_equal(run(0, out, N, 49153, reverse_kernel<true>), cudaErrorInvalidValue);
-    assert_int_equal(cudaFuncSetAttribute(reverse_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, 60000), cudaSuccess);
+    assert_int_equal(cudaFuncSetAttribute(reverse_kernel<true>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, 60000),
+                     cudaSuccess);
     assert_int_equal(run(0, out, N, 49153, reverse_kernel<true>), cudaSuccess);
-    assert_int_equal(cudaFuncSetAttribute(reverse_kernel<true>, cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 20), cudaErrorInvalidValue);
+    assert_int_equal(cudaFuncSetAttribute(reverse_kernel<true>,
+                                          cudaFuncAttributeMaxDynamicSharedMemorySize, 1 << 20),
+                     cudaErrorInvalidValue);
     cudaGetLastError();
 
     emulator_lose_device(1);
@@ -702,10 +781,20 @@ static void test_ordered_failures(void **) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_missing_barrier), cmocka_unit_test(test_barrier_not_reached_by_all), cmocka_unit_test(test_early_launch), cmocka_unit_test(test_counting_barriers),
-        cmocka_unit_test(test_warps), cmocka_unit_test(test_memory_bounds), cmocka_unit_test(test_asynchronous_copies),
-        cmocka_unit_test(test_matrix_products), cmocka_unit_test(test_half_precision), cmocka_unit_test(test_bits),
-        cmocka_unit_test(test_streams), cmocka_unit_test(test_graphs), cmocka_unit_test(test_accesses), cmocka_unit_test(test_ordered_failures),
+        cmocka_unit_test(test_missing_barrier),
+        cmocka_unit_test(test_barrier_not_reached_by_all),
+        cmocka_unit_test(test_early_launch),
+        cmocka_unit_test(test_counting_barriers),
+        cmocka_unit_test(test_warps),
+        cmocka_unit_test(test_memory_bounds),
+        cmocka_unit_test(test_asynchronous_copies),
+        cmocka_unit_test(test_matrix_products),
+        cmocka_unit_test(test_half_precision),
+        cmocka_unit_test(test_bits),
+        cmocka_unit_test(test_streams),
+        cmocka_unit_test(test_graphs),
+        cmocka_unit_test(test_accesses),
+        cmocka_unit_test(test_ordered_failures),
     };
     return cmocka_run_group_tests(tests, set_up, tear_down);
 }

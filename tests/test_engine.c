@@ -1,5 +1,6 @@
-/* The engine through its public API: what a request gives depends on nothing but the request, every mistake of a caller is
- * told and leaves the engine usable, nothing leaks, and no failing allocation does harm. */
+/* The engine through its public API: what a request gives depends on nothing but the request, every
+ * mistake of a caller is told and leaves the engine usable, nothing leaks, and no failing
+ * allocation does harm. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -28,7 +29,8 @@ enum { N_MODELS = 4, VOCAB = 288, BOS = 286, END = 287, CONTEXT = 128 };
 static int32_t prompt_ids[8][CONTEXT];
 
 static const int32_t *some_prompt(int seed) {
-    for (int i = 0; i < CONTEXT; i++) prompt_ids[seed][i] = (int32_t)(llm_random((uint64_t)seed, 77, (uint64_t)i) * 286);
+    for (int i = 0; i < CONTEXT; i++)
+        prompt_ids[seed][i] = (int32_t)(llm_random((uint64_t)seed, 77, (uint64_t)i) * 286);
     return prompt_ids[seed];
 }
 
@@ -47,7 +49,8 @@ static llm_request some_request(int seed, int n_prompt, int max_tokens) {
 
 /* ---- Bit for bit ------------------------------------------------------------------------ */
 
-static void check_same(const llm_model *model, const record *expected, const llm_engine_options *options, llm_request request) {
+static void check_same(const llm_model *model, const record *expected,
+                       const llm_engine_options *options, llm_request request) {
     record *r = run_alone(model, options, request);
     assert_same(expected, r);
     record_free(r);
@@ -156,8 +159,8 @@ static void test_bundled_model(void **state) {
     llm_model_free(model);
 }
 
-/* The same requests one at a time and all at once, in every order of arrival, also with others that are cancelled, so that
- * blocks lie anywhere. */
+/* The same requests one at a time and all at once, in every order of arrival, also with others that
+ * are cancelled, so that blocks lie anywhere. */
 static void test_company(void **state) {
     enum { N = 6 };
     (void)state;
@@ -211,11 +214,13 @@ static void test_company(void **state) {
     }
 }
 
-/* Sample s uses the stream (seed, s), and shares the prompt's blocks: it does not matter how many others there are. */
+/* Sample s uses the stream (seed, s), and shares the prompt's blocks: it does not matter how many
+ * others there are. */
 static void test_samples(void **state) {
     (void)state;
     llm_model *model = model_load(GQA);
-    for (int n_prompt = 30; n_prompt <= 33; n_prompt++) { /* 32 is a whole number of blocks: nothing to copy */
+    /* 32 is a whole number of blocks: nothing to copy */
+    for (int n_prompt = 30; n_prompt <= 33; n_prompt++) {
         llm_request request = some_request(1, n_prompt, 20);
         request.n_samples = 5;
         record *five = run_alone(model, NULL, request);
@@ -227,13 +232,16 @@ static void test_samples(void **state) {
         o.max_sequences = 3;
         record *three = run_alone(model, &o, request);
         assert_same_sample(&one->samples[0], &five->samples[0], VOCAB);
-        for (int s = 0; s < 3; s++) assert_same_sample(&three->samples[s], &five->samples[s], VOCAB);
+        for (int s = 0; s < 3; s++)
+            assert_same_sample(&three->samples[s], &five->samples[s], VOCAB);
         for (int s = 0; s < 5; s++) {
             assert_int_equal(five->samples[s].n_tokens, 20);
             for (int t = 0; t < s; t++)
-                assert_memory_not_equal(five->samples[s].tokens, five->samples[t].tokens, 20 * sizeof(int32_t));
+                assert_memory_not_equal(five->samples[s].tokens, five->samples[t].tokens,
+                                        20 * sizeof(int32_t));
         }
-        /* A sample's cache is right: its tokens as the prompt of a new request give the same last logits. */
+        /* A sample's cache is right: its tokens as the prompt of a new request give the same last
+         * logits. */
         for (int s = 0; s < 5; s++) {
             int32_t ids[CONTEXT];
             memcpy(ids, request.prompt, sizeof(int32_t) * (size_t)n_prompt);
@@ -245,8 +253,8 @@ static void test_samples(void **state) {
             again.max_tokens = 0;
             record *r = run_alone(model, NULL, again);
             const sample_record *a = &r->samples[0], *b = &five->samples[s];
-            assert_memory_equal(a->logits + (size_t)(a->n_rows - 1) * VOCAB, b->logits + (size_t)(b->n_rows - 1) * VOCAB,
-                                VOCAB * sizeof(float));
+            assert_memory_equal(a->logits + (size_t)(a->n_rows - 1) * VOCAB,
+                                b->logits + (size_t)(b->n_rows - 1) * VOCAB, VOCAB * sizeof(float));
             record_free(r);
         }
         record_free(one);
@@ -271,9 +279,10 @@ static void test_seeds(void **state) {
     llm_model_free(model);
 }
 
-/* Any order of submit, step, cancel and reading: each request that is not cancelled gives what it gives alone, and each
- * sample of every request ends exactly once. */
-static void random_walk(const llm_model *model, record *const *alone, const llm_request *requests, int n_requests, uint64_t seed) {
+/* Any order of submit, step, cancel and reading: each request that is not cancelled gives what it
+ * gives alone, and each sample of every request ends exactly once. */
+static void random_walk(const llm_model *model, record *const *alone, const llm_request *requests,
+                        int n_requests, uint64_t seed) {
     enum { MAX = 60 };
     uint64_t draws = 0;
 #define PICK(n) ((int)(llm_random(seed, 0, draws++) * (n)))
@@ -284,8 +293,10 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
     o.max_batch_tokens = 1 + PICK(40);
     o.n_threads = 1 + PICK(2);
     o.context_length = CONTEXT - PICK(3) * 4;
-    /* one context at the least, so that every request fits; often not two, so that they must wait */
-    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * (uint64_t)(3 * CONTEXT + o.block_size * 4 + PICK(100));
+    /* one context at the least, so that every request fits; often not two, so that they must
+     * wait */
+    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) *
+                    (uint64_t)(3 * CONTEXT + o.block_size * 4 + PICK(100));
     llm_engine *engine = engine_new(model, &o);
     record *r[MAX];
     int kind[MAX], n = 0;
@@ -300,7 +311,8 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
         } else if (what == 2 && n) {
             int victim = PICK(n);
             int live = 0;
-            for (int s = 0; s < requests[kind[victim]].n_samples; s++) live += !r[victim]->samples[s].n_ends;
+            for (int s = 0; s < requests[kind[victim]].n_samples; s++)
+                live += !r[victim]->samples[s].n_ends;
             bool ok = llm_cancel(engine, r[victim]->id, &err);
             if (live == 0) assert_false(ok); /* it has ended, and we know */
             if (ok) cancelled[victim] = true;
@@ -319,7 +331,8 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
     record_drain(engine);
     assert_idle(engine);
     for (int i = 0; i < n; i++) {
-        for (int s = 0; s < requests[kind[i]].n_samples; s++) assert_int_equal(r[i]->samples[s].n_ends, 1);
+        for (int s = 0; s < requests[kind[i]].n_samples; s++)
+            assert_int_equal(r[i]->samples[s].n_ends, 1);
         if (!cancelled[i]) assert_same(alone[kind[i]], r[i]);
         record_free(r[i]);
     }
@@ -356,7 +369,8 @@ static void test_model_shared_by_threads(void **state) {
     llm_model *model = model_load(TIED);
     some_prompt(2);
     record *expected = (record *)thread_main(model);
-    for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&threads[i], NULL, thread_main, model), 0);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, thread_main, model), 0);
     for (int i = 0; i < 3; i++) {
         void *r = NULL;
         assert_int_equal(pthread_join(threads[i], &r), 0);
@@ -378,7 +392,8 @@ static void test_max_tokens(void **state) {
         assert_int_equal(r->samples[0].n_ends, 1);
         assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
         assert_int_equal(r->samples[0].n_rows, 10 + (max ? max - 1 : 0));
-        for (int i = 0; i < r->samples[0].n_rows; i++) assert_int_equal(r->samples[0].positions[i], i);
+        for (int i = 0; i < r->samples[0].n_rows; i++)
+            assert_int_equal(r->samples[0].positions[i], i);
         record_free(r);
     }
     /* to the end of the context, the model's or a shorter one; asking for more gives no more */
@@ -446,7 +461,8 @@ static void test_end_token(void **state) {
     assert_memory_equal(r->samples[0].tokens, text, 4 * sizeof(int32_t));
     char expected[64];
     llm_error err;
-    int64_t length = llm_detokenize(t, text, 3, expected, sizeof expected, &err); /* the end token has no text */
+    /* the end token has no text */
+    int64_t length = llm_detokenize(t, text, 3, expected, sizeof expected, &err);
     assert_int_equal(r->samples[0].text_length, length);
     assert_memory_equal(r->samples[0].text, expected, (size_t)length);
     record_free(r);
@@ -463,12 +479,17 @@ static void test_end_token(void **state) {
 static bool is_utf8(const char *text, size_t length) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < length;) {
-        size_t n = s[i] < 0x80 ? 1 : s[i] < 0xc2 ? 0 : s[i] < 0xe0 ? 2 : s[i] < 0xf0 ? 3 : s[i] < 0xf5 ? 4 : 0;
+        size_t n = s[i] < 0x80   ? 1
+                   : s[i] < 0xc2 ? 0
+                   : s[i] < 0xe0 ? 2
+                   : s[i] < 0xf0 ? 3
+                   : s[i] < 0xf5 ? 4
+                                 : 0;
         if (n == 0 || i + n > length) return false;
         for (size_t k = 1; k < n; k++)
             if ((s[i + k] & 0xc0) != 0x80) return false;
-        if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) || (s[i] == 0xf0 && s[i + 1] < 0x90) ||
-            (s[i] == 0xf4 && s[i + 1] > 0x8f))
+        if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) ||
+            (s[i] == 0xf0 && s[i + 1] < 0x90) || (s[i] == 0xf4 && s[i + 1] > 0x8f))
             return false; /* too long a spelling, a surrogate, or past the last character */
         i += n;
     }
@@ -477,7 +498,8 @@ static bool is_utf8(const char *text, size_t length) {
 
 /* The pieces of text make up the text of all tokens, and no piece cuts a character. */
 static void test_streamed_text(void **state) {
-    static const char text[] = "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";
+    static const char text[] =
+        "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";
     int32_t ids[64];
     char joined[512], whole[4096];
     size_t n_joined = 0;
@@ -512,7 +534,8 @@ static void test_streamed_text(void **state) {
     record_free(r);
     llm_engine_free(engine);
 
-    /* Random tokens are mostly broken UTF-8. What is shown is not: U+FFFD stands for each byte that is nothing. */
+    /* Random tokens are mostly broken UTF-8. What is shown is not: U+FFFD stands for each byte that
+     * is nothing. */
     for (int seed = 0; seed < 8; seed++) {
         r = run_alone(model, NULL, some_request(seed, 6, 60));
         int64_t length = llm_detokenize(t, r->samples[0].tokens, 60, whole, sizeof whole, &err);
@@ -523,7 +546,8 @@ static void test_streamed_text(void **state) {
     llm_model_free(model);
 }
 
-/* Cancelled after k steps, for every k: from the queue, in the middle of the prompt, while it generates. */
+/* Cancelled after k steps, for every k: from the queue, in the middle of the prompt, while it
+ * generates. */
 static void test_cancel_at_any_step(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
@@ -543,12 +567,14 @@ static void test_cancel_at_any_step(void **state) {
         for (int i = 0; i < steps; i++) {
             assert_int_not_equal(llm_step(engine, &err), -1);
             llm_event event;
-            while (i % 2 && llm_next_event(engine, &event)) {} /* else tokens are still unread when it is cancelled */
+            /* else tokens are still unread when it is cancelled */
+            while (i % 2 && llm_next_event(engine, &event)) {}
         }
         int live = 0;
         bool ok = llm_cancel(engine, a->id, &err);
         llm_event event;
-        while (llm_next_event(engine, &event)) live += event.user == a && event.finish == LLM_FINISH_CANCELLED;
+        while (llm_next_event(engine, &event))
+            live += event.user == a && event.finish == LLM_FINISH_CANCELLED;
         assert_int_equal(ok, live > 0);
         if (ok) {
             assert_int_equal(live, 3);
@@ -934,7 +960,8 @@ static void test_refused_requests(void **state) {
     r.n_prompt = CONTEXT; r.max_tokens = 1;          refuses(r, LLM_ERROR_CAPACITY, "context");
     r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses(r, LLM_ERROR_CAPACITY, "context");
     r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
-    r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks"); /* 128 tokens into 96 slots */
+    /* 128 tokens into 96 slots */
+    r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks");
     r = good; r.max_tokens = 93;                     refuses(r, LLM_ERROR_CAPACITY, "blocks");
     r.max_tokens = 92; /* all six blocks */
     record *whole = record_new(model);
@@ -954,14 +981,19 @@ static void test_refused_requests(void **state) {
     r = good; r.sampling.top_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "top_p");
     r = good; r.sampling.min_p = -0.1f;              refuses(r, LLM_ERROR_ARGUMENT, "min_p");
     r = good; r.sampling.min_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "min_p");
-    r = good; r.sampling.repetition_penalty = 0;     refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.repetition_penalty = NAN;   refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.penalty_window = -1;        refuses(r, LLM_ERROR_ARGUMENT, "penalty_window");
+    r = good;
+    r.sampling.repetition_penalty = 0;
+    refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good;
+    r.sampling.repetition_penalty = NAN;
+    refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good; r.sampling.penalty_window = -1; refuses(r, LLM_ERROR_ARGUMENT, "penalty_window");
     llm_engine_free(mistaken);
     llm_model_free(model);
 }
 
-static void refuses_options(const llm_model *model, llm_engine_options o, llm_status status, const char *word) {
+static void refuses_options(const llm_model *model, llm_engine_options o, llm_status status,
+                            const char *word) {
     llm_error err;
     assert_null(llm_engine_create(model, &o, &err));
     assert_int_equal(err.status, status);
@@ -974,15 +1006,23 @@ static void test_refused_options(void **state) {
     llm_model *model = model_load(SMALL);
     llm_engine_options good = llm_engine_defaults(), o;
     refuses_options(NULL, good, LLM_ERROR_ARGUMENT, "model");
-    o = good; o.context_length = -1;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.context_length = CONTEXT + 1;   refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.block_size = 0;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.block_size = -16;               refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.cache_type = LLM_Q8_0;          refuses_options(model, o, LLM_ERROR_UNSUPPORTED, "f16 or f32");
-    o = good; o.cache_bytes = 1;                refuses_options(model, o, LLM_ERROR_ARGUMENT, "cache_bytes");
-    o = good; o.max_sequences = 0;              refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
-    o = good; o.max_batch_tokens = 0;           refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
-    o = good; o.n_threads = -1;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "n_threads");
+    o = good;
+    o.context_length = -1;
+    refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good;
+    o.context_length = CONTEXT + 1;
+    refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good; o.block_size = 0; refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good; o.block_size = -16; refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good;
+    o.cache_type = LLM_Q8_0;
+    refuses_options(model, o, LLM_ERROR_UNSUPPORTED, "f16 or f32");
+    o = good; o.cache_bytes = 1; refuses_options(model, o, LLM_ERROR_ARGUMENT, "cache_bytes");
+    o = good; o.max_sequences = 0; refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
+    o = good;
+    o.max_batch_tokens = 0;
+    refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
+    o = good; o.n_threads = -1; refuses_options(model, o, LLM_ERROR_ARGUMENT, "n_threads");
     llm_model_free(model);
 }
 
@@ -1025,7 +1065,8 @@ static void test_wrong_calls(void **state) {
     assert_false(llm_submit_text(engine, NULL, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     long live = test_live;
-    assert_false(llm_submit_text(engine, "", NULL, NULL, &err)); /* this vocabulary's file asks for no BOS */
+    /* this vocabulary's file asks for no BOS */
+    assert_false(llm_submit_text(engine, "", NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_int_equal(test_live, live);
     assert_false(llm_cancel(engine, 12345, &err));
@@ -1042,7 +1083,8 @@ static void test_submit_text(void **state) {
     llm_error err;
     (void)state;
     llm_model *model = model_load(SMALL);
-    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, strlen(text), LLM_TOKENIZE_BOS, ids, 64, &err);
+    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, strlen(text), LLM_TOKENIZE_BOS, ids,
+                             64, &err);
     assert_in_range(n, 1, 64);
     llm_request request = some_request(0, 1, 12);
     request.prompt = ids;
@@ -1091,7 +1133,7 @@ static void test_submit_text_with_bos(void **state) {
     tiny_model_free(&m);
 }
 
-/* ---- Statistics and logprobs ------------------------------------------------------------------ */
+/* ---- Statistics and logprobs ----------------------------------------------------------------- */
 
 static void test_statistics(void **state) {
     llm_error err;
@@ -1104,7 +1146,8 @@ static void test_statistics(void **state) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.block_size, 16);
     assert_int_equal(s.blocks_total, 4 * CONTEXT / 16);
-    assert_int_equal(s.cache_bytes, (uint64_t)s.blocks_total * 16 * llm_model_cache_bytes_per_token(model, LLM_F16));
+    assert_int_equal(s.cache_bytes, (uint64_t)s.blocks_total * 16 *
+                                        llm_model_cache_bytes_per_token(model, LLM_F16));
     assert_int_equal(llm_model_cache_bytes_per_token(model, LLM_F16), 2 * 3 * 8 * 2);
     assert_true(s.weight_bytes > 0 && s.arena_bytes > 0);
     assert_true(llm_model_step_bytes(model) <= s.weight_bytes);
@@ -1115,7 +1158,8 @@ static void test_statistics(void **state) {
         request.n_samples = i == 3 ? 2 : 1;
         r[i] = record_new(model);
         record_submit(engine, r[i], request, false);
-        prompts += (uint64_t)request.n_prompt; /* a prompt counts once, however many samples it has */
+        /* a prompt counts once, however many samples it has */
+        prompts += (uint64_t)request.n_prompt;
         generated += 7 * (uint64_t)request.n_samples;
     }
     assert_int_equal(llm_engine_statistics(engine).waiting, 6);
@@ -1128,7 +1172,8 @@ static void test_statistics(void **state) {
         most = s.blocks_total - s.blocks_free > most ? s.blocks_total - s.blocks_free : most;
         if (s.running) assert_true(s.slots_used > 0);
         /* less than one block is wasted per sequence */
-        assert_true((s.blocks_total - s.blocks_free) * 16 - s.slots_used <= 15 * (s.running ? s.running : 0));
+        assert_true((s.blocks_total - s.blocks_free) * 16 - s.slots_used <=
+                    15 * (s.running ? s.running : 0));
     }
     s = llm_engine_statistics(engine);
     assert_int_equal(s.prompt_tokens, prompts);
@@ -1136,7 +1181,8 @@ static void test_statistics(void **state) {
     assert_int_equal(s.requests_submitted, 6);
     assert_int_equal(s.requests_finished, 6);
     assert_true(s.blocks_peak >= most && s.blocks_peak <= s.blocks_total);
-    assert_true(s.step_seconds > 0 && s.forward_seconds + s.sampling_seconds <= s.step_seconds * 1.001);
+    assert_true(s.step_seconds > 0 &&
+                s.forward_seconds + s.sampling_seconds <= s.step_seconds * 1.001);
     assert_idle(engine);
     for (int i = 0; i < 6; i++) record_free(r[i]);
     llm_engine_free(engine);
@@ -1153,14 +1199,15 @@ static void test_logprobs(void **state) {
         const float *logits = s->logits + (size_t)(11 + i) * VOCAB;
         double sum = 0;
         for (int v = 0; v < VOCAB; v++) sum += exp((double)logits[v]);
-        assert_true(fabs((double)s->logprobs[i] - ((double)logits[s->tokens[i]] - log(sum))) < 1e-4);
+        assert_true(fabs((double)s->logprobs[i] - ((double)logits[s->tokens[i]] - log(sum))) <
+                    1e-4);
         assert_true(s->logprobs[i] == llm_logprob(logits, VOCAB, s->tokens[i]));
     }
     record_free(r);
     llm_model_free(model);
 }
 
-/* ---- Sampling --------------------------------------------------------------------------------- */
+/* ---- Sampling -------------------------------------------------------------------------------- */
 
 /* The filters over again, by sorting everything: the probability of each token. */
 typedef struct ranked { double weight; int id; } ranked;
@@ -1171,7 +1218,8 @@ static int by_rank(const void *a, const void *b) {
     return x->id - y->id;
 }
 
-static void expected_distribution(const llm_sampling *p, const float *logits, int n, double *probability) {
+static void expected_distribution(const llm_sampling *p, const float *logits, int n,
+                                  double *probability) {
     ranked *r = (ranked *)malloc((size_t)n * sizeof *r);
     assert_non_null(r);
     double most = -INFINITY, all = 0, sum = 0, kept = 0;
@@ -1185,7 +1233,8 @@ static void expected_distribution(const llm_sampling *p, const float *logits, in
     int limit = p->top_k && p->top_k < n ? p->top_k : n, m = 0;
     for (int i = 0; i < limit; i++) all += r[i].weight;
     for (; m < limit; m++) {
-        if (m && (sum >= (double)p->top_p * all * (1 - 1e-9) || r[m].weight < (double)p->min_p)) break;
+        if (m && (sum >= (double)p->top_p * all * (1 - 1e-9) || r[m].weight < (double)p->min_p))
+            break;
         sum += r[m].weight;
     }
     if (p->top_p == 1) /* no nucleus: only top-k and min-p count */
@@ -1195,8 +1244,9 @@ static void expected_distribution(const llm_sampling *p, const float *logits, in
     free(r);
 }
 
-/* Many draws against the expected distribution, by the chi-squared test: bins of at least five expected draws; the sum
- * of n bins has mean n and deviation sqrt(2 n), and five deviations happen by chance once in millions. */
+/* Many draws against the expected distribution, by the chi-squared test: bins of at least five
+ * expected draws; the sum of n bins has mean n and deviation sqrt(2 n), and five deviations happen
+ * by chance once in millions. */
 static void check_distribution(const llm_sampling *p, const float *logits, int n) {
     const int draws = repeats(20000, 2000);
     llm__sampler sampler;
@@ -1214,28 +1264,31 @@ static void check_distribution(const llm_sampling *p, const float *logits, int n
     int bins = 0;
     for (int i = 0; i < n; i++) {
         if (expected[i] == 0 && drawn[i]) /* what a filter took out never comes */
-            fail_msg("token %d came at temperature %g, top-k %d, top-p %g, min-p %g", i, (double)p->temperature, p->top_k,
-                     (double)p->top_p, (double)p->min_p);
+            fail_msg("token %d came at temperature %g, top-k %d, top-p %g, min-p %g", i,
+                     (double)p->temperature, p->top_k, (double)p->top_p, (double)p->min_p);
         if (expected[i] * draws < 5) {
             rest_expected += expected[i] * draws;
             rest_drawn += drawn[i];
             continue;
         }
         bins++;
-        chi += (drawn[i] - expected[i] * draws) * (drawn[i] - expected[i] * draws) / (expected[i] * draws);
+        chi += (drawn[i] - expected[i] * draws) * (drawn[i] - expected[i] * draws) /
+               (expected[i] * draws);
     }
     if (rest_expected >= 5) {
         bins++;
         chi += (rest_drawn - rest_expected) * (rest_drawn - rest_expected) / rest_expected;
     }
-    if (chi > bins + 5 * sqrt(2.0 * bins) + 5) fail_msg("chi squared is %g over %d bins", chi, bins);
+    if (chi > bins + 5 * sqrt(2.0 * bins) + 5)
+        fail_msg("chi squared is %g over %d bins", chi, bins);
     llm__sampler_free(&sampler);
     free(expected);
     free(drawn);
 }
 
 static void test_distributions(void **state) {
-    static const float temperatures[] = {0.5f, 1, 2}, top_ps[] = {1, 0.9f, 0.5f, 0.01f}, min_ps[] = {0, 0.05f, 0.9f};
+    static const float temperatures[] = {0.5f, 1, 2}, top_ps[] = {1, 0.9f, 0.5f, 0.01f},
+                       min_ps[] = {0, 0.05f, 0.9f};
     static const int top_ks[] = {0, 1, 5, 40, 1000};
     float logits[150];
     (void)state;
@@ -1254,7 +1307,8 @@ static void test_distributions(void **state) {
                 }
 }
 
-static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent, int n_recent) {
+static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent,
+                           int n_recent) {
     llm__sampler sampler;
     llm_error err;
     assert_true(llm__sampler_init(&sampler, n, 1, &err));
@@ -1298,7 +1352,8 @@ static void test_penalty(void **state) {
     assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0);
     p.repetition_penalty = 1.1f;
     p.penalty_window = 0;
-    assert_int_equal(sample_once(&p, logits, 4, recent, 3), 1); /* 2 / 1.1 < 1.9: and divided once, not three times */
+    /* 2 / 1.1 < 1.9: and divided once, not three times */
+    assert_int_equal(sample_once(&p, logits, 4, recent, 3), 1);
     assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* both are: 2 / 1.1 > 1.9 / 1.1 */
     p.penalty_window = 3;
     assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* 0 lies outside of the window */
@@ -1381,10 +1436,10 @@ static void test_random_statistics(void **state) {
     assert_true(fabs(squares / 100000 - 1.0 / 3) < 0.005);
 }
 
-/* ---- Memory -------------------------------------------------------------------------------------- */
+/* ---- Memory ---------------------------------------------------------------------------------- */
 
-/* Everything from loading to the last event, with every single allocation failing in turn. Returns whether
- * it went well; if not, the error must say that memory was the reason. */
+/* Everything from loading to the last event, with every single allocation failing in turn. Returns
+ * whether it went well; if not, the error must say that memory was the reason. */
 static bool whole_life(llm_error *err) {
     bool ok = false;
     llm_event event;
@@ -1395,7 +1450,8 @@ static bool whole_life(llm_error *err) {
     if (engine) {
         llm_request request = some_request(0, 20, 4);
         request.n_samples = 2;
-        ok = llm_submit(engine, &request, NULL, err) && llm_submit_text(engine, "the wolf and", &request, NULL, err);
+        ok = llm_submit(engine, &request, NULL, err) &&
+             llm_submit_text(engine, "the wolf and", &request, NULL, err);
         int more = ok;
         while (more > 0) {
             more = llm_step(engine, err);
@@ -1422,7 +1478,9 @@ static void test_failing_allocations(void **state) {
         bool ok = whole_life(&err);
         test_fail_in = -1;
         if (ok) fail_msg("allocation %ld of %ld failed, and nobody noticed", k, total);
-        if (err.status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err.status, err.message);
+        if (err.status != LLM_ERROR_MEMORY)
+            fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err.status,
+                     err.message);
         assert_true(strlen(err.message) > 10);
         assert_int_equal(test_live, live);
     }
@@ -1489,7 +1547,8 @@ static void test_model_from_memory(void **state) {
     llm_model *from_memory = llm_model_from_memory(data, (size_t)size, "a name", &err);
     if (!from_memory) fail_msg("%s", err.message);
     llm_model *from_file = model_load(TIED);
-    record *a = run_alone(from_memory, NULL, some_request(0, 30, 10)), *b = run_alone(from_file, NULL, some_request(0, 30, 10));
+    record *a = run_alone(from_memory, NULL, some_request(0, 30, 10)),
+           *b = run_alone(from_file, NULL, some_request(0, 30, 10));
     assert_same(a, b);
     record_free(a);
     record_free(b);
@@ -1503,8 +1562,8 @@ static void test_model_from_memory(void **state) {
 
 /* ---- Logits that are not numbers -------------------------------------------------------- */
 
-/* One token of the vocabulary has an embedding that is not a number. A request that meets it ends with an error that names it
- * and the position; the others give what they give without it. */
+/* One token of the vocabulary has an embedding that is not a number. A request that meets it ends
+ * with an error that names it and the position; the others give what they give without it. */
 static void test_broken_logits(void **state) {
     enum { N = 6, LENGTH = 12, BAD = 7 };
     (void)state;
@@ -1524,7 +1583,8 @@ static void test_broken_logits(void **state) {
         o.draft = kind == 2 ? bad.model : NULL;
         llm_engine *engine = engine_new(bad.model, &o);
         for (int i = 0; i < N; i++) {
-            for (int k = 0; k < LENGTH; k++) prompt[i][k] = 8 + (int32_t)(llm_random(3, (uint64_t)i, (uint64_t)k) * 20);
+            for (int k = 0; k < LENGTH; k++)
+                prompt[i][k] = 8 + (int32_t)(llm_random(3, (uint64_t)i, (uint64_t)k) * 20);
             llm_request r = llm_request_defaults();
             r.prompt = prompt[i];
             r.n_prompt = LENGTH;
@@ -1552,7 +1612,8 @@ static void test_broken_logits(void **state) {
                 const sample_record *s = &r->samples[event.sample];
                 int position = LENGTH + s->n_tokens - 1;
                 char place[80];
-                snprintf(place, sizeof place, "request %llu, sample %d: the model's logits after position %d ",
+                snprintf(place, sizeof place,
+                         "request %llu, sample %d: the model's logits after position %d ",
                          (unsigned long long)event.request, event.sample, position);
                 if (!strstr(event.error, place)) fail_msg("%s", event.error);
                 assert_int_equal(event.token, -1);
@@ -1568,9 +1629,11 @@ static void test_broken_logits(void **state) {
                 const sample_record *a = &expected[i]->samples[s], *b = &got[i]->samples[s];
                 bool ended = b->finish == LLM_FINISH_ERROR;
                 if (i == 3) assert_true(ended && b->n_tokens == 0);
-                else if (i % 3 == 0 || kind < 2) { /* what sampled speculation draws is another text */
+                /* what sampled speculation draws is another text */
+                else if (i % 3 == 0 || kind < 2) {
                     if (!ended) assert_int_equal(a->n_tokens, b->n_tokens), n_good++;
-                    assert_memory_equal(a->tokens, b->tokens, sizeof(int32_t) * (size_t)b->n_tokens);
+                    assert_memory_equal(a->tokens, b->tokens,
+                                        sizeof(int32_t) * (size_t)b->n_tokens);
                 }
             }
             record_free(expected[i]);
@@ -1587,7 +1650,8 @@ static void test_broken_logits(void **state) {
     assert_string_equal(llm_version(), LLM_VERSION);
 }
 
-/* A hook may choose where the model cannot: its token is taken, whatever the model's own logits are. */
+/* A hook may choose where the model cannot: its token is taken, whatever the model's own logits
+ * are. */
 static void only_nine(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request;
     (void)sample;

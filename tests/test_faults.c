@@ -1,5 +1,5 @@
-/* Whatever fails under the engine - an allocation, or the device - is told, harms nothing else, and leaks nothing: after it the same requests
- * still give the same tokens. */
+/* Whatever fails under the engine - an allocation, or the device - is told, harms nothing else, and
+ * leaks nothing: after it the same requests still give the same tokens. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -28,7 +28,9 @@ static llm_request some_request(int i, int32_t *prompt) {
     static const char *const stops[] = {"qq", "\x7f", "e"};
     llm_request r = llm_request_defaults();
     r.n_prompt = 6 + 5 * i;
-    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280); /* they begin alike */
+    /* they begin alike */
+    for (int k = 0; k < r.n_prompt; k++)
+        prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280);
     r.prompt = prompt;
     r.max_tokens = 14;
     r.ignore_end = true;
@@ -90,11 +92,14 @@ static int clean_up(void **state) {
 /* ---- Allocations ---------------------------------------------------------------------------- */
 
 static void check_memory_error(const llm_error *err, long k) {
-    if (err->status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err->status, err->message);
+    if (err->status != LLM_ERROR_MEMORY)
+        fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err->status,
+                 err->message);
     assert_true(strlen(err->message) > 10);
 }
 
-/* A whole life, in which allocation k fails. What fails is done again, and everything comes out right. Returns whether an allocation failed. */
+/* A whole life, in which allocation k fails. What fails is done again, and everything comes out
+ * right. Returns whether an allocation failed. */
 static bool life_with_failing_allocation(int kind, long k) {
     llm_error err;
     llm_engine_options o = some_options(kind);
@@ -176,7 +181,9 @@ static void test_failing_text(void **state) {
             assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);
             if (!ok) assert_true(test_live <= live + 1);
             if (ok) record_drain(engine);
-            if (ok && text) assert_true(length == r->samples[0].text_length && !memcmp(text, r->samples[0].text, length));
+            if (ok && text)
+                assert_true(length == r->samples[0].text_length &&
+                            !memcmp(text, r->samples[0].text, length));
             if (ok && !text) {
                 length = r->samples[0].text_length;
                 text = (char *)malloc(length + 1);
@@ -191,7 +198,7 @@ static void test_failing_text(void **state) {
     llm_engine_free(engine);
 }
 
-/* ---- A device that fails ------------------------------------------------------------------------ */
+/* ---- A device that fails --------------------------------------------------------------------- */
 
 /* A whole life, in which call k of the device fails. Returns whether one did. */
 static bool life_with_failing_device(int kind, long k) {
@@ -233,7 +240,8 @@ static bool life_with_failing_device(int kind, long k) {
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);
-        /* A step that fails in the middle of a proposal is cut there: what was drawn with proposals goes on with other random numbers. */
+        /* A step that fails in the middle of a proposal is cut there: what was drawn with proposals
+         * goes on with other random numbers. */
         if (r.speculate && r.sampling.temperature > 0)
             for (int k = 0; k < r.n_samples; k++) assert_int_equal(got[i]->samples[k].n_ends, 1);
         else assert_same(expected[i], got[i]);
@@ -251,7 +259,8 @@ static void test_failing_device(void **state) {
         life_with_failing_device(kind, -1);
         long n = calls, tried = 0;
         test_random random = {1 + (uint64_t)kind};
-        for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++) /* not all, since most are alike */
+        /* not all, since most are alike */
+        for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++)
             assert_true(life_with_failing_device(kind, k));
         print_message("%ld calls of the device, %ld of them failed once\n", n, tried);
         assert_true(n > 300 && tried > 50);

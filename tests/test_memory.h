@@ -1,5 +1,6 @@
-/* Memory that counts, of which a chosen allocation fails, and that is overwritten when it is freed. Include it
- * before llm.h: it sets LLM_MALLOC and its friends. Atomic, since engines may run in several threads. */
+/* Memory that counts, of which a chosen allocation fails, and that is overwritten when it is freed.
+ * Include it before llm.h: it sets LLM_MALLOC and its friends. Atomic, since engines may run in
+ * several threads. */
 #ifndef TEST_MEMORY_H
 #define TEST_MEMORY_H
 
@@ -24,7 +25,8 @@ static bool test_failed;        /* did one fail? */
 
 static bool test_allocation_fails(void) {
     __atomic_add_fetch(&test_allocations, 1, __ATOMIC_RELAXED);
-    if (test_fail_in < 0 || __atomic_fetch_sub(&test_fail_in, 1, __ATOMIC_RELAXED) > 0) return false;
+    if (test_fail_in < 0 || __atomic_fetch_sub(&test_fail_in, 1, __ATOMIC_RELAXED) > 0)
+        return false;
     test_failed = true;
     return true;
 }

@@ -1,7 +1,9 @@
-/* Chapter 4 against a model of it that is too simple to be wrong: the pool is a list of who holds what, the prefix cache a
- * search through all blocks, and the "device" keeps in each slot a number that stands for the token there AND all before it, as
- * keys and values do. Random matching, growing, keeping, forking, trimming and clearing; after every step the counts, the ring of free
- * blocks, the buckets and the CONTENT that each sequence sees must be what the simple model says. */
+/* Chapter 4 against a model of it that is too simple to be wrong: the pool is a list of who holds
+ * what, the prefix cache a search through all blocks, and the "device" keeps in each slot a number
+ * that stands for the token there AND all before it, as keys and values do. Random matching,
+ * growing, keeping, forking, trimming and clearing; after every step the counts, the ring of free
+ * blocks, the buckets and the CONTENT that each sequence sees must be what the simple model
+ * says. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -56,21 +58,24 @@ static void world_free(world *w) {
     free(w);
 }
 
-/* What the device does at the start of a step: each part twice, as where it was done and nobody knows. */
+/* What the device does at the start of a step: each part twice, as where it was done and nobody
+ * knows. */
 static void do_copies(world *w) {
     llm__pool *pool = &w->pool;
     size_t size = (size_t)pool->block_size;
     while (pool->n_copies > 0) {
         int n = llm__copies_at_once(pool);
         for (int i = 0; i < 2 * n; i++)
-            memcpy(w->memory + (size_t)pool->copy_to[i % n] * size, w->memory + (size_t)pool->copy_from[i % n] * size,
-                   size * sizeof *w->memory);
+            memcpy(w->memory + (size_t)pool->copy_to[i % n] * size,
+                   w->memory + (size_t)pool->copy_from[i % n] * size, size * sizeof *w->memory);
         llm__copies_done(pool, n);
     }
 }
 
 /* What the device keeps for a token: a function of it and of what it keeps for the one before. */
-static uint64_t value_of(uint64_t before, int32_t token) { return llm__mix(before ^ (uint64_t)(token + 1)); }
+static uint64_t value_of(uint64_t before, int32_t token) {
+    return llm__mix(before ^ (uint64_t)(token + 1));
+}
 
 static uint64_t *slot_of(const world *w, int i, int position) {
     return &w->memory[llm__table_slot(&w->pool, &w->tables[i], position)];
@@ -79,7 +84,8 @@ static uint64_t *slot_of(const world *w, int i, int position) {
 static void write_tokens(world *w, int i, int first, int end) {
     uint64_t value = first ? *slot_of(w, i, first - 1) : 0;
     for (int p = first; p < end; p++) {
-        assert_int_equal(w->pool.references[w->tables[i].blocks[p / w->pool.block_size]], 1); /* only its own blocks are written */
+        /* only its own blocks are written */
+        assert_int_equal(w->pool.references[w->tables[i].blocks[p / w->pool.block_size]], 1);
         *slot_of(w, i, p) = value = value_of(value, w->tokens[i][p]);
     }
 }
@@ -96,9 +102,11 @@ static void check_tables(const world *w, int32_t *count) {
             count[table->blocks[k]]++;
         }
         assert_true((int64_t)table->n_kept * w->pool.block_size <= llm__max(w->n_tokens[i], 0));
-        for (int p = 0; p < w->n_tokens[i]; p++) { /* every sequence reads what belongs to its tokens, whatever the others did */
+        /* every sequence reads what belongs to its tokens, whatever the others did */
+        for (int p = 0; p < w->n_tokens[i]; p++) {
             value = value_of(value, w->tokens[i][p]);
-            if (*slot_of(w, i, p) != value) fail_msg("sequence %d reads something else at %d", i, p);
+            if (*slot_of(w, i, p) != value)
+                fail_msg("sequence %d reads something else at %d", i, p);
         }
     }
 }
@@ -119,7 +127,8 @@ static void check_ring(const world *w, const int32_t *count) {
     assert_int_equal(n, pool->n_free);
 }
 
-/* Each kept block stands in one bucket, once, its identity is its own, and the device still has what it stands for. */
+/* Each kept block stands in one bucket, once, its identity is its own, and the device still has
+ * what it stands for. */
 static void check_kept(const world *w) {
     const llm__pool *pool = &w->pool;
     int64_t listed = 0, kept = 0;
@@ -137,8 +146,10 @@ static void check_kept(const world *w) {
         uint64_t value = values[0];
         for (int64_t a = 0; a < pool->n_blocks; a++) {
             if (a != b) assert_true(pool->identity[a] != pool->identity[b]);
-            if (pool->identity[a] == pool->parent[b] && pool->parent[b]) /* the parent is there: the chain goes on from it */
-                assert_true(value == value_of(w->memory[(a + 1) * pool->block_size - 1], pool->tokens[b * pool->block_size]));
+            /* the parent is there: the chain goes on from it */
+            if (pool->identity[a] == pool->parent[b] && pool->parent[b])
+                assert_true(value == value_of(w->memory[(a + 1) * pool->block_size - 1],
+                                              pool->tokens[b * pool->block_size]));
         }
         if (!pool->parent[b]) assert_true(value == value_of(0, pool->tokens[b * pool->block_size]));
         for (int k = 1; k < pool->block_size; k++) {
@@ -175,9 +186,10 @@ static int simple_match(const world *w, const int32_t *tokens, int n) {
     int found = 0;
     while (pool->keeps_prefixes && (found + 1) * pool->block_size <= n) {
         int64_t b = 0;
-        while (b < pool->n_blocks && !(pool->identity[b] && pool->parent[b] == parent &&
-                                       !memcmp(pool->tokens + b * pool->block_size, tokens + found * pool->block_size,
-                                               (size_t)pool->block_size * sizeof *tokens)))
+        while (b < pool->n_blocks &&
+               !(pool->identity[b] && pool->parent[b] == parent &&
+                 !memcmp(pool->tokens + b * pool->block_size, tokens + found * pool->block_size,
+                         (size_t)pool->block_size * sizeof *tokens)))
             b++;
         if (b == pool->n_blocks) break;
         parent = pool->identity[b];
@@ -189,9 +201,11 @@ static int simple_match(const world *w, const int32_t *tokens, int n) {
 /* A new sequence, with a text that often begins as another does. */
 static void begin(world *w, int i) {
     int like = pick(w, MAX_TABLES), common = pick(w, MAX_TOKENS);
-    for (int p = 0; p < MAX_TOKENS; p++) w->tokens[i][p] = p < common ? w->tokens[like][p] : pick(w, w->alphabet);
+    for (int p = 0; p < MAX_TOKENS; p++)
+        w->tokens[i][p] = p < common ? w->tokens[like][p] : pick(w, w->alphabet);
     int n = pick(w, MAX_TOKENS), expected = simple_match(w, w->tokens[i], n);
-    assert_int_equal(llm__table_match(&w->pool, &w->tables[i], w->tokens[i], n), expected * w->pool.block_size);
+    assert_int_equal(llm__table_match(&w->pool, &w->tables[i], w->tokens[i], n),
+                     expected * w->pool.block_size);
     assert_int_equal(w->tables[i].n_blocks, expected);
     assert_int_equal(w->tables[i].n_kept, expected);
     w->n_tokens[i] = expected * w->pool.block_size;
@@ -204,9 +218,11 @@ static void append(world *w, int i, int n) {
     int first = w->n_tokens[i], end = first + n, size = pool->block_size;
     int64_t need = llm__max((end + size - 1) / size - w->tables[i].n_blocks, 0);
     int at = first / size;
-    if (n > 0 && at < w->tables[i].n_blocks && pool->references[w->tables[i].blocks[at]] > 1) need++;
+    if (n > 0 && at < w->tables[i].n_blocks && pool->references[w->tables[i].blocks[at]] > 1)
+        need++;
     int64_t free_before = pool->n_free;
-    for (int64_t k = 0, b = pool->after[pool->n_blocks]; k < need && b != pool->n_blocks; k++, b = pool->after[b])
+    for (int64_t k = 0, b = pool->after[pool->n_blocks]; k < need && b != pool->n_blocks;
+         k++, b = pool->after[b])
         w->evicted += need <= free_before && pool->identity[b] != 0;
     bool ok = llm__table_grow(pool, &w->tables[i], first, end);
     assert_int_equal(ok, need <= free_before && (end + size - 1) / size <= w->capacity);
@@ -219,13 +235,16 @@ static void append(world *w, int i, int n) {
     w->n_tokens[i] = end;
 }
 
-static void keep(world *w, int i) { llm__table_keep(&w->pool, &w->tables[i], w->tokens[i], w->n_tokens[i]); }
+static void keep(world *w, int i) {
+    llm__table_keep(&w->pool, &w->tables[i], w->tokens[i], w->n_tokens[i]);
+}
 
 static void fork_table(world *w, int i, int j) {
     llm__table_fork(&w->pool, &w->tables[i], &w->tables[j]);
     memcpy(w->tokens[j], w->tokens[i], sizeof w->tokens[i]);
     w->n_tokens[j] = w->n_tokens[i];
-    for (int p = w->n_tokens[j]; p < MAX_TOKENS; p++) w->tokens[j][p] = pick(w, w->alphabet); /* and goes another way */
+    /* and goes another way */
+    for (int p = w->n_tokens[j]; p < MAX_TOKENS; p++) w->tokens[j][p] = pick(w, w->alphabet);
 }
 
 /* As after a rejected proposal: the last tokens are void, and others follow. What is kept stays. */
@@ -256,9 +275,11 @@ static void random_move(world *w) {
     else clear_table(w, i);
 }
 
-static void random_walk(int64_t n_blocks, int block_size, bool keeps_prefixes, bool collide, uint64_t seed, world *sum) {
+static void random_walk(int64_t n_blocks, int block_size, bool keeps_prefixes, bool collide,
+                        uint64_t seed, world *sum) {
     world *w = world_new(n_blocks, block_size, keeps_prefixes, seed);
-    if (collide) w->pool.n_buckets = 1; /* all hashes are equal now: nothing but the comparison tells blocks apart */
+    /* all hashes are equal now: nothing but the comparison tells blocks apart */
+    if (collide) w->pool.n_buckets = 1;
     for (int n = 0; n < 400; n++) {
         random_move(w);
         check(w);
@@ -279,7 +300,9 @@ static void test_random_walks(void **state) {
     (void)state;
     for (int b = 0; b < 5; b++)
         for (int s = 0; s < 5; s++)
-            for (int kind = 0; kind < 6; kind++) random_walk(blocks[b], sizes[s], kind > 0, kind % 2 == 1, 1000 * (uint64_t)kind + 7, &sum);
+            for (int kind = 0; kind < 6; kind++)
+                random_walk(blocks[b], sizes[s], kind > 0, kind % 2 == 1, 1000 * (uint64_t)kind + 7,
+                            &sum);
     print_message("%ld blocks matched, %ld evicted\n", sum.matched, sum.evicted);
     assert_true(sum.matched > 1000 && sum.evicted > 1000);
 }
@@ -331,8 +354,8 @@ static void test_equal_blocks_of_other_parents(void **state) {
     }
 }
 
-/* The first block is evicted, its successor not: it is not found any more, neither under what takes its parent's place nor under
- * the same text computed anew. */
+/* The first block is evicted, its successor not: it is not found any more, neither under what takes
+ * its parent's place nor under the same text computed anew. */
 static void test_evicted_parents(void **state) {
     (void)state;
     world *w = world_new(4, 4, true, 1);
@@ -363,7 +386,8 @@ static void test_evicted_parents(void **state) {
     world_free(w);
 }
 
-/* Blocks without kept content go first; then the one that was not used for longest, and of one text the end before the beginning. */
+/* Blocks without kept content go first; then the one that was not used for longest, and of one text
+ * the end before the beginning. */
 static void test_order_of_eviction(void **state) {
     (void)state;
     world *w = world_new(8, 4, true, 1);
@@ -392,7 +416,8 @@ static void test_order_of_eviction(void **state) {
     world_free(w);
 }
 
-/* Several forks write into the block they share before the device has copied anything: every one but the last copies. */
+/* Several forks write into the block they share before the device has copied anything: every one
+ * but the last copies. */
 static void test_forks_in_one_step(void **state) {
     (void)state;
     world *w = world_new(40, 4, true, 1);
@@ -410,12 +435,14 @@ static void test_forks_in_one_step(void **state) {
         w->n_tokens[i] = 7;
     }
     check(w);
-    assert_int_equal(w->pool.references[w->tables[0].blocks[0]], 5); /* the full block is still shared */
+    /* the full block is still shared */
+    assert_int_equal(w->pool.references[w->tables[0].blocks[0]], 5);
     assert_int_equal(w->pool.n_free, 34);
     world_free(w);
 }
 
-/* A block is copied, then given up by its other owner, and then another is copied to it: not twice in one go. */
+/* A block is copied, then given up by its other owner, and then another is copied to it: not twice
+ * in one go. */
 static void test_copies_that_overwrite(void **state) {
     (void)state;
     world *w = world_new(3, 4, false, 1);

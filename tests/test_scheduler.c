@@ -1,6 +1,6 @@
-/* Chapters 1 and 4 through the public API: whatever requests share an engine, in whatever order, with blocks so scarce that
- * they are taken away again, each gives what it gives alone, bit for bit; and what the scheduler promises about order,
- * pace, memory and waste. */
+/* Chapters 1 and 4 through the public API: whatever requests share an engine, in whatever order,
+ * with blocks so scarce that they are taken away again, each gives what it gives alone, bit for
+ * bit; and what the scheduler promises about order, pace, memory and waste. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -112,7 +112,8 @@ static void random_options(workload *w) {
     o.swap_bytes = chance(w, 50) ? 1 << 20 : 20000; /* the second runs out */
     o.prefix_cache = chance(w, 75);
     o.naive_attention = chance(w, 10);
-    /* one context at the least, so that every request fits; often not two, so that they push each other out */
+    /* one context at the least, so that every request fits; often not two, so that they push each
+     * other out */
     int slots = WALK_CONTEXT + o.block_size + (chance(w, 60) ? pick(w, 100) : 100 + pick(w, 400));
     o.cache_bytes = llm_model_cache_bytes_per_token(target, o.cache_type) * (uint64_t)slots;
     w->options = o;
@@ -141,7 +142,8 @@ static llm_sampling random_sampling(workload *w) {
 static void random_job(workload *w, job *j, const int32_t *base, int common) {
     int n = 1 + pick(w, MAX_PROMPT);
     bool begins_alike = chance(w, 70);
-    for (int i = 0; i < n; i++) j->prompt[i] = begins_alike && i < common && !chance(w, 1) ? base[i] : pick(w, 286);
+    for (int i = 0; i < n; i++)
+        j->prompt[i] = begins_alike && i < common && !chance(w, 1) ? base[i] : pick(w, 286);
     llm_request *r = &j->request;
     *r = plain_request(j->prompt, n, chance(w, 8) ? 0 : 1 + pick(w, 30));
     r->ignore_end = chance(w, 50);
@@ -244,7 +246,8 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     for (int i = 0; i < 16; i++) {
         at += s.proposed_at[i];
         assert_true(s.accepted_at[i] <= s.proposed_at[i]);
-        if (i > 0) assert_true(s.proposed_at[i] <= s.accepted_at[i - 1]); /* one is looked at only if all before it passed */
+        /* one is looked at only if all before it passed */
+        if (i > 0) assert_true(s.proposed_at[i] <= s.accepted_at[i - 1]);
     }
     assert_int_equal(at, s.proposed);
     assert_true(w->options.preempt == LLM_PREEMPT_SWAP || s.blocks_swapped == 0);
@@ -260,7 +263,9 @@ static void assert_beginning(const sample_record *whole, const sample_record *pa
     assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
     assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * (size_t)part->n_tokens);
     assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * (size_t)part->n_tokens);
-    if (part->n_rows) assert_memory_equal(part->logits, whole->logits, sizeof(float) * VOCAB * (size_t)part->n_rows);
+    if (part->n_rows)
+        assert_memory_equal(part->logits, whole->logits,
+                            sizeof(float) * VOCAB * (size_t)part->n_rows);
 }
 
 static void check_alone(const workload *w, const job *j, totals *t) {
@@ -309,10 +314,13 @@ static void test_random_workloads(void **state) {
         }
     }
     free(w);
-    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
-                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
+    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, "
+                  "%ld prefix hits; %ld of %ld accepted\n",
+                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits,
+                  t.accepted, t.proposed);
     /* the workloads do reach what they are for */
-    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50);
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 &&
+                t.prefix_hits > 100 && t.accepted > 50);
 }
 
 /* ---- Admission -------------------------------------------------------------------------- */
@@ -497,7 +505,8 @@ static void test_nobody_starves(void **state) {
     }
 }
 
-/* Without chunks a prompt needs a step in one piece: those that decode must not keep it out for ever. */
+/* Without chunks a prompt needs a step in one piece: those that decode must not keep it out for
+ * ever. */
 static void test_whole_prompts_do_not_starve(void **state) {
     int32_t prompt[100];
     (void)state;
@@ -513,7 +522,8 @@ static void test_whole_prompts_do_not_starve(void **state) {
     uint64_t whole = submit(engine, plain_request(prompt, 63, 1));
     bool told = false;
     for (int n = 0; n < 200 && !told; n++) {
-        submit(engine, plain_request(prompt + n % 90, 3, 5 + n % 4)); /* there are always some that decode */
+        /* there are always some that decode */
+        submit(engine, plain_request(prompt + n % 90, 3, 5 + n % 4));
         step(engine);
         llm_event event;
         while (llm_next_event(engine, &event)) told = told || event.request == whole;
@@ -544,7 +554,8 @@ static void test_samples_fit_together(void **state) {
     assert_int_equal(n_ended, 4);
     assert_true(s.preemptions > 0);
     assert_int_equal(s.blocks_peak, 15);
-    assert_int_equal(s.decode_steps, s.generated_tokens); /* the first tokens of all samples come from one row */
+    /* the first tokens of all samples come from one row */
+    assert_int_equal(s.decode_steps, s.generated_tokens);
     assert_idle(engine);
     llm_engine_free(engine);
 }
@@ -573,13 +584,14 @@ static void test_decoding_keeps_its_pace(void **state) {
         }
         assert_int_equal(tokens, N);
     }
-    assert_int_equal(steps, (100 + 7) / (12 - N)); /* and the prompt has all the rest of the budget */
+    /* and the prompt has all the rest of the budget */
+    assert_int_equal(steps, (100 + 7) / (12 - N));
     drain(engine);
     assert_idle(engine);
     llm_engine_free(engine);
 }
 
-/* ---- Memory ----------------------------------------------------------------------------------- */
+/* ---- Memory ---------------------------------------------------------------------------------- */
 
 static void mixed_requests(llm_engine *engine, bool speculate) {
     static const char *const stops[] = {"qq", "zz"};
@@ -621,7 +633,8 @@ static void test_steps_allocate_nothing(void **state) {
         assert_true(s.schedule_seconds > 0 && s.schedule_seconds < s.step_seconds);
         assert_true(s.forward_seconds > 0 && s.sampling_seconds > 0);
         assert_int_equal(s.draft_seconds > 0, 1); /* little, without a draft */
-        double parts = s.schedule_seconds + s.forward_seconds + s.draft_seconds + s.sampling_seconds;
+        double parts =
+            s.schedule_seconds + s.forward_seconds + s.draft_seconds + s.sampling_seconds;
         assert_true(parts <= s.step_seconds * 1.0001);
         assert_idle(engine);
         llm_engine_free(engine);
@@ -669,16 +682,20 @@ static void test_waste(void **state) {
     o.max_sequences = 8;
     o.prefix_cache = false;
     llm_engine *engine = engine_new(m.model, &o);
-    for (int i = 0; i < 48; i++) { /* each is seen at all lengths from l - 60 to l + 60, l from 110 to 290 */
+    /* each is seen at all lengths from l - 60 to l + 60, l from 110 to 290 */
+    for (int i = 0; i < 48; i++) {
         int n = 50 + (int)(llm_random(1, 1, draws++) * 180);
-        for (int k = 0; k < n; k++) prompt[k] = (int32_t)(llm_random(2, (uint64_t)i, (uint64_t)k) * t.vocab);
+        for (int k = 0; k < n; k++)
+            prompt[k] = (int32_t)(llm_random(2, (uint64_t)i, (uint64_t)k) * t.vocab);
         submit(engine, plain_request(prompt, n, 120));
     }
     while (step(engine)) {
         llm_statistics s = llm_engine_statistics(engine);
         int64_t slots = (s.blocks_total - s.blocks_free) * s.block_size;
-        if (slots) assert_true(fabs(s.kv_waste - (1 - (double)s.slots_used / (double)slots)) < 1e-9);
-        assert_true(slots - s.slots_used < (s.running + 1) * s.block_size); /* less than a block each */
+        if (slots)
+            assert_true(fabs(s.kv_waste - (1 - (double)s.slots_used / (double)slots)) < 1e-9);
+        /* less than a block each */
+        assert_true(slots - s.slots_used < (s.running + 1) * s.block_size);
         used += (double)s.slots_used;
         taken += (double)slots;
     }
@@ -689,7 +706,7 @@ static void test_waste(void **state) {
     tiny_model_free(&m);
 }
 
-/* ---- The prefix cache ------------------------------------------------------------------------- */
+/* ---- The prefix cache ------------------------------------------------------------------------ */
 
 static uint64_t hits_of(llm_engine *engine, const int32_t *prompt, int n) {
     uint64_t before = llm_engine_statistics(engine).prefix_hits;
@@ -707,13 +724,15 @@ static void test_prefix_hits(void **state) {
     ids(prompt, 100, 1);
     assert_int_equal(hits_of(engine, prompt, 65), 0);
     assert_int_equal(hits_of(engine, prompt, 65), 64);
-    assert_int_equal(hits_of(engine, prompt, 64), 48); /* its last token has to go through the model */
+    /* its last token has to go through the model */
+    assert_int_equal(hits_of(engine, prompt, 64), 48);
     assert_int_equal(hits_of(engine, prompt, 100), 64);
     assert_int_equal(hits_of(engine, prompt, 100), 96);
     prompt[40]++;
     assert_int_equal(hits_of(engine, prompt, 65), 32);
     prompt[40]--;
-    assert_int_equal(hits_of(engine, prompt + 16, 65), 0); /* the same tokens after others are something else */
+    /* the same tokens after others are something else */
+    assert_int_equal(hits_of(engine, prompt + 16, 65), 0);
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.prefix_tokens, 65 * 4 + 64 + 200);
     assert_int_equal(s.prefix_tokens - s.prefix_hits, s.prompt_tokens);
@@ -751,16 +770,17 @@ static void test_eviction(void **state) {
     assert_int_equal(hits_of(engine, prompts[D], 64), 0);  /* evicts B */
     assert_int_equal(hits_of(engine, prompts[A], 64), 48);
     assert_int_equal(hits_of(engine, prompts[C], 64), 48);
-    assert_int_equal(hits_of(engine, prompts[B], 17), 0);  /* evicts the end of D, not its beginning */
+    /* evicts the end of D, not its beginning */
+    assert_int_equal(hits_of(engine, prompts[B], 17), 0);
     assert_int_equal(hits_of(engine, prompts[D], 33), 32);
     assert_idle(engine);
     llm_engine_free(engine);
 }
 
-/* ---- Hooks and preemption ------------------------------------------------------------------------ */
+/* ---- Hooks and preemption -------------------------------------------------------------------- */
 
-/* A hook sees each position once and in order, whatever is taken away from its request, and also where other requests have left
- * more of its prompt in the cache than it had come to itself. */
+/* A hook sees each position once and in order, whatever is taken away from its request, and also
+ * where other requests have left more of its prompt in the cache than it had come to itself. */
 static void test_hook_and_preemption(void **state) {
     int32_t prompt[64], other[40];
     uint64_t preemptions = 0;
@@ -774,7 +794,8 @@ static void test_hook_and_preemption(void **state) {
             o.context_length = 100;
             o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
             o.swap_bytes = 1 << 20;
-            o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
+            o.cache_bytes =
+                llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
             llm_engine *engine = engine_new(target, &o);
             ids(prompt, 64, 1);
             ids(other, 40, 2);
@@ -796,9 +817,11 @@ static void test_hook_and_preemption(void **state) {
             preemptions += llm_engine_statistics(engine).preemptions;
             for (int s = 0; s < r.n_samples; s++) {
                 const sample_record *got = &hooked->samples[s];
-                int first = s ? 55 : 0; /* the prompt is the first sample's; its last logits are everybody's */
+                /* the prompt is the first sample's; its last logits are everybody's */
+                int first = s ? 55 : 0;
                 assert_int_equal(got->n_rows, 56 + 10 - 1 - first);
-                for (int i = 0; i < got->n_rows; i++) assert_int_equal(got->positions[i], first + i);
+                for (int i = 0; i < got->n_rows; i++)
+                    assert_int_equal(got->positions[i], first + i);
             }
             record *alone = run_alone(target, &calm, r);
             assert_same(alone, hooked);
@@ -810,7 +833,8 @@ static void test_hook_and_preemption(void **state) {
     assert_true(preemptions > 10);
 }
 
-/* The case that a hook could lose positions: it is preempted inside its prompt, and another request has left all of the prompt in the cache. */
+/* The case that a hook could lose positions: it is preempted inside its prompt, and another request
+ * has left all of the prompt in the cache. */
 static void test_hook_resumes_where_it_was(void **state) {
     int32_t prompt[40];
     (void)state;
@@ -836,7 +860,7 @@ static void test_hook_resumes_where_it_was(void **state) {
     llm_engine_free(engine);
 }
 
-/* ---- Mistakes ------------------------------------------------------------------------------------- */
+/* ---- Mistakes -------------------------------------------------------------------------------- */
 
 static void refuse(llm_engine *engine, llm_request r, llm_status status, const char *part) {
     llm_error err;
@@ -883,7 +907,10 @@ static void test_refused_requests(void **state) {
     }
     for (int i = 0; i < 4; i++) {
         r = good;
-        *(i == 0 ? &r.sampling.temperature : i == 1 ? &r.sampling.top_p : i == 2 ? &r.sampling.min_p : &r.sampling.repetition_penalty) = NAN;
+        *(i == 0   ? &r.sampling.temperature
+          : i == 1 ? &r.sampling.top_p
+          : i == 2 ? &r.sampling.min_p
+                   : &r.sampling.repetition_penalty) = NAN;
         refuse(engine, r, LLM_ERROR_ARGUMENT, "nan");
     }
     r = good, r.stop = empty, r.n_stop = 2;

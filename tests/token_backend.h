@@ -324,7 +324,8 @@ static bool token_sample(void *context, float *logits, int vocab_size, const llm
         int wanted = draws[i].sampling.temperature == 0 ? 0 : (int)(draws[i].random >> 62), id = 0;
         assert_true(i == 0 || draws[i].row >= draws[i - 1].row);
         for (int k = 0; k < d->n_fetched; k++) /* it is drawn from here, so nobody needs it there */
-            assert_true((const char *)row < d->fetched[k].begin || (const char *)row >= d->fetched[k].end);
+            assert_true((const char *)row < d->fetched[k].begin ||
+                        (const char *)row >= d->fetched[k].end);
         while (row[id] < 0 || wanted-- > 0) id++;
         ids[i] = id;
         logprobs[i] = -1.3862944f; /* ln of a quarter */

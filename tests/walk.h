@@ -1,5 +1,5 @@
-/* What tests and fuzzers do with a file that opened: read it through to its last byte, for the sanitizers, and let it say a few
- * words. Include it behind llm.h. */
+/* What tests and fuzzers do with a file that opened: read it through to its last byte, for the
+ * sanitizers, and let it say a few words. Include it behind llm.h. */
 #ifndef WALK_H
 #define WALK_H
 
@@ -41,7 +41,8 @@ static void walk(const llm_file *file) {
         uint8_t *row = (uint8_t *)malloc(tensor->bytes / rows);
         if (!row || (tensor->data != NULL) == (tensor->int4 != NULL)) abort();
         if (tensor->data) read_all(tensor->data, tensor->bytes);
-        for (uint64_t k = 0; tensor->int4 && k < rows; k++) { /* each alone: whatever else stands in the words */
+        /* each alone: whatever else stands in the words */
+        for (uint64_t k = 0; tensor->int4 && k < rows; k++) {
             if (!llm_tensor_rows(tensor, k, 1, row, NULL)) abort();
             read_all(row, tensor->bytes / rows);
         }
@@ -49,7 +50,9 @@ static void walk(const llm_file *file) {
         for (uint64_t k = 0; tensor->columns && k < tensor->dims[0]; k++)
             if (tensor->columns[k] < 0 || (uint64_t)tensor->columns[k] >= tensor->dims[0]) abort();
     }
-    if (llm_file_value(file, -1) || llm_file_value(file, llm_file_n_values(file)) || llm_file_tensor(file, llm_file_n_tensors(file))) abort();
+    if (llm_file_value(file, -1) || llm_file_value(file, llm_file_n_values(file)) ||
+        llm_file_tensor(file, llm_file_n_tensors(file)))
+        abort();
 }
 
 /* Whether it works or is refused. */
