@@ -3,9 +3,8 @@
 #ifndef FAILING_BACKEND_H
 #define FAILING_BACKEND_H
 
-static llm_backend *real;                /* the wrapped backend */
-/* calls so far that can fail; index of the one that does */
-static long calls, fail_call = -1;
+static llm_backend *real;          /* the wrapped backend */
+static long calls, fail_call = -1; /* calls so far that can fail; index of the one to fail */
 
 static bool device_fails(llm_error *err) {
     if (calls++ != fail_call) return false;

@@ -1,24 +1,22 @@
-/* tiny_model.h - models of a few thousand weights, built in memory, for tests that need a
- * vocabulary, a context or a distribution of their own. Include after test_util.h, llm.h and
- * cmocka.h. */
+/* tiny_model.h - models of a few thousand weights, built in memory, for tests that need a specific
+ * vocabulary, context length or distribution. Include after test_util.h, llm.h and cmocka.h. */
 #ifndef TINY_MODEL_H
 #define TINY_MODEL_H
 
 typedef struct tiny { /* start from tiny_defaults() */
-    int vocab;       /* ids 0 <unk>, 1 <s>, 2 </s>, then letters (27 and more: pairs of them) */
+    int vocab;       /* ids 0 <unk>, 1 <s>, 2 </s>, then letters, then pairs of letters */
     int context, layers;
-    char first;      /* of the letters */
-    uint64_t seed;   /* of the weights */
-    /* that much of other weights (seed + 1) is mixed in: a draft that is like its target, but not
-     * the same */
+    char first;      /* the first letter */
+    uint64_t seed;   /* of the weights' random values */
+    /* share of different weights (seed + 1) mixed in: a draft model similar to its target */
     float noise;
-    float sharp;     /* scale of the logits */
+    float sharp;     /* factor on the logits */
     bool constant;   /* the logits are the same after every token */
-    int padding;     /* rows of zeros that the matrices have after those of the vocabulary */
+    int padding;     /* zero rows that the matrices have after the vocabulary's rows */
     int broken;      /* the token whose embedding is not a number; 0: none */
 } tiny;
 
-/* so many share: matrix tiles */
+/* four query heads share one key head, so attention uses matrix tiles */
 enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 };
 
 static TEST_UNUSED tiny tiny_defaults(void) {
