@@ -1,5 +1,6 @@
 #!/bin/sh
-# docs/make.sh MODE [PAGE]: fills in what the pages (or one, as 15-cpu) quote. Run from the top of the repository.
+# docs/make.sh MODE [PAGE]: fills in what the pages (or one, as 15-cpu) quote. Run from the top of
+# the repository.
 #
 #   quotes    the code behind <!-- quote FILE NAME --> is taken from FILE again
 #   all       that, the output behind <!-- run ... --> from ./llm, and the pictures
@@ -46,7 +47,8 @@ fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all)
         /^<!-- run / && mode == "all" { command = $0; sub(/^<!-- run /, "", command); sub(/ -->.*/, "", command)
                         done = "cat \"" work "/" command "\""
                         sub(/^llm /, llm " ", command)
-                        emit(done " 2>/dev/null || " command " 2>/dev/null", ""); skipping = 1 }' "$1"
+                        emit(done " 2>/dev/null || " command " 2>/dev/null", ""); skipping = 1 }' \
+                            "$1"
 }
 
 if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
@@ -56,7 +58,8 @@ if [ "$mode" = all ]; then
         case $what in *ladder) command=ladder ;; *) command="lesson ${what#*-}" ;; esac
         # shellcheck disable=SC2086
         $llm $command --png "docs/$what.png" >"$work/out" 2>/dev/null || wrong=$((wrong + 1))
-        grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
+        # what the page shows is of the same run
+        grep -v '^The picture is in ' "$work/out" >"$work/llm $command"
     done
 fi
 all="docs/$pages.md docs/README.md"
@@ -64,7 +67,9 @@ all="docs/$pages.md docs/README.md"
 for page in $all; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
-        ! grep -q "^<!-- quote" "$page" || cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }
+        ! grep -q "^<!-- quote" "$page" || cmp -s "$page" "$work/page" ||
+            { complain "$page: a quote is not what the source says (make quotes)"
+            diff "$page" "$work/page" | head -5; }
     else
         cmp -s "$page" "$work/page" || cp "$work/page" "$page"
         continue
@@ -74,27 +79,37 @@ for page in $all; do
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # links, but in code: to files, from the folder of the page
-    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
+    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' |
+        grep -v '^https\?:' | sort -u | while read -r link; do
         [ -e "$(dirname "$page")/$link" ] || echo "$page: the link to $link is dead"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # symbols in the text: `llm_name`, `llm__name`, `LLM_NAME`
-    grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u | while read -r symbol; do
-        grep -q "\<$symbol\>" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h 2>/dev/null || echo "$page: there is no $symbol"
+    grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u |
+        while read -r symbol; do
+        grep -q "\<$symbol\>" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h 2>/dev/null ||
+            echo "$page: there is no $symbol"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there: "instead of `...`", "delete `...`", "behind `...`"
+    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there:
+    # "instead of `...`", "delete `...`", "behind `...`"
     case $page in docs/[0-9]*)
-        sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' | sort -u | while read -r symbol; do
-            grep -q -w -e "$symbol" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no $symbol"
+        sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' |
+            sort -u | while read -r symbol; do
+            grep -q -w -e "$symbol" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h docs/*.cu \
+                2>/dev/null || echo "$page: there is no $symbol"
         done
-        sed -n '/^[0-9]*\. A line:/p' "$page" | grep -o '\(instead of\|[Dd]elete\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
-            grep -q -F -e "$code" llm.h llm.cu models/*.c docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
+        sed -n '/^[0-9]*\. A line:/p' "$page" |
+            grep -o '\(instead of\|[Dd]elete\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' |
+            while read -r code; do
+            grep -q -F -e "$code" llm.h llm.cu models/*.c docs/*.c docs/*.h docs/*.cu 2>/dev/null ||
+                echo "$page: there is no line with $code"
         done ;;
     esac >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # options of the commands that it shows: llm lesson NAME --option
-    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' | sort -u | while read -r line; do
+    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' |
+        sort -u | while read -r line; do
         # shellcheck disable=SC2086
         set -- $line
         shift

@@ -1,7 +1,7 @@
 #!/bin/sh
-# tests/arm64.sh: $LLM, which is for arm64, tells a tale under the emulator that LLM_TEST_RUNNER names, with the bundled int4 model:
-# the same with one thread and with three.
-# Ends in one line, "N passed, N failed".
+# tests/arm64.sh: $LLM, which is for arm64, tells a tale under the emulator that LLM_TEST_RUNNER
+# names, with the bundled int4 model: the same with one thread and with three. Ends in one line, "N
+# passed, N failed".
 set -u
 passed=0 failed=0
 work=$(mktemp -d) || exit 1
@@ -11,7 +11,9 @@ tell() { # tell FILE OPTION...
     file=$1
     shift
     # shellcheck disable=SC2086
-    ${LLM_TEST_RUNNER:-} "$LLM" run -m models/tales-q4_0.gguf --temperature 0 -n 16 "$@" "Once upon a time" >"$work/$file" 2>"$work/errors" ||
+    ${LLM_TEST_RUNNER:-} \
+        "$LLM" run -m models/tales-q4_0.gguf --temperature 0 -n 16 "$@" "Once upon a time" \
+        >"$work/$file" 2>"$work/errors" ||
         echo "exit status $?" >>"$work/$file"
     cat "$work/errors"
 }

@@ -1,5 +1,6 @@
-# tests/cli_lib.sh: what the command-line tests share. Sourced by them, from the top of the repository: sets LLM (an
-# absolute path), TOP and T (a folder of its own, removed at the end, which becomes the current one), and the ways to judge a run.
+# tests/cli_lib.sh: what the command-line tests share. Sourced by them, from the top of the
+# repository: sets LLM (an absolute path), TOP and T (a folder of its own, removed at the end, which
+# becomes the current one), and the ways to judge a run.
 TOP=$PWD
 LLM=${1:-${LLM:-./llm}}
 case $LLM in /*) ;; *) LLM=$PWD/$LLM ;; esac
@@ -54,19 +55,26 @@ same() { # name, file, file
 json() { # name: the last output is valid JSON and nothing else
     name=$1
     if [ -z "$python" ]; then skip "$1 (no python3 to check JSON with)"
-    elif "$python" -c 'import json,sys; json.loads(sys.stdin.buffer.read().decode("utf-8"), parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
+    elif "$python" \
+        -c 'import json,sys; json.loads(sys.stdin.buffer.read().decode("utf-8"), parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
     else fail "valid JSON"
     fi
 }
-trace() { # name, file, pattern in it: a whole trace (docs/trace.h). It is an array with one object a line; llm batch reads such lines
+# name, file, pattern in it: a whole trace (docs/trace.h). It is an array with one object a line;
+# llm batch reads such lines
+trace() {
     name=$1
     sed -e '1d; $d; s/,$//' "$2" >lines
     "$LLM" batch -m "$M" -q -f lines >objects 2>log </dev/null
     if [ "$(head -n 1 "$2")" != '[' ] || [ "$(tail -n 1 "$2")" != ']' ]; then fail "an array"
-    elif [ ! -s lines ] || [ "$(grep -c "unknown key 'pid'" objects)" -ne "$(wc -l <lines)" ]; then fail "an object a line: $(grep -v "key 'pid'" objects | head -n 1)"
+    elif [ ! -s lines ] ||
+        [ "$(grep -c "unknown key 'pid'" objects)" \
+        -ne "$(wc -l <lines)" ]; then fail "an object a line: $(grep -v "key 'pid'" objects | head -n 1)"
     elif [ "$(grep -c ',$' "$2")" -ne $(($(wc -l <lines) - 1)) ]; then fail "a comma between two"
     elif ! grep -q -E -e "$3" "$2"; then fail "'$3' in $2"
-    elif [ -n "$python" ] && ! "$python" -c 'import json, sys; json.load(open(sys.argv[1], encoding="utf-8"))' "$2" >log 2>&1; then fail "valid JSON: $(tail -n 1 log)"
+    elif [ -n "$python" ] &&
+        ! "$python" -c 'import json, sys; json.load(open(sys.argv[1], encoding="utf-8"))' "$2" \
+        >log 2>&1; then fail "valid JSON: $(tail -n 1 log)"
     else pass
     fi
 }
@@ -88,7 +96,8 @@ closed() { # name, command...: to a pipe that nobody reads any more
     judge 1 "" "" # quietly
 }
 has_terminal() { # is there a `script` that knows -e, and are there pseudo-terminals?
-    script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null
+    script --version 2>/dev/null | grep -q util-linux &&
+        script -qec true /dev/null >/dev/null 2>&1 </dev/null
 }
 end() { # the line that sums it up
     line="$passed passed, $failed failed"

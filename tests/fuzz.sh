@@ -1,6 +1,7 @@
 #!/bin/sh
-# tests/fuzz.sh SECONDS FUZZER...: runs all fuzzers at once for so many seconds by the clock, each from its seed corpus
-# tests/data/<fuzzer>/ where there is one. What it finds it keeps under build/fuzz/<fuzzer>/. Ends in one line, "N passed, N failed".
+# tests/fuzz.sh SECONDS FUZZER...: runs all fuzzers at once for so many seconds by the clock, each
+# from its seed corpus tests/data/<fuzzer>/ where there is one. What it finds it keeps under
+# build/fuzz/<fuzzer>/. Ends in one line, "N passed, N failed".
 set -u
 
 if [ "$1" = --one ]; then # SECONDS FUZZER: run it, say how it went
@@ -9,7 +10,8 @@ if [ "$1" = --one ]; then # SECONDS FUZZER: run it, say how it went
     [ -d "$seeds" ] || seeds=
     # shellcheck disable=SC2086
     "$3" -max_total_time="$2" -timeout=20 -rss_limit_mb=4096 -print_final_stats=1 \
-        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds >"build/fuzz/$name/log" 2>&1
+        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds \
+        >"build/fuzz/$name/log" 2>&1
     echo "$? $name"
     exit 0
 fi
@@ -21,7 +23,8 @@ printf '%s\n' "$@" | xargs -P "$#" -n 1 sh "$0" --one "$seconds" | {
     while read -r status name; do
         printf '== %-20s' "$name"
         if [ "$status" -eq 0 ]; then
-            echo "inputs tried in $seconds s: $(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name/log")"
+            echo \
+                "inputs tried in $seconds s: $(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name/log")"
             passed=$((passed + 1))
         else
             echo "failed, exit status $status:"

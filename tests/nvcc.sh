@@ -1,10 +1,12 @@
 #!/bin/sh
-# tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors, and prints what each kernel takes: registers,
-# static shared memory, bytes in local memory: spilled registers, and arrays that did not get into registers. Any fails, but for those of the plain
-# kernels, which are there for comparison, of loading weights, and of cosf, which has an array for huge angles. (CUDA 12's compilers also
-# spill up to 256 bytes in five of the kernels for sm_90, most of them of 5-bit weights: with those it is told, and does not fail.)
-# Then links the program with the first one's object beside the emulated devices, as `make` does where nvcc is, and runs it on one of those.
-# Ends in one line, "N passed, N failed": one check per architecture, and that one.
+# tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors,
+# and prints what each kernel takes: registers, static shared memory, bytes in local memory: spilled
+# registers, and arrays that did not get into registers. Any fails, but for those of the plain
+# kernels, which are there for comparison, of loading weights, and of cosf, which has an array for
+# huge angles. (CUDA 12's compilers also spill up to 256 bytes in five of the kernels for sm_90,
+# most of them of 5-bit weights: with those it is told, and does not fail.) Then links the program
+# with the first one's object beside the emulated devices, as `make` does where nvcc is, and runs it
+# on one of those. Ends in one line, "N passed, N failed": one check per architecture, and that one.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 [ $# -gt 0 ] || set -- 80 90
@@ -16,7 +18,8 @@ command -v c++filt >/dev/null 2>&1 && filter='c++filt -p'
 release=$(nvcc --version | sed -n 's/.*release \([0-9]*\).*/\1/p')
 
 for arch; do # all at once
-    nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v -gencode "arch=compute_$arch,code=sm_$arch" \
+    nvcc -O3 -std=c++17 -Werror all-warnings -Xcompiler -Wall,-Werror -Xptxas -v \
+        -gencode "arch=compute_$arch,code=sm_$arch" \
         -I. -c llm.cu -o "$work/llm_$arch.o" >"$work/log_$arch" 2>&1 && : >"$work/compiled_$arch" &
 done
 wait
@@ -28,7 +31,8 @@ for arch; do
         continue
     fi
     echo "sm_$arch:  registers  shared  spilled  kernel"
-    # A "Function properties" line and the one behind it tell of the kernel named last; "Used" comes last.
+    # A "Function properties" line and the one behind it tell of the kernel named last; "Used" comes
+    # last.
     awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2] }
          /bytes stack frame/ { spilled = $1; for (i = 2; i <= NF; i++) if ($i == "spill") spilled += $(i - 2) }
          /Used [0-9]+ registers/ && name != "" {
@@ -38,7 +42,8 @@ for arch; do
              name = ""
          }' "$work/log_$arch" >"$work/table"
     awk '{ print $4 }' "$work/table" | $filter | sed 's/(.*//; s/^void //' >"$work/names"
-    paste -d' ' "$work/table" "$work/names" | awk '{ name = $5; for (i = 6; i <= NF; i++) name = name " " $i
+    paste -d' ' "$work/table" "$work/names" |
+        awk '{ name = $5; for (i = 6; i <= NF; i++) name = name " " $i
         printf "        %9d  %6d  %7d  %s\n", $1, $2, $3, name }' | sort -k4 >"$work/shown"
     cat "$work/shown"
     bad=$(awk '$3 > 0 && !/plain|pack|rope_angles/' "$work/shown")
@@ -55,9 +60,12 @@ for arch; do
 done
 
 # What both define, or neither, shows only here: the tests link one of them at a time.
-if [ -e "$work/compiled_$1" ] && make -s "DEVICES=$work/llm_$1.o \$(EMULATOR) \$(if \$(OBSERVED),build/observed.o)" build/llm &&
-    text=$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device emulated "Once upon a time") &&
-    [ "$text" = "$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device cpu "Once upon a time")" ]; then
+if [ -e "$work/compiled_$1" ] &&
+    make -s "DEVICES=$work/llm_$1.o \$(EMULATOR) \$(if \$(OBSERVED),build/observed.o)" build/llm &&
+    text=$(build/llm run -m models/tales.gguf -n 4 --temperature 0 \
+    --device emulated "Once upon a time") &&
+    [ "$text" = \
+    "$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device cpu "Once upon a time")" ]; then
     echo "the program with the object for sm_$1: $text"
     passed=$((passed + 1))
 else

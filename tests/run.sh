@@ -1,8 +1,10 @@
 #!/bin/sh
-# tests/run.sh LLM TEST...: runs the tests, as many at a time as there are processors (LLM_TEST_JOBS, if set), and ends in one line,
-# "N passed, N failed", with ", N skipped" if some were. A test is a cmocka program or a script that ends in such a line itself.
-# LLM_TEST_RUNNER is put before the programs: an emulator with its options, where they are another machine's.
-# What passes is one line, as soon as it is done; a test that fails shows all it printed, a skip shows why.
+# tests/run.sh LLM TEST...: runs the tests, as many at a time as there are processors
+# (LLM_TEST_JOBS, if set), and ends in one line, "N passed, N failed", with ", N skipped" if some
+# were. A test is a cmocka program or a script that ends in such a line itself. LLM_TEST_RUNNER is
+# put before the programs: an emulator with its options, where they are another machine's. What
+# passes is one line, as soon as it is done; a test that fails shows all it printed, a skip shows
+# why.
 set -u
 
 if [ "$1" = --one ]; then # FOLDER TEST: run it, keep what it prints in the folder, say how it went
@@ -19,7 +21,8 @@ fi
 LLM=$1
 shift
 export LLM CC
-# Two threads find what only threads do wrong; more would only wait for each other, and while they wait they must not spin.
+# Two threads find what only threads do wrong; more would only wait for each other, and while they
+# wait they must not spin.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 jobs=${LLM_TEST_JOBS:-$(nproc 2>/dev/null || echo 2)}
 work=$(mktemp -d) || exit 1
@@ -27,7 +30,8 @@ trap 'rm -rf "$work"' EXIT
 trap 'exit 1' INT TERM
 
 sum() { # the numbers before a word at the start of cmocka's closing lines
-    sed -n "s/^\[  *$1 *\] \([0-9][0-9]*\) test(s).*/\1/p" "$log" | awk '{ n += $1 } END { print n + 0 }'
+    sed -n "s/^\[  *$1 *\] \([0-9][0-9]*\) test(s).*/\1/p" "$log" |
+        awk '{ n += $1 } END { print n + 0 }'
 }
 
 printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh "$0" --one "$work" | {
@@ -46,7 +50,8 @@ printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh "$0" --one "$work" | {
         # a crash, a sanitizer's report at the end, or no tests at all
         if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then f=1; fi
         if [ $((p + f + s)) -eq 0 ]; then f=1; fi
-        printf '== %-20s%4d passed, %d failed, %d skipped  (%d s)\n' "$name" "$p" "$f" "$s" "$seconds"
+        printf '== %-20s%4d passed, %d failed, %d skipped  (%d s)\n' "$name" "$p" "$f" "$s" \
+            "$seconds"
         if [ "$f" -ne 0 ]; then
             echo "   exit status $status; all it printed:"
             sed 's/^/   | /' "$log"
