@@ -1,5 +1,5 @@
-/* cuda_on_cpu.cpp - the emulated GPU behind cuda_on_cpu.h: coroutines, blocks and warps, shared
- * memory, streams, graphs, errors. Read the top of that file first. */
+/* cuda_on_cpu.cpp - the implementation of the emulated GPU: coroutines, blocks and warps, shared
+ * memory, streams, graphs, errors. First read the comment at the top of cuda_on_cpu.h. */
 #include "cuda_on_cpu.h"
 #include "emulator.h"
 
@@ -96,12 +96,12 @@ void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
 }
 #endif
 
-constexpr size_t STACK_BYTES = 256 * 1024; /* of a thread; only what it touches is real memory */
+constexpr size_t STACK_BYTES = 256 * 1024; /* per thread; only touched pages take real memory */
 constexpr unsigned char POISON = 0xff;     /* NaN in f32, f16 and bf16; -1 */
-/* of an allocation: more of a large one would only take time */
+/* the most that is poisoned of an allocation, to save time */
 constexpr size_t POISONED_BYTES = 4 << 20;
 
-/* ---- The block that runs --------------------------------------------------------------------- */
+/* ---- The running block ----------------------------------------------------------------------- */
 
 enum thread_state { FRESH, READY, AT_BARRIER, AT_WARP, ENDED };
 
@@ -123,7 +123,7 @@ struct thread {
     thread_state state;
     context where;
     char *stack;
-    void *fake_stack; /* of the address sanitizer */
+    void *fake_stack; /* the address sanitizer's record of this stack */
     uint3 index;
     int lane, warp;
     emu::warp_operation operation; /* while AT_WARP */
@@ -134,12 +134,12 @@ struct thread {
     bool has_waited; /* llm__wait_for_last */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
-    std::vector<touch> touches;     /* its loads and stores in order, while somebody observes */
+    std::vector<touch> touches;     /* its loads and stores in order, if an observer is set */
 };
 
-struct meeting { /* of lanes, for an operation: those that have come wait for the others */
+struct pending_operation { /* a warp operation that some lanes have not reached yet */
     emu::warp_operation operation;
-    unsigned come;
+    unsigned lanes;
     bool is(const emu::warp_operation &o) const {
         return operation.kind == o.kind && operation.line == o.line && operation.mask == o.mask &&
                (operation.file == o.file || !strcmp(operation.file, o.file));
@@ -171,14 +171,14 @@ struct order {
 
 struct allocation {
     size_t bytes;
-    char *memory; /* the C library's; the gaps on both sides are part of it */
+    char *memory; /* from malloc; includes the gaps on both sides */
     const char *label;
 };
 
-struct operation { /* something queued on a stream, or a node of a graph */
+struct operation { /* a queued operation of a stream, or a node of a graph */
     enum { LAUNCH, COPY, SET, HOST, RECORD, WAIT, GRAPH } kind;
     emu::launch launch;
-    std::shared_ptr<void> arguments; /* of the launch */
+    std::shared_ptr<void> arguments; /* the launch's arguments */
     void *to;
     const void *from;
     size_t bytes, to_pitch, from_pitch, rows; /* rows of `bytes` bytes each */
@@ -192,15 +192,15 @@ struct operation { /* something queued on a stream, or a node of a graph */
 };
 
 struct event_state {
-    uint64_t recorded = 0, reached = 0; /* tickets: of the last record queued, and run */
+    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, and run */
     double seconds = 0;
-    cudaStream_t stream = nullptr; /* where it was recorded last */
-    struct capture *in = nullptr;  /* recorded in a capture that is not over */
+    cudaStream_t stream = nullptr; /* the stream of the last record */
+    struct capture *in = nullptr;  /* the open capture that contains the record */
 };
 
 struct capture {
     std::vector<operation> operations;
-    std::vector<cudaStream_t> streams; /* the first began it */
+    std::vector<cudaStream_t> streams; /* the first one began the capture */
     bool invalid = false;
 };
 
@@ -208,10 +208,10 @@ struct capture {
 
 struct emu_stream {
     std::deque<operation> queue;
-    bool blocking; /* waits for the default stream, and that for it */
+    bool blocking; /* it and the default stream wait for each other */
     capture *into = nullptr;
     bool draining = false;
-    int device = 0; /* that it belongs to */
+    int device = 0; /* the device it belongs to */
 };
 struct emu_event {
     std::shared_ptr<event_state> state;
@@ -239,30 +239,30 @@ struct device {
     std::map<uintptr_t, allocation> allocations;
     std::map<uintptr_t, size_t> pinned, registered;
     size_t used = 0;
-    bool kernels_may_touch = false; /* the address sanitizer lets nobody else touch device memory */
+    bool kernels_may_touch = false; /* otherwise the address sanitizer guards device memory */
     /* streams */
     std::vector<cudaStream_t> streams;
     emu_stream default_stream;
-    std::map<const void *, int> dynamic_limit; /* of kernels, by cudaFuncSetAttribute */
+    std::map<const void *, int> dynamic_limit; /* per kernel, set by cudaFuncSetAttribute */
     emulator_counts counts = {};
-    emulator_observer observer = nullptr; /* of each access to memory */
+    emulator_observer observer = nullptr; /* called for each memory access */
     void *observer_data = nullptr;
     const char *label = "";
     /* errors */
     cudaError_t last = cudaSuccess, lost = cudaSuccess;
     std::string fault;
-    /* the block that runs */
+    /* the running block */
     const emu::launch *launch = nullptr;
     std::vector<thread> threads;
-    std::vector<std::vector<meeting>> meetings; /* of each warp */
+    std::vector<std::vector<pending_operation>> pending; /* pending operations of each warp */
     std::vector<char *> free_stacks;
     thread *current = nullptr;
     context scheduler;
-    /* a pass of the scheduler over the lanes of a warp, in this order ... */
-    std::vector<int> lanes;
-    size_t next_lane = 0;     /* ... goes on here */
-    size_t first_thread = 0;  /* of that warp */
-    bool from_scheduler = false; /* where the thread that runs was resumed from */
+    /* the scheduler's current pass over a warp */
+    std::vector<int> lanes;      /* the warp's lanes in the order of the pass */
+    size_t next_lane = 0;        /* the next index into `lanes` */
+    size_t first_thread = 0;     /* the warp's first thread */
+    bool from_scheduler = false; /* what resumed the running thread */
     void *scheduler_fake_stack = nullptr;
     const void *scheduler_stack = nullptr;
     size_t scheduler_stack_bytes = 0;
@@ -271,7 +271,7 @@ struct device {
     /* shared memory of the block: dynamic first, then the arrays, with gaps */
     char *arena = nullptr;
     size_t arena_bytes = 0, arena_used = 0, static_bytes = 0;
-    size_t arena_touched = 0; /* up to here the address sanitizer may let somebody in */
+    size_t arena_touched = 0; /* end of the memory that the address sanitizer may allow */
     std::vector<shared_array> arrays;
 
     device() {
@@ -296,7 +296,7 @@ struct device {
     }
 };
 
-/* The one device. Never destroyed: streams may outlive main. */
+/* The single device. It is never destroyed, since streams may outlive main. */
 device &gpu() {
     static device *d = new device;
     return *d;
@@ -332,7 +332,7 @@ std::string describe(const thread &t) {
                 t.warp);
 }
 
-/* The first one is kept. */
+/* Record a fault. Only the first one of a launch is kept. */
 void set_fault(const std::string &what) {
     device &d = gpu();
     if (!d.faulty) {
@@ -346,7 +346,7 @@ void set_fault(const std::string &what) {
     d.faulty = true;
 }
 
-/* A thread goes on, here: the address sanitizer wants to know on which stack. */
+/* Called when a thread resumes: tells the address sanitizer the current stack. */
 void arrived(void *fake_stack) {
 #ifdef EMU_ASAN
     device &d = gpu();
@@ -359,8 +359,8 @@ void arrived(void *fake_stack) {
 #endif
 }
 
-/* Stop the thread that runs, and go on with `next` (nullptr: with the scheduler), until somebody
- * resumes this one. */
+/* Suspend the running thread and continue with `next` (nullptr: with the scheduler), until this
+ * thread is resumed. */
 void leave(thread *next, bool for_good) {
     device &d = gpu();
     thread *t = d.current;
@@ -382,7 +382,7 @@ void leave(thread *next, bool for_good) {
 
 void yield_to_scheduler(bool for_good) { leave(nullptr, for_good); }
 
-/* Of the thread that runs: it does not come back (and so must not hold any memory then). */
+/* Report a fault of the running thread. Does not return, so the thread must not own memory. */
 [[noreturn]] void thread_fault(const char *file, int line, const char *format, ...)
     __attribute__((format(printf, 3, 4)));
 void thread_fault(const char *file, int line, const char *format, ...) {
@@ -395,7 +395,7 @@ void thread_fault(const char *file, int line, const char *format, ...) {
         set_fault(text("%s:%d: %s, in ", base_name(file), line, what) + describe(*gpu().current));
     }
     yield_to_scheduler(false);
-    abort(); /* nobody resumes it */
+    abort(); /* never resumed */
 }
 
 /* ---- Threads --------------------------------------------------------------------------------- */
@@ -411,8 +411,8 @@ void thread_entry() {
     abort();
 }
 
-/* Their tops lie at different places of a page: at the same they would all want the same few lines
- * of the processor's cache. */
+/* The stacks' tops have different offsets in their pages; with equal ones they would compete for
+ * the same cache lines. */
 size_t stack_top(const thread &t) { return STACK_BYTES - (size_t)(t.lane * 128); }
 
 char *take_stack() {
@@ -422,7 +422,7 @@ char *take_stack() {
         char *memory = (char *)mmap(nullptr, STACK_BYTES + page, PROT_READ | PROT_WRITE,
                                     MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        /* a stack that overflows does not run into the next one */
+        /* a guard page stops an overflow */
         mprotect(memory, page, PROT_NONE);
         return memory + page;
     }
@@ -434,7 +434,7 @@ char *take_stack() {
 void give_stack(thread &t) {
     if (!t.stack) return;
 #ifdef EMU_ASAN
-    /* a thread that has ended has left all functions but the first */
+    /* an ended thread has left all functions but the first */
     size_t bytes = t.state == ENDED ? 8192 : STACK_BYTES;
     __asan_unpoison_memory_region(t.stack + STACK_BYTES - bytes, bytes);
 #endif
@@ -444,8 +444,7 @@ void give_stack(thread &t) {
 
 bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
 
-/* The next thread of the scheduler's pass over the lanes of a warp that can run, with a stack;
- * nullptr: there is none. */
+/* The next runnable thread of the scheduler's pass over a warp, with a stack; nullptr: none. */
 thread *next_thread() {
     device &d = gpu();
     while (d.next_lane < d.lanes.size() && !d.faulty) {
@@ -465,11 +464,11 @@ thread *next_thread() {
     return nullptr;
 }
 
-/* The thread that runs waits: the next one of its warp goes on at once, or, at the end of the pass,
- * the scheduler. */
+/* Suspend the running thread, and continue with the next one of its warp, or with the scheduler at
+ * the end of the pass. */
 void wait_here() { leave(next_thread(), false); }
 
-/* Let a thread run, and those after it in this pass, until all wait or one ends. */
+/* Run a thread, and the following ones of this pass, until all wait or one ends. */
 void resume(thread &t) {
     device &d = gpu();
     d.current = &t;
@@ -494,7 +493,7 @@ std::string where_waits(const thread &t) {
     return text("waits for its warp at %s:%d", base_name(t.operation.file), t.operation.line);
 }
 
-/* All wait for something that cannot come: say who waits where, and for whom. */
+/* All threads wait and none can continue: report which thread waits where, and for what. */
 void report_deadlock() {
     device &d = gpu();
     for (const thread &t : d.threads) {
@@ -524,7 +523,7 @@ void report_deadlock() {
     set_fault("the threads of a block wait for each other");
 }
 
-/* All threads stand at a barrier: the same one? Then they go on. */
+/* All threads wait at a barrier. If it is the same one, they continue. */
 void release_barrier() {
     device &d = gpu();
     const thread &first = d.threads[0];
@@ -548,7 +547,7 @@ void release_barrier() {
 
 /* ---- Shared memory --------------------------------------------------------------------------- */
 
-constexpr size_t GAP = 64; /* guarded bytes behind each array */
+constexpr size_t GAP = 64; /* guarded bytes after each array */
 
 void arena_begin(size_t dynamic_bytes) {
     device &d = gpu();
@@ -575,7 +574,7 @@ void arena_begin(size_t dynamic_bytes) {
 #endif
 }
 
-/* Where the sanitizer is not there to see a write into a gap, it is seen when the block ends. */
+/* Without the address sanitizer, a write into a gap is detected when the block ends. */
 void arena_check(size_t dynamic_bytes) {
 #ifndef EMU_ASAN
     device &d = gpu();
@@ -604,9 +603,9 @@ bool in_arena(const void *p, size_t bytes) {
     return (const char *)p >= d.arena && (const char *)p + bytes <= d.arena + d.arena_used;
 }
 
-/* ---- Who touches what: emulator.h ------------------------------------------------------------ */
+/* ---- Memory accesses: emulator.h ------------------------------------------------------------- */
 
-/* the thread that calls this runs a kernel, and somebody observes it */
+/* this CPU thread runs a kernel, and an observer is set */
 thread_local bool observing = false;
 
 void note_touch(const void *address, size_t bytes, bool store, const void *instruction) {
@@ -614,7 +613,7 @@ void note_touch(const void *address, size_t bytes, bool store, const void *instr
     bool shared = in_arena(address, 1);
     if (!shared) {
         auto next = d.allocations.upper_bound((uintptr_t)address);
-        /* a variable of the thread's own: a register, on a GPU */
+        /* a local variable, which is a register on a GPU */
         if (next == d.allocations.begin()) return;
         --next;
         if ((uintptr_t)address - next->first >= next->second.bytes) return;
@@ -622,13 +621,13 @@ void note_touch(const void *address, size_t bytes, bool store, const void *instr
     d.current->touches.push_back({instruction, (uintptr_t)address, (uint32_t)bytes, store});
 }
 
-/* Its sectors and lines, and the bytes that the lanes want of them. */
+/* Count an access's sectors and lines, and the distinct bytes of its lanes. */
 void count_global(emulator_access *a) {
     std::vector<std::pair<uint64_t, uint64_t>> spans; /* from, to */
     for (int i = 0; i < 32; i++)
         if (a->lanes >> i & 1) spans.push_back({a->address[i], a->address[i] + a->bytes});
     std::sort(spans.begin(), spans.end());
-    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* all below is counted */
+    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* everything below is counted */
     for (auto &s : spans) {
         if (s.second > done) a->used += (uint32_t)(s.second - std::max(s.first, done));
         uint64_t sectors = (s.second + 31) / 32, lines = (s.second + 127) / 128;
@@ -640,9 +639,8 @@ void count_global(emulator_access *a) {
     }
 }
 
-/* How often the banks must be asked: a bank gives one word at a time, and gives it to all lanes
- * that want that one. Of 8 bytes for each lane the half warps come one after the other, of 16 bytes
- * the quarters. */
+/* Count the passes over the banks. In a pass, a bank delivers one word, to all lanes that want it.
+ * With 8 bytes per lane, half warps take turns; with 16, quarter warps. */
 void count_shared(emulator_access *a) {
     uint32_t lanes_at_once = a->bytes >= 16 ? 8 : a->bytes == 8 ? 16 : 32;
     std::vector<uint64_t> all;
@@ -666,7 +664,7 @@ void count_shared(emulator_access *a) {
         4 * (size_t)(std::unique(all.begin(), all.end()) - all.begin()), a->bytes * 32);
 }
 
-/* What all these addresses lie in. */
+/* Find the shared array or the allocation that contains the address. */
 void name_memory(emulator_access *a, uintptr_t address) {
     device &d = gpu();
     if (!a->shared) {
@@ -679,12 +677,13 @@ void name_memory(emulator_access *a, uintptr_t address) {
         if (address - (uintptr_t)d.arena >= s.offset) a->memory = s.name, a->start = s.offset;
 }
 
-/* The accesses of the block that has run, warp by warp, in the order of its first lane. */
+/* Report the accesses of the block that has ended, warp by warp, in the order of each warp's first
+ * lane. */
 void show_accesses(const emu::launch &l) {
     device &d = gpu();
     for (size_t base = 0; base < d.threads.size(); base += 32) {
         std::vector<emulator_access> list;
-        /* instruction, store, how often before */
+        /* key: instruction, store, number of earlier executions */
         std::map<std::tuple<const void *, bool, uint32_t>, size_t> found;
         for (size_t i = base; i < std::min(base + 32, d.threads.size()); i++) {
             std::map<std::pair<const void *, bool>, uint32_t> times;
@@ -724,8 +723,8 @@ void run_block(const emu::launch &l) {
     size_t n = (size_t)l.block.x * l.block.y * l.block.z;
     arena_begin(l.shared_bytes);
     d.threads.resize(n);
-    d.meetings.resize((n + 31) / 32);
-    for (auto &open : d.meetings) open.clear();
+    d.pending.resize((n + 31) / 32);
+    for (auto &open : d.pending) open.clear();
     for (size_t i = 0; i < n; i++) {
         thread &t = d.threads[i];
         t.state = FRESH;
@@ -744,8 +743,8 @@ void run_block(const emu::launch &l) {
         d.arrangement.arrange(warps);
         for (int warp : warps) {
             d.first_thread = (size_t)warp * 32;
-            /* in the fixed orders a warp goes as far as it can, in the random one only a stretch at
-             * a time */
+            /* in the fixed orders a warp runs as far as it can; in the random order, only one pass
+             * at a time */
             for (bool again = true; again && !d.faulty;) {
                 again = false;
                 d.arrangement.arrange(d.lanes);
@@ -826,7 +825,8 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
         thread_fault(file, line,
                      "the static shared memory of a block is %zu bytes with %s; 49152 is the most",
                      d.static_bytes, name);
-    /* A GPU would refuse the launch. Here we learn of an array only when a thread comes to it. */
+    /* A GPU would refuse the launch. The emulator learns of an array only when a thread reaches
+     * it. */
     size_t most = d.dynamic_limit.count(d.launch->function) ? d.shared_limit : 48 * 1024;
     if (d.static_bytes + d.launch->shared_bytes > most)
         thread_fault(file, line,
@@ -868,9 +868,9 @@ uint16_t half_at(const void *p, int i) {
 }
 
 /* The fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point
- * type"): with group = lane / 4 and pair = lane % 4, value i of A lies in row group (+ 8 for i = 2,
- * 3, 6, 7), column 2 pair + i % 2 (+ 8 for i >= 4); value i of B in row 2 pair + i % 2 (+ 8 for i
- * >= 2), column group; value i of D in row group (+ 8 for i >= 2), column 2 pair + i % 2. */
+ * type"). With group = lane / 4 and pair = lane % 4: value i of A is in row group (+ 8 for i = 2,
+ * 3, 6, 7), column 2 pair + i % 2 (+ 8 for i >= 4); value i of B is in row 2 pair + i % 2 (+ 8 for
+ * i >= 2), column group; value i of D is in row group (+ 8 for i >= 2), column 2 pair + i % 2. */
 void mma_16(thread *const lanes[32], float (*decode)(uint16_t)) {
     float a[16][16], b[16][8], d[16][8];
     for (int lane = 0; lane < 32; lane++) {
@@ -894,8 +894,9 @@ void mma_16(thread *const lanes[32], float (*decode)(uint16_t)) {
                 d[lane / 4 + (i >= 2 ? 8 : 0)][2 * (lane % 4) + i % 2];
 }
 
-/* mma.m16n8k32 of int8: value i of A in row group (+ 8 where i & 4), column 4 pair + i % 4 (+ 16
- * for i >= 8); value i of B in row 4 pair + i % 4 (+ 16 for i >= 4), column group; D as above. */
+/* mma.m16n8k32 of int8: value i of A is in row group (+ 8 where i & 4), column 4 pair + i % 4 (+ 16
+ * for i >= 8); value i of B is in row 4 pair + i % 4 (+ 16 for i >= 4), column group; D is as
+ * above. */
 void mma_s8(thread *const lanes[32]) {
     int a[16][32], b[32][8];
     for (int lane = 0; lane < 32; lane++) {
@@ -916,8 +917,9 @@ void mma_s8(thread *const lanes[32]) {
         }
 }
 
-/* Lane 8 m + i has the address of row i of matrix m. Each lane gets, of each matrix, two neighbours
- * of a row (of a column, if transposed): row lane / 4, columns 2 (lane % 4) and the next. */
+/* Lane 8 m + i has the address of row i of matrix m. From each matrix, each lane gets two
+ * consecutive values of a row (of a column, if transposed): row lane / 4, columns 2 (lane % 4) and
+ * the next. */
 bool ldmatrix(thread *const lanes[32], int matrices, bool trans) {
     uint16_t rows[32][8];
     for (int i = 0; i < 8 * matrices; i++) {
@@ -942,15 +944,15 @@ bool ldmatrix(thread *const lanes[32], int matrices, bool trans) {
     return true;
 }
 
-/* Which lane a lane reads in a shuffle; itself where the distance leads out of its segment of
- * `width` lanes. */
+/* The lane that a lane reads in a shuffle; itself if the distance leaves its segment of `width`
+ * lanes. */
 int shuffle_source(const emu::warp_operation &o, int lane) {
     int first = lane / o.width * o.width, source = lane;
     if (o.kind == emu::SHUFFLE) return first + (o.lane & (o.width - 1));
     if (o.kind == emu::SHUFFLE_UP) source = lane - o.lane;
     if (o.kind == emu::SHUFFLE_DOWN) source = lane + o.lane;
     if (o.kind == emu::SHUFFLE_XOR) source = lane ^ o.lane;
-    /* lower segments may be read */
+    /* XOR may read lower segments */
     if (o.kind == emu::SHUFFLE_XOR) return source < first + o.width ? source : lane;
     return source >= first && source < first + o.width ? source : lane;
 }
@@ -987,7 +989,7 @@ unsigned reduce(emu::warp_kind kind, unsigned x, unsigned y) {
     }
 }
 
-/* All lanes of the mask have come: do it for all of them. */
+/* All lanes of the mask have reached the operation: perform it. */
 bool perform(thread *const lanes[32], const emu::warp_operation &o) {
     unsigned mask = o.mask, combined = 0;
     bool first = true;
@@ -1036,7 +1038,7 @@ bool perform(thread *const lanes[32], const emu::warp_operation &o) {
 
 } // namespace
 
-void emu::warp_meet(const warp_operation &operation) {
+void emu::run_warp_operation(const warp_operation &operation) {
     device &d = gpu();
     thread *t = d.current;
     if (!(operation.mask >> t->lane & 1))
@@ -1055,18 +1057,18 @@ void emu::warp_meet(const warp_operation &operation) {
     }
     t->operation = operation;
     t->state = AT_WARP;
-    std::vector<meeting> &open = d.meetings[(size_t)t->warp];
+    std::vector<pending_operation> &open = d.pending[(size_t)t->warp];
     size_t m = 0;
     while (m < open.size() && !open[m].is(operation)) m++;
     if (m == open.size()) open.push_back({operation, 0});
-    open[m].come |= 1u << t->lane;
-    if (open[m].come != operation.mask) return wait_here();
+    open[m].lanes |= 1u << t->lane;
+    if (open[m].lanes != operation.mask) return wait_here();
     open[m] = open.back(), open.pop_back();
     thread *lanes[32] = {};
     for (int i = 0; i < 32; i++)
         if (operation.mask >> i & 1) lanes[i] = &d.threads[(size_t)(t->warp * 32 + i)];
     d.counts.warp_operations++;
-    if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: nobody goes on */
+    if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: no lane continues */
     for (thread *lane : lanes)
         if (lane) lane->state = READY;
 }
@@ -1113,7 +1115,7 @@ void emu::copy_wait(int groups_left) {
 namespace {
 
 #ifdef EMU_ASAN
-/* Of a large allocation only the ends, since it happens often. */
+/* Only the ends of a large allocation are changed, since this is called often. */
 void hide(uintptr_t start, size_t bytes, bool hidden) {
     constexpr size_t END = (size_t)1 << 20;
     auto change = hidden ? __asan_poison_memory_region : __asan_unpoison_memory_region;
@@ -1122,7 +1124,7 @@ void hide(uintptr_t start, size_t bytes, bool hidden) {
 }
 #endif
 
-/* Device memory is hidden from the host, while no kernel and no copy runs. */
+/* Device memory is inaccessible to the host while no kernel or copy runs. */
 void let_kernels_touch(bool may) {
     device &d = gpu();
     if (d.kernels_may_touch == may) return;
@@ -1136,7 +1138,7 @@ void let_kernels_touch(bool may) {
 constexpr size_t MARGIN = 256; /* guarded bytes on both sides of an allocation */
 #endif
 
-/* Where the sanitizer is not there: has something been written beside an allocation? */
+/* Without the address sanitizer: check for writes next to allocations. */
 void check_gaps() {
 #ifndef EMU_ASAN
     for (auto &a : gpu().allocations) {
@@ -1158,7 +1160,7 @@ cudaError_t failed(cudaError_t error) {
     return error;
 }
 
-/* Nothing works on a lost device, nor without one. */
+/* The error that every call gives if the device is lost or there is none. */
 cudaError_t usable() {
     device &d = gpu();
     if (d.driver < 12000) return failed(cudaErrorInsufficientDriver);
@@ -1172,7 +1174,7 @@ bool counts_down(long &n) {
     return now;
 }
 
-/* Is [p, p + bytes) inside of one allocation? */
+/* Whether [p, p + bytes) is inside one allocation. */
 bool on_device(const void *p, size_t bytes) {
     auto &map = gpu().allocations;
     auto next = map.upper_bound((uintptr_t)p);
@@ -1299,9 +1301,9 @@ namespace {
 
 void run(const operation &o);
 
-/* Run what is queued: all of it, or (until_ticket not 0) as far as a record of that event. */
+/* Run a stream's queue: all of it, or (until_ticket not 0) up to that record of the event. */
 void drain(emu_stream *s, const event_state *until = nullptr, uint64_t until_ticket = 0) {
-    if (s->draining || s->queue.empty()) return; /* a wait for itself; nothing to do */
+    if (s->draining || s->queue.empty()) return; /* already running; or empty */
     s->draining = true;
     bool touched = gpu().kernels_may_touch;
     let_kernels_touch(true);
@@ -1361,8 +1363,8 @@ cudaError_t queue(cudaStream_t stream, operation &&o) {
         s->into->operations.push_back(std::move(o));
         return cudaSuccess;
     }
-    /* The default stream waits for the others, and they for it; but not those that were made
-     * non-blocking. */
+    /* The default stream and the other streams wait for each other, except for non-blocking
+     * ones. */
     if (s == &d.default_stream)
         for (size_t i = 0; i < d.streams.size(); i++)
             if (d.streams[i]->blocking) drain(d.streams[i]);
@@ -1371,7 +1373,7 @@ cudaError_t queue(cudaStream_t stream, operation &&o) {
     return d.lost ? failed(d.lost) : cudaSuccess;
 }
 
-/* Waiting is not possible while the stream is being captured. */
+/* The host must not wait for a stream that is being captured. */
 cudaError_t wait_for(emu_stream *s) {
     if (s->into) {
         s->into->invalid = true;
@@ -1440,7 +1442,7 @@ cudaError_t cudaMemset(void *device, int value, size_t bytes) {
     return cudaMemsetAsync(device, value, bytes, 0);
 }
 
-static thread_local int current_device; /* of this thread of the CPU: see cudaSetDevice */
+static thread_local int current_device; /* of this CPU thread, set by cudaSetDevice */
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     guard hold(gpu().lock);
@@ -1477,7 +1479,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return wait_for(resolve(stream));
 }
 
-/* As on a GPU that was not done yet: that is told like an error, and kept like one. */
+/* Answers like a GPU that has not finished: with an error code, which is also kept as the last
+ * error. */
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
@@ -1580,7 +1583,7 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
     return cudaSuccess;
 }
 
-/* ---- Graphs: a capture records what would have been queued ----------------------------------- */
+/* ---- Graphs: a capture records operations instead of queuing them ---------------------------- */
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     guard hold(gpu().lock);
@@ -1895,7 +1898,7 @@ void emulator_label(const char *label) {
     gpu().label = label;
 }
 
-/* What -fsanitize=thread has the compiler call: gcc's names, and those that clang has besides. */
+/* The functions that -fsanitize=thread calls: gcc's names, and clang's additional ones. */
 #define EMU_TOUCH(name, bytes, store)                                                  \
     extern "C" void __tsan_##name(void *address) {                                     \
         if (observing) note_touch(address, bytes, store, __builtin_return_address(0)); \

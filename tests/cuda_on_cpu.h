@@ -2,26 +2,30 @@
  * CPU, with no GPU and no CUDA Toolkit.
  *
  * llm.cu includes this file instead of CUDA's headers where LLM_EMULATED is defined;
- * cuda_on_cpu.cpp is linked beside it. It is made to find mistakes, not for speed:
+ * cuda_on_cpu.cpp is linked with it. The emulator is made to find mistakes, not for speed:
  *
- *   - A thread of a block is a coroutine. It runs until it ends or must wait: at __syncthreads for its block, at a shuffle, a vote, a
- *     fragment load or a matrix product for the other lanes of its warp. LLM_EMU_ORDER=forward|reverse|random:SEED says in which order
- *     the waiting ones, and the blocks, go on. A kernel without a race gives the same bits in every order.
- *   - A barrier that some thread of the block never reaches, a warp operation with a lane missing, lanes that meet at
- *     different places: each is a fault that names file, line, kernel, block and thread.
- *   - Shared memory is all ones (NaN, -1) when a block starts; there is a guarded gap behind each array. Global memory is
- *     all ones after cudaMalloc. The address sanitizer sees every access outside of either, and the host's to device memory.
- *   - What cp.async copies is written at the wait that covers it, and not before; until then the place holds all ones.
- *   - What is queued on a stream runs when somebody waits for it, and not before, so that a missing wait of the host shows too.
+ *   - Each thread of a block is a coroutine. It runs until it ends or must wait: at __syncthreads
+ *     for its block; at a shuffle, vote, fragment load or matrix product for the other lanes of its
+ *     warp. LLM_EMU_ORDER=forward|reverse|random:SEED sets the order in which waiting threads, and
+ *     blocks, continue. A kernel without a race gives the same bits in every order.
+ *   - It is a fault if a thread never reaches a barrier of its block, if a lane is missing from a
+ *     warp operation, or if lanes wait for each other at different places. A fault names file,
+ *     line, kernel, block and thread.
+ *   - Shared memory is all ones (NaN, -1) when a block starts, with a guarded gap after each array.
+ *     Global memory is all ones after cudaMalloc. The address sanitizer detects every access
+ *     outside of either, and any access of the host to device memory.
+ *   - A cp.async writes its data at the wait that covers it. Until then the destination holds all
+ *     ones.
+ *   - Work queued on a stream runs only when the host waits for it, so a missing wait shows.
  *
- * After a fault the device is lost, as a GPU is: every call gives cudaErrorLaunchFailure, whose
- * cudaGetErrorString tells the fault. LLM_EMU_TRAP=1 stops a debugger at it. Other settings:
- * LLM_EMU_MEMORY (bytes), LLM_EMU_SHARED (bytes per block, at the most), LLM_EMU_PROCESSORS
- * (multiprocessors). Tests reach further: emulator.h.
+ * After a fault the device is lost, as a GPU would be: every call gives cudaErrorLaunchFailure,
+ * and cudaGetErrorString describes the fault. With LLM_EMU_TRAP=1, a debugger stops there. Other
+ * settings: LLM_EMU_MEMORY (bytes), LLM_EMU_SHARED (most bytes per block) and LLM_EMU_PROCESSORS
+ * (multiprocessors). emulator.h has more, for tests.
  *
- * What differs from a GPU: one block runs after the other, so a block cannot wait for another one;
- * a matrix product adds in f32 in the order of k (a GPU's own order and rounding are its secret);
- * __expf and its like are libm's. */
+ * Differences from a GPU: blocks run one after the other, so a block cannot wait for another; a
+ * matrix product adds in f32 in the order of k (a GPU's order and rounding are undocumented);
+ * __expf and similar functions are libm's. */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
 
@@ -45,7 +49,7 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 
-/* Where a call stands: the default value of a last argument. */
+/* The caller's file and line, as default arguments. */
 #define EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 /* ---- Vector types ----------------------------------------------------------------------- */
@@ -85,7 +89,7 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-/* Of the thread that runs now; set whenever it goes on. */
+/* The indices of the running thread, set whenever it resumes. */
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
@@ -257,7 +261,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 namespace emu {
 
-struct launch { /* of a kernel: what to run in every thread, and the values of its arguments */
+struct launch { /* a kernel launch: the function that runs in each thread, and its arguments */
     const char *name;
     const void *function;
     dim3 grid, block;
@@ -265,9 +269,9 @@ struct launch { /* of a kernel: what to run in every thread, and the values of i
     void (*run)(const void *arguments);
     void *arguments;
     void (*destroy)(void *arguments);
-    bool early; /* each of its threads has to call llm__wait_for_last */
+    bool early; /* every thread must call llm__wait_for_last */
 };
-void queue_launch(const launch &l, cudaStream_t stream); /* takes the arguments */
+void queue_launch(const launch &l, cudaStream_t stream); /* takes ownership of the arguments */
 
 cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int value);
 cudaError_t get_attributes(cudaFuncAttributes *attributes, const void *function);
@@ -296,8 +300,8 @@ inline void enqueue(bool early, const char *name, void (*function)(P...), dim3 g
 
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
     emu::enqueue(false, #kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
-/* Here no kernel begins before the last has ended, wanted or not; but that all threads wait for it
- * is checked. */
+/* Here no kernel begins before the previous one has ended. But the emulator checks that all threads
+ * wait for it. */
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     emu::enqueue(true, #kernel, kernel, grid, block, shared_bytes, (cuda)->stream, ##__VA_ARGS__)
 void llm__wait_for_last();
@@ -326,21 +330,20 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F,
 /* ---- Shared memory -------------------------------------------------------------------------- */
 
 namespace emu {
-/* The array of the block that runs now that belongs to this declaration; `site` is an address of
- * its own for each. */
+/* The running block's array for this declaration. Each declaration has its own address `site`. */
 void *shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file,
              int line);
 void *dynamic_shared();
 size_t dynamic_shared_bytes();
 } // namespace emu
 
-/* type name[count] in the block's shared memory. */
+/* Declare type name[count] in the block's shared memory. */
 #define LLM_SHARED(type, name, count)                                                          \
     static const char name##_site = 0;                                                         \
     type(&name)[count] = *(type(*)[count])emu::shared(&name##_site, sizeof(type) * (count),    \
                                                       alignof(type) > 16 ? alignof(type) : 16, \
                                                       #name, __FILE__, __LINE__)
-/* type *name: the memory that the launch asked for. */
+/* Declare type *name, the shared memory that the launch asked for. */
 #define LLM_DYNAMIC_SHARED(type, name) type *name = (type *)emu::dynamic_shared()
 
 /* ---- Barriers, warps ------------------------------------------------------------------------- */
@@ -356,18 +359,19 @@ enum warp_kind {
     REDUCE_XOR, LDMATRIX_1, LDMATRIX_2, LDMATRIX_4, LDMATRIX_1_TRANS, LDMATRIX_2_TRANS,
     LDMATRIX_4_TRANS, MMA_F16, MMA_BF16, MMA_S8
 };
-/* what one lane brings to an operation of its warp, and where it wants the result */
+/* one lane's part in a warp operation, and the place for its result */
 struct warp_operation {
     warp_kind kind;
     unsigned mask;
-    int lane, width;      /* of a shuffle: the lane to read, or the distance */
-    size_t bytes;         /* of a value */
+    int lane, width;      /* shuffle: the lane to read, or the distance */
+    size_t bytes;         /* size of a shuffled value */
     const void *in, *in2;
     void *out;
     const char *file;
     int line;
 };
-void warp_meet(const warp_operation &operation); /* returns when all lanes of the mask have met */
+/* returns when all lanes of the mask have called it */
+void run_warp_operation(const warp_operation &operation);
 
 template <class T>
 inline T shuffle(warp_kind kind, unsigned mask, T value, int lane, int width, const char *file,
@@ -375,13 +379,13 @@ inline T shuffle(warp_kind kind, unsigned mask, T value, int lane, int width, co
     static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 16,
                   "a value that a warp can exchange");
     T result = value;
-    warp_meet({kind, mask, lane, width, sizeof(T), &value, nullptr, &result, file, line});
+    run_warp_operation({kind, mask, lane, width, sizeof(T), &value, nullptr, &result, file, line});
     return result;
 }
 inline unsigned warp_u32(warp_kind kind, unsigned mask, unsigned value, const char *file,
                          int line) {
     unsigned result = 0;
-    warp_meet({kind, mask, 0, 32, 4, &value, nullptr, &result, file, line});
+    run_warp_operation({kind, mask, 0, 32, 4, &value, nullptr, &result, file, line});
     return result;
 }
 inline unsigned long long low_bits(const void *value, size_t bytes) {
@@ -403,7 +407,7 @@ inline int __syncthreads_or(int p, EMU_HERE) {
     return emu::block_barrier(emu::BARRIER_OR, p, file, line);
 }
 inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) {
-    emu::warp_meet({emu::SYNC, mask, 0, 32, 0, 0, 0, 0, file, line});
+    emu::run_warp_operation({emu::SYNC, mask, 0, 32, 0, 0, 0, 0, file, line});
 }
 inline void __threadfence() {}
 inline void __threadfence_block() {}
@@ -437,13 +441,13 @@ inline int __all_sync(unsigned mask, int p, EMU_HERE) {
 template <class T> inline unsigned __match_any_sync(unsigned mask, T value, EMU_HERE) {
     unsigned long long bits = emu::low_bits(&value, sizeof value);
     unsigned result = 0;
-    emu::warp_meet({emu::MATCH_ANY, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
+    emu::run_warp_operation({emu::MATCH_ANY, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
     return result;
 }
 template <class T> inline unsigned __match_all_sync(unsigned mask, T value, int *all, EMU_HERE) {
     unsigned long long bits = emu::low_bits(&value, sizeof value);
     unsigned result = 0;
-    emu::warp_meet({emu::MATCH_ALL, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
+    emu::run_warp_operation({emu::MATCH_ALL, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
     *all = result != 0;
     return result;
 }
@@ -475,39 +479,42 @@ inline int __reduce_max_sync(unsigned mask, int v, EMU_HERE) {
     return (int)emu::warp_u32(emu::REDUCE_MAX_SIGNED, mask, (unsigned)v, file, line);
 }
 
-/* ---- The instructions that llm.cu names itself: here is what each does ----------------------- */
+/* ---- The instructions that llm.cu names, in plain C++ ---------------------------------------- */
 
-/* d (16, 8) += a (16, 16) times b (16, 8), spread over the 32 lanes as PTX's mma.m16n8k16 has
- * it. */
+/* d (16, 8) += a (16, 16) times b (16, 8), spread over the 32 lanes as PTX's mma.m16n8k16
+ * defines. */
 inline void llm__mma_m16n8k16_f16(float d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_F16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_F16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
 inline void llm__mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_BF16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_BF16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
-/* d (16, 8) += a (16, 32) times b (32, 8), of int8. */
+/* d (16, 8) += a (16, 32) times b (32, 8), in int8. */
 inline void llm__mma_m16n8k32_s8(int32_t d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_S8, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_S8, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
-/* 8 x 8 matrices of 16-bit values from shared memory: lane 8 m + i gives the address of row i of
- * matrix m. */
+/* Load 8 x 8 matrices of 16-bit values from shared memory. Lane 8 m + i gives the address of row i
+ * of matrix m. */
 inline void llm__ldmatrix_x1(uint32_t r[1], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_1, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_1, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x2(uint32_t r[2], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_2, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_2, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x4(uint32_t r[4], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_4, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_4, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x1_trans(uint32_t r[1], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_1_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_1_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x2_trans(uint32_t r[2], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_2_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_2_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_4_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_4_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 
 namespace emu {
@@ -516,8 +523,8 @@ void copy_async(void *shared, const void *global, size_t bytes, bool valid, cons
 void copy_commit();
 void copy_wait(int groups_left);
 } // namespace emu
-/* 16 bytes from global to shared memory (zeros if not valid), some time before the wait that covers
- * their group. */
+/* Copy 16 bytes from global to shared memory (zeros if not valid), at any time before the wait that
+ * covers their group. */
 inline void llm__cp_async_16(void *shared, const void *global, bool valid = true, EMU_HERE) {
     emu::copy_async(shared, global, 16, valid, file, line);
 }
@@ -530,7 +537,8 @@ inline void llm__cp_async_4(void *shared, const void *global, bool valid = true,
 inline void llm__cp_async_commit() { emu::copy_commit(); }
 template <int N> inline void llm__cp_async_wait() { emu::copy_wait(N); }
 
-/* Any function of three bits, on 32 at once: bit (4 a + 2 b + c) of the table. */
+/* Any function of three bits, applied to 32 bits at once; bit (4 a + 2 b + c) of the table is the
+ * result. */
 template <int table> inline uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r = 0;
     if (table & 0x80) r |= a & b & c;
@@ -543,8 +551,8 @@ template <int table> inline uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t 
     if (table & 0x01) r |= ~a & ~b & ~c;
     return r;
 }
-/* Four of the eight bytes of b:a, chosen by the selector's nibbles (bit 3: the byte's sign,
- * spread). */
+/* Four of the eight bytes of b:a, selected by the selector's nibbles (bit 3: replicate the byte's
+ * sign). */
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     uint32_t r = 0;
@@ -610,7 +618,8 @@ inline long long __double_as_longlong(double x) { return emu_bits<long long>(x);
 inline double __longlong_as_double(long long x) { return emu_bits<double>(x); }
 
 inline float emu_rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define rsqrtf(x) emu_rsqrtf(x) /* a macro, since newer C libraries have a function of that name */
+/* a macro, since newer C libraries have a function with this name */
+#define rsqrtf(x) emu_rsqrtf(x)
 inline float __frsqrt_rn(float x) { return rsqrtf(x); }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
@@ -626,7 +635,7 @@ inline float __powf(float x, float y) { return powf(x, y); }
 inline void __sincosf(float x, float *s, float *c) { *s = sinf(x), *c = cosf(x); }
 inline float __saturatef(float x) { return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-/* a call: never part of an fma */
+/* a real call, so the compiler cannot fuse it into an fma */
 __attribute__((noinline)) inline float __fmul_rn(float x, float y) { return x * y; }
 __attribute__((noinline)) inline float __fadd_rn(float x, float y) { return x + y; }
 __attribute__((noinline)) inline float __fsub_rn(float x, float y) { return x - y; }
@@ -666,7 +675,7 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
 }
-inline int __dp4a(int a, int b, int c) { /* four int8 products, added to c */
+inline int __dp4a(int a, int b, int c) { /* c plus four int8 products */
     for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> 8 * i) * (int)(int8_t)(b >> 8 * i);
     return c;
 }
@@ -674,12 +683,12 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
     for (int i = 0; i < 4; i++) c += (a >> 8 * i & 255) * (b >> 8 * i & 255);
     return c;
 }
-inline unsigned __vsub4(unsigned a, unsigned b) { /* bytes, each wrapping */
+inline unsigned __vsub4(unsigned a, unsigned b) { /* four bytes, with wrap-around */
     unsigned r = 0;
     for (int i = 0; i < 32; i += 8) r |= (((a >> i & 255) - (b >> i & 255)) & 255) << i;
     return r;
 }
-inline unsigned __vsubss4(unsigned a, unsigned b) { /* signed bytes, each held at its ends */
+inline unsigned __vsubss4(unsigned a, unsigned b) { /* four signed bytes, saturating */
     unsigned r = 0;
     for (int i = 0; i < 32; i += 8) {
         int d = (int)(int8_t)(a >> i) - (int)(int8_t)(b >> i);
@@ -703,7 +712,7 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-/* Loads and stores with a hint to the caches, which there are none of here. */
+/* Loads and stores with cache hints, which have no effect here. */
 template <class T> inline T __ldg(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
 template <class T> inline T __ldca(const T *p) { return *p; }
@@ -723,15 +732,15 @@ inline void __nanosleep(unsigned) {}
 
 namespace emu {
 
-/* x, rounded to nearest even, with `fraction` bits after the point and exponents from `lowest` to
- * `highest`: the bits. */
+/* The bits of x, rounded to nearest even, with `fraction` bits after the point and exponents from
+ * `lowest` to `highest`. */
 inline uint16_t round_to(double x, int fraction, int lowest, int highest) {
     uint64_t bits = emu_bits<uint64_t>(x);
     unsigned sign = (unsigned)(bits >> 63) << 15, infinity = (unsigned)(highest - lowest + 2)
                                                              << fraction;
     int exponent = (int)(bits >> 52 & 2047) - 1023;
     uint64_t mantissa = bits & ((1ull << 52) - 1);
-    /* CUDA has one NaN */
+    /* CUDA's conversion yields a single NaN */
     if (exponent == 1024) return (uint16_t)(mantissa ? 0x7fffu : sign | infinity);
     if (exponent == -1023) return (uint16_t)sign;
     mantissa |= 1ull << 52;
@@ -759,7 +768,7 @@ inline float from_f16(uint16_t bits) {
 struct __half_raw { unsigned short x; };
 struct __nv_bfloat16_raw { unsigned short x; };
 
-/* A 16-bit number and a pair of them, with what CUDA's headers give them. */
+/* A 16-bit floating-point type and its pair, with the functions of CUDA's headers. */
 #define EMU_HALF(half, half2, raw, encode, decode)                                          \
     struct __align__(2) half {                                                              \
         unsigned short __x;                                                                 \

@@ -1,12 +1,12 @@
-/* gpu_bench.cu - the kernels of llm.cu against the ceilings of the GPU that they run on;
- * tests/gpu_report.sh builds and runs it:
+/* gpu_bench.cu - compares the kernels of llm.cu with the limits of the GPU. tests/gpu_report.sh
+ * builds and runs it:
  *
- *     gpu_bench [ceilings|host|layers|matmul|attention]...    (all, if none is named)
+ *     gpu_bench [ceilings|host|layers|matmul|attention]... (default: all)
  *
  * It measures how fast the device copies its own memory and how fast cuBLAS multiplies bf16
- * matrices, then gives each operation with its share of that. Prints rows of a Markdown table of
- * three columns. Compiled with WITHOUT_CUBLAS it does without cuBLAS, and as C++ with LLM_EMULATED
- * it does the same, tiny and slow, on the emulated device, to see that it works. */
+ * matrices, then runs each operation and prints its share of these limits, as rows of a Markdown
+ * table with three columns. Compiled with WITHOUT_CUBLAS, it runs without cuBLAS. Compiled as C++
+ * with LLM_EMULATED, it runs tiny sizes on the emulated device, to test the program itself. */
 #include "llm.h"
 #include "../models/quantize.h"
 #include "ops.h"
@@ -20,8 +20,8 @@
 #include <vector>
 
 #ifdef LLM_EMULATED
-static const int SCALE = 32; /* batches and contexts are so many times smaller */
-static const int DIM = 256, HIDDEN = 512; /* whole blocks of 256, as q4_K has them */
+static const int SCALE = 32; /* batches and contexts are divided by this */
+static const int DIM = 256, HIDDEN = 512; /* multiples of 256, the block size of q4_K */
 static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) {
     return llm_emulated_backend(o, err);
 }
@@ -30,13 +30,13 @@ static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) {
 #include <cublas_v2.h>
 #endif
 #include <cuda_runtime.h>
-static const int SCALE = 1, DIM = 4096, HIDDEN = 14336; /* of Llama-3.1-8B */
+static const int SCALE = 1, DIM = 4096, HIDDEN = 14336; /* the sizes of Llama-3.1-8B */
 static llm_backend *open_device(const llm_gpu_options *o, llm_error *err) {
     return llm_cuda_backend(o, err);
 }
 #endif
 
-/* bytes (read and written), operations, in a second; 0: not measured */
+/* limits: bytes (read and written) and operations per second; 0: not measured */
 static double copy_rate = 0, matrix_rate = 0;
 
 static void die(const char *what) {
@@ -70,19 +70,19 @@ static std::vector<float> random_floats(size_t n) {
     return x;
 }
 
-/* ---- The ceilings, and cuBLAS ---------------------------------------------------------------- */
+/* ---- Limits, and cuBLAS ---------------------------------------------------------------------- */
 
 #ifndef LLM_EMULATED
 static void check(cudaError_t e) {
     if (e) die(cudaGetErrorString(e));
 }
 
-/* Seconds of one run of `work` (the least of five rounds of `times`), by events. */
+/* Seconds per run of `work`, the best of five rounds of `times` runs, measured with events. */
 template <class F> static double device_seconds(int times, F work) {
     cudaEvent_t start, end;
     check(cudaEventCreate(&start)), check(cudaEventCreate(&end));
     double best = INFINITY;
-    for (int round = 0; round < 6; round++) { /* the first warms up */
+    for (int round = 0; round < 6; round++) { /* the first round warms up */
         check(cudaEventRecord(start));
         for (int i = 0; i < times; i++) work(i);
         check(cudaEventRecord(end));
@@ -99,7 +99,7 @@ template <class F> static double device_seconds(int times, F work) {
 static double cublas_seconds(int, int, int, int) { return 0; }
 static double cublas_matrix_rate() { return 0; }
 #else
-/* halves of random sign and fraction */
+/* random signs and fractions, one exponent */
 __global__ static void fill_kernel(uint16_t *x, size_t n, int exponent) {
     for (size_t i = blockIdx.x * (size_t)blockDim.x + threadIdx.x; i < n;
          i += (size_t)gridDim.x * blockDim.x) {
@@ -114,7 +114,7 @@ static void must_cublas(cublasStatus_t status, const char *what) {
 }
 
 /* f16 or bf16: (n, cols) times (rows, cols) transposed, over several copies of the weights, which
- * do not fit the L2 cache. */
+ * do not fit in the L2 cache. */
 static double cublas_seconds_of(cudaDataType type, int n, int rows, int cols, int copies) {
     uint16_t *w, *x, *y;
     size_t one_weight = (size_t)rows * cols;
@@ -159,11 +159,11 @@ static void measure_ceilings(bool show) {
         0, "");
     if (matrix_rate)
         row("cuBLAS, bf16, 8192 x 8192 x 8192", text("%.0f TFLOP/s", matrix_rate * 1e-12), 0, "");
-    else row("cuBLAS", "it is not here: no ceiling of arithmetic", 0, "");
+    else row("cuBLAS", "not available: no limit for arithmetic", 0, "");
 }
 #else
 static void measure_ceilings(bool show) {
-    if (show) row("the emulated device", "it has no speed", 0, "");
+    if (show) row("the emulated device", "no speed to measure", 0, "");
 }
 static double cublas_seconds(int, int, int, int) { return 0; }
 #endif
@@ -184,8 +184,8 @@ static void *allocate(size_t bytes, const void *data = nullptr) {
     return p;
 }
 
-/* A batch of sequences that have `context` positions each, the last `count` of them in this step.
- * Blocks lie at random, or in order. */
+/* A batch of sequences with `context` positions each, the last `count` of them in this step. The
+ * blocks lie in random order, or in sequence. */
 struct workload {
     llm_batch batch;
     std::vector<int32_t> tokens, positions, slots, seq_first, seq_count, tables, rows;
@@ -220,7 +220,7 @@ static void make_workload(workload &w, int n_sequences, int context, int count, 
     w.batch.block_size = block_size;
 }
 
-/* Seconds of a step of the program (the least of several), and those until the host has asked for
+/* Seconds per step of the program, the best of several; host_seconds: until the host has launched
  * all of it. */
 static double step_seconds(ops *program, const llm_batch *batch, int steps,
                            double *host_seconds = nullptr) {
@@ -234,17 +234,17 @@ static double step_seconds(ops *program, const llm_batch *batch, int steps,
         must(ops_step(program, backend, batch, &err), &err);
         double asked = llm_seconds();
         must(backend->sync(backend->context, &err), &err);
-        if (i < 3 && steps > 3) continue; /* warming up, and capturing a graph */
+        if (i < 3 && steps > 3) continue; /* warm-up, including the capture of a graph */
         best = std::min(best, llm_seconds() - start), host = std::min(host, asked - start);
     }
     if (host_seconds) *host_seconds = host;
     return best;
 }
 
-/* A matrix of 16 random rows, again and again. *bytes: of the file's. */
+/* Load a matrix that repeats 16 random rows. *bytes: its size in a file. */
 static llm_weight load_matrix(llm_type type, int rows, int cols, size_t *bytes) {
     const llm_type_info *info = llm_type_find(type);
-    if (cols % info->block_values) die("a row is no whole number of blocks");
+    if (cols % info->block_values) die("a row is not a whole number of blocks");
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     std::vector<float> values = random_floats((size_t)16 * cols);
     std::vector<char> packed((size_t)rows * row_bytes);
@@ -278,7 +278,7 @@ static void measure_matmul(llm_type type, int rows, int cols) {
     for (int n : counts) {
         if (n > max_rows) break;
         workload w;
-        make_workload(w, n, 1, 1, 16, false); /* a decode step, of which a GPU makes a graph */
+        make_workload(w, n, 1, 1, 16, false); /* a decode step, which the GPU captures as a graph */
         ops *program = ops_new();
         for (int k = 0; k < repeats; k++)
             for (llm_weight &weight : weights)
@@ -314,7 +314,7 @@ static double attention_seconds(int n_sequences, int context, int count, bool pa
     llm_cache cache = {LLM_F16, 1, kv, dim, block_size, w.n_blocks, 0, NULL, NULL};
     cache.layer_bytes = (size_t)w.n_blocks * kv * block_size * dim * 2;
     std::vector<uint16_t> halves(cache.layer_bytes / 2);
-    /* of size 1/4 to 1/2 */
+    /* magnitudes from 1/4 to 1/2 */
     for (uint16_t &h : halves) h = (uint16_t)((random_u64() & 0x83ff) | 0x3400);
     cache.keys = allocate(cache.layer_bytes, halves.data()),
     cache.values = allocate(cache.layer_bytes, halves.data());
@@ -358,8 +358,8 @@ static void measure_attention() {
     }
 }
 
-/* What the host does for a step of 256 sequences in 28 layers: the work of the device is made
- * small, so that it does not count. */
+/* Host time for a step of 256 sequences and 28 layers. The operations are tiny, so that the
+ * device's time does not count. */
 static void measure_host() {
     const int n = 256 / SCALE, layers = 28 / (SCALE > 1 ? 14 : 1), dim = 64;
     workload w;
@@ -397,7 +397,7 @@ static void measure_host() {
     char what[128];
     snprintf(
         what, sizeof what,
-        "host time of a step, %d sequences, %d layers (until all is asked for; until all is done)",
+        "host time per step, %d sequences, %d layers (until launched; until done)",
         n, layers);
     row(what, text("%.0f us; %.0f us", 1e6 * host, 1e6 * all), 0, "");
     void *memory[] = {x, y, norm, cache.keys, cache.values, frequencies, angles};
@@ -405,8 +405,8 @@ static void measure_host() {
     for (void *p : memory) backend->release(backend->context, p);
 }
 
-/* A layer of Llama-3.1-8B for one sequence in its 1024th position, again and again in one step:
- * what a decode step is made of, launches and all. Returns what came out, to be compared. */
+/* A layer of Llama-3.1-8B for one sequence at position 1024, repeated within one step, as in a
+ * decode step with its launches. Returns the output, for comparison. */
 static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap, const char *what) {
     llm_backend *usual = backend;
     llm_gpu_options options = llm_gpu_defaults();
@@ -453,7 +453,7 @@ static std::vector<float> measure_layer(llm_type type, bool fused, bool overlap,
         ops_matmul(o, piece[5], &weights[6], NULL, true, x);
     }
     double s = 0;
-    /* the second is from the same x as in any other form */
+    /* round 1 computes the output that is compared; it starts from the same x in every variant */
     for (int round = 0; round < 2; round++) {
         must(backend->upload(backend->context, x, start.data(), start.size() * 4, &err), &err);
         double seconds = step_seconds(o, &w.batch, round || SCALE > 1 ? 1 : 12);
@@ -484,14 +484,14 @@ static int measure_layers() {
         std::vector<float> usual = measure_layer(type, true, false, "fused");
         std::vector<float> overlap = measure_layer(type, true, true, "fused, kernels overlap");
         bool same = !memcmp(usual.data(), overlap.data(), usual.size() * 4);
-        row("... do overlapping kernels give the same bits?", same ? "yes" : "NO: there is a race",
+        row("... overlapping kernels give the same bits", same ? "yes" : "NO: there is a race",
             0, "");
         wrong += !same;
     }
     return wrong;
 }
 
-/* Is this part wanted? */
+/* Whether this part was requested. */
 static bool asked(int argc, char **argv, const char *part) {
     for (int i = 1; i < argc; i++)
         if (!strcmp(argv[i], part)) return true;
