@@ -185,6 +185,18 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
     assert_int_equal(a->n_ends, b->n_ends);
 }
 
+/* A cancelled sample's output is the beginning of its output alone. */
+static UNUSED void assert_sample_prefix(const sample_record *part, const sample_record *whole,
+                                        int vocab) {
+    size_t rows = (size_t)part->n_rows, tokens = (size_t)part->n_tokens;
+    assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
+    assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * tokens);
+    assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * tokens);
+    assert_memory_equal(part->positions, whole->positions, sizeof(int) * rows);
+    rows *= (size_t)vocab;
+    if (rows) assert_memory_equal(part->logits, whole->logits, sizeof(float) * rows);
+}
+
 static UNUSED void assert_same(const record *a, const record *b) {
     for (int s = 0; s < MAX_SAMPLES; s++)
         assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);

@@ -258,16 +258,6 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     t->accepted += (long)s.accepted;
 }
 
-/* A cancelled sample's output is the beginning of its output alone. */
-static void assert_prefix_of(const sample_record *whole, const sample_record *part) {
-    assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
-    assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * (size_t)part->n_tokens);
-    assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * (size_t)part->n_tokens);
-    if (part->n_rows)
-        assert_memory_equal(part->logits, whole->logits,
-                            sizeof(float) * VOCAB * (size_t)part->n_rows);
-}
-
 static void check_alone(const workload *w, const tracked_request *j, totals *t) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
@@ -288,7 +278,7 @@ static void check_alone(const workload *w, const tracked_request *j, totals *t) 
         if (j->got->samples[s].finish == LLM_FINISH_CANCELLED) {
             t->cancelled++;
             assert_true(j->cancelled);
-            assert_prefix_of(&alone->samples[s], &j->got->samples[s]);
+            assert_sample_prefix(&j->got->samples[s], &alone->samples[s], VOCAB);
         } else {
             assert_same_sample(&alone->samples[s], &j->got->samples[s], VOCAB);
         }
