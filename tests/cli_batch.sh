@@ -1,7 +1,7 @@
 #!/bin/sh
-# tests/cli_batch.sh LLM: llm batch, speculation in llm run, and the benchmarks of many requests:
-# options, messages, exit statuses, and what happens to a batch that is killed, stopped, torn or out
-# of disk. Ends in "N passed, N failed".
+# tests/cli_batch.sh LLM: tests of llm batch, of speculation in llm run, and of the benchmarks with
+# many requests: options, messages, exit statuses, and batches that are killed, stopped, truncated
+# or out of disk space. Ends in "N passed, N failed".
 set -u
 . "$(dirname "$0")/cli_lib.sh"
 
@@ -12,13 +12,14 @@ ok "a model" "" \
 ok "a draft" "" \
     "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=600,context=128 \
     --type f16 d.gguf
-ok "of another vocabulary" "" \
+ok "a draft of another vocabulary" "" \
     "$LLM" synth --shape dim=32,layers=1,heads=2,kv-heads=1,hidden=32,vocab=300,context=128 \
     --type f16 v.gguf
 M=$T/s.gguf D=$T/d.gguf
 i=0
 while [ $i -lt 200 ]; do
-    echo "{\"prompt\": \"Tale $i of the wolf who\", \"id\": \"p$i\", \"temperature\": $((i % 3)), \"max_tokens\": $((10 + i % 31)), \"n\": $((1 + i % 2)), \"ignore_end\": true}"
+    echo "{\"prompt\": \"Tale $i of the wolf who\", \"id\": \"p$i\", \"temperature\": $((i % 3))," \
+        "\"max_tokens\": $((10 + i % 31)), \"n\": $((1 + i % 2)), \"ignore_end\": true}"
     i=$((i + 1))
 done >many.jsonl
 batch() { "$LLM" batch -m "$M" -q --no-timings "$@"; }
@@ -32,7 +33,7 @@ for o in "--draft $D" "--draft $D --speculate 1" \
     ok "run $o" "" "$LLM" run -m "$M" -q -n 60 --temperature 0 --ignore-end $o "Hello there"
     same "... is the plain text" plain.txt out
 done
-name="run --draft, figures"
+name="run --draft, statistics"
 run "$LLM" run -m "$M" -n 30 --temperature 0 --ignore-end --draft "$M" --speculate 4 "Hello"
 judge 0 ' tokens/s; 100 % of [0-9]+ proposals accepted, [45]\.[0-9]+ tokens a step\]$' "^Hello"
 ok "run --draft --json" '"accepted": true' \
@@ -40,7 +41,7 @@ ok "run --draft --json" '"accepted": true' \
 json "run --draft --json is JSON"
 ok "run --draft, several samples" "sample 3" \
     "$LLM" run -m "$M" -q -n 20 --samples 3 --draft "$D" -s 3 "Hello"
-bad "--speculate with nothing to do so" 2 \
+bad "--speculate without a source of proposals" 2 \
     "needs something to propose tokens: --draft FILE, or --lookup" \
     "$LLM" run -m "$M" --speculate 3 x
 bad "--speculate of a word" 2 "speculate needs a whole number from 0 to 64, or auto, not 'some'" \
@@ -48,7 +49,7 @@ bad "--speculate of a word" 2 "speculate needs a whole number from 0 to 64, or a
 bad "--speculate -1" 2 "speculate needs a whole number" "$LLM" run -m "$M" --speculate -1 x
 bad "--draft and --lookup" 2 "one of them" "$LLM" run -m "$M" --draft "$D" --lookup x
 bad "a draft of another vocabulary" 1 "^llm: .*vocabular" "$LLM" run -m "$M" --draft v.gguf x
-bad "a draft that is not there" 1 "nowhere.gguf.*No such file" \
+bad "a missing draft" 1 "nowhere.gguf.*No such file" \
     "$LLM" run -m "$M" --draft nowhere.gguf x
 word=$(cut -d' ' -f 2 plain.txt | cut -c 1-5)
 [ -n "$word" ] || word=e
@@ -61,10 +62,13 @@ if [ -n "$python" ]; then
     "$python" - "$LLM" "$M" >log 2>err <<'END'
 import json, subprocess, sys
 whole = json.load(open("whole.json", encoding="utf-8"))["samples"][0]["text"]
-piece = next(whole[i:i + 3] for i in range(10, len(whole)) if all(32 < ord(c) < 127 for c in whole[i:i + 3]) and len(whole[i:i + 3]) == 3)
+pieces = (whole[i:i + 3] for i in range(10, len(whole) - 2))
+piece = next(p for p in pieces if all(32 < ord(c) < 127 for c in p))
 for more in [], ["--lookup", "--speculate", "4"]:
-    out = subprocess.run([sys.argv[1], "run", "-m", sys.argv[2], "--json", "-q", "-n", "60", "--temperature", "0", "--ignore-end",
-                          "--stop", "@@@", "--stop", piece, *more, "Hello there"], stdout=subprocess.PIPE, check=True).stdout
+    command = [sys.argv[1], "run", "-m", sys.argv[2], "--json", "-q", "-n", "60",
+               "--temperature", "0", "--ignore-end", "--stop", "@@@", "--stop", piece]
+    out = subprocess.run([*command, *more, "Hello there"], stdout=subprocess.PIPE,
+                         check=True).stdout
     s = json.loads(out)["samples"][0]
     assert s["finish"] == "stop" and s["text"] == whole[:whole.index(piece)], (s, piece)
 END
@@ -72,9 +76,9 @@ END
     if [ $status -eq 0 ]; then pass; else fail "text up to the stop text, finish stop"; fi
 fi
 
-# ---- batch: what it does -----------------------------------------------------------------
+# ---- batch: results ----------------------------------------------------------------------
 name="batch"; run batch -f many.jsonl -o full.jsonl; judge 0 "" ""
-name="one line for each"; if [ "$(wc -l <full.jsonl)" -eq 200 ]; then pass
+name="one line per prompt"; if [ "$(wc -l <full.jsonl)" -eq 200 ]; then pass
 else fail "200 lines"; fi
 name="in order"
 i=$(sed -n 's/^{"line": \([0-9]*\), "hash": "[0-9a-f]*", "id": "p[0-9]*", "samples": .*/\1/p' \
@@ -104,9 +108,12 @@ done
 name="batch, sampled speculation"; run batch -f many.jsonl -o - --draft "$D" --speculate 3
 judge 0 "" '"line": 200'
 bad "batch, a draft of another vocabulary" 1 "vocabular" batch -f many.jsonl --draft v.gguf
-name="figures"; rm -f o.jsonl
+name="statistics"; rm -f o.jsonl
 run "$LLM" batch -m "$M" -f greedy.jsonl -o o.jsonl --draft "$D" --speculate 2
-judge 0 '^\[40 lines; [0-9]+ prompt tokens, [0-9]+ % of them cached; [0-9]+ tokens in [0-9.]+ s = [0-9.]+ tokens/s; .*[0-9]+ % of [0-9]+ proposals accepted, [0-9.]+ tokens a step\]$' ""
+figures='^\[40 lines; [0-9]+ prompt tokens, [0-9]+ % of them cached; [0-9]+ tokens in [0-9.]+ s = '
+figures=$figures'[0-9.]+ tokens/s; .*[0-9]+ % of [0-9]+ proposals accepted, '
+figures=$figures'[0-9.]+ tokens a step\]$'
+judge 0 "$figures" ""
 plain <o.jsonl >p.jsonl
 same "timings are all that --no-timings leaves out" g.jsonl p.jsonl
 name="batch of nothing"; : >none.jsonl; run batch -f none.jsonl -o -
@@ -116,7 +123,7 @@ printf '\n  \n{"prompt": "a", "max_tokens": 2}\r\n\n{"prompt": "b", "max_tokens"
 run batch -f b.jsonl; judge 0 "" '"line": 5, .*"tokens": \[\], "finish_reason": "length"'
 
 if [ -n "$python" ]; then
-    name="batch: what a line holds, and that it is what llm run says"
+    name="batch: contents of a line, and the same output as llm run"
     cat >few.jsonl <<'END'
 {"prompt": "Hello there", "seed": 7, "temperature": 0.8, "top_p": 0.9, "top_k": 50, "min_p": 0.01, "repetition_penalty": 1.1, "penalty_window": 9, "n": 3, "max_tokens": 20, "id": {"a": [1, null, "\u00e9]\"["]}}
 {"tokens": [0, 5, 9], "temperature": 0, "max_tokens": 8, "ignore_end": true, "priority": 3}
@@ -125,16 +132,21 @@ END
     batch -f few.jsonl --logprobs >o.jsonl 2>err && "$python" - "$LLM" "$M" >log 2>>err <<'END'
 import json, subprocess, sys
 def run(*words):
-    return json.loads(subprocess.run([sys.argv[1], "run", "-m", sys.argv[2], "--json", "-q", *words], stdout=subprocess.PIPE, check=True).stdout)
+    command = [sys.argv[1], "run", "-m", sys.argv[2], "--json", "-q", *words]
+    return json.loads(subprocess.run(command, stdout=subprocess.PIPE, check=True).stdout)
 lines = [json.loads(l) for l in open("o.jsonl", encoding="utf-8")]
-alone = run("--seed", "7", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50", "--min-p", "0.01", "--repetition-penalty", "1.1",
-            "--penalty-window", "9", "--samples", "3", "-n", "20", "Hello there")
+alone = run("--seed", "7", "--temperature", "0.8", "--top-p", "0.9", "--top-k", "50",
+            "--min-p", "0.01", "--repetition-penalty", "1.1", "--penalty-window", "9",
+            "--samples", "3", "-n", "20", "Hello there")
 a = lines[0]
-assert a["line"] == 1 and a["id"] == {"a": [1, None, '\u00e9]"[']} and a["seed"] == 7 and a["prompt_tokens"] == len(alone["prompt_tokens"])
+assert a["line"] == 1 and a["id"] == {"a": [1, None, '\u00e9]"[']} and a["seed"] == 7
+assert a["prompt_tokens"] == len(alone["prompt_tokens"])
 for s, t in zip(a["samples"], alone["samples"], strict=True):
     assert s["text"] == t["text"] and s["finish_reason"] == t["finish"]
-    assert s["tokens"] == [x["id"] for x in t["tokens"]] and s["logprobs"] == [x["logprob"] for x in t["tokens"]]
-assert lines[1]["prompt_tokens"] == 3 and len(lines[1]["samples"][0]["tokens"]) == 8 and lines[1]["seed"] == 2
+    assert s["tokens"] == [x["id"] for x in t["tokens"]]
+    assert s["logprobs"] == [x["logprob"] for x in t["tokens"]]
+b = lines[1]
+assert b["prompt_tokens"] == 3 and len(b["samples"][0]["tokens"]) == 8 and b["seed"] == 2
 assert "samples" in lines[2]
 END
     status=$?
@@ -174,7 +186,7 @@ END
 rm -f o.jsonl
 name="bad lines"; run batch -f wrong.jsonl -o o.jsonl
 judge 1 "^llm: wrong.jsonl, line 2: not JSON: column 1: 'n' where a value should be" ""
-name="each bad line has its message, and only these"
+name="exactly the bad lines have messages"
 i=$(sed -n 's/^{"line": \([0-9]*\), .*"error": ".*/\1/p' o.jsonl | tr '\n' ' ')
 if [ "$i" = "$(seq 2 26 | tr '\n' ' ')" ]; then pass
 else fail "errors in lines 2 to 26, not $i"; fi
@@ -186,7 +198,7 @@ else fail "20 lines, then: and so on"; fi
 name="a suggestion"; cp err log
 judge 1 "line 3: unknown key 'temprature'; did you mean 'temperature'\?" ""
 cp o.jsonl p.jsonl
-name="bad lines are told again when there is nothing more to do"
+name="bad lines are reported again when nothing is left to do"
 run batch -f wrong.jsonl -o o.jsonl; judge 1 "" ""
 same "... and not written again" o.jsonl p.jsonl
 printf '{"prompt": "\377"}\n{"prompt": "a", "\377": 1}\n' >invalid.jsonl
@@ -198,14 +210,17 @@ awk 'BEGIN { printf "{\"prompt\": \""; for (i = 0; i < 500; i++) printf "Q%dZ ",
     >longer.jsonl
 run batch -f longer.jsonl; judge 1 "line 1: .*context.*128" '"error"'
 
-# ---- batch: killed, stopped, torn, changed --------------------------------------------------
+# ---- batch: killed, stopped, truncated, changed ---------------------------------------------
 rm -f o.jsonl
 for lines in 1 60 130; do
     "$LLM" batch -m "$M" -q --no-timings -f many.jsonl -o o.jsonl --max-sequences 4 >out \
         2>err </dev/null &
     pid=$! i=0
     while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -lt $lines ] && [ $i -lt 2000 ] &&
-        kill -0 $pid 2>/dev/null; do sleep 0.01; i=$((i + 1)); done
+        kill -0 $pid 2>/dev/null; do
+        sleep 0.01
+        i=$((i + 1))
+    done
     kill -9 $pid 2>/dev/null
     wait $pid 2>/dev/null
     cp o.jsonl killed.jsonl
@@ -214,7 +229,7 @@ for lines in 1 60 130; do
 done
 printf '{"line": 201, "ha' >>killed.jsonl
 cp killed.jsonl o.jsonl
-name="... and goes on, over a torn line"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
+name="... and continues after a truncated line"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
 name="nothing left to do"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... does nothing" full.jsonl o.jsonl
@@ -241,26 +256,26 @@ bad "a shorter input" 1 "o.jsonl has a result for line 100, and shorter.jsonl no
     -f shorter.jsonl -o o.jsonl
 same "... leave the output as it was" o.jsonl p.jsonl
 sed '150s/wolf/bear/' many.jsonl >changed.jsonl
-name="a change behind the results"; run batch -f changed.jsonl -o o.jsonl; judge 0 "" ""
+name="a change after the last result"; run batch -f changed.jsonl -o o.jsonl; judge 0 "" ""
 echo "Dear diary" >diary.txt
-bad "an output that is something else" 1 "diary.txt, line 1 is not a result of llm batch" batch \
+bad "an output that is no result file" 1 "diary.txt, line 1 is not a result of llm batch" batch \
     -f many.jsonl -o diary.txt
-name="... is left alone"; if [ "$(cat diary.txt)" = "Dear diary" ]; then pass
+name="... is unchanged"; if [ "$(cat diary.txt)" = "Dear diary" ]; then pass
 else fail "the diary"; fi
-bad "input and output are one" 1 "the same file" batch -f many.jsonl -o ./many.jsonl
+bad "input and output are the same" 1 "the same file" batch -f many.jsonl -o ./many.jsonl
 bad "no input" 2 "the prompts are missing: -f FILE" batch
-bad "an input that is not there" 1 "cannot read nowhere.jsonl: No such file" batch -f nowhere.jsonl
+bad "a missing input" 1 "cannot read nowhere.jsonl: No such file" batch -f nowhere.jsonl
 bad "an input that is a directory" 1 "cannot read .*: Is a directory" batch -f "$T"
 bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch \
     -f many.jsonl -o nowhere/o.jsonl
 bad "a cache of one byte" 1 "^llm: --cache-memory is 1: one block" batch -f many.jsonl \
     --cache-memory 1
-bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch \
+bad "a context beyond the model's" 1 "^llm: --context is 1000000: the model was trained for" batch \
     -f many.jsonl --context 1000000
-bad "a policy: batch has none" 2 "unknown option --policy" batch -f many.jsonl --policy static
-bad "a window: batch has none" 2 "unknown option --window" batch -f many.jsonl --window 1
+bad "batch has no --policy" 2 "unknown option --policy" batch -f many.jsonl --policy static
+bad "batch has no --window" 2 "unknown option --window" batch -f many.jsonl --window 1
 
-# ---- batch --trace: who was in which step ------------------------------------------------------
+# ---- batch --trace: which steps a sequence is in ---------------------------------------------
 rm -f o.jsonl
 name="batch --trace"
 run batch -f many.jsonl -o o.jsonl --trace t.json --cache-memory 64K --block-size 4 \
@@ -289,7 +304,8 @@ bad "a trace over the model" 1 "d.gguf is there, and is no trace" \
 bad "a trace to standard output" 2 "trace needs the name of a file" batch -f many.jsonl --trace -
 bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f many.jsonl \
     --trace nowhere/t.json
-bad "a trace of no engine" 1 "cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1 \
+bad "a trace, but the engine fails" 1 "cache-memory is 1: one block" \
+    batch -f many.jsonl --cache-memory 1 \
     --trace t.json
 trace "... is a trace all the same" t.json steps
 
@@ -301,17 +317,22 @@ exec 3>fifo
 head -n 3 many.jsonl >&3
 i=0
 while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -lt 3 ] && kill -0 $pid 2>/dev/null &&
-    [ $i -lt 1000 ]; do sleep 0.01; i=$((i + 1)); done
-name="lines are answered as they come"; if [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass
+    [ $i -lt 1000 ]; do
+    sleep 0.01
+    i=$((i + 1))
+done
+name="lines are answered as they arrive"; if [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass
 else status=0; fail "3 results while the input is open"; fi
-name="two at once"; "$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null
+name="two batches with one output"
+"$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null
 status=$?; cp err.2 err; judge 1 "another llm writes to o.jsonl" ""
 kill -INT $pid
 wait $pid
 status=$?
 exec 3>&-
 : >out
-name="stopped while it waits"; if [ $status -eq 1 ] && [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass
+name="stopped while it waits for input"
+if [ $status -eq 1 ] && [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass
 else fail "status 1, 3 lines"; fi
 rm -f o.jsonl
 for signal in INT TERM; do
@@ -319,7 +340,10 @@ for signal in INT TERM; do
         >out 2>err </dev/null &
     pid=$! i=0 before=$(wc -l 2>/dev/null <o.jsonl || echo 0)
     while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -le $((before + 5)) ] && [ $i -lt 2000 ] &&
-        kill -0 $pid 2>/dev/null; do sleep 0.01; i=$((i + 1)); done
+        kill -0 $pid 2>/dev/null; do
+        sleep 0.01
+        i=$((i + 1))
+    done
     kill -$signal $pid
     wait $pid
     status=$?
@@ -327,7 +351,7 @@ for signal in INT TERM; do
     judge 1 "stopped, with [0-9]+ lines done; the same command goes on from there" ""
     trace "... with a whole trace" t.json decode
 done
-name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
+name="... continues"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
 
 # ---- full disk, closed pipe ------------------------------------------------------------------
@@ -339,7 +363,7 @@ status=$?
 judge 1 "cannot write to o.jsonl: .*(too large|No space)" ""
 name="... leaves whole lines"; if [ -s o.jsonl ] && [ -z "$(tail -c 1 o.jsonl)" ]; then pass
 else fail "a newline at the end"; fi
-name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
+name="... continues"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
 if [ -w /dev/full ]; then
     name="batch --trace /dev/full"; run batch -f greedy.jsonl --trace /dev/full
@@ -360,7 +384,7 @@ closed "batch" batch -f many.jsonl
 closed "bench batch" "$LLM" bench batch -m "$M" --sequences 1 -p 4 -g 4 -r 1
 if has_terminal; then
     rm -f o.jsonl
-    name="a bar on a terminal"
+    name="a progress bar on a terminal"
     TERM=xterm script -qec "'$LLM' batch -m '$M' -f many.jsonl -o o.jsonl" /dev/null >out \
         2>err </dev/null; status=$?
     judge 0 "" "batch \[#*\.*\] +[0-9]+ %  [0-9]+ lines, [0-9.]+ tokens/s"
@@ -381,7 +405,7 @@ json "bench batch --json is JSON"
 bad "bench batch beyond the context" 1 "context of 128" "$LLM" bench batch -m "$M"
 ok "bench serve" "continuous +static +dynamic" \
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --max-sequences 4
-name="bench serve: a group computes as many tokens of each as of its longest"
+name="bench serve: a group computes as many tokens for each member as for its longest"
 judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
 ok "bench serve --rate" "200 a second" \
     "$LLM" bench serve -m "$M" --requests 12 --rate 200 --prompt 4-20 --gen 2-30 --shared 32 \
@@ -390,24 +414,24 @@ ok "bench serve --json" '"policy": "dynamic".*"complete": true|"complete": true'
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4 --gen 1-30 --cache-memory 64K \
     --preempt swap --runs 2 --json
 json "bench serve --json is JSON"
-# those that ended before they had what they asked for: all of them have their tokens, and a group
-# computes what continuous batching does not
+# Requests that end before the length they asked for: all get their tokens, and a group computes
+# padding, which continuous batching does not.
 ok "bench serve --ask" "of 60 asked for" \
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --max-sequences 4
 name="bench serve: padding under static and dynamic only"
 judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
-# a group has memory for all that its members may come to, so that none is preempted, though
-# continuous batching would be
+# A group reserves memory for the longest output of each member, so no member is preempted, though
+# continuous batching preempts with the same cache.
 ok "bench serve: groups that fit" "" \
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --cache-memory 64K \
     --block-size 4
 name="bench serve: preemptions under continuous only"; judge 0 "" "^preemptions +[1-9][0-9]* +0 +0$"
-bad "bench serve: asking for less" 2 "ask is 20, and --gen gives up to 30 tokens" \
+bad "bench serve: --ask below --gen" 2 "ask is 20, and --gen gives up to 30 tokens" \
     "$LLM" bench serve -m "$M" --gen 2-30 --ask 20
 ok "bench serve --draft" "proposals accepted" \
     "$LLM" bench serve -m "$M" --requests 6 --prompt 4-20 --gen 2-30 --draft "$D" --policy static
 bad "bench serve beyond the context" 1 "context is 128" "$LLM" bench serve -m "$M" --gen 10-500
-bad "bench serve of a wrong range" 2 "gen needs a whole number, or two of them as LOW-HIGH" \
+bad "bench serve, invalid range" 2 "gen needs a whole number, or two of them as LOW-HIGH" \
     "$LLM" bench serve -m "$M" --gen 9-3
 yes "Once upon a time there was a wolf who had a friend, and the friend had a house." |
     head -n 20 >text.txt
@@ -416,7 +440,7 @@ ok "bench speculate" "^auto " \
 ok "bench speculate --lookup --json" '"complete": true' \
     "$LLM" bench speculate -m "$M" --lookup -f text.txt -p 8 -g 12 -r 1 --json
 json "bench speculate --json is JSON"
-bad "bench speculate of nothing" 2 "nothing proposes tokens" \
+bad "bench speculate without a source of proposals" 2 "nothing proposes tokens" \
     "$LLM" bench speculate -m "$M" -f text.txt
 bad "bench speculate, no text" 1 "holds no text of 8 tokens" \
     "$LLM" bench speculate -m "$M" --lookup -f none.jsonl -p 8
