@@ -1,12 +1,13 @@
 #!/bin/sh
-# tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each (default: 80 90), warnings as errors,
-# and prints what each kernel takes: registers, static shared memory, bytes in local memory: spilled
-# registers, and arrays that did not get into registers. Any fails, but for those of the plain
-# kernels, which are there for comparison, of loading weights, and of cosf, which has an array for
-# huge angles. (CUDA 12's compilers also spill up to 256 bytes in five of the kernels for sm_90,
-# most of them of 5-bit weights: with those it is told, and does not fail.) Then links the program
-# with the first one's object beside the emulated devices, as `make` does where nvcc is, and runs it
-# on one of those. Ends in one line, "N passed, N failed": one check per architecture, and that one.
+# tests/nvcc.sh [ARCHITECTURE...]: compiles llm.cu for each architecture (default: 80 90), with
+# warnings as errors, and prints each kernel's registers, static shared memory and bytes of local
+# memory (spilled registers, and arrays that are not in registers). A kernel with local memory
+# fails, except the plain kernels, which are for comparison, the kernels that load weights, and
+# cosf, which has an array for huge angles. (CUDA 12's compilers also spill up to 256 bytes in five
+# kernels for sm_90, most of them for 5-bit weights; with these compilers it is reported and does
+# not fail.) Then it links the program with the first architecture's object and the emulated
+# devices, as `make` does with nvcc, and runs it on an emulated device. Ends in one line, "N passed,
+# N failed": one check per architecture, and the program.
 set -u
 cd "$(dirname "$0")/.." || exit 1
 [ $# -gt 0 ] || set -- 80 90
@@ -31,13 +32,19 @@ for arch; do
         continue
     fi
     echo "sm_$arch:  registers  shared  spilled  kernel"
-    # A "Function properties" line and the one behind it tell of the kernel named last; "Used" comes
+    # A "Function properties" line and the next one are about the kernel named last; "Used" comes
     # last.
     awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2] }
-         /bytes stack frame/ { spilled = $1; for (i = 2; i <= NF; i++) if ($i == "spill") spilled += $(i - 2) }
+         /bytes stack frame/ {
+             spilled = $1
+             for (i = 2; i <= NF; i++) if ($i == "spill") spilled += $(i - 2)
+         }
          /Used [0-9]+ registers/ && name != "" {
              shared = 0
-             for (i = 2; i <= NF; i++) { if ($i == "registers," || $i == "registers") registers = $(i - 1); if ($i == "smem" || $i == "smem,") shared = $(i - 2) }
+             for (i = 2; i <= NF; i++) {
+                 if ($i == "registers," || $i == "registers") registers = $(i - 1)
+                 if ($i == "smem" || $i == "smem,") shared = $(i - 2)
+             }
              printf "%s %s %s %s\n", registers, shared, spilled, name
              name = ""
          }' "$work/log_$arch" >"$work/table"
@@ -48,7 +55,7 @@ for arch; do
     cat "$work/shown"
     bad=$(awk '$3 > 0 && !/plain|pack|rope_angles/' "$work/shown")
     if [ ! -s "$work/shown" ]; then
-        echo "sm_$arch: no kernels found in what ptxas says"
+        echo "sm_$arch: no kernels found in the output of ptxas"
         failed=$((failed + 1))
     elif [ -n "$bad" ]; then
         echo "sm_$arch: these kernels spill:"
@@ -59,17 +66,19 @@ for arch; do
     fi
 done
 
-# What both define, or neither, shows only here: the tests link one of them at a time.
+# Link both devices into one program: symbols defined twice, or not at all, show only here, since
+# each test links one device.
+said() { # DEVICE
+    build/llm run -m models/tales.gguf -n 4 --temperature 0 --device "$1" "Once upon a time"
+}
 if [ -e "$work/compiled_$1" ] &&
     make -s "DEVICES=$work/llm_$1.o \$(EMULATOR) \$(if \$(OBSERVED),build/observed.o)" build/llm &&
-    text=$(build/llm run -m models/tales.gguf -n 4 --temperature 0 \
-    --device emulated "Once upon a time") &&
-    [ "$text" = \
-    "$(build/llm run -m models/tales.gguf -n 4 --temperature 0 --device cpu "Once upon a time")" ]; then
+    text=$(said emulated) && [ "$text" = "$(said cpu)" ]; then
     echo "the program with the object for sm_$1: $text"
     passed=$((passed + 1))
 else
-    echo "the program with the object for sm_$1 does not link, or does not say on the emulated device what it says on the CPU"
+    echo "the program with the object for sm_$1 does not link, or its text on the emulated device" \
+        "differs from that on the CPU"
     failed=$((failed + 1))
 fi
 rm -f build/llm
