@@ -1,13 +1,15 @@
 #!/bin/sh
-# docs/make.sh MODE [PAGE]: fills in what the pages (or one, as 15-cpu) quote. Run from the top of the repository.
+# docs/make.sh MODE [PAGE]: updates what the pages (or one page, such as 15-cpu) quote. Run it in
+# the repository's root.
 #
-#   quotes    the code behind <!-- quote FILE NAME --> is taken from FILE again
-#   all       that, the output behind <!-- run ... --> from ./llm, and the pictures
-#   check     changes nothing; fails where a quote is not what FILE says, a command, an option or a symbol that a page (or any other text
-#             of the repository) names does not exist, or a link is dead
+#   quotes    copy the code after each <!-- quote FILE NAME --> from FILE
+#   all       also renew the output after each <!-- run ... --> with ./llm, and the pictures
+#   check     change nothing; fail if a quote differs from FILE, if a page (or another text of the
+#             repository) names a command, option or symbol that does not exist, or if a link is
+#             dead
 set -u
 mode=${1:-check}
-pages=${2:-[0-9]*} # of extract: FILE NAME
+pages=${2:-[0-9]*}
 llm=${LLM:-./llm}
 case $llm in */*) ;; *) llm=./$llm ;; esac
 work=$(mktemp -d) || exit 1
@@ -19,19 +21,29 @@ extract() { # FILE NAME: the definition of a function, struct or enum, with the 
     awk -v name="$2" '
         function defines(line) {
             if (line !~ /^[A-Za-z_]/) return 0
-            return match(line, "(^|[^A-Za-z0-9_])" name "(\\(|\\)\\(| \\{|;| =|\\[)") || index(line, "LLM__K(" name ")(") 
+            return match(line, "(^|[^A-Za-z0-9_])" name "(\\(|\\)\\(| \\{|;| =|\\[)") ||
+                index(line, "LLM__K(" name ")(")
         }
         state == 0 && /^\/\*/ { comment = "" ; in_comment = 1 }
-        state == 0 && in_comment { comment = comment $0 "\n"; if (/\*\/[ ]*$/) in_comment = 0; next }
+        state == 0 && in_comment {
+            comment = comment $0 "\n"
+            if (/\*\/[ ]*$/) in_comment = 0
+            next
+        }
         state == 0 && defines($0) { state = 1; body = comment }
         state == 0 && !/^LLM__NOINLINE|^template/ { comment = "" }
-        state == 1 { body = body $0 "\n"
-                     if (/\{/) { state = 2; if (/\}[^;]*;?$/ && /^[^{]*\{.*\}/) { printf "%s", body; exit } next }
-                     if (/;[ ]*(\/\*.*)?$/) { state = 0; comment = "" } next }
+        state == 1 {
+            body = body $0 "\n"
+            if (/\{/) {
+                state = 2
+                if (/\}[^;]*;?$/ && /^[^{]*\{.*\}/) { printf "%s", body; exit }
+            } else if (/;[ ]*(\/\*.*)?$/) { state = 0; comment = "" }
+            next
+        }
         state == 2 { body = body $0 "\n"; if (/^\}/) { printf "%s", body; exit } }' "$1"
 }
 
-fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all) new
+fill() { # PAGE: print it with its quotes renewed (in mode all, also its runs)
     awk -v mode="$mode" -v work="$work" -v llm="$llm" '
         function emit(command, kind,   line) {
             print "```" kind
@@ -42,11 +54,19 @@ fill() { # PAGE: to standard output, with its quotes (and its runs, in mode all)
         skipping == 1 { if (/^```/) { skipping = 2; next } skipping = 0 }
         skipping == 2 { if (/^```/) skipping = 0; next }
         { print }
-        /^<!-- quote / { emit("sh docs/make.sh extract " $3 " " $4, $3 ~ /cu$/ ? "cuda" : "c"); skipping = 1 }
-        /^<!-- run / && mode == "all" { command = $0; sub(/^<!-- run /, "", command); sub(/ -->.*/, "", command)
-                        done = "cat \"" work "/" command "\""
-                        sub(/^llm /, llm " ", command)
-                        emit(done " 2>/dev/null || " command " 2>/dev/null", ""); skipping = 1 }' "$1"
+        /^<!-- quote / {
+            emit("sh docs/make.sh extract " $3 " " $4, $3 ~ /cu$/ ? "cuda" : "c")
+            skipping = 1
+        }
+        /^<!-- run / && mode == "all" {
+            command = $0
+            sub(/^<!-- run /, "", command)
+            sub(/ -->.*/, "", command)
+            done = "cat \"" work "/" command "\""
+            sub(/^llm /, llm " ", command)
+            emit(done " 2>/dev/null || " command " 2>/dev/null", "")
+            skipping = 1
+        }' "$1"
 }
 
 if [ "$mode" = extract ]; then extract "$2" "$3"; exit; fi
@@ -56,7 +76,8 @@ if [ "$mode" = all ]; then
         case $what in *ladder) command=ladder ;; *) command="lesson ${what#*-}" ;; esac
         # shellcheck disable=SC2086
         $llm $command --png "docs/$what.png" >"$work/out" 2>/dev/null || wrong=$((wrong + 1))
-        grep -v '^The picture is in ' "$work/out" >"$work/llm $command" # what the page shows is of the same run
+        # the page shows the output of the run that made the picture
+        grep -v '^The picture is in ' "$work/out" >"$work/llm $command"
     done
 fi
 all="docs/$pages.md docs/README.md"
@@ -64,7 +85,11 @@ all="docs/$pages.md docs/README.md"
 for page in $all; do
     fill "$page" >"$work/page"
     if [ "$mode" = check ]; then
-        ! grep -q "^<!-- quote" "$page" || cmp -s "$page" "$work/page" || { complain "$page: a quote is not what the source says (make quotes)"; diff "$page" "$work/page" | head -5; }
+        ! grep -q "^<!-- quote" "$page" || cmp -s "$page" "$work/page" ||
+            {
+                complain "$page: a quote differs from the source (make quotes)"
+                diff "$page" "$work/page" | head -5
+            }
     else
         cmp -s "$page" "$work/page" || cp "$work/page" "$page"
         continue
@@ -73,29 +98,38 @@ for page in $all; do
         [ -n "$(extract "$file" "$name")" ] || echo "$page: $file defines no $name"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # links, but in code: to files, from the folder of the page
-    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' | grep -v '^https\?:' | sort -u | while read -r link; do
+    # links to files, relative to the page's folder, except in code
+    sed '/^```/,/^```/d' "$page" | grep -o '](\([^)#]*\))' | sed 's/^](//; s/)$//' |
+        grep -v '^https\?:' | sort -u | while read -r link; do
         [ -e "$(dirname "$page")/$link" ] || echo "$page: the link to $link is dead"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
     # symbols in the text: `llm_name`, `llm__name`, `LLM_NAME`
-    grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u | while read -r symbol; do
-        grep -q "\<$symbol\>" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h 2>/dev/null || echo "$page: there is no $symbol"
+    grep -o '`\(llm_\|llm__\|LLM_\)[A-Za-z0-9_]*`' "$page" | tr -d '`' | sort -u |
+        while read -r symbol; do
+        grep -q "\<$symbol\>" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h 2>/dev/null ||
+            echo "$page: there is no $symbol"
     done >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # other names in the text, as `tokens_by_hand`, and code that an exercise says is there: "instead of `...`", "delete `...`", "after `...`"
+    # other names in the text, such as `tokens_by_hand`, and code that an exercise refers to with
+    # "instead of `...`", "delete `...`" or "after `...`"
     case $page in docs/[0-9]*)
-        sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' | sort -u | while read -r symbol; do
-            grep -q -w -e "$symbol" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no $symbol"
+        sed '/^```/,/^```/d' "$page" | grep -o '`[A-Za-z][A-Za-z0-9]*_[A-Za-z0-9_]*`' | tr -d '`' |
+            sort -u | while read -r symbol; do
+            grep -q -w -e "$symbol" llm.h llm.cu main.c models/*.[ch] docs/*.c docs/*.h docs/*.cu \
+                2>/dev/null || echo "$page: there is no $symbol"
         done
         awk '/^[0-9]*\. |^$/ { print "" } { sub(/^ +/, ""); printf "%s ", $0 }' "$page" | # unwrap
-            sed -n '/^[0-9]*\. A line:/p' | grep -o '\(instead of\|[Dd]elete\|after\|behind\) `[^`]*`' | sed 's/^[^`]*`//; s/`$//' | while read -r code; do
-            grep -q -F -e "$code" llm.h llm.cu models/*.c docs/*.c docs/*.h docs/*.cu 2>/dev/null || echo "$page: there is no line with $code"
+            sed -n '/^[0-9]*\. A line:/p' | grep -o '\(instead of\|[Dd]elete\|after\) `[^`]*`' |
+            sed 's/^[^`]*`//; s/`$//' | while read -r code; do
+            grep -q -F -e "$code" llm.h llm.cu models/*.c docs/*.c docs/*.h docs/*.cu 2>/dev/null ||
+                echo "$page: there is no line with $code"
         done ;;
     esac >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # options of the commands that it shows: llm lesson NAME --option
-    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' | sort -u | while read -r line; do
+    # the options of the commands that a page shows: llm lesson NAME --option
+    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' |
+        sort -u | while read -r line; do
         # shellcheck disable=SC2086
         set -- $line
         shift

@@ -1,4 +1,5 @@
-/* bench.c - llm bench: run, batch, serve, speculate, and a profile of a step */
+/* bench.c - the command llm bench: one sequence, batches, serving, speculation, and a profile of a
+ * step */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -18,22 +19,23 @@ typedef struct bench {
     bool json, profile;
     llm_engine_options engine;
     llm_model *loaded;
-    double bandwidth; /* with the current number of threads */
+    double bandwidth; /* with the current number of threads, in bytes per second */
     int n_rows;
 } bench;
 
 enum { PROFILE_PREFILL, PROFILE_DECODE, PROFILE_PHASES };
 
-typedef struct profile_row { /* an operation, or operations that are done together */
+typedef struct profile_row { /* one operation, or several that run together */
     char name[96];
-    double seconds, predicted, bytes, operations; /* of all calls */
+    double seconds, predicted, bytes, operations; /* sums over all calls */
     int calls;
 } profile_row;
 
 struct profile {
     llm_program *program;
-    double bandwidth, peak; /* bytes (0: unknown) and operations a second, to predict from */
-    int prompt, done;       /* tokens of the prompt; tokens in the cache */
+    /* bytes per second (0: unknown) and operations per second, for predictions */
+    double bandwidth, peak;
+    int prompt, done;       /* tokens in the prompt; tokens in the cache */
     profile_row rows[PROFILE_PHASES][48];
     int n_rows[PROFILE_PHASES];
 };
@@ -53,7 +55,8 @@ bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, do
     request.n_prompt = n_prompt;
     request.max_tokens = 1 + n_generate;
     request.ignore_end = true;
-    double start = llm_seconds(), first = 0, last = 0, spent = 0; /* spent: on the profile */
+    /* spent: seconds spent on the profile */
+    double start = llm_seconds(), first = 0, last = 0, spent = 0;
     bool good = llm_submit(engine, &request, &id, &err);
     int status = 0;
     uint64_t before = llm_engine_statistics(engine).prompt_tokens;
@@ -118,8 +121,8 @@ static bool bench_threads(bench *b, int threads) {
     if (b->bandwidth == 0) b->threads.count = 1; /* threads do not matter on a GPU */
     double *prefill = resize(NULL, 2 * (size_t)b->runs * sizeof *prefill),
            *decode = prefill + b->runs;
-    bool good = bench_once(engine, 1, b->generate < 8 ? b->generate : 8, NULL, prefill,
-                           decode); /* to warm up */
+    /* warm up */
+    bool good = bench_once(engine, 1, b->generate < 8 ? b->generate : 8, NULL, prefill, decode);
     for (int i = 0; good && i < b->prompts.count && !stop_requested && !output_error; i++) {
         for (int k = 0; good && k < b->runs && !stop_requested; k++) {
             snprintf(note, sizeof note, "%d threads, prompt of %d", threads, b->prompts.values[i]);
@@ -139,7 +142,8 @@ static bool bench_threads(bench *b, int threads) {
 
 /* ---- llm bench --profile: where a step's time goes --------------------------------------- */
 
-/* The row of the operations that are done together with `op`, named after all of them. */
+/* Find or add the row of the operations that run together with `op`. It is named after all of
+ * them. */
 static profile_row *profile_find(profile *p, int phase, const int *owner, int op) {
     char name[96] = "";
     for (int i = 0; i < p->program->n_ops; i++)
@@ -185,7 +189,7 @@ static int compare_profile_rows(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Print one phase, which took so many seconds for so many tokens. */
+/* Print one phase of `tokens` tokens, which took `seconds`. */
 static void profile_print(const bench *b, profile *p, int phase, int tokens, double seconds) {
     profile_row *rows = p->rows[phase], rest = {.name = "all else", .seconds = seconds};
     int n = p->n_rows[phase];
@@ -218,7 +222,7 @@ static void profile_print(const bench *b, profile *p, int phase, int tokens, dou
     }
 }
 
-/* Run one request, and time each operation of the program. */
+/* Run one request and time each operation of the program. */
 static bool bench_profile(bench *b, int threads) {
     llm_error err;
     profile p = {.prompt = 0};
@@ -231,8 +235,9 @@ static bool bench_profile(bench *b, int threads) {
     p.bandwidth = engine_bandwidth(engine);
     p.peak = arithmetic_peak(b->loaded, device);
     int prompt = b->prompts.values[0], begin = prompt < 16 ? prompt : 16;
+    /* warm up */
     bool good = p.peak > 0 && bench_once(engine, begin, b->generate < 4 ? b->generate : 4, NULL,
-                                         &prefill, &decode); /* to warm up */
+                                         &prefill, &decode);
     p.prompt = prompt;
     p.program->seconds = resize(NULL, (size_t)p.program->n_ops * sizeof(double));
     memset(p.program->seconds, 0, (size_t)p.program->n_ops * sizeof(double));
@@ -257,7 +262,8 @@ static bool bench_profile(bench *b, int threads) {
     return good;
 }
 
-/* Fill the lists that were not given: 1 thread and all; the usual lengths, as far as they fit. */
+/* Fill the lists that were not given: one thread and all threads; the default lengths, as far as
+ * they fit. */
 static void bench_defaults(bench *b) {
     static const int lengths[] = {16, 128, 512};
     int all = llm_processor_count(),
@@ -274,8 +280,7 @@ static void bench_defaults(bench *b) {
     }
 }
 
-/* End the output of a benchmark, so that the JSON is valid even if the rows are incomplete. Returns
- * the exit status. */
+/* End a benchmark's output. The JSON is valid even if rows are missing. Returns the exit status. */
 static int end_bench(bool json, bool good) {
     good = good && !stop_requested;
     if (json) put("\n ], \"complete\": %s}\n", good ? "true" : "false");
@@ -325,9 +330,9 @@ static int bench_model(bench *b, const char *path) {
     return end_bench(b->json, good);
 }
 
-/* ---- llm bench batch: how many sequences share a step ---------------------------------------
- * A step reads all weights once, for one sequence or for many: so many cost little more than one,
- * until the arithmetic takes longer than the reading. */
+/* ---- llm bench batch: many sequences in one step -------------------------------------------
+ * A step reads all weights once, for one sequence or for many. So many sequences cost little more
+ * than one, until the arithmetic takes longer than reading the weights. */
 typedef struct bench_batch {
     const char *model;
     int_list sequences;
@@ -364,8 +369,7 @@ bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64
         int before = begun;
         while (llm_next_event(engine, &event)) {
             begun += event.index == 0;
-            counted +=
-                before == n && event.token >= 0; /* all began in an earlier step */
+            counted += before == n && event.token >= 0; /* all began in an earlier step */
         }
         if (begun == n && before < n) all_begun = now;
     }
@@ -375,7 +379,7 @@ bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64
     return true;
 }
 
-/* First the prompts, without generating: they stay in the prefix cache. Then the same prompts with
+/* Run the prompts without generating; they stay in the prefix cache. Then run the same prompts with
  * one more token each, so that all sequences decode from the first step on. */
 static bool bench_batch_once(const bench_batch *b, llm_engine *engine, int n, uint64_t stream,
                              double *prefill, double *decode) {
@@ -467,12 +471,12 @@ static int command_bench_batch(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {0, "sequences", "LIST", LIST, &b.sequences, 1, 4096,
-         "how many at once (default 1,2,4,8,16,32,64)"},
+         "numbers of sequences to try (default 1,2,4,8,16,32,64)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20, "tokens of each prompt (default 128)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
          "tokens to generate after each (default 64)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the median is told (default 3)"},
+         "runs of each; medians are printed (default 3)"},
         THREADS_OPTION(b.engine.n_threads),
         NAIVE_OPTION(b.engine),
         CACHE_TYPE_OPTION(b.engine),
@@ -493,18 +497,17 @@ static int command_bench_batch(const command *self, int argc, char **argv) {
 }
 
 static const char bench_batch_notes[] =
-    "For each number of sequences: so many prompts of random tokens (prefill), and then --gen "
-    "tokens after each of them, all\n"
-    "sequences in one step (decode; the tokens of all are counted). A step that serves many reads "
-    "the weights once.\n"
+    "For each number of sequences: that many prompts of random tokens (prefill), then --gen\n"
+    "tokens after each, all sequences in one step (decode; the rate counts the tokens of all\n"
+    "sequences). A step reads the weights once, for however many sequences.\n"
     "\n"
     "Examples:\n"
     "  llm bench batch\n"
     "  llm bench batch -m some.gguf --sequences 1,16 --prompt 128 --gen 64 --runs 5 --json\n";
 
 /* ---- llm bench serve: requests that come and go ---------------------------------------------
- * The same requests, at the same times, for each policy. TTFT is counted from the time at which a
- * request was to arrive. */
+ * Every policy gets the same requests at the same times. TTFT counts from the planned arrival of
+ * a request. */
 enum {
     SECONDS, THROUGHPUT, TTFT_50, TTFT_90, TTFT_99, TPOT_50, TPOT_90, TPOT_99, BATCH, OCCUPANCY,
     PADDING,
@@ -513,7 +516,7 @@ enum {
 
 static const struct {
     const char *words, *json;
-    double scale; /* from seconds to the unit in `words` */
+    double scale; /* factor from seconds to the unit in `words` */
     int decimals;
 } serve_figures[N_FIGURES] = {
     {"seconds", "seconds", 1, 2}, {"tokens/s", "tokens_per_second", 1, 1},
@@ -527,38 +530,38 @@ static const struct {
     {"preemptions", "preemptions", 1, 0}, {"prompt tokens cached, %", "prefix_hit_rate", 100, 1},
     {"cache slots wasted, mean, %", "kv_waste", 100, 2},
     {"scheduler's share of time, %", "scheduler_share", 100, 3},
-    {"a step's time of the CPU, us", "host_seconds_per_step", 1e6, 1}, /* of a GPU's step */
+    {"a step's time of the CPU, us", "host_seconds_per_step", 1e6, 1}, /* only with a GPU */
     {"proposals accepted, %", "acceptance", 100, 1},
     {"tokens per sequence's step", "tokens_per_step", 1, 2},
 };
 
 typedef struct serve_request {
-    double arrival;     /* seconds from the start */
+    double arrival;     /* seconds after the start */
     member member;
-    double first, last; /* tokens, on the clock */
+    double first, last; /* times of the first and last token */
 } serve_request;
 
 typedef struct serve {
     const char *model;
     llm_engine_options engine_options;
     speculation speculation;
-    int policy; /* index in POLICIES; N_POLICIES: all of them, side by side */
+    int policy; /* index in POLICIES; N_POLICIES: all, side by side */
     int n_requests, shared, runs;
-    int ask; /* tokens that a request asks for; 0: as many as it will get */
+    int ask; /* tokens that a request asks for; 0: as many as it gets */
     float rate, window;
     int_range prompt, generate;
     seed_value seed;
     bool json;
     llm_model *loaded, *draft;
     serve_request *requests;
-    int32_t *ids; /* of all prompts, one after another */
+    int32_t *ids; /* all prompts, one after another */
 } serve;
 
 int draw_range(int_range r, uint64_t seed, uint64_t stream, uint64_t index) {
     return r.low + (int)(llm_random(seed, stream, index) * (r.high - r.low + 1));
 }
 
-/* Plan the arrivals, prompts and lengths: the same in every run. */
+/* Plan the arrivals, prompts and lengths. The plan is the same in every run. */
 static void serve_plan(serve *v) {
     double clock = 0;
     uint64_t seed = v->seed.value;
@@ -582,7 +585,7 @@ static void serve_plan(serve *v) {
         request->ignore_end = true;
         request->user = r;
     }
-    n_ids = 0; /* v->ids does not move any more */
+    n_ids = 0; /* v->ids does not move from here on */
     for (int i = 0; i < v->n_requests; i++) {
         v->requests[i].member.request.prompt = v->ids + n_ids;
         n_ids += (size_t)v->requests[i].member.request.n_prompt;
@@ -626,7 +629,7 @@ static void serve_summary(const serve *v, const batcher *b, double start, double
     figures[PER_STEP] = tokens_per_step(&s);
 }
 
-/* Run all requests through one engine; each is submitted at its arrival time. */
+/* Run all requests through one engine, each submitted at its arrival time. */
 static bool serve_requests(serve *v, batcher *b, double *figures) {
     llm_error err;
     llm_event event;
@@ -639,8 +642,7 @@ static bool serve_requests(serve *v, batcher *b, double *figures) {
         int status = batcher_step(b, &err);
         if (status < 0) return !fail_with(&err);
         if (status == 0)
-            poll(NULL, 0,
-                 (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0)));
+            poll(NULL, 0, (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0)));
         now = llm_seconds();
         while (batcher_next_event(b, &event)) {
             serve_request *r = event.user;
@@ -648,8 +650,8 @@ static bool serve_requests(serve *v, batcher *b, double *figures) {
             r->last = now;
             n_ended += event.finish != LLM_FINISH_NONE;
         }
-        if (b->n_running == 0 || n_steps++ % 8)
-            continue; /* looking at the pool takes time: too much for each step if it is large */
+        /* only every eighth step, since batcher_waste is slow for a large pool */
+        if (b->n_running == 0 || n_steps++ % 8) continue;
         figures[WASTE] += batcher_waste(b);
         n_looks++;
         char note[64];
@@ -719,7 +721,7 @@ static void serve_print(const serve *v, const double *figures, int first, int n)
     put_text("\n");
     for (int i = 0; i < N_FIGURES; i++) {
         if (isnan(medians[0][i]) || (i == PER_STEP && isnan(medians[0][ACCEPTANCE])))
-            continue; /* no speculation */
+            continue; /* without speculation */
         put("%-30s", serve_figures[i].words);
         for (int p = 0; p < n; p++)
             put(" %12.*f", serve_figures[i].decimals, serve_figures[i].scale * medians[p][i]);
@@ -745,8 +747,8 @@ static int serve_model(serve *v, const char *path) {
     serve_print_head(v, path);
     flush_output();
     bool good = true;
-    for (int k = 0; k < v->runs && good && !stop_requested;
-         k++) /* in turn, so that a temporary load affects all policies alike */
+    /* policies take turns, so that a temporary load affects all of them alike */
+    for (int k = 0; k < v->runs && good && !stop_requested; k++)
         for (int p = 0; p < n && good && !stop_requested; p++)
             good = serve_once(v, first + p, figures + (p * v->runs + k) * N_FIGURES);
     show_progress("bench", -1, "");
@@ -768,23 +770,24 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
     llm_engine_options *e = &v.engine_options;
     const option options[] = {
         MODEL_OPTION(v.model),
-        {0, "requests", "N", WHOLE, &v.n_requests, 1, 1 << 24, "how many (default 64)"},
+        {0, "requests", "N", WHOLE, &v.n_requests, 1, 1 << 24, "number of requests (default 64)"},
         {0, "rate", "R", REAL, &v.rate, 0, 1e6,
-         "that come in a second, at random times (default 0: all at once)"},
+         "requests per second, at random times (default 0: all at once)"},
         {'p', "prompt", "LOW-HIGH", RANGE, &v.prompt, 1, 1 << 20,
          "tokens of a prompt (default 16-128)"},
         {'g', "gen", "LOW-HIGH", RANGE, &v.generate, 1, 1 << 20,
          "tokens to generate after it (default 10-200)"},
         {0, "ask", "N", WHOLE, &v.ask, 1, 1 << 20,
-         "tokens that each request asks for, not knowing how soon it will end (default: what it "
-         "will get)"},
+         "tokens that each request asks for, though it may end sooner (default: what it "
+         "gets)"},
         {0, "shared", "N", WHOLE, &v.shared, 0, 1 << 20,
-         "tokens that all prompts begin with, besides (default 0)"},
-        {'s', "seed", "N", SEED, &v.seed, 0, 0, "of the times, lengths and tokens (default 1)"},
+         "additional tokens that begin all prompts (default 0)"},
+        {'s', "seed", "N", SEED, &v.seed, 0, 0,
+         "seed of the times, lengths and tokens (default 1)"},
         {'r', "runs", "R", WHOLE, &v.runs, 1, 1000,
-         "times to do each; the medians are told (default 1)"},
+         "runs of each; medians are printed (default 1)"},
         {0, "policy", POLICIES "|all", CHOICE, &v.policy, 0, 0,
-         "when requests enter (default all, side by side)"},
+         "scheduling policy (default: all, side by side)"},
         {0, "window", "SECONDS", REAL, &v.window, 0, 3600,
          "how long dynamic batching waits for a group to fill (default 0.05)"},
         SCHEDULE_OPTIONS(*e),
@@ -812,38 +815,33 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
 }
 
 static const char bench_serve_notes[] =
-    "Requests of random tokens and random lengths, as a server would get them, through one engine "
-    "for each policy. TTFT is\n"
-    "the time from the arrival of a request to its first token; TPOT the time per token after it; "
-    "p90: nine of ten requests have\n"
-    "no more. A step's time that is spent neither in the models nor in choosing tokens is the "
-    "scheduler's.\n"
+    "Requests of random tokens and random lengths, as a server gets them, through one engine\n"
+    "per policy. TTFT is the time from the arrival of a request to its first token, TPOT the\n"
+    "time per token after that. p90: nine of ten requests have at most this value. The\n"
+    "scheduler's time is the part of a step spent neither in the models nor in choosing tokens.\n"
     "\n"
-    "Static and dynamic batching are done here, outside of the engine. Requests wait until the "
-    "engine is empty, and enter it\n"
-    "as a group, which is one array: each member asks for as many tokens as the one that asks for "
-    "most, and no more enter\n"
-    "than the cache has room for, at that length. A request that has its tokens is computed on, "
-    "as padding, until the last\n"
-    "of the group has its own. Nobody knows beforehand when a model will end a text, so requests "
-    "mostly ask for more (--ask).\n"
+    "Static and dynamic batching are done outside the engine. Requests wait until the engine\n"
+    "is empty and enter it as a group, which is one array: every member asks for as many tokens\n"
+    "as the longest one, and the group is only as large as the cache allows at that length. A\n"
+    "request that has all its tokens is computed further, as padding, until the whole group is\n"
+    "done. A server cannot know when a model will end a text, so requests usually ask for more\n"
+    "tokens than they get (--ask).\n"
     "\n"
-    "\"Sequences in a step\" are those that still want tokens; \"ended, and still computed\" are "
-    "tokens of padding per step.\n"
-    "\"Cache slots wasted\": continuous batching, the share of the blocks in use that holds no "
-    "token of a running sequence;\n"
-    "groups, the share of what was set aside for the group that holds no token of a request that "
-    "still wants some.\n"
+    "\"sequences in a step\" counts the sequences that still want tokens; \"ended, and still\n"
+    "computed\" is the tokens of padding per step. \"cache slots wasted\" is, for continuous\n"
+    "batching, the share of the used blocks that holds no token of a running sequence; for\n"
+    "groups, the share of the group's reserved slots that holds no token of an unfinished\n"
+    "request.\n"
     "\n"
     "Examples:\n"
     "  llm bench serve\n"
     "  llm bench serve --requests 100 --rate 5 --gen 10-500 --runs 3\n"
-    "  llm bench serve --requests 100 --gen 10-500 --ask 500 --max-sequences 32 --cache-memory "
-    "16M\n"
+    "  llm bench serve --requests 100 --gen 10-500 --ask 500 --max-sequences 32 \\\n"
+    "      --cache-memory 16M\n"
     "  llm bench serve --policy continuous --shared 256 --no-prefix-cache\n"
     "  llm bench serve --policy continuous --cache-memory 4M --preempt swap --json\n";
 
-/* ---- llm bench speculate: does guessing pay? --------------------------------------------- */
+/* ---- llm bench speculate: one sequence, by the number of proposals ----------------------- */
 typedef struct bench_speculate {
     const char *model, *file;
     llm_engine_options engine_options;
@@ -857,13 +855,13 @@ typedef struct bench_speculate {
     int n_prompts;
 } bench_speculate;
 
-enum { DEPTHS = 10 }; /* 0 to 8, and auto */
+enum { DEPTHS = 10 }; /* depths 0 to 8, and auto */
 static int depth_at(int i) { return i < DEPTHS - 1 ? i : LLM_SPECULATE_AUTO; }
 
-typedef struct speculate_sum { /* over all prompts, and all runs */
+typedef struct speculate_sum { /* sums over all prompts of a run */
     double seconds;
-    uint64_t tokens; /* after the first ones */
-    uint64_t hash;   /* of all, to see whether they are the same */
+    uint64_t tokens; /* tokens after each prompt's first */
+    uint64_t hash;   /* hash of all tokens, to compare runs */
     llm_statistics before, after;
 } speculate_sum;
 
@@ -952,7 +950,7 @@ static bool speculate_rows(bench_speculate *b, llm_engine *engine) {
     return good;
 }
 
-/* Read the beginnings of the first texts that are long enough. */
+/* Read the first texts that have at least `prompt` tokens. */
 static bool speculate_read(bench_speculate *b) {
     if (!read_all(b->file, &b->words)) return false;
     const char *at = b->words.data, *document;
@@ -1022,19 +1020,20 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {'d', "draft", "FILE", TEXT, &b.speculation.path, 0, 0,
-         "a small model of the same vocabulary, that proposes tokens"},
+         "a small model of the same vocabulary, which proposes tokens"},
         {0, "lookup", NULL, FLAG, &b.speculation.lookup, 0, 0,
-         "propose what stood behind the same words before; needs no draft"},
+         "propose what followed the same words earlier; needs no draft"},
         {'f', "file", "FILE", TEXT, &b.file, 0, 0,
          "texts, between lines of <|endoftext|> (default models/eval.txt)"},
-        {0, "texts", "N", WHOLE, &b.n_texts, 1, 100000, "how many of them to continue (default 8)"},
+        {0, "texts", "N", WHOLE, &b.n_texts, 1, 100000, "number of texts to continue (default 8)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20,
-         "tokens of a text's beginning (default 32)"},
+         "tokens of each text used as prompt (default 32)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
          "tokens to generate after it (default 64)"},
-        {0, "temperature", "T", REAL, &b.temperature, 0, 100, "of the draws (default 0: none)"},
+        {0, "temperature", "T", REAL, &b.temperature, 0, 100,
+         "sampling temperature (default 0: greedy)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the medians are told (default 3)"},
+         "runs of each; medians are printed (default 3)"},
         THREADS_OPTION(b.engine_options.n_threads),
         JSON_OPTION(b.json),
     };
@@ -1054,11 +1053,10 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
 }
 
 static const char bench_speculate_notes[] =
-    "One sequence after another, with 0 to 8 proposals a step, and with as many as the engine "
-    "thinks will pay. If a share a of\n"
-    "the proposals is accepted, each with the same chance, a step makes (1 - a^(K+1)) / (1 - a) "
-    "tokens: the formula. Guessing\n"
-    "pays if these are worth more than what the guesses, and the wider step, cost.\n"
+    "One sequence at a time, with 0 to 8 proposals per step, and with the number that the\n"
+    "engine expects to pay off. If each proposal is accepted with probability a, a step gives\n"
+    "(1 - a^(K+1)) / (1 - a) tokens: the formula. Speculation pays off if these tokens are\n"
+    "worth more than the cost of the proposals and of the wider step.\n"
     "\n"
     "Examples:\n"
     "  llm bench speculate --draft models/tales-draft.gguf\n"
@@ -1066,11 +1064,11 @@ static const char bench_speculate_notes[] =
 
 /* ---- llm bench itself -------------------------------------------------------------------- */
 static const command bench_modes[] = {
-    {"bench batch", "How much faster many sequences are together than one.", "[-m FILE] [options]",
-     command_bench_batch, bench_batch_notes},
-    {"bench serve", "Requests that come and go: throughput and waiting times, by policy.",
+    {"bench batch", "The throughput of many sequences together, compared with one.",
+     "[-m FILE] [options]", command_bench_batch, bench_batch_notes},
+    {"bench serve", "Requests that come and go: throughput and latency, by policy.",
      "[-m FILE] [options]", command_bench_serve, bench_serve_notes},
-    {"bench speculate", "One sequence, by the number of proposals in a step.",
+    {"bench speculate", "One sequence, by the number of proposals per step.",
      "--draft FILE | --lookup [-m FILE] [options]", command_bench_speculate, bench_speculate_notes},
 };
 
@@ -1093,16 +1091,16 @@ static int command_bench(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {'t', "threads", "LIST", LIST, &b.threads, 1, 4096,
-         "numbers of threads to try (default: 1 and one per processor)"},
+         "numbers of threads to try (default: 1, and one per processor)"},
         DEVICE_OPTIONS,
         {'p', "prompt", "LIST", LIST, &b.prompts, 1, 1 << 20,
-         "lengths of prompt to try (default 16,128,512)"},
+         "prompt lengths to try (default 16,128,512)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
          "tokens to generate after each prompt (default 32)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the median is told (default 3)"},
+         "runs of each; medians are printed (default 3)"},
         {0, "profile", NULL, FLAG, &b.profile, 0, 0,
-         "where the time goes, operation by operation, for the first --prompt and the last "
+         "measure each operation of the program, for the first --prompt and the last "
          "--threads"},
         NAIVE_OPTION(b.engine),
         CACHE_TYPE_OPTION(b.engine),
@@ -1121,19 +1119,17 @@ static int command_bench(const command *self, int argc, char **argv) {
 }
 
 static const char bench_notes[] =
-    "For each number of threads and each length: a prompt of so many random tokens (prefill), "
-    "then --gen tokens\n"
-    "after it (decode). GB/s is the weights and cached keys and values that decoding read, per "
-    "second; memory is how fast\n"
-    "so many threads just read memory here, measured first; share is the one over the other. With "
-    "--profile, predicted is the time that\n"
-    "an operation's bytes or its arithmetic take at least, whichever is longer, if all bytes come "
-    "from memory.\n"
+    "For each number of threads and each length: a prompt of that many random tokens (prefill),\n"
+    "then --gen tokens after it (decode). GB/s counts the weights and the cached keys and values\n"
+    "that decoding reads. memory is the speed at which that many threads read memory on this\n"
+    "machine, measured first; share is GB/s divided by it. With --profile, predicted is the\n"
+    "least time for an operation's bytes or for its arithmetic, whichever is longer, if all\n"
+    "bytes come from memory.\n"
     "\n"
-    "Other benchmarks, each with a --help of its own:\n"
-    "  llm bench batch        how much faster many sequences are together than one\n"
-    "  llm bench serve        requests that come and go: throughput and waiting times, by policy\n"
-    "  llm bench speculate    one sequence, by the number of proposals in a step\n"
+    "Other benchmarks, each with its own --help:\n"
+    "  llm bench batch        the throughput of many sequences, compared with one\n"
+    "  llm bench serve        requests that come and go: throughput and latency, by policy\n"
+    "  llm bench speculate    one sequence, by the number of proposals per step\n"
     "\n"
     "Examples:\n"
     "  llm bench\n"
@@ -1142,5 +1138,5 @@ static const char bench_notes[] =
 
 const command bench_command = {
     "bench",
-    "Measure prefill and decode, against the memory's speed; or batches, serving, speculation.",
+    "Measure prefill and decode against memory speed; or batches, serving, speculation.",
     "[batch|serve|speculate] [-m FILE] [options]", command_bench, bench_notes};

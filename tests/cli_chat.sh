@@ -1,40 +1,46 @@
 #!/bin/sh
-# tests/cli_chat.sh [LLM]: `llm chat` as a user meets it: its commands, the ends of its input, lines that are too long
-# (tests/test_chat.c has the terminal, and Ctrl-C). Run from the top of the repository. Ends in one line, "N passed, N failed".
+# tests/cli_chat.sh [LLM]: tests of `llm chat`: its commands, the end of its input, and lines that
+# are too long (tests/test_chat.c tests the terminal and Ctrl-C). Run it in the repository's root.
+# Ends in one line, "N passed, N failed".
 set -u
 . "$(dirname "$0")/cli_lib.sh"
 M=$TOP/models/tales-q4_0.gguf
 
-chat() { # name, exit status, pattern in stderr, pattern in stdout, option...: of a conversation that the file `typed` holds
+# name, exit status, pattern in stderr, pattern in stdout, option...: chat with the input in the
+# file `typed`
+chat() {
     name=$1 expected=$2 said=$3 shown=$4
     shift 4
     "$LLM" chat -m "$M" --temperature 0 -n 6 --template chatml "$@" <typed >out 2>err
     status=$?
     judge "$expected" "$said" "$shown"
 }
-answers() { # how many answers the last conversation had: each ends in a line of figures
+answers() { # the number of answers in the last chat; each ends in a line of statistics
     name="$name: $1 answers"
     if [ "$(grep -c ' tokens in .* s$' err)" -eq "$1" ]; then pass; else fail "$1 answers"; fi
 }
 
 : >typed
-chat "nothing is said" 0 "chat template: chatml; /help tells the commands" ""
+chat "empty input" 0 "chat template: chatml; /help tells the commands" ""
 answers 0
 printf 'Who is there?' >typed
-chat "a message without the end of its line" 0 "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
+chat "a message without a newline" 0 \
+    "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
 answers 1
 printf '/system Be kind.\n/save whole.json' >typed
-chat "a command without the end of its line" 0 "1 messages are in whole\.json$" ""
+chat "a command without a newline" 0 "1 messages are in whole\.json$" ""
 printf 'Who is there?\n\n   \nAnd who else?\n' >typed
-chat "empty lines are no messages; what was said before is in the cache" 0 "\([1-9][0-9]* from the cache\)" ""
+chat "empty lines are no messages; earlier messages are in the cache" 0 \
+    "\([1-9][0-9]* from the cache\)" ""
 answers 2
 chat "--quiet" 0 "" "" --quiet
-name="--quiet: the same answers, and nothing else"
+name="--quiet prints the same answers and nothing else"
 cp out quietly
 "$LLM" chat -m "$M" --temperature 0 -n 6 --template chatml <typed 2>err | sed 's/ \.\.\.$//' >out
 if cmp out quietly >log 2>&1 && [ ! -s log ]; then pass; else fail "the same answers"; fi
 
-printf 'One\n/save one.json\n/system Be brief.\n/system\n/save two.json\nTwo \\\nand three\n//four\n/save three.json\n/reset\n/save four.json\n/quit\nFive\n' >typed
+printf '%s\n' One '/save one.json' '/system Be brief.' /system '/save two.json' 'Two \' \
+    'and three' //four '/save three.json' /reset '/save four.json' /quit Five >typed
 chat "/system shows the message" 0 "^Be brief\.$" ""
 answers 3
 cat >check.py <<'EOF'
@@ -55,34 +61,41 @@ else
 fi
 printf '/system\n' >typed
 chat "--system" 0 "^Be kind\.$" "" --system "Be kind."
-chat "/system where there is none" 0 "^no message of the system$" ""
+chat "/system without a system message" 0 "^no message of the system$" ""
 printf '/help\n/nonsense\n/save\n/save no/such/folder.json\nHello\n' >typed
 chat "/help" 0 "^/save FILE " ""
-chat "an unknown command" 0 "there is no command /nonsense of that form; /help tells which there are" ""
+chat "an unknown command" 0 \
+    "there is no command /nonsense of that form; /help tells which there are" ""
 chat "/save without a name" 0 "there is no command /save of that form" ""
-chat "/save where nothing can be written" 0 "cannot write no/such/folder.json: No such file" ""
+chat "/save into a missing folder" 0 "cannot write no/such/folder.json: No such file" ""
 answers 1
 
 { head -c 300000 /dev/zero | tr '\0' a; printf '\nHello\n'; } >typed
-chat "a line longer than the context" 1 "prompt of [0-9]+ tokens, even after /reset, and the context holds 1024: send a shorter one$" ""
+chat "a line longer than the context" 1 \
+    "prompt of [0-9]+ tokens, even after /reset, and the context holds 1024: send a shorter one$" ""
 answers 1
 { echo One; head -c 3000 /dev/zero | tr '\0' a; printf '\n/save kept.json\n'; } >typed
-chat "a longer context may help" 1 "holds 160: send a shorter one, or start again with a larger --context$" "" --context 160
-name="what does not fit makes nothing forgotten"
-if grep -q '"One"' kept.json; then pass; else fail "the messages before it"; fi
-{ for word in one two three four five six seven eight nine ten; do echo "Tell me of $word, and of the others too."; done; } >typed
-chat "a conversation longer than the context" 0 "the oldest [0-9]+ messages were forgotten, since the context holds 160 tokens" "" --context 160
+chat "a longer context may help" 1 \
+    "holds 160: send a shorter one, or start again with a larger --context$" "" --context 160
+name="a message that does not fit drops no earlier ones"
+if grep -q '"One"' kept.json; then pass; else fail "the earlier messages"; fi
+{ for word in one two three four five six seven eight nine ten; do echo \
+    "Tell me of $word, and of the others too."; done; } >typed
+chat "a conversation longer than the context" 0 \
+    "the oldest [0-9]+ messages were forgotten, since the context holds 160 tokens" "" --context 160
 answers 10
 
 echo "/save long.json" >>typed
-chat "... with a message of the system" 0 "messages were forgotten, since the context holds" "" \
+chat "... with a system message" 0 "messages were forgotten, since the context holds" "" \
     --context 160 --system "Be kind."
-name="... which is not forgotten"
+name="... which is kept"
 if grep -A 1 '^\[$' long.json | grep -q '"system", "content": "Be kind\."'; then pass
-else fail "the message of the system first"; fi
+else fail "the system message first"; fi
 
-bad "a model without a template" 1 "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
-bad "--no-thinking where thinking is no matter" 1 "for the chat template qwen3; .* chatml, has no form for it" \
+bad "a model without a template" 1 \
+    "none .*chatml.*\(--template NAME\)|no chat template.*\(--template NAME\)" "$LLM" chat -m "$M"
+bad "--no-thinking with a template without thinking" 1 \
+    "for the chat template qwen3; .* chatml, has no form for it" \
     "$LLM" chat -m "$M" --template chatml --no-thinking
 ok "the templates" "^mistral-v7$" "$LLM" chat --template help
 bad "an unknown template" 1 "chatml" "$LLM" chat -m "$M" --template chatlm

@@ -1,5 +1,6 @@
-# tests/cli_lib.sh: what the command-line tests share. Sourced by them, from the top of the repository: sets LLM (an
-# absolute path), TOP and T (a folder of its own, removed at the end, which becomes the current one), and the ways to judge a run.
+# tests/cli_lib.sh: shared by the command-line tests, which source it in the repository's root. It
+# sets LLM (an absolute path), TOP and T (a temporary folder, which becomes the current one and is
+# removed at the end), and defines functions that run a command and check the result.
 TOP=$PWD
 LLM=${1:-${LLM:-./llm}}
 case $LLM in /*) ;; *) LLM=$PWD/$LLM ;; esac
@@ -11,7 +12,7 @@ passed=0 failed=0 skipped=0
 unset NO_COLOR
 
 pass() { passed=$((passed + 1)); }
-fail() { # what was expected
+fail() { # what the test expected
     failed=$((failed + 1))
     echo "FAILED: $name"
     echo "  expected: $1"
@@ -54,23 +55,32 @@ same() { # name, file, file
 json() { # name: the last output is valid JSON and nothing else
     name=$1
     if [ -z "$python" ]; then skip "$1 (no python3 to check JSON with)"
-    elif "$python" -c 'import json,sys; json.loads(sys.stdin.buffer.read().decode("utf-8"), parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
+    elif "$python" -c 'import json, sys
+text = sys.stdin.buffer.read().decode("utf-8")
+json.loads(text, parse_constant=lambda x: 1/0)' <out >/dev/null 2>err; then pass
     else fail "valid JSON"
     fi
 }
-trace() { # name, file, pattern in it: a whole trace (docs/trace.h). It is an array with one object a line; llm batch reads such lines
+# name, file, pattern in it: check a complete trace (docs/trace.h). It is an array with one object
+# per line, which llm batch can parse
+trace() {
     name=$1
     sed -e '1d; $d; s/,$//' "$2" >lines
     "$LLM" batch -m "$M" -q -f lines >objects 2>log </dev/null
     if [ "$(head -n 1 "$2")" != '[' ] || [ "$(tail -n 1 "$2")" != ']' ]; then fail "an array"
-    elif [ ! -s lines ] || [ "$(grep -c "unknown key 'pid'" objects)" -ne "$(wc -l <lines)" ]; then fail "an object a line: $(grep -v "key 'pid'" objects | head -n 1)"
-    elif [ "$(grep -c ',$' "$2")" -ne $(($(wc -l <lines) - 1)) ]; then fail "a comma between two"
+    elif [ ! -s lines ] ||
+        [ "$(grep -c "unknown key 'pid'" objects)" -ne "$(wc -l <lines)" ]; then
+        fail "one object per line: $(grep -v "key 'pid'" objects | head -n 1)"
+    elif [ "$(grep -c ',$' "$2")" -ne $(($(wc -l <lines) - 1)) ]; then fail "commas between objects"
     elif ! grep -q -E -e "$3" "$2"; then fail "'$3' in $2"
-    elif [ -n "$python" ] && ! "$python" -c 'import json, sys; json.load(open(sys.argv[1], encoding="utf-8"))' "$2" >log 2>&1; then fail "valid JSON: $(tail -n 1 log)"
+    elif [ -n "$python" ] &&
+        ! "$python" -c 'import json, sys
+json.load(open(sys.argv[1], encoding="utf-8"))' "$2" >log 2>&1; then
+        fail "valid JSON: $(tail -n 1 log)"
     else pass
     fi
 }
-closed() { # name, command...: to a pipe that nobody reads any more
+closed() { # name, command...: with standard output a pipe whose reader has gone
     name="$1 to a closed pipe"
     shift
     rm -f gone code
@@ -85,12 +95,13 @@ closed() { # name, command...: to a pipe that nobody reads any more
     while [ ! -s code ]; do sleep 0.02; done
     status=$(cat code)
     : >out
-    judge 1 "" "" # quietly
+    judge 1 "" "" # without a message
 }
-has_terminal() { # is there a `script` that knows -e, and are there pseudo-terminals?
-    script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null
+has_terminal() { # whether there are pseudo-terminals, and a `script` command with -e
+    script --version 2>/dev/null | grep -q util-linux &&
+        script -qec true /dev/null >/dev/null 2>&1 </dev/null
 }
-end() { # the line that sums it up
+end() { # print the summary line
     line="$passed passed, $failed failed"
     [ $skipped -eq 0 ] || line="$line, $skipped skipped"
     echo "$line"

@@ -1,5 +1,5 @@
-/* cuda_on_cpu.cpp - the emulated GPU behind cuda_on_cpu.h: coroutines, blocks and warps, shared memory, streams, graphs, errors.
- * Read the top of that file first. */
+/* cuda_on_cpu.cpp - the implementation of the emulated GPU: coroutines, blocks and warps, shared
+ * memory, streams, graphs, errors. First read the comment at the top of cuda_on_cpu.h. */
 #include "cuda_on_cpu.h"
 #include "emulator.h"
 
@@ -35,8 +35,10 @@ dim3 blockDim, gridDim;
 
 namespace {
 
-/* ---- Coroutines: each has a stack, and emu_switch saves the registers that a call must keep, changes the stack, and loads
- *      those of the other. Elsewhere than on x86-64 and arm64 the C library's (slower) ucontext does it. ------------------- */
+/* ---- Coroutines ------------------------------------------------------------------------------
+ * Each has a stack. emu_switch saves the registers that a call must preserve, changes the stack
+ * and loads the other coroutine's registers. On processors other than x86-64 and arm64 the C
+ * library's (slower) ucontext does it. */
 
 #if defined(__x86_64__)
 extern "C" void emu_switch(void **save, void *load);
@@ -44,17 +46,15 @@ __asm__(".text\n"
         ".p2align 4\n"
         ".type emu_switch,@function\n"
         "emu_switch:\n"
-        "    pushq %rbp\n    pushq %rbx\n    pushq %r12\n    pushq %r13\n    pushq %r14\n    pushq %r15\n"
-        "    movq %rsp, (%rdi)\n"
-        "    movq %rsi, %rsp\n"
-        "    popq %r15\n    popq %r14\n    popq %r13\n    popq %r12\n    popq %rbx\n    popq %rbp\n"
-        "    ret\n"
+        "    pushq %rbp\n    pushq %rbx\n    pushq %r12\n    pushq %r13\n    pushq %r14\n"
+        "    pushq %r15\n    movq %rsp, (%rdi)\n    movq %rsi, %rsp\n    popq %r15\n"
+        "    popq %r14\n    popq %r13\n    popq %r12\n    popq %rbx\n    popq %rbp\n    ret\n"
         ".size emu_switch,.-emu_switch\n");
 typedef void *context;
 void context_switch(context *save, context *load) { emu_switch(save, *load); }
 void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
     void **top = (void **)((uintptr_t)((char *)stack + bytes) & ~(uintptr_t)15);
-    *--top = nullptr; /* where a call would have left its return address: the entry sees an aligned stack */
+    *--top = nullptr; /* in place of a return address: the entry expects this stack alignment */
     *--top = (void *)entry;
     for (int i = 0; i < 6; i++) *--top = nullptr;
     *c = top;
@@ -65,15 +65,15 @@ __asm__(".text\n"
         ".p2align 4\n"
         ".type emu_switch,%function\n"
         "emu_switch:\n"
-        "    sub sp, sp, #160\n"
-        "    stp x19, x20, [sp]\n    stp x21, x22, [sp, #16]\n    stp x23, x24, [sp, #32]\n    stp x25, x26, [sp, #48]\n"
-        "    stp x27, x28, [sp, #64]\n    stp x29, x30, [sp, #80]\n    stp d8, d9, [sp, #96]\n    stp d10, d11, [sp, #112]\n"
-        "    stp d12, d13, [sp, #128]\n    stp d14, d15, [sp, #144]\n"
-        "    mov x9, sp\n    str x9, [x0]\n    mov sp, x1\n"
-        "    ldp x19, x20, [sp]\n    ldp x21, x22, [sp, #16]\n    ldp x23, x24, [sp, #32]\n    ldp x25, x26, [sp, #48]\n"
-        "    ldp x27, x28, [sp, #64]\n    ldp x29, x30, [sp, #80]\n    ldp d8, d9, [sp, #96]\n    ldp d10, d11, [sp, #112]\n"
-        "    ldp d12, d13, [sp, #128]\n    ldp d14, d15, [sp, #144]\n"
-        "    add sp, sp, #160\n    ret\n"
+        "    sub sp, sp, #160\n    stp x19, x20, [sp]\n    stp x21, x22, [sp, #16]\n"
+        "    stp x23, x24, [sp, #32]\n    stp x25, x26, [sp, #48]\n    stp x27, x28, [sp, #64]\n"
+        "    stp x29, x30, [sp, #80]\n    stp d8, d9, [sp, #96]\n    stp d10, d11, [sp, #112]\n"
+        "    stp d12, d13, [sp, #128]\n    stp d14, d15, [sp, #144]\n    mov x9, sp\n"
+        "    str x9, [x0]\n    mov sp, x1\n    ldp x19, x20, [sp]\n    ldp x21, x22, [sp, #16]\n"
+        "    ldp x23, x24, [sp, #32]\n    ldp x25, x26, [sp, #48]\n    ldp x27, x28, [sp, #64]\n"
+        "    ldp x29, x30, [sp, #80]\n    ldp d8, d9, [sp, #96]\n    ldp d10, d11, [sp, #112]\n"
+        "    ldp d12, d13, [sp, #128]\n    ldp d14, d15, [sp, #144]\n    add sp, sp, #160\n"
+        "    ret\n"
         ".size emu_switch,.-emu_switch\n");
 typedef void *context;
 void context_switch(context *save, context *load) { emu_switch(save, *load); }
@@ -96,11 +96,12 @@ void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
 }
 #endif
 
-constexpr size_t STACK_BYTES = 256 * 1024; /* of a thread; only what it touches is real memory */
+constexpr size_t STACK_BYTES = 256 * 1024; /* per thread; only touched pages take real memory */
 constexpr unsigned char POISON = 0xff;     /* NaN in f32, f16 and bf16; -1 */
-constexpr size_t POISONED_BYTES = 4 << 20; /* of an allocation: more of a large one would only take time */
+/* the most that is poisoned of an allocation, to save time */
+constexpr size_t POISONED_BYTES = 4 << 20;
 
-/* ---- The block that runs ---------------------------------------------------------------------------- */
+/* ---- The running block ----------------------------------------------------------------------- */
 
 enum thread_state { FRESH, READY, AT_BARRIER, AT_WARP, ENDED };
 
@@ -122,7 +123,7 @@ struct thread {
     thread_state state;
     context where;
     char *stack;
-    void *fake_stack; /* of the address sanitizer */
+    void *fake_stack; /* the address sanitizer's record of this stack */
     uint3 index;
     int lane, warp;
     emu::warp_operation operation; /* while AT_WARP */
@@ -133,12 +134,12 @@ struct thread {
     bool has_waited; /* llm__wait_for_last */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
-    std::vector<touch> touches;     /* its loads and stores in order, while somebody observes */
+    std::vector<touch> touches;     /* its loads and stores in order, if an observer is set */
 };
 
-struct meeting { /* of lanes, for an operation: those that have come wait for the others */
+struct pending_operation { /* a warp operation that some lanes have not reached yet */
     emu::warp_operation operation;
-    unsigned come;
+    unsigned lanes;
     bool is(const emu::warp_operation &o) const {
         return operation.kind == o.kind && operation.line == o.line && operation.mask == o.mask &&
                (operation.file == o.file || !strcmp(operation.file, o.file));
@@ -161,7 +162,8 @@ struct order {
         return (size_t)((state * 2685821657736338717ull >> 32) % n);
     }
     void arrange(std::vector<int> &list) { /* 0 .. n - 1 */
-        for (size_t i = 0; i < list.size(); i++) list[i] = (int)(kind == REVERSE ? list.size() - 1 - i : i);
+        for (size_t i = 0; i < list.size(); i++)
+            list[i] = (int)(kind == REVERSE ? list.size() - 1 - i : i);
         if (kind == RANDOM)
             for (size_t i = list.size(); i > 1; i--) std::swap(list[i - 1], list[below(i)]);
     }
@@ -169,14 +171,14 @@ struct order {
 
 struct allocation {
     size_t bytes;
-    char *memory; /* the C library's; the gaps on both sides are part of it */
+    char *memory; /* from malloc; includes the gaps on both sides */
     const char *label;
 };
 
-struct operation { /* something queued on a stream, or a node of a graph */
+struct operation { /* a queued operation of a stream, or a node of a graph */
     enum { LAUNCH, COPY, SET, HOST, RECORD, WAIT, GRAPH } kind;
     emu::launch launch;
-    std::shared_ptr<void> arguments; /* of the launch */
+    std::shared_ptr<void> arguments; /* the launch's arguments */
     void *to;
     const void *from;
     size_t bytes, to_pitch, from_pitch, rows; /* rows of `bytes` bytes each */
@@ -190,15 +192,15 @@ struct operation { /* something queued on a stream, or a node of a graph */
 };
 
 struct event_state {
-    uint64_t recorded = 0, reached = 0; /* tickets: of the last record queued, and run */
+    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, and run */
     double seconds = 0;
-    cudaStream_t stream = nullptr; /* where it was recorded last */
-    struct capture *in = nullptr;  /* recorded in a capture that is not over */
+    cudaStream_t stream = nullptr; /* the stream of the last record */
+    struct capture *in = nullptr;  /* the open capture that contains the record */
 };
 
 struct capture {
     std::vector<operation> operations;
-    std::vector<cudaStream_t> streams; /* the first began it */
+    std::vector<cudaStream_t> streams; /* the first one began the capture */
     bool invalid = false;
 };
 
@@ -206,10 +208,10 @@ struct capture {
 
 struct emu_stream {
     std::deque<operation> queue;
-    bool blocking; /* waits for the default stream, and that for it */
+    bool blocking; /* it and the default stream wait for each other */
     capture *into = nullptr;
     bool draining = false;
-    int device = 0; /* that it belongs to */
+    int device = 0; /* the device it belongs to */
 };
 struct emu_event {
     std::shared_ptr<event_state> state;
@@ -237,43 +239,47 @@ struct device {
     std::map<uintptr_t, allocation> allocations;
     std::map<uintptr_t, size_t> pinned, registered;
     size_t used = 0;
-    bool kernels_may_touch = false; /* the address sanitizer lets nobody else touch device memory */
+    bool kernels_may_touch = false; /* otherwise the address sanitizer guards device memory */
     /* streams */
     std::vector<cudaStream_t> streams;
     emu_stream default_stream;
-    std::map<const void *, int> dynamic_limit; /* of kernels, by cudaFuncSetAttribute */
+    std::map<const void *, int> dynamic_limit; /* per kernel, set by cudaFuncSetAttribute */
     emulator_counts counts = {};
-    emulator_observer observer = nullptr; /* of each access to memory */
+    emulator_observer observer = nullptr; /* called for each memory access */
     void *observer_data = nullptr;
     const char *label = "";
     /* errors */
     cudaError_t last = cudaSuccess, lost = cudaSuccess;
     std::string fault;
-    /* the block that runs */
+    /* the running block */
     const emu::launch *launch = nullptr;
     std::vector<thread> threads;
-    std::vector<std::vector<meeting>> meetings; /* of each warp */
+    std::vector<std::vector<pending_operation>> pending; /* pending operations of each warp */
     std::vector<char *> free_stacks;
     thread *current = nullptr;
     context scheduler;
-    std::vector<int> lanes;   /* a pass of the scheduler over the lanes of a warp, in this order ... */
-    size_t next_lane = 0;     /* ... goes on here */
-    size_t first_thread = 0;  /* of that warp */
-    bool from_scheduler = false; /* where the thread that runs was resumed from */
+    /* the scheduler's current pass over a warp */
+    std::vector<int> lanes;      /* the warp's lanes in the order of the pass */
+    size_t next_lane = 0;        /* the next index into `lanes` */
+    size_t first_thread = 0;     /* the warp's first thread */
+    bool from_scheduler = false; /* what resumed the running thread */
     void *scheduler_fake_stack = nullptr;
     const void *scheduler_stack = nullptr;
     size_t scheduler_stack_bytes = 0;
     bool faulty = false;
     int barrier_result = 0;
-    char *arena = nullptr; /* shared memory of the block: dynamic first, then the arrays, with gaps */
+    /* shared memory of the block: dynamic first, then the arrays, with gaps */
+    char *arena = nullptr;
     size_t arena_bytes = 0, arena_used = 0, static_bytes = 0;
-    size_t arena_touched = 0; /* up to here the address sanitizer may let somebody in */
+    size_t arena_touched = 0; /* end of the memory that the address sanitizer may allow */
     std::vector<shared_array> arrays;
 
     device() {
         if (const char *text = getenv("LLM_EMU_ORDER")) emulator_order_text(text);
-        if (const char *text = getenv("LLM_EMU_MEMORY")) memory = (size_t)strtoull(text, nullptr, 10);
-        if (const char *text = getenv("LLM_EMU_SHARED")) shared_limit = std::min((size_t)strtoull(text, nullptr, 10), (size_t)512 * 1024);
+        if (const char *text = getenv("LLM_EMU_MEMORY"))
+            memory = (size_t)strtoull(text, nullptr, 10);
+        if (const char *text = getenv("LLM_EMU_SHARED"))
+            shared_limit = std::min((size_t)strtoull(text, nullptr, 10), (size_t)512 * 1024);
         if (const char *text = getenv("LLM_EMU_PROCESSORS")) processors = std::max(1, atoi(text));
         if (const char *text = getenv("LLM_EMU_TRAP")) trap = atoi(text) != 0;
         default_stream.blocking = true;
@@ -283,13 +289,14 @@ struct device {
         else if (!strcmp(text, "reverse")) arrangement.kind = order::REVERSE;
         else if (!strncmp(text, "random:", 7)) {
             arrangement.kind = order::RANDOM;
-            arrangement.state = strtoull(text + 7, nullptr, 10) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
+            arrangement.state =
+                strtoull(text + 7, nullptr, 10) * 0x9e3779b97f4a7c15ull + 0x2545f4914f6cdd1dull;
         } else return false;
         return true;
     }
 };
 
-/* The one device. Never destroyed: streams may outlive main. */
+/* The single device. It is never destroyed, since streams may outlive main. */
 device &gpu() {
     static device *d = new device;
     return *d;
@@ -303,7 +310,7 @@ double seconds_now() {
     return (double)t.tv_sec + (double)t.tv_nsec * 1e-9;
 }
 
-/* ---- Faults ----------------------------------------------------------------------------------------- */
+/* ---- Faults ---------------------------------------------------------------------------------- */
 
 std::string text(const char *format, ...) __attribute__((format(printf, 1, 2)));
 std::string text(const char *format, ...) {
@@ -321,23 +328,25 @@ const char *base_name(const char *path) {
 }
 
 std::string describe(const thread &t) {
-    return text("thread (%u, %u, %u), lane %d of warp %d", t.index.x, t.index.y, t.index.z, t.lane, t.warp);
+    return text("thread (%u, %u, %u), lane %d of warp %d", t.index.x, t.index.y, t.index.z, t.lane,
+                t.warp);
 }
 
-/* The first one is kept. */
+/* Record a fault. Only the first one of a launch is kept. */
 void set_fault(const std::string &what) {
     device &d = gpu();
     if (!d.faulty) {
         d.fault = what;
         if (d.launch)
-            d.fault += text("; kernel %s, block (%u, %u, %u) of (%u, %u, %u), %u x %u x %u threads", d.launch->name, blockIdx.x, blockIdx.y,
-                            blockIdx.z, gridDim.x, gridDim.y, gridDim.z, blockDim.x, blockDim.y, blockDim.z);
+            d.fault += text("; kernel %s, block (%u, %u, %u) of (%u, %u, %u), %u x %u x %u threads",
+                            d.launch->name, blockIdx.x, blockIdx.y, blockIdx.z, gridDim.x,
+                            gridDim.y, gridDim.z, blockDim.x, blockDim.y, blockDim.z);
         if (d.trap) raise(SIGTRAP);
     }
     d.faulty = true;
 }
 
-/* A thread goes on, here: the address sanitizer wants to know on which stack. */
+/* Called when a thread resumes: tells the address sanitizer the current stack. */
 void arrived(void *fake_stack) {
 #ifdef EMU_ASAN
     device &d = gpu();
@@ -350,7 +359,8 @@ void arrived(void *fake_stack) {
 #endif
 }
 
-/* Stop the thread that runs, and go on with `next` (nullptr: with the scheduler), until somebody resumes this one. */
+/* Suspend the running thread and continue with `next` (nullptr: with the scheduler), until this
+ * thread is resumed. */
 void leave(thread *next, bool for_good) {
     device &d = gpu();
     thread *t = d.current;
@@ -360,7 +370,8 @@ void leave(thread *next, bool for_good) {
         threadIdx = next->index;
     }
 #ifdef EMU_ASAN
-    __sanitizer_start_switch_fiber(for_good ? nullptr : &t->fake_stack, next ? next->stack : d.scheduler_stack,
+    __sanitizer_start_switch_fiber(for_good ? nullptr : &t->fake_stack,
+                                   next ? next->stack : d.scheduler_stack,
                                    next ? STACK_BYTES : d.scheduler_stack_bytes);
 #else
     (void)for_good;
@@ -371,8 +382,9 @@ void leave(thread *next, bool for_good) {
 
 void yield_to_scheduler(bool for_good) { leave(nullptr, for_good); }
 
-/* Of the thread that runs: it does not come back (and so must not hold any memory then). */
-[[noreturn]] void thread_fault(const char *file, int line, const char *format, ...) __attribute__((format(printf, 3, 4)));
+/* Report a fault of the running thread. Does not return, so the thread must not own memory. */
+[[noreturn]] void thread_fault(const char *file, int line, const char *format, ...)
+    __attribute__((format(printf, 3, 4)));
 void thread_fault(const char *file, int line, const char *format, ...) {
     {
         char what[512];
@@ -383,31 +395,35 @@ void thread_fault(const char *file, int line, const char *format, ...) {
         set_fault(text("%s:%d: %s, in ", base_name(file), line, what) + describe(*gpu().current));
     }
     yield_to_scheduler(false);
-    abort(); /* nobody resumes it */
+    abort(); /* never resumed */
 }
 
-/* ---- Threads ------------------------------------------------------------------------------------------ */
+/* ---- Threads --------------------------------------------------------------------------------- */
 
 void thread_entry() {
     device &d = gpu();
     arrived(nullptr);
     d.launch->run(d.launch->arguments);
-    if (d.launch->early && !d.current->has_waited) set_fault("a thread ends without a call of llm__wait_for_last: " + describe(*d.current));
+    if (d.launch->early && !d.current->has_waited)
+        set_fault("a thread ends without a call of llm__wait_for_last: " + describe(*d.current));
     d.current->state = ENDED;
     yield_to_scheduler(true);
     abort();
 }
 
-/* Their tops lie at different places of a page: at the same they would all want the same few lines of the processor's cache. */
+/* The stacks' tops have different offsets in their pages; with equal ones they would compete for
+ * the same cache lines. */
 size_t stack_top(const thread &t) { return STACK_BYTES - (size_t)(t.lane * 128); }
 
 char *take_stack() {
     device &d = gpu();
     if (d.free_stacks.empty()) {
         size_t page = (size_t)sysconf(_SC_PAGESIZE);
-        char *memory = (char *)mmap(nullptr, STACK_BYTES + page, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
+        char *memory = (char *)mmap(nullptr, STACK_BYTES + page, PROT_READ | PROT_WRITE,
+                                    MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE, -1, 0);
         if (memory == MAP_FAILED) return nullptr;
-        mprotect(memory, page, PROT_NONE); /* a stack that overflows does not run into the next one */
+        /* a guard page stops an overflow */
+        mprotect(memory, page, PROT_NONE);
         return memory + page;
     }
     char *stack = d.free_stacks.back();
@@ -418,7 +434,8 @@ char *take_stack() {
 void give_stack(thread &t) {
     if (!t.stack) return;
 #ifdef EMU_ASAN
-    size_t bytes = t.state == ENDED ? 8192 : STACK_BYTES; /* a thread that has ended has left all functions but the first */
+    /* an ended thread has left all functions but the first */
+    size_t bytes = t.state == ENDED ? 8192 : STACK_BYTES;
     __asan_unpoison_memory_region(t.stack + STACK_BYTES - bytes, bytes);
 #endif
     gpu().free_stacks.push_back(t.stack);
@@ -427,7 +444,7 @@ void give_stack(thread &t) {
 
 bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
 
-/* The next thread of the scheduler's pass over the lanes of a warp that can run, with a stack; nullptr: there is none. */
+/* The next runnable thread of the scheduler's pass over a warp, with a stack; nullptr: none. */
 thread *next_thread() {
     device &d = gpu();
     while (d.next_lane < d.lanes.size() && !d.faulty) {
@@ -447,10 +464,11 @@ thread *next_thread() {
     return nullptr;
 }
 
-/* The thread that runs waits: the next one of its warp goes on at once, or, at the end of the pass, the scheduler. */
+/* Suspend the running thread, and continue with the next one of its warp, or with the scheduler at
+ * the end of the pass. */
 void wait_here() { leave(next_thread(), false); }
 
-/* Let a thread run, and those after it in this pass, until all wait or one ends. */
+/* Run a thread, and the following ones of this pass, until all wait or one ends. */
 void resume(thread &t) {
     device &d = gpu();
     d.current = &t;
@@ -470,11 +488,12 @@ void resume(thread &t) {
 
 std::string where_waits(const thread &t) {
     if (t.state == ENDED) return "has ended";
-    if (t.state == AT_BARRIER) return text("waits in __syncthreads at %s:%d", base_name(t.file), t.line);
+    if (t.state == AT_BARRIER)
+        return text("waits in __syncthreads at %s:%d", base_name(t.file), t.line);
     return text("waits for its warp at %s:%d", base_name(t.operation.file), t.operation.line);
 }
 
-/* All wait for something that cannot come: say who waits where, and for whom. */
+/* All threads wait and none can continue: report which thread waits where, and for what. */
 void report_deadlock() {
     device &d = gpu();
     for (const thread &t : d.threads) {
@@ -482,11 +501,15 @@ void report_deadlock() {
         for (int lane = 0; lane < 32; lane++) {
             if (!(t.operation.mask >> lane & 1)) continue;
             size_t other = (size_t)(t.warp * 32 + lane);
-            std::string missing = text("%s:%d: a warp operation that lane %d (mask %08x) waits in is not reached by lane %d, which ",
-                                       base_name(t.operation.file), t.operation.line, t.lane, t.operation.mask, lane);
+            std::string missing =
+                text("%s:%d: a warp operation that lane %d (mask %08x) waits in is not reached by "
+                     "lane %d, which ",
+                     base_name(t.operation.file), t.operation.line, t.lane, t.operation.mask, lane);
             if (other >= d.threads.size()) return set_fault(missing + "the block does not have");
             const thread &o = d.threads[other];
-            if (o.state == AT_WARP && o.operation.line == t.operation.line && o.operation.kind == t.operation.kind) continue;
+            if (o.state == AT_WARP && o.operation.line == t.operation.line &&
+                o.operation.kind == t.operation.kind)
+                continue;
             return set_fault(missing + where_waits(o));
         }
     }
@@ -494,12 +517,13 @@ void report_deadlock() {
         if (t.state == AT_BARRIER)
             for (const thread &o : d.threads)
                 if (o.state != AT_BARRIER)
-                    return set_fault(text("%s:%d: __syncthreads is not reached by all threads: ", base_name(t.file), t.line) + describe(o) +
-                                     ", " + where_waits(o));
+                    return set_fault(text("%s:%d: __syncthreads is not reached by all threads: ",
+                                          base_name(t.file), t.line) +
+                                     describe(o) + ", " + where_waits(o));
     set_fault("the threads of a block wait for each other");
 }
 
-/* All threads stand at a barrier: the same one? Then they go on. */
+/* All threads wait at a barrier. If it is the same one, they continue. */
 void release_barrier() {
     device &d = gpu();
     const thread &first = d.threads[0];
@@ -507,26 +531,30 @@ void release_barrier() {
     for (const thread &t : d.threads) {
         count += t.predicate != 0;
         if (t.line != first.line || t.barrier != first.barrier || strcmp(t.file, first.file)) {
-            set_fault(text("%s:%d: __syncthreads is not reached by all threads: ", base_name(first.file), first.line) + describe(t) + ", " +
-                      where_waits(t));
+            set_fault(text("%s:%d: __syncthreads is not reached by all threads: ",
+                           base_name(first.file), first.line) +
+                      describe(t) + ", " + where_waits(t));
             return;
         }
     }
     int n = (int)d.threads.size();
-    d.barrier_result = first.barrier == emu::BARRIER_COUNT ? count : first.barrier == emu::BARRIER_AND ? count == n : count > 0;
+    d.barrier_result = first.barrier == emu::BARRIER_COUNT ? count
+                       : first.barrier == emu::BARRIER_AND ? count == n
+                                                           : count > 0;
     d.counts.barriers++;
     for (thread &t : d.threads) t.state = READY;
 }
 
-/* ---- Shared memory --------------------------------------------------------------------------------------- */
+/* ---- Shared memory --------------------------------------------------------------------------- */
 
-constexpr size_t GAP = 64; /* guarded bytes behind each array */
+constexpr size_t GAP = 64; /* guarded bytes after each array */
 
 void arena_begin(size_t dynamic_bytes) {
     device &d = gpu();
     if (!d.arena) {
         d.arena_bytes = 1 << 20;
-        d.arena = (char *)mmap(nullptr, d.arena_bytes, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+        d.arena = (char *)mmap(nullptr, d.arena_bytes, PROT_READ | PROT_WRITE,
+                               MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
         if (d.arena == MAP_FAILED) abort();
         d.arena_touched = d.arena_bytes;
     }
@@ -540,12 +568,13 @@ void arena_begin(size_t dynamic_bytes) {
     memset(d.arena + dynamic_bytes, POISON ^ 0x55, dynamic_end + GAP - dynamic_bytes);
     d.arena_used = dynamic_end + GAP;
 #ifdef EMU_ASAN
-    __asan_poison_memory_region(d.arena + dynamic_bytes, std::max(d.arena_touched, d.arena_used) - dynamic_bytes);
+    __asan_poison_memory_region(d.arena + dynamic_bytes,
+                                std::max(d.arena_touched, d.arena_used) - dynamic_bytes);
     d.arena_touched = d.arena_used;
 #endif
 }
 
-/* Where the sanitizer is not there to see a write into a gap, it is seen when the block ends. */
+/* Without the address sanitizer, a write into a gap is detected when the block ends. */
 void arena_check(size_t dynamic_bytes) {
 #ifndef EMU_ASAN
     device &d = gpu();
@@ -555,12 +584,14 @@ void arena_check(size_t dynamic_bytes) {
         return true;
     };
     size_t next = d.arrays.empty() ? d.arena_used : d.arrays[0].offset;
-    if (!intact(dynamic_bytes, next)) set_fault("something was written past the end of the dynamic shared memory");
+    if (!intact(dynamic_bytes, next))
+        set_fault("something was written past the end of the dynamic shared memory");
     for (size_t i = 0; i < d.arrays.size(); i++) {
         const shared_array &a = d.arrays[i];
         next = i + 1 < d.arrays.size() ? d.arrays[i + 1].offset : d.arena_used;
         if (!intact(a.offset + a.bytes, next))
-            set_fault(text("%s:%d: something was written past the end of the shared array %s", base_name(a.file), a.line, a.name));
+            set_fault(text("%s:%d: something was written past the end of the shared array %s",
+                           base_name(a.file), a.line, a.name));
     }
 #else
     (void)dynamic_bytes;
@@ -572,47 +603,53 @@ bool in_arena(const void *p, size_t bytes) {
     return (const char *)p >= d.arena && (const char *)p + bytes <= d.arena + d.arena_used;
 }
 
-/* ---- Who touches what: emulator.h ------------------------------------------------------------------------- */
+/* ---- Memory accesses: emulator.h ------------------------------------------------------------- */
 
-thread_local bool observing = false; /* the thread that calls this runs a kernel, and somebody observes it */
+/* this CPU thread runs a kernel, and an observer is set */
+thread_local bool observing = false;
 
 void note_touch(const void *address, size_t bytes, bool store, const void *instruction) {
     device &d = gpu();
     bool shared = in_arena(address, 1);
     if (!shared) {
         auto next = d.allocations.upper_bound((uintptr_t)address);
-        if (next == d.allocations.begin()) return; /* a variable of the thread's own: a register, on a GPU */
+        /* a local variable, which is a register on a GPU */
+        if (next == d.allocations.begin()) return;
         --next;
         if ((uintptr_t)address - next->first >= next->second.bytes) return;
     }
     d.current->touches.push_back({instruction, (uintptr_t)address, (uint32_t)bytes, store});
 }
 
-/* Its sectors and lines, and the bytes that the lanes want of them. */
+/* Count an access's sectors and lines, and the distinct bytes of its lanes. */
 void count_global(emulator_access *a) {
     std::vector<std::pair<uint64_t, uint64_t>> spans; /* from, to */
     for (int i = 0; i < 32; i++)
         if (a->lanes >> i & 1) spans.push_back({a->address[i], a->address[i] + a->bytes});
     std::sort(spans.begin(), spans.end());
-    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* all below is counted */
+    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* everything below is counted */
     for (auto &s : spans) {
         if (s.second > done) a->used += (uint32_t)(s.second - std::max(s.first, done));
         uint64_t sectors = (s.second + 31) / 32, lines = (s.second + 127) / 128;
-        if (sectors > sectors_done) a->sectors += (uint32_t)(sectors - std::max(s.first / 32, sectors_done));
+        if (sectors > sectors_done)
+            a->sectors += (uint32_t)(sectors - std::max(s.first / 32, sectors_done));
         if (lines > lines_done) a->lines += (uint32_t)(lines - std::max(s.first / 128, lines_done));
-        done = std::max(done, s.second), sectors_done = std::max(sectors_done, sectors), lines_done = std::max(lines_done, lines);
+        done = std::max(done, s.second), sectors_done = std::max(sectors_done, sectors),
+        lines_done = std::max(lines_done, lines);
     }
 }
 
-/* How often the banks must be asked: a bank gives one word at a time, and gives it to all lanes that want that one. Of 8 bytes for
- * each lane the half warps come one after the other, of 16 bytes the quarters. */
+/* Count the passes over the banks. In a pass, a bank delivers one word, to all lanes that want it.
+ * With 8 bytes per lane, half warps take turns; with 16, quarter warps. */
 void count_shared(emulator_access *a) {
     uint32_t lanes_at_once = a->bytes >= 16 ? 8 : a->bytes == 8 ? 16 : 32;
     std::vector<uint64_t> all;
     for (uint32_t first = 0; first < 32; first += lanes_at_once) {
         std::vector<uint64_t> words;
         for (uint32_t i = first; i < first + lanes_at_once; i++)
-            for (uint64_t w = a->address[i] / 4; a->lanes >> i & 1 && w <= (a->address[i] + a->bytes - 1) / 4; w++) words.push_back(w);
+            for (uint64_t w = a->address[i] / 4;
+                 a->lanes >> i & 1 && w <= (a->address[i] + a->bytes - 1) / 4; w++)
+                words.push_back(w);
         if (words.empty()) continue;
         std::sort(words.begin(), words.end());
         words.erase(std::unique(words.begin(), words.end()), words.end());
@@ -623,10 +660,11 @@ void count_shared(emulator_access *a) {
         all.insert(all.end(), words.begin(), words.end());
     }
     std::sort(all.begin(), all.end());
-    a->used = (uint32_t)std::min<size_t>(4 * (size_t)(std::unique(all.begin(), all.end()) - all.begin()), a->bytes * 32);
+    a->used = (uint32_t)std::min<size_t>(
+        4 * (size_t)(std::unique(all.begin(), all.end()) - all.begin()), a->bytes * 32);
 }
 
-/* What all these addresses lie in. */
+/* Find the shared array or the allocation that contains the address. */
 void name_memory(emulator_access *a, uintptr_t address) {
     device &d = gpu();
     if (!a->shared) {
@@ -639,22 +677,26 @@ void name_memory(emulator_access *a, uintptr_t address) {
         if (address - (uintptr_t)d.arena >= s.offset) a->memory = s.name, a->start = s.offset;
 }
 
-/* The accesses of the block that has run, warp by warp, in the order of its first lane. */
+/* Report the accesses of the block that has ended, warp by warp, in the order of each warp's first
+ * lane. */
 void show_accesses(const emu::launch &l) {
     device &d = gpu();
     for (size_t base = 0; base < d.threads.size(); base += 32) {
         std::vector<emulator_access> list;
-        std::map<std::tuple<const void *, bool, uint32_t>, size_t> found; /* instruction, store, how often before */
+        /* key: instruction, store, number of earlier executions */
+        std::map<std::tuple<const void *, bool, uint32_t>, size_t> found;
         for (size_t i = base; i < std::min(base + 32, d.threads.size()); i++) {
             std::map<std::pair<const void *, bool>, uint32_t> times;
             for (const touch &t : d.threads[i].touches) {
-                auto place = found.insert({{t.instruction, t.store, times[{t.instruction, t.store}]++}, list.size()});
+                auto place = found.insert(
+                    {{t.instruction, t.store, times[{t.instruction, t.store}]++}, list.size()});
                 if (place.second) {
                     emulator_access a = {};
                     a.kernel = l.name, a.launch = d.counts.launches;
                     a.grid[0] = l.grid.x, a.grid[1] = l.grid.y, a.grid[2] = l.grid.z;
                     a.block[0] = l.block.x, a.block[1] = l.block.y, a.block[2] = l.block.z;
-                    a.block_index[0] = blockIdx.x, a.block_index[1] = blockIdx.y, a.block_index[2] = blockIdx.z;
+                    a.block_index[0] = blockIdx.x, a.block_index[1] = blockIdx.y,
+                    a.block_index[2] = blockIdx.z;
                     a.warp = (uint32_t)(base / 32);
                     a.instruction = t.instruction, a.store = t.store, a.bytes = t.bytes;
                     a.shared = in_arena((const void *)t.address, 1);
@@ -674,21 +716,22 @@ void show_accesses(const emu::launch &l) {
     }
 }
 
-/* ---- A launch -------------------------------------------------------------------------------------------- */
+/* ---- A launch -------------------------------------------------------------------------------- */
 
 void run_block(const emu::launch &l) {
     device &d = gpu();
     size_t n = (size_t)l.block.x * l.block.y * l.block.z;
     arena_begin(l.shared_bytes);
     d.threads.resize(n);
-    d.meetings.resize((n + 31) / 32);
-    for (auto &open : d.meetings) open.clear();
+    d.pending.resize((n + 31) / 32);
+    for (auto &open : d.pending) open.clear();
     for (size_t i = 0; i < n; i++) {
         thread &t = d.threads[i];
         t.state = FRESH;
         t.has_waited = false;
         t.stack = nullptr;
-        t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y), (unsigned)(i / l.block.x / l.block.y)};
+        t.index = {(unsigned)(i % l.block.x), (unsigned)(i / l.block.x % l.block.y),
+                   (unsigned)(i / l.block.x / l.block.y)};
         t.lane = (int)(i % 32), t.warp = (int)(i / 32);
         t.copies.clear(), t.groups.clear(), t.touches.clear();
     }
@@ -700,7 +743,8 @@ void run_block(const emu::launch &l) {
         d.arrangement.arrange(warps);
         for (int warp : warps) {
             d.first_thread = (size_t)warp * 32;
-            /* in the fixed orders a warp goes as far as it can, in the random one only a stretch at a time */
+            /* in the fixed orders a warp runs as far as it can; in the random order, only one pass
+             * at a time */
             for (bool again = true; again && !d.faulty;) {
                 again = false;
                 d.arrangement.arrange(d.lanes);
@@ -714,7 +758,8 @@ void run_block(const emu::launch &l) {
         }
         if (ran || d.faulty) continue;
         size_t ended = 0, waiting = 0;
-        for (const thread &t : d.threads) ended += t.state == ENDED, waiting += t.state == AT_BARRIER;
+        for (const thread &t : d.threads)
+            ended += t.state == ENDED, waiting += t.state == AT_BARRIER;
         if (ended == n) going = false;
         else if (waiting == n) release_barrier();
         else report_deadlock();
@@ -742,8 +787,11 @@ void run_launch(const emu::launch &l) {
         d.arrangement.arrange(list);
     }
     for (size_t k = 0; k < n && !d.faulty; k++) {
-        size_t i = d.arrangement.kind == order::RANDOM ? (size_t)list[k] : d.arrangement.kind == order::REVERSE ? n - 1 - k : k;
-        blockIdx = {(unsigned)(i % l.grid.x), (unsigned)(i / l.grid.x % l.grid.y), (unsigned)(i / l.grid.x / l.grid.y)};
+        size_t i = d.arrangement.kind == order::RANDOM    ? (size_t)list[k]
+                   : d.arrangement.kind == order::REVERSE ? n - 1 - k
+                                                          : k;
+        blockIdx = {(unsigned)(i % l.grid.x), (unsigned)(i / l.grid.x % l.grid.y),
+                    (unsigned)(i / l.grid.x / l.grid.y)};
         run_block(l);
     }
     if (!d.faulty) check_gaps();
@@ -754,7 +802,7 @@ void run_launch(const emu::launch &l) {
 
 } // namespace
 
-/* ---- What a kernel calls ---------------------------------------------------------------------------------- */
+/* ---- What a kernel calls --------------------------------------------------------------------- */
 
 void llm__wait_for_last() { gpu().current->has_waited = true; }
 
@@ -767,19 +815,27 @@ int emu::block_barrier(block_kind kind, int predicate, const char *file, int lin
     return d.barrier_result;
 }
 
-void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file, int line) {
+void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *name,
+                  const char *file, int line) {
     device &d = gpu();
     for (const shared_array &a : d.arrays)
         if (a.site == site) return d.arena + a.offset;
     d.static_bytes += bytes;
     if (d.static_bytes > 48 * 1024)
-        thread_fault(file, line, "the static shared memory of a block is %zu bytes with %s; 49152 is the most", d.static_bytes, name);
-    /* A GPU would refuse the launch. Here we learn of an array only when a thread comes to it. */
+        thread_fault(file, line,
+                     "the static shared memory of a block is %zu bytes with %s; 49152 is the most",
+                     d.static_bytes, name);
+    /* A GPU would refuse the launch. The emulator learns of an array only when a thread reaches
+     * it. */
     size_t most = d.dynamic_limit.count(d.launch->function) ? d.shared_limit : 48 * 1024;
     if (d.static_bytes + d.launch->shared_bytes > most)
-        thread_fault(file, line, "the shared memory of a block is %zu bytes with %s, and %zu from the launch; %zu in all is the most%s",
-                     d.static_bytes, name, d.launch->shared_bytes, most, most == 48 * 1024 ? " without cudaFuncSetAttribute" : "");
-    size_t offset = (d.arena_used + alignment - 1) / alignment * alignment, end = offset + bytes + GAP;
+        thread_fault(file, line,
+                     "the shared memory of a block is %zu bytes with %s, and %zu from the launch; "
+                     "%zu in all is the most%s",
+                     d.static_bytes, name, d.launch->shared_bytes, most,
+                     most == 48 * 1024 ? " without cudaFuncSetAttribute" : "");
+    size_t offset = (d.arena_used + alignment - 1) / alignment * alignment,
+           end = offset + bytes + GAP;
     if (end > d.arena_bytes) thread_fault(file, line, "the emulator's shared memory is full");
 #ifdef EMU_ASAN
     __asan_unpoison_memory_region(d.arena + offset, bytes);
@@ -811,55 +867,68 @@ uint16_t half_at(const void *p, int i) {
     return v;
 }
 
-/* The fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point type"): with
- * group = lane / 4 and pair = lane % 4, value i of A lies in row group (+ 8 for i = 2, 3, 6, 7), column 2 pair + i % 2 (+ 8 for
- * i >= 4); value i of B in row 2 pair + i % 2 (+ 8 for i >= 2), column group; value i of D in row group (+ 8 for i >= 2),
- * column 2 pair + i % 2. */
+/* The fragments of mma.m16n8k16 (PTX ISA, "Matrix Fragments for mma.m16n8k16 with floating point
+ * type"). With group = lane / 4 and pair = lane % 4: value i of A is in row group (+ 8 for i = 2,
+ * 3, 6, 7), column 2 pair + i % 2 (+ 8 for i >= 4); value i of B is in row 2 pair + i % 2 (+ 8 for
+ * i >= 2), column group; value i of D is in row group (+ 8 for i >= 2), column 2 pair + i % 2. */
 void mma_16(thread *const lanes[32], float (*decode)(uint16_t)) {
     float a[16][16], b[16][8], d[16][8];
     for (int lane = 0; lane < 32; lane++) {
         int group = lane / 4, pair = lane % 4;
         const emu::warp_operation &o = lanes[lane]->operation;
-        for (int i = 0; i < 8; i++) a[group + (i & 2 ? 8 : 0)][2 * pair + i % 2 + (i >= 4 ? 8 : 0)] = decode(half_at(o.in, i));
-        for (int i = 0; i < 4; i++) b[2 * pair + i % 2 + (i >= 2 ? 8 : 0)][group] = decode(half_at(o.in2, i));
-        for (int i = 0; i < 4; i++) d[group + (i >= 2 ? 8 : 0)][2 * pair + i % 2] = ((const float *)o.out)[i];
+        for (int i = 0; i < 8; i++)
+            a[group + (i & 2 ? 8 : 0)][2 * pair + i % 2 + (i >= 4 ? 8 : 0)] =
+                decode(half_at(o.in, i));
+        for (int i = 0; i < 4; i++)
+            b[2 * pair + i % 2 + (i >= 2 ? 8 : 0)][group] = decode(half_at(o.in2, i));
+        for (int i = 0; i < 4; i++)
+            d[group + (i >= 2 ? 8 : 0)][2 * pair + i % 2] = ((const float *)o.out)[i];
     }
     for (int row = 0; row < 16; row++)
         for (int k = 0; k < 16; k++)
-            for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col]; /* the product is exact */
+            /* the product is exact */
+            for (int col = 0; col < 8; col++) d[row][col] += a[row][k] * b[k][col];
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++)
-            ((float *)lanes[lane]->operation.out)[i] = d[lane / 4 + (i >= 2 ? 8 : 0)][2 * (lane % 4) + i % 2];
+            ((float *)lanes[lane]->operation.out)[i] =
+                d[lane / 4 + (i >= 2 ? 8 : 0)][2 * (lane % 4) + i % 2];
 }
 
-/* mma.m16n8k32 of int8: value i of A in row group (+ 8 where i & 4), column 4 pair + i % 4 (+ 16 for i >= 8); value i of
- * B in row 4 pair + i % 4 (+ 16 for i >= 4), column group; D as above. */
+/* mma.m16n8k32 of int8: value i of A is in row group (+ 8 where i & 4), column 4 pair + i % 4 (+ 16
+ * for i >= 8); value i of B is in row 4 pair + i % 4 (+ 16 for i >= 4), column group; D is as
+ * above. */
 void mma_s8(thread *const lanes[32]) {
     int a[16][32], b[32][8];
     for (int lane = 0; lane < 32; lane++) {
         int group = lane / 4, pair = lane % 4;
-        const int8_t *in = (const int8_t *)lanes[lane]->operation.in, *in2 = (const int8_t *)lanes[lane]->operation.in2;
-        for (int i = 0; i < 16; i++) a[group + (i & 4 ? 8 : 0)][4 * pair + i % 4 + (i >= 8 ? 16 : 0)] = in[i];
+        const int8_t *in = (const int8_t *)lanes[lane]->operation.in,
+                     *in2 = (const int8_t *)lanes[lane]->operation.in2;
+        for (int i = 0; i < 16; i++)
+            a[group + (i & 4 ? 8 : 0)][4 * pair + i % 4 + (i >= 8 ? 16 : 0)] = in[i];
         for (int i = 0; i < 8; i++) b[4 * pair + i % 4 + (i >= 4 ? 16 : 0)][group] = in2[i];
     }
     for (int lane = 0; lane < 32; lane++)
         for (int i = 0; i < 4; i++) {
             int row = lane / 4 + (i >= 2 ? 8 : 0), col = 2 * (lane % 4) + i % 2;
-            uint32_t sum = (uint32_t)((int32_t *)lanes[lane]->operation.out)[i]; /* wraps, as the instruction does */
+            /* wraps, as the instruction does */
+            uint32_t sum = (uint32_t)((int32_t *)lanes[lane]->operation.out)[i];
             for (int k = 0; k < 32; k++) sum += (uint32_t)(a[row][k] * b[k][col]);
             ((int32_t *)lanes[lane]->operation.out)[i] = (int32_t)sum;
         }
 }
 
-/* Lane 8 m + i has the address of row i of matrix m. Each lane gets, of each matrix, two neighbours of a row (of a column, if
- * transposed): row lane / 4, columns 2 (lane % 4) and the next. */
+/* Lane 8 m + i has the address of row i of matrix m. From each matrix, each lane gets two
+ * consecutive values of a row (of a column, if transposed): row lane / 4, columns 2 (lane % 4) and
+ * the next. */
 bool ldmatrix(thread *const lanes[32], int matrices, bool trans) {
     uint16_t rows[32][8];
     for (int i = 0; i < 8 * matrices; i++) {
         const void *row = lanes[i]->operation.in;
         if (!in_arena(row, 16) || (uintptr_t)row % 16) {
             const emu::warp_operation &o = lanes[i]->operation;
-            set_fault(text("%s:%d: ldmatrix reads a row that is not 16 bytes of shared memory at a multiple of 16, in ", base_name(o.file), o.line) +
+            set_fault(text("%s:%d: ldmatrix reads a row that is not 16 bytes of shared memory at a "
+                           "multiple of 16, in ",
+                           base_name(o.file), o.line) +
                       describe(*lanes[i]));
             return false;
         }
@@ -868,20 +937,23 @@ bool ldmatrix(thread *const lanes[32], int matrices, bool trans) {
     for (int lane = 0; lane < 32; lane++)
         for (int m = 0; m < matrices; m++) {
             int r = lane / 4, c = 2 * (lane % 4);
-            uint32_t low = trans ? rows[8 * m + c][r] : rows[8 * m + r][c], high = trans ? rows[8 * m + c + 1][r] : rows[8 * m + r][c + 1];
+            uint32_t low = trans ? rows[8 * m + c][r] : rows[8 * m + r][c],
+                     high = trans ? rows[8 * m + c + 1][r] : rows[8 * m + r][c + 1];
             ((uint32_t *)lanes[lane]->operation.out)[m] = low | high << 16;
         }
     return true;
 }
 
-/* Which lane a lane reads in a shuffle; itself where the distance leads out of its segment of `width` lanes. */
+/* The lane that a lane reads in a shuffle; itself if the distance leaves its segment of `width`
+ * lanes. */
 int shuffle_source(const emu::warp_operation &o, int lane) {
     int first = lane / o.width * o.width, source = lane;
     if (o.kind == emu::SHUFFLE) return first + (o.lane & (o.width - 1));
     if (o.kind == emu::SHUFFLE_UP) source = lane - o.lane;
     if (o.kind == emu::SHUFFLE_DOWN) source = lane + o.lane;
     if (o.kind == emu::SHUFFLE_XOR) source = lane ^ o.lane;
-    if (o.kind == emu::SHUFFLE_XOR) return source < first + o.width ? source : lane; /* lower segments may be read */
+    /* XOR may read lower segments */
+    if (o.kind == emu::SHUFFLE_XOR) return source < first + o.width ? source : lane;
     return source >= first && source < first + o.width ? source : lane;
 }
 
@@ -894,7 +966,8 @@ bool shuffle_all(thread *const lanes[32], unsigned mask) {
         const emu::warp_operation &o = lanes[i]->operation;
         int source = shuffle_source(o, i);
         if (source < 0 || source > 31 || !(mask >> source & 1)) {
-            set_fault(text("%s:%d: a shuffle reads lane %d, which is not in its mask %08x, in ", base_name(o.file), o.line, source, mask) +
+            set_fault(text("%s:%d: a shuffle reads lane %d, which is not in its mask %08x, in ",
+                           base_name(o.file), o.line, source, mask) +
                       describe(*lanes[i]));
             return false;
         }
@@ -916,26 +989,35 @@ unsigned reduce(emu::warp_kind kind, unsigned x, unsigned y) {
     }
 }
 
-/* All lanes of the mask have come: do it for all of them. */
+/* All lanes of the mask have reached the operation: perform it. */
 bool perform(thread *const lanes[32], const emu::warp_operation &o) {
     unsigned mask = o.mask, combined = 0;
     bool first = true;
     switch (o.kind) {
     case emu::SYNC: return true;
-    case emu::SHUFFLE: case emu::SHUFFLE_UP: case emu::SHUFFLE_DOWN: case emu::SHUFFLE_XOR: return shuffle_all(lanes, mask);
+    case emu::SHUFFLE:
+    case emu::SHUFFLE_UP:
+    case emu::SHUFFLE_DOWN:
+    case emu::SHUFFLE_XOR: return shuffle_all(lanes, mask);
     case emu::MMA_F16: mma_16(lanes, emu::from_f16); break;
     case emu::MMA_BF16: mma_16(lanes, emu::from_bf16); break;
     case emu::MMA_S8: mma_s8(lanes); break;
-    case emu::LDMATRIX_1: case emu::LDMATRIX_1_TRANS: return ldmatrix(lanes, 1, o.kind == emu::LDMATRIX_1_TRANS);
-    case emu::LDMATRIX_2: case emu::LDMATRIX_2_TRANS: return ldmatrix(lanes, 2, o.kind == emu::LDMATRIX_2_TRANS);
-    case emu::LDMATRIX_4: case emu::LDMATRIX_4_TRANS: return ldmatrix(lanes, 4, o.kind == emu::LDMATRIX_4_TRANS);
+    case emu::LDMATRIX_1:
+    case emu::LDMATRIX_1_TRANS: return ldmatrix(lanes, 1, o.kind == emu::LDMATRIX_1_TRANS);
+    case emu::LDMATRIX_2:
+    case emu::LDMATRIX_2_TRANS: return ldmatrix(lanes, 2, o.kind == emu::LDMATRIX_2_TRANS);
+    case emu::LDMATRIX_4:
+    case emu::LDMATRIX_4_TRANS: return ldmatrix(lanes, 4, o.kind == emu::LDMATRIX_4_TRANS);
     case emu::MATCH_ANY: case emu::MATCH_ALL:
         for (int i = 0; i < 32; i++) {
             if (!(mask >> i & 1)) continue;
             unsigned same = 0;
             for (int j = 0; j < 32; j++)
-                if ((mask >> j & 1) && !memcmp(lanes[i]->operation.in, lanes[j]->operation.in, 8)) same |= 1u << j;
-            *(unsigned *)lanes[i]->operation.out = o.kind == emu::MATCH_ANY ? same : same == mask ? mask : 0;
+                if ((mask >> j & 1) && !memcmp(lanes[i]->operation.in, lanes[j]->operation.in, 8))
+                    same |= 1u << j;
+            *(unsigned *)lanes[i]->operation.out = o.kind == emu::MATCH_ANY ? same
+                                                   : same == mask           ? mask
+                                                                            : 0;
         }
         return true;
     default:
@@ -956,41 +1038,51 @@ bool perform(thread *const lanes[32], const emu::warp_operation &o) {
 
 } // namespace
 
-void emu::warp_meet(const warp_operation &operation) {
+void emu::run_warp_operation(const warp_operation &operation) {
     device &d = gpu();
     thread *t = d.current;
     if (!(operation.mask >> t->lane & 1))
-        thread_fault(operation.file, operation.line, "a lane calls a warp operation whose mask %08x leaves it out", operation.mask);
+        thread_fault(operation.file, operation.line,
+                     "a lane calls a warp operation whose mask %08x leaves it out", operation.mask);
     if (operation.width < 1 || operation.width > 32 || (operation.width & (operation.width - 1)))
-        thread_fault(operation.file, operation.line, "a shuffle of width %d: it must be a power of two, at most 32", operation.width);
+        thread_fault(operation.file, operation.line,
+                     "a shuffle of width %d: it must be a power of two, at most 32",
+                     operation.width);
     if (observing && operation.kind >= LDMATRIX_1 && operation.kind <= LDMATRIX_4_TRANS) {
-        int matrices = operation.kind == LDMATRIX_1 || operation.kind == LDMATRIX_1_TRANS ? 1 : operation.kind == LDMATRIX_2 || operation.kind == LDMATRIX_2_TRANS ? 2 : 4;
-        if (t->lane < 8 * matrices) note_touch(operation.in, 16, false, __builtin_return_address(0));
+        int matrices = operation.kind == LDMATRIX_1 || operation.kind == LDMATRIX_1_TRANS   ? 1
+                       : operation.kind == LDMATRIX_2 || operation.kind == LDMATRIX_2_TRANS ? 2
+                                                                                            : 4;
+        if (t->lane < 8 * matrices)
+            note_touch(operation.in, 16, false, __builtin_return_address(0));
     }
     t->operation = operation;
     t->state = AT_WARP;
-    std::vector<meeting> &open = d.meetings[(size_t)t->warp];
+    std::vector<pending_operation> &open = d.pending[(size_t)t->warp];
     size_t m = 0;
     while (m < open.size() && !open[m].is(operation)) m++;
     if (m == open.size()) open.push_back({operation, 0});
-    open[m].come |= 1u << t->lane;
-    if (open[m].come != operation.mask) return wait_here();
+    open[m].lanes |= 1u << t->lane;
+    if (open[m].lanes != operation.mask) return wait_here();
     open[m] = open.back(), open.pop_back();
     thread *lanes[32] = {};
     for (int i = 0; i < 32; i++)
         if (operation.mask >> i & 1) lanes[i] = &d.threads[(size_t)(t->warp * 32 + i)];
     d.counts.warp_operations++;
-    if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: nobody goes on */
+    if (!perform(lanes, operation)) yield_to_scheduler(false); /* a fault: no lane continues */
     for (thread *lane : lanes)
         if (lane) lane->state = READY;
 }
 
-/* ---- Asynchronous copies -------------------------------------------------------------------------------------- */
+/* ---- Asynchronous copies --------------------------------------------------------------------- */
 
-void emu::copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file, int line) {
-    if (!in_arena(shared, bytes)) thread_fault(file, line, "cp.async writes outside of shared memory");
+void emu::copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file,
+                     int line) {
+    if (!in_arena(shared, bytes))
+        thread_fault(file, line, "cp.async writes outside of shared memory");
     if ((uintptr_t)shared % bytes || (valid && (uintptr_t)global % bytes))
-        thread_fault(file, line, "cp.async of %zu bytes from or to an address that is no multiple of that", bytes);
+        thread_fault(file, line,
+                     "cp.async of %zu bytes from or to an address that is no multiple of that",
+                     bytes);
     if (observing) {
         if (valid) note_touch(global, bytes, false, __builtin_return_address(0));
         note_touch(shared, bytes, true, __builtin_return_address(0));
@@ -1018,12 +1110,12 @@ void emu::copy_wait(int groups_left) {
     for (size_t &g : t->groups) g -= end;
 }
 
-/* ---- Memory ------------------------------------------------------------------------------------------------------ */
+/* ---- Memory ---------------------------------------------------------------------------------- */
 
 namespace {
 
 #ifdef EMU_ASAN
-/* Of a large allocation only the ends, since it happens often. */
+/* Only the ends of a large allocation are changed, since this is called often. */
 void hide(uintptr_t start, size_t bytes, bool hidden) {
     constexpr size_t END = (size_t)1 << 20;
     auto change = hidden ? __asan_poison_memory_region : __asan_unpoison_memory_region;
@@ -1032,7 +1124,7 @@ void hide(uintptr_t start, size_t bytes, bool hidden) {
 }
 #endif
 
-/* Device memory is hidden from the host, while no kernel and no copy runs. */
+/* Device memory is inaccessible to the host while no kernel or copy runs. */
 void let_kernels_touch(bool may) {
     device &d = gpu();
     if (d.kernels_may_touch == may) return;
@@ -1046,14 +1138,16 @@ void let_kernels_touch(bool may) {
 constexpr size_t MARGIN = 256; /* guarded bytes on both sides of an allocation */
 #endif
 
-/* Where the sanitizer is not there: has something been written beside an allocation? */
+/* Without the address sanitizer: check for writes next to allocations. */
 void check_gaps() {
 #ifndef EMU_ASAN
     for (auto &a : gpu().allocations) {
         const unsigned char *p = (const unsigned char *)a.first;
         for (size_t i = 0; i < MARGIN; i++) {
-            if (p[a.second.bytes + i] == (POISON ^ 0x55) && p[-1 - (ptrdiff_t)i] == (POISON ^ 0x55)) continue;
-            set_fault(text("something was written %s an allocation of %zu bytes", p[a.second.bytes + i] != (POISON ^ 0x55) ? "past the end of" : "before",
+            if (p[a.second.bytes + i] == (POISON ^ 0x55) && p[-1 - (ptrdiff_t)i] == (POISON ^ 0x55))
+                continue;
+            set_fault(text("something was written %s an allocation of %zu bytes",
+                           p[a.second.bytes + i] != (POISON ^ 0x55) ? "past the end of" : "before",
                            a.second.bytes));
             return;
         }
@@ -1066,7 +1160,7 @@ cudaError_t failed(cudaError_t error) {
     return error;
 }
 
-/* Nothing works on a lost device, nor without one. */
+/* The error that every call gives if the device is lost or there is none. */
 cudaError_t usable() {
     device &d = gpu();
     if (d.driver < 12000) return failed(cudaErrorInsufficientDriver);
@@ -1080,7 +1174,7 @@ bool counts_down(long &n) {
     return now;
 }
 
-/* Is [p, p + bytes) inside of one allocation? */
+/* Whether [p, p + bytes) is inside one allocation. */
 bool on_device(const void *p, size_t bytes) {
     auto &map = gpu().allocations;
     auto next = map.upper_bound((uintptr_t)p);
@@ -1114,14 +1208,16 @@ cudaError_t cudaMalloc(void **out, size_t bytes) {
             s->into->invalid = true;
             return failed(cudaErrorStreamCaptureUnsupported);
         }
-    if (counts_down(d.fail_allocation) || bytes > d.memory || d.used > d.memory - bytes) return failed(cudaErrorMemoryAllocation);
+    if (counts_down(d.fail_allocation) || bytes > d.memory || d.used > d.memory - bytes)
+        return failed(cudaErrorMemoryAllocation);
     if (bytes == 0) return cudaSuccess;
     allocation a = {bytes, nullptr, d.label};
 #ifdef EMU_ASAN
     if (posix_memalign((void **)&a.memory, 256, bytes)) return failed(cudaErrorMemoryAllocation);
     char *p = a.memory;
 #else
-    if (posix_memalign((void **)&a.memory, 256, bytes + 2 * MARGIN)) return failed(cudaErrorMemoryAllocation);
+    if (posix_memalign((void **)&a.memory, 256, bytes + 2 * MARGIN))
+        return failed(cudaErrorMemoryAllocation);
     char *p = a.memory + MARGIN;
     memset(a.memory, POISON ^ 0x55, MARGIN);
     memset(p + bytes, POISON ^ 0x55, MARGIN);
@@ -1160,7 +1256,8 @@ cudaError_t cudaHostAlloc(void **out, size_t bytes, unsigned) {
     device &d = gpu();
     *out = nullptr;
     if (cudaError_t error = usable()) return error;
-    if (counts_down(d.fail_allocation) || posix_memalign(out, 4096, bytes ? bytes : 1)) return failed(cudaErrorMemoryAllocation);
+    if (counts_down(d.fail_allocation) || posix_memalign(out, 4096, bytes ? bytes : 1))
+        return failed(cudaErrorMemoryAllocation);
     memset(*out, POISON, std::min(bytes, POISONED_BYTES));
     d.pinned[(uintptr_t)*out] = bytes;
     return cudaSuccess;
@@ -1198,15 +1295,15 @@ cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes) {
     return cudaSuccess;
 }
 
-/* ---- Streams ------------------------------------------------------------------------------------------------------ */
+/* ---- Streams --------------------------------------------------------------------------------- */
 
 namespace {
 
 void run(const operation &o);
 
-/* Run what is queued: all of it, or (until_ticket not 0) as far as a record of that event. */
+/* Run a stream's queue: all of it, or (until_ticket not 0) up to that record of the event. */
 void drain(emu_stream *s, const event_state *until = nullptr, uint64_t until_ticket = 0) {
-    if (s->draining || s->queue.empty()) return; /* a wait for itself; nothing to do */
+    if (s->draining || s->queue.empty()) return; /* already running; or empty */
     s->draining = true;
     bool touched = gpu().kernels_may_touch;
     let_kernels_touch(true);
@@ -1250,7 +1347,9 @@ void run(const operation &o) {
     else d.counts.copies++;
     if (o.kind == operation::COPY)
         for (size_t row = 0; row < o.rows; row++)
-            memmove((char *)o.to + row * o.to_pitch, (o.staged ? o.staged->data() : (const char *)o.from) + row * o.from_pitch, o.bytes);
+            memmove((char *)o.to + row * o.to_pitch,
+                    (o.staged ? o.staged->data() : (const char *)o.from) + row * o.from_pitch,
+                    o.bytes);
     if (o.kind == operation::SET) memset(o.to, o.value, o.bytes);
 }
 
@@ -1264,7 +1363,8 @@ cudaError_t queue(cudaStream_t stream, operation &&o) {
         s->into->operations.push_back(std::move(o));
         return cudaSuccess;
     }
-    /* The default stream waits for the others, and they for it; but not those that were made non-blocking. */
+    /* The default stream and the other streams wait for each other, except for non-blocking
+     * ones. */
     if (s == &d.default_stream)
         for (size_t i = 0; i < d.streams.size(); i++)
             if (d.streams[i]->blocking) drain(d.streams[i]);
@@ -1273,7 +1373,7 @@ cudaError_t queue(cudaStream_t stream, operation &&o) {
     return d.lost ? failed(d.lost) : cudaSuccess;
 }
 
-/* Waiting is not possible while the stream is being captured. */
+/* The host must not wait for a stream that is being captured. */
 cudaError_t wait_for(emu_stream *s) {
     if (s->into) {
         s->into->invalid = true;
@@ -1287,30 +1387,38 @@ cudaError_t check_copy(const void *to, const void *from, size_t bytes, cudaMemcp
     bool to_device = kind == cudaMemcpyHostToDevice || kind == cudaMemcpyDeviceToDevice;
     bool from_device = kind == cudaMemcpyDeviceToHost || kind == cudaMemcpyDeviceToDevice;
     if (kind == cudaMemcpyDefault) return cudaSuccess;
-    if (to_device != (bytes ? on_device(to, bytes) : to_device)) return failed(cudaErrorInvalidValue);
-    if (from_device != (bytes ? on_device(from, bytes) : from_device)) return failed(cudaErrorInvalidValue);
+    if (to_device != (bytes ? on_device(to, bytes) : to_device))
+        return failed(cudaErrorInvalidValue);
+    if (from_device != (bytes ? on_device(from, bytes) : from_device))
+        return failed(cudaErrorInvalidValue);
     return cudaSuccess;
 }
 
 } // namespace
 
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                              cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                              size_t width, size_t height, cudaMemcpyKind kind,
+                              cudaStream_t stream) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
     if (!width || !height) return cudaSuccess;
-    if (cudaError_t error = check_copy(to, from, (height - 1) * from_pitch + width, kind)) return error;
+    if (cudaError_t error = check_copy(to, from, (height - 1) * from_pitch + width, kind))
+        return error;
     operation o = {};
     o.kind = operation::COPY;
-    o.to = to, o.from = from, o.bytes = width, o.rows = height, o.to_pitch = to_pitch, o.from_pitch = from_pitch;
+    o.to = to, o.from = from, o.bytes = width, o.rows = height, o.to_pitch = to_pitch,
+    o.from_pitch = from_pitch;
     if (kind == cudaMemcpyHostToDevice && !is_pinned(from) && !resolve(stream)->into) {
-        const char *bytes = (const char *)from; /* the driver copies pageable memory before it returns */
-        o.staged = std::make_shared<std::vector<char>>(bytes, bytes + (height - 1) * from_pitch + width);
+        /* the driver copies pageable memory before it returns */
+        const char *bytes = (const char *)from;
+        o.staged =
+            std::make_shared<std::vector<char>>(bytes, bytes + (height - 1) * from_pitch + width);
     }
     return queue(stream, std::move(o));
 }
 
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream) {
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream) {
     return cudaMemcpy2DAsync(to, bytes, from, bytes, bytes, bytes ? 1 : 0, kind, stream);
 }
 
@@ -1330,9 +1438,11 @@ cudaError_t cudaMemsetAsync(void *device, int value, size_t bytes, cudaStream_t 
     return queue(stream, std::move(o));
 }
 
-cudaError_t cudaMemset(void *device, int value, size_t bytes) { return cudaMemsetAsync(device, value, bytes, 0); }
+cudaError_t cudaMemset(void *device, int value, size_t bytes) {
+    return cudaMemsetAsync(device, value, bytes, 0);
+}
 
-static thread_local int current_device; /* of this thread of the CPU: see cudaSetDevice */
+static thread_local int current_device; /* of this CPU thread, set by cudaSetDevice */
 
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     guard hold(gpu().lock);
@@ -1345,7 +1455,9 @@ cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags) {
     return cudaSuccess;
 }
 cudaError_t cudaStreamCreate(cudaStream_t *stream) { return cudaStreamCreateWithFlags(stream, 0); }
-cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) { return cudaStreamCreateWithFlags(stream, flags); }
+cudaError_t cudaStreamCreateWithPriority(cudaStream_t *stream, unsigned flags, int) {
+    return cudaStreamCreateWithFlags(stream, flags);
+}
 
 cudaError_t cudaStreamDestroy(cudaStream_t stream) {
     guard hold(gpu().lock);
@@ -1367,7 +1479,8 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return wait_for(resolve(stream));
 }
 
-/* As on a GPU that was not done yet: that is told like an error, and kept like one. */
+/* Answers like a GPU that has not finished: with an error code, which is also kept as the last
+ * error. */
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
@@ -1461,13 +1574,16 @@ cudaError_t cudaEventQuery(cudaEvent_t event) { return cudaEventSynchronize(even
 cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEvent_t end) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;
-    if (!start->timing || !end->timing || !start->state->recorded || !end->state->recorded) return failed(cudaErrorInvalidResourceHandle);
-    if (start->state->reached < start->state->recorded || end->state->reached < end->state->recorded) return failed(cudaErrorNotReady);
+    if (!start->timing || !end->timing || !start->state->recorded || !end->state->recorded)
+        return failed(cudaErrorInvalidResourceHandle);
+    if (start->state->reached < start->state->recorded ||
+        end->state->reached < end->state->recorded)
+        return failed(cudaErrorNotReady);
     *milliseconds = (float)(1e3 * (end->state->seconds - start->state->seconds));
     return cudaSuccess;
 }
 
-/* ---- Graphs: a capture records what would have been queued ---------------------------------------------------------- */
+/* ---- Graphs: a capture records operations instead of queuing them ---------------------------- */
 
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
     guard hold(gpu().lock);
@@ -1481,7 +1597,8 @@ cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode) {
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
     guard hold(gpu().lock);
     *graph = nullptr;
-    if (!stream || !stream->into || stream->into->streams[0] != stream) return failed(cudaErrorStreamCaptureUnmatched);
+    if (!stream || !stream->into || stream->into->streams[0] != stream)
+        return failed(cudaErrorStreamCaptureUnmatched);
     capture *c = stream->into;
     for (cudaStream_t s : c->streams) resolve(s)->into = nullptr;
     bool invalid = c->invalid;
@@ -1497,7 +1614,9 @@ cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph) {
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status) {
     guard hold(gpu().lock);
     capture *c = resolve(stream)->into;
-    *status = !c ? cudaStreamCaptureStatusNone : c->invalid ? cudaStreamCaptureStatusInvalidated : cudaStreamCaptureStatusActive;
+    *status = !c           ? cudaStreamCaptureStatusNone
+              : c->invalid ? cudaStreamCaptureStatusInvalidated
+                           : cudaStreamCaptureStatusActive;
     return cudaSuccess;
 }
 
@@ -1511,7 +1630,9 @@ cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsig
     return cudaSuccess;
 }
 
-cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t) { return exec ? usable() : failed(cudaErrorInvalidValue); }
+cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t) {
+    return exec ? usable() : failed(cudaErrorInvalidValue);
+}
 
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream) {
     guard hold(gpu().lock);
@@ -1540,7 +1661,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec) {
     return cudaSuccess;
 }
 
-/* ---- Launches --------------------------------------------------------------------------------------------------------- */
+/* ---- Launches -------------------------------------------------------------------------------- */
 
 void emu::queue_launch(const launch &l, cudaStream_t stream) {
     guard hold(gpu().lock);
@@ -1556,12 +1677,15 @@ void emu::queue_launch(const launch &l, cudaStream_t stream) {
         return;
     }
     auto limit = d.dynamic_limit.find(l.function);
-    size_t threads = (size_t)l.block.x * l.block.y * l.block.z, blocks = (size_t)l.grid.x * l.grid.y * l.grid.z;
-    if (!threads || threads > 1024 || l.block.z > 64 || !blocks || l.grid.x > 2147483647u || l.grid.y > 65535 || l.grid.z > 65535) {
+    size_t threads = (size_t)l.block.x * l.block.y * l.block.z,
+           blocks = (size_t)l.grid.x * l.grid.y * l.grid.z;
+    if (!threads || threads > 1024 || l.block.z > 64 || !blocks || l.grid.x > 2147483647u ||
+        l.grid.y > 65535 || l.grid.z > 65535) {
         d.last = cudaErrorInvalidConfiguration;
         return;
     }
-    if (l.shared_bytes > (limit == d.dynamic_limit.end() ? (size_t)48 * 1024 : (size_t)limit->second)) {
+    if (l.shared_bytes >
+        (limit == d.dynamic_limit.end() ? (size_t)48 * 1024 : (size_t)limit->second)) {
         d.last = cudaErrorInvalidValue;
         return;
     }
@@ -1588,11 +1712,12 @@ cudaError_t emu::get_attributes(cudaFuncAttributes *attributes, const void *func
     attributes->maxThreadsPerBlock = 1024;
     attributes->binaryVersion = attributes->ptxVersion = gpu().capability;
     auto limit = gpu().dynamic_limit.find(function);
-    attributes->maxDynamicSharedSizeBytes = limit == gpu().dynamic_limit.end() ? 48 * 1024 : limit->second;
+    attributes->maxDynamicSharedSizeBytes =
+        limit == gpu().dynamic_limit.end() ? 48 * 1024 : limit->second;
     return cudaSuccess;
 }
 
-/* ---- The device ----------------------------------------------------------------------------------------------------------- */
+/* ---- The device ------------------------------------------------------------------------------ */
 
 cudaError_t cudaGetDeviceCount(int *count) {
     guard hold(gpu().lock);
@@ -1623,14 +1748,17 @@ cudaError_t cudaGetDeviceProperties(cudaDeviceProp *p, int index) {
     memset(p, 0, sizeof *p);
     snprintf(p->name, sizeof p->name, "emulated GPU");
     p->totalGlobalMem = d.memory;
-    p->sharedMemPerBlock = 48 * 1024, p->sharedMemPerBlockOptin = d.shared_limit, p->sharedMemPerMultiprocessor = d.shared_limit + 1024;
+    p->sharedMemPerBlock = 48 * 1024, p->sharedMemPerBlockOptin = d.shared_limit,
+    p->sharedMemPerMultiprocessor = d.shared_limit + 1024;
     p->regsPerBlock = p->regsPerMultiprocessor = 65536;
-    p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048, p->maxBlocksPerMultiProcessor = 32;
+    p->warpSize = 32, p->maxThreadsPerBlock = 1024, p->maxThreadsPerMultiProcessor = 2048,
+    p->maxBlocksPerMultiProcessor = 32;
     p->maxThreadsDim[0] = p->maxThreadsDim[1] = 1024, p->maxThreadsDim[2] = 64;
     p->maxGridSize[0] = 2147483647, p->maxGridSize[1] = p->maxGridSize[2] = 65535;
     p->major = d.capability / 10, p->minor = d.capability % 10;
     p->multiProcessorCount = d.processors;
-    p->l2CacheSize = 4 << 20, p->memoryBusWidth = 64, p->concurrentKernels = 1, p->asyncEngineCount = 1;
+    p->l2CacheSize = 4 << 20, p->memoryBusWidth = 64, p->concurrentKernels = 1,
+    p->asyncEngineCount = 1;
     return cudaSuccess;
 }
 
@@ -1647,7 +1775,9 @@ cudaError_t cudaDeviceGetAttribute(int *value, cudaDeviceAttr attribute, int dev
     case cudaDevAttrMaxThreadsPerMultiProcessor: *value = p.maxThreadsPerMultiProcessor; break;
     case cudaDevAttrComputeCapabilityMajor: *value = p.major; break;
     case cudaDevAttrComputeCapabilityMinor: *value = p.minor; break;
-    case cudaDevAttrMaxSharedMemoryPerMultiprocessor: *value = (int)p.sharedMemPerMultiprocessor; break;
+    case cudaDevAttrMaxSharedMemoryPerMultiprocessor:
+        *value = (int)p.sharedMemPerMultiprocessor;
+        break;
     case cudaDevAttrMaxSharedMemoryPerBlockOptin: *value = (int)p.sharedMemPerBlockOptin; break;
     default: return failed(cudaErrorInvalidValue);
     }
@@ -1681,17 +1811,23 @@ static const struct {
     {cudaErrorInvalidValue, "cudaErrorInvalidValue", "invalid argument"},
     {cudaErrorMemoryAllocation, "cudaErrorMemoryAllocation", "out of memory"},
     {cudaErrorInitializationError, "cudaErrorInitializationError", "initialization error"},
-    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration", "invalid configuration argument"},
+    {cudaErrorInvalidConfiguration, "cudaErrorInvalidConfiguration",
+     "invalid configuration argument"},
     {cudaErrorInvalidDevicePointer, "cudaErrorInvalidDevicePointer", "invalid device pointer"},
-    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver", "CUDA driver version is insufficient for CUDA runtime version"},
+    {cudaErrorInsufficientDriver, "cudaErrorInsufficientDriver",
+     "CUDA driver version is insufficient for CUDA runtime version"},
     {cudaErrorNoDevice, "cudaErrorNoDevice", "no CUDA-capable device is detected"},
     {cudaErrorInvalidDevice, "cudaErrorInvalidDevice", "invalid device ordinal"},
     {cudaErrorInvalidResourceHandle, "cudaErrorInvalidResourceHandle", "invalid resource handle"},
     {cudaErrorNotReady, "cudaErrorNotReady", "device not ready"},
-    {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources", "too many resources requested for launch"},
-    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported", "operation not permitted when stream is capturing"},
-    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated", "operation failed due to a previous error during capture"},
-    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched", "the capture was not initiated in this stream"},
+    {cudaErrorLaunchOutOfResources, "cudaErrorLaunchOutOfResources",
+     "too many resources requested for launch"},
+    {cudaErrorStreamCaptureUnsupported, "cudaErrorStreamCaptureUnsupported",
+     "operation not permitted when stream is capturing"},
+    {cudaErrorStreamCaptureInvalidated, "cudaErrorStreamCaptureInvalidated",
+     "operation failed due to a previous error during capture"},
+    {cudaErrorStreamCaptureUnmatched, "cudaErrorStreamCaptureUnmatched",
+     "the capture was not initiated in this stream"},
     {cudaErrorLaunchFailure, "cudaErrorLaunchFailure", "unspecified launch failure"},
     {cudaErrorUnknown, "cudaErrorUnknown", "unknown error"},
 };
@@ -1709,7 +1845,7 @@ const char *cudaGetErrorName(cudaError_t error) {
     return "unrecognized error code";
 }
 
-/* ---- emulator.h ------------------------------------------------------------------------------------------------------------- */
+/* ---- emulator.h ------------------------------------------------------------------------------ */
 
 bool emulator_order(const char *order) {
     guard hold(gpu().lock);
@@ -1762,15 +1898,15 @@ void emulator_label(const char *label) {
     gpu().label = label;
 }
 
-/* What -fsanitize=thread has the compiler call: gcc's names, and those that clang has besides. */
-#define EMU_TOUCH(name, bytes, store)                                                                                    \
-    extern "C" void __tsan_##name(void *address) {                                                                       \
-        if (observing) note_touch(address, bytes, store, __builtin_return_address(0));                                   \
+/* The functions that -fsanitize=thread calls: gcc's names, and clang's additional ones. */
+#define EMU_TOUCH(name, bytes, store)                                                  \
+    extern "C" void __tsan_##name(void *address) {                                     \
+        if (observing) note_touch(address, bytes, store, __builtin_return_address(0)); \
     }
-#define EMU_TOUCHES(bytes)                                                                                               \
-    EMU_TOUCH(read##bytes, bytes, false)                                                                                 \
-    EMU_TOUCH(write##bytes, bytes, true)                                                                                 \
-    EMU_TOUCH(unaligned_read##bytes, bytes, false)                                                                       \
+#define EMU_TOUCHES(bytes)                         \
+    EMU_TOUCH(read##bytes, bytes, false)           \
+    EMU_TOUCH(write##bytes, bytes, true)           \
+    EMU_TOUCH(unaligned_read##bytes, bytes, false) \
     EMU_TOUCH(unaligned_write##bytes, bytes, true)
 EMU_TOUCHES(1)
 EMU_TOUCHES(2)

@@ -1,24 +1,31 @@
-/* cuda_on_cpu.h - enough of CUDA to compile llm.cu as plain C++17 and to run its kernels on the CPU, with no GPU and no CUDA Toolkit.
+/* cuda_on_cpu.h - enough of CUDA to compile llm.cu as plain C++17 and to run its kernels on the
+ * CPU, with no GPU and no CUDA Toolkit.
  *
- * llm.cu includes this file instead of CUDA's headers where LLM_EMULATED is defined; cuda_on_cpu.cpp is linked beside it.
- * It is made to find mistakes, not for speed:
+ * llm.cu includes this file instead of CUDA's headers where LLM_EMULATED is defined;
+ * cuda_on_cpu.cpp is linked with it. The emulator is made to find mistakes, not for speed:
  *
- *   - A thread of a block is a coroutine. It runs until it ends or must wait: at __syncthreads for its block, at a shuffle, a vote, a
- *     fragment load or a matrix product for the other lanes of its warp. LLM_EMU_ORDER=forward|reverse|random:SEED says in which order
- *     the waiting ones, and the blocks, go on. A kernel without a race gives the same bits in every order.
- *   - A barrier that some thread of the block never reaches, a warp operation with a lane missing, lanes that meet at
- *     different places: each is a fault that names file, line, kernel, block and thread.
- *   - Shared memory is all ones (NaN, -1) when a block starts; there is a guarded gap behind each array. Global memory is
- *     all ones after cudaMalloc. The address sanitizer sees every access outside of either, and the host's to device memory.
- *   - What cp.async copies is written at the wait that covers it, and not before; until then the place holds all ones.
- *   - What is queued on a stream runs when somebody waits for it, and not before, so that a missing wait of the host shows too.
+ *   - Each thread of a block is a coroutine. It runs until it ends or must wait: at __syncthreads
+ *     for its block; at a shuffle, vote, fragment load or matrix product for the other lanes of its
+ *     warp. LLM_EMU_ORDER=forward|reverse|random:SEED sets the order in which waiting threads, and
+ *     blocks, continue. A kernel without a race gives the same bits in every order.
+ *   - It is a fault if a thread never reaches a barrier of its block, if a lane is missing from a
+ *     warp operation, or if lanes wait for each other at different places. A fault names file,
+ *     line, kernel, block and thread.
+ *   - Shared memory is all ones (NaN, -1) when a block starts, with a guarded gap after each array.
+ *     Global memory is all ones after cudaMalloc. The address sanitizer detects every access
+ *     outside of either, and any access of the host to device memory.
+ *   - A cp.async writes its data at the wait that covers it. Until then the destination holds all
+ *     ones.
+ *   - Work queued on a stream runs only when the host waits for it, so a missing wait shows.
  *
- * After a fault the device is lost, as a GPU is: every call gives cudaErrorLaunchFailure, whose cudaGetErrorString tells the fault.
- * LLM_EMU_TRAP=1 stops a debugger at it. Other settings: LLM_EMU_MEMORY (bytes), LLM_EMU_SHARED (bytes per block, at the most),
- * LLM_EMU_PROCESSORS (multiprocessors). Tests reach further: emulator.h.
+ * After a fault the device is lost, as a GPU would be: every call gives cudaErrorLaunchFailure,
+ * and cudaGetErrorString describes the fault. With LLM_EMU_TRAP=1, a debugger stops there. Other
+ * settings: LLM_EMU_MEMORY (bytes), LLM_EMU_SHARED (most bytes per block) and LLM_EMU_PROCESSORS
+ * (multiprocessors). emulator.h has more, for tests.
  *
- * What differs from a GPU: one block runs after the other, so a block cannot wait for another one; a matrix product
- * adds in f32 in the order of k (a GPU's own order and rounding are its secret); __expf and its like are libm's. */
+ * Differences from a GPU: blocks run one after the other, so a block cannot wait for another; a
+ * matrix product adds in f32 in the order of k (a GPU's order and rounding are undocumented);
+ * __expf and similar functions are libm's. */
 #ifndef CUDA_ON_CPU_H
 #define CUDA_ON_CPU_H
 
@@ -42,19 +49,27 @@
 #define __align__(n) __attribute__((aligned(n)))
 #define __grid_constant__
 
-/* Where a call stands: the default value of a last argument. */
+/* The caller's file and line, as default arguments. */
 #define EMU_HERE const char *file = __builtin_FILE(), int line = __builtin_LINE()
 
 /* ---- Vector types ----------------------------------------------------------------------- */
 
-#define EMU_VECTORS(T, name, align2, align4)                                                                             \
-    struct name##1 { T x; };                                                                                            \
-    struct __align__(align2) name##2 { T x, y; };                                                                       \
-    struct name##3 { T x, y, z; };                                                                                      \
-    struct __align__(align4) name##4 { T x, y, z, w; };                                                                 \
-    inline name##1 make_##name##1(T x) { return {x}; }                                                                  \
-    inline name##2 make_##name##2(T x, T y) { return {x, y}; }                                                          \
-    inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; }                                                  \
+#define EMU_VECTORS(T, name, align2, align4)                           \
+    struct name##1 {                                                   \
+        T x;                                                           \
+    };                                                                 \
+    struct __align__(align2) name##2 {                                 \
+        T x, y;                                                        \
+    };                                                                 \
+    struct name##3 {                                                   \
+        T x, y, z;                                                     \
+    };                                                                 \
+    struct __align__(align4) name##4 {                                 \
+        T x, y, z, w;                                                  \
+    };                                                                 \
+    inline name##1 make_##name##1(T x) { return {x}; }                 \
+    inline name##2 make_##name##2(T x, T y) { return {x, y}; }         \
+    inline name##3 make_##name##3(T x, T y, T z) { return {x, y, z}; } \
     inline name##4 make_##name##4(T x, T y, T z, T w) { return {x, y, z, w}; }
 EMU_VECTORS(signed char, char, 2, 4)
 EMU_VECTORS(unsigned char, uchar, 2, 4)
@@ -74,7 +89,7 @@ struct dim3 {
     constexpr dim3(uint3 v) : x(v.x), y(v.y), z(v.z) {}
 };
 
-/* Of the thread that runs now; set whenever it goes on. */
+/* The indices of the running thread, set whenever it resumes. */
 extern uint3 threadIdx, blockIdx;
 extern dim3 blockDim, gridDim;
 constexpr int warpSize = 32;
@@ -108,11 +123,24 @@ typedef enum cudaError {
     cudaErrorUnknown = 999
 } cudaError_t;
 
-enum cudaMemcpyKind { cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice, cudaMemcpyDefault };
-enum cudaStreamCaptureMode { cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed };
-enum cudaStreamCaptureStatus { cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated };
-enum cudaFuncAttribute { cudaFuncAttributeMaxDynamicSharedMemorySize = 8, cudaFuncAttributePreferredSharedMemoryCarveout = 9 };
-enum { cudaSharedmemCarveoutDefault = -1, cudaSharedmemCarveoutMaxL1 = 0, cudaSharedmemCarveoutMaxShared = 100 };
+enum cudaMemcpyKind {
+    cudaMemcpyHostToHost, cudaMemcpyHostToDevice, cudaMemcpyDeviceToHost, cudaMemcpyDeviceToDevice,
+    cudaMemcpyDefault
+};
+enum cudaStreamCaptureMode {
+    cudaStreamCaptureModeGlobal, cudaStreamCaptureModeThreadLocal, cudaStreamCaptureModeRelaxed
+};
+enum cudaStreamCaptureStatus {
+    cudaStreamCaptureStatusNone, cudaStreamCaptureStatusActive, cudaStreamCaptureStatusInvalidated
+};
+enum cudaFuncAttribute {
+    cudaFuncAttributeMaxDynamicSharedMemorySize = 8,
+    cudaFuncAttributePreferredSharedMemoryCarveout = 9
+};
+enum {
+    cudaSharedmemCarveoutDefault = -1, cudaSharedmemCarveoutMaxL1 = 0,
+    cudaSharedmemCarveoutMaxShared = 100
+};
 enum cudaDeviceAttr {
     cudaDevAttrMaxThreadsPerBlock = 1,
     cudaDevAttrMaxSharedMemoryPerBlock = 8,
@@ -128,8 +156,14 @@ enum cudaDeviceAttr {
 };
 enum { cudaStreamDefault = 0, cudaStreamNonBlocking = 1 };
 enum { cudaEventDefault = 0, cudaEventBlockingSync = 1, cudaEventDisableTiming = 2 };
-enum { cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2, cudaHostAllocWriteCombined = 4 };
-enum { cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2, cudaHostRegisterReadOnly = 8 };
+enum {
+    cudaHostAllocDefault = 0, cudaHostAllocPortable = 1, cudaHostAllocMapped = 2,
+    cudaHostAllocWriteCombined = 4
+};
+enum {
+    cudaHostRegisterDefault = 0, cudaHostRegisterPortable = 1, cudaHostRegisterMapped = 2,
+    cudaHostRegisterReadOnly = 8
+};
 
 typedef struct emu_stream *cudaStream_t;
 typedef struct emu_event *cudaEvent_t;
@@ -140,9 +174,11 @@ typedef void (*cudaHostFn_t)(void *user);
 struct cudaDeviceProp {
     char name[256];
     size_t totalGlobalMem, sharedMemPerBlock, sharedMemPerBlockOptin, sharedMemPerMultiprocessor;
-    int regsPerBlock, regsPerMultiprocessor, warpSize, maxThreadsPerBlock, maxThreadsPerMultiProcessor, maxBlocksPerMultiProcessor;
+    int regsPerBlock, regsPerMultiprocessor, warpSize, maxThreadsPerBlock,
+        maxThreadsPerMultiProcessor, maxBlocksPerMultiProcessor;
     int maxThreadsDim[3], maxGridSize[3];
-    int major, minor, multiProcessorCount, l2CacheSize, memoryBusWidth, integrated, ECCEnabled, concurrentKernels, asyncEngineCount;
+    int major, minor, multiProcessorCount, l2CacheSize, memoryBusWidth, integrated, ECCEnabled,
+        concurrentKernels, asyncEngineCount;
     int pciDomainID, pciBusID, pciDeviceID;
 };
 
@@ -178,16 +214,22 @@ cudaError_t cudaHostRegister(void *host, size_t bytes, unsigned flags);
 cudaError_t cudaHostUnregister(void *host);
 cudaError_t cudaMemGetInfo(size_t *free_bytes, size_t *total_bytes);
 cudaError_t cudaMemcpy(void *to, const void *from, size_t bytes, cudaMemcpyKind kind);
-cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind, cudaStream_t stream = 0);
-cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch, size_t width, size_t height,
-                              cudaMemcpyKind kind, cudaStream_t stream = 0);
+cudaError_t cudaMemcpyAsync(void *to, const void *from, size_t bytes, cudaMemcpyKind kind,
+                            cudaStream_t stream = 0);
+cudaError_t cudaMemcpy2DAsync(void *to, size_t to_pitch, const void *from, size_t from_pitch,
+                              size_t width, size_t height, cudaMemcpyKind kind,
+                              cudaStream_t stream = 0);
 cudaError_t cudaMemset(void *device, int value, size_t bytes);
 cudaError_t cudaMemsetAsync(void *device, int value, size_t bytes, cudaStream_t stream = 0);
-template <class T> inline cudaError_t cudaMalloc(T **device, size_t bytes) { return cudaMalloc((void **)device, bytes); }
+template <class T> inline cudaError_t cudaMalloc(T **device, size_t bytes) {
+    return cudaMalloc((void **)device, bytes);
+}
 template <class T> inline cudaError_t cudaHostAlloc(T **host, size_t bytes, unsigned flags) {
     return cudaHostAlloc((void **)host, bytes, flags);
 }
-template <class T> inline cudaError_t cudaMallocHost(T **host, size_t bytes) { return cudaMallocHost((void **)host, bytes); }
+template <class T> inline cudaError_t cudaMallocHost(T **host, size_t bytes) {
+    return cudaMallocHost((void **)host, bytes);
+}
 
 cudaError_t cudaStreamCreate(cudaStream_t *stream);
 cudaError_t cudaStreamCreateWithFlags(cudaStream_t *stream, unsigned flags);
@@ -208,7 +250,8 @@ cudaError_t cudaEventElapsedTime(float *milliseconds, cudaEvent_t start, cudaEve
 cudaError_t cudaStreamBeginCapture(cudaStream_t stream, cudaStreamCaptureMode mode);
 cudaError_t cudaStreamEndCapture(cudaStream_t stream, cudaGraph_t *graph);
 cudaError_t cudaStreamIsCapturing(cudaStream_t stream, cudaStreamCaptureStatus *status);
-cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph, unsigned long long flags = 0);
+cudaError_t cudaGraphInstantiate(cudaGraphExec_t *exec, cudaGraph_t graph,
+                                 unsigned long long flags = 0);
 cudaError_t cudaGraphUpload(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphLaunch(cudaGraphExec_t exec, cudaStream_t stream);
 cudaError_t cudaGraphDestroy(cudaGraph_t graph);
@@ -218,7 +261,7 @@ cudaError_t cudaGraphExecDestroy(cudaGraphExec_t exec);
 
 namespace emu {
 
-struct launch { /* of a kernel: what to run in every thread, and the values of its arguments */
+struct launch { /* a kernel launch: the function that runs in each thread, and its arguments */
     const char *name;
     const void *function;
     dim3 grid, block;
@@ -226,9 +269,9 @@ struct launch { /* of a kernel: what to run in every thread, and the values of i
     void (*run)(const void *arguments);
     void *arguments;
     void (*destroy)(void *arguments);
-    bool early; /* each of its threads has to call llm__wait_for_last */
+    bool early; /* every thread must call llm__wait_for_last */
 };
-void queue_launch(const launch &l, cudaStream_t stream); /* takes the arguments */
+void queue_launch(const launch &l, cudaStream_t stream); /* takes ownership of the arguments */
 
 cudaError_t set_attribute(const void *function, cudaFuncAttribute attribute, int value);
 cudaError_t get_attributes(cudaFuncAttributes *attributes, const void *function);
@@ -244,35 +287,40 @@ template <class... P> struct call {
 };
 
 template <class... P, class... A>
-inline void enqueue(bool early, const char *name, void (*function)(P...), dim3 grid, dim3 block, size_t shared_bytes, cudaStream_t stream,
-                    A &&...arguments) {
+inline void enqueue(bool early, const char *name, void (*function)(P...), dim3 grid, dim3 block,
+                    size_t shared_bytes, cudaStream_t stream, A &&...arguments) {
     typedef call<P...> kernel_call;
     kernel_call *c = new kernel_call{function, {static_cast<P>(arguments)...}};
-    queue_launch({name, (const void *)function, grid, block, shared_bytes, kernel_call::run, c, kernel_call::destroy, early},
+    queue_launch({name, (const void *)function, grid, block, shared_bytes, kernel_call::run, c,
+                  kernel_call::destroy, early},
                  stream);
 }
 
 } // namespace emu
 
-#define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...)                                                       \
+#define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
     emu::enqueue(false, #kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
-/* Here no kernel begins before the last has ended, wanted or not; but that all threads wait for it is checked. */
-#define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...)                                                   \
+/* Here no kernel begins before the previous one has ended. But the emulator checks that all threads
+ * wait for it. */
+#define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     emu::enqueue(true, #kernel, kernel, grid, block, shared_bytes, (cuda)->stream, ##__VA_ARGS__)
 void llm__wait_for_last();
 inline void llm__let_next_begin() {}
 
-template <class... P> inline cudaError_t cudaFuncSetAttribute(void (*f)(P...), cudaFuncAttribute attribute, int value) {
+template <class... P>
+inline cudaError_t cudaFuncSetAttribute(void (*f)(P...), cudaFuncAttribute attribute, int value) {
     return emu::set_attribute((const void *)f, attribute, value);
 }
 inline cudaError_t cudaFuncSetAttribute(const void *f, cudaFuncAttribute attribute, int value) {
     return emu::set_attribute(f, attribute, value);
 }
-template <class... P> inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*f)(P...)) {
+template <class... P>
+inline cudaError_t cudaFuncGetAttributes(cudaFuncAttributes *attributes, void (*f)(P...)) {
     return emu::get_attributes(attributes, (const void *)f);
 }
 template <class F>
-inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F, int block_size, size_t shared_bytes) {
+inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F, int block_size,
+                                                                 size_t shared_bytes) {
     size_t by_shared = shared_bytes ? 100 * 1024 / shared_bytes : 16;
     size_t by_threads = block_size > 0 ? (size_t)(1024 / block_size) : 0;
     *blocks = (int)(by_shared < by_threads ? by_shared : by_threads);
@@ -282,21 +330,23 @@ inline cudaError_t cudaOccupancyMaxActiveBlocksPerMultiprocessor(int *blocks, F,
 /* ---- Shared memory -------------------------------------------------------------------------- */
 
 namespace emu {
-/* The array of the block that runs now that belongs to this declaration; `site` is an address of its own for each. */
-void *shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file, int line);
+/* The running block's array for this declaration. Each declaration has its own address `site`. */
+void *shared(const void *site, size_t bytes, size_t alignment, const char *name, const char *file,
+             int line);
 void *dynamic_shared();
 size_t dynamic_shared_bytes();
 } // namespace emu
 
-/* type name[count] in the block's shared memory. */
-#define LLM_SHARED(type, name, count)                                                                                    \
-    static const char name##_site = 0;                                                                                  \
-    type(&name)[count] = *(type(*)[count])emu::shared(&name##_site, sizeof(type) * (count), alignof(type) > 16 ? alignof(type) : 16, \
+/* Declare type name[count] in the block's shared memory. */
+#define LLM_SHARED(type, name, count)                                                          \
+    static const char name##_site = 0;                                                         \
+    type(&name)[count] = *(type(*)[count])emu::shared(&name##_site, sizeof(type) * (count),    \
+                                                      alignof(type) > 16 ? alignof(type) : 16, \
                                                       #name, __FILE__, __LINE__)
-/* type *name: the memory that the launch asked for. */
+/* Declare type *name, the shared memory that the launch asked for. */
 #define LLM_DYNAMIC_SHARED(type, name) type *name = (type *)emu::dynamic_shared()
 
-/* ---- Barriers, warps -------------------------------------------------------------------------- */
+/* ---- Barriers, warps ------------------------------------------------------------------------- */
 
 namespace emu {
 
@@ -304,31 +354,38 @@ enum block_kind { BARRIER, BARRIER_COUNT, BARRIER_AND, BARRIER_OR };
 int block_barrier(block_kind kind, int predicate, const char *file, int line);
 
 enum warp_kind {
-    SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, MATCH_ANY, MATCH_ALL,
-    REDUCE_ADD, REDUCE_MIN, REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR, REDUCE_XOR,
-    LDMATRIX_1, LDMATRIX_2, LDMATRIX_4, LDMATRIX_1_TRANS, LDMATRIX_2_TRANS, LDMATRIX_4_TRANS, MMA_F16, MMA_BF16, MMA_S8
+    SYNC, SHUFFLE, SHUFFLE_UP, SHUFFLE_DOWN, SHUFFLE_XOR, BALLOT, MATCH_ANY, MATCH_ALL, REDUCE_ADD,
+    REDUCE_MIN, REDUCE_MAX, REDUCE_MIN_SIGNED, REDUCE_MAX_SIGNED, REDUCE_AND, REDUCE_OR,
+    REDUCE_XOR, LDMATRIX_1, LDMATRIX_2, LDMATRIX_4, LDMATRIX_1_TRANS, LDMATRIX_2_TRANS,
+    LDMATRIX_4_TRANS, MMA_F16, MMA_BF16, MMA_S8
 };
-struct warp_operation { /* what one lane brings to an operation of its warp, and where it wants the result */
+/* one lane's part in a warp operation, and the place for its result */
+struct warp_operation {
     warp_kind kind;
     unsigned mask;
-    int lane, width;      /* of a shuffle: the lane to read, or the distance */
-    size_t bytes;         /* of a value */
+    int lane, width;      /* shuffle: the lane to read, or the distance */
+    size_t bytes;         /* size of a shuffled value */
     const void *in, *in2;
     void *out;
     const char *file;
     int line;
 };
-void warp_meet(const warp_operation &operation); /* returns when all lanes of the mask have met */
+/* returns when all lanes of the mask have called it */
+void run_warp_operation(const warp_operation &operation);
 
-template <class T> inline T shuffle(warp_kind kind, unsigned mask, T value, int lane, int width, const char *file, int line) {
-    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 16, "a value that a warp can exchange");
+template <class T>
+inline T shuffle(warp_kind kind, unsigned mask, T value, int lane, int width, const char *file,
+                 int line) {
+    static_assert(std::is_trivially_copyable<T>::value && sizeof(T) <= 16,
+                  "a value that a warp can exchange");
     T result = value;
-    warp_meet({kind, mask, lane, width, sizeof(T), &value, nullptr, &result, file, line});
+    run_warp_operation({kind, mask, lane, width, sizeof(T), &value, nullptr, &result, file, line});
     return result;
 }
-inline unsigned warp_u32(warp_kind kind, unsigned mask, unsigned value, const char *file, int line) {
+inline unsigned warp_u32(warp_kind kind, unsigned mask, unsigned value, const char *file,
+                         int line) {
     unsigned result = 0;
-    warp_meet({kind, mask, 0, 32, 4, &value, nullptr, &result, file, line});
+    run_warp_operation({kind, mask, 0, 32, 4, &value, nullptr, &result, file, line});
     return result;
 }
 inline unsigned long long low_bits(const void *value, size_t bytes) {
@@ -340,48 +397,78 @@ inline unsigned long long low_bits(const void *value, size_t bytes) {
 } // namespace emu
 
 inline void __syncthreads(EMU_HERE) { emu::block_barrier(emu::BARRIER, 0, file, line); }
-inline int __syncthreads_count(int p, EMU_HERE) { return emu::block_barrier(emu::BARRIER_COUNT, p, file, line); }
-inline int __syncthreads_and(int p, EMU_HERE) { return emu::block_barrier(emu::BARRIER_AND, p, file, line); }
-inline int __syncthreads_or(int p, EMU_HERE) { return emu::block_barrier(emu::BARRIER_OR, p, file, line); }
-inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) { emu::warp_meet({emu::SYNC, mask, 0, 32, 0, 0, 0, 0, file, line}); }
+inline int __syncthreads_count(int p, EMU_HERE) {
+    return emu::block_barrier(emu::BARRIER_COUNT, p, file, line);
+}
+inline int __syncthreads_and(int p, EMU_HERE) {
+    return emu::block_barrier(emu::BARRIER_AND, p, file, line);
+}
+inline int __syncthreads_or(int p, EMU_HERE) {
+    return emu::block_barrier(emu::BARRIER_OR, p, file, line);
+}
+inline void __syncwarp(unsigned mask = 0xffffffffu, EMU_HERE) {
+    emu::run_warp_operation({emu::SYNC, mask, 0, 32, 0, 0, 0, 0, file, line});
+}
 inline void __threadfence() {}
 inline void __threadfence_block() {}
 inline void __threadfence_system() {}
 
-template <class T> inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, EMU_HERE) {
+template <class T>
+inline T __shfl_sync(unsigned mask, T value, int lane, int width = 32, EMU_HERE) {
     return emu::shuffle(emu::SHUFFLE, mask, value, lane, width, file, line);
 }
-template <class T> inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, EMU_HERE) {
+template <class T>
+inline T __shfl_up_sync(unsigned mask, T value, unsigned distance, int width = 32, EMU_HERE) {
     return emu::shuffle(emu::SHUFFLE_UP, mask, value, (int)distance, width, file, line);
 }
-template <class T> inline T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32, EMU_HERE) {
+template <class T>
+inline T __shfl_down_sync(unsigned mask, T value, unsigned distance, int width = 32, EMU_HERE) {
     return emu::shuffle(emu::SHUFFLE_DOWN, mask, value, (int)distance, width, file, line);
 }
-template <class T> inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, EMU_HERE) {
+template <class T>
+inline T __shfl_xor_sync(unsigned mask, T value, int lane_mask, int width = 32, EMU_HERE) {
     return emu::shuffle(emu::SHUFFLE_XOR, mask, value, lane_mask, width, file, line);
 }
-inline unsigned __ballot_sync(unsigned mask, int p, EMU_HERE) { return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line); }
-inline int __any_sync(unsigned mask, int p, EMU_HERE) { return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line) != 0; }
-inline int __all_sync(unsigned mask, int p, EMU_HERE) { return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line) == mask; }
+inline unsigned __ballot_sync(unsigned mask, int p, EMU_HERE) {
+    return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line);
+}
+inline int __any_sync(unsigned mask, int p, EMU_HERE) {
+    return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line) != 0;
+}
+inline int __all_sync(unsigned mask, int p, EMU_HERE) {
+    return emu::warp_u32(emu::BALLOT, mask, p != 0, file, line) == mask;
+}
 template <class T> inline unsigned __match_any_sync(unsigned mask, T value, EMU_HERE) {
     unsigned long long bits = emu::low_bits(&value, sizeof value);
     unsigned result = 0;
-    emu::warp_meet({emu::MATCH_ANY, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
+    emu::run_warp_operation({emu::MATCH_ANY, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
     return result;
 }
 template <class T> inline unsigned __match_all_sync(unsigned mask, T value, int *all, EMU_HERE) {
     unsigned long long bits = emu::low_bits(&value, sizeof value);
     unsigned result = 0;
-    emu::warp_meet({emu::MATCH_ALL, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
+    emu::run_warp_operation({emu::MATCH_ALL, mask, 0, 32, 8, &bits, nullptr, &result, file, line});
     *all = result != 0;
     return result;
 }
-inline unsigned __reduce_add_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_ADD, mask, v, file, line); }
-inline unsigned __reduce_min_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_MIN, mask, v, file, line); }
-inline unsigned __reduce_max_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_MAX, mask, v, file, line); }
-inline unsigned __reduce_and_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_AND, mask, v, file, line); }
-inline unsigned __reduce_or_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_OR, mask, v, file, line); }
-inline unsigned __reduce_xor_sync(unsigned mask, unsigned v, EMU_HERE) { return emu::warp_u32(emu::REDUCE_XOR, mask, v, file, line); }
+inline unsigned __reduce_add_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_ADD, mask, v, file, line);
+}
+inline unsigned __reduce_min_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_MIN, mask, v, file, line);
+}
+inline unsigned __reduce_max_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_MAX, mask, v, file, line);
+}
+inline unsigned __reduce_and_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_AND, mask, v, file, line);
+}
+inline unsigned __reduce_or_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_OR, mask, v, file, line);
+}
+inline unsigned __reduce_xor_sync(unsigned mask, unsigned v, EMU_HERE) {
+    return emu::warp_u32(emu::REDUCE_XOR, mask, v, file, line);
+}
 inline int __reduce_add_sync(unsigned mask, int v, EMU_HERE) {
     return (int)emu::warp_u32(emu::REDUCE_ADD, mask, (unsigned)v, file, line);
 }
@@ -392,45 +479,52 @@ inline int __reduce_max_sync(unsigned mask, int v, EMU_HERE) {
     return (int)emu::warp_u32(emu::REDUCE_MAX_SIGNED, mask, (unsigned)v, file, line);
 }
 
-/* ---- The instructions that llm.cu names itself: here is what each does ------------------------------- */
+/* ---- The instructions that llm.cu names, in plain C++ ---------------------------------------- */
 
-/* d (16, 8) += a (16, 16) times b (16, 8), spread over the 32 lanes as PTX's mma.m16n8k16 has it. */
+/* d (16, 8) += a (16, 16) times b (16, 8), spread over the 32 lanes as PTX's mma.m16n8k16
+ * defines. */
 inline void llm__mma_m16n8k16_f16(float d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_F16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_F16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
 inline void llm__mma_m16n8k16_bf16(float d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_BF16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_BF16, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
-/* d (16, 8) += a (16, 32) times b (32, 8), of int8. */
+/* d (16, 8) += a (16, 32) times b (32, 8), in int8. */
 inline void llm__mma_m16n8k32_s8(int32_t d[4], const uint32_t a[4], const uint32_t b[2], EMU_HERE) {
-    emu::warp_meet({emu::MMA_S8, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
+    emu::run_warp_operation({emu::MMA_S8, 0xffffffffu, 0, 32, 0, a, b, d, file, line});
 }
-/* 8 x 8 matrices of 16-bit values from shared memory: lane 8 m + i gives the address of row i of matrix m. */
+/* Load 8 x 8 matrices of 16-bit values from shared memory. Lane 8 m + i gives the address of row i
+ * of matrix m. */
 inline void llm__ldmatrix_x1(uint32_t r[1], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_1, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_1, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x2(uint32_t r[2], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_2, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_2, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x4(uint32_t r[4], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_4, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation({emu::LDMATRIX_4, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x1_trans(uint32_t r[1], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_1_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_1_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x2_trans(uint32_t r[2], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_2_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_2_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 inline void llm__ldmatrix_x4_trans(uint32_t r[4], const void *row, EMU_HERE) {
-    emu::warp_meet({emu::LDMATRIX_4_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
+    emu::run_warp_operation(
+        {emu::LDMATRIX_4_TRANS, 0xffffffffu, 0, 32, 0, row, nullptr, r, file, line});
 }
 
 namespace emu {
-void copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file, int line);
+void copy_async(void *shared, const void *global, size_t bytes, bool valid, const char *file,
+                int line);
 void copy_commit();
 void copy_wait(int groups_left);
 } // namespace emu
-/* 16 bytes from global to shared memory (zeros if not valid), some time before the wait that covers their group. */
+/* Copy 16 bytes from global to shared memory (zeros if not valid), at any time before the wait that
+ * covers their group. */
 inline void llm__cp_async_16(void *shared, const void *global, bool valid = true, EMU_HERE) {
     emu::copy_async(shared, global, 16, valid, file, line);
 }
@@ -443,7 +537,8 @@ inline void llm__cp_async_4(void *shared, const void *global, bool valid = true,
 inline void llm__cp_async_commit() { emu::copy_commit(); }
 template <int N> inline void llm__cp_async_wait() { emu::copy_wait(N); }
 
-/* Any function of three bits, on 32 at once: bit (4 a + 2 b + c) of the table. */
+/* Any function of three bits, applied to 32 bits at once; bit (4 a + 2 b + c) of the table is the
+ * result. */
 template <int table> inline uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r = 0;
     if (table & 0x80) r |= a & b & c;
@@ -456,38 +551,58 @@ template <int table> inline uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t 
     if (table & 0x01) r |= ~a & ~b & ~c;
     return r;
 }
-/* Four of the eight bytes of b:a, chosen by the selector's nibbles (bit 3: the byte's sign, spread). */
+/* Four of the eight bytes of b:a, selected by the selector's nibbles (bit 3: replicate the byte's
+ * sign). */
 inline uint32_t __byte_perm(uint32_t a, uint32_t b, uint32_t selector) {
     uint64_t bytes = (uint64_t)b << 32 | a;
     uint32_t r = 0;
     for (int i = 0; i < 4; i++) {
-        uint32_t choice = selector >> 4 * i & 15, byte = (uint32_t)(bytes >> 8 * (choice & 7)) & 255;
+        uint32_t choice = selector >> 4 * i & 15,
+                 byte = (uint32_t)(bytes >> 8 * (choice & 7)) & 255;
         if (choice & 8) byte = byte & 128 ? 255 : 0;
         r |= byte << 8 * i;
     }
     return r;
 }
-inline uint32_t llm__prmt(uint32_t a, uint32_t b, uint32_t selector) { return __byte_perm(a, b, selector); }
+inline uint32_t llm__prmt(uint32_t a, uint32_t b, uint32_t selector) {
+    return __byte_perm(a, b, selector);
+}
 
-/* ---- Atomics: the threads take turns, so plain code is atomic -------------------------------------- */
+/* ---- Atomics: the threads take turns, so plain code is atomic -------------------------------- */
 
 template <class T> inline T emu_exchange(T *p, T value) {
     T old = *p;
     *p = value;
     return old;
 }
-template <class T, class V> inline T atomicAdd(T *p, V v) { return emu_exchange(p, (T)(*p + (T)v)); }
-template <class T, class V> inline T atomicSub(T *p, V v) { return emu_exchange(p, (T)(*p - (T)v)); }
-template <class T, class V> inline T atomicMax(T *p, V v) { return emu_exchange(p, *p > (T)v ? *p : (T)v); }
-template <class T, class V> inline T atomicMin(T *p, V v) { return emu_exchange(p, *p < (T)v ? *p : (T)v); }
-template <class T, class V> inline T atomicAnd(T *p, V v) { return emu_exchange(p, (T)(*p & (T)v)); }
+template <class T, class V> inline T atomicAdd(T *p, V v) {
+    return emu_exchange(p, (T)(*p + (T)v));
+}
+template <class T, class V> inline T atomicSub(T *p, V v) {
+    return emu_exchange(p, (T)(*p - (T)v));
+}
+template <class T, class V> inline T atomicMax(T *p, V v) {
+    return emu_exchange(p, *p > (T)v ? *p : (T)v);
+}
+template <class T, class V> inline T atomicMin(T *p, V v) {
+    return emu_exchange(p, *p < (T)v ? *p : (T)v);
+}
+template <class T, class V> inline T atomicAnd(T *p, V v) {
+    return emu_exchange(p, (T)(*p & (T)v));
+}
 template <class T, class V> inline T atomicOr(T *p, V v) { return emu_exchange(p, (T)(*p | (T)v)); }
-template <class T, class V> inline T atomicXor(T *p, V v) { return emu_exchange(p, (T)(*p ^ (T)v)); }
+template <class T, class V> inline T atomicXor(T *p, V v) {
+    return emu_exchange(p, (T)(*p ^ (T)v));
+}
 template <class T, class V> inline T atomicExch(T *p, V v) { return emu_exchange(p, (T)v); }
-template <class T, class C, class V> inline T atomicCAS(T *p, C compare, V v) { return emu_exchange(p, *p == (T)compare ? (T)v : *p); }
-inline unsigned atomicInc(unsigned *p, unsigned last) { return emu_exchange(p, *p >= last ? 0u : *p + 1); }
+template <class T, class C, class V> inline T atomicCAS(T *p, C compare, V v) {
+    return emu_exchange(p, *p == (T)compare ? (T)v : *p);
+}
+inline unsigned atomicInc(unsigned *p, unsigned last) {
+    return emu_exchange(p, *p >= last ? 0u : *p + 1);
+}
 
-/* ---- Arithmetic --------------------------------------------------------------------------------------- */
+/* ---- Arithmetic ------------------------------------------------------------------------------ */
 
 template <class To, class From> inline To emu_bits(From from) {
     static_assert(sizeof(To) == sizeof(From), "the same size");
@@ -503,7 +618,8 @@ inline long long __double_as_longlong(double x) { return emu_bits<long long>(x);
 inline double __longlong_as_double(long long x) { return emu_bits<double>(x); }
 
 inline float emu_rsqrtf(float x) { return 1.0f / sqrtf(x); }
-#define rsqrtf(x) emu_rsqrtf(x) /* a macro, since newer C libraries have a function of that name */
+/* a macro, since newer C libraries have a function with this name */
+#define rsqrtf(x) emu_rsqrtf(x)
 inline float __frsqrt_rn(float x) { return rsqrtf(x); }
 inline float __fsqrt_rn(float x) { return sqrtf(x); }
 inline float __frcp_rn(float x) { return 1.0f / x; }
@@ -519,7 +635,8 @@ inline float __powf(float x, float y) { return powf(x, y); }
 inline void __sincosf(float x, float *s, float *c) { *s = sinf(x), *c = cosf(x); }
 inline float __saturatef(float x) { return x > 1.0f ? 1.0f : x > 0.0f ? x : 0.0f; }
 inline float __fmaf_rn(float x, float y, float z) { return fmaf(x, y, z); }
-__attribute__((noinline)) inline float __fmul_rn(float x, float y) { return x * y; } /* a call: never part of an fma */
+/* a real call, so the compiler cannot fuse it into an fma */
+__attribute__((noinline)) inline float __fmul_rn(float x, float y) { return x * y; }
 __attribute__((noinline)) inline float __fadd_rn(float x, float y) { return x + y; }
 __attribute__((noinline)) inline float __fsub_rn(float x, float y) { return x - y; }
 inline int __float2int_rn(float x) { return (int)nearbyintf(x); }
@@ -544,7 +661,9 @@ inline unsigned __brev(unsigned x) {
     for (int i = 0; i < 32; i++) r |= (x >> i & 1) << (31 - i);
     return r;
 }
-inline unsigned __umulhi(unsigned x, unsigned y) { return (unsigned)((unsigned long long)x * y >> 32); }
+inline unsigned __umulhi(unsigned x, unsigned y) {
+    return (unsigned)((unsigned long long)x * y >> 32);
+}
 inline int __mulhi(int x, int y) { return (int)((long long)x * y >> 32); }
 inline unsigned long long __umul64hi(unsigned long long x, unsigned long long y) {
     __extension__ typedef unsigned __int128 wide;
@@ -556,7 +675,7 @@ inline unsigned __funnelshift_l(unsigned low, unsigned high, unsigned shift) {
 inline unsigned __funnelshift_r(unsigned low, unsigned high, unsigned shift) {
     return (unsigned)(((unsigned long long)high << 32 | low) >> (shift & 31));
 }
-inline int __dp4a(int a, int b, int c) { /* four int8 products, added to c */
+inline int __dp4a(int a, int b, int c) { /* c plus four int8 products */
     for (int i = 0; i < 4; i++) c += (int)(int8_t)(a >> 8 * i) * (int)(int8_t)(b >> 8 * i);
     return c;
 }
@@ -564,12 +683,12 @@ inline unsigned __dp4a(unsigned a, unsigned b, unsigned c) {
     for (int i = 0; i < 4; i++) c += (a >> 8 * i & 255) * (b >> 8 * i & 255);
     return c;
 }
-inline unsigned __vsub4(unsigned a, unsigned b) { /* bytes, each wrapping */
+inline unsigned __vsub4(unsigned a, unsigned b) { /* four bytes, with wrap-around */
     unsigned r = 0;
     for (int i = 0; i < 32; i += 8) r |= (((a >> i & 255) - (b >> i & 255)) & 255) << i;
     return r;
 }
-inline unsigned __vsubss4(unsigned a, unsigned b) { /* signed bytes, each held at its ends */
+inline unsigned __vsubss4(unsigned a, unsigned b) { /* four signed bytes, saturating */
     unsigned r = 0;
     for (int i = 0; i < 32; i += 8) {
         int d = (int)(int8_t)(a >> i) - (int)(int8_t)(b >> i);
@@ -578,8 +697,8 @@ inline unsigned __vsubss4(unsigned a, unsigned b) { /* signed bytes, each held a
     return r;
 }
 
-#define EMU_MIN_MAX(T)                                                                                                   \
-    inline T min(T a, T b) { return b < a ? b : a; }                                                                    \
+#define EMU_MIN_MAX(T)                               \
+    inline T min(T a, T b) { return b < a ? b : a; } \
     inline T max(T a, T b) { return a < b ? b : a; }
 EMU_MIN_MAX(int)
 EMU_MIN_MAX(unsigned)
@@ -593,7 +712,7 @@ inline float max(float a, float b) { return fmaxf(a, b); }
 inline double min(double a, double b) { return fmin(a, b); }
 inline double max(double a, double b) { return fmax(a, b); }
 
-/* Loads and stores with a hint to the caches, which there are none of here. */
+/* Loads and stores with cache hints, which have no effect here. */
 template <class T> inline T __ldg(const T *p) { return *p; }
 template <class T> inline T __ldcg(const T *p) { return *p; }
 template <class T> inline T __ldca(const T *p) { return *p; }
@@ -609,22 +728,26 @@ long long clock64();
 void __trap(EMU_HERE);
 inline void __nanosleep(unsigned) {}
 
-/* ---- Half precision --------------------------------------------------------------------------------------- */
+/* ---- Half precision -------------------------------------------------------------------------- */
 
 namespace emu {
 
-/* x, rounded to nearest even, with `fraction` bits after the point and exponents from `lowest` to `highest`: the bits. */
+/* The bits of x, rounded to nearest even, with `fraction` bits after the point and exponents from
+ * `lowest` to `highest`. */
 inline uint16_t round_to(double x, int fraction, int lowest, int highest) {
     uint64_t bits = emu_bits<uint64_t>(x);
-    unsigned sign = (unsigned)(bits >> 63) << 15, infinity = (unsigned)(highest - lowest + 2) << fraction;
+    unsigned sign = (unsigned)(bits >> 63) << 15, infinity = (unsigned)(highest - lowest + 2)
+                                                             << fraction;
     int exponent = (int)(bits >> 52 & 2047) - 1023;
     uint64_t mantissa = bits & ((1ull << 52) - 1);
-    if (exponent == 1024) return (uint16_t)(mantissa ? 0x7fffu : sign | infinity); /* CUDA has one NaN */
+    /* CUDA's conversion yields a single NaN */
+    if (exponent == 1024) return (uint16_t)(mantissa ? 0x7fffu : sign | infinity);
     if (exponent == -1023) return (uint16_t)sign;
     mantissa |= 1ull << 52;
     int shift = 52 - fraction + (exponent < lowest ? lowest - exponent : 0);
     if (shift > 54) return (uint16_t)sign;
-    uint64_t kept = mantissa >> shift, rest = mantissa & ((1ull << shift) - 1), half = 1ull << (shift - 1);
+    uint64_t kept = mantissa >> shift, rest = mantissa & ((1ull << shift) - 1),
+             half = 1ull << (shift - 1);
     if (rest > half || (rest == half && (kept & 1))) kept++;
     uint64_t result = exponent < lowest ? kept : kept + ((uint64_t)(exponent - lowest) << fraction);
     return (uint16_t)(sign | (result >= infinity ? infinity : (unsigned)result));
@@ -633,7 +756,8 @@ inline uint16_t to_f16(double x) { return round_to(x, 10, -14, 15); }
 inline uint16_t to_bf16(double x) { return round_to(x, 7, -126, 127); }
 inline float from_bf16(uint16_t bits) { return emu_bits<float>((uint32_t)bits << 16); }
 inline float from_f16(uint16_t bits) {
-    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31, fraction = bits & 1023;
+    uint32_t sign = (uint32_t)(bits & 0x8000) << 16, exponent = bits >> 10 & 31,
+             fraction = bits & 1023;
     if (exponent == 31) return emu_bits<float>(sign | 0x7f800000 | fraction << 13);
     if (exponent) return emu_bits<float>(sign | (exponent + 112) << 23 | fraction << 13);
     return emu_bits<float>(sign | emu_bits<uint32_t>((float)fraction * 5.9604644775390625e-8f));
@@ -644,44 +768,48 @@ inline float from_f16(uint16_t bits) {
 struct __half_raw { unsigned short x; };
 struct __nv_bfloat16_raw { unsigned short x; };
 
-/* A 16-bit number and a pair of them, with what CUDA's headers give them. */
-#define EMU_HALF(half, half2, raw, encode, decode)                                                                       \
-    struct __align__(2) half {                                                                                          \
-        unsigned short __x;                                                                                             \
-        half() = default;                                                                                               \
-        half(raw r) : __x(r.x) {}                                                                                       \
-        half(float f) : __x(encode(f)) {}                                                                               \
-        half(double f) : __x(encode(f)) {}                                                                              \
-        half(int f) : __x(encode(f)) {}                                                                                 \
-        operator float() const { return decode(__x); }                                                                  \
-        operator raw() const { return {__x}; }                                                                          \
-    };                                                                                                                  \
-    struct __align__(4) half2 {                                                                                         \
-        half x, y;                                                                                                      \
-        half2() = default;                                                                                              \
-        half2(half a, half b) : x(a), y(b) {}                                                                           \
-    };                                                                                                                  \
-    inline half __hadd(half a, half b) { return half((double)(float)a + (float)b); }                                    \
-    inline half __hsub(half a, half b) { return half((double)(float)a - (float)b); }                                    \
-    inline half __hmul(half a, half b) { return half((double)(float)a * (float)b); }                                    \
-    inline half __hdiv(half a, half b) { return half((float)a / (float)b); }                                            \
-    inline half __hfma(half a, half b, half c) { return half((double)(float)a * (float)b + (float)c); }                 \
-    inline half __hneg(half a) { return half(-(float)a); }                                                              \
-    inline half __habs(half a) { return half(fabsf((float)a)); }                                                        \
-    inline half __hmax(half a, half b) { return half(fmaxf((float)a, (float)b)); }                                      \
-    inline half __hmin(half a, half b) { return half(fminf((float)a, (float)b)); }                                      \
-    inline bool __hgt(half a, half b) { return (float)a > (float)b; }                                                   \
-    inline bool __hlt(half a, half b) { return (float)a < (float)b; }                                                   \
-    inline bool __heq(half a, half b) { return (float)a == (float)b; }                                                  \
-    inline bool __hisnan(half a) { return isnan((float)a) != 0; }                                                       \
-    inline half2 __hadd2(half2 a, half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; }                             \
-    inline half2 __hsub2(half2 a, half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; }                             \
-    inline half2 __hmul2(half2 a, half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; }                             \
-    inline half2 __hfma2(half2 a, half2 b, half2 c) { return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)}; }          \
-    inline half2 __hneg2(half2 a) { return {__hneg(a.x), __hneg(a.y)}; }                                                \
-    inline half2 __hmax2(half2 a, half2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; }                             \
-    inline half2 __hmin2(half2 a, half2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; }                             \
-    inline float __low2float(half2 a) { return (float)a.x; }                                                            \
+/* A 16-bit floating-point type and its pair, with the functions of CUDA's headers. */
+#define EMU_HALF(half, half2, raw, encode, decode)                                          \
+    struct __align__(2) half {                                                              \
+        unsigned short __x;                                                                 \
+        half() = default;                                                                   \
+        half(raw r) : __x(r.x) {}                                                           \
+        half(float f) : __x(encode(f)) {}                                                   \
+        half(double f) : __x(encode(f)) {}                                                  \
+        half(int f) : __x(encode(f)) {}                                                     \
+        operator float() const { return decode(__x); }                                      \
+        operator raw() const { return {__x}; }                                              \
+    };                                                                                      \
+    struct __align__(4) half2 {                                                             \
+        half x, y;                                                                          \
+        half2() = default;                                                                  \
+        half2(half a, half b) : x(a), y(b) {}                                               \
+    };                                                                                      \
+    inline half __hadd(half a, half b) { return half((double)(float)a + (float)b); }        \
+    inline half __hsub(half a, half b) { return half((double)(float)a - (float)b); }        \
+    inline half __hmul(half a, half b) { return half((double)(float)a * (float)b); }        \
+    inline half __hdiv(half a, half b) { return half((float)a / (float)b); }                \
+    inline half __hfma(half a, half b, half c) {                                            \
+        return half((double)(float)a * (float)b + (float)c);                                \
+    }                                                                                       \
+    inline half __hneg(half a) { return half(-(float)a); }                                  \
+    inline half __habs(half a) { return half(fabsf((float)a)); }                            \
+    inline half __hmax(half a, half b) { return half(fmaxf((float)a, (float)b)); }          \
+    inline half __hmin(half a, half b) { return half(fminf((float)a, (float)b)); }          \
+    inline bool __hgt(half a, half b) { return (float)a > (float)b; }                       \
+    inline bool __hlt(half a, half b) { return (float)a < (float)b; }                       \
+    inline bool __heq(half a, half b) { return (float)a == (float)b; }                      \
+    inline bool __hisnan(half a) { return isnan((float)a) != 0; }                           \
+    inline half2 __hadd2(half2 a, half2 b) { return {__hadd(a.x, b.x), __hadd(a.y, b.y)}; } \
+    inline half2 __hsub2(half2 a, half2 b) { return {__hsub(a.x, b.x), __hsub(a.y, b.y)}; } \
+    inline half2 __hmul2(half2 a, half2 b) { return {__hmul(a.x, b.x), __hmul(a.y, b.y)}; } \
+    inline half2 __hfma2(half2 a, half2 b, half2 c) {                                       \
+        return {__hfma(a.x, b.x, c.x), __hfma(a.y, b.y, c.y)};                              \
+    }                                                                                       \
+    inline half2 __hneg2(half2 a) { return {__hneg(a.x), __hneg(a.y)}; }                    \
+    inline half2 __hmax2(half2 a, half2 b) { return {__hmax(a.x, b.x), __hmax(a.y, b.y)}; } \
+    inline half2 __hmin2(half2 a, half2 b) { return {__hmin(a.x, b.x), __hmin(a.y, b.y)}; } \
+    inline float __low2float(half2 a) { return (float)a.x; }                                \
     inline float __high2float(half2 a) { return (float)a.y; }
 EMU_HALF(__half, __half2, __half_raw, emu::to_f16, emu::from_f16)
 EMU_HALF(__nv_bfloat16, __nv_bfloat162, __nv_bfloat16_raw, emu::to_bf16, emu::from_bf16)
@@ -712,8 +840,12 @@ inline __half __int2half_rn(int x) { return __half(x); }
 inline __nv_bfloat16 __float2bfloat16(float x) { return __nv_bfloat16(x); }
 inline __nv_bfloat16 __float2bfloat16_rn(float x) { return __nv_bfloat16(x); }
 inline float __bfloat162float(__nv_bfloat16 x) { return (float)x; }
-inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) { return {__nv_bfloat16(x), __nv_bfloat16(y)}; }
-inline __nv_bfloat162 __float22bfloat162_rn(float2 v) { return {__nv_bfloat16(v.x), __nv_bfloat16(v.y)}; }
+inline __nv_bfloat162 __floats2bfloat162_rn(float x, float y) {
+    return {__nv_bfloat16(x), __nv_bfloat16(y)};
+}
+inline __nv_bfloat162 __float22bfloat162_rn(float2 v) {
+    return {__nv_bfloat16(v.x), __nv_bfloat16(v.y)};
+}
 inline __nv_bfloat162 __float2bfloat162_rn(float x) { return {__nv_bfloat16(x), __nv_bfloat16(x)}; }
 inline float2 __bfloat1622float2(__nv_bfloat162 v) { return {(float)v.x, (float)v.y}; }
 inline __nv_bfloat162 __bfloat162bfloat162(__nv_bfloat16 x) { return {x, x}; }
@@ -721,6 +853,8 @@ inline __nv_bfloat162 __halves2bfloat162(__nv_bfloat16 x, __nv_bfloat16 y) { ret
 inline __nv_bfloat16 __low2bfloat16(__nv_bfloat162 v) { return v.x; }
 inline __nv_bfloat16 __high2bfloat16(__nv_bfloat162 v) { return v.y; }
 inline unsigned short __bfloat16_as_ushort(__nv_bfloat16 x) { return x.__x; }
-inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) { return __nv_bfloat16(__nv_bfloat16_raw{bits}); }
+inline __nv_bfloat16 __ushort_as_bfloat16(unsigned short bits) {
+    return __nv_bfloat16(__nv_bfloat16_raw{bits});
+}
 
 #endif

@@ -1,5 +1,5 @@
-/* device_util.h - the device that a test runs on: LLM_TEST_DEVICE=cpu|emulated|cuda, as `make test DEVICE=...` sets it.
- * Include after llm.h and cmocka.h. */
+/* device_util.h - the device that a test runs on: LLM_TEST_DEVICE=cpu|emulated|cuda, as `make test
+ * DEVICE=...` sets it. Include after llm.h and cmocka.h. */
 #ifndef DEVICE_UTIL_H
 #define DEVICE_UTIL_H
 
@@ -9,40 +9,48 @@
 
 #include "repeats.h"
 
-/* NULL where the test was linked without that device. */
+/* NULL if the test was linked without that device. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err) __attribute__((weak));
-llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err) __attribute__((weak));
+llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err)
+    __attribute__((weak));
 bool emulator_order(const char *order) __attribute__((weak));
 
-/* The device that was asked for; `otherwise` if none was. */
+/* The requested device, or `otherwise` if none was requested. */
 static __attribute__((unused)) const char *device_name(const char *otherwise) {
     const char *name = getenv("LLM_TEST_DEVICE");
     return name && *name ? name : otherwise;
 }
 
-static __attribute__((unused)) bool device_is_gpu(const char *name) { return strcmp(name, "cpu") != 0; }
+static __attribute__((unused)) bool device_is_gpu(const char *name) {
+    return strcmp(name, "cpu") != 0;
+}
 
-/* A backend of it; the test fails where there is none. options (NULL: defaults) are for a GPU. */
-static __attribute__((unused)) llm_backend *device_open(const char *name, const llm_gpu_options *options) {
+/* Open a backend of that device; the test fails if there is none. options (NULL: defaults) apply to
+ * a GPU. */
+static __attribute__((unused)) llm_backend *device_open(const char *name,
+                                                        const llm_gpu_options *options) {
     llm_error err;
     llm_backend *b = NULL;
     if (!strcmp(name, "cpu")) b = llm_cpu_backend(2, LLM_ISA_BEST, &err);
-    else if (!strcmp(name, "emulated") && llm_emulated_backend) b = llm_emulated_backend(options, &err);
+    else if (!strcmp(name, "emulated") && llm_emulated_backend)
+        b = llm_emulated_backend(options, &err);
     else if (!strcmp(name, "cuda") && llm_cuda_backend) b = llm_cuda_backend(options, &err);
     else fail_msg("this test knows no device \"%s\", or was built without it", name);
     if (!b) fail_msg("%s: %s", name, err.message);
     return b;
 }
 
-/* The orders in which the emulated device can run its threads; elsewhere there is one, which nobody chooses. */
-static __attribute__((unused)) int device_orders(const char *name) { return !strcmp(name, "emulated") ? 4 : 1; }
+/* The number of orders in which the emulated device can run its threads; other devices have one. */
+static __attribute__((unused)) int device_orders(const char *name) {
+    return !strcmp(name, "emulated") ? 4 : 1;
+}
 static __attribute__((unused)) void device_set_order(const char *name, int i) {
     static const char *const orders[] = {"forward", "reverse", "random:7", "random:8"};
     if (!strcmp(name, "emulated")) assert_true(emulator_order(orders[i]));
 }
 
-/* A GPU of the process's own, for every engine that does not say where it runs. Each row of a batch gives the same bits in whatever
- * company there, as on the CPU, since most tests compare that. */
+/* The process's GPU, used by every engine that does not name a backend. It is deterministic: a
+ * row's bits do not depend on the rest of the batch, which most tests require. */
 static __attribute__((unused)) llm_backend *device_of_engines(void) {
     static llm_backend *backend;
     const char *name = device_name("cpu");
@@ -54,10 +62,12 @@ static __attribute__((unused)) llm_backend *device_of_engines(void) {
     return backend;
 }
 
-static __attribute__((unused)) llm_engine *device_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
+static __attribute__((unused)) llm_engine *
+device_engine_create(const llm_model *model, const llm_engine_options *options, llm_error *err) {
     llm_engine_options o = options ? *options : llm_engine_defaults();
     if (!o.backend) o.backend = device_of_engines();
-    if (!o.cache_bytes && o.backend) o.cache_bytes = (uint64_t)64 << 20; /* of a large GPU, the usual share would be millions of blocks */
+    /* the default share of a large GPU's memory would be millions of blocks */
+    if (!o.cache_bytes && o.backend) o.cache_bytes = (uint64_t)64 << 20;
     return llm_engine_create(model, &o, err);
 }
 #define llm_engine_create device_engine_create

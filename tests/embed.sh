@@ -1,14 +1,15 @@
 #!/bin/sh
-# tests/embed.sh: does llm.h embed as README.md says? Compiles the README's example (which must be the one in llm.h, word
-# for word) with every warning an error, by gcc and by clang, runs it, and links llm.h into a program
-# of two C files and a C++ file. Then the quick form without kernels, and the implementation as C++.
+# tests/embed.sh: checks that llm.h embeds as README.md says. Compiles README.md's example (which
+# must equal the one in llm.h) with gcc and clang, with warnings as errors, and runs it. Links llm.h
+# into a program of two C files and a C++ file. Compiles it without kernels, and as C++.
 set -u
 here=$(cd "$(dirname "$0")/.." && pwd)
 cd "$here" || exit 1
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 passed=0 failed=0 skipped=0
-# (What gcc finds only where it follows the flow: tests/docs.sh compiles examples with -O1; the kernels' warnings are errors in `make arm64`.)
+# -O0 is fast, but misses warnings that need data-flow analysis: tests/docs.sh compiles the examples
+# with -O1, and `make arm64` compiles the kernels with warnings as errors.
 strict='-O0 -Wall -Wextra -Wpedantic -Werror'
 
 ok() { echo "ok: $1"; passed=$((passed + 1)); }
@@ -20,10 +21,11 @@ check() { # check TITLE COMMAND...
     if "$@"; then ok "$title"; else no "$title"; fi
 }
 
-# The program of the top comment: from its second #define on, without the comment's stars.
+# The program in llm.h's top comment: from its second #define on, without the comment's stars.
 awk '/^#ifndef LLM_H/ { exit }
      /^ \*     #define LLM_IMPLEMENTATION/ { n++ }
-     n == 2 && /^ \*     / { sub(/^ \*     /, ""); print; if ($0 == "}") exit }' llm.h >"$work/header.c"
+     n == 2 && /^ \*     / { sub(/^ \*     /, ""); print; if ($0 == "}") exit }' llm.h \
+         >"$work/header.c"
 # The README's first fenced block of C that defines main.
 awk '/^```c$/ { block = ""; inside = 1; next }
      /^```$/ && inside { inside = 0; if (block ~ /int main/) { printf "%s", block; exit } }
@@ -81,32 +83,40 @@ with() { # with C-COMPILER C++-COMPILER
         skip "everything with $cc: it is not installed"
         return
     fi
-    if echo 'int main(void) { return 0; }' | "$cc" -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
+    if echo 'int main(void) { return 0; }' | "$cc" -fopenmp -x c - -o /dev/null 2>/dev/null; then
+        openmp=-fopenmp
+    fi
     # shellcheck disable=SC2086
     check "$cc -std=c11 $openmp compiles the example without a warning" \
         "$cc" -std=c11 $strict $openmp -I. "$work/example.c" -o "$work/example" -lm
     if [ ! -f models/tales-q4_0.gguf ]; then
-        skip "... and it tells a tale: models/tales-q4_0.gguf is not there"
-    elif "$work/example" >"$work/out" 2>"$work/err" && [ "$(wc -c <"$work/out")" -gt 20 ] && [ ! -s "$work/err" ]; then
-        ok "... and it tells:$(head -c 60 "$work/out" | tr '\n' ' ')..."
+        skip "... and it generates text: models/tales-q4_0.gguf is not there"
+    elif "$work/example" >"$work/out" 2>"$work/err" && [ "$(wc -c <"$work/out")" -gt 20 ] &&
+        [ ! -s "$work/err" ]; then
+        ok "... and it generates:$(head -c 60 "$work/out" | tr '\n' ' ')..."
     else
-        no "... and it tells a tale ($(wc -c <"$work/out") bytes; $(head -c 200 "$work/err"))"
+        no "... and it generates text ($(wc -c <"$work/out") bytes; $(head -c 200 "$work/err"))"
     fi
-    # What strict C hides of the system is used all the same: else models would take twice the memory, and time could jump.
+    # Strict C hides madvise and the monotonic clock, but llm.h must use them: otherwise models
+    # would take twice the memory, and the time could jump.
     # shellcheck disable=SC2086
-    if "$cc" -std=c11 $strict -I. "$work/strict.c" -o "$work/strict" -lm && "$work/strict"; then ok "$cc -std=c11 has large pages and a steady clock"
-    else no "$cc -std=c11 has large pages and a steady clock"; fi
-    # Without OpenMP there must be no warning of a pragma that nobody knows.
+    if "$cc" -std=c11 $strict -I. "$work/strict.c" -o "$work/strict" -lm && "$work/strict"; then
+        ok "$cc -std=c11 has madvise and a monotonic clock"
+    else no "$cc -std=c11 has madvise and a monotonic clock"; fi
+    # Without OpenMP there must be no warning about unknown pragmas.
     # shellcheck disable=SC2086
-    check "$cc -std=c11, no OpenMP: the implementation" "$cc" -std=c11 $strict -I. -c "$work/one.c" -o "$work/one.o"
+    check "$cc -std=c11, no OpenMP: the implementation" "$cc" -std=c11 $strict -I. \
+        -c "$work/one.c" -o "$work/one.o"
     # shellcheck disable=SC2086
-    check "$cc -std=c11: a plain include, twice" "$cc" -std=c11 $strict -I. -c "$work/two.c" -o "$work/two.o"
+    check "$cc -std=c11: a plain include, twice" "$cc" -std=c11 $strict -I. \
+        -c "$work/two.c" -o "$work/two.o"
     if ! echo 'int main() { return 0; }' | "$cxx" -x c++ - -o /dev/null 2>/dev/null; then
         skip "$cxx: from C++: it is not installed"
         return
     fi
     # shellcheck disable=SC2086
-    if check "$cxx -std=c++11: from C++" "$cxx" -std=c++11 $strict -I. -c "$work/three.cpp" -o "$work/three.o" &&
+    if check "$cxx -std=c++11: from C++" "$cxx" -std=c++11 $strict -I. \
+        -c "$work/three.cpp" -o "$work/three.o" &&
         "$cxx" "$work/one.o" "$work/two.o" "$work/three.o" -o "$work/program" -lm &&
         [ "$("$work/program" tests/data/golden/wide.gguf)" = "18 1 runs" ]; then
         ok "$cc and $cxx: two C files and a C++ file in one program"
@@ -148,36 +158,43 @@ cp "$work/greedy.c" "$work/greedy.cpp"
 cp "$work/one.c" "$work/one.cpp"
 warnings='-Wall -Wextra -Werror'
 openmp=
-if echo 'int main(void) { return 0; }' | gcc -fopenmp -x c - -o /dev/null 2>/dev/null; then openmp=-fopenmp; fi
-kernels= library= # LLM_KERNELS: a library of the kernels, which take long to compile
+if echo 'int main(void) { return 0; }' | gcc -fopenmp -x c - -o /dev/null 2>/dev/null; then
+    openmp=-fopenmp
+fi
+kernels= library= # LLM_KERNELS: a library of compiled kernels, which saves time
 if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
 
-quick() { # quick TITLE COMPILE...: compile greedy, run it; it must tell what the normal build told
+quick() { # quick TITLE COMPILE...: compile and run greedy; its text must equal the normal build's
     quick_title=$1
     shift
     check "$quick_title: compiles without a warning" "$@" -I. -o "$work/quick" -lm
-    if "$work/quick" models/tales.gguf >"$work/out" 2>"$work/isa" && cmp "$work/out" "$work/normal" &&
+    if "$work/quick" models/tales.gguf >"$work/out" 2>"$work/isa" &&
+        cmp "$work/out" "$work/normal" &&
         [ "$(cat "$work/isa")" = reference ]; then
-        ok "$quick_title: runs on the reference loops, and tells the same"
+        ok "$quick_title: same text from the reference loops"
     else
-        no "$quick_title: runs on the reference loops, and tells the same ($(head -c 200 "$work/isa"))"
+        no "$quick_title: same text from the reference loops ($(head -c 200 "$work/isa"))"
     fi
 }
 if ! command -v gcc >/dev/null 2>&1; then
     skip 'LLM_NO_FAST_KERNELS: gcc is not installed'
 # shellcheck disable=SC2086
-elif ! gcc -std=c11 -O1 $warnings $openmp $kernels -I. "$work/greedy.c" $library -o "$work/greedy" -lm ||
-    ! "$work/greedy" models/tales.gguf >"$work/normal" 2>"$work/isa" || [ "$(wc -c <"$work/normal")" -lt 80 ]; then
+elif ! gcc -std=c11 -O1 $warnings $openmp $kernels -I. "$work/greedy.c" $library -o "$work/greedy" \
+    -lm ||
+    ! "$work/greedy" models/tales.gguf >"$work/normal" 2>"$work/isa" ||
+    [ "$(wc -c <"$work/normal")" -lt 80 ]; then
     no "LLM_NO_FAST_KERNELS: the normal build does not run ($(head -c 200 "$work/isa"))"
 else
     # shellcheck disable=SC2086
-    quick "gcc -O2 $openmp, LLM_NO_FAST_KERNELS" gcc -std=c11 -O2 $warnings -Wpedantic $openmp -DLLM_NO_FAST_KERNELS "$work/greedy.c"
+    quick "gcc -O2 $openmp, LLM_NO_FAST_KERNELS" gcc -std=c11 -O2 $warnings -Wpedantic $openmp \
+        -DLLM_NO_FAST_KERNELS "$work/greedy.c"
     if ! nm "$work/quick" | grep -q 'avx2_\|base_kernels'; then ok '... and has no kernels'
     else no '... and has no kernels'; fi
     # shellcheck disable=SC2086
     if command -v g++ >/dev/null 2>&1; then
-        quick "g++ -std=c++17 -O2, LLM_NO_FAST_KERNELS" g++ -std=c++17 -O2 $warnings $openmp -DLLM_NO_FAST_KERNELS "$work/greedy.cpp"
-        # The whole implementation as C++, where GCC 12 warns of its own intrinsics when it optimizes: 20 s
+        quick "g++ -std=c++17 -O2, LLM_NO_FAST_KERNELS" g++ -std=c++17 -O2 $warnings $openmp \
+            -DLLM_NO_FAST_KERNELS "$work/greedy.cpp"
+        # the whole implementation as C++; -O1, since GCC 12 warns about its own intrinsics with -O2
         check 'g++ -std=c++17 -O1: the implementation without a warning' \
             g++ -std=c++17 -O1 $warnings $openmp -I. -c "$work/one.cpp" -o "$work/one.o"
     else
@@ -185,13 +202,14 @@ else
     fi
 fi
 
-# ---- make: an object is compiled again when the flags have changed, and only then ----
-compiles() { # compiles FLAGS: how many files
+# ---- make compiles an object again when the flags change, and only then ----
+compiles() { # compiles FLAGS: print the number of files compiled
     make B="$work/build" NVCC= OPTIMIZE="$1" "$work/build/tiles_on_cpu.o" 2>&1 | grep -c -e ' -c '
 }
 if [ "$(uname -m)" != x86_64 ]; then
     skip 'make compiles again when the flags change: no matrix tiles to compile'
-elif [ "$(compiles -O1) $(compiles -O1) $(compiles '-O0 -g') $(compiles '-O0 -g')" = '1 0 1 0' ]; then
+elif [ "$(compiles -O1) $(compiles -O1) $(compiles '-O0 -g') $(compiles '-O0 -g')" = \
+    '1 0 1 0' ]; then
     ok 'make compiles again when the flags change, and only then'
 else
     no 'make compiles again when the flags change, and only then'

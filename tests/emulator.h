@@ -1,5 +1,6 @@
-/* emulator.h - what a test can ask of the emulated GPU (cuda_on_cpu.h) beyond CUDA's own functions: how much memory it has, when
- * it is to fail, what was wrong with the last kernel. Plain C, for the tests of the engine. */
+/* emulator.h - controls of the emulated GPU (cuda_on_cpu.h) for tests, beyond CUDA's own functions:
+ * its memory size, failures to inject, and what the last kernel did wrong. Plain C, so that the
+ * engine's tests can include it. */
 #ifndef EMULATOR_H
 #define EMULATOR_H
 
@@ -11,68 +12,73 @@
 extern "C" {
 #endif
 
-/* The order in which blocks, warps and lanes run: "forward", "reverse" or "random:SEED". LLM_EMU_ORDER sets it at the start.
- * False: no such order. */
+/* Set the order in which blocks, warps and lanes run: "forward", "reverse" or "random:SEED".
+ * LLM_EMU_ORDER sets the initial order. Returns false if the order is unknown. */
 bool emulator_order(const char *order);
 
-/* The device's memory in bytes; LLM_EMU_MEMORY sets it at the start (8 GiB). What is allocated stays. */
+/* Set the device's memory size in bytes (default 8 GiB, or LLM_EMU_MEMORY). Existing allocations
+ * remain. */
 void emulator_memory(size_t bytes);
-/* How many devices there are (1), their number as MAJOR * 10 + MINOR (80), and the driver's version (13000). */
+/* Set the number of devices (default 1), their compute capability as MAJOR * 10 + MINOR (80) and
+ * the driver's version (13000). */
 void emulator_devices(int count, int compute_capability, int driver_version);
 
-/* The nth of each kind from now on fails; -1: none does. */
-void emulator_fail_allocation(long n); /* of device or pinned memory: out of memory */
-void emulator_fail_launch(long n);     /* of a kernel: told by the next cudaGetLastError; the device lives on */
-void emulator_lose_device(long n);     /* the device is lost after n more operations of its streams */
-bool emulator_failed(void);            /* has that come to pass? */
+/* Make the nth call of each kind from now on fail; -1: none. */
+void emulator_fail_allocation(long n); /* device or pinned memory: out of memory */
+void emulator_fail_launch(long n); /* a kernel: cudaGetLastError reports it; the device survives */
+void emulator_lose_device(long n); /* lose the device after n more operations of its streams */
+bool emulator_failed(void);        /* has the failure happened? */
 
-/* What the last faulty kernel did wrong, with file and line; "" if none did. The device is lost then, until
- * emulator_recover: every call gives an error. */
+/* What the last faulty kernel did wrong, with file and line; "" if nothing. After a fault the
+ * device is lost: every call returns an error until emulator_recover. */
 const char *emulator_fault(void);
-/* The device is as new, but what is allocated stays and can be freed. */
+/* Restore a lost device. Allocations remain and can be freed. */
 void emulator_recover(void);
 
-/* What the device has done since the start. */
+/* Counters since the start of the process. */
 typedef struct emulator_counts {
-    uint64_t launches;          /* kernels run, those of graphs too */
+    uint64_t launches;          /* kernels run, graphs included */
     uint64_t graph_launches;
     uint64_t blocks, threads;
     uint64_t barriers;          /* __syncthreads of whole blocks */
     uint64_t warp_operations;   /* shuffles, votes, fragment loads and products of whole warps */
-    uint64_t matrix_products;   /* of these: mma */
-    uint64_t copies;            /* memcpy and memset, those of graphs too */
-    uint64_t live_allocations, live_bytes;   /* device memory, now */
-    uint64_t live_pinned, live_handles;      /* pinned host memory; streams, events, graphs: now */
+    uint64_t matrix_products;   /* of these, mma instructions */
+    uint64_t copies;            /* memcpy and memset, graphs included */
+    uint64_t live_allocations, live_bytes;   /* current, in device memory */
+    uint64_t live_pinned, live_handles;      /* current: pinned memory; streams, events, graphs */
 } emulator_counts;
 emulator_counts emulator_counted(void);
 
-/* What the threads of a warp do to memory in one instruction. Code that was compiled with -fsanitize=thread calls a function before
- * each load and store; here it is the emulator that answers these calls (not the thread sanitizer, which is not linked). So every
- * access that the compiler left in a kernel is seen. The k-th time that each lane comes to an instruction is taken as one access of
- * its warp: exact where the lanes of a warp go the same way. */
+/* One access of a warp to memory. Device code compiled with -fsanitize=thread calls a function
+ * before each load and store; the emulator provides these functions (the thread sanitizer itself is
+ * not linked), so it sees every access that the compiler left in a kernel. The k-th execution of an
+ * instruction by each lane counts as one access of the warp. This is exact where the lanes of a
+ * warp do not diverge. */
 typedef struct emulator_access {
-    const char *kernel;       /* the name at its launch */
-    uint64_t launch;          /* which one since the start: 1 is the first */
+    const char *kernel;       /* its name at launch */
+    uint64_t launch;          /* number since the start; the first is 1 */
     uint32_t grid[3], block[3];
     uint32_t block_index[3];
-    uint32_t warp;            /* of its block */
-    const void *instruction;  /* in the program: tells instructions apart */
-    bool shared, store;       /* shared memory, or global; a store, or a load */
-    uint32_t lanes;           /* that take part: bit i is lane i */
-    uint32_t bytes;           /* of each of them */
-    uint64_t address[32];     /* of each of them; in shared memory the offset */
+    uint32_t warp;            /* index in its block */
+    const void *instruction;  /* code address, which identifies the instruction */
+    bool shared, store;       /* shared, else global, memory; a store, else a load */
+    uint32_t lanes;           /* participating lanes: bit i is lane i */
+    uint32_t bytes;           /* per lane */
+    uint64_t address[32];     /* per lane; in shared memory the offset */
     const char *memory;       /* the name of the shared array, or the label of the allocation */
-    uint64_t start;           /* where that begins */
-    uint32_t used;            /* different bytes among all lanes' */
-    uint32_t sectors, lines;  /* global: pieces of 32 and of 128 bytes that hold them; memory moves whole sectors */
-    uint32_t passes, least;   /* shared: a pass gives one word of 4 bytes from each of 32 banks; least: without a conflict */
+    uint64_t start;           /* its first address */
+    uint32_t used;            /* distinct bytes over all lanes */
+    /* global: 32-byte sectors and 128-byte lines touched; memory transfers whole sectors */
+    uint32_t sectors, lines;
+    /* shared: passes, each of one 4-byte word from each of 32 banks; and the fewest possible */
+    uint32_t passes, least;
 } emulator_access;
 
-/* From now on each access is shown to the observer, when its block has ended; NULL: to nobody. Device code that was not compiled so
- * shows nothing, and runs as fast as ever. */
+/* Call the observer with each access once its block has ended; NULL: stop. Device code compiled
+ * without -fsanitize=thread reports nothing and runs at full speed. */
 typedef void (*emulator_observer)(void *user, const emulator_access *access);
 void emulator_observe(emulator_observer observer, void *user);
-/* What is allocated from now on is called so; the text must last. */
+/* Label future allocations. The text must outlive them. */
 void emulator_label(const char *label);
 
 #ifdef __cplusplus

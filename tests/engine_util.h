@@ -1,5 +1,5 @@
-/* engine_util.h - what the tests of the engine share: run requests and keep all they gave, to compare bit for bit.
- * Include after llm.h and cmocka.h. All of it works over the public API. */
+/* engine_util.h - shared by the tests of the engine: run requests and record their output, for
+ * bitwise comparison. Uses the public API only. Include after llm.h and cmocka.h. */
 #ifndef ENGINE_UTIL_H
 #define ENGINE_UTIL_H
 
@@ -18,7 +18,8 @@
 
 #define UNUSED __attribute__((unused))
 
-/* Has this machine the instruction set? Where not, asking for it gives a lesser one, which a loop over all of them has tried already. */
+/* True if this machine has the instruction set. If not, the backend would choose a lesser one,
+ * which a loop over all sets has already tested. */
 static UNUSED bool has_isa(llm_isa isa) {
     llm_error err;
     llm_backend *b = llm_cpu_backend(1, isa, &err);
@@ -27,7 +28,7 @@ static UNUSED bool has_isa(llm_isa isa) {
     return has;
 }
 
-/* Everything that one sample of a request gave: its tokens, and the logits that its hook saw, in order. */
+/* The output of one sample of a request: its tokens, and the logits that its hook saw, in order. */
 typedef struct sample_record {
     int n_tokens, n_rows, vocab, n_ends;
     int32_t tokens[1100];
@@ -41,11 +42,12 @@ typedef struct sample_record {
 
 enum { MAX_SAMPLES = 8 };
 
-typedef struct record { /* of a request */
+typedef struct record { /* one request's output */
     uint64_t id;
     int vocab;
     sample_record samples[MAX_SAMPLES];
-    const int32_t *forced; /* if set: the token to force after `position`, -1 for none; a hook of 1200 entries */
+    /* (1200) token to force after each position, -1: none; NULL: force nothing */
+    const int32_t *forced;
     int force_until;
 } record;
 
@@ -64,8 +66,9 @@ static UNUSED void record_free(record *r) {
     free(r);
 }
 
-/* A logits hook: keeps what it sees. */
-static UNUSED void record_hook(void *user, uint64_t request, int sample, int position, float *logits) {
+/* A logits hook that records the logits and forces the tokens of `forced`. */
+static UNUSED void record_hook(void *user, uint64_t request, int sample, int position,
+                               float *logits) {
     record *r = (record *)user;
     sample_record *s = &r->samples[sample];
     size_t row = (size_t)r->vocab * sizeof(float);
@@ -75,10 +78,11 @@ static UNUSED void record_hook(void *user, uint64_t request, int sample, int pos
     assert_non_null(s->logits);
     memcpy(s->logits + (size_t)s->n_rows * (size_t)r->vocab, logits, row);
     s->positions[s->n_rows++] = position;
-    if (r->forced && position < r->force_until && r->forced[position] >= 0) logits[r->forced[position]] = 1e30f;
+    if (r->forced && position < r->force_until && r->forced[position] >= 0)
+        logits[r->forced[position]] = 1e30f;
 }
 
-/* Put an event into the record of its request. */
+/* Add an event to its request's record. */
 static UNUSED void record_event(record *r, const llm_event *event) {
     assert_int_equal(event->request, r->id);
     assert_in_range(event->sample, 0, MAX_SAMPLES - 1);
@@ -98,7 +102,7 @@ static UNUSED void record_event(record *r, const llm_event *event) {
     s->finish = event->finish;
 }
 
-/* Read all events there are; each belongs to a record, through `user`. */
+/* Read all waiting events. Each event's `user` is a record. */
 static UNUSED int record_events(llm_engine *engine) {
     llm_event event;
     int n = 0;
@@ -116,18 +120,18 @@ static UNUSED void record_submit(llm_engine *engine, record *r, llm_request requ
 
 static UNUSED void record_drain(llm_engine *engine) {
     llm_error err;
-    int more, idle = 0; /* idle: steps in a row without a pass */
+    int more, idle = 0; /* idle: consecutive steps without a forward pass */
     do {
         uint64_t before = llm_engine_statistics(engine).steps;
         more = llm_step(engine, &err);
         if (more < 0) fail_msg("%s", err.message);
         record_events(engine);
         idle = llm_engine_statistics(engine).steps > before ? 0 : idle + 1;
-        if (idle > 1000) fail_msg("nothing moves");
+        if (idle > 1000) fail_msg("1000 steps in a row ran no forward pass");
     } while (more > 0);
 }
 
-/* After everything has ended: no block, no sequence, no request is left over. */
+/* Nothing may be left after all requests have ended: no block, sequence or request. */
 static UNUSED void assert_idle(const llm_engine *engine) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.blocks_free, s.blocks_total);
@@ -153,8 +157,9 @@ static UNUSED llm_model *model_load(const char *path) {
     return model;
 }
 
-/* One request on an engine of its own. */
-static UNUSED record *run_alone(const llm_model *model, const llm_engine_options *options, llm_request request) {
+/* Run one request on an engine of its own. */
+static UNUSED record *run_alone(const llm_model *model, const llm_engine_options *options,
+                                llm_request request) {
     llm_engine *engine = engine_new(model, options);
     record *r = record_new(model);
     record_submit(engine, r, request, true);
@@ -170,8 +175,9 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
     assert_memory_equal(a->logprobs, b->logprobs, sizeof(float) * (size_t)a->n_tokens);
     assert_int_equal(a->n_rows, b->n_rows);
     assert_memory_equal(a->positions, b->positions, sizeof(int) * (size_t)a->n_rows);
-    for (int i = 0; i < a->n_rows; i++) /* the bits, so that -0 is not 0 */
-        if (memcmp(a->logits + (size_t)i * (size_t)vocab, b->logits + (size_t)i * (size_t)vocab, sizeof(float) * (size_t)vocab))
+    for (int i = 0; i < a->n_rows; i++) /* compares bits: -0 differs from 0 */
+        if (memcmp(a->logits + (size_t)i * (size_t)vocab, b->logits + (size_t)i * (size_t)vocab,
+                   sizeof(float) * (size_t)vocab))
             fail_msg("the logits at position %d differ", a->positions[i]);
     assert_int_equal(a->text_length, b->text_length);
     if (a->text_length) assert_memory_equal(a->text, b->text, a->text_length);
@@ -179,13 +185,26 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
     assert_int_equal(a->n_ends, b->n_ends);
 }
 
+/* A cancelled sample's output is the beginning of its output alone. */
+static UNUSED void assert_sample_prefix(const sample_record *part, const sample_record *whole,
+                                        int vocab) {
+    size_t rows = (size_t)part->n_rows, tokens = (size_t)part->n_tokens;
+    assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
+    assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * tokens);
+    assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * tokens);
+    assert_memory_equal(part->positions, whole->positions, sizeof(int) * rows);
+    rows *= (size_t)vocab;
+    if (rows) assert_memory_equal(part->logits, whole->logits, sizeof(float) * rows);
+}
+
 static UNUSED void assert_same(const record *a, const record *b) {
-    for (int s = 0; s < MAX_SAMPLES; s++) assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);
+    for (int s = 0; s < MAX_SAMPLES; s++)
+        assert_same_sample(&a->samples[s], &b->samples[s], a->vocab);
 }
 
 /* ---- Files ---------------------------------------------------------------------------- */
 
-/* A name for a file of this test, gone when temporary_remove is called. */
+/* Create a temporary file and return its name; temporary_remove deletes it. */
 static UNUSED void temporary_path(char path[256]) {
     const char *folder = getenv("TMPDIR");
     snprintf(path, 256, "%s/llm-test-XXXXXX", folder ? folder : "/tmp");
@@ -202,7 +221,8 @@ static UNUSED void write_as_f32(const char *in_path, const char *out_path) {
     llm_writer *w = llm_writer_create(out_path, &err);
     if (!w) fail_msg("%s", err.message);
     for (int64_t i = 0; i < llm_file_n_values(in); i++)
-        if (!llm_file_value(in, i)->key.length || memcmp(llm_file_value(in, i)->key.data, "general.alignment", 17))
+        if (!llm_file_value(in, i)->key.length ||
+            memcmp(llm_file_value(in, i)->key.data, "general.alignment", 17))
             llm_writer_value(w, llm_file_value(in, i));
     for (int64_t i = 0; i < llm_file_n_tensors(in); i++) {
         const llm_tensor *t = llm_file_tensor(in, i);

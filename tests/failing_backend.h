@@ -1,10 +1,10 @@
-/* failing_backend.h - a wrapper around a backend in which one chosen call fails. The call that fails
- * does nothing. Include after the implementation of llm.h. */
+/* failing_backend.h - a wrapper around a backend in which one chosen call fails. The call that
+ * fails does nothing. Include after the implementation of llm.h. */
 #ifndef FAILING_BACKEND_H
 #define FAILING_BACKEND_H
 
-static llm_backend *real;                /* the wrapped backend */
-static long calls, fail_call = -1;       /* calls so far that can fail; index of the one that does */
+static llm_backend *real;          /* the wrapped backend */
+static long calls, fail_call = -1; /* calls so far that can fail; index of the one to fail */
 
 static bool device_fails(llm_error *err) {
     if (calls++ != fail_call) return false;
@@ -15,10 +15,12 @@ static bool device_fails(llm_error *err) {
 static void *failing_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     return device_fails(err) ? NULL : real->allocate(context, bytes, what, err);
 }
-static bool failing_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
+static bool failing_upload(void *context, void *device, const void *host, size_t bytes,
+                           llm_error *err) {
     return !device_fails(err) && real->upload(context, device, host, bytes, err);
 }
-static bool failing_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+static bool failing_download(void *context, void *host, const void *device, size_t bytes,
+                             llm_error *err) {
     return !device_fails(err) && real->download(context, host, device, bytes, err);
 }
 static bool failing_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
@@ -35,8 +37,8 @@ static bool failing_run(void *context, const llm_program *program, llm_part part
 static bool failing_sync(void *context, llm_error *err) {
     return !device_fails(err) && real->sync(context, err);
 }
-static bool failing_sample(void *context, float *logits, int vocab_size, const llm_draw *draws, int n,
-                           int32_t *ids, float *logprobs, llm_error *err) {
+static bool failing_sample(void *context, float *logits, int vocab_size, const llm_draw *draws,
+                           int n, int32_t *ids, float *logprobs, llm_error *err) {
     return !device_fails(err) &&
            real->sample(context, logits, vocab_size, draws, n, ids, logprobs, err);
 }

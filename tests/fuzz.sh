@@ -1,15 +1,17 @@
 #!/bin/sh
-# tests/fuzz.sh SECONDS FUZZER...: runs all fuzzers at once for so many seconds by the clock, each from its seed corpus
-# tests/data/<fuzzer>/ where there is one. What it finds it keeps under build/fuzz/<fuzzer>/. Ends in one line, "N passed, N failed".
+# tests/fuzz.sh SECONDS FUZZER...: runs all fuzzers at once for that many seconds, each from its
+# seed corpus tests/data/<fuzzer>/, if it has one. Findings stay in build/fuzz/<fuzzer>/. Ends in
+# one line, "N passed, N failed".
 set -u
 
-if [ "$1" = --one ]; then # SECONDS FUZZER: run it, say how it went
+if [ "$1" = --one ]; then # SECONDS FUZZER: run it and print its status
     name=$(basename "$3") seeds=tests/data/$(basename "$3")
     mkdir -p "build/fuzz/$name/corpus"
     [ -d "$seeds" ] || seeds=
     # shellcheck disable=SC2086
     "$3" -max_total_time="$2" -timeout=20 -rss_limit_mb=4096 -print_final_stats=1 \
-        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds >"build/fuzz/$name/log" 2>&1
+        -artifact_prefix="build/fuzz/$name/" "build/fuzz/$name/corpus" $seeds \
+        >"build/fuzz/$name/log" 2>&1
     echo "$? $name"
     exit 0
 fi
@@ -21,10 +23,11 @@ printf '%s\n' "$@" | xargs -P "$#" -n 1 sh "$0" --one "$seconds" | {
     while read -r status name; do
         printf '== %-20s' "$name"
         if [ "$status" -eq 0 ]; then
-            echo "inputs tried in $seconds s: $(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name/log")"
+            tried=$(sed -n 's/^stat::number_of_executed_units: *//p' "build/fuzz/$name/log")
+            echo "inputs tried in $seconds s: $tried"
             passed=$((passed + 1))
         else
-            echo "failed, exit status $status:"
+            echo "failed with exit status $status:"
             grep -v '^#' "build/fuzz/$name/log" | tail -n 60 | sed 's/^/   | /'
         fi
     done

@@ -1,18 +1,21 @@
 #!/bin/sh
-# tests/mutants.sh: how well do the tests notice bugs? Each patch under tests/mutants/ plants one bug (a "mutant"). This script
-# applies the patches one at a time, each in a fresh copy of the tree, builds and runs the tests that cover the patched chapter,
-# and prints whether one of them fails ("caught") or all pass ("survived").
+# tests/mutants.sh: measures how well the tests find bugs. Each patch under tests/mutants/ plants
+# one bug (a "mutant"). This script applies each patch to a fresh copy of the tree, builds and runs
+# the tests that cover the patched chapter, and prints whether one of them fails ("caught") or all
+# pass ("survived").
 #
 #     ONLY=tokenizer/   only the patches whose path contains this text
-#     SAMPLE=10         only so many, drawn by SEED (default: the last commit, so that each commit draws others)
-#     JOBS=2            so many at a time (default: one per processor)
+#     SAMPLE=10         only this many, drawn at random from SEED (default: the last commit's
+#                       hash, so that each commit draws others)
+#     JOBS=2            this many at a time (default: one per processor)
 #
-# A patch file begins with a sentence that says what is broken. A line `Tests: NAME...` replaces the chapter's list of tests, and a line
-# `Survives: REASON` explains why no test can notice it. Ends in one line, "N passed, N failed". A mutant fails if it
-# survives without a reason, does not apply, does not compile, or if its test also fails without it.
+# A patch file begins with a sentence that describes the bug. A line `Tests: NAME...` replaces the
+# chapter's list of tests, and a line `Survives: REASON` explains why no test can find it. Ends in
+# one line, "N passed, N failed". A mutant fails if it survives without a reason, does not apply,
+# does not compile, or if its test also fails without the patch.
 set -u
 
-tests_of() { # chapter: its tests, the ones that notice most or take least time first
+tests_of() { # chapter: its tests, the most effective or fastest first
     case $1 in
     files) echo test_files test_folders test_json ;;
     tokenizer) echo test_tokenizer ;;
@@ -32,16 +35,19 @@ tests_of() { # chapter: its tests, the ones that notice most or take least time 
     esac
 }
 
-build() { # what to build, and for which chapter: a change outside the kernels and for a test with an engine of its own leaves the libraries alone
+# build TARGET CHAPTER. The libraries stay as they are if the chapter is outside the kernels and the
+# test contains its own copy of the engine.
+build() {
     keep='-o build/libkernels.a -o build/libllm.a'
     if [ "$2" = kernels ]; then keep=
-    elif [ "$2" != command ] && ! grep -q 'define LLM_IMPLEMENTATION' "tests/${1#build/}.c"; then keep=
+    elif [ "$2" != command ] && ! grep -q 'define LLM_IMPLEMENTATION' "tests/${1#build/}.c"; then
+        keep=
     fi
     # shellcheck disable=SC2086
     make -s -o build/flags $keep NVCC= OBSERVED= OPTIMIZE=-O1 "$1"
 }
 
-# Run a test up to its first failure: the rest would only take time.
+# Run a test up to its first failure.
 run() { # command...: 0 if it passes
     "$@" >../log 2>&1 </dev/null &
     while kill -0 $! 2>/dev/null; do
@@ -54,7 +60,9 @@ run() { # command...: 0 if it passes
     wait $! && ! grep -q FAILED ../log
 }
 
-attempt() { # test, chapter: 0 if it passes, 1 if it fails, 2 if it does not compile; what it prints goes into ../log
+# attempt TEST CHAPTER: 0 if the test passes, 1 if it fails, 2 if it does not compile; its output is
+# in ../log
+attempt() {
     case $1 in
     *.sh) [ "$1" = tests/races.sh ] || build llm "$2" >../log 2>&1 || return 2
         # shellcheck disable=SC2086
@@ -65,11 +73,12 @@ attempt() { # test, chapter: 0 if it passes, 1 if it fails, 2 if it does not com
     esac
 }
 
-fresh() { # a copy of the tree, times included, becomes the current folder
+fresh() { # enter a new copy of the tree, with its time stamps
     cd "$work" && rm -rf "$mine" && mkdir "$mine" && cp -a pristine "$mine/tree" && cd "$mine/tree"
 }
 
-passes_without() { # test, chapter: does the test pass in the tree as it is? Asked once for each test
+# passes_without TEST CHAPTER: whether the test passes in the unchanged tree. Tried once per test.
+passes_without() {
     while ! mkdir "$work/asking" 2>/dev/null; do sleep 1; done
     known=$work/known.$(basename "$1")
     if [ ! -e "$known" ]; then
@@ -80,13 +89,15 @@ passes_without() { # test, chapter: does the test pass in the tree as it is? Ask
     [ "$(cat "$known")" -eq 0 ]
 }
 
-one() { # patch: try it, and say how it went in one line
+one() { # patch: try it and print the result in one line
     chapter=$(basename "$(dirname "$1")")
     patch=$work/pristine/$1 start=$(date +%s) verdict=survived by=
     tests=$(sed -n 's/^Tests: *//p' "$patch")
     [ -n "$tests" ] || tests=$(tests_of "$chapter") || verdict='has no chapter of that name'
     fresh || exit 1
-    if [ "$verdict" = survived ] && ! patch -p1 -s -f <"$patch" >../log 2>&1; then verdict='does not apply'; fi
+    if [ "$verdict" = survived ] && ! patch -p1 -s -f <"$patch" >../log 2>&1; then
+        verdict='does not apply'
+    fi
     if [ "$verdict" = survived ]; then
         for test in $tests; do
             attempt "$test" "$chapter"
@@ -102,7 +113,9 @@ one() { # patch: try it, and say how it went in one line
     case $verdict in
     'does not'*) head -n 5 ../log >"$work/why.$$" ;;
     esac
-    if [ "$verdict" = caught ] && ! passes_without "$by" "$chapter"; then verdict='test fails without it, too:'; fi
+    if [ "$verdict" = caught ] && ! passes_without "$by" "$chapter"; then
+        verdict='test fails without it, too:'
+    fi
     reason=$(sed -n 's/^Survives: *//p' "$patch")
     if [ "$verdict" = survived ] && [ -n "$reason" ]; then verdict=explained by="($reason)"; fi
     printf '%-10s %-58s %3d s  %s\n' "$verdict" "${1#tests/mutants/}" "$seconds" "$by"
@@ -129,17 +142,25 @@ grep -F -e "${ONLY:-}" "$work/all" >"$work/chosen"
 if [ -n "${SAMPLE:-}" ]; then
     seed=${SEED:-$(git rev-parse HEAD 2>/dev/null)}
     while read -r patch; do
-        grep -q '^Survives:' "$patch" || echo "$(echo "$seed $patch" | cksum | cut -d' ' -f1) $patch"
+        grep -q '^Survives:' "$patch" ||
+            echo "$(echo "$seed $patch" | cksum | cut -d' ' -f1) $patch"
     done <"$work/chosen" | sort -n | head -n "$SAMPLE" | cut -d' ' -f2 >"$work/sample"
     mv "$work/sample" "$work/chosen"
 fi
-[ -s "$work/chosen" ] || { echo "no patch under tests/mutants/ has '${ONLY:-}' in its path"; echo '0 passed, 1 failed'; exit 1; }
+if [ ! -s "$work/chosen" ]; then
+    echo "no patch under tests/mutants/ has '${ONLY:-}' in its path"
+    echo '0 passed, 1 failed'
+    exit 1
+fi
 
-# The tree, with what `make` and `make test` have compiled already; the rest of what mutants are linked with is compiled once, here.
+# Copy the tree with everything that `make` and `make test` have compiled, and compile the rest of
+# what mutants link once.
 mkdir -p "$work/pristine/build"
 tar -cf - --exclude=./build --exclude=./.git . | tar -C "$work/pristine" -xf - || exit 1
 find build -maxdepth 1 -type f -exec cp -p {} "$work/pristine/build" \; || exit 1
-(cd "$work/pristine" && make -s -j"$jobs" NVCC= OBSERVED= build/libkernels.a build/libllm.a build/emulated.o build/cuda_on_cpu.o llm) || exit 1
+(cd "$work/pristine" && make -s \
+    -j"$jobs" NVCC= OBSERVED= build/libkernels.a build/libllm.a build/emulated.o \
+    build/cuda_on_cpu.o llm) || exit 1
 
 echo "$(wc -l <"$work/chosen") mutants"
 xargs -P "$jobs" -n 1 sh "$0" --one "$work" <"$work/chosen" | {
@@ -156,7 +177,7 @@ xargs -P "$jobs" -n 1 sh "$0" --one "$work" <"$work/chosen" | {
     n=$(wc -l <"$work/chosen")
     lost=$((n - caught - explained - failed))
     echo "caught $caught of $n; $explained survive for a stated reason"
-    [ "$lost" -eq 0 ] || echo "$lost did not say how they ended"
+    [ "$lost" -eq 0 ] || echo "$lost ended without a result"
     failed=$((failed + lost))
     # An explained survivor is still a gap: at most 3 in 100, once there are enough to count.
     if [ $((explained * 100)) -gt $((n * 3)) ] && [ "$n" -ge 100 ]; then

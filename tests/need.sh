@@ -1,6 +1,6 @@
 #!/bin/sh
-# tests/need.sh THING...: see that a thing is there, and install it with apt if not. Things: make, cc, cmocka,
-# c++, clang, fuzzer, arm64, qemu, python. Run by the Makefile and by .ci/run.
+# tests/need.sh THING...: check that each thing is installed; if not, install it with apt. Things:
+# make, cc, cmocka, c++, clang, fuzzer, arm64, qemu, python. Run by the Makefile and by .ci/run.
 set -u
 CC=${CC:-cc}
 
@@ -12,15 +12,20 @@ has() {
     case $1 in
     make) command -v make >/dev/null 2>&1 ;;
     python) python3 -c 'import json' >/dev/null 2>&1 ;;
-    cc) printf '#include <math.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' | compiles "$CC" ;;
-    cmocka) has cc && printf '#include <setjmp.h>\n#include <stdarg.h>\n#include <stddef.h>\n#include <stdint.h>\n#include <cmocka.h>\n' | compiles "$CC" -fsyntax-only ;;
-    c++) printf '#include <cstdio>\nint main() { return 0; }\n' | g++ -x c++ - -o /dev/null >/dev/null 2>&1 ;;
+    cc) printf '#include <math.h>\n#include <stdio.h>\nint main(void) { return puts("") < 0; }\n' |
+        compiles "$CC" ;;
+    cmocka) has cc && printf '#include <%s.h>\n' setjmp stdarg stddef stdint cmocka |
+        compiles "$CC" -fsyntax-only ;;
+    c++) printf '#include <cstdio>\nint main() { return 0; }\n' |
+        g++ -x c++ - -o /dev/null >/dev/null 2>&1 ;;
     clang) printf 'int main(void) { return 0; }\n' | compiles clang ;;
-    fuzzer) printf '#include <stddef.h>\n#include <stdint.h>\nint LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { (void)d; (void)n; return 0; }\n' |
+    fuzzer) printf '%s\n' '#include <stddef.h>' '#include <stdint.h>' \
+        'int LLVMFuzzerTestOneInput(const uint8_t *d, size_t n) { (void)d; (void)n; return 0; }' |
         compiles clang -fsanitize=fuzzer,address,undefined ;;
-    arm64) printf '#include <stdio.h>\nint main(void) { return 0; }\n' | compiles aarch64-linux-gnu-gcc ;;
+    arm64) printf '#include <stdio.h>\nint main(void) { return 0; }\n' |
+        compiles aarch64-linux-gnu-gcc ;;
     qemu) command -v qemu-aarch64 >/dev/null 2>&1 ;;
-    *) echo "need.sh: what is $1?" >&2; exit 2 ;;
+    *) echo "need.sh: unknown thing $1" >&2; exit 2 ;;
     esac
 }
 
@@ -33,10 +38,13 @@ packages() {
         echo libcmocka-dev ;;
     c++) echo g++ ;;
     clang) echo clang libomp-dev ;;
-    fuzzer) # the runtime is a package of its own, which carries clang's version in its name, on some releases
-        version=$(apt-cache depends clang 2>/dev/null | sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p' | head -n 1)
+    # on some releases the runtime is a separate package with clang's version in its name
+    fuzzer)
+        version=$(apt-cache depends clang 2>/dev/null |
+            sed -n 's/.*Depends: clang-\([0-9]*\)$/\1/p' | head -n 1)
         echo clang
-        [ -n "$version" ] && apt-cache show "libclang-rt-$version-dev" >/dev/null 2>&1 && echo "libclang-rt-$version-dev" ;;
+        [ -n "$version" ] && apt-cache show "libclang-rt-$version-dev" >/dev/null 2>&1 &&
+            echo "libclang-rt-$version-dev" ;;
     arm64) echo gcc-aarch64-linux-gnu libc6-dev-arm64-cross ;;
     qemu) echo qemu-user ;;
     esac
@@ -51,13 +59,14 @@ for thing in "$@"; do
     list=$(echo $(packages "$thing"))
     if command -v apt-get >/dev/null 2>&1 && [ "$root" != none ]; then
         $root apt-get update -qq >/dev/null 2>&1
-        list=$(echo $(packages "$thing")) # which may depend on what there is
+        list=$(echo $(packages "$thing")) # may depend on the updated package list
         echo "installing $list..." >&2
         # shellcheck disable=SC2086
-        output=$($root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq --no-install-recommends -o DPkg::Lock::Timeout=300 $list 2>&1) || echo "$output" >&2
+        output=$($root env DEBIAN_FRONTEND=noninteractive apt-get install -y -qq \
+            --no-install-recommends -o DPkg::Lock::Timeout=300 $list 2>&1) || echo "$output" >&2
         has "$thing" && continue
     fi
-    echo "Missing: $thing. Please run this (its packages have these names on Debian and Ubuntu), and then the same command again:" >&2
+    echo "Missing: $thing. Install it (package names for Debian and Ubuntu), then try again:" >&2
     echo "    sudo apt-get install -y $list" >&2
     exit 1
 done

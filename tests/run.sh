@@ -1,11 +1,12 @@
 #!/bin/sh
-# tests/run.sh LLM TEST...: runs the tests, as many at a time as there are processors (LLM_TEST_JOBS, if set), and ends in one line,
-# "N passed, N failed", with ", N skipped" if some were. A test is a cmocka program or a script that ends in such a line itself.
-# LLM_TEST_RUNNER is put before the programs: an emulator with its options, where they are another machine's.
-# What passes is one line, as soon as it is done; a test that fails shows all it printed, a skip shows why.
+# tests/run.sh LLM TEST...: runs the tests, as many at a time as there are processors (or
+# LLM_TEST_JOBS), and ends in one line, "N passed, N failed", with ", N skipped" if any were. A test
+# is a cmocka program, or a script that ends in such a line itself. LLM_TEST_RUNNER, if set, runs
+# programs of another architecture: an emulator with its options. Each test that passes prints one
+# line when it ends; a failed one shows its whole output, a skipped one the reason.
 set -u
 
-if [ "$1" = --one ]; then # FOLDER TEST: run it, keep what it prints in the folder, say how it went
+if [ "$1" = --one ]; then # FOLDER TEST: run it with its output in the folder, and print its status
     start=$(date +%s)
     case $3 in
     *.sh) sh "$3" >"$2/$(basename "$3")" 2>&1 ;;
@@ -19,15 +20,17 @@ fi
 LLM=$1
 shift
 export LLM CC
-# Two threads find what only threads do wrong; more would only wait for each other, and while they wait they must not spin.
+# Two threads are enough to find threading bugs. Waiting threads must not spin, since tests share
+# the processors.
 export OMP_NUM_THREADS="${OMP_NUM_THREADS:-2}" OMP_WAIT_POLICY="${OMP_WAIT_POLICY:-passive}"
 jobs=${LLM_TEST_JOBS:-$(nproc 2>/dev/null || echo 2)}
 work=$(mktemp -d) || exit 1
 trap 'rm -rf "$work"' EXIT
 trap 'exit 1' INT TERM
 
-sum() { # the numbers before a word at the start of cmocka's closing lines
-    sed -n "s/^\[  *$1 *\] \([0-9][0-9]*\) test(s).*/\1/p" "$log" | awk '{ n += $1 } END { print n + 0 }'
+sum() { # add up the counts in cmocka's closing lines that begin with this word
+    sed -n "s/^\[  *$1 *\] \([0-9][0-9]*\) test(s).*/\1/p" "$log" |
+        awk '{ n += $1 } END { print n + 0 }'
 }
 
 printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh "$0" --one "$work" | {
@@ -43,12 +46,13 @@ printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh "$0" --one "$work" | {
         else
             p=$(sum PASSED) f=$(sum FAILED) s=$(sum SKIPPED)
         fi
-        # a crash, a sanitizer's report at the end, or no tests at all
+        # a crash, a sanitizer's report at exit, or no tests at all count as one failure
         if [ "$status" -ne 0 ] && [ "$f" -eq 0 ]; then f=1; fi
         if [ $((p + f + s)) -eq 0 ]; then f=1; fi
-        printf '== %-20s%4d passed, %d failed, %d skipped  (%d s)\n' "$name" "$p" "$f" "$s" "$seconds"
+        printf '== %-20s%4d passed, %d failed, %d skipped  (%d s)\n' "$name" "$p" "$f" "$s" \
+            "$seconds"
         if [ "$f" -ne 0 ]; then
-            echo "   exit status $status; all it printed:"
+            echo "   exit status $status; output:"
             sed 's/^/   | /' "$log"
         elif [ "$s" -ne 0 ]; then
             grep '^SKIPPED' "$log" | sed 's/^/   | /'
@@ -56,7 +60,7 @@ printf '%s\n' "$@" | xargs -P "$jobs" -n 1 sh "$0" --one "$work" | {
         passed=$((passed + p)) failed=$((failed + f)) skipped=$((skipped + s)) done=$((done + 1))
     done
     if [ $done -lt $# ]; then
-        echo "$(($# - done)) of $# tests did not say how they ended"
+        echo "$(($# - done)) of $# tests ended without a result"
         failed=$((failed + $# - done))
     fi
     line="$passed passed, $failed failed"

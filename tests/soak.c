@@ -7,13 +7,14 @@
  * cancels in random order. In a share of the rounds, allocations and calls of the device fail. Each
  * request must give what it gives alone on an engine with plain options. Each failure must be
  * reported and harm nothing else. At the end, every block and all memory must be free. */
-#include "cross/cmocka.h" /* fail_msg is a longjmp: the run goes on after a failed round */
+#include "cross/cmocka.h" /* its fail_msg is a longjmp, so the run continues after a failed round */
 
 #include <signal.h>
 
 #include "test_util.h"
 
-/* Time passes only between operations, so that a round with dynamic batching repeats exactly. */
+/* The engine's clock advances only between operations, so that a round with dynamic batching
+ * repeats exactly. */
 static double soak_time;
 
 static int soak_clock(struct timespec *t) {
@@ -33,7 +34,7 @@ static int soak_clock(struct timespec *t) {
 #include "engine_util.h"
 #include "failing_backend.h"
 #include "tiny_model.h"
-#undef llm_engine_create /* each engine here says where it runs */
+#undef llm_engine_create /* each engine here names its backend */
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -49,26 +50,26 @@ void emulator_recover(void) __attribute__((weak));
 emulator_counts emulator_counted(void) __attribute__((weak));
 
 enum {
-    EMULATED_SHARE = 5, /* percent of the rounds: this device is slow */
+    EMULATED_SHARE = 5, /* percent of the rounds; few, since this device is slow */
     FAULTS_SHARE = 40,  /* percent of the rounds */
-    MAX_CLIENTS = 24,   /* requests of a round */
+    MAX_CLIENTS = 24,   /* the most requests in a round */
     MAX_PROMPT = 64,
-    MAX_STEPS = 20000, /* until all requests of a round have ended */
-    MAX_SECONDS = 600, /* of a round: one that takes longer hangs */
-    MAX_FAILURES = 10  /* rounds that fail, before the run ends */
+    MAX_STEPS = 20000, /* the most steps until all requests of a round have ended */
+    MAX_SECONDS = 600, /* the most seconds for a round; a longer one hangs */
+    MAX_FAILURES = 10  /* failed rounds before the run ends */
 };
 
 /* ---- The round ------------------------------------------------------------------------------ */
 
-typedef struct client { /* a request, and what came of it */
+typedef struct client { /* a request and its output */
     llm_request request;
     int32_t prompt[MAX_PROMPT];
-    char text[24]; /* the prompt as text; "": submitted as ids */
+    char text[24]; /* the prompt as text; "": the request was submitted as ids */
     char stop_texts[2][4];
     const char *stops[2];
     int32_t forced[1200]; /* see record.forced */
     bool forces;
-    bool disturbed; /* a step failed while it ran */
+    bool disturbed; /* a step failed while the request ran */
     record *got;
 } client;
 
@@ -76,20 +77,20 @@ static struct {
     uint64_t seed;
     test_random random;
     bool emulated, faults, lost;
-    bool own_backend;            /* the engine makes its own */
-    const char *file;            /* of the model; NULL: a tiny one */
-    tiny_model tiny, tiny_draft; /* model NULL: none */
+    bool own_backend;            /* the engine creates its own backend */
+    const char *file;            /* the model's file; NULL: a tiny model */
+    tiny_model tiny, tiny_draft; /* model is NULL if not used */
     llm_model *loaded, *loaded_draft;
     const llm_model *model, *draft;
     llm_gpu_options gpu;
     llm_engine_options options;
-    llm_backend wrapper; /* around `real` */
+    llm_backend wrapper; /* wraps `real` */
     llm_engine *engine;
     client *clients[MAX_CLIENTS];
     int n_clients, comparing;
 } now;
 
-static struct { /* of all rounds */
+static struct { /* sums over all rounds */
     long rounds, failed, emulated, with_faults, requests, refused, compared, cancelled, faults;
     long steps, preemptions, swapped, hits, accepted, replays;
 } total;
@@ -128,7 +129,7 @@ static void assert_holds(holdings before) {
 
 typedef enum fault { NO_FAULT, HOST_MEMORY, DEVICE_CALL, DEVICE_MEMORY, LAUNCH, LOSS } fault;
 
-static bool disarm(void) { /* has it happened? */
+static bool disarm(void) { /* returns whether the fault happened */
     bool hit = test_failed || (fail_call >= 0 && calls > fail_call);
     if (emulator_failed) {
         hit = hit || emulator_failed();
@@ -140,12 +141,14 @@ static bool disarm(void) { /* has it happened? */
     return hit;
 }
 
-/* In a round with faults, sometimes: one of the next `reach` calls of a random kind fails. */
+/* In a round with faults, in `percent` of the calls: make one of the next `reach` calls of a random
+ * kind fail. */
 static fault arm(int percent, int reach) {
     if (!now.faults || !chance(percent)) return NO_FAULT;
     fault kind = (fault)(HOST_MEMORY + below(now.emulated ? 5 : 2));
     long n = below(reach);
-    if (kind == LOSS && !chance(20)) kind = LAUNCH; /* what comes after a loss is soon told */
+    /* a lost device ends the round, so losses are rare */
+    if (kind == LOSS && !chance(20)) kind = LAUNCH;
     if (kind == HOST_MEMORY) test_fail_in = n;
     else if (kind == DEVICE_CALL) fail_call = calls + n;
     else if (kind == DEVICE_MEMORY) emulator_fail_allocation(n / 2);
@@ -154,8 +157,8 @@ static fault arm(int percent, int reach) {
     return kind;
 }
 
-/* After an operation: a failure has a cause and says what it was. The engine may do without a graph
- * or another thing that the device refuses, but never without host memory or a call. */
+/* Check an operation's result: an error must have a cause and name it. The engine can work without
+ * a graph or other things that the device refuses, but not without host memory or a device call. */
 static void check_outcome(bool ok, fault kind, bool hit, const llm_error *err) {
     if (kind == LOSS && hit) now.lost = true;
     if (ok) {
@@ -164,7 +167,7 @@ static void check_outcome(bool ok, fault kind, bool hit, const llm_error *err) {
             fail_msg("fault %d was ignored", (int)kind);
         return;
     }
-    if (!hit && !now.lost) fail_msg("nothing failed, and the error is: %s", err->message);
+    if (!hit && !now.lost) fail_msg("nothing failed, but the error is: %s", err->message);
     if (!now.lost && err->status != (kind == HOST_MEMORY ? LLM_ERROR_MEMORY : LLM_ERROR_DEVICE) &&
         (kind != DEVICE_MEMORY || err->status != LLM_ERROR_MEMORY))
         fail_msg("fault %d gives status %d: %s", (int)kind, (int)err->status, err->message);
@@ -210,7 +213,7 @@ static void draw_gpu(void) {
     now.gpu.deterministic = true;
 }
 
-/* A pool of at least one context, often not of two, so that sequences have to make room. */
+/* A pool of at least one context, often less than two, so that sequences are preempted. */
 static uint64_t draw_cache_bytes(const llm_engine_options *o) {
     int whole = llm_model_config(now.model)->context_length;
     int context = o->context_length ? o->context_length : whole;
@@ -238,7 +241,7 @@ static void draw_options(void) {
     o.swap_bytes = chance(70) ? (uint64_t)1 << 20 : (uint64_t)below(1 << 15);
     o.prefix_cache = chance(75);
     o.chunked_prefill = chance(80);
-    if (!o.chunked_prefill) o.max_batch_tokens += 48; /* in which a whole request must fit */
+    if (!o.chunked_prefill) o.max_batch_tokens += 48; /* a whole request must fit in a step */
     o.naive_attention = chance(15);
     o.host_sampling = chance(25);
     now.options = o;
@@ -254,7 +257,7 @@ static void draw_sampling(llm_sampling *p) {
     p->seed = random_u64(&now.random);
 }
 
-/* A prompt as text: c->prompt gets its tokens, by which the test knows its length. */
+/* Draw a prompt as text. c->prompt gets its tokens, so that the test knows its length. */
 static int draw_text(client *c) {
     const llm_tokenizer *tokenizer = llm_model_tokenizer(now.model);
     int length = 1 + below(12);
@@ -263,7 +266,7 @@ static int draw_text(client *c) {
                              MAX_PROMPT, NULL);
 }
 
-/* Prompts of a round begin alike, so that they share blocks. Some repeat themselves, for lookup. */
+/* A round's prompts share prefixes, and so blocks. Some repeat themselves, for lookup. */
 static void draw_prompt(client *c, int context, int vocab) {
     int longest = (int)llm__min(context - 1, MAX_PROMPT);
     int n = 1 + below(chance(50) ? longest : (longest + 3) / 4);
@@ -311,8 +314,8 @@ static void draw_request(client *c) {
     for (int i = 0; i < 1200; i++) c->forced[i] = chance(10) ? below(vocab) : -1;
 }
 
-/* An earlier request again, with a stop text from what it gave: one that is sure to come. */
-static void draw_again(client *c, const client *earlier) {
+/* Repeat an earlier request, with a stop text that occurs in its output. */
+static void draw_repeat(client *c, const client *earlier) {
     const sample_record *sample = &earlier->got->samples[0];
     *c = *earlier;
     c->request.prompt = c->prompt;
@@ -326,8 +329,8 @@ static void draw_again(client *c, const client *earlier) {
     c->request.n_stop = c->stop_texts[0][0] != 0;
 }
 
-/* Make a request impossible. Returns the status that it must be refused with. */
-static llm_status spoil(llm_request *q) {
+/* Make a request invalid. Returns the status with which it must be refused. */
+static llm_status make_invalid(llm_request *q) {
     const llm_engine_options *o = llm_engine_settings(now.engine);
     static const char *const empty[] = {""};
     static int32_t wrong[] = {-1};
@@ -368,7 +371,7 @@ static void open_backend(llm_error *err) {
     o->backend = &now.wrapper;
 }
 
-/* Create the engine. What fails on the way leaves nothing behind, and is tried again. */
+/* Create the engine. A failed attempt must leak nothing, and is repeated. */
 static void create_engine(void) {
     llm_error err;
     for (int tries = 0; !now.engine; tries++) {
@@ -394,8 +397,8 @@ static bool submit(llm_engine *engine, const client *c, llm_request q, record *r
     return llm_submit(engine, &q, &r->id, err);
 }
 
-/* Can a request ever fit? Its whole length must fit into the pool, and into a step where prompts
- * are not chunked. */
+/* Whether a request can ever fit: its whole length must fit in the pool and, without chunked
+ * prefill, in a step. */
 static bool fits(const llm_request *q) {
     llm_statistics s = llm_engine_statistics(now.engine);
     const llm_engine_options *o = llm_engine_settings(now.engine);
@@ -409,11 +412,11 @@ static void submit_one(void) {
     llm_error err;
     client *c = (client *)calloc(1, sizeof *c);
     assert_non_null(c);
-    if (now.n_clients && chance(20)) draw_again(c, now.clients[below(now.n_clients)]);
+    if (now.n_clients && chance(20)) draw_repeat(c, now.clients[below(now.n_clients)]);
     else draw_request(c);
     if (chance(6)) {
         llm_request bad = c->request;
-        llm_status status = spoil(&bad);
+        llm_status status = make_invalid(&bad);
         assert_false(llm_submit(now.engine, &bad, NULL, &err));
         assert_int_equal(err.status, status);
     }
@@ -464,7 +467,7 @@ static int step(void) {
     fault kind = arm(12, 12);
     int more = llm_step(now.engine, &err);
     bool hit = disarm();
-    record_events(now.engine); /* also those of a step that failed in the middle */
+    record_events(now.engine); /* also events of a step that failed */
     check_outcome(more >= 0, kind, hit, &err);
     for (int i = 0; i < now.n_clients && more < 0; i++)
         if (!has_ended(now.clients[i])) now.clients[i]->disturbed = true;
@@ -499,8 +502,8 @@ static bool samples_proposals(const llm_request *q) {
     return q->speculate && q->sampling.temperature > 0;
 }
 
-/* Plain options, except what the output may depend on: the arithmetic, the context, and for sampled
- * speculation its depth, which decides which random numbers are used. */
+/* Plain options, except those that the output may depend on: the arithmetic, the context, and for
+ * sampled speculation the depth, which decides which random numbers are used. */
 static llm_engine_options plain_options(const client *c) {
     llm_engine_options o = llm_engine_defaults(), *drawn = &now.options;
     int context = llm_engine_settings(now.engine)->context_length, n = c->request.n_samples;
@@ -541,30 +544,19 @@ static record *run_plain(const client *c) {
     return r;
 }
 
-/* What a cancelled sample gave is the beginning of what it gives alone. */
-static void assert_begins(const sample_record *got, const sample_record *expected, int vocab) {
-    size_t rows = (size_t)got->n_rows, tokens = (size_t)got->n_tokens;
-    assert_true(got->n_tokens <= expected->n_tokens && got->n_rows <= expected->n_rows);
-    assert_memory_equal(got->tokens, expected->tokens, sizeof(int32_t) * tokens);
-    assert_memory_equal(got->logprobs, expected->logprobs, sizeof(float) * tokens);
-    assert_memory_equal(got->positions, expected->positions, sizeof(int) * rows);
-    rows *= (size_t)vocab;
-    if (rows) assert_memory_equal(got->logits, expected->logits, sizeof(float) * rows);
-}
-
-/* Host and device add up probabilities in different orders. What is near counts as the same. */
+/* Host and device sum probabilities in different orders, so nearby logprobs count as equal. */
 static void match_logprobs(sample_record *got, const sample_record *expected) {
     for (int i = 0; i < got->n_tokens && i < expected->n_tokens; i++) {
         float a = got->logprobs[i], b = expected->logprobs[i];
         if (!(fabsf(a - b) < 1e-4f))
-            fail_msg("logprob %d is %g, and %g alone", i, (double)a, (double)b);
+            fail_msg("logprob %d is %g, but %g alone", i, (double)a, (double)b);
         got->logprobs[i] = b;
     }
 }
 
 static void compare(const client *c) {
     int vocab = c->got->vocab;
-    if (c->disturbed && samples_proposals(&c->request)) return; /* other random numbers */
+    if (c->disturbed && samples_proposals(&c->request)) return; /* it used other random numbers */
     record *expected = run_plain(c);
     for (int s = 0; s < c->request.n_samples; s++) {
         sample_record *got = &c->got->samples[s], *right = &expected->samples[s];
@@ -572,7 +564,7 @@ static void compare(const client *c) {
         for (int i = 0; i < c->request.n_stop; i++)
             assert_true(!got->text || !strstr(got->text, c->stops[i]));
         if (now.emulated && now.options.host_sampling) match_logprobs(got, right);
-        if (got->finish == LLM_FINISH_CANCELLED) assert_begins(got, right, vocab);
+        if (got->finish == LLM_FINISH_CANCELLED) assert_sample_prefix(got, right, vocab);
         else assert_same_sample(got, right, vocab);
     }
     record_free(expected);
@@ -595,7 +587,7 @@ static void start_round(uint64_t seed) {
     draw_options();
     draw_gpu();
     if (now.emulated) {
-        /* little memory where the pool takes a share of it */
+        /* little memory if the pool takes a share of it */
         emulator_memory(now.options.cache_bytes ? (size_t)8 << 30 : (size_t)16 << 20);
         device_set_order("emulated", below(4));
     }
@@ -635,7 +627,7 @@ static void run_round(uint64_t seed) {
     assert_holds(before);
 }
 
-static void tell_failure(void) {
+static void print_failure(void) {
     const llm_engine_options *o = &now.options;
     const char *draft = !now.draft ? "" : now.draft == now.model ? ", its own draft" : ", a draft";
     fprintf(stderr, "round %llu failed, on %s%s, at request %d of %d\n",
@@ -654,11 +646,11 @@ static void tell_failure(void) {
 
 static void crash(int number) {
     signal(number, SIG_DFL);
-    tell_failure();
+    print_failure();
     raise(number);
 }
 
-/* Returns whether the round passed. What a failed one held is lost. */
+/* Run a round. Returns whether it passed. The memory of a failed round leaks. */
 static bool try_round(uint64_t seed) {
     total.rounds++;
     alarm(MAX_SECONDS);
@@ -666,20 +658,21 @@ static bool try_round(uint64_t seed) {
         run_round(seed);
         return true;
     }
-    tell_failure();
+    print_failure();
     total.failed++;
     return false;
 }
 
 /* ---- The run -------------------------------------------------------------------------------- */
 
-typedef struct memory_use { /* KiB; 0 where the system does not say */
+typedef struct memory_use { /* in KiB; 0 if unknown */
     long heap, resident;
 } memory_use;
 
 static memory_use memory_used(void) {
     memory_use m = {0, 0};
-#ifndef __SANITIZE_ADDRESS__ /* which keeps what is freed, and reports leaks itself */
+/* the address sanitizer keeps freed memory, and reports leaks itself */
+#ifndef __SANITIZE_ADDRESS__
     long all;
     FILE *f = fopen("/proc/self/statm", "r");
     if (f && fscanf(f, "%ld %ld", &all, &m.resident) == 2)
@@ -693,7 +686,7 @@ static memory_use memory_used(void) {
     return m;
 }
 
-static void tell_progress(long seconds) {
+static void print_progress(long seconds) {
     memory_use m = memory_used();
     printf("%5ld s: %ld rounds (%ld emulated, %ld with faults), %ld requests, %ld compared, "
            "%ld cancelled, %ld refused, %ld faults; heap %ld KiB, resident %ld KiB\n",
@@ -701,14 +694,15 @@ static void tell_progress(long seconds) {
            total.cancelled, total.refused, total.faults, m.heap, m.resident);
 }
 
-static void tell_coverage(void) {
+static void print_coverage(void) {
     printf("%ld steps, %ld preemptions, %ld blocks swapped, %ld prefix hits, "
            "%ld proposals accepted, %ld graph replays\n",
-           total.steps, total.preemptions, total.swapped, total.hits, total.accepted, total.replays);
+           total.steps, total.preemptions, total.swapped, total.hits, total.accepted,
+           total.replays);
 }
 
-/* early: the most in the first third of the run; late: the least in the last. Single values vary by
- * what the allocator keeps for itself. */
+/* early: the highest value in the first third of the run; late: the lowest in the last third.
+ * Single values vary with what the allocator keeps. */
 static bool memory_is_flat(memory_use early, memory_use late) {
     bool flat = late.heap <= early.heap + 128 && late.resident <= early.resident + 16 * 1024;
     if (flat) return true;
@@ -719,7 +713,7 @@ static bool memory_is_flat(memory_use early, memory_use late) {
 
 static void soak(double minutes, uint64_t seed) {
     time_t start = time(NULL);
-    long seconds = 0, told = 0;
+    long seconds = 0, printed_at = 0;
     memory_use early = {0, 0}, late = {LONG_MAX, LONG_MAX};
     printf("soak: %g minutes from seed %llu\n", minutes, (unsigned long long)seed);
     while ((double)seconds < minutes * 60 && total.failed < MAX_FAILURES) {
@@ -733,12 +727,12 @@ static void soak(double minutes, uint64_t seed) {
             late.resident = (long)llm__min(late.resident, m.resident);
         }
         seconds = (long)(time(NULL) - start);
-        if (seconds - told < 10) continue;
-        told = seconds;
-        tell_progress(seconds);
+        if (seconds - printed_at < 10) continue;
+        printed_at = seconds;
+        print_progress(seconds);
     }
-    tell_progress(seconds);
-    if (total.failed == 0 && late.heap < LONG_MAX) /* what a failed round held is lost */
+    print_progress(seconds);
+    if (total.failed == 0 && late.heap < LONG_MAX) /* failed rounds leak memory */
         total.failed += !memory_is_flat(early, late);
 }
 
@@ -756,7 +750,7 @@ int main(int argc, char **argv) {
     signal(SIGALRM, crash);
     if (single) try_round(seed);
     else soak(minutes, seed);
-    tell_coverage();
+    print_coverage();
     printf("%ld passed, %ld failed\n", total.rounds - total.failed, total.failed);
     return total.failed != 0;
 }

@@ -1,6 +1,7 @@
-/* Chapters [3] to [6] of llm.cu: every kernel of matmul and attention, at sizes that are no multiple of anything, against the textbook
- * loops of llm.h; and the promise that a result does not depend, to the last bit, on what else is in the batch, nor so on which of
- * the kernels computed it. (test_device.c tests the operations of any device, and the order of threads.) */
+/* Chapters [3] to [6] of llm.cu: every matmul and attention kernel, at irregular sizes, against the
+ * plain loops of llm.h. A result must not depend, to the last bit, on what else is in the batch,
+ * nor on which kernel computes it. (test_device.c tests the operations of any device, and thread
+ * orders.) */
 #include "test_util.h"
 
 #include "llm.h"
@@ -44,7 +45,7 @@ static void from_device(llm_backend *b, void *host, const void *device, size_t b
     if (!b->download(b->context, host, device, bytes, &err)) fail_msg("%s", err.message);
 }
 
-/* Normally distributed, more or less. */
+/* A roughly normally distributed value. */
 static float random_value(test_random *r) {
     float sum = 0.0f;
     for (int i = 0; i < 4; i++) sum += (float)random_below(r, 2001) / 1000.0f - 1.0f;
@@ -73,12 +74,13 @@ static void *packed_weights(llm_type type, const float *values, int64_t rows, in
     const llm_type_info *info = llm_type_find(type);
     size_t row_bytes = (size_t)(cols / info->block_values) * (size_t)info->block_bytes;
     char *data = malloc((size_t)rows * row_bytes);
-    for (int64_t r = 0; r < rows; r++) llm_pack(info->type, values + r * cols, data + (size_t)r * row_bytes, cols);
+    for (int64_t r = 0; r < rows; r++)
+        llm_pack(info->type, values + r * cols, data + (size_t)r * row_bytes, cols);
     return data;
 }
 
-static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t rows, int64_t cols, const float *x,
-                      const float *bias, int n, const float *before, float *out) {
+static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t rows, int64_t cols,
+                      const float *x, const float *bias, int n, const float *before, float *out) {
     llm_error err;
     llm_weight w = {.type = type, .rows = rows, .cols = cols};
     if (!b->load_weight(b->context, &w, data, &err)) fail_msg("%s", err.message);
@@ -86,7 +88,9 @@ static void matmul_on(llm_backend *b, llm_type type, const void *data, int64_t r
     float *bias_device = bias ? to_device(b, bias, (size_t)rows * sizeof *bias) : NULL;
     float *out_device = b->allocate(b->context, (size_t)(n * rows) * sizeof *out, "a test", &err);
     assert_non_null(out_device);
-    if (before) assert_true(b->upload(b->context, out_device, before, (size_t)(n * rows) * sizeof *out, &err));
+    if (before)
+        assert_true(
+            b->upload(b->context, out_device, before, (size_t)(n * rows) * sizeof *out, &err));
     op_matmul(b, x_device, &w, bias_device, n, before != NULL, out_device);
     from_device(b, out, out_device, (size_t)(n * rows) * sizeof *out);
     b->release(b->context, out_device);
@@ -102,44 +106,53 @@ typedef struct matmul_case {
     bool bias, add;
 } matmul_case;
 
-/* One product on the device and by the reference loop; returns how far they are apart. `tail` (n >= 1 rows of x) also alone: each row of
- * the result must be the same bits as with the others. */
+/* Run one matmul on the device and in the reference loop. Returns their relative distance. Some
+ * rows of x are also run alone, which must give the same bits. */
 static double compare_matmul(llm_backend *b, const matmul_case *c, test_random *r) {
     llm_backend *reference = open_reference();
     int64_t n_out = (int64_t)c->n * c->rows;
-    float *values = random_values(r, (int64_t)c->rows * c->cols, 0.05f), *x = random_values(r, (int64_t)c->n * c->cols, c->x_size);
-    float *bias = random_values(r, c->rows, c->x_size), *before = random_values(r, n_out, c->x_size);
+    float *values = random_values(r, (int64_t)c->rows * c->cols, 0.05f),
+          *x = random_values(r, (int64_t)c->n * c->cols, c->x_size);
+    float *bias = random_values(r, c->rows, c->x_size),
+          *before = random_values(r, n_out, c->x_size);
     float *expected = malloc((size_t)n_out * 4), *got = malloc((size_t)n_out * 4);
     void *data = packed_weights(c->type, values, c->rows, c->cols);
-    matmul_on(reference, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n, c->add ? before : NULL, expected);
-    matmul_on(b, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n, c->add ? before : NULL, got);
+    matmul_on(reference, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n,
+              c->add ? before : NULL, expected);
+    matmul_on(b, c->type, data, c->rows, c->cols, x, c->bias ? bias : NULL, c->n,
+              c->add ? before : NULL, got);
     double d = distance(got, expected, n_out);
     for (int64_t i = 0; i < n_out; i++) assert_true(isfinite(got[i]));
 
-    int first = random_below(r, c->n), count = 1 + random_below(r, c->n - first); /* some of the rows alone */
+    int first = random_below(r, c->n), count = 1 + random_below(r, c->n - first);
     float *part = malloc((size_t)count * (size_t)c->rows * 4);
-    matmul_on(b, c->type, data, c->rows, c->cols, x + (int64_t)first * c->cols, c->bias ? bias : NULL, count,
-              c->add ? before + (int64_t)first * c->rows : NULL, part);
+    matmul_on(b, c->type, data, c->rows, c->cols, x + (int64_t)first * c->cols,
+              c->bias ? bias : NULL, count, c->add ? before + (int64_t)first * c->rows : NULL,
+              part);
     assert_memory_equal(part, got + (int64_t)first * c->rows, (size_t)count * (size_t)c->rows * 4);
-    free(values), free(x), free(bias), free(before), free(expected), free(got), free(part), free(data);
+    free(values), free(x), free(bias), free(before), free(expected), free(got), free(part),
+        free(data);
     llm_backend_free(reference);
     return d;
 }
 
-/* x is rounded to 11 bits, but for f32 weights to 22 */
-/* (Real matrix units cut off where they add, which the emulated one does not: with f32 weights a few last places more.) */
-static double limit_of(llm_type type) { return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5; }
+/* The kernels round x to 11 bits, or to 22 for f32 weights. Real matrix units also truncate sums,
+ * which the emulated one does not; this shows with f32 weights. */
+static double limit_of(llm_type type) {
+    return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5;
+}
 
 static void check_case(const matmul_case *c, test_random *r) {
     llm_backend *b = open_device(false, true);
     double d = compare_matmul(b, c, r);
     if (!(d < limit_of(c->type)))
-        fail_msg("%s %d x %d, %d tokens, size %g: %g", llm_type_find(c->type)->name, c->rows, c->cols, c->n, c->x_size, d);
+        fail_msg("%s %d x %d, %d tokens, size %g: %g", llm_type_find(c->type)->name, c->rows,
+                 c->cols, c->n, c->x_size, d);
     llm_backend_free(b);
 }
 
-/* All types, few rows of sizes that are no multiple of anything, a number of tokens for each kernel that then is chosen; for two types
- * also the numbers at which one kernel takes over from another. */
+/* All types, a few rows of irregular sizes, and numbers of tokens that select each kernel. For two
+ * types, also the numbers at which the choice of kernel changes. */
 static void test_matmul(void **state) {
     (void)state;
     static const int tokens[] = {1, 2, 5, 12, 23, 40, 8, 9, 16, 33, 65, 130};
@@ -149,39 +162,50 @@ static void test_matmul(void **state) {
         for (int i = 0; i < (type->type == LLM_F16 || type->type == LLM_Q4_0 ? 12 : 6); i++) {
             int cols = (1 + random_below(&r, type->block_values > 32 ? 2 : 9)) * type->block_values;
             if (type->block_values == 1) cols = 1 + random_below(&r, 300);
-            matmul_case c = {type->type, 1 + random_below(&r, 64), cols, tokens[i], 1.0f, i % 2, i % 3 == 0};
+            matmul_case c = {type->type, 1 + random_below(&r, 64), cols, tokens[i], 1.0f, i % 2,
+                             i % 3 == 0};
             check_case(&c, &r);
         }
 }
 
-/* A matrix with more columns than segments have chunks, and one with few. */
+/* Matrices with more chunks of columns than segments, and with fewer. */
 static void test_matmul_wide(void **state) {
     (void)state;
     test_random r = {2};
-    matmul_case cases[] = {{LLM_Q4_0, 33, 64 * 43, 1, 1.0f, false, true},  {LLM_Q4_0, 17, 64 * 43, 9, 1.0f, true, false},
-                           {LLM_Q8_0, 16, 64 * 19, 70, 1.0f, false, false}, {LLM_F16, 20, 64 * 30 + 3, 3, 1.0f, true, true},
-                           {LLM_BF16, 40, 1000, 12, 1.0f, false, false},   {LLM_F32, 31, 1111, 7, 1.0f, false, true},
-                           {LLM_Q4_0, 9, 32, 2, 1.0f, false, false},       {LLM_F16, 1, 1, 1, 1.0f, false, false},
-                           {LLM_F16, 150, 130, 200, 1.0f, false, false},   {LLM_Q4_0, 200, 96, 129, 1.0f, true, false}};
+    matmul_case cases[] = {{LLM_Q4_0, 33, 64 * 43, 1, 1.0f, false, true},
+                           {LLM_Q4_0, 17, 64 * 43, 9, 1.0f, true, false},
+                           {LLM_Q8_0, 16, 64 * 19, 70, 1.0f, false, false},
+                           {LLM_F16, 20, 64 * 30 + 3, 3, 1.0f, true, true},
+                           {LLM_BF16, 40, 1000, 12, 1.0f, false, false},
+                           {LLM_F32, 31, 1111, 7, 1.0f, false, true},
+                           {LLM_Q4_0, 9, 32, 2, 1.0f, false, false},
+                           {LLM_F16, 1, 1, 1, 1.0f, false, false},
+                           {LLM_F16, 150, 130, 200, 1.0f, false, false},
+                           {LLM_Q4_0, 200, 96, 129, 1.0f, true, false}};
     for (size_t i = 0; i < sizeof cases / sizeof cases[0]; i++) check_case(&cases[i], &r);
 }
 
-/* Enough rows of weights for the kernels that take more of them at once: a type for each layout, and all those kernels. */
+/* Enough weight rows for the kernels that take several at once, with a type for each layout. */
 static void test_matmul_tall(void **state) {
     (void)state;
-    static const llm_type types[] = {LLM_F16, LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q4_K, LLM_Q5_0, LLM_Q5_K, LLM_Q6_K, LLM_F32};
+    static const llm_type types[] = {LLM_F16,  LLM_Q8_0, LLM_Q4_0, LLM_Q4_1, LLM_Q4_K,
+                                     LLM_Q5_0, LLM_Q5_K, LLM_Q6_K, LLM_F32};
     static const int tokens[] = {8, 12, 25, 70};
     test_random r = {11};
     for (size_t t = 0; t < sizeof types / sizeof *types; t++)
         for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
             const llm_type_info *type = llm_type_find(types[t]);
-            int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30); /* for two processors: see main */
-            matmul_case c = {types[t], rows, type->block_values > 32 ? type->block_values : 96, tokens[i], 1.0f, i % 2, i % 3 == 0};
+            /* enough for the two processors that main sets */
+            int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30);
+            matmul_case c = {types[t],  rows, type->block_values > 32 ? type->block_values : 96,
+                             tokens[i], 1.0f, i % 2,
+                             i % 3 == 0};
             check_case(&c, &r);
         }
 }
 
-/* f16 ends at 65504: activations far beyond, and far below its smallest number, lose nothing. */
+/* Activations far beyond f16's largest number (65504), or far below its smallest, lose no
+ * precision. */
 static void test_matmul_range(void **state) {
     (void)state;
     static const float sizes[] = {1e-30f, 1e-6f, 1e6f, 1e25f};
@@ -194,7 +218,7 @@ static void test_matmul_range(void **state) {
         }
 }
 
-/* Weights beyond f16's range in types that have it. */
+/* Weights beyond f16's range, in types that can hold them. */
 static void test_matmul_large_weights(void **state) {
     (void)state;
     enum { rows = 5, cols = 70 };
@@ -202,25 +226,29 @@ static void test_matmul_large_weights(void **state) {
     for (int t = 0; t < 2; t++) {
         llm_type type = t ? LLM_F32 : LLM_BF16;
         llm_backend *b = open_device(false, true), *reference = open_reference();
-        float *values = random_values(&r, rows * cols, 1.0f), *x = random_values(&r, cols, 1.0f), expected[rows], got[rows];
+        float *values = random_values(&r, rows * cols, 1.0f), *x = random_values(&r, cols, 1.0f),
+              expected[rows], got[rows];
         for (int i = 0; i < rows * cols; i++) values[i] *= i / cols % 2 ? 1e20f : 1e-20f;
         void *data = packed_weights(type, values, rows, cols);
         matmul_on(reference, type, data, rows, cols, x, NULL, 1, NULL, expected);
         matmul_on(b, type, data, rows, cols, x, NULL, 1, NULL, got);
-        for (int i = 0; i < rows; i++) assert_true(fabs(got[i] - expected[i]) <= 2e-3 * fabs(expected[i]) + (i % 2 ? 1e17 : 1e-23));
+        for (int i = 0; i < rows; i++)
+            assert_true(fabs(got[i] - expected[i]) <=
+                        2e-3 * fabs(expected[i]) + (i % 2 ? 1e17 : 1e-23));
         free(values), free(x), free(data);
         llm_backend_free(b);
         llm_backend_free(reference);
     }
 }
 
-/* Not a number, and infinity, must come through: an error in a model should show. */
+/* NaN and infinity must reach the output: an error in a model should be visible. */
 static void test_matmul_not_finite(void **state) {
     (void)state;
     enum { cols = 96 };
     test_random r = {5};
     llm_backend *b = open_device(false, true);
-    float *values = random_values(&r, 3 * cols, 1.0f), *x = random_values(&r, 2 * cols, 1.0f), got[6];
+    float *values = random_values(&r, 3 * cols, 1.0f), *x = random_values(&r, 2 * cols, 1.0f),
+          got[6];
     void *data = packed_weights(LLM_Q8_0, values, 3, cols);
     x[cols + 40] = NAN;
     matmul_on(b, LLM_Q8_0, data, 3, cols, x, NULL, 2, NULL, got);
@@ -232,8 +260,8 @@ static void test_matmul_not_finite(void **state) {
     llm_backend_free(b);
 }
 
-/* Matmuls of the same x share its rounding; none may take another's, in one program and from run
- * to run. */
+/* Matmuls with the same x share its rounded copy. None may use the copy of another x, within one
+ * program or across runs. */
 static void test_matmul_same_input(void **state) {
     (void)state;
     enum { n = 10, cols = 128, rows = cols };
@@ -250,7 +278,7 @@ static void test_matmul_same_input(void **state) {
     assert_true(b->load_weight(b->context, &w, data, &err));
     float *x_device = to_device(b, x, sizeof got), *out = to_device(b, x, sizeof got);
     for (int apart = 0; apart < 2; apart++) {
-        assert_true(b->upload(b->context, x_device, x, sizeof got, &err)); /* x: by the host */
+        assert_true(b->upload(b->context, x_device, x, sizeof got, &err)); /* the host writes x */
         ops *o = ops_new();
         ops_matmul(o, x_device, &w, NULL, false, out); /* out = first */
         ops_matmul(o, x_device, &w, NULL, false, out); /* shares the rounding */
@@ -260,8 +288,8 @@ static void test_matmul_same_input(void **state) {
             assert_memory_equal(got, first, sizeof got);
             o = ops_new();
         }
-        ops_matmul(o, out, &w, NULL, false, x_device); /* another x; x_device = second */
-        ops_matmul(o, x_device, &w, NULL, false, out); /* x has been written to by a matmul */
+        ops_matmul(o, out, &w, NULL, false, x_device); /* its x is `out`; x_device = second */
+        ops_matmul(o, x_device, &w, NULL, false, out); /* a matmul has written its x */
         ops_run_rows(o, b, n);
         from_device(b, got, out, sizeof got);
         assert_memory_equal(got, third, sizeof got);
@@ -270,12 +298,12 @@ static void test_matmul_same_input(void **state) {
     op_matmul(b, x_device, &w, NULL, n, false, out);
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
-    op_matmul(b, x_device, &w, NULL, 3, false, out); /* fewer rows: another rounding */
+    op_matmul(b, x_device, &w, NULL, 3, false, out); /* fewer rows: rounds again */
     from_device(b, got, out, sizeof got);
     assert_memory_equal(got, first, sizeof got);
     ops *o = ops_new();
     ops_matmul(o, x_device, &w, NULL, false, out);
-    ops_swiglu(o, out, out, rows, x_device); /* ... by another kernel */
+    ops_swiglu(o, out, out, rows, x_device); /* another kernel writes x */
     float other[n * rows];
     ops_matmul(o, x_device, &w, NULL, false, out);
     ops_run_rows(o, b, n);
@@ -289,14 +317,14 @@ static void test_matmul_same_input(void **state) {
     llm_backend_free(b);
 }
 
-/* In a program, matmuls of the same x go to the device together. The results are the same bits as one by one; matrices of other layouts, and
- * one that needs another's result, do not take part. */
+/* In a program, matmuls with the same x run in one launch and give the same bits as one by one. A
+ * matrix of another layout, or one whose x depends on another's result, runs alone. */
 static void test_matmul_together(void **state) {
     (void)state;
     enum { n = 5, cols = 256, most = 5 };
     static const struct {
         llm_type types[most];
-        int rows[most], launches; /* of kernels, without the rounding of x */
+        int rows[most], launches; /* kernel launches, without the rounding of x */
     } cases[] = {{{LLM_Q4_0, LLM_Q4_0, LLM_Q4_0}, {70, 20, 33}, 1},
                  {{LLM_Q5_0, LLM_Q5_1, LLM_Q6_K}, {16, 40, 20}, 2},
                  {{LLM_F16, LLM_F16, LLM_F16, LLM_F16, LLM_Q8_0}, {17, 90, 1, 5, 40}, 3},
@@ -329,13 +357,15 @@ static void test_matmul_together(void **state) {
                 got[fused][k] = calloc(1, bytes);
                 out[k] = to_device(b, got[fused][k], bytes);
             }
-            llm_batch batch = {.n_tokens = n, .n_sequences = 1, .tokens = zeros, .positions = positions, .slots = positions, .seq_first = zeros,
-                               .seq_count = count, .block_tables = zeros, .table_stride = 1, .block_size = 16, .logit_rows = zeros};
+            llm_batch batch = {.n_tokens = n, .n_sequences = 1, .tokens = zeros,
+                               .positions = positions, .slots = positions, .seq_first = zeros,
+                               .seq_count = count, .block_tables = zeros, .table_stride = 1,
+                               .block_size = 16, .logit_rows = zeros};
             llm_device_state before, after;
             ops *o = ops_new();
             for (int k = 0; k < n_products; k++)
                 ops_matmul(o, x_device, &w[k], NULL, false, out[k]);
-            for (int step = 0; step < 3; step++) { /* done; captured and replayed; replayed */
+            for (int step = 0; step < 3; step++) { /* run; captured and replayed; replayed */
                 b->state(b->context, &before);
                 if (!ops_step(o, b, &batch, &err) || !b->sync(b->context, &err))
                     fail_msg("%s", err.message);
@@ -367,36 +397,46 @@ static void test_matmul_plain(void **state) {
     const llm_type_info *type;
     for (int t = 0; (type = llm_type_at(t)) != NULL; t++) {
         llm_backend *b = open_device(true, true);
-        matmul_case c = {type->type, 19, 2 * type->block_values < 64 ? 77 / type->block_values * type->block_values : 2 * type->block_values,
-                         3, 1.0f, t % 2, t % 3 == 0};
+        matmul_case c = {type->type,
+                         19,
+                         2 * type->block_values < 64 ? 77 / type->block_values * type->block_values
+                                                     : 2 * type->block_values,
+                         3,
+                         1.0f,
+                         t % 2,
+                         t % 3 == 0};
         double d = compare_matmul(b, &c, &r), limit = 2e-6;
         if (!(d < limit)) fail_msg("%s: %g", type->name, d);
         llm_backend_free(b);
     }
 }
 
-/* ---- Attention --------------------------------------------------------------------------------- */
+/* ---- Attention ------------------------------------------------------------------------------- */
 
-enum { MOST_SEQUENCES = 6 };
+enum { MAX_SEQUENCES = 6 };
 
 typedef struct attention_case {
-    int n_sequences, past[MOST_SEQUENCES], count[MOST_SEQUENCES]; /* positions from before, tokens of this step */
+    /* cached positions and new tokens per sequence */
+    int n_sequences, past[MAX_SEQUENCES], count[MAX_SEQUENCES];
     int n_kv_heads, group, head_dim, block_size, window;
 } attention_case;
 
 typedef struct attention_data {
     const attention_case *c;
-    llm_cache cache;                   /* host memory; every slot that holds no position is NaN */
+    llm_cache cache;                   /* in host memory; unused slots are NaN */
     size_t cache_bytes;
     int32_t *tables;                   /* (n_sequences, table_stride) blocks in random order */
     int table_stride, n_tokens;
     float *q;                          /* (n_tokens, heads, head_dim) */
 } attention_data;
 
-static uint16_t *cache_place(const attention_data *d, void *side, int sequence, int kv_head, int position) {
+static uint16_t *cache_slot(const attention_data *d, void *side, int sequence, int kv_head,
+                             int position) {
     int block_size = d->c->block_size;
     int64_t block = d->tables[sequence * d->table_stride + position / block_size];
-    return (uint16_t *)side + ((block * d->c->n_kv_heads + kv_head) * block_size + position % block_size) * d->c->head_dim;
+    return (uint16_t *)side +
+           ((block * d->c->n_kv_heads + kv_head) * block_size + position % block_size) *
+               d->c->head_dim;
 }
 
 static attention_data make_attention(const attention_case *c, test_random *r) {
@@ -415,10 +455,13 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
     }
     d.tables = calloc((size_t)(c->n_sequences * d.table_stride), sizeof *d.tables);
     for (int s = 0; s < c->n_sequences; s++)
-        for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++) d.tables[s * d.table_stride + i] = order[next++];
+        for (int i = 0; i * c->block_size < c->past[s] + c->count[s]; i++)
+            d.tables[s * d.table_stride + i] = order[next++];
     free(order);
-    d.cache = (llm_cache){LLM_F16, 1, c->n_kv_heads, c->head_dim, c->block_size, n_blocks, 0, NULL, NULL, false};
-    d.cache_bytes = d.cache.layer_bytes = (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
+    d.cache = (llm_cache){LLM_F16,  1, c->n_kv_heads, c->head_dim, c->block_size,
+                          n_blocks, 0, NULL,          NULL,        false};
+    d.cache_bytes = d.cache.layer_bytes =
+        (size_t)n_blocks * (size_t)(c->n_kv_heads * c->block_size * c->head_dim) * 2;
     d.cache.keys = malloc(d.cache_bytes), d.cache.values = malloc(d.cache_bytes);
     memset(d.cache.keys, 0xff, d.cache_bytes), memset(d.cache.values, 0xff, d.cache_bytes);
     float head[512];
@@ -427,7 +470,9 @@ static attention_data make_attention(const attention_case *c, test_random *r) {
             for (int h = 0; h < c->n_kv_heads; h++)
                 for (int side = 0; side < 2; side++) {
                     for (int i = 0; i < c->head_dim; i++) head[i] = random_value(r);
-                    llm_pack(LLM_F16, head, cache_place(&d, side ? d.cache.values : d.cache.keys, s, h, p), c->head_dim);
+                    llm_pack(LLM_F16, head,
+                             cache_slot(&d, side ? d.cache.values : d.cache.keys, s, h, p),
+                             c->head_dim);
                 }
     d.q = random_values(r, (int64_t)d.n_tokens * c->n_kv_heads * c->group * c->head_dim, 3.0f);
     return d;
@@ -437,7 +482,8 @@ static void free_attention(attention_data *d) {
     free(d->tables), free(d->cache.keys), free(d->cache.values), free(d->q);
 }
 
-/* As it is written on the blackboard. (Not the reference loop, so that two people have to misread the seam in the same way.) */
+/* Attention by its definition. (An implementation independent of the reference loop, so that one
+ * misreading of the seam does not go unnoticed.) */
 static void expected_attention(const attention_data *d, float *out) {
     const attention_case *c = d->c;
     const llm_type_info *f16 = llm_type_find(LLM_F16);
@@ -448,57 +494,72 @@ static void expected_attention(const attention_data *d, float *out) {
         for (int p = c->past[s]; p < c->past[s] + c->count[s]; p++)
             for (int head = 0; head < c->n_kv_heads * c->group; head++, row++) {
                 int first = c->window && p >= c->window ? p - c->window + 1 : 0;
-                double total = 0.0, largest = -1e300, *scores = malloc((size_t)(p + 1) * sizeof *scores);
+                double total = 0.0, largest = -1e300,
+                       *scores = malloc((size_t)(p + 1) * sizeof *scores);
                 for (int k = first; k <= p; k++) {
-                    f16->unpack(cache_place(d, d->cache.keys, s, head / c->group, k), value, c->head_dim);
+                    f16->unpack(cache_slot(d, d->cache.keys, s, head / c->group, k), value,
+                                c->head_dim);
                     scores[k] = 0.0;
-                    for (int i = 0; i < c->head_dim; i++) scores[k] += (double)d->q[row * c->head_dim + i] * value[i] / sqrt(c->head_dim);
+                    for (int i = 0; i < c->head_dim; i++)
+                        scores[k] +=
+                            (double)d->q[row * c->head_dim + i] * value[i] / sqrt(c->head_dim);
                     if (scores[k] > largest) largest = scores[k];
                 }
                 for (int i = 0; i < c->head_dim; i++) sums[i] = 0.0;
                 for (int k = first; k <= p; k++) {
                     double share = exp(scores[k] - largest);
                     total += share;
-                    f16->unpack(cache_place(d, d->cache.values, s, head / c->group, k), value, c->head_dim);
+                    f16->unpack(cache_slot(d, d->cache.values, s, head / c->group, k), value,
+                                c->head_dim);
                     for (int i = 0; i < c->head_dim; i++) sums[i] += share * value[i];
                 }
-                for (int i = 0; i < c->head_dim; i++) out[row * c->head_dim + i] = (float)(sums[i] / total);
+                for (int i = 0; i < c->head_dim; i++)
+                    out[row * c->head_dim + i] = (float)(sums[i] / total);
                 free(scores);
             }
     free(value), free(sums);
 }
 
-/* The tokens first .. first + count - 1 of each sequence's (all of them if count is 0) in one step. What is computed goes to its place in
- * out; the rest stays. */
-static void attention_on(llm_backend *b, const attention_data *d, int first, int count, float *out) {
+/* Run the tokens first to first + count - 1 of each sequence (all if count is 0) in one step. Their
+ * results go to their places in `out`; the rest of `out` is unchanged. */
+static void attention_on(llm_backend *b, const attention_data *d, int first, int count,
+                         float *out) {
     const attention_case *c = d->c;
     llm_error err;
     int heads = c->n_kv_heads * c->group, n = 0, from = 0;
     int64_t width = (int64_t)heads * c->head_dim;
-    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4), firsts[MOST_SEQUENCES], counts[MOST_SEQUENCES];
+    int32_t *positions = calloc((size_t)d->n_tokens, 4), *zeros = calloc((size_t)d->n_tokens, 4),
+            firsts[MAX_SEQUENCES], counts[MAX_SEQUENCES];
     int *token_of = malloc((size_t)d->n_tokens * sizeof *token_of);
     float *q = malloc((size_t)(d->n_tokens * width) * 4);
     for (int s = 0; s < c->n_sequences; from += c->count[s++]) {
         firsts[s] = n, counts[s] = 0;
-        for (int t = first; t < c->count[s] && (!count || t < first + count); t++, n++, counts[s]++) {
+        for (int t = first; t < c->count[s] && (!count || t < first + count);
+             t++, n++, counts[s]++) {
             positions[n] = c->past[s] + t, token_of[n] = from + t;
             memcpy(q + n * width, d->q + (from + t) * width, (size_t)width * 4);
         }
     }
     if (n) {
-        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros, .positions = positions, .slots = zeros,
-                           .seq_first = firsts, .seq_count = counts, .block_tables = d->tables, .table_stride = d->table_stride,
-                           .block_size = c->block_size, .n_logits = 0, .logit_rows = zeros};
-        llm_attention_shape shape = {heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
+        llm_batch batch = {.n_tokens = n, .n_sequences = c->n_sequences, .tokens = zeros,
+                           .positions = positions, .slots = zeros, .seq_first = firsts,
+                           .seq_count = counts, .block_tables = d->tables,
+                           .table_stride = d->table_stride, .block_size = c->block_size,
+                           .n_logits = 0, .logit_rows = zeros};
+        llm_attention_shape shape = {
+            heads, c->n_kv_heads, c->head_dim, 1.0f / sqrtf((float)c->head_dim), false, c->window};
         llm_cache cache = d->cache;
-        cache.keys = to_device(b, d->cache.keys, d->cache_bytes), cache.values = to_device(b, d->cache.values, d->cache_bytes);
-        float *q_device = to_device(b, q, (size_t)(n * width) * 4), *got = malloc((size_t)(n * width) * 4);
+        cache.keys = to_device(b, d->cache.keys, d->cache_bytes),
+        cache.values = to_device(b, d->cache.values, d->cache_bytes);
+        float *q_device = to_device(b, q, (size_t)(n * width) * 4),
+              *got = malloc((size_t)(n * width) * 4);
         float *out_device = b->allocate(b->context, (size_t)(n * width) * 4, "a test", &err);
         ops *o = ops_new();
         ops_attention(o, &shape, q_device, &cache, 0, out_device);
         if (!ops_step(o, b, &batch, &err)) fail_msg("%s", err.message);
         from_device(b, got, out_device, (size_t)(n * width) * 4);
-        for (int t = 0; t < n; t++) memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
+        for (int t = 0; t < n; t++)
+            memcpy(out + token_of[t] * width, got + t * width, (size_t)width * 4);
         ops_free(o, b);
         b->release(b->context, cache.keys), b->release(b->context, cache.values);
         b->release(b->context, q_device), b->release(b->context, out_device);
@@ -509,28 +570,32 @@ static void attention_on(llm_backend *b, const attention_data *d, int first, int
 
 static int largest_step(const attention_case *c) {
     int largest = 0;
-    for (int s = 0; s < c->n_sequences; s++) largest = c->count[s] > largest ? c->count[s] : largest;
+    for (int s = 0; s < c->n_sequences; s++)
+        largest = c->count[s] > largest ? c->count[s] : largest;
     return largest;
 }
 
-/* Right, and the same bits however it is done: all at once or in pieces, split or not. */
+/* The result must be right, and have the same bits when run at once or in pieces, split or not. */
 static void check_attention_case(const attention_case *c, test_random *r) {
     attention_data d = make_attention(c, r);
     size_t bytes = (size_t)d.n_tokens * (size_t)(c->n_kv_heads * c->group * c->head_dim) * 4;
     float *expected = malloc(bytes), *all = malloc(bytes), *pieces = malloc(bytes);
     expected_attention(&d, expected);
-    for (int form = 0; form < 2; form++) {
-        llm_backend *b = open_device(false, form == 0);
-        memset(form ? pieces : all, 0xff, bytes);
-        attention_on(b, &d, 0, 0, form ? pieces : all);
-        if (form == 0) {
+    for (int unsplit = 0; unsplit < 2; unsplit++) {
+        llm_backend *b = open_device(false, unsplit == 0);
+        memset(unsplit ? pieces : all, 0xff, bytes);
+        attention_on(b, &d, 0, 0, unsplit ? pieces : all);
+        if (unsplit == 0) {
             double error = distance(all, expected, (int64_t)bytes / 4);
-            if (!(error < 1e-3)) fail_msg("heads %d x %d of %d, window %d: %g", c->n_kv_heads, c->group, c->head_dim, c->window, error);
+            if (!(error < 1e-3))
+                fail_msg("heads %d x %d of %d, window %d: %g", c->n_kv_heads, c->group, c->head_dim,
+                         c->window, error);
         } else assert_memory_equal(pieces, all, bytes);
-        for (int size = 1; form == 0 && size < largest_step(c); size = size * 5 + 2) {
-            if (size == 1 && largest_step(c) > 20) continue; /* takes long here */
+        for (int size = 1; unsplit == 0 && size < largest_step(c); size = size * 5 + 2) {
+            if (size == 1 && largest_step(c) > 20) continue; /* would take long */
             memset(pieces, 0xff, bytes);
-            for (int first = 0; first < largest_step(c); first += size) attention_on(b, &d, first, size, pieces);
+            for (int first = 0; first < largest_step(c); first += size)
+                attention_on(b, &d, first, size, pieces);
             assert_memory_equal(pieces, all, bytes);
         }
         llm_backend_free(b);
@@ -539,43 +604,61 @@ static void check_attention_case(const attention_case *c, test_random *r) {
     free_attention(&d);
 }
 
-/* Every head size, decode steps and prompts, beyond one part of 256 positions. */
+/* Every head size, with decode steps and prompts, beyond one part of 256 positions. */
 static void test_attention(void **state) {
     (void)state;
     test_random r = {7};
     static const int dims[] = {8, 32, 48, 64, 80, 96, 128, 192, 256};
     for (size_t i = 0; i < sizeof dims / sizeof *dims; i++) {
-        attention_case decode = {3, {random_below(&r, 300), 0, 255}, {1, 1, 1}, 1, 1 + random_below(&r, 5), dims[i], 16, 0};
+        attention_case decode = {
+            3, {random_below(&r, 300), 0, 255}, {1, 1, 1}, 1, 1 + random_below(&r, 5), dims[i], 16,
+            0};
         check_attention_case(&decode, &r);
-        attention_case prompt = {2, {random_below(&r, 70), 3}, {40 + random_below(&r, 30), 1}, 1, 1 + random_below(&r, 3), dims[i], 5, 0};
+        attention_case prompt = {2,
+                                 {random_below(&r, 70), 3},
+                                 {40 + random_below(&r, 30), 1},
+                                 1,
+                                 1 + random_below(&r, 3),
+                                 dims[i],
+                                 5,
+                                 0};
         check_attention_case(&prompt, &r);
     }
-    /* a prompt whose parts are merged in `out`; one that begins in the second part; a verification of 17 rows or more, 32, 33 */
-    attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},   {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
-                              {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0}, {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
-                              {1, {40}, {3}, 1, 20, 32, 16, 0},   {1, {0}, {9}, 1, 3, 32, 16, 0}, /* 27 rows, but 16 tokens where the step is rounded up */
+    /* a prompt whose parts are merged in `out`; one that begins in the second part; verifications
+     * of 17 rows or more, 32 and 33 */
+    attention_case cases[] = {{1, {0}, {300}, 1, 1, 64, 16, 0},
+                              {2, {250, 500}, {40, 35}, 1, 2, 32, 32, 0},
+                              {3, {300, 255, 600}, {6, 5, 1}, 2, 4, 32, 16, 0},
+                              {2, {20, 290}, {8, 11}, 1, 4, 64, 16, 0},
+                              /* 27 rows, but 16 tokens when the step is rounded up */
+                              {1, {40}, {3}, 1, 20, 32, 16, 0},
+                              {1, {0}, {9}, 1, 3, 32, 16, 0},
                               {5, {0, 1, 2, 3, 4}, {1, 40, 2, 41, 33}, 1, 1, 32, 1, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) check_attention_case(&cases[i], &r);
 }
 
-/* Windows shorter and longer than a tile and a part; sequences shorter and longer than the window. */
+/* Windows shorter and longer than a tile and a part; sequences shorter and longer than the
+ * window. */
 static void test_attention_window(void **state) {
     (void)state;
     test_random r = {8};
     static const int windows[] = {1, 7, 64, 100, 257, 400};
     for (size_t i = 0; i < sizeof windows / sizeof *windows; i++) {
-        attention_case decode = {3, {600 + random_below(&r, 60), 30, 255}, {1, 2, 5}, 1, 3, 32, 16, windows[i]};
+        attention_case decode = {
+            3, {600 + random_below(&r, 60), 30, 255}, {1, 2, 5}, 1, 3, 32, 16, windows[i]};
         check_attention_case(&decode, &r);
         attention_case prompt = {2, {random_below(&r, 400), 0}, {66, 90}, 1, 1, 64, 16, windows[i]};
         check_attention_case(&prompt, &r);
     }
 }
 
-/* Thousands of tokens at once, thousands of positions, and a matmul with thousands of rows of x. */
-static void test_thousands(void **state) {
+/* A step of thousands of tokens, thousands of positions, and a matmul with thousands of rows of
+ * x. */
+static void test_large_sizes(void **state) {
     (void)state;
     test_random r = {13};
-    static const attention_case cases[] = {{2, {0, 60}, {1030, 1}, 1, 1, 32, 16, 0}, {2, {3000, 3}, {1, 1}, 2, 4, 64, 16, 0}};
+    static const attention_case cases[] = {{2, {0, 60}, {1030, 1}, 1, 1, 32, 16, 0},
+                                           {2, {3000, 3}, {1, 1}, 2, 4, 64, 16, 0}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         const attention_case *c = &cases[i];
         attention_data d = make_attention(c, &r);
@@ -585,7 +668,8 @@ static void test_thousands(void **state) {
         expected_attention(&d, expected);
         attention_on(b, &d, 0, 0, got);
         double error = distance(got, expected, n);
-        if (!(error < 1e-3)) fail_msg("%d tokens after %d positions: %g", c->count[0], c->past[0], error);
+        if (!(error < 1e-3))
+            fail_msg("%d tokens after %d positions: %g", c->count[0], c->past[0], error);
         free(expected), free(got);
         free_attention(&d);
         llm_backend_free(b);
@@ -594,7 +678,7 @@ static void test_thousands(void **state) {
     check_case(&many, &r);
 }
 
-/* Queries far beyond f16, whose softmax is then all on one position. */
+/* Queries far beyond f16's range, whose softmax selects a single position. */
 static void test_attention_range(void **state) {
     (void)state;
     test_random r = {9};
@@ -612,7 +696,8 @@ static void test_attention_range(void **state) {
 }
 
 int main(void) {
-    llm__pretended_processors = 2; /* which kernel is chosen depends on how many rows there are for each */
+    /* the choice of kernel depends on the number of rows per processor */
+    llm__pretended_processors = 2;
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_matmul),
         cmocka_unit_test(test_matmul_wide),
@@ -626,11 +711,12 @@ int main(void) {
         cmocka_unit_test(test_attention),
         cmocka_unit_test(test_attention_window),
         cmocka_unit_test(test_attention_range),
-        cmocka_unit_test(test_thousands),
+        cmocka_unit_test(test_large_sizes),
     };
     const char *device = device_name("emulated");
     int failed = 0;
-    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device);
+         order++) {
         device_set_order(device, order);
         failed += cmocka_run_group_tests_name("llm.cu: matmul and attention", tests, NULL, NULL);
     }

@@ -1,6 +1,6 @@
-/* The whole engine on a device: requests that share it, with blocks so scarce that they are taken away again, speculation, and
- * failures. LLM_TEST_DEVICE=cpu|emulated|cuda says which device; emulated if nothing is said. What is compared bit for bit runs in
- * deterministic mode. */
+/* The whole engine on a device: concurrent requests, blocks so scarce that sequences are preempted,
+ * speculation, and failures. LLM_TEST_DEVICE=cpu|emulated|cuda names the device; the default is
+ * emulated. Tests that compare bit for bit use deterministic mode. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -22,12 +22,12 @@ bool emulator_failed(void) __attribute__((weak));
 void emulator_recover(void) __attribute__((weak));
 emulator_counts emulator_counted(void) __attribute__((weak));
 
-#undef llm_engine_create /* each test here says where its engine runs */
+#undef llm_engine_create /* these tests choose the backend themselves */
 
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
 #define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
 
-#ifdef __SANITIZE_ADDRESS__ /* which makes the emulated device several times slower */
+#ifdef __SANITIZE_ADDRESS__ /* makes the emulated device several times slower */
 enum { N_REQUESTS = 3, MAX_TOKENS = 3, LESS = 4 };
 #else
 enum { N_REQUESTS = 4, MAX_TOKENS = 6, LESS = 1 };
@@ -80,16 +80,22 @@ static llm_request make_request(int i, int32_t prompt[64]) {
     llm_request r = llm_request_defaults();
     r.prompt = prompt;
     r.n_prompt = 5 + 6 * i;
-    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random(i / 2 == 1 ? 2 : (uint64_t)i, 5, (uint64_t)k) * 280); /* 2 and 3 begin alike */
+    /* requests 2 and 3 share a prefix */
+    for (int k = 0; k < r.n_prompt; k++)
+        prompt[k] = (int32_t)(llm_random(i / 2 == 1 ? 2 : (uint64_t)i, 5, (uint64_t)k) * 280);
     r.max_tokens = MAX_TOKENS;
     r.ignore_end = true;
-    if (i % 2) r.sampling.temperature = 0.8f, r.sampling.top_p = 0.9f, r.sampling.repetition_penalty = 1.1f, r.sampling.seed = (uint64_t)i;
+    if (i % 2)
+        r.sampling.temperature = 0.8f, r.sampling.top_p = 0.9f,
+        r.sampling.repetition_penalty = 1.1f, r.sampling.seed = (uint64_t)i;
     return r;
 }
 
-/* All the requests, together or each alone, on this backend. A hook for its logits keeps a request's tokens from being drawn on the device. */
+/* Run all requests on this backend, together or each alone. A request with a logits hook is sampled
+ * on the host, the others on the device. */
 enum { NO_HOOKS, SOME_HOOKS, ALL_HOOKS };
-static void run_requests(const llm_engine_options *options, bool together, int hooks, record *records[N_REQUESTS]) {
+static void run_requests(const llm_engine_options *options, bool together, int hooks,
+                         record *records[N_REQUESTS]) {
     llm_error err;
     int32_t prompts[N_REQUESTS][64];
     llm_engine *engine = NULL;
@@ -97,7 +103,8 @@ static void run_requests(const llm_engine_options *options, bool together, int h
         if (!engine) engine = llm_engine_create(target, options, &err);
         if (!engine) fail_msg("%s", err.message);
         records[i] = record_new(target);
-        record_submit(engine, records[i], make_request(i, prompts[i]), hooks == ALL_HOOKS || (hooks == SOME_HOOKS && i % 3 == 1));
+        record_submit(engine, records[i], make_request(i, prompts[i]),
+                      hooks == ALL_HOOKS || (hooks == SOME_HOOKS && i % 3 == 1));
         if (together && i + 1 < N_REQUESTS) continue;
         record_drain(engine);
         assert_idle(engine);
@@ -112,34 +119,39 @@ static void free_records(record *records[N_REQUESTS]) {
 
 static void assert_same_tokens(const record *a, const record *b) {
     assert_int_equal(a->samples[0].n_tokens, b->samples[0].n_tokens);
-    assert_memory_equal(a->samples[0].tokens, b->samples[0].tokens, sizeof(int32_t) * (size_t)a->samples[0].n_tokens);
+    assert_memory_equal(a->samples[0].tokens, b->samples[0].tokens,
+                        sizeof(int32_t) * (size_t)a->samples[0].n_tokens);
 }
 
-/* ---- What comes out ---------------------------------------------------------------------------- */
+/* ---- Output ---------------------------------------------------------------------------------- */
 
-/* The logits after the prompts are near those of the textbook loops. */
+/* The logits of the prompts are near those of the plain loops. */
 static void test_logits(void **state) {
     (void)state;
     llm_error err;
-    llm_backend *reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err), *b = device_open(device, NULL);
+    llm_backend *reference = llm_cpu_backend(1, LLM_ISA_REFERENCE, &err),
+                *b = device_open(device, NULL);
     llm_engine_options right = options_on(reference), o = options_on(b);
     record *expected[N_REQUESTS], *got[N_REQUESTS];
     run_requests(&right, true, ALL_HOOKS, expected);
     run_requests(&o, true, ALL_HOOKS, got);
     double worst = 0;
     for (int i = 0; i < N_REQUESTS; i++)
-        for (int row = 0; row < 5 + 6 * i; row++) { /* the prompt's own: later ones follow the tokens that were drawn */
+        /* only the prompt's rows: later ones depend on the sampled tokens */
+        for (int row = 0; row < 5 + 6 * i; row++) {
             size_t at = (size_t)row * (size_t)expected[i]->vocab;
-            double e = relative_error(got[i]->samples[0].logits + at, expected[i]->samples[0].logits + at, expected[i]->vocab);
+            double e = relative_error(got[i]->samples[0].logits + at,
+                                      expected[i]->samples[0].logits + at, expected[i]->vocab);
             worst = e > worst ? e : worst;
         }
-    print_message("    %s: logits differ from the textbook's by %.1e at most\n", device, worst);
+    print_message("    %s: logits differ from the reference by at most %.1e\n", device, worst);
     assert_true(worst < 1e-2);
     free_records(expected), free_records(got);
     llm_backend_free(reference), llm_backend_free(b);
 }
 
-/* ... and near those of Hugging Face transformers (see test_golden.c), which has no line in common with either. */
+/* The logits are near those of Hugging Face transformers (see test_golden.c), an independent
+ * implementation. */
 static void test_transformers(void **state) {
     (void)state;
     enum { N = 24 };
@@ -160,10 +172,11 @@ static void test_transformers(void **state) {
     llm_backend *b = device_open(device, NULL);
     llm_engine_options o = options_on(b);
     llm_request r = llm_request_defaults();
-    r.prompt = prompt, r.n_prompt = N, r.max_tokens = 0; /* only the hook sees anything */
+    r.prompt = prompt, r.n_prompt = N, r.max_tokens = 0; /* the hook records the logits */
     record *got = run_alone(target, &o, r);
     assert_int_equal(got->samples[0].n_rows, N);
-    double error = relative_error(got->samples[0].logits, (const float *)logits->data, (int64_t)N * got->vocab);
+    double error = relative_error(got->samples[0].logits, (const float *)logits->data,
+                                  (int64_t)N * got->vocab);
     print_message("    %s: logits differ from those of transformers by %.1e\n", device, error);
     assert_true(error < 1e-2);
     record_free(got);
@@ -171,8 +184,9 @@ static void test_transformers(void **state) {
     llm_file_close(file);
 }
 
-/* Together as alone, bit for bit, and in any order of threads; where blocks are scarce; in every form. */
-static void test_company(void **state) {
+/* Requests give the same bits together as alone, in any order of threads, with scarce blocks, and
+ * with any of the GPU's options. */
+static void test_batch_composition(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
     llm_backend *b = device_open(device, &gpu);
@@ -182,7 +196,8 @@ static void test_company(void **state) {
     for (int kind = 0; kind < 4; kind++) {
         llm_engine_options other = o;
         device_set_order(device, kind % device_orders(device));
-        if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;        /* one context's worth: preemption; small chunks */
+        /* blocks for one context, so sequences are preempted; small chunks */
+        if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;
         if (kind == 2) other.cache_bytes = 9300, other.preempt = LLM_PREEMPT_SWAP;
         if (kind == 3) other.prefix_cache = false, other.block_size = 16;
         run_requests(&other, true, ALL_HOOKS, got);
@@ -190,12 +205,13 @@ static void test_company(void **state) {
         free_records(got);
     }
     device_set_order(device, 0);
-    for (int kind = 0; kind < 5 && device_is_gpu(device); kind++) { /* without hooks, so that the device draws the tokens; or some of them */
-        llm_gpu_options form = gpu;
-        if (kind == 1) form.graphs = false;
-        if (kind == 2) form.fused = false;
-        if (kind == 3) form.overlap = true; /* on a GPU that can */
-        llm_backend *c = device_open(device, &form);
+    /* without hooks the device samples all tokens; in the last round it samples some */
+    for (int kind = 0; kind < 5 && device_is_gpu(device); kind++) {
+        llm_gpu_options variant = gpu;
+        if (kind == 1) variant.graphs = false;
+        if (kind == 2) variant.fused = false;
+        if (kind == 3) variant.overlap = true; /* if the GPU supports it */
+        llm_backend *c = device_open(device, &variant);
         llm_engine_options other = options_on(c);
         run_requests(&other, true, kind == 4 ? SOME_HOOKS : NO_HOOKS, got);
         for (int i = 0; i < N_REQUESTS; i++) assert_same_tokens(alone[i], got[i]);
@@ -207,7 +223,7 @@ static void test_company(void **state) {
     llm_backend_free(b);
 }
 
-/* Greedy speculation gives what the target alone gives; the drafts' proposals, good or bad, only change the pace. */
+/* Greedy speculation gives the target's own tokens; good or bad proposals only change the speed. */
 static void test_speculation(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
@@ -216,7 +232,7 @@ static void test_speculation(void **state) {
     llm_request r = make_request(2, prompt);
     r.max_tokens = 16 / LESS;
     record *expected = NULL;
-    for (int kind = 0; kind < 4; kind++) { /* none, another model, itself, lookup */
+    for (int kind = 0; kind < 4; kind++) { /* no draft, another model, the target itself, lookup */
         llm_engine_options o = options_on(b);
         o.draft = kind == 1 ? draft : kind == 2 ? target : NULL;
         llm_request s = r;
@@ -229,8 +245,9 @@ static void test_speculation(void **state) {
         assert_idle(engine);
         llm_statistics facts = llm_engine_statistics(engine);
         if (kind == 1 || kind == 2) assert_true(facts.proposed > 0);
-        /* of a step's passes, those of the draft are replayed too: more graphs than steps */
-        if (LESS == 1 && device_is_gpu(device) && kind == 2) assert_true(facts.device_replays > facts.steps);
+        /* the draft's passes are replayed too, so there are more replays than steps */
+        if (LESS == 1 && device_is_gpu(device) && kind == 2)
+            assert_true(facts.device_replays > facts.steps);
         if (kind == 2) assert_true(facts.accepted > facts.proposed / 2);
         if (expected) assert_same_tokens(expected, got);
         llm_engine_free(engine);
@@ -241,7 +258,8 @@ static void test_speculation(void **state) {
     llm_backend_free(b);
 }
 
-/* Sampled speculation: the draft's distributions come to the host, whoever draws the other tokens. */
+/* Sampled speculation gives the same tokens whether the device or the host samples. The draft's
+ * distributions always go to the host. */
 static void test_sampled_speculation(void **state) {
     (void)state;
     llm_gpu_options gpu = gpu_options();
@@ -267,12 +285,12 @@ static void test_sampled_speculation(void **state) {
     llm_backend_free(b);
 }
 
-/* Steps of a prompt are never captured, however often they come; a decode step is from the second
- * of its shape on, which is the third that gives a token. */
+/* Steps of a prompt are never captured. A decode step is, from the second of its shape on, which
+ * gives the third token. */
 static void test_captured_steps(void **state) {
     (void)state;
     llm_error err;
-    enum { LENGTH = 45 }; /* 24 tokens, then 21 */
+    enum { LENGTH = 45 }; /* two chunks: 24 tokens and 21 */
     int32_t prompt[LENGTH];
     llm_backend *b = device_open(device, NULL);
     if (!device_is_gpu(device)) {
@@ -307,11 +325,11 @@ static void test_captured_steps(void **state) {
     llm_backend_free(b);
 }
 
-/* ---- What goes wrong (the emulated device can be told to) ---------------------------------------------------- */
+/* ---- Failures (only on the emulated device) -------------------------------------------------- */
 
-static void only_emulated(void) {
+static void skip_unless_emulated(void) {
     if (!strcmp(device, "emulated")) return;
-    print_message("SKIPPED: only the emulated device fails when it is told to\n");
+    print_message("SKIPPED: only the emulated device can inject failures\n");
     skip();
 }
 
@@ -319,11 +337,13 @@ static char last_error[sizeof ((llm_error *)0)->message];
 
 typedef enum failure { NONE, ALLOCATION, LAUNCH, LOSS } failure;
 
-/* Three samples of a prompt share a block that is then copied; or two do, with a draft model, which has a cache of its own. */
+/* Three samples of a prompt share a block, which is then copied. With a draft model, which has its
+ * own cache, there are two samples. */
 static llm_request make_samples(bool speculate, int32_t prompt[64]) {
     llm_request r = make_request(1, prompt);
     r.n_samples = speculate ? 2 : 3;
-    r.max_tokens = 5; /* a graph is made in the second step of its kind, and replayed in the third */
+    /* a graph is captured in the second step of its shape and replayed in the third */
+    r.max_tokens = 5;
     if (speculate) r.speculate = 1, r.sampling.temperature = 0;
     return r;
 }
@@ -331,15 +351,16 @@ static llm_request make_samples(bool speculate, int32_t prompt[64]) {
 static void assert_same_samples(const record *expected, const record *got) {
     for (int i = 0; i < MAX_SAMPLES; i++) {
         assert_int_equal(expected->samples[i].n_tokens, got->samples[i].n_tokens);
-        assert_memory_equal(expected->samples[i].tokens, got->samples[i].tokens, sizeof(int32_t) * (size_t)got->samples[i].n_tokens);
+        assert_memory_equal(expected->samples[i].tokens, got->samples[i].tokens,
+                            sizeof(int32_t) * (size_t)got->samples[i].n_tokens);
         assert_int_equal(expected->samples[i].n_ends, got->samples[i].n_ends);
     }
 }
 
-/* A whole life in which the nth allocation or launch fails, or the device is lost. Returns whether that came to pass: then either the
- * engine did without, or there was an error that says what it was, and the steps after it give the tokens that were to be expected; and
- * nothing crashed, and all was freed. */
-static bool live(failure kind, long n, bool speculate, record **expected) {
+/* Run an engine in which the nth allocation or launch fails, or the device is lost. Returns whether
+ * that happened. If so, either the engine works without it, or it reports an error that names the
+ * cause, and the following steps give the expected tokens. All memory is freed. */
+static bool run_with_failure(failure kind, long n, bool speculate, record **expected) {
     llm_error err;
     llm_gpu_options gpu = gpu_options();
     emulator_counts before = emulator_counted();
@@ -361,16 +382,20 @@ static bool live(failure kind, long n, bool speculate, record **expected) {
     if (more < 0) {
         assert_true(err.status == LLM_ERROR_MEMORY || err.status == LLM_ERROR_DEVICE);
         assert_true(strlen(err.message) > 20);
-        if (kind == ALLOCATION) { /* how much, for what; how much there is and what would make it fit, or why the host has none */
+        /* the message says how much was wanted and for what, and how much is free and what would
+         * fit; or why the host has no memory */
+        if (kind == ALLOCATION) {
             const char *end = strstr(err.message, "device memory") ? "free" : "locked memory";
-            if (!strstr(err.message, "wanted for") || !strstr(err.message, end)) fail_msg("%s", err.message);
-            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller")) fail_msg("%s", err.message);
+            if (!strstr(err.message, "wanted for") || !strstr(err.message, end))
+                fail_msg("%s", err.message);
+            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller"))
+                fail_msg("%s", err.message);
         }
         if (kind == LOSS && !strstr(err.message, "lost")) fail_msg("%s", err.message);
         if (more < 0 && !last_error[0]) snprintf(last_error, sizeof last_error, "%s", err.message);
     }
     bool happened = emulator_failed();
-    if (engine && more < 0 && kind != LOSS) { /* the device lives on, and so does the engine */
+    if (engine && more < 0 && kind != LOSS) { /* the device still works, so the engine must, too */
         emulator_fail_allocation(-1), emulator_fail_launch(-1);
         while ((more = llm_step(engine, &err)) != 0) {
             if (more < 0) fail_msg("after the failure: %s", err.message);
@@ -394,28 +419,32 @@ static bool live(failure kind, long n, bool speculate, record **expected) {
 
 static void test_failures(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     for (int speculate = 0; speculate < 2; speculate++) {
         record *expected = NULL;
-        assert_false(live(NONE, 0, speculate, &expected));
+        assert_false(run_with_failure(NONE, 0, speculate, &expected));
         for (int kind = ALLOCATION; kind <= LOSS; kind++) {
             long n = 0, happened = 0, gap;
             last_error[0] = 0;
-            for (; live((failure)kind, n, speculate, &expected); n += gap, happened++) gap = LESS * (1 + n / (kind == LOSS || LESS > 1 ? 2 : 5));
-            print_message("    %s%s: %ld of about %ld were tried\n", kind == ALLOCATION ? "failed allocations" : kind == LAUNCH ? "failed launches" : "lost devices",
+            for (; run_with_failure((failure)kind, n, speculate, &expected); n += gap, happened++)
+                gap = LESS * (1 + n / (kind == LOSS || LESS > 1 ? 2 : 5));
+            print_message("    %s%s: tried %ld of about %ld\n",
+                          kind == ALLOCATION ? "failed allocations"
+                          : kind == LAUNCH   ? "failed launches"
+                                             : "lost devices",
                           speculate ? " with a draft" : "", happened, n);
-            print_message("      the first: %s\n", last_error);
+            print_message("      first error: %s\n", last_error);
             assert_true(happened >= 3);
         }
         record_free(expected);
     }
 }
 
-/* The copy of a block that samples share is the first that the device does in their next step; where it fails, it is done in the one after.
- * With a draft model there are two. */
+/* Copying a shared block is the first device operation of the samples' next step. If it fails, the
+ * step after that repeats it. A draft model adds a second copy. */
 static void test_failed_copies(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     for (int speculate = 0; speculate < 2; speculate++) {
         record *expected = NULL;
         for (int fails = -1; fails <= speculate; fails++) { /* -1: none */
@@ -428,7 +457,8 @@ static void test_failed_copies(void **state) {
             llm_engine *engine = engine_on(&o);
             record *got = record_new(target);
             record_submit(engine, got, make_samples(speculate, prompt), false);
-            while (llm_engine_statistics(engine).blocks_shared == 0) assert_int_equal(llm_step(engine, &err), 1);
+            while (llm_engine_statistics(engine).blocks_shared == 0)
+                assert_int_equal(llm_step(engine, &err), 1);
             record_events(engine);
             if (fails >= 0) {
                 emulator_fail_launch(fails);
@@ -448,12 +478,12 @@ static void test_failed_copies(void **state) {
     }
 }
 
-/* A graph that cannot be launched is no failure: the step is made kernel by kernel. */
-static void test_refused_graph(void **state) {
+/* If a graph cannot be launched, the step launches its kernels one by one. */
+static void test_failed_graph_launch(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     record *records[2];
-    uint64_t launches[2]; /* in the step: of the draw alone; of all kernels */
+    uint64_t launches[2]; /* launches in the step: only the sampling; all kernels */
     for (int fails = 0; fails < 2; fails++) {
         llm_error err;
         int32_t prompt[64];
@@ -463,8 +493,10 @@ static void test_refused_graph(void **state) {
         llm_request r = make_request(0, prompt);
         r.max_tokens = 8;
         record_submit(engine, records[fails] = record_new(target), r, false);
-        while (llm_engine_statistics(engine).device_replays == 0) assert_int_equal(llm_step(engine, &err), 1), record_events(engine);
-        uint64_t replays = llm_engine_statistics(engine).device_replays, before = llm_engine_statistics(engine).device_launches;
+        while (llm_engine_statistics(engine).device_replays == 0)
+            assert_int_equal(llm_step(engine, &err), 1), record_events(engine);
+        uint64_t replays = llm_engine_statistics(engine).device_replays,
+                 before = llm_engine_statistics(engine).device_launches;
         if (fails) emulator_fail_launch(0);
         assert_int_equal(llm_step(engine, &err), 1);
         record_events(engine);
@@ -479,14 +511,15 @@ static void test_refused_graph(void **state) {
     record_free(records[0]), record_free(records[1]);
 }
 
-/* There is no memory for a second engine on the same backend, which would be a larger one: the first goes on. */
+/* If there is no memory for a second, larger engine on the same backend, the first engine still
+ * works. */
 static void test_second_engine(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     record *expected = NULL;
     int refused = 0;
     bool more = true;
-    for (long n = -1; more; n += n < 0 ? 1 : LESS) { /* -1: nothing fails */
+    for (long n = -1; more; n += n < 0 ? 1 : LESS) { /* -1: no allocation fails */
         llm_error err;
         int32_t prompt[64];
         llm_gpu_options gpu = gpu_options();
@@ -517,11 +550,11 @@ static void test_second_engine(void **state) {
     record_free(expected);
 }
 
-/* ---- The seam: what is kept from call to call ------------------------------------------- */
+/* ---- The seam: state between calls ------------------------------------------------------ */
 
 enum { ROWS = 3, WIDTH = 64 };
 
-/* A backend with a program of one product: out (ROWS, WIDTH) = x times w. */
+/* A backend and a program of one matmul: out (ROWS, WIDTH) = x times w. */
 typedef struct product {
     llm_backend *b;
     llm_weight w;
@@ -529,7 +562,7 @@ typedef struct product {
     float *x, *out;
 } product;
 
-/* Prepare a program of one product for so many tokens and columns, which is not run. */
+/* Prepare a program of one matmul for this many tokens and columns. It is not run. */
 static void prepare_for(llm_backend *b, int tokens, int width, bool expected) {
     llm_error err;
     llm_limits limits = {tokens, ROWS, WIDTH, ROWS};
@@ -553,7 +586,7 @@ static product product_open(int gpu) {
                  NULL,
                  NULL};
     llm_backend *b = p.b;
-    float x[8 * WIDTH], w[WIDTH * WIDTH]; /* a graph of 3 rows computes 8 */
+    float x[8 * WIDTH], w[WIDTH * WIDTH]; /* 3 rows are rounded up to 8 in a graph */
     for (int i = 0; i < WIDTH * WIDTH; i++) w[i] = (float)(llm_random(1, 1, (uint64_t)i) - 0.5);
     for (int i = 0; i < 8 * WIDTH; i++) x[i] = (float)(llm_random(1, 2, (uint64_t)i) - 0.5);
     assert_true(b->load_weight(b->context, &p.w, w, &err));
@@ -570,7 +603,7 @@ static void product_close(product *p) {
     llm_backend_free(p->b);
 }
 
-/* A step that multiplies once; returns whether a graph did it. */
+/* Run a step of one matmul. Returns whether a graph was replayed. */
 static bool product_step(product *p) {
     static const int32_t zeros[ROWS], positions[ROWS] = {0, 1, 2}, count[1] = {ROWS};
     llm_batch batch = {.n_tokens = ROWS,
@@ -595,57 +628,57 @@ static bool product_step(product *p) {
     return after.replays > before.replays;
 }
 
-static void take_product(product *p, float out[ROWS * WIDTH]) {
+static void download_product(product *p, float out[ROWS * WIDTH]) {
     llm_error err;
     if (!p->b->download(p->b->context, out, p->out, ROWS * WIDTH * sizeof *out, &err))
         fail_msg("%s", err.message);
 }
 
-/* Preparing a larger program moves the scratch memory that graphs use: none from before is replayed. */
-static void test_prepare_forgets_graphs(void **state) {
+/* Preparing a larger program moves scratch memory, so the earlier graphs must not be replayed. */
+static void test_prepare_drops_graphs(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     product p = product_open(0);
     float first[ROWS * WIDTH], later[ROWS * WIDTH];
     assert_false(product_step(&p));
-    take_product(&p, first);
+    download_product(&p, first);
     assert_true(product_step(&p));
     prepare_for(p.b, ROWS, 64 * WIDTH, true);
     assert_false(product_step(&p));
-    take_product(&p, later);
+    download_product(&p, later);
     assert_memory_equal(first, later, sizeof first);
     product_close(&p);
 }
 
-/* A program that is refused leaves the limits of those before: preparing one of them again takes no
- * more memory than it did. */
-static void test_refused_prepare(void **state) {
+/* A failed prepare does not change the limits of earlier programs: preparing one of them again
+ * takes no more memory than before. */
+static void test_failed_prepare(void **state) {
     (void)state;
-    only_emulated();
-    for (int n = 0; n < 3;
-         n++) { /* the allocation that fails; those before it have grown, and stay so */
+    skip_unless_emulated();
+    /* n: the allocation that fails; the buffers allocated before it remain larger */
+    for (int n = 0; n < 3; n++) {
         product p = product_open(0);
         float before[ROWS * WIDTH], after[ROWS * WIDTH];
         assert_false(product_step(&p));
-        take_product(&p, before);
+        download_product(&p, before);
         prepare_for(p.b, ROWS, WIDTH, true);
-        uint64_t live = emulator_counted().live_bytes;
+        uint64_t run_with_failure = emulator_counted().live_bytes;
         emulator_fail_allocation(n);
         prepare_for(p.b, 1000 * ROWS, 1000 * WIDTH, false);
         emulator_fail_allocation(-1);
         prepare_for(p.b, ROWS, WIDTH, true);
-        if (n == 0) assert_true(emulator_counted().live_bytes <= live);
+        if (n == 0) assert_true(emulator_counted().live_bytes <= run_with_failure);
         assert_false(product_step(&p));
-        take_product(&p, after);
+        download_product(&p, after);
         assert_memory_equal(before, after, sizeof before);
         product_close(&p);
     }
 }
 
-/* After prepare, copies of blocks need no memory. */
+/* After prepare, copying blocks allocates nothing. */
 static void test_copies_allocate_nothing(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     llm_error err;
     product p = product_open(0);
     prepare_for(p.b, ROWS, WIDTH, true);
@@ -661,10 +694,10 @@ static void test_copies_allocate_nothing(void **state) {
     product_close(&p);
 }
 
-/* Two GPUs in turn from one thread, whose current device is the one that was used last. */
+/* One thread uses two GPUs in turn; CUDA's current device is the last one used. */
 static void test_two_devices(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     llm_error err;
     emulator_devices(2, 80, 13000);
     product a = product_open(0), b = product_open(1);
@@ -672,33 +705,36 @@ static void test_two_devices(void **state) {
     llm_weight w = {LLM_F32, WIDTH, WIDTH, NULL, NULL, NULL, false};
     static const int32_t zero;
     llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
-                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero,
+                       .logit_rows = &zero};
     llm_limits limits = ops_limits(&batch, 0);
     ops *norm = ops_new();
     ops_rmsnorm(norm, b.x, b.x, WIDTH, 1e-5f, b.out);
     assert_true(b.b->prepare(b.b->context, &norm->program, &limits, &err));
-    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err)); /* makes room */
-    if (!a.b->load_weight(a.b->context, &w, host, &err))
-        fail_msg("%s", err.message); /* after calls to the second */
+    /* allocates scratch memory */
+    assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
+    /* after calls to the second device */
+    if (!a.b->load_weight(a.b->context, &w, host, &err)) fail_msg("%s", err.message);
     a.b->free_weight(a.b->context, &w);
     assert_true(b.b->run(b.b->context, &norm->program, LLM_BODY, &batch, 0, 0, &err));
-    if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message); /* after calls to the first */
+    /* after calls to the first device */
+    if (!b.b->sync(b.b->context, &err)) fail_msg("%s", err.message);
     ops_free(norm, b.b);
     product_close(&a), product_close(&b);
     emulator_devices(1, 80, 13000);
-    a = product_open(0); /* makes the first device the current one again */
+    a = product_open(0); /* make the first device current again */
     product_close(&a);
 }
 
-/* A failure that nobody has asked for yet is still told after a step that was captured as a graph.
- */
+/* A failure not yet reported is still reported after a step that was captured as a graph. */
 static void test_failure_before_a_capture(void **state) {
     (void)state;
-    only_emulated();
+    skip_unless_emulated();
     llm_error err;
     static const int32_t zero;
     llm_batch batch = {.n_tokens = 1, .tokens = &zero, .positions = &zero, .slots = &zero,
-                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero, .logit_rows = &zero};
+                       .seq_first = &zero, .seq_count = &zero, .block_tables = &zero,
+                       .logit_rows = &zero};
     llm_limits limits = ops_limits(&batch, 0);
     product p = product_open(0);
     ops *norm = ops_new();
@@ -716,8 +752,8 @@ static void test_failure_before_a_capture(void **state) {
     product_close(&p);
 }
 
-/* A step that begins while the last one is still on its way does not change what that one reads. */
-static void test_steps_in_a_row(void **state) {
+/* A step that starts while the previous one still runs does not change what that one reads. */
+static void test_overlapping_steps(void **state) {
     (void)state;
     enum { VOCAB_ROWS = 10 };
     llm_error err;
@@ -763,7 +799,7 @@ static void test_too_little_memory(void **state) {
     (void)state;
     llm_error err;
     if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device has as much memory as it is told\n");
+        print_message("SKIPPED: only the emulated device has an adjustable memory size\n");
         skip();
     }
     uint64_t before = emulator_counted().live_allocations;
@@ -774,7 +810,7 @@ static void test_too_little_memory(void **state) {
     assert_null(llm_engine_create(target, &o, &err));
     assert_int_equal(err.status, LLM_ERROR_MEMORY);
     print_message("    %s\n", err.message);
-    assert_non_null(strstr(err.message, "free")); /* how much there is */
+    assert_non_null(strstr(err.message, "free")); /* the message says how much is free */
     llm_backend_free(b);
     emulator_memory((size_t)8 << 30);
     assert_int_equal(emulator_counted().live_allocations, before);
@@ -784,18 +820,21 @@ static void test_no_device(void **state) {
     (void)state;
     llm_error err;
     if (strcmp(device, "emulated")) {
-        print_message("SKIPPED: only the emulated device can be taken away\n");
+        print_message("SKIPPED: only the emulated device can be removed\n");
         skip();
     }
     static const struct {
         int count, capability, driver;
         const char *words;
-    } cases[] = {{0, 80, 13000, "no NVIDIA GPU"}, {1, 80, 11000, "driver"}, {1, 75, 13000, "compute capability 7.5"}};
+    } cases[] = {{0, 80, 13000, "no NVIDIA GPU"},
+                 {1, 80, 11000, "driver"},
+                 {1, 75, 13000, "compute capability 7.5"}};
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         emulator_devices(cases[i].count, cases[i].capability, cases[i].driver);
         assert_null(llm_emulated_backend(NULL, &err));
         assert_true(err.status == LLM_ERROR_UNSUPPORTED || err.status == LLM_ERROR_DEVICE);
-        if (!strstr(err.message, cases[i].words)) fail_msg("\"%s\" does not say \"%s\"", err.message, cases[i].words);
+        if (!strstr(err.message, cases[i].words))
+            fail_msg("\"%s\" does not say \"%s\"", err.message, cases[i].words);
     }
     emulator_devices(1, 80, 13000);
     llm_gpu_options second = llm_gpu_defaults();
@@ -806,16 +845,23 @@ static void test_no_device(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_logits),   cmocka_unit_test(test_transformers),      cmocka_unit_test(test_company),
-        cmocka_unit_test(test_speculation), cmocka_unit_test(test_sampled_speculation),
-        cmocka_unit_test(test_failures), cmocka_unit_test(test_failed_copies),
-        cmocka_unit_test(test_refused_graph), cmocka_unit_test(test_second_engine), cmocka_unit_test(test_too_little_memory), cmocka_unit_test(test_no_device),
-        cmocka_unit_test(test_prepare_forgets_graphs),
-        cmocka_unit_test(test_refused_prepare),
+        cmocka_unit_test(test_logits),
+        cmocka_unit_test(test_transformers),
+        cmocka_unit_test(test_batch_composition),
+        cmocka_unit_test(test_speculation),
+        cmocka_unit_test(test_sampled_speculation),
+        cmocka_unit_test(test_failures),
+        cmocka_unit_test(test_failed_copies),
+        cmocka_unit_test(test_failed_graph_launch),
+        cmocka_unit_test(test_second_engine),
+        cmocka_unit_test(test_too_little_memory),
+        cmocka_unit_test(test_no_device),
+        cmocka_unit_test(test_prepare_drops_graphs),
+        cmocka_unit_test(test_failed_prepare),
         cmocka_unit_test(test_copies_allocate_nothing),
         cmocka_unit_test(test_two_devices),
         cmocka_unit_test(test_failure_before_a_capture),
-        cmocka_unit_test(test_steps_in_a_row),
+        cmocka_unit_test(test_overlapping_steps),
         cmocka_unit_test(test_captured_steps),
     };
     return cmocka_run_group_tests(tests, load_models, free_models);

@@ -1,5 +1,5 @@
-/* Tokens drawn on a device are those that the sampler of chapter 3 draws from the same logits, in every order of threads: over
- * random logits of many shapes, with ties, with infinities and NaNs, and all filters. */
+/* A device draws the same tokens as the sampler of chapter 3 from the same logits, in every order
+ * of threads: with random logits of many shapes, ties, infinities, NaNs and all filters. */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 
@@ -14,20 +14,20 @@
 
 static const char *device; /* the device under test */
 
-enum { MOST_DRAWS = 24, MOST_RECENT = 40 };
+enum { MAX_DRAWS = 24, MAX_RECENT = 40 };
 
-/* Logits of one of several kinds. */
+/* Fill a row with logits of this kind. */
 static void fill_logits(uint64_t seed, int kind, float *row, int n) {
     for (int i = 0; i < n; i++) {
         double u = llm_random(seed, 0, (uint64_t)i), v = llm_random(seed, 1, (uint64_t)i);
         double normal = sqrt(-2 * log(1 - u)) * cos(6.283185307179586 * v);
         row[i] = (float)(normal * (kind == 1 ? 20 : 3));
-        if (kind == 2) row[i] = (float)(int)(u * 5);              /* nothing but ties */
-        if (kind == 3) row[i] = u < 0.5 ? 0.0f : -0.0f;           /* equal, though their bits are not */
+        if (kind == 2) row[i] = (float)(int)(u * 5);       /* many ties */
+        if (kind == 3) row[i] = u < 0.5 ? 0.0f : -0.0f;    /* equal values with different bits */
         if (kind == 4 && u < 0.3) row[i] = v < 0.5 ? NAN : -INFINITY;
-        if (kind == 5) row[i] = v < 0.5 ? NAN : -INFINITY;        /* nothing that could be drawn */
+        if (kind == 5) row[i] = v < 0.5 ? NAN : -INFINITY; /* no token is possible */
         if (kind == 6 && i == n / 2) row[i] = INFINITY;
-        if (kind == 7) row[i] = (float)(normal * 1e-7);           /* all but equal */
+        if (kind == 7) row[i] = (float)(normal * 1e-7);    /* almost equal */
     }
 }
 
@@ -46,50 +46,57 @@ static llm_sampling random_sampling(uint64_t seed) {
     return p;
 }
 
-/* One call of the device's operation over several rows, some with several draws, against the sampler. */
+/* Compare one call of the device's operation, over several rows with several draws each, with the
+ * sampler. */
 static void check_draws(llm_backend *b, uint64_t seed, int n) {
     llm_error err;
     llm__sampler sampler;
     int n_rows = 1 + (int)(llm_random(seed, 2, 0) * 5), n_draws = 0;
     float *logits = (float *)malloc((size_t)n_rows * (size_t)n * sizeof *logits);
-    llm_draw draws[MOST_DRAWS];
-    int32_t recent[MOST_DRAWS][MOST_RECENT], ids[MOST_DRAWS];
-    float logprobs[MOST_DRAWS];
+    llm_draw draws[MAX_DRAWS];
+    int32_t recent[MAX_DRAWS][MAX_RECENT], ids[MAX_DRAWS];
+    float logprobs[MAX_DRAWS];
     assert_non_null(logits);
     assert_true(llm__sampler_init(&sampler, n, 1, &err));
     for (int row = 0; row < n_rows; row++) {
-        fill_logits(seed + (uint64_t)row, (int)(llm_random(seed, 3, (uint64_t)row) * 9), logits + (int64_t)row * n, n);
+        fill_logits(seed + (uint64_t)row, (int)(llm_random(seed, 3, (uint64_t)row) * 9),
+                    logits + (int64_t)row * n, n);
         for (int k = 0; k < 1 + row % 3; k++, n_draws++) {
             llm_draw *d = &draws[n_draws];
             memset(d, 0, sizeof *d);
             d->row = row;
             d->sampling = random_sampling(seed * 100 + (uint64_t)n_draws);
             d->random = llm__random_bits(d->sampling.seed, 5, (uint64_t)n_draws);
-            for (int i = 0; i < MOST_RECENT; i++)
-                recent[n_draws][i] = (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) * (i % 2 ? n : n < 9 ? n : 9));
-            if (d->sampling.repetition_penalty != 1) d->n_recent = d->sampling.penalty_window ? 7 : MOST_RECENT;
-            d->recent = recent[n_draws] + MOST_RECENT - d->n_recent;
+            for (int i = 0; i < MAX_RECENT; i++)
+                recent[n_draws][i] = (int32_t)(llm_random(seed, 9, (uint64_t)(n_draws * 64 + i)) *
+                                               (i % 2 ? n : n < 9 ? n : 9));
+            if (d->sampling.repetition_penalty != 1)
+                d->n_recent = d->sampling.penalty_window ? 7 : MAX_RECENT;
+            d->recent = recent[n_draws] + MAX_RECENT - d->n_recent;
         }
     }
     size_t bytes = (size_t)n_rows * (size_t)n * sizeof *logits;
     float *on_device = (float *)b->allocate(b->context, bytes, "logits", &err);
     assert_non_null(on_device);
     assert_true(b->upload(b->context, on_device, logits, bytes, &err));
-    if (!b->sample(b->context, on_device, n, draws, n_draws, ids, logprobs, &err)) fail_msg("%s", err.message);
+    if (!b->sample(b->context, on_device, n, draws, n_draws, ids, logprobs, &err))
+        fail_msg("%s", err.message);
     for (int i = 0; i < n_draws; i++) {
         const float *row = logits + (int64_t)draws[i].row * n;
         const llm_sampling *p = &draws[i].sampling;
-        int32_t expected = llm__sample(&sampler, p, row, recent[i], MOST_RECENT, 5, (uint64_t)i);
+        int32_t expected = llm__sample(&sampler, p, row, recent[i], MAX_RECENT, 5, (uint64_t)i);
         if (ids[i] != expected)
-            fail_msg("seed %d, draw %d of %d logits: token %d, not %d (temperature %g, top_k %d, top_p %g, min_p %g, penalty %g)",
-                     (int)seed, i, n, ids[i], expected, (double)p->temperature, p->top_k, (double)p->top_p, (double)p->min_p,
-                     (double)p->repetition_penalty);
+            fail_msg("seed %d, draw %d of %d logits: token %d, not %d (temperature %g, top_k %d, "
+                     "top_p %g, min_p %g, penalty %g)",
+                     (int)seed, i, n, ids[i], expected, (double)p->temperature, p->top_k,
+                     (double)p->top_p, (double)p->min_p, (double)p->repetition_penalty);
         float logprob = llm_logprob(row, n, ids[i]);
         if (logprob != logprobs[i] && !(logprob != logprob && logprobs[i] != logprobs[i]) &&
             !(fabsf(logprob - logprobs[i]) <= 1e-5f * (1 + fabsf(logprob))))
-            fail_msg("seed %d, draw %d: a logprob of %g, not %g", (int)seed, i, (double)logprobs[i], (double)logprob);
+            fail_msg("seed %d, draw %d: logprob %g, not %g", (int)seed, i, (double)logprobs[i],
+                     (double)logprob);
     }
-    /* the logits are what they were */
+    /* the logits are unchanged */
     float *after = (float *)malloc(bytes);
     assert_true(b->download(b->context, after, on_device, bytes, &err));
     assert_memory_equal(after, logits, bytes);
@@ -102,7 +109,8 @@ static void check_draws(llm_backend *b, uint64_t seed, int n) {
 static void test_draws(void **state) {
     static const int sizes[] = {1, 2, 31, 32, 33, 500, 2049};
     (void)state;
-    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device); order++) {
+    for (int order = do_less() ? device_orders(device) - 1 : 0; order < device_orders(device);
+         order++) {
         device_set_order(device, order);
         llm_backend *b = device_open(device, NULL);
         if (!b->sample) skip();
@@ -121,8 +129,8 @@ static void test_large_vocabulary(void **state) {
     llm_backend_free(b);
 }
 
-/* A larger logit never counts less, and all is close to the exponential function. */
-static void test_likelihood(void **state) {
+/* A larger logit never gets a smaller weight, and weights are close to the exponential function. */
+static void test_exponential_weights(void **state) {
     llm_sampling p = llm_sampling_defaults();
     uint64_t last = UINT64_MAX;
     (void)state;
@@ -133,12 +141,15 @@ static void test_likelihood(void **state) {
         assert_true(weight <= last);
         last = weight;
         double exact = exp(-(double)x) * (double)((uint64_t)1 << 44);
-        if (fabs((double)weight - exact) > 1 + 2e-6 * exact) fail_msg("e^-%g is %g", (double)x, (double)weight);
+        if (fabs((double)weight - exact) > 1 + 2e-6 * exact)
+            fail_msg("e^-%g is %g", (double)x, (double)weight);
     }
-    /* every fraction of an octave, near 1 and at its ends: one step of 2^-24 is always a step down */
+    /* sample the fractions of one octave, densely near its ends: a larger exponent never gives a
+     * larger weight */
     last = UINT64_MAX;
     for (uint64_t y = 0; y < (1 << 24) + 2; y += y < 4096 || y > (1 << 24) - 4096 ? 1 : 61) {
-        uint64_t weight = llm__likelihood(&p, -(float)(((double)y + 0.5) / (1.4426950408889634 * 16777216)), 0, 44);
+        uint64_t weight = llm__likelihood(
+            &p, -(float)(((double)y + 0.5) / (1.4426950408889634 * 16777216)), 0, 44);
         assert_true(weight <= last);
         last = weight;
     }
@@ -159,7 +170,7 @@ static void test_multiply_high(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_likelihood),
+        cmocka_unit_test(test_exponential_weights),
         cmocka_unit_test(test_multiply_high),
         cmocka_unit_test(test_draws),
         cmocka_unit_test(test_large_vocabulary),

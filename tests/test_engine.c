@@ -1,5 +1,6 @@
-/* The engine through its public API: what a request gives depends on nothing but the request, every mistake of a caller is
- * told and leaves the engine usable, nothing leaks, and no failing allocation does harm. */
+/* The engine through its public API: a request's output depends on the request alone, every mistake
+ * of a caller is reported and leaves the engine usable, nothing leaks, and a failed allocation does
+ * no harm. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -24,11 +25,12 @@
 static const char *const models[] = {GQA, TIED, ODD, SMALL};
 enum { N_MODELS = 4, VOCAB = 288, BOS = 286, END = 287, CONTEXT = 128 };
 
-/* A prompt of n ids that depends on `seed` alone. */
+/* The first n ids of row `seed` are a prompt that depends on `seed` alone. */
 static int32_t prompt_ids[8][CONTEXT];
 
 static const int32_t *some_prompt(int seed) {
-    for (int i = 0; i < CONTEXT; i++) prompt_ids[seed][i] = (int32_t)(llm_random((uint64_t)seed, 77, (uint64_t)i) * 286);
+    for (int i = 0; i < CONTEXT; i++)
+        prompt_ids[seed][i] = (int32_t)(llm_random((uint64_t)seed, 77, (uint64_t)i) * 286);
     return prompt_ids[seed];
 }
 
@@ -47,7 +49,8 @@ static llm_request some_request(int seed, int n_prompt, int max_tokens) {
 
 /* ---- Bit for bit ------------------------------------------------------------------------ */
 
-static void check_same(const llm_model *model, const record *expected, const llm_engine_options *options, llm_request request) {
+static void check_same(const llm_model *model, const record *expected,
+                       const llm_engine_options *options, llm_request request) {
     record *r = run_alone(model, options, request);
     assert_same(expected, r);
     record_free(r);
@@ -88,7 +91,7 @@ static void test_chunks(void **state) {
                 changed.max_batch_tokens = chunks[i];
                 if (!naive) {
                     check_same(model, expected, &changed, request);
-                } else { /* the naive loop adds in another order, but always in the same one */
+                } else { /* the naive loop has another fixed order of additions */
                     changed.naive_attention = true;
                     record *one = run_alone(model, &changed, request);
                     changed.max_batch_tokens = 17;
@@ -126,7 +129,7 @@ static void test_threads(void **state) {
     }
 }
 
-/* A model of real widths reaches the tiles and unrolled loops that the tiny ones do not. */
+/* A model of realistic widths, which reaches tiles and unrolled loops that tiny models do not. */
 static void test_bundled_model(void **state) {
     static int32_t ids[300];
     (void)state;
@@ -156,9 +159,9 @@ static void test_bundled_model(void **state) {
     llm_model_free(model);
 }
 
-/* The same requests one at a time and all at once, in every order of arrival, also with others that are cancelled, so that
- * blocks lie anywhere. */
-static void test_company(void **state) {
+/* Run the same requests one at a time and all at once, in several orders of arrival, and with
+ * others that are cancelled, so that blocks are scattered over the pool. */
+static void test_batch_composition(void **state) {
     enum { N = 6 };
     (void)state;
     for (int m = 0; m < N_MODELS; m++) {
@@ -193,7 +196,7 @@ static void test_company(void **state) {
                     assert_int_not_equal(llm_step(engine, &err), -1);
                     record_events(engine);
                 }
-                llm_cancel(engine, victim, &err); /* it may have ended */
+                llm_cancel(engine, victim, &err); /* fails if it has already ended */
                 record_events(engine);
                 assert_int_equal(unread->samples[0].n_ends, 1);
                 record_free(unread);
@@ -211,11 +214,13 @@ static void test_company(void **state) {
     }
 }
 
-/* Sample s uses the stream (seed, s), and shares the prompt's blocks: it does not matter how many others there are. */
+/* Sample s uses the random stream (seed, s) and shares the prompt's blocks. Its output does not
+ * depend on the number of samples. */
 static void test_samples(void **state) {
     (void)state;
     llm_model *model = model_load(GQA);
-    for (int n_prompt = 30; n_prompt <= 33; n_prompt++) { /* 32 is a whole number of blocks: nothing to copy */
+    /* 32 is a whole number of blocks: nothing to copy */
+    for (int n_prompt = 30; n_prompt <= 33; n_prompt++) {
         llm_request request = some_request(1, n_prompt, 20);
         request.n_samples = 5;
         record *five = run_alone(model, NULL, request);
@@ -223,17 +228,20 @@ static void test_samples(void **state) {
         record *one = run_alone(model, NULL, request);
         request.n_samples = 3;
         llm_engine_options o = llm_engine_defaults();
-        o.max_batch_tokens = 2; /* fewer than sequences */
+        o.max_batch_tokens = 2; /* fewer tokens than sequences */
         o.max_sequences = 3;
         record *three = run_alone(model, &o, request);
         assert_same_sample(&one->samples[0], &five->samples[0], VOCAB);
-        for (int s = 0; s < 3; s++) assert_same_sample(&three->samples[s], &five->samples[s], VOCAB);
+        for (int s = 0; s < 3; s++)
+            assert_same_sample(&three->samples[s], &five->samples[s], VOCAB);
         for (int s = 0; s < 5; s++) {
             assert_int_equal(five->samples[s].n_tokens, 20);
             for (int t = 0; t < s; t++)
-                assert_memory_not_equal(five->samples[s].tokens, five->samples[t].tokens, 20 * sizeof(int32_t));
+                assert_memory_not_equal(five->samples[s].tokens, five->samples[t].tokens,
+                                        20 * sizeof(int32_t));
         }
-        /* A sample's cache is right: its tokens as the prompt of a new request give the same last logits. */
+        /* check a sample's cache: its tokens as the prompt of a new request give the same last
+         * logits */
         for (int s = 0; s < 5; s++) {
             int32_t ids[CONTEXT];
             memcpy(ids, request.prompt, sizeof(int32_t) * (size_t)n_prompt);
@@ -245,8 +253,8 @@ static void test_samples(void **state) {
             again.max_tokens = 0;
             record *r = run_alone(model, NULL, again);
             const sample_record *a = &r->samples[0], *b = &five->samples[s];
-            assert_memory_equal(a->logits + (size_t)(a->n_rows - 1) * VOCAB, b->logits + (size_t)(b->n_rows - 1) * VOCAB,
-                                VOCAB * sizeof(float));
+            assert_memory_equal(a->logits + (size_t)(a->n_rows - 1) * VOCAB,
+                                b->logits + (size_t)(b->n_rows - 1) * VOCAB, VOCAB * sizeof(float));
             record_free(r);
         }
         record_free(one);
@@ -271,9 +279,10 @@ static void test_seeds(void **state) {
     llm_model_free(model);
 }
 
-/* Any order of submit, step, cancel and reading: each request that is not cancelled gives what it gives alone, and each
- * sample of every request ends exactly once. */
-static void random_walk(const llm_model *model, record *const *alone, const llm_request *requests, int n_requests, uint64_t seed) {
+/* Random submits, steps, cancels and reads: each request that is not cancelled gives the same
+ * output as alone, and each sample ends exactly once. */
+static void random_calls(const llm_model *model, record *const *alone, const llm_request *requests,
+                        int n_requests, uint64_t seed) {
     enum { MAX = 60 };
     uint64_t draws = 0;
 #define PICK(n) ((int)(llm_random(seed, 0, draws++) * (n)))
@@ -284,8 +293,9 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
     o.max_batch_tokens = 1 + PICK(40);
     o.n_threads = 1 + PICK(2);
     o.context_length = CONTEXT - PICK(3) * 4;
-    /* one context at the least, so that every request fits; often not two, so that they must wait */
-    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * (uint64_t)(3 * CONTEXT + o.block_size * 4 + PICK(100));
+    /* at least one context, so that every request fits; often less than two, so that some wait */
+    o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) *
+                    (uint64_t)(3 * CONTEXT + o.block_size * 4 + PICK(100));
     llm_engine *engine = engine_new(model, &o);
     record *r[MAX];
     int kind[MAX], n = 0;
@@ -300,12 +310,13 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
         } else if (what == 2 && n) {
             int victim = PICK(n);
             int live = 0;
-            for (int s = 0; s < requests[kind[victim]].n_samples; s++) live += !r[victim]->samples[s].n_ends;
+            for (int s = 0; s < requests[kind[victim]].n_samples; s++)
+                live += !r[victim]->samples[s].n_ends;
             bool ok = llm_cancel(engine, r[victim]->id, &err);
-            if (live == 0) assert_false(ok); /* it has ended, and we know */
+            if (live == 0) assert_false(ok); /* it has ended */
             if (ok) cancelled[victim] = true;
             else assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
-            record_events(engine); /* all, as the next step forgets those that were not read */
+            record_events(engine); /* read all: the next step drops unread events */
         } else {
             assert_int_not_equal(llm_step(engine, &err), -1);
             record_events(engine);
@@ -319,7 +330,8 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
     record_drain(engine);
     assert_idle(engine);
     for (int i = 0; i < n; i++) {
-        for (int s = 0; s < requests[kind[i]].n_samples; s++) assert_int_equal(r[i]->samples[s].n_ends, 1);
+        for (int s = 0; s < requests[kind[i]].n_samples; s++)
+            assert_int_equal(r[i]->samples[s].n_ends, 1);
         if (!cancelled[i]) assert_same(alone[kind[i]], r[i]);
         record_free(r[i]);
     }
@@ -327,7 +339,7 @@ static void random_walk(const llm_model *model, record *const *alone, const llm_
 #undef PICK
 }
 
-static void test_random_walks(void **state) {
+static void test_random_calls(void **state) {
     enum { N = 6 };
     (void)state;
     llm_model *model = model_load(SMALL);
@@ -338,13 +350,13 @@ static void test_random_walks(void **state) {
         requests[i].n_samples = i == 1 ? 3 : i == 5 ? 2 : 1;
         alone[i] = run_alone(model, NULL, requests[i]);
     }
-    for (uint64_t seed = 1; seed <= 25; seed++) random_walk(model, alone, requests, N, seed);
+    for (uint64_t seed = 1; seed <= 25; seed++) random_calls(model, alone, requests, N, seed);
     for (int i = 0; i < N; i++) record_free(alone[i]);
     llm_model_free(model);
 }
 
-/* One model, several engines, each in a thread of its own. */
-static void *thread_main(void *model) {
+/* One model shared by several engines, each in a thread of its own. */
+static void *run_in_thread(void *model) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
     return run_alone((const llm_model *)model, &o, some_request(2, 40, 20));
@@ -355,8 +367,9 @@ static void test_model_shared_by_threads(void **state) {
     (void)state;
     llm_model *model = model_load(TIED);
     some_prompt(2);
-    record *expected = (record *)thread_main(model);
-    for (int i = 0; i < 3; i++) assert_int_equal(pthread_create(&threads[i], NULL, thread_main, model), 0);
+    record *expected = (record *)run_in_thread(model);
+    for (int i = 0; i < 3; i++)
+        assert_int_equal(pthread_create(&threads[i], NULL, run_in_thread, model), 0);
     for (int i = 0; i < 3; i++) {
         void *r = NULL;
         assert_int_equal(pthread_join(threads[i], &r), 0);
@@ -378,10 +391,12 @@ static void test_max_tokens(void **state) {
         assert_int_equal(r->samples[0].n_ends, 1);
         assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
         assert_int_equal(r->samples[0].n_rows, 10 + (max ? max - 1 : 0));
-        for (int i = 0; i < r->samples[0].n_rows; i++) assert_int_equal(r->samples[0].positions[i], i);
+        for (int i = 0; i < r->samples[0].n_rows; i++)
+            assert_int_equal(r->samples[0].positions[i], i);
         record_free(r);
     }
-    /* to the end of the context, the model's or a shorter one; asking for more gives no more */
+    /* a negative or too large max_tokens runs to the end of the context, the model's or a
+     * shorter */
     for (int context = CONTEXT; context >= 32; context -= 96)
         for (int max = -1; max < 1000; max += 500) {
             llm_engine_options o = llm_engine_defaults();
@@ -391,12 +406,12 @@ static void test_max_tokens(void **state) {
             assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
             record_free(r);
         }
-    /* a prompt that fills the context leaves room for nothing */
+    /* a prompt that fills the context leaves no room for output */
     record *r = run_alone(model, NULL, some_request(0, CONTEXT, -1));
     assert_int_equal(r->samples[0].n_tokens, 0);
     assert_int_equal(r->samples[0].n_ends, 1);
     record_free(r);
-    /* and without a hook, max_tokens = 0 with several samples still ends them all */
+    /* without a hook, max_tokens = 0 with several samples still ends them all */
     llm_engine *engine = engine_new(model, NULL);
     llm_request silent = some_request(0, 40, 0);
     silent.n_samples = 3;
@@ -410,7 +425,7 @@ static void test_max_tokens(void **state) {
     llm_model_free(model);
 }
 
-/* Force a chosen text through the hook. */
+/* Make the request produce these tokens, through its logits hook. */
 static record *run_forced(llm_engine *engine, llm_request request, const int32_t *tokens, int n) {
     static int32_t forced[CONTEXT];
     for (int i = 0; i < CONTEXT; i++) forced[i] = -1;
@@ -433,7 +448,7 @@ static void test_end_token(void **state) {
     llm_engine *engine = engine_new(model, NULL);
     llm_request request = some_request(0, 9, 6);
     request.sampling = llm_sampling_defaults();
-    record *r = run_forced(engine, request, text, 6); /* ignore_end */
+    record *r = run_forced(engine, request, text, 6); /* ignore_end is set */
     assert_int_equal(r->samples[0].n_tokens, 6);
     assert_int_equal(r->samples[0].finish, LLM_FINISH_LENGTH);
     assert_memory_equal(r->samples[0].tokens, text, sizeof text);
@@ -446,11 +461,12 @@ static void test_end_token(void **state) {
     assert_memory_equal(r->samples[0].tokens, text, 4 * sizeof(int32_t));
     char expected[64];
     llm_error err;
-    int64_t length = llm_detokenize(t, text, 3, expected, sizeof expected, &err); /* the end token has no text */
+    /* the end token has no text */
+    int64_t length = llm_detokenize(t, text, 3, expected, sizeof expected, &err);
     assert_int_equal(r->samples[0].text_length, length);
     assert_memory_equal(r->samples[0].text, expected, (size_t)length);
     record_free(r);
-    r = run_forced(engine, request, text + 3, 1); /* at once */
+    r = run_forced(engine, request, text + 3, 1); /* EOS is the first token */
     assert_int_equal(r->samples[0].n_tokens, 1);
     assert_int_equal(r->samples[0].text_length, 0);
     assert_int_equal(r->samples[0].finish, LLM_FINISH_END);
@@ -463,21 +479,23 @@ static void test_end_token(void **state) {
 static bool is_utf8(const char *text, size_t length) {
     const unsigned char *s = (const unsigned char *)text;
     for (size_t i = 0; i < length;) {
-        size_t n = s[i] < 0x80 ? 1 : s[i] < 0xc2 ? 0 : s[i] < 0xe0 ? 2 : s[i] < 0xf0 ? 3 : s[i] < 0xf5 ? 4 : 0;
+        size_t n = s[i] < 0x80 ? 1 : s[i] < 0xc2 ? 0 : s[i] < 0xe0 ? 2
+                 : s[i] < 0xf0 ? 3 : s[i] < 0xf5 ? 4 : 0;
         if (n == 0 || i + n > length) return false;
         for (size_t k = 1; k < n; k++)
             if ((s[i + k] & 0xc0) != 0x80) return false;
-        if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) || (s[i] == 0xf0 && s[i + 1] < 0x90) ||
-            (s[i] == 0xf4 && s[i + 1] > 0x8f))
-            return false; /* too long a spelling, a surrogate, or past the last character */
+        if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) ||
+            (s[i] == 0xf0 && s[i + 1] < 0x90) || (s[i] == 0xf4 && s[i + 1] > 0x8f))
+            return false; /* an overlong encoding, a surrogate, or above U+10FFFF */
         i += n;
     }
     return true;
 }
 
-/* The pieces of text make up the text of all tokens, and no piece cuts a character. */
+/* The pieces of text add up to the text of all tokens, and no piece splits a character. */
 static void test_streamed_text(void **state) {
-    static const char text[] = "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";
+    static const char text[] =
+        "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";
     int32_t ids[64];
     char joined[512], whole[4096];
     size_t n_joined = 0;
@@ -502,7 +520,7 @@ static void test_streamed_text(void **state) {
     while (llm_step(engine, &err) > 0)
         while (llm_next_event(engine, &event)) {
             assert_ptr_equal(event.user, r);
-            if (event.text_length) /* starts with a character's first byte */
+            if (event.text_length) /* a piece starts with the first byte of a character */
                 assert_int_not_equal((unsigned char)event.text[0] & 0xc0, 0x80);
             memcpy(joined + n_joined, event.text, event.text_length);
             n_joined += event.text_length;
@@ -512,7 +530,8 @@ static void test_streamed_text(void **state) {
     record_free(r);
     llm_engine_free(engine);
 
-    /* Random tokens are mostly broken UTF-8. What is shown is not: U+FFFD stands for each byte that is nothing. */
+    /* Random tokens are mostly invalid UTF-8. The text is always valid: U+FFFD replaces each
+     * invalid byte. */
     for (int seed = 0; seed < 8; seed++) {
         r = run_alone(model, NULL, some_request(seed, 6, 60));
         int64_t length = llm_detokenize(t, r->samples[0].tokens, 60, whole, sizeof whole, &err);
@@ -523,7 +542,8 @@ static void test_streamed_text(void **state) {
     llm_model_free(model);
 }
 
-/* Cancelled after k steps, for every k: from the queue, in the middle of the prompt, while it generates. */
+/* Cancel after k steps, for every k: while the request waits, in the middle of its prompt, and
+ * while it generates. */
 static void test_cancel_at_any_step(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
@@ -543,18 +563,20 @@ static void test_cancel_at_any_step(void **state) {
         for (int i = 0; i < steps; i++) {
             assert_int_not_equal(llm_step(engine, &err), -1);
             llm_event event;
-            while (i % 2 && llm_next_event(engine, &event)) {} /* else tokens are still unread when it is cancelled */
+            /* for odd i, events are read before the cancel; for even i, they are still unread */
+            while (i % 2 && llm_next_event(engine, &event)) {}
         }
         int live = 0;
         bool ok = llm_cancel(engine, a->id, &err);
         llm_event event;
-        while (llm_next_event(engine, &event)) live += event.user == a && event.finish == LLM_FINISH_CANCELLED;
+        while (llm_next_event(engine, &event))
+            live += event.user == a && event.finish == LLM_FINISH_CANCELLED;
         assert_int_equal(ok, live > 0);
         if (ok) {
             assert_int_equal(live, 3);
             assert_int_equal(err.status, LLM_OK);
         }
-        assert_false(llm_cancel(engine, a->id, &err)); /* once is enough */
+        assert_false(llm_cancel(engine, a->id, &err)); /* already cancelled */
         assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
         int more;
         while ((more = llm_step(engine, &err)) > 0)
@@ -573,7 +595,7 @@ static void test_cancel_at_any_step(void **state) {
     llm_model_free(model);
 }
 
-/* Nobody is obliged to read events. */
+/* Events may stay unread. */
 static void test_unread_events(void **state) {
     llm_error err;
     uint64_t id = 0;
@@ -593,19 +615,19 @@ static void test_unread_events(void **state) {
     assert_idle(engine);
     for (int i = 0; i < 20; i++) assert_true(llm_submit(engine, &request, &id, &err));
     llm_step(engine, &err);
-    llm_engine_free(engine); /* in the middle of everything */
+    llm_engine_free(engine); /* while requests are still running */
     llm_engine_free(NULL);
     llm_model_free(model);
 }
 
 /* ---- Events, against a model of the rules ------------------------------------------------- */
 
-/* A request whose samples say what was written down for them: a hook forces each token. */
+/* A request whose samples follow a script: a hook forces each token. */
 enum { SCRIPT = 12, WRITERS = 3, LETTER = 3, TINY_END = 2 }; /* LETTER: the id of 'a' */
 
 typedef struct script {
     int32_t tokens[WRITERS][SCRIPT];
-    float logprobs[WRITERS][SCRIPT]; /* of these tokens, under the logits before they were forced */
+    float logprobs[WRITERS][SCRIPT]; /* of these tokens, in the model's own logits */
     int n_prompt, vocab;
 } script;
 
@@ -616,21 +638,22 @@ static void force_script(void *user, uint64_t request, int sample, int position,
     (void)request;
     if (i < 0) return;
     for (int v = 0; v < s->vocab; v++) {
-        assert_true(fabsf(logits[v]) < 1e3f); /* the model's own: no other call has changed them */
+        /* the model's own logits: no earlier call changed them */
+        assert_true(fabsf(logits[v]) < 1e3f);
         sum += exp((double)logits[v]);
     }
     s->logprobs[sample][i] = (float)((double)logits[s->tokens[sample][i]] - log(sum));
     logits[s->tokens[sample][i]] = 1e30f;
 }
 
-/* What one sample has said and shown so far. */
+/* The expected output of one sample so far. */
 typedef struct writer {
     char text[SCRIPT + 1];
     int length, shown, n_tokens;
     bool ended;
 } writer;
 
-/* The first character of the stop text that begins first; -1: none is there. */
+/* The position of the first stop text in the text; -1: none. */
 static int first_stop(const llm_request *r, const char *text) {
     int first = -1;
     for (int i = 0; i < r->n_stop; i++) {
@@ -640,8 +663,8 @@ static int first_stop(const llm_request *r, const char *text) {
     return first;
 }
 
-/* How much of the text can be shown: up to the longest ending with which a stop text may begin. */
-static int certain(const llm_request *r, const writer *w) {
+/* How much of the text is certain to come before any stop text, and so can be shown. */
+static int certain_length(const llm_request *r, const writer *w) {
     int first = w->length;
     for (int i = 0; i < r->n_stop; i++)
         for (int at = 0; at < first; at++)
@@ -649,7 +672,8 @@ static int certain(const llm_request *r, const writer *w) {
     return first;
 }
 
-/* The next event must be that of this sample's token (-1: cancelled). Returns how it must end. */
+/* Check that the next event is this sample's, with this token (-1: cancelled). Returns the finish
+ * reason that it must have. */
 static llm_finish assert_event(llm_engine *engine, const llm_request *r, const script *s,
                                uint64_t id, int sample, writer *w, int32_t token) {
     llm_event event;
@@ -659,7 +683,7 @@ static llm_finish assert_event(llm_engine *engine, const llm_request *r, const s
     if (end) finish = LLM_FINISH_END;
     if (token < 0) finish = LLM_FINISH_CANCELLED;
     if (token >= LETTER) w->text[w->length++] = (char)('a' + token - LETTER);
-    int stop = first_stop(r, w->text), shown = finish ? w->length : certain(r, w);
+    int stop = first_stop(r, w->text), shown = finish ? w->length : certain_length(r, w);
     if (stop >= 0) shown = stop, finish = LLM_FINISH_STOP;
     assert_true(llm_next_event(engine, &event));
     assert_int_equal(event.request, id);
@@ -678,8 +702,8 @@ static llm_finish assert_event(llm_engine *engine, const llm_request *r, const s
     return finish;
 }
 
-/* One request of random scripts, stop texts and limits. Some are cancelled, before the events of
- * the step are read. Counts how the samples end. */
+/* One request with random scripts, stop texts and limits. Some are cancelled before the events of a
+ * step are read. Counts the finish reasons in `ends`. */
 static void check_events(llm_engine *engine, test_random *random, int ends[5]) {
     static const int32_t prompt[] = {5, 9, 4, 7};
     char stops[3][5], given[3][5];
@@ -711,7 +735,7 @@ static void check_events(llm_engine *engine, test_random *random, int ends[5]) {
     memcpy(given, stops, sizeof given);
     uint64_t id;
     assert_true(llm_submit(engine, &r, &id, &err));
-    memset(given, 'a', sizeof given - 1); /* the engine has copies */
+    memset(given, 'a', sizeof given - 1); /* the engine must have its own copies */
     r.stop = list;
 
     int cancelled_at = random_below(random, 2 * SCRIPT), live = r.n_samples;
@@ -750,8 +774,8 @@ static void test_events(void **state) {
     tiny_model_free(&m);
 }
 
-/* What was not read stays where it is, whatever is submitted before it is read. */
-static void test_events_wait_while_others_come(void **state) {
+/* Unread events stay in the queue when more requests are submitted. */
+static void test_unread_events_survive_submit(void **state) {
     llm_error err;
     llm_event event;
     (void)state;
@@ -772,8 +796,8 @@ static void test_events_wait_while_others_come(void **state) {
     llm_model_free(model);
 }
 
-/* The end of a character that never came is shown as U+FFFD, where the output ends for whatever
- * reason. A stop text that this completes cuts the text, but a cancelled sample stays cancelled. */
+/* An incomplete character at the end of the output is shown as U+FFFD, whatever ended the output. A
+ * stop text completed by this U+FFFD cuts the text, but a cancelled sample remains cancelled. */
 static void test_incomplete_characters(void **state) {
     static const char *const stops[] = {"\xef\xbf\xbd"};
     int32_t ids[2];
@@ -800,7 +824,8 @@ static void test_incomplete_characters(void **state) {
             record_submit(engine, r, request, true);
             assert_int_equal(llm_step(engine, &err), 1);
             record_events(engine);
-            if (kind) assert_int_equal(r->samples[0].text_length, 0); /* it may still come */
+            /* the character may still be completed */
+            if (kind) assert_int_equal(r->samples[0].text_length, 0);
             if (kind == 2) assert_true(llm_cancel(engine, r->id, &err));
             record_events(engine);
             record_drain(engine);
@@ -818,7 +843,7 @@ static void test_incomplete_characters(void **state) {
 
 static llm_backend *cpu;
 
-/* The `sample` of a device: it draws by the definition, in plain loops, with floating point. */
+/* The `sample` of a device, written as plain loops in floating point. */
 static bool plain_sample(void *context, float *logits, int vocab, const llm_draw *draws, int n,
                          int32_t *out, float *logprobs, llm_error *err) {
     assert_int_equal(vocab, VOCAB);
@@ -849,8 +874,8 @@ static bool plain_sample(void *context, float *logits, int vocab, const llm_draw
     return true;
 }
 
-/* A device draws what the host would: for each row and sample, with its window of recent tokens and
- * its random number; also where a hook keeps some of the rows on the host. */
+/* A device draws the same tokens as the host: for each row and sample, with its window of recent
+ * tokens and its random number, and also where hooks keep some rows on the host. */
 static void test_device_draws(void **state) {
     enum { N = 8 };
     static const int windows[] = {0, 1, 2, 3, 7, 64};
@@ -899,22 +924,22 @@ static void test_device_draws(void **state) {
 
 /* ---- Mistakes of the caller ----------------------------------------------------------------- */
 
-static llm_engine *mistaken; /* the engine that has to survive */
+static llm_engine *tested; /* the engine that must survive each mistake */
 
-static void refuses(llm_request request, llm_status status, const char *word) {
+static void assert_refused(llm_request request, llm_status status, const char *word) {
     llm_error err;
     uint64_t id = 99;
-    assert_false(llm_submit(mistaken, &request, &id, &err));
+    assert_false(llm_submit(tested, &request, &id, &err));
     assert_int_equal(err.status, status);
     if (!strstr(err.message, word)) fail_msg("\"%s\" does not say \"%s\"", err.message, word);
     assert_null(strchr(err.message, '\n'));
-    assert_false(llm_submit(mistaken, &request, NULL, NULL)); /* nobody has to want the error */
-    record *r = record_new(llm_engine_model(mistaken)); /* and the engine goes on */
-    record_submit(mistaken, r, some_request(0, 2, 1), false);
-    record_drain(mistaken);
+    assert_false(llm_submit(tested, &request, NULL, NULL)); /* the error argument is optional */
+    record *r = record_new(llm_engine_model(tested)); /* the engine still works */
+    record_submit(tested, r, some_request(0, 2, 1), false);
+    record_drain(tested);
     assert_int_equal(r->samples[0].n_tokens, 1);
     record_free(r);
-    assert_idle(mistaken);
+    assert_idle(tested);
 }
 
 static void test_refused_requests(void **state) {
@@ -922,46 +947,56 @@ static void test_refused_requests(void **state) {
     llm_model *model = model_load(SMALL);
     llm_engine_options o = llm_engine_defaults();
     o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * 96;
-    mistaken = engine_new(model, &o);
+    tested = engine_new(model, &o);
     int32_t ids[CONTEXT + 1] = {0};
     llm_request good = some_request(0, 4, 4), r;
-    r = good; r.prompt = NULL;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.n_prompt = 0;                        refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.n_prompt = -1;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.prompt = ids; ids[2] = VOCAB;        refuses(r, LLM_ERROR_ARGUMENT, "288");
-    ids[2] = -1;                                     refuses(r, LLM_ERROR_ARGUMENT, "-1");
-    ids[2] = 0; r.n_prompt = CONTEXT + 1;            refuses(r, LLM_ERROR_CAPACITY, "context");
-    r.n_prompt = CONTEXT; r.max_tokens = 1;          refuses(r, LLM_ERROR_CAPACITY, "context");
-    r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses(r, LLM_ERROR_CAPACITY, "context");
-    r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
-    r = good; r.max_tokens = -1;                     refuses(r, LLM_ERROR_CAPACITY, "blocks"); /* 128 tokens into 96 slots */
-    r = good; r.max_tokens = 93;                     refuses(r, LLM_ERROR_CAPACITY, "blocks");
-    r.max_tokens = 92; /* all six blocks */
+    r = good; r.prompt = NULL; assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.n_prompt = 0; assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.n_prompt = -1; assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good; r.prompt = ids; ids[2] = VOCAB;        assert_refused(r, LLM_ERROR_ARGUMENT, "288");
+    ids[2] = -1;                                     assert_refused(r, LLM_ERROR_ARGUMENT, "-1");
+    ids[2] = 0; r.n_prompt = CONTEXT + 1; assert_refused(r, LLM_ERROR_CAPACITY, "context");
+    r.n_prompt = CONTEXT; r.max_tokens = 1; assert_refused(r, LLM_ERROR_CAPACITY, "context");
+    r.n_prompt = INT32_MAX; r.max_tokens = -1; assert_refused(r, LLM_ERROR_CAPACITY, "context");
+    r = good; r.max_tokens = -2; assert_refused(r, LLM_ERROR_ARGUMENT, "max_tokens");
+    /* 128 tokens into 96 slots */
+    r = good; r.max_tokens = -1; assert_refused(r, LLM_ERROR_CAPACITY, "blocks");
+    r = good; r.max_tokens = 93; assert_refused(r, LLM_ERROR_CAPACITY, "blocks");
+    r.max_tokens = 92; /* fits exactly: all six blocks */
     record *whole = record_new(model);
-    record_submit(mistaken, whole, r, false);
-    record_drain(mistaken);
+    record_submit(tested, whole, r, false);
+    record_drain(tested);
     assert_int_equal(whole->samples[0].n_tokens, 92);
     record_free(whole);
-    r = good; r.n_samples = 0;                       refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.n_samples = -3;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.n_samples = 17;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.sampling.temperature = NAN;          refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.temperature = -1;           refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.temperature = INFINITY;     refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.top_k = -1;                 refuses(r, LLM_ERROR_ARGUMENT, "top_k");
-    r = good; r.sampling.top_p = 0;                  refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.top_p = 1.5f;               refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.top_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.min_p = -0.1f;              refuses(r, LLM_ERROR_ARGUMENT, "min_p");
-    r = good; r.sampling.min_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "min_p");
-    r = good; r.sampling.repetition_penalty = 0;     refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.repetition_penalty = NAN;   refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.penalty_window = -1;        refuses(r, LLM_ERROR_ARGUMENT, "penalty_window");
-    llm_engine_free(mistaken);
+    r = good; r.n_samples = 0; assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.n_samples = -3; assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.n_samples = 17; assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good; r.sampling.temperature = NAN; assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.temperature = -1; assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good;
+    r.sampling.temperature = INFINITY;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.top_k = -1;                 assert_refused(r, LLM_ERROR_ARGUMENT, "top_k");
+    r = good; r.sampling.top_p = 0;                  assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = 1.5f;               assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = NAN;                assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.min_p = -0.1f;              assert_refused(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good; r.sampling.min_p = NAN;                assert_refused(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good;
+    r.sampling.repetition_penalty = 0;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good;
+    r.sampling.repetition_penalty = NAN;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good;
+    r.sampling.penalty_window = -1;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "penalty_window");
+    llm_engine_free(tested);
     llm_model_free(model);
 }
 
-static void refuses_options(const llm_model *model, llm_engine_options o, llm_status status, const char *word) {
+static void assert_options_refused(const llm_model *model, llm_engine_options o, llm_status status,
+                            const char *word) {
     llm_error err;
     assert_null(llm_engine_create(model, &o, &err));
     assert_int_equal(err.status, status);
@@ -973,16 +1008,30 @@ static void test_refused_options(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
     llm_engine_options good = llm_engine_defaults(), o;
-    refuses_options(NULL, good, LLM_ERROR_ARGUMENT, "model");
-    o = good; o.context_length = -1;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.context_length = CONTEXT + 1;   refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.block_size = 0;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.block_size = -16;               refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.cache_type = LLM_Q8_0;          refuses_options(model, o, LLM_ERROR_UNSUPPORTED, "f16 or f32");
-    o = good; o.cache_bytes = 1;                refuses_options(model, o, LLM_ERROR_ARGUMENT, "cache_bytes");
-    o = good; o.max_sequences = 0;              refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
-    o = good; o.max_batch_tokens = 0;           refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
-    o = good; o.n_threads = -1;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "n_threads");
+    assert_options_refused(NULL, good, LLM_ERROR_ARGUMENT, "model");
+    o = good;
+    o.context_length = -1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good;
+    o.context_length = CONTEXT + 1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good; o.block_size = 0; assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good;
+    o.block_size = -16;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good;
+    o.cache_type = LLM_Q8_0;
+    assert_options_refused(model, o, LLM_ERROR_UNSUPPORTED, "f16 or f32");
+    o = good;
+    o.cache_bytes = 1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "cache_bytes");
+    o = good;
+    o.max_sequences = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
+    o = good;
+    o.max_batch_tokens = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
+    o = good; o.n_threads = -1; assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "n_threads");
     llm_model_free(model);
 }
 
@@ -997,7 +1046,8 @@ static void test_wrong_calls(void **state) {
     assert_non_null(strstr(err.message, "there-is-no-such-file.gguf"));
     assert_null(llm_model_load("tests/test_engine.c", &err));
     assert_int_equal(err.status, LLM_ERROR_FORMAT);
-    assert_null(llm_model_load("tests/data/golden/gqa_4_2.golden", &err)); /* GGUF, but no model */
+    /* GGUF, but not a model */
+    assert_null(llm_model_load("tests/data/golden/gqa_4_2.golden", &err));
     assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
     assert_null(llm_model_load(NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
@@ -1018,14 +1068,15 @@ static void test_wrong_calls(void **state) {
     llm_engine *engine = engine_new(model, NULL);
     assert_ptr_equal(llm_engine_model(engine), model);
     assert_false(llm_next_event(engine, &event));
-    assert_int_equal(llm_step(engine, &err), 0); /* nothing to do is no mistake */
+    assert_int_equal(llm_step(engine, &err), 0); /* nothing to do is not an error */
     assert_int_equal(err.status, LLM_OK);
     assert_false(llm_submit(engine, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_false(llm_submit_text(engine, NULL, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     long live = test_live;
-    assert_false(llm_submit_text(engine, "", NULL, NULL, &err)); /* this vocabulary's file asks for no BOS */
+    /* this vocabulary's file does not ask for BOS, so the prompt is empty */
+    assert_false(llm_submit_text(engine, "", NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_int_equal(test_live, live);
     assert_false(llm_cancel(engine, 12345, &err));
@@ -1042,7 +1093,8 @@ static void test_submit_text(void **state) {
     llm_error err;
     (void)state;
     llm_model *model = model_load(SMALL);
-    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, strlen(text), LLM_TOKENIZE_BOS, ids, 64, &err);
+    int64_t n = llm_tokenize(llm_model_tokenizer(model), text, strlen(text), LLM_TOKENIZE_BOS, ids,
+                             64, &err);
     assert_in_range(n, 1, 64);
     llm_request request = some_request(0, 1, 12);
     request.prompt = ids;
@@ -1062,7 +1114,7 @@ static void test_submit_text(void **state) {
     llm_model_free(model);
 }
 
-/* Where the file asks for BOS, a prompt from text begins with it; an empty text is BOS alone. */
+/* If the file asks for BOS, a prompt made from text begins with it; an empty text becomes BOS. */
 static void test_submit_text_with_bos(void **state) {
     static const char *const texts[] = {"", "ab"};
     int32_t ids[8];
@@ -1091,7 +1143,7 @@ static void test_submit_text_with_bos(void **state) {
     tiny_model_free(&m);
 }
 
-/* ---- Statistics and logprobs ------------------------------------------------------------------ */
+/* ---- Statistics and logprobs ----------------------------------------------------------------- */
 
 static void test_statistics(void **state) {
     llm_error err;
@@ -1104,7 +1156,8 @@ static void test_statistics(void **state) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.block_size, 16);
     assert_int_equal(s.blocks_total, 4 * CONTEXT / 16);
-    assert_int_equal(s.cache_bytes, (uint64_t)s.blocks_total * 16 * llm_model_cache_bytes_per_token(model, LLM_F16));
+    assert_int_equal(s.cache_bytes, (uint64_t)s.blocks_total * 16 *
+                                        llm_model_cache_bytes_per_token(model, LLM_F16));
     assert_int_equal(llm_model_cache_bytes_per_token(model, LLM_F16), 2 * 3 * 8 * 2);
     assert_true(s.weight_bytes > 0 && s.arena_bytes > 0);
     assert_true(llm_model_step_bytes(model) <= s.weight_bytes);
@@ -1115,7 +1168,8 @@ static void test_statistics(void **state) {
         request.n_samples = i == 3 ? 2 : 1;
         r[i] = record_new(model);
         record_submit(engine, r[i], request, false);
-        prompts += (uint64_t)request.n_prompt; /* a prompt counts once, however many samples it has */
+        /* a prompt counts once, however many samples it has */
+        prompts += (uint64_t)request.n_prompt;
         generated += 7 * (uint64_t)request.n_samples;
     }
     assert_int_equal(llm_engine_statistics(engine).waiting, 6);
@@ -1128,7 +1182,8 @@ static void test_statistics(void **state) {
         most = s.blocks_total - s.blocks_free > most ? s.blocks_total - s.blocks_free : most;
         if (s.running) assert_true(s.slots_used > 0);
         /* less than one block is wasted per sequence */
-        assert_true((s.blocks_total - s.blocks_free) * 16 - s.slots_used <= 15 * (s.running ? s.running : 0));
+        assert_true((s.blocks_total - s.blocks_free) * 16 - s.slots_used <=
+                    15 * (s.running ? s.running : 0));
     }
     s = llm_engine_statistics(engine);
     assert_int_equal(s.prompt_tokens, prompts);
@@ -1136,14 +1191,16 @@ static void test_statistics(void **state) {
     assert_int_equal(s.requests_submitted, 6);
     assert_int_equal(s.requests_finished, 6);
     assert_true(s.blocks_peak >= most && s.blocks_peak <= s.blocks_total);
-    assert_true(s.step_seconds > 0 && s.forward_seconds + s.sampling_seconds <= s.step_seconds * 1.001);
+    assert_true(s.step_seconds > 0 &&
+                s.forward_seconds + s.sampling_seconds <= s.step_seconds * 1.001);
     assert_idle(engine);
     for (int i = 0; i < 6; i++) record_free(r[i]);
     llm_engine_free(engine);
     llm_model_free(model);
 }
 
-/* logprob is the model's own, whatever the hook, the penalty and the temperature do. */
+/* An event's logprob comes from the model's own logits, whatever the hook, penalty and temperature
+ * do. */
 static void test_logprobs(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
@@ -1153,16 +1210,17 @@ static void test_logprobs(void **state) {
         const float *logits = s->logits + (size_t)(11 + i) * VOCAB;
         double sum = 0;
         for (int v = 0; v < VOCAB; v++) sum += exp((double)logits[v]);
-        assert_true(fabs((double)s->logprobs[i] - ((double)logits[s->tokens[i]] - log(sum))) < 1e-4);
+        assert_true(fabs((double)s->logprobs[i] - ((double)logits[s->tokens[i]] - log(sum))) <
+                    1e-4);
         assert_true(s->logprobs[i] == llm_logprob(logits, VOCAB, s->tokens[i]));
     }
     record_free(r);
     llm_model_free(model);
 }
 
-/* ---- Sampling --------------------------------------------------------------------------------- */
+/* ---- Sampling -------------------------------------------------------------------------------- */
 
-/* The filters over again, by sorting everything: the probability of each token. */
+/* Token probabilities after all filters, computed by sorting everything. */
 typedef struct ranked { double weight; int id; } ranked;
 
 static int by_rank(const void *a, const void *b) {
@@ -1171,7 +1229,8 @@ static int by_rank(const void *a, const void *b) {
     return x->id - y->id;
 }
 
-static void expected_distribution(const llm_sampling *p, const float *logits, int n, double *probability) {
+static void expected_distribution(const llm_sampling *p, const float *logits, int n,
+                                  double *probability) {
     ranked *r = (ranked *)malloc((size_t)n * sizeof *r);
     assert_non_null(r);
     double most = -INFINITY, all = 0, sum = 0, kept = 0;
@@ -1185,18 +1244,20 @@ static void expected_distribution(const llm_sampling *p, const float *logits, in
     int limit = p->top_k && p->top_k < n ? p->top_k : n, m = 0;
     for (int i = 0; i < limit; i++) all += r[i].weight;
     for (; m < limit; m++) {
-        if (m && (sum >= (double)p->top_p * all * (1 - 1e-9) || r[m].weight < (double)p->min_p)) break;
+        if (m && (sum >= (double)p->top_p * all * (1 - 1e-9) || r[m].weight < (double)p->min_p))
+            break;
         sum += r[m].weight;
     }
-    if (p->top_p == 1) /* no nucleus: only top-k and min-p count */
+    if (p->top_p == 1) /* no top-p filter: only top-k and min-p apply */
         for (m = 1; m < limit && r[m].weight >= (double)p->min_p; m++) {}
     for (int i = 0; i < m; i++) kept += r[i].weight;
     for (int i = 0; i < m; i++) probability[r[i].id] = r[i].weight / kept;
     free(r);
 }
 
-/* Many draws against the expected distribution, by the chi-squared test: bins of at least five expected draws; the sum
- * of n bins has mean n and deviation sqrt(2 n), and five deviations happen by chance once in millions. */
+/* Compare many draws with the expected distribution, by the chi-squared test. A bin has at least
+ * five expected draws; the sum over n bins has mean n and standard deviation sqrt(2 n), and exceeds
+ * five deviations by chance once in millions. */
 static void check_distribution(const llm_sampling *p, const float *logits, int n) {
     const int draws = repeats(20000, 2000);
     llm__sampler sampler;
@@ -1213,29 +1274,32 @@ static void check_distribution(const llm_sampling *p, const float *logits, int n
     double chi = 0, rest_expected = 0, rest_drawn = 0;
     int bins = 0;
     for (int i = 0; i < n; i++) {
-        if (expected[i] == 0 && drawn[i]) /* what a filter took out never comes */
-            fail_msg("token %d came at temperature %g, top-k %d, top-p %g, min-p %g", i, (double)p->temperature, p->top_k,
-                     (double)p->top_p, (double)p->min_p);
+        if (expected[i] == 0 && drawn[i]) /* a filtered token is never drawn */
+            fail_msg("token %d was drawn at temperature %g, top-k %d, top-p %g, min-p %g", i,
+                     (double)p->temperature, p->top_k, (double)p->top_p, (double)p->min_p);
         if (expected[i] * draws < 5) {
             rest_expected += expected[i] * draws;
             rest_drawn += drawn[i];
             continue;
         }
         bins++;
-        chi += (drawn[i] - expected[i] * draws) * (drawn[i] - expected[i] * draws) / (expected[i] * draws);
+        chi += (drawn[i] - expected[i] * draws) * (drawn[i] - expected[i] * draws) /
+               (expected[i] * draws);
     }
     if (rest_expected >= 5) {
         bins++;
         chi += (rest_drawn - rest_expected) * (rest_drawn - rest_expected) / rest_expected;
     }
-    if (chi > bins + 5 * sqrt(2.0 * bins) + 5) fail_msg("chi squared is %g over %d bins", chi, bins);
+    if (chi > bins + 5 * sqrt(2.0 * bins) + 5)
+        fail_msg("chi squared is %g over %d bins", chi, bins);
     llm__sampler_free(&sampler);
     free(expected);
     free(drawn);
 }
 
 static void test_distributions(void **state) {
-    static const float temperatures[] = {0.5f, 1, 2}, top_ps[] = {1, 0.9f, 0.5f, 0.01f}, min_ps[] = {0, 0.05f, 0.9f};
+    static const float temperatures[] = {0.5f, 1, 2}, top_ps[] = {1, 0.9f, 0.5f, 0.01f},
+                       min_ps[] = {0, 0.05f, 0.9f};
     static const int top_ks[] = {0, 1, 5, 40, 1000};
     float logits[150];
     (void)state;
@@ -1254,7 +1318,8 @@ static void test_distributions(void **state) {
                 }
 }
 
-static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent, int n_recent) {
+static int32_t sample_once(const llm_sampling *p, const float *logits, int n, const int32_t *recent,
+                           int n_recent) {
     llm__sampler sampler;
     llm_error err;
     assert_true(llm__sampler_init(&sampler, n, 1, &err));
@@ -1263,7 +1328,7 @@ static int32_t sample_once(const llm_sampling *p, const float *logits, int n, co
     return id;
 }
 
-static void test_odd_logits(void **state) {
+static void test_extreme_logits(void **state) {
     float bad[5][4] = {{NAN, 1, NAN, 0}, {-INFINITY, -INFINITY, 2, -INFINITY}, {NAN, NAN, NAN, NAN},
                        {INFINITY, 1, INFINITY, NAN}, {-INFINITY, -INFINITY, -INFINITY, -INFINITY}};
     int32_t right[5] = {1, 2, 0, 0, 0};
@@ -1272,7 +1337,7 @@ static void test_odd_logits(void **state) {
     for (int i = 0; i < 5; i++) {
         p.temperature = 0;
         assert_int_equal(sample_once(&p, bad[i], 4, NULL, 0), right[i]);
-        p.temperature = 1e-6f; /* and nearly greedy: no overflow */
+        p.temperature = 1e-6f; /* nearly greedy: must not overflow */
         assert_in_range(sample_once(&p, bad[i], 4, NULL, 0), 0, 3);
         p.temperature = 1;
         p.top_k = i;
@@ -1282,7 +1347,7 @@ static void test_odd_logits(void **state) {
         if (i == 1) assert_int_equal(id, 2);
         if (i == 0) assert_true(id == 1 || id == 3); /* never a NaN */
     }
-    float equal[6] = {1, 1, 1, 1, 1, 1}; /* ties go to the smaller id */
+    float equal[6] = {1, 1, 1, 1, 1, 1}; /* ties: the smaller id wins */
     p = llm_sampling_defaults();
     assert_int_equal(sample_once(&p, equal, 6, NULL, 0), 0);
     p.temperature = 1;
@@ -1298,22 +1363,24 @@ static void test_penalty(void **state) {
     assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0);
     p.repetition_penalty = 1.1f;
     p.penalty_window = 0;
-    assert_int_equal(sample_once(&p, logits, 4, recent, 3), 1); /* 2 / 1.1 < 1.9: and divided once, not three times */
-    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* both are: 2 / 1.1 > 1.9 / 1.1 */
+    /* 2 / 1.1 < 1.9: a token in the window is penalized once, not three times */
+    assert_int_equal(sample_once(&p, logits, 4, recent, 3), 1);
+    /* both are penalized: 2 / 1.1 > 1.9 / 1.1 */
+    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0);
     p.penalty_window = 3;
-    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* 0 lies outside of the window */
+    assert_int_equal(sample_once(&p, logits, 4, recent, 6), 0); /* 0 is outside the window */
     float below[4] = {-9, -9, -1, -1.05f};
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 3); /* -1 x 1.1 < -1.05 */
     p.repetition_penalty = 0.9f;
     assert_int_equal(sample_once(&p, below, 4, recent, 6), 2);
 
-    /* the oldest token of a window of three is the third from the end */
+    /* a window of three tokens starts at the third from the end */
     float level[4] = {1.1f, 1, 0, 0};
     int32_t order[4] = {1, 0, 2, 3};
     p.repetition_penalty = 2;
     assert_int_equal(sample_once(&p, level, 4, order, 4), 1);
 
-    /* the counter of draws wraps around: the next draw penalizes as the first one did */
+    /* the counter of draws wraps around: the next draw penalizes exactly as the first did */
     llm__sampler sampler;
     llm_error err;
     memset(&sampler, 0, sizeof sampler);
@@ -1333,8 +1400,8 @@ static uint64_t splitmix64(uint64_t state) {
     return z ^ (z >> 31);
 }
 
-/* Users rely on a seed to repeat a result, so these numbers must never change. The constants were
- * computed in Python, apart from this program. */
+/* Users rely on a seed to repeat a result, so these numbers must never change. The constants come
+ * from an independent computation in Python. */
 static void test_random_numbers(void **state) {
     static const struct {
         uint64_t seed, stream, index;
@@ -1349,7 +1416,7 @@ static void test_random_numbers(void **state) {
         {UINT64_MAX, UINT64_MAX, UINT64_MAX, 0x1.656c5fd21f038p-2},
     };
     (void)state;
-    /* known outputs of SplitMix64 for the seeds 0 and 1234567 */
+    /* published outputs of SplitMix64 for the seeds 0 and 1234567 */
     assert_true(splitmix64(0) == 0xE220A8397B1DCDAFu);
     assert_true(splitmix64(1234567) == 6457827717110365317u);
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
@@ -1381,11 +1448,11 @@ static void test_random_statistics(void **state) {
     assert_true(fabs(squares / 100000 - 1.0 / 3) < 0.005);
 }
 
-/* ---- Memory -------------------------------------------------------------------------------------- */
+/* ---- Memory ---------------------------------------------------------------------------------- */
 
-/* Everything from loading to the last event, with every single allocation failing in turn. Returns whether
- * it went well; if not, the error must say that memory was the reason. */
-static bool whole_life(llm_error *err) {
+/* Load a model, run requests and read their events, with one allocation failing. Returns whether
+ * all succeeded; if not, the error must be about memory. */
+static bool load_run_and_free(llm_error *err) {
     bool ok = false;
     llm_event event;
     llm_model *model = llm_model_load(TIED, err);
@@ -1395,7 +1462,8 @@ static bool whole_life(llm_error *err) {
     if (engine) {
         llm_request request = some_request(0, 20, 4);
         request.n_samples = 2;
-        ok = llm_submit(engine, &request, NULL, err) && llm_submit_text(engine, "the wolf and", &request, NULL, err);
+        ok = llm_submit(engine, &request, NULL, err) &&
+             llm_submit_text(engine, "the wolf and", &request, NULL, err);
         int more = ok;
         while (more > 0) {
             more = llm_step(engine, err);
@@ -1412,17 +1480,19 @@ static void test_failing_allocations(void **state) {
     llm_error err;
     (void)state;
     long live = test_live, before = test_allocations;
-    assert_true(whole_life(&err));
+    assert_true(load_run_and_free(&err));
     long total = test_allocations - before;
     assert_int_equal(test_live, live);
     assert_true(total > 10);
     for (long k = 0; k < total; k++) {
         test_fail_in = k;
         memset(&err, 0x55, sizeof err);
-        bool ok = whole_life(&err);
+        bool ok = load_run_and_free(&err);
         test_fail_in = -1;
-        if (ok) fail_msg("allocation %ld of %ld failed, and nobody noticed", k, total);
-        if (err.status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err.status, err.message);
+        if (ok) fail_msg("allocation %ld of %ld failed without an error", k, total);
+        if (err.status != LLM_ERROR_MEMORY)
+            fail_msg("allocation %ld failed with error %d: %s", k, (int)err.status,
+                     err.message);
         assert_true(strlen(err.message) > 10);
         assert_int_equal(test_live, live);
     }
@@ -1444,13 +1514,13 @@ static void test_failing_quantize(void **state) {
         test_fail_in = -1;
         assert_int_equal(ok, !test_failed);
         assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);
-        assert_int_equal(access(path, F_OK) == 0, ok); /* nothing half written */
+        assert_int_equal(access(path, F_OK) == 0, ok); /* no partial file remains */
         assert_int_equal(test_live, live);
     }
     unlink(path);
 }
 
-/* After warm-up a step allocates nothing: not here, nor in the backend. */
+/* After warm-up a step allocates nothing, neither in the engine nor in the backend. */
 static void test_steps_allocate_nothing(void **state) {
     llm_error err;
     (void)state;
@@ -1489,7 +1559,8 @@ static void test_model_from_memory(void **state) {
     llm_model *from_memory = llm_model_from_memory(data, (size_t)size, "a name", &err);
     if (!from_memory) fail_msg("%s", err.message);
     llm_model *from_file = model_load(TIED);
-    record *a = run_alone(from_memory, NULL, some_request(0, 30, 10)), *b = run_alone(from_file, NULL, some_request(0, 30, 10));
+    record *a = run_alone(from_memory, NULL, some_request(0, 30, 10)),
+           *b = run_alone(from_file, NULL, some_request(0, 30, 10));
     assert_same(a, b);
     record_free(a);
     record_free(b);
@@ -1503,8 +1574,8 @@ static void test_model_from_memory(void **state) {
 
 /* ---- Logits that are not numbers -------------------------------------------------------- */
 
-/* One token of the vocabulary has an embedding that is not a number. A request that meets it ends with an error that names it
- * and the position; the others give what they give without it. */
+/* One token of the vocabulary has an embedding of NaN. A request that contains it ends with an
+ * error that names the request and the position; the others give the same output as without it. */
 static void test_broken_logits(void **state) {
     enum { N = 6, LENGTH = 12, BAD = 7 };
     (void)state;
@@ -1524,7 +1595,8 @@ static void test_broken_logits(void **state) {
         o.draft = kind == 2 ? bad.model : NULL;
         llm_engine *engine = engine_new(bad.model, &o);
         for (int i = 0; i < N; i++) {
-            for (int k = 0; k < LENGTH; k++) prompt[i][k] = 8 + (int32_t)(llm_random(3, (uint64_t)i, (uint64_t)k) * 20);
+            for (int k = 0; k < LENGTH; k++)
+                prompt[i][k] = 8 + (int32_t)(llm_random(3, (uint64_t)i, (uint64_t)k) * 20);
             llm_request r = llm_request_defaults();
             r.prompt = prompt[i];
             r.n_prompt = LENGTH;
@@ -1552,7 +1624,8 @@ static void test_broken_logits(void **state) {
                 const sample_record *s = &r->samples[event.sample];
                 int position = LENGTH + s->n_tokens - 1;
                 char place[80];
-                snprintf(place, sizeof place, "request %llu, sample %d: the model's logits after position %d ",
+                snprintf(place, sizeof place,
+                         "request %llu, sample %d: the model's logits after position %d ",
                          (unsigned long long)event.request, event.sample, position);
                 if (!strstr(event.error, place)) fail_msg("%s", event.error);
                 assert_int_equal(event.token, -1);
@@ -1568,16 +1641,18 @@ static void test_broken_logits(void **state) {
                 const sample_record *a = &expected[i]->samples[s], *b = &got[i]->samples[s];
                 bool ended = b->finish == LLM_FINISH_ERROR;
                 if (i == 3) assert_true(ended && b->n_tokens == 0);
-                else if (i % 3 == 0 || kind < 2) { /* what sampled speculation draws is another text */
+                /* sampled speculation may draw another text */
+                else if (i % 3 == 0 || kind < 2) {
                     if (!ended) assert_int_equal(a->n_tokens, b->n_tokens), n_good++;
-                    assert_memory_equal(a->tokens, b->tokens, sizeof(int32_t) * (size_t)b->n_tokens);
+                    assert_memory_equal(a->tokens, b->tokens,
+                                        sizeof(int32_t) * (size_t)b->n_tokens);
                 }
             }
             record_free(expected[i]);
             record_free(got[i]);
         }
     }
-    print_message("%d samples ended with an error, %d came to their end\n", n_errors, n_good);
+    print_message("%d samples ended with an error, %d ended normally\n", n_errors, n_good);
     assert_true(n_errors > 8 && n_good > 8);
     tiny_model_free(&good);
     tiny_model_free(&bad);
@@ -1587,7 +1662,8 @@ static void test_broken_logits(void **state) {
     assert_string_equal(llm_version(), LLM_VERSION);
 }
 
-/* A hook may choose where the model cannot: its token is taken, whatever the model's own logits are. */
+/* A hook may choose a token where the model's logits are not finite. The engine takes that
+ * token. */
 static void only_nine(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request;
     (void)sample;
@@ -1625,7 +1701,7 @@ static void test_hook_over_broken_logits(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_events),
-        cmocka_unit_test(test_events_wait_while_others_come),
+        cmocka_unit_test(test_unread_events_survive_submit),
         cmocka_unit_test(test_incomplete_characters),
         cmocka_unit_test(test_device_draws),
         cmocka_unit_test(test_max_tokens),
@@ -1640,7 +1716,7 @@ int main(void) {
         cmocka_unit_test(test_submit_text_with_bos),
         cmocka_unit_test(test_statistics),
         cmocka_unit_test(test_logprobs),
-        cmocka_unit_test(test_odd_logits),
+        cmocka_unit_test(test_extreme_logits),
         cmocka_unit_test(test_penalty),
         cmocka_unit_test(test_random_numbers),
         cmocka_unit_test(test_random_statistics),
@@ -1651,10 +1727,10 @@ int main(void) {
         cmocka_unit_test(test_chunks),
         cmocka_unit_test(test_threads),
         cmocka_unit_test(test_bundled_model),
-        cmocka_unit_test(test_company),
+        cmocka_unit_test(test_batch_composition),
         cmocka_unit_test(test_samples),
         cmocka_unit_test(test_seeds),
-        cmocka_unit_test(test_random_walks),
+        cmocka_unit_test(test_random_calls),
         cmocka_unit_test(test_model_shared_by_threads),
         cmocka_unit_test(test_failing_allocations),
         cmocka_unit_test(test_failing_quantize),

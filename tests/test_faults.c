@@ -1,5 +1,5 @@
-/* Whatever fails under the engine - an allocation, or the device - is told, harms nothing else, and leaks nothing: after it the same requests
- * still give the same tokens. */
+/* If an allocation or a device call fails, the engine reports it, no other request is harmed and
+ * nothing leaks. After the failure, the same requests still give the same tokens. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -28,7 +28,9 @@ static llm_request some_request(int i, int32_t *prompt) {
     static const char *const stops[] = {"qq", "\x7f", "e"};
     llm_request r = llm_request_defaults();
     r.n_prompt = 6 + 5 * i;
-    for (int k = 0; k < r.n_prompt; k++) prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280); /* they begin alike */
+    /* the prompts share prefixes */
+    for (int k = 0; k < r.n_prompt; k++)
+        prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280);
     r.prompt = prompt;
     r.max_tokens = 14;
     r.ignore_end = true;
@@ -45,7 +47,7 @@ static llm_request some_request(int i, int32_t *prompt) {
 
 enum { RECOMPUTE, SWAP, N_KINDS };
 
-/* A pool small enough to preempt, in one way or the other. */
+/* Options with a pool so small that sequences are preempted, by recomputing or swapping. */
 static llm_engine_options some_options(int kind) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
@@ -90,12 +92,15 @@ static int clean_up(void **state) {
 /* ---- Allocations ---------------------------------------------------------------------------- */
 
 static void check_memory_error(const llm_error *err, long k) {
-    if (err->status != LLM_ERROR_MEMORY) fail_msg("allocation %ld failed, and the error is %d: %s", k, (int)err->status, err->message);
+    if (err->status != LLM_ERROR_MEMORY)
+        fail_msg("allocation %ld failed with error %d: %s", k, (int)err->status,
+                 err->message);
     assert_true(strlen(err->message) > 10);
 }
 
-/* A whole life, in which allocation k fails. What fails is done again, and everything comes out right. Returns whether an allocation failed. */
-static bool life_with_failing_allocation(int kind, long k) {
+/* Create an engine and run all requests, with allocation k failing. The failed call is repeated,
+ * and the output must be right. Returns whether an allocation failed. */
+static bool run_with_failing_allocation(int kind, long k) {
     llm_error err;
     llm_engine_options o = some_options(kind);
     record *got[N_REQUESTS];
@@ -107,7 +112,7 @@ static bool life_with_failing_allocation(int kind, long k) {
     assert_int_equal(engine == NULL, test_failed);
     if (!engine) {
         check_memory_error(&err, k);
-        assert_int_equal(test_live, live); /* nothing is left */
+        assert_int_equal(test_live, live); /* nothing leaks */
         engine = llm_engine_create(target, &o, &err);
         assert_non_null(engine);
     }
@@ -125,7 +130,7 @@ static bool life_with_failing_allocation(int kind, long k) {
             if (!llm_submit(engine, &r, &got[i]->id, &err)) fail_msg("%s", err.message);
         }
         assert_int_equal(err.status, LLM_OK);
-        for (int n = 0; n < i; n++) { /* it goes on while others come */
+        for (int n = 0; n < i; n++) { /* run some steps before the next request */
             assert_true(llm_step(engine, &err) >= 0);
             record_events(engine);
         }
@@ -146,13 +151,13 @@ static void test_failing_allocations(void **state) {
     (void)state;
     for (int kind = 0; kind < N_KINDS; kind++) {
         long n = 0;
-        while (life_with_failing_allocation(kind, n)) n++;
+        while (run_with_failing_allocation(kind, n)) n++;
         print_message("%ld allocations, each failed once\n", n);
         assert_true(n > 40);
     }
 }
 
-/* Text needs tokens: the same through llm_submit_text. */
+/* The same through llm_submit_text, which also allocates tokens. */
 static void test_failing_text(void **state) {
     (void)state;
     llm_error err;
@@ -176,7 +181,9 @@ static void test_failing_text(void **state) {
             assert_int_equal(err.status, ok ? LLM_OK : LLM_ERROR_MEMORY);
             if (!ok) assert_true(test_live <= live + 1);
             if (ok) record_drain(engine);
-            if (ok && text) assert_true(length == r->samples[0].text_length && !memcmp(text, r->samples[0].text, length));
+            if (ok && text)
+                assert_true(length == r->samples[0].text_length &&
+                            !memcmp(text, r->samples[0].text, length));
             if (ok && !text) {
                 length = r->samples[0].text_length;
                 text = (char *)malloc(length + 1);
@@ -191,10 +198,11 @@ static void test_failing_text(void **state) {
     llm_engine_free(engine);
 }
 
-/* ---- A device that fails ------------------------------------------------------------------------ */
+/* ---- A device that fails --------------------------------------------------------------------- */
 
-/* A whole life, in which call k of the device fails. Returns whether one did. */
-static bool life_with_failing_device(int kind, long k) {
+/* Create an engine and run all requests, with device call k failing. Returns whether a call
+ * failed. */
+static bool run_with_failing_device(int kind, long k) {
     llm_error err;
     llm_engine_options o = some_options(kind);
     record *got[N_REQUESTS];
@@ -213,7 +221,7 @@ static bool life_with_failing_device(int kind, long k) {
         assert_int_equal(test_live, live);
         return true;
     }
-    if (engine->network.max_logits > 3) /* several downloads in a step */
+    if (engine->network.max_logits > 3) /* several downloads per step */
         engine->network.max_logits = engine->speculator.draft.max_logits = 3;
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
@@ -222,7 +230,7 @@ static bool life_with_failing_device(int kind, long k) {
         record_submit(engine, got[i], r, r.logits_hook != NULL);
     }
     while ((more = llm_step(engine, &err)) != 0) {
-        record_events(engine); /* also of a step that failed in the middle */
+        record_events(engine); /* also events of a step that failed */
         if (more > 0) continue;
         assert_int_equal(err.status, LLM_ERROR_DEVICE);
         assert_int_equal(++n_failed, 1);
@@ -233,7 +241,8 @@ static bool life_with_failing_device(int kind, long k) {
     for (int i = 0; i < N_REQUESTS; i++) {
         int32_t prompt[MAX_PROMPT];
         llm_request r = some_request(i, prompt);
-        /* A step that fails in the middle of a proposal is cut there: what was drawn with proposals goes on with other random numbers. */
+        /* A step that fails during verification ends early, and sampling with proposals then
+         * continues with other random numbers. */
         if (r.speculate && r.sampling.temperature > 0)
             for (int k = 0; k < r.n_samples; k++) assert_int_equal(got[i]->samples[k].n_ends, 1);
         else assert_same(expected[i], got[i]);
@@ -248,18 +257,19 @@ static bool life_with_failing_device(int kind, long k) {
 static void test_failing_device(void **state) {
     (void)state;
     for (int kind = 0; kind < N_KINDS; kind++) {
-        life_with_failing_device(kind, -1);
+        run_with_failing_device(kind, -1);
         long n = calls, tried = 0;
         test_random random = {1 + (uint64_t)kind};
-        for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++) /* not all, since most are alike */
-            assert_true(life_with_failing_device(kind, k));
+        /* only some calls, since most are alike */
+        for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++)
+            assert_true(run_with_failing_device(kind, k));
         print_message("%ld calls of the device, %ld of them failed once\n", n, tried);
         assert_true(n > 300 && tried > 50);
     }
 }
 
-/* The samples of a request write into copies of the block that they share. Each call of the device
- * fails once, also those for the copies: what was not copied is copied by the next step. */
+/* The samples of a request write into copies of a shared block. Each device call fails once,
+ * including copies; the next step repeats a copy that was not done. */
 static void test_failing_copies(void **state) {
     (void)state;
     llm_error err;

@@ -1,5 +1,6 @@
-/* Memory that counts, of which a chosen allocation fails, and that is overwritten when it is freed. Include it
- * before llm.h: it sets LLM_MALLOC and its friends. Atomic, since engines may run in several threads. */
+/* Memory that counts its allocations, can make a chosen one fail, and overwrites what is freed.
+ * Include it before llm.h: it sets the LLM_MALLOC family. The counters are atomic, since engines
+ * may run in several threads. */
 #ifndef TEST_MEMORY_H
 #define TEST_MEMORY_H
 
@@ -17,14 +18,15 @@
 #define TEST_UNUSED
 #endif
 
-static long test_live;          /* blocks allocated and not yet freed */
-static long test_allocations;   /* all there ever were */
-static long test_fail_in = -1;  /* >= 0: so many allocations succeed, then one fails */
+static long test_live;          /* allocations not yet freed */
+static long test_allocations;   /* all so far */
+static long test_fail_in = -1;  /* >= 0: this many allocations succeed, then one fails */
 static bool test_failed;        /* did one fail? */
 
 static bool test_allocation_fails(void) {
     __atomic_add_fetch(&test_allocations, 1, __ATOMIC_RELAXED);
-    if (test_fail_in < 0 || __atomic_fetch_sub(&test_fail_in, 1, __ATOMIC_RELAXED) > 0) return false;
+    if (test_fail_in < 0 || __atomic_fetch_sub(&test_fail_in, 1, __ATOMIC_RELAXED) > 0)
+        return false;
     test_failed = true;
     return true;
 }
@@ -44,8 +46,8 @@ TEST_UNUSED static void *counted_realloc(void *old, size_t bytes) {
 TEST_UNUSED static void counted_free(void *p) {
     if (p) __atomic_sub_fetch(&test_live, 1, __ATOMIC_RELAXED);
 #if defined(__GLIBC__)
-    if (p) memset(p, 0xa5, malloc_usable_size(p)); /* who still reads it, reads nonsense */
-    __asm__ __volatile__("" : : "r"(p) : "memory"); /* the compiler would leave that out */
+    if (p) memset(p, 0xa5, malloc_usable_size(p)); /* a use after free reads garbage */
+    __asm__ __volatile__("" : : "r"(p) : "memory"); /* keep the memset */
 #endif
     free(p);
 }

@@ -1,7 +1,8 @@
-/* Chapter 4 against a model of it that is too simple to be wrong: the pool is a list of who holds what, the prefix cache a
- * search through all blocks, and the "device" keeps in each slot a number that stands for the token there AND all before it, as
- * keys and values do. Random matching, growing, keeping, forking, trimming and clearing; after every step the counts, the ring of free
- * blocks, the buckets and the CONTENT that each sequence sees must be what the simple model says. */
+/* Chapter 4 against a simple model: the prefix cache is a search through all blocks, and each slot
+ * of the "device" holds a number that depends on its token AND all before it, as keys and values
+ * do. Tables match, grow, keep, fork, trim and clear at random. After every step, the counts, the
+ * ring of free blocks, the buckets and the CONTENT that each sequence reads must be what the model
+ * says. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -15,13 +16,15 @@ enum { MAX_TABLES = 12, MAX_TOKENS = 200 };
 
 typedef struct world {
     llm__pool pool;
-    int capacity;                         /* blocks in a table at the most */
+    int capacity;                         /* the most blocks in a table */
     llm__table tables[MAX_TABLES];
     int n_tokens[MAX_TABLES];             /* -1: not in use */
-    int32_t tokens[MAX_TABLES][MAX_TOKENS]; /* what each sequence reads or will read */
+    /* each sequence's text, also what is not yet appended */
+    int32_t tokens[MAX_TABLES][MAX_TOKENS];
     uint64_t *memory;                     /* (n_blocks, block_size): the "device" */
     uint64_t random;
-    int alphabet;                         /* few different tokens, so that texts are often alike */
+    /* number of different tokens; few, so that texts share prefixes */
+    int alphabet;
     long matched, evicted;
 } world;
 
@@ -56,21 +59,24 @@ static void world_free(world *w) {
     free(w);
 }
 
-/* What the device does at the start of a step: each part twice, as where it was done and nobody knows. */
+/* Do the pending copies, as a device does at the start of a step; each twice, since a copy may be
+ * repeated. */
 static void do_copies(world *w) {
     llm__pool *pool = &w->pool;
     size_t size = (size_t)pool->block_size;
     while (pool->n_copies > 0) {
         int n = llm__copies_at_once(pool);
         for (int i = 0; i < 2 * n; i++)
-            memcpy(w->memory + (size_t)pool->copy_to[i % n] * size, w->memory + (size_t)pool->copy_from[i % n] * size,
-                   size * sizeof *w->memory);
+            memcpy(w->memory + (size_t)pool->copy_to[i % n] * size,
+                   w->memory + (size_t)pool->copy_from[i % n] * size, size * sizeof *w->memory);
         llm__copies_done(pool, n);
     }
 }
 
-/* What the device keeps for a token: a function of it and of what it keeps for the one before. */
-static uint64_t value_of(uint64_t before, int32_t token) { return llm__mix(before ^ (uint64_t)(token + 1)); }
+/* The content of a slot: a function of its token and of the slot before it. */
+static uint64_t value_of(uint64_t before, int32_t token) {
+    return llm__mix(before ^ (uint64_t)(token + 1));
+}
 
 static uint64_t *slot_of(const world *w, int i, int position) {
     return &w->memory[llm__table_slot(&w->pool, &w->tables[i], position)];
@@ -79,7 +85,8 @@ static uint64_t *slot_of(const world *w, int i, int position) {
 static void write_tokens(world *w, int i, int first, int end) {
     uint64_t value = first ? *slot_of(w, i, first - 1) : 0;
     for (int p = first; p < end; p++) {
-        assert_int_equal(w->pool.references[w->tables[i].blocks[p / w->pool.block_size]], 1); /* only its own blocks are written */
+        /* a sequence writes only blocks that no other one references */
+        assert_int_equal(w->pool.references[w->tables[i].blocks[p / w->pool.block_size]], 1);
         *slot_of(w, i, p) = value = value_of(value, w->tokens[i][p]);
     }
 }
@@ -96,14 +103,16 @@ static void check_tables(const world *w, int32_t *count) {
             count[table->blocks[k]]++;
         }
         assert_true((int64_t)table->n_kept * w->pool.block_size <= llm__max(w->n_tokens[i], 0));
-        for (int p = 0; p < w->n_tokens[i]; p++) { /* every sequence reads what belongs to its tokens, whatever the others did */
+        /* every sequence reads the values of its own tokens */
+        for (int p = 0; p < w->n_tokens[i]; p++) {
             value = value_of(value, w->tokens[i][p]);
-            if (*slot_of(w, i, p) != value) fail_msg("sequence %d reads something else at %d", i, p);
+            if (*slot_of(w, i, p) != value)
+                fail_msg("sequence %d reads a wrong value at position %d", i, p);
         }
     }
 }
 
-/* The ring holds each free block once, first those whose content is not kept. */
+/* The ring lists each free block once, first those without kept content. */
 static void check_ring(const world *w, const int32_t *count) {
     const llm__pool *pool = &w->pool;
     int32_t end = (int32_t)pool->n_blocks;
@@ -119,7 +128,8 @@ static void check_ring(const world *w, const int32_t *count) {
     assert_int_equal(n, pool->n_free);
 }
 
-/* Each kept block stands in one bucket, once, its identity is its own, and the device still has what it stands for. */
+/* Each kept block is in exactly one bucket, has an identity of its own, and its content is
+ * unchanged. */
 static void check_kept(const world *w) {
     const llm__pool *pool = &w->pool;
     int64_t listed = 0, kept = 0;
@@ -137,8 +147,10 @@ static void check_kept(const world *w) {
         uint64_t value = values[0];
         for (int64_t a = 0; a < pool->n_blocks; a++) {
             if (a != b) assert_true(pool->identity[a] != pool->identity[b]);
-            if (pool->identity[a] == pool->parent[b] && pool->parent[b]) /* the parent is there: the chain goes on from it */
-                assert_true(value == value_of(w->memory[(a + 1) * pool->block_size - 1], pool->tokens[b * pool->block_size]));
+            /* if the parent is still kept, this block's content continues the parent's */
+            if (pool->identity[a] == pool->parent[b] && pool->parent[b])
+                assert_true(value == value_of(w->memory[(a + 1) * pool->block_size - 1],
+                                              pool->tokens[b * pool->block_size]));
         }
         if (!pool->parent[b]) assert_true(value == value_of(0, pool->tokens[b * pool->block_size]));
         for (int k = 1; k < pool->block_size; k++) {
@@ -166,18 +178,19 @@ static void check(const world *w) {
     free(count);
 }
 
-/* ---- Moves ---------------------------------------------------------------------------------- */
+/* ---- Random operations ---------------------------------------------------------------------- */
 
-/* How many blocks a search through all of the pool finds for these tokens. */
+/* The number of blocks that a search through the whole pool finds for these tokens. */
 static int simple_match(const world *w, const int32_t *tokens, int n) {
     const llm__pool *pool = &w->pool;
     uint64_t parent = 0;
     int found = 0;
     while (pool->keeps_prefixes && (found + 1) * pool->block_size <= n) {
         int64_t b = 0;
-        while (b < pool->n_blocks && !(pool->identity[b] && pool->parent[b] == parent &&
-                                       !memcmp(pool->tokens + b * pool->block_size, tokens + found * pool->block_size,
-                                               (size_t)pool->block_size * sizeof *tokens)))
+        while (b < pool->n_blocks &&
+               !(pool->identity[b] && pool->parent[b] == parent &&
+                 !memcmp(pool->tokens + b * pool->block_size, tokens + found * pool->block_size,
+                         (size_t)pool->block_size * sizeof *tokens)))
             b++;
         if (b == pool->n_blocks) break;
         parent = pool->identity[b];
@@ -186,49 +199,57 @@ static int simple_match(const world *w, const int32_t *tokens, int n) {
     return found;
 }
 
-/* A new sequence, with a text that often begins as another does. */
-static void begin(world *w, int i) {
+/* Start a new sequence; its text often has a prefix in common with another. */
+static void start_sequence(world *w, int i) {
     int like = pick(w, MAX_TABLES), common = pick(w, MAX_TOKENS);
-    for (int p = 0; p < MAX_TOKENS; p++) w->tokens[i][p] = p < common ? w->tokens[like][p] : pick(w, w->alphabet);
+    for (int p = 0; p < MAX_TOKENS; p++)
+        w->tokens[i][p] = p < common ? w->tokens[like][p] : pick(w, w->alphabet);
     int n = pick(w, MAX_TOKENS), expected = simple_match(w, w->tokens[i], n);
-    assert_int_equal(llm__table_match(&w->pool, &w->tables[i], w->tokens[i], n), expected * w->pool.block_size);
+    assert_int_equal(llm__table_match(&w->pool, &w->tables[i], w->tokens[i], n),
+                     expected * w->pool.block_size);
     assert_int_equal(w->tables[i].n_blocks, expected);
     assert_int_equal(w->tables[i].n_kept, expected);
     w->n_tokens[i] = expected * w->pool.block_size;
     w->matched += expected;
 }
 
-/* Append n tokens to sequence i; whether there was room must be what the simple model says. */
+/* Append n tokens to sequence i. It must succeed exactly if there is room. */
 static void append(world *w, int i, int n) {
     llm__pool *pool = &w->pool;
     int first = w->n_tokens[i], end = first + n, size = pool->block_size;
     int64_t need = llm__max((end + size - 1) / size - w->tables[i].n_blocks, 0);
     int at = first / size;
-    if (n > 0 && at < w->tables[i].n_blocks && pool->references[w->tables[i].blocks[at]] > 1) need++;
+    if (n > 0 && at < w->tables[i].n_blocks && pool->references[w->tables[i].blocks[at]] > 1)
+        need++;
     int64_t free_before = pool->n_free;
-    for (int64_t k = 0, b = pool->after[pool->n_blocks]; k < need && b != pool->n_blocks; k++, b = pool->after[b])
+    for (int64_t k = 0, b = pool->after[pool->n_blocks]; k < need && b != pool->n_blocks;
+         k++, b = pool->after[b])
         w->evicted += need <= free_before && pool->identity[b] != 0;
     bool ok = llm__table_grow(pool, &w->tables[i], first, end);
     assert_int_equal(ok, need <= free_before && (end + size - 1) / size <= w->capacity);
     assert_int_equal(pool->n_free, ok ? free_before - need : free_before);
     if (!ok) return;
-    assert_true(llm__table_grow(pool, &w->tables[i], first, end)); /* again: nothing more happens */
+    /* a second call changes nothing */
+    assert_true(llm__table_grow(pool, &w->tables[i], first, end));
     assert_int_equal(pool->n_free, free_before - need);
     do_copies(w);
     write_tokens(w, i, first, end);
     w->n_tokens[i] = end;
 }
 
-static void keep(world *w, int i) { llm__table_keep(&w->pool, &w->tables[i], w->tokens[i], w->n_tokens[i]); }
+static void keep(world *w, int i) {
+    llm__table_keep(&w->pool, &w->tables[i], w->tokens[i], w->n_tokens[i]);
+}
 
 static void fork_table(world *w, int i, int j) {
     llm__table_fork(&w->pool, &w->tables[i], &w->tables[j]);
     memcpy(w->tokens[j], w->tokens[i], sizeof w->tokens[i]);
     w->n_tokens[j] = w->n_tokens[i];
-    for (int p = w->n_tokens[j]; p < MAX_TOKENS; p++) w->tokens[j][p] = pick(w, w->alphabet); /* and goes another way */
+    /* the rest of its text differs */
+    for (int p = w->n_tokens[j]; p < MAX_TOKENS; p++) w->tokens[j][p] = pick(w, w->alphabet);
 }
 
-/* As after a rejected proposal: the last tokens are void, and others follow. What is kept stays. */
+/* Drop some last tokens, as after a rejected proposal; others will follow. Kept blocks remain. */
 static void trim(world *w, int i) {
     int least = w->tables[i].n_kept * w->pool.block_size, n = w->n_tokens[i];
     n -= pick(w, (int)llm__min(n - least, 10) + 1);
@@ -243,9 +264,9 @@ static void clear_table(world *w, int i) {
     w->n_tokens[i] = -1;
 }
 
-static void random_move(world *w) {
+static void random_operation(world *w) {
     int i = pick(w, MAX_TABLES), j = pick(w, MAX_TABLES), what = pick(w, 20);
-    if (w->n_tokens[i] < 0) begin(w, i);
+    if (w->n_tokens[i] < 0) start_sequence(w, i);
     else if (what < 9) {
         int n = pick(w, pick(w, 4) ? 4 : 60);
         if (w->n_tokens[i] + n <= MAX_TOKENS) append(w, i, n);
@@ -256,11 +277,13 @@ static void random_move(world *w) {
     else clear_table(w, i);
 }
 
-static void random_walk(int64_t n_blocks, int block_size, bool keeps_prefixes, bool collide, uint64_t seed, world *sum) {
+static void random_walk(int64_t n_blocks, int block_size, bool keeps_prefixes, bool collide,
+                        uint64_t seed, world *sum) {
     world *w = world_new(n_blocks, block_size, keeps_prefixes, seed);
-    if (collide) w->pool.n_buckets = 1; /* all hashes are equal now: nothing but the comparison tells blocks apart */
+    /* all blocks share one bucket: only the comparison of tokens tells them apart */
+    if (collide) w->pool.n_buckets = 1;
     for (int n = 0; n < 400; n++) {
-        random_move(w);
+        random_operation(w);
         check(w);
     }
     for (int i = 0; i < MAX_TABLES; i++) clear_table(w, i);
@@ -279,15 +302,17 @@ static void test_random_walks(void **state) {
     (void)state;
     for (int b = 0; b < 5; b++)
         for (int s = 0; s < 5; s++)
-            for (int kind = 0; kind < 6; kind++) random_walk(blocks[b], sizes[s], kind > 0, kind % 2 == 1, 1000 * (uint64_t)kind + 7, &sum);
+            for (int kind = 0; kind < 6; kind++)
+                random_walk(blocks[b], sizes[s], kind > 0, kind % 2 == 1, 1000 * (uint64_t)kind + 7,
+                            &sum);
     print_message("%ld blocks matched, %ld evicted\n", sum.matched, sum.evicted);
     assert_true(sum.matched > 1000 && sum.evicted > 1000);
 }
 
-/* ---- Cases worth their own words ------------------------------------------------------------- */
+/* ---- Single cases ---------------------------------------------------------------------------- */
 
-/* A sequence of the tokens given, put in, kept, and (but for its kept blocks) gone again. */
-static void pass_through(world *w, const char *text) {
+/* Append the text as a sequence, keep its full blocks and clear the table. */
+static void append_and_keep(world *w, const char *text) {
     int n = (int)strlen(text);
     for (int p = 0; p < n; p++) w->tokens[0][p] = text[p];
     w->n_tokens[0] = llm__table_match(&w->pool, &w->tables[0], w->tokens[0], n);
@@ -310,29 +335,29 @@ static int found(world *w, const char *text) {
     return hit;
 }
 
-/* The same four tokens after different ones are different blocks. */
-static void test_equal_blocks_of_other_parents(void **state) {
+/* Blocks with the same four tokens after different parents are different. */
+static void test_equal_blocks_different_parents(void **state) {
     (void)state;
     for (int collide = 0; collide < 2; collide++) {
         world *w = world_new(20, 4, true, 1);
         if (collide) w->pool.n_buckets = 1;
-        pass_through(w, "aaaabbbbcccc");
-        pass_through(w, "ddddbbbbcccc");
-        pass_through(w, "bbbbcccc");
-        assert_int_equal(w->pool.last_identity, 8); /* eight blocks, all different */
+        append_and_keep(w, "aaaabbbbcccc");
+        append_and_keep(w, "ddddbbbbcccc");
+        append_and_keep(w, "bbbbcccc");
+        assert_int_equal(w->pool.last_identity, 8); /* eight different blocks */
         assert_int_equal(found(w, "aaaabbbbccccx"), 12);
         assert_int_equal(found(w, "ddddbbbbccc"), 8);
         assert_int_equal(found(w, "bbbbccccbbbb"), 8);
         assert_int_equal(found(w, "ccccbbbb"), 0);
         assert_int_equal(found(w, "aaab"), 0);
-        pass_through(w, "aaaabbbbcccc"); /* known already: nothing new */
+        append_and_keep(w, "aaaabbbbcccc"); /* already kept: nothing new */
         assert_int_equal(w->pool.last_identity, 8);
         world_free(w);
     }
 }
 
-/* The first block is evicted, its successor not: it is not found any more, neither under what takes its parent's place nor under
- * the same text computed anew. */
+/* If a block is evicted and its successor is not, the successor is no longer found: neither under
+ * the block that replaces its parent, nor under the same text computed again. */
 static void test_evicted_parents(void **state) {
     (void)state;
     world *w = world_new(4, 4, true, 1);
@@ -341,37 +366,38 @@ static void test_evicted_parents(void **state) {
     append(w, 0, 8); /* aaaa bbbb */
     keep(w, 0);
     int32_t parent = w->tables[0].blocks[0], child = w->tables[0].blocks[1];
-    llm__pool_drop(&w->pool, parent); /* first the parent, so that it is the one to go first */
+    llm__pool_drop(&w->pool, parent); /* release the parent first, so that it is evicted first */
     llm__pool_drop(&w->pool, child);
     w->tables[0].n_blocks = w->tables[0].n_kept = 0;
     w->tables[0].identity = 0;
     w->n_tokens[0] = -1;
     assert_int_equal(found(w, "aaaabbbb"), 8);
-    llm__pool_share(&w->pool, child); /* in use again, by a third one, so it stays */
+    llm__pool_share(&w->pool, child); /* in use by a third table, so it stays */
     w->tables[2].blocks[0] = child;
     w->tables[2].n_blocks = 1;
     w->n_tokens[2] = 0;
-    pass_through(w, "xxxxyyyyzzzz"); /* takes all other blocks, the parent's too */
+    append_and_keep(w, "xxxxyyyyzzzz"); /* takes all other blocks, including the parent */
     assert_int_equal(found(w, "aaaabbbb"), 0);
     assert_int_equal(found(w, "xxxxbbbb"), 4);
     assert_int_equal(w->pool.identity[child] != 0, 1);
-    pass_through(w, "aaaa"); /* the same text again: another identity */
+    append_and_keep(w, "aaaa"); /* the same text again gets another identity */
     assert_int_equal(found(w, "aaaabbbb"), 4);
     clear_table(w, 2);
-    pass_through(w, "aaaabbbb"); /* kept anew, in another block */
+    append_and_keep(w, "aaaabbbb"); /* kept again, in another block */
     assert_int_equal(found(w, "aaaabbbb"), 8);
     world_free(w);
 }
 
-/* Blocks without kept content go first; then the one that was not used for longest, and of one text the end before the beginning. */
-static void test_order_of_eviction(void **state) {
+/* Eviction order: blocks without kept content first; then the least recently used; within one text,
+ * the end before the beginning. */
+static void test_eviction_order(void **state) {
     (void)state;
     world *w = world_new(8, 4, true, 1);
-    pass_through(w, "aaaabbbb");
-    pass_through(w, "ccccdddd");
-    pass_through(w, "eeeeffffgg"); /* the gg is not full, so not kept */
+    append_and_keep(w, "aaaabbbb");
+    append_and_keep(w, "ccccdddd");
+    append_and_keep(w, "eeeeffffgg"); /* gg does not fill a block, so it is not kept */
     assert_int_equal(w->pool.n_free, 8);
-    assert_int_equal(found(w, "aaaabbbb"), 8); /* used again: now the last to go */
+    assert_int_equal(found(w, "aaaabbbb"), 8); /* used again, so now the last to be evicted */
     w->n_tokens[2] = 0;
     static const struct { const char *text; int left[9]; } expected[] = {
         /*          blocks taken:  0  1  2  3  4  5  6  7  8 */
@@ -381,7 +407,8 @@ static void test_order_of_eviction(void **state) {
     };
     for (int taken = 0; taken <= 8; taken++) {
         if (taken) append(w, 2, 4);
-        for (int t = 0; t < 3; t++) { /* without touching: a match would make it the youngest */
+        /* look without a match, which would make the text the most recent */
+        for (int t = 0; t < 3; t++) {
             int32_t tokens[8];
             for (int p = 0; p < 8; p++) tokens[p] = expected[t].text[p];
             assert_int_equal(simple_match(w, tokens, 8) * 4, expected[t].left[taken]);
@@ -392,36 +419,39 @@ static void test_order_of_eviction(void **state) {
     world_free(w);
 }
 
-/* Several forks write into the block they share before the device has copied anything: every one but the last copies. */
+/* Several forks write into the block they share before the device has copied anything. All but the
+ * last one copy it. */
 static void test_forks_in_one_step(void **state) {
     (void)state;
     world *w = world_new(40, 4, true, 1);
-    begin(w, 0);
+    start_sequence(w, 0);
     append(w, 0, 6);
     keep(w, 0);
     for (int i = 1; i < 5; i++) fork_table(w, 0, i);
     check(w);
-    assert_int_equal(w->pool.n_free, 38); /* a fork costs nothing */
+    assert_int_equal(w->pool.n_free, 38); /* forks take no blocks */
     for (int i = 0; i < 5; i++) assert_true(llm__table_grow(&w->pool, &w->tables[i], 6, 7));
-    assert_int_equal(w->pool.n_copies, 4); /* the last one keeps the block */
+    assert_int_equal(w->pool.n_copies, 4); /* the last fork keeps the shared block */
     do_copies(w);
     for (int i = 0; i < 5; i++) {
         write_tokens(w, i, 6, 7);
         w->n_tokens[i] = 7;
     }
     check(w);
-    assert_int_equal(w->pool.references[w->tables[0].blocks[0]], 5); /* the full block is still shared */
+    /* the full block is still shared */
+    assert_int_equal(w->pool.references[w->tables[0].blocks[0]], 5);
     assert_int_equal(w->pool.n_free, 34);
     world_free(w);
 }
 
-/* A block is copied, then given up by its other owner, and then another is copied to it: not twice in one go. */
-static void test_copies_that_overwrite(void **state) {
+/* A block is copied and then released by its other owner, and another block is copied to it. The
+ * two copies must not be done at once. */
+static void test_copy_to_released_source(void **state) {
     (void)state;
     world *w = world_new(3, 4, false, 1);
     for (int i = 0; i < 4; i += 2) {
-        begin(w, i);
-        w->tokens[i][0] = i / 2; /* another one for each */
+        start_sequence(w, i);
+        w->tokens[i][0] = i / 2; /* a different token for each */
         append(w, i, 2);
         fork_table(w, i, i + 1);
     }
@@ -440,8 +470,8 @@ static void test_copies_that_overwrite(void **state) {
     world_free(w);
 }
 
-/* A table or a pool that is too small says no, and nothing has changed. */
-static void test_refusals(void **state) {
+/* If a table or the pool is too small, growing fails and changes nothing. */
+static void test_grow_fails_without_room(void **state) {
     (void)state;
     world *w = world_new(3, 4, true, 1);
     w->n_tokens[0] = w->n_tokens[1] = 0;
@@ -461,12 +491,12 @@ static void test_refusals(void **state) {
     world_free(w);
 }
 
-/* Each copy has its place until it is done: when there is none left, growing is refused. */
+/* The list of pending copies has a limit; when it is full, growing fails. */
 static void test_too_many_copies(void **state) {
     (void)state;
     world *w = world_new(40, 4, false, 1);
     w->pool.max_copies = 2;
-    begin(w, 0);
+    start_sequence(w, 0);
     append(w, 0, 2);
     for (int i = 1; i < 4; i++) fork_table(w, 0, i);
     for (int i = 0; i < 2; i++) assert_true(llm__table_grow(&w->pool, &w->tables[i], 2, 3));
@@ -487,13 +517,13 @@ static void test_too_many_copies(void **state) {
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_random_walks),
-        cmocka_unit_test(test_equal_blocks_of_other_parents),
+        cmocka_unit_test(test_equal_blocks_different_parents),
         cmocka_unit_test(test_evicted_parents),
-        cmocka_unit_test(test_order_of_eviction),
+        cmocka_unit_test(test_eviction_order),
         cmocka_unit_test(test_forks_in_one_step),
-        cmocka_unit_test(test_copies_that_overwrite),
+        cmocka_unit_test(test_copy_to_released_source),
         cmocka_unit_test(test_too_many_copies),
-        cmocka_unit_test(test_refusals),
+        cmocka_unit_test(test_grow_fails_without_room),
     };
     return cmocka_run_group_tests_name("pool", tests, NULL, NULL);
 }

@@ -1,6 +1,6 @@
-/* Chapters 1 and 4 through the public API: whatever requests share an engine, in whatever order, with blocks so scarce that
- * they are taken away again, each gives what it gives alone, bit for bit; and what the scheduler promises about order,
- * pace, memory and waste. */
+/* Chapters 1 and 4 through the public API. Requests that share an engine, in any order and with
+ * blocks so scarce that they are preempted, each give the same output as alone, bit for bit. The
+ * scheduler keeps its promises about order, pace, memory and waste. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -18,7 +18,7 @@
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
 #define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
 
-enum { VOCAB = 288, MAX_JOBS = 24, MAX_PROMPT = 70, WALK_CONTEXT = 96 };
+enum { VOCAB = 288, MAX_REQUESTS = 24, MAX_PROMPT = 70, RANDOM_CONTEXT = 96 };
 
 static llm_model *target, *draft;
 
@@ -45,12 +45,12 @@ static uint64_t submit(llm_engine *engine, llm_request request) {
 
 static int step(llm_engine *engine) {
     llm_error err;
-    static int idle; /* steps in a row without a pass */
+    static int idle; /* consecutive steps without a forward pass */
     uint64_t before = llm_engine_statistics(engine).steps;
     int more = llm_step(engine, &err);
     if (more < 0) fail_msg("%s", err.message);
     idle = !more || llm_engine_statistics(engine).steps > before ? 0 : idle + 1;
-    if (idle > 1000) fail_msg("nothing moves");
+    if (idle > 1000) fail_msg("1000 steps in a row ran no forward pass");
     return more;
 }
 
@@ -58,7 +58,7 @@ static void drain(llm_engine *engine) {
     while (step(engine)) {}
 }
 
-/* `n` ids that depend on `seed` alone. */
+/* Fill `out` with n ids that depend on `seed` alone. */
 static const int32_t *ids(int32_t *out, int n, uint64_t seed) {
     for (int i = 0; i < n; i++) out[i] = (int32_t)(llm_random(seed, 5, (uint64_t)i) * 280);
     return out;
@@ -75,19 +75,19 @@ static llm_request plain_request(const int32_t *prompt, int n_prompt, int max_to
 
 /* ---- Random workloads ------------------------------------------------------------------- */
 
-typedef struct job {
+typedef struct tracked_request {
     int32_t prompt[MAX_PROMPT];
     const char *stops[2];
     llm_request request;
     record *got;
     bool cancelled;
-} job;
+} tracked_request;
 
 typedef struct workload {
     test_random random;
     llm_engine_options options;
-    job jobs[MAX_JOBS];
-    int n_jobs;
+    tracked_request requests[MAX_REQUESTS];
+    int n_requests;
 } workload;
 
 typedef struct totals {
@@ -100,25 +100,26 @@ static bool chance(workload *w, int percent) { return pick(w, 100) < percent; }
 static void random_options(workload *w) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
-    o.context_length = WALK_CONTEXT;
+    o.context_length = RANDOM_CONTEXT;
     o.draft = chance(w, 50) ? draft : NULL;
     o.cache_type = chance(w, 70) ? LLM_F16 : LLM_F32;
     o.block_size = 1 + pick(w, 20);
     o.max_sequences = 4 + pick(w, 8);
     o.max_speculation = 8;
     o.chunked_prefill = chance(w, 80);
-    o.max_batch_tokens = o.chunked_prefill ? 9 + pick(w, 60) : WALK_CONTEXT + pick(w, 60);
+    o.max_batch_tokens = o.chunked_prefill ? 9 + pick(w, 60) : RANDOM_CONTEXT + pick(w, 60);
     o.preempt = (llm_preempt)pick(w, 2);
-    o.swap_bytes = chance(w, 50) ? 1 << 20 : 20000; /* the second runs out */
+    o.swap_bytes = chance(w, 50) ? 1 << 20 : 20000; /* 20000 bytes run out */
     o.prefix_cache = chance(w, 75);
     o.naive_attention = chance(w, 10);
-    /* one context at the least, so that every request fits; often not two, so that they push each other out */
-    int slots = WALK_CONTEXT + o.block_size + (chance(w, 60) ? pick(w, 100) : 100 + pick(w, 400));
+    /* at least one context, so that every request fits; often less than two, so that requests
+     * preempt each other */
+    int slots = RANDOM_CONTEXT + o.block_size + (chance(w, 60) ? pick(w, 100) : 100 + pick(w, 400));
     o.cache_bytes = llm_model_cache_bytes_per_token(target, o.cache_type) * (uint64_t)slots;
     w->options = o;
 }
 
-static void random_stops(workload *w, job *j) {
+static void random_stops(workload *w, tracked_request *j) {
     static const char *const texts[] = {"a", "\x01", "th", "%", "Z9", "e", "0"};
     j->request.n_stop = 1 + pick(w, 2);
     for (int i = 0; i < 2; i++) j->stops[i] = texts[pick(w, 7)];
@@ -137,11 +138,12 @@ static llm_sampling random_sampling(workload *w) {
     return s;
 }
 
-/* `common`: how much of `base` the prompt is likely to begin with. */
-static void random_job(workload *w, job *j, const int32_t *base, int common) {
+/* The prompt usually begins with the first `common` tokens of `base`. */
+static void random_request(workload *w, tracked_request *j, const int32_t *base, int common) {
     int n = 1 + pick(w, MAX_PROMPT);
     bool begins_alike = chance(w, 70);
-    for (int i = 0; i < n; i++) j->prompt[i] = begins_alike && i < common && !chance(w, 1) ? base[i] : pick(w, 286);
+    for (int i = 0; i < n; i++)
+        j->prompt[i] = begins_alike && i < common && !chance(w, 1) ? base[i] : pick(w, 286);
     llm_request *r = &j->request;
     *r = plain_request(j->prompt, n, chance(w, 8) ? 0 : 1 + pick(w, 30));
     r->ignore_end = chance(w, 50);
@@ -163,17 +165,17 @@ static void random_workload(workload *w, uint64_t seed) {
     random_options(w);
     for (int i = 0; i < MAX_PROMPT; i++) base[i] = pick(w, 286);
     int common = pick(w, MAX_PROMPT);
-    w->n_jobs = 1 + pick(w, MAX_JOBS);
-    for (int i = 0; i < w->n_jobs; i++) random_job(w, &w->jobs[i], base, common);
+    w->n_requests = 1 + pick(w, MAX_REQUESTS);
+    for (int i = 0; i < w->n_requests; i++) random_request(w, &w->requests[i], base, common);
 }
 
-static int live_samples(const job *j) {
+static int live_samples(const tracked_request *j) {
     int n = 0;
     for (int s = 0; s < j->request.n_samples; s++) n += !j->got->samples[s].n_ends;
     return n;
 }
 
-static void cancel(llm_engine *engine, job *j) {
+static void cancel(llm_engine *engine, tracked_request *j) {
     llm_error err;
     int live = live_samples(j);
     bool ok = llm_cancel(engine, j->got->id, &err);
@@ -183,7 +185,7 @@ static void cancel(llm_engine *engine, job *j) {
     j->cancelled = j->cancelled || ok;
 }
 
-/* What is true after every step. */
+/* What must be true after every step. */
 static void check_running(const workload *w, const llm_engine *engine) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_in_range(s.blocks_free, 0, s.blocks_total);
@@ -193,7 +195,7 @@ static void check_running(const workload *w, const llm_engine *engine) {
     assert_true(s.kv_waste >= 0 && s.kv_waste <= 1);
 }
 
-/* No two tokens of a step are written to the same place. */
+/* No two tokens of a step may have the same slot. */
 static void check_slots(const llm_engine *engine) {
     const llm__scheduler *s = &engine->scheduler;
     assert_true(s->batch.n_tokens <= s->options->max_batch_tokens);
@@ -201,50 +203,51 @@ static void check_slots(const llm_engine *engine) {
         for (int b = 0; b < a; b++) assert_int_not_equal(s->slots[a], s->slots[b]);
 }
 
-/* All of it on one engine: requests arrive and are cancelled at random moments. */
+/* Run all requests on one engine. They arrive and are cancelled at random moments. */
 static void run_together(workload *w, llm_engine *engine) {
     int submitted = 0, more = 1;
-    for (int n = 0; more || submitted < w->n_jobs; n++) {
-        while (submitted < w->n_jobs && (n == 0 || chance(w, 30))) {
-            job *j = &w->jobs[submitted++];
+    for (int n = 0; more || submitted < w->n_requests; n++) {
+        while (submitted < w->n_requests && (n == 0 || chance(w, 30))) {
+            tracked_request *j = &w->requests[submitted++];
             j->got = record_new(target);
             record_submit(engine, j->got, j->request, j->request.logits_hook != NULL);
         }
         more = step(engine);
         record_events(engine);
-        if (submitted && chance(w, 2)) cancel(engine, &w->jobs[pick(w, submitted)]);
+        if (submitted && chance(w, 2)) cancel(engine, &w->requests[pick(w, submitted)]);
         check_running(w, engine);
         if (more) check_slots(engine);
-        assert_true(n < 100000); /* else nobody gets on */
+        assert_true(n < 100000); /* otherwise the engine makes no progress */
     }
 }
 
-/* All is given back, and what was counted is what was told. */
+/* All blocks are free again, and the engine's counters agree with the events. */
 static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     llm_statistics s = llm_engine_statistics(engine);
-    uint64_t told = 0, prompts = 0, at = 0;
+    uint64_t reported = 0, prompts = 0, at = 0;
     assert_idle(engine);
     assert_int_equal(engine->scheduler.n_swap_free, engine->scheduler.n_swap);
     assert_int_equal(engine->scheduler.n_places, 0);
     assert_int_equal(engine->scheduler.n_preempted, 0);
-    assert_int_equal(s.requests_submitted, w->n_jobs);
-    for (int i = 0; i < w->n_jobs; i++) {
-        const job *j = &w->jobs[i];
+    assert_int_equal(s.requests_submitted, w->n_requests);
+    for (int i = 0; i < w->n_requests; i++) {
+        const tracked_request *j = &w->requests[i];
         prompts += (uint64_t)j->request.n_prompt;
         for (int k = 0; k < j->request.n_samples; k++) {
-            told += (uint64_t)j->got->samples[k].n_tokens;
+            reported += (uint64_t)j->got->samples[k].n_tokens;
             assert_int_equal(j->got->samples[k].n_ends, 1);
             t->stopped += j->got->samples[k].finish == LLM_FINISH_STOP;
         }
     }
-    assert_int_equal(s.generated_tokens, told);
+    assert_int_equal(s.generated_tokens, reported);
     assert_true(s.prefix_tokens <= prompts && s.prefix_hits <= s.prefix_tokens);
     assert_true(w->options.prefix_cache || s.prefix_hits == 0);
     assert_true(s.accepted <= s.proposed);
     for (int i = 0; i < 16; i++) {
         at += s.proposed_at[i];
         assert_true(s.accepted_at[i] <= s.proposed_at[i]);
-        if (i > 0) assert_true(s.proposed_at[i] <= s.accepted_at[i - 1]); /* one is looked at only if all before it passed */
+        /* a proposal is checked only if all before it were accepted */
+        if (i > 0) assert_true(s.proposed_at[i] <= s.accepted_at[i - 1]);
     }
     assert_int_equal(at, s.proposed);
     assert_true(w->options.preempt == LLM_PREEMPT_SWAP || s.blocks_swapped == 0);
@@ -255,18 +258,10 @@ static void check_end(const workload *w, const llm_engine *engine, totals *t) {
     t->accepted += (long)s.accepted;
 }
 
-/* A cancelled sample gave the beginning of what it gives alone. */
-static void assert_beginning(const sample_record *whole, const sample_record *part) {
-    assert_true(part->n_tokens <= whole->n_tokens && part->n_rows <= whole->n_rows);
-    assert_memory_equal(part->tokens, whole->tokens, sizeof(int32_t) * (size_t)part->n_tokens);
-    assert_memory_equal(part->logprobs, whole->logprobs, sizeof(float) * (size_t)part->n_tokens);
-    if (part->n_rows) assert_memory_equal(part->logits, whole->logits, sizeof(float) * VOCAB * (size_t)part->n_rows);
-}
-
-static void check_alone(const workload *w, const job *j, totals *t) {
+static void check_alone(const workload *w, const tracked_request *j, totals *t) {
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
-    o.context_length = WALK_CONTEXT;
+    o.context_length = RANDOM_CONTEXT;
     o.draft = w->options.draft;
     o.cache_type = w->options.cache_type;
     o.naive_attention = w->options.naive_attention;
@@ -283,7 +278,7 @@ static void check_alone(const workload *w, const job *j, totals *t) {
         if (j->got->samples[s].finish == LLM_FINISH_CANCELLED) {
             t->cancelled++;
             assert_true(j->cancelled);
-            assert_beginning(&alone->samples[s], &j->got->samples[s]);
+            assert_sample_prefix(&j->got->samples[s], &alone->samples[s], VOCAB);
         } else {
             assert_same_sample(&alone->samples[s], &j->got->samples[s], VOCAB);
         }
@@ -303,21 +298,25 @@ static void test_random_workloads(void **state) {
         run_together(w, engine);
         check_end(w, engine, &t);
         llm_engine_free(engine);
-        for (int i = 0; i < w->n_jobs; i++) {
-            check_alone(w, &w->jobs[i], &t);
-            record_free(w->jobs[i].got);
+        for (int i = 0; i < w->n_requests; i++) {
+            check_alone(w, &w->requests[i], &t);
+            record_free(w->requests[i].got);
         }
     }
     free(w);
-    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, %ld prefix hits; %ld of %ld accepted\n",
-                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits, t.accepted, t.proposed);
-    /* the workloads do reach what they are for */
-    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 && t.prefix_hits > 100 && t.accepted > 50);
+    print_message("%ld samples, %ld cancelled, %ld stopped; %ld preemptions, %ld blocks swapped, "
+                  "%ld prefix hits; %ld of %ld accepted\n",
+                  t.samples, t.cancelled, t.stopped, t.preemptions, t.swapped, t.prefix_hits,
+                  t.accepted, t.proposed);
+    /* the workloads must cover what they are meant to test */
+    assert_true(t.cancelled > 10 && t.stopped > 10 && t.preemptions > 100 && t.swapped > 100 &&
+                t.prefix_hits > 100 && t.accepted > 50);
 }
 
 /* ---- Admission -------------------------------------------------------------------------- */
 
-/* A prefix in use costs a new request no block; a kept one that nobody uses takes free blocks. */
+/* Blocks of a shared prefix cost a new request nothing while another request uses them; if they are
+ * only kept in the prefix cache, they count as free blocks that it takes. */
 static void test_admission_with_a_prefix(void **state) {
     int32_t prompt[40], other[40];
     (void)state;
@@ -330,9 +329,10 @@ static void test_admission_with_a_prefix(void **state) {
         ids(prompt, 40, 1);
         ids(other, 40, 2);
         submit(engine, plain_request(prompt, 16, shared ? 20 : 1));
-        for (int i = 0; i < 2; i++) step(engine); /* 5 blocks are in use, or none and 4 are kept */
+        /* 5 blocks are in use; or none is, and 4 are kept */
+        for (int i = 0; i < 2; i++) step(engine);
         submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block, or the 4 kept ones and 1 */
-        /* needs 6 blocks of the 6 that are left, or 8 of 7 */
+        /* needs 6 of the 6 blocks left; or 8, but 7 are left */
         submit(engine, plain_request(other, shared ? 20 : 28, 1));
         step(engine);
         assert_int_equal(llm_engine_statistics(engine).waiting, shared ? 0 : 1);
@@ -343,7 +343,7 @@ static void test_admission_with_a_prefix(void **state) {
     }
 }
 
-/* A request enters with all its samples, or waits. */
+/* A request is admitted with all its samples, or waits. */
 static void test_admission_counts_samples(void **state) {
     int32_t prompt[4];
     (void)state;
@@ -361,7 +361,8 @@ static void test_admission_counts_samples(void **state) {
         step(engine);
         llm_statistics s = llm_engine_statistics(engine);
         assert_int_equal(s.requests_finished, finished[i]);
-        assert_int_equal(s.waiting, i < 3 ? 2 : 0); /* the last one fits, but does not overtake */
+        /* the last request would fit, but must not overtake the second */
+        assert_int_equal(s.waiting, i < 3 ? 2 : 0);
     }
     assert_idle(engine);
     llm_engine_free(engine);
@@ -369,8 +370,8 @@ static void test_admission_counts_samples(void **state) {
 
 /* ---- Pace ------------------------------------------------------------------------------- */
 
-/* More sequences than tokens in a step: each has its share. */
-static void test_turns(void **state) {
+/* With more sequences than tokens in a step, all get the same share. */
+static void test_tokens_are_shared_evenly(void **state) {
     enum { N = 5 };
     int32_t prompt[4];
     int tokens[N] = {0};
@@ -398,7 +399,7 @@ static void test_turns(void **state) {
     llm_engine_free(engine);
 }
 
-/* Blocks are scarce: in each step, those that get a token are older than those that do not. */
+/* With scarce blocks, the sequences that get a token in a step are older than those that do not. */
 static void test_older_goes_first(void **state) {
     enum { N = 6 };
     int32_t prompt[8];
@@ -435,7 +436,7 @@ static void test_older_goes_first(void **state) {
 
 /* ---- Order --------------------------------------------------------------------------------- */
 
-/* One at a time: they go by id - 64 x priority. */
+/* Requests that run one at a time start in the order of id - 64 x priority. */
 static void test_priority_order(void **state) {
     enum { N = 40 };
     static const int priorities[] = {0, 1, 0, -1, 0, 2, 0, 0, 1, -1};
@@ -466,8 +467,8 @@ static void test_priority_order(void **state) {
     llm_engine_free(engine);
 }
 
-/* Requests of a higher priority keep coming; the low one is overtaken by so many, and no more. */
-static void test_nobody_starves(void **state) {
+/* Requests of higher priority keep coming. They overtake the low one a limited number of times. */
+static void test_priority_does_not_starve(void **state) {
     (void)state;
     for (int priority = 1; priority <= 2; priority++) {
         int32_t prompt[4];
@@ -479,7 +480,7 @@ static void test_nobody_starves(void **state) {
         int before = 0;
         bool done = false;
         while (!done) {
-            for (int i = 0; i < 2; i++) { /* faster than they are done */
+            for (int i = 0; i < 2; i++) { /* more than a step can finish */
                 llm_request r = plain_request(ids(prompt, 4, 2), 4, 1);
                 r.priority = priority;
                 submit(engine, r);
@@ -497,7 +498,8 @@ static void test_nobody_starves(void **state) {
     }
 }
 
-/* Without chunks a prompt needs a step in one piece: those that decode must not keep it out for ever. */
+/* Without chunked prefill, a prompt needs a step with room for all of it. Decoding sequences must
+ * not delay it forever. */
 static void test_whole_prompts_do_not_starve(void **state) {
     int32_t prompt[100];
     (void)state;
@@ -511,18 +513,19 @@ static void test_whole_prompts_do_not_starve(void **state) {
     for (int i = 0; i < 5; i++) submit(engine, plain_request(prompt + i, 3, 5 + i));
     step(engine);
     uint64_t whole = submit(engine, plain_request(prompt, 63, 1));
-    bool told = false;
-    for (int n = 0; n < 200 && !told; n++) {
-        submit(engine, plain_request(prompt + n % 90, 3, 5 + n % 4)); /* there are always some that decode */
+    bool reported = false;
+    for (int n = 0; n < 200 && !reported; n++) {
+        /* keep some sequences decoding */
+        submit(engine, plain_request(prompt + n % 90, 3, 5 + n % 4));
         step(engine);
         llm_event event;
-        while (llm_next_event(engine, &event)) told = told || event.request == whole;
+        while (llm_next_event(engine, &event)) reported = reported || event.request == whole;
     }
-    assert_true(told);
+    assert_true(reported);
     llm_engine_free(engine);
 }
 
-/* Samples share their prompt: four of them fit where four separate sequences would not. */
+/* Samples share their prompt's blocks: four samples fit where four separate requests would not. */
 static void test_samples_fit_together(void **state) {
     int32_t prompt[40];
     (void)state;
@@ -532,7 +535,7 @@ static void test_samples_fit_together(void **state) {
     o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 60; /* 15 blocks */
     llm_engine *engine = engine_new(target, &o);
     llm_request r = plain_request(ids(prompt, 40, 1), 40, 20);
-    r.n_samples = 4; /* 60 blocks, if they shared nothing */
+    r.n_samples = 4; /* 60 blocks if they shared none */
     r.sampling.temperature = 1;
     submit(engine, r);
     int n_ended = 0;
@@ -544,12 +547,13 @@ static void test_samples_fit_together(void **state) {
     assert_int_equal(n_ended, 4);
     assert_true(s.preemptions > 0);
     assert_int_equal(s.blocks_peak, 15);
-    assert_int_equal(s.decode_steps, s.generated_tokens); /* the first tokens of all samples come from one row */
+    /* all samples choose their first token from one row of logits */
+    assert_int_equal(s.decode_steps, s.generated_tokens);
     assert_idle(engine);
     llm_engine_free(engine);
 }
 
-/* A long prompt comes while others decode: each of those still gets a token in every step. */
+/* A long prompt arrives while others decode: each of these still gets a token in every step. */
 static void test_decoding_keeps_its_pace(void **state) {
     enum { N = 4 };
     int32_t prompt[100];
@@ -573,13 +577,14 @@ static void test_decoding_keeps_its_pace(void **state) {
         }
         assert_int_equal(tokens, N);
     }
-    assert_int_equal(steps, (100 + 7) / (12 - N)); /* and the prompt has all the rest of the budget */
+    /* the prompt gets the rest of the token budget */
+    assert_int_equal(steps, (100 + 7) / (12 - N));
     drain(engine);
     assert_idle(engine);
     llm_engine_free(engine);
 }
 
-/* ---- Memory ----------------------------------------------------------------------------------- */
+/* ---- Memory ---------------------------------------------------------------------------------- */
 
 static void mixed_requests(llm_engine *engine, bool speculate) {
     static const char *const stops[] = {"qq", "zz"};
@@ -597,7 +602,7 @@ static void mixed_requests(llm_engine *engine, bool speculate) {
     }
 }
 
-/* Steps allocate nothing, not here and not in the backend, from the first on. */
+/* Steps allocate nothing, from the first on, neither in the engine nor in the backend. */
 static void test_steps_allocate_nothing(void **state) {
     (void)state;
     for (int mode = 0; mode < 8; mode++) {
@@ -620,17 +625,18 @@ static void test_steps_allocate_nothing(void **state) {
         assert_true(s.preemptions > 0);
         assert_true(s.schedule_seconds > 0 && s.schedule_seconds < s.step_seconds);
         assert_true(s.forward_seconds > 0 && s.sampling_seconds > 0);
-        assert_int_equal(s.draft_seconds > 0, 1); /* little, without a draft */
-        double parts = s.schedule_seconds + s.forward_seconds + s.draft_seconds + s.sampling_seconds;
+        assert_int_equal(s.draft_seconds > 0, 1); /* small without a draft model */
+        double parts =
+            s.schedule_seconds + s.forward_seconds + s.draft_seconds + s.sampling_seconds;
         assert_true(parts <= s.step_seconds * 1.0001);
         assert_idle(engine);
         llm_engine_free(engine);
     }
 }
 
-/* With one token in a block, no block in use is empty: those of rejected proposals are given back
+/* With blocks of one token, no used block is empty: the blocks of rejected proposals are released
  * after each step. */
-static void test_rejected_slots(void **state) {
+static void test_rejected_blocks_are_released(void **state) {
     int32_t prompt[8];
     (void)state;
     for (int lookup = 0; lookup < 2; lookup++) {
@@ -656,8 +662,8 @@ static void test_rejected_slots(void **state) {
     }
 }
 
-/* Sequences of mean length 200, in blocks of 16: on the average half a block of each is empty. */
-static void test_waste(void **state) {
+/* Sequences of mean length 200 in blocks of 16: on average, half a block of each is empty. */
+static void test_cache_waste(void **state) {
     tiny t = tiny_defaults();
     tiny_model m = tiny_model_new(t);
     int32_t prompt[300];
@@ -669,16 +675,20 @@ static void test_waste(void **state) {
     o.max_sequences = 8;
     o.prefix_cache = false;
     llm_engine *engine = engine_new(m.model, &o);
-    for (int i = 0; i < 48; i++) { /* each is seen at all lengths from l - 60 to l + 60, l from 110 to 290 */
+    /* each sequence passes through all lengths from l - 60 to l + 60, with l from 110 to 290 */
+    for (int i = 0; i < 48; i++) {
         int n = 50 + (int)(llm_random(1, 1, draws++) * 180);
-        for (int k = 0; k < n; k++) prompt[k] = (int32_t)(llm_random(2, (uint64_t)i, (uint64_t)k) * t.vocab);
+        for (int k = 0; k < n; k++)
+            prompt[k] = (int32_t)(llm_random(2, (uint64_t)i, (uint64_t)k) * t.vocab);
         submit(engine, plain_request(prompt, n, 120));
     }
     while (step(engine)) {
         llm_statistics s = llm_engine_statistics(engine);
         int64_t slots = (s.blocks_total - s.blocks_free) * s.block_size;
-        if (slots) assert_true(fabs(s.kv_waste - (1 - (double)s.slots_used / (double)slots)) < 1e-9);
-        assert_true(slots - s.slots_used < (s.running + 1) * s.block_size); /* less than a block each */
+        if (slots)
+            assert_true(fabs(s.kv_waste - (1 - (double)s.slots_used / (double)slots)) < 1e-9);
+        /* less than one block per sequence */
+        assert_true(slots - s.slots_used < (s.running + 1) * s.block_size);
         used += (double)s.slots_used;
         taken += (double)slots;
     }
@@ -689,7 +699,7 @@ static void test_waste(void **state) {
     tiny_model_free(&m);
 }
 
-/* ---- The prefix cache ------------------------------------------------------------------------- */
+/* ---- The prefix cache ------------------------------------------------------------------------ */
 
 static uint64_t hits_of(llm_engine *engine, const int32_t *prompt, int n) {
     uint64_t before = llm_engine_statistics(engine).prefix_hits;
@@ -707,18 +717,20 @@ static void test_prefix_hits(void **state) {
     ids(prompt, 100, 1);
     assert_int_equal(hits_of(engine, prompt, 65), 0);
     assert_int_equal(hits_of(engine, prompt, 65), 64);
-    assert_int_equal(hits_of(engine, prompt, 64), 48); /* its last token has to go through the model */
+    /* the last token always goes through the model */
+    assert_int_equal(hits_of(engine, prompt, 64), 48);
     assert_int_equal(hits_of(engine, prompt, 100), 64);
     assert_int_equal(hits_of(engine, prompt, 100), 96);
     prompt[40]++;
     assert_int_equal(hits_of(engine, prompt, 65), 32);
     prompt[40]--;
-    assert_int_equal(hits_of(engine, prompt + 16, 65), 0); /* the same tokens after others are something else */
+    /* the same tokens at other positions do not match */
+    assert_int_equal(hits_of(engine, prompt + 16, 65), 0);
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.prefix_tokens, 65 * 4 + 64 + 200);
     assert_int_equal(s.prefix_tokens - s.prefix_hits, s.prompt_tokens);
 
-    /* at the same time they share the blocks */
+    /* two at the same time share the blocks */
     submit(engine, plain_request(prompt, 65, 10));
     submit(engine, plain_request(prompt, 65, 10));
     step(engine);
@@ -736,7 +748,7 @@ static void test_prefix_hits(void **state) {
     llm_engine_free(engine);
 }
 
-/* Room for three prompts of four blocks: the one that was not used for longest makes room. */
+/* The cache has room for three prompts of four blocks: the least recently used one is evicted. */
 static void test_eviction(void **state) {
     enum { A, B, C, D };
     int32_t prompts[4][64];
@@ -751,16 +763,17 @@ static void test_eviction(void **state) {
     assert_int_equal(hits_of(engine, prompts[D], 64), 0);  /* evicts B */
     assert_int_equal(hits_of(engine, prompts[A], 64), 48);
     assert_int_equal(hits_of(engine, prompts[C], 64), 48);
-    assert_int_equal(hits_of(engine, prompts[B], 17), 0);  /* evicts the end of D, not its beginning */
+    /* evicts the end of D, not its beginning */
+    assert_int_equal(hits_of(engine, prompts[B], 17), 0);
     assert_int_equal(hits_of(engine, prompts[D], 33), 32);
     assert_idle(engine);
     llm_engine_free(engine);
 }
 
-/* ---- Hooks and preemption ------------------------------------------------------------------------ */
+/* ---- Hooks and preemption -------------------------------------------------------------------- */
 
-/* A hook sees each position once and in order, whatever is taken away from its request, and also where other requests have left
- * more of its prompt in the cache than it had come to itself. */
+/* A hook sees each position once and in order, even if its request is preempted and another request
+ * has put more of its prompt into the prefix cache than it had computed itself. */
 static void test_hook_and_preemption(void **state) {
     int32_t prompt[64], other[40];
     uint64_t preemptions = 0;
@@ -774,11 +787,12 @@ static void test_hook_and_preemption(void **state) {
             o.context_length = 100;
             o.preempt = swap ? LLM_PREEMPT_SWAP : LLM_PREEMPT_RECOMPUTE;
             o.swap_bytes = 1 << 20;
-            o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
+            o.cache_bytes =
+                llm_model_cache_bytes_per_token(target, LLM_F16) * (uint64_t)(100 + 3 * pressure);
             llm_engine *engine = engine_new(target, &o);
             ids(prompt, 64, 1);
             ids(other, 40, 2);
-            submit(engine, plain_request(prompt, 48, 30)); /* the same prompt, and ahead */
+            submit(engine, plain_request(prompt, 48, 30)); /* the same prompt, submitted first */
             submit(engine, plain_request(other, 10, 60));
             for (int i = 0; i < pressure % 4; i++) step(engine);
             llm_request r = plain_request(prompt, 56, 10);
@@ -796,9 +810,11 @@ static void test_hook_and_preemption(void **state) {
             preemptions += llm_engine_statistics(engine).preemptions;
             for (int s = 0; s < r.n_samples; s++) {
                 const sample_record *got = &hooked->samples[s];
-                int first = s ? 55 : 0; /* the prompt is the first sample's; its last logits are everybody's */
+                /* the first sample sees the prompt; all see the prompt's last logits */
+                int first = s ? 55 : 0;
                 assert_int_equal(got->n_rows, 56 + 10 - 1 - first);
-                for (int i = 0; i < got->n_rows; i++) assert_int_equal(got->positions[i], first + i);
+                for (int i = 0; i < got->n_rows; i++)
+                    assert_int_equal(got->positions[i], first + i);
             }
             record *alone = run_alone(target, &calm, r);
             assert_same(alone, hooked);
@@ -810,7 +826,8 @@ static void test_hook_and_preemption(void **state) {
     assert_true(preemptions > 10);
 }
 
-/* The case that a hook could lose positions: it is preempted inside its prompt, and another request has left all of the prompt in the cache. */
+/* A request with a hook is preempted inside its prompt, while the prefix cache holds all of its
+ * prompt. The hook must still see every position. */
 static void test_hook_resumes_where_it_was(void **state) {
     int32_t prompt[40];
     (void)state;
@@ -822,7 +839,7 @@ static void test_hook_resumes_where_it_was(void **state) {
     llm_request r = plain_request(ids(prompt, 40, 1), 40, 3);
     record *expected = run_alone(target, NULL, r), *hooked = record_new(target);
     submit(engine, plain_request(prompt, 40, 1));
-    drain(engine); /* now all of it is in the prefix cache */
+    drain(engine); /* now the whole prompt is in the prefix cache */
     record_submit(engine, hooked, r, true);
     for (int i = 0; i < 2; i++) step(engine);
     llm_error err;
@@ -836,9 +853,9 @@ static void test_hook_resumes_where_it_was(void **state) {
     llm_engine_free(engine);
 }
 
-/* ---- Mistakes ------------------------------------------------------------------------------------- */
+/* ---- Mistakes -------------------------------------------------------------------------------- */
 
-static void refuse(llm_engine *engine, llm_request r, llm_status status, const char *part) {
+static void assert_refused(llm_engine *engine, llm_request r, llm_status status, const char *part) {
     llm_error err;
     uint64_t id = 77;
     assert_false(llm_submit(engine, &r, &id, &err));
@@ -862,46 +879,49 @@ static void test_refused_requests(void **state) {
     llm_request good = plain_request(ids(prompt, 128, 1), 10, 5), r;
 
     r = good, r.max_tokens = 60;
-    refuse(engine, r, LLM_ERROR_CAPACITY, "blocks");
+    assert_refused(engine, r, LLM_ERROR_CAPACITY, "blocks");
     r = good, r.n_prompt = 128;
-    refuse(engine, r, LLM_ERROR_CAPACITY, "context");
+    assert_refused(engine, r, LLM_ERROR_CAPACITY, "context");
     r = good, r.n_prompt = 0;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "empty");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "empty");
     r = good, r.max_tokens = -2;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "max_tokens");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "max_tokens");
     static const int counts[] = {0, -1, 7, INT32_MAX, INT32_MIN};
     for (int i = 0; i < 5; i++) {
         r = good, r.n_samples = counts[i];
-        refuse(engine, r, LLM_ERROR_ARGUMENT, "n_samples");
+        assert_refused(engine, r, LLM_ERROR_ARGUMENT, "n_samples");
     }
     static const int depths[] = {-2, -100, 5, INT32_MAX, INT32_MIN};
     for (int i = 0; i < 5; i++) {
         r = good, r.speculate = depths[i];
-        refuse(engine, r, LLM_ERROR_ARGUMENT, "speculate");
+        assert_refused(engine, r, LLM_ERROR_ARGUMENT, "speculate");
         r.lookup = true;
-        refuse(engine, r, LLM_ERROR_ARGUMENT, "speculate");
+        assert_refused(engine, r, LLM_ERROR_ARGUMENT, "speculate");
     }
     for (int i = 0; i < 4; i++) {
         r = good;
-        *(i == 0 ? &r.sampling.temperature : i == 1 ? &r.sampling.top_p : i == 2 ? &r.sampling.min_p : &r.sampling.repetition_penalty) = NAN;
-        refuse(engine, r, LLM_ERROR_ARGUMENT, "nan");
+        *(i == 0   ? &r.sampling.temperature
+          : i == 1 ? &r.sampling.top_p
+          : i == 2 ? &r.sampling.min_p
+                   : &r.sampling.repetition_penalty) = NAN;
+        assert_refused(engine, r, LLM_ERROR_ARGUMENT, "nan");
     }
     r = good, r.stop = empty, r.n_stop = 2;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "stop text 1");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "stop text 1");
     r = good, r.stop = null_text, r.n_stop = 1;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "stop text 0");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "stop text 0");
     r = good, r.n_stop = 1;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
     r = good, r.stop = empty, r.n_stop = -1;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "n_stop");
     r = good, r.speculate = 2, r.logits_hook = record_hook;
-    refuse(engine, r, LLM_ERROR_UNSUPPORTED, "hook");
+    assert_refused(engine, r, LLM_ERROR_UNSUPPORTED, "hook");
     for (uint64_t id = 0; id < 3; id++) assert_false(llm_cancel(engine, id, &err));
     assert_false(llm_cancel(engine, UINT64_MAX, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_non_null(strstr(err.message, "18446744073709551615"));
 
-    /* and nothing of all that has left a trace */
+    /* refused calls change nothing */
     assert_int_equal(llm_step(engine, &err), 0);
     assert_int_equal(llm_engine_statistics(engine).requests_submitted, 0);
     uint64_t id = submit(engine, good);
@@ -915,14 +935,14 @@ static void test_refused_requests(void **state) {
     o.max_batch_tokens = 12;
     engine = engine_new(target, &o);
     r = good, r.max_tokens = 2, r.speculate = 2;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "draft");
     r.speculate = LLM_SPECULATE_AUTO;
-    refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
-    refuse(engine, good, LLM_ERROR_CAPACITY, "chunked_prefill");
+    assert_refused(engine, r, LLM_ERROR_ARGUMENT, "draft");
+    assert_refused(engine, good, LLM_ERROR_CAPACITY, "chunked_prefill");
     llm_engine_free(engine);
 }
 
-static void refuse_engine(const llm_model *model, llm_engine_options o, const char *part) {
+static void assert_engine_refused(const llm_model *model, llm_engine_options o, const char *part) {
     llm_error err;
     long live = test_live;
     assert_null(llm_engine_create(model, &o, &err));
@@ -935,11 +955,11 @@ static void test_refused_engines(void **state) {
     (void)state;
     llm_engine_options good = llm_engine_defaults(), o;
     o = good, o.max_speculation = 0;
-    refuse_engine(target, o, "max_speculation");
+    assert_engine_refused(target, o, "max_speculation");
     o = good, o.max_speculation = 1025;
-    refuse_engine(target, o, "max_speculation");
+    assert_engine_refused(target, o, "max_speculation");
     o = good, o.preempt = (llm_preempt)2;
-    refuse_engine(target, o, "preempt");
+    assert_engine_refused(target, o, "preempt");
 
     tiny t = tiny_defaults(), other = t;
     tiny_model same = tiny_model_new(t);
@@ -950,15 +970,15 @@ static void test_refused_engines(void **state) {
     other = t, other.context = 100;
     tiny_model shorter = tiny_model_new(other);
     o = good, o.draft = smaller.model;
-    refuse_engine(same.model, o, "39");
+    assert_engine_refused(same.model, o, "39");
     o.draft = renamed.model;
-    refuse_engine(same.model, o, "token 3 is \"b\"");
+    assert_engine_refused(same.model, o, "token 3 is \"b\"");
     o.draft = shorter.model;
-    refuse_engine(same.model, o, "context_length");
+    assert_engine_refused(same.model, o, "context_length");
     o.context_length = 100;
     llm_engine_free(engine_new(same.model, &o));
     o.draft = target;
-    refuse_engine(same.model, o, "vocabulary");
+    assert_engine_refused(same.model, o, "vocabulary");
     tiny_model_free(&same);
     tiny_model_free(&smaller);
     tiny_model_free(&renamed);
@@ -969,17 +989,17 @@ int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_admission_with_a_prefix),
         cmocka_unit_test(test_admission_counts_samples),
-        cmocka_unit_test(test_turns),
+        cmocka_unit_test(test_tokens_are_shared_evenly),
         cmocka_unit_test(test_older_goes_first),
-        cmocka_unit_test(test_rejected_slots),
+        cmocka_unit_test(test_rejected_blocks_are_released),
         cmocka_unit_test(test_random_workloads),
         cmocka_unit_test(test_priority_order),
-        cmocka_unit_test(test_nobody_starves),
+        cmocka_unit_test(test_priority_does_not_starve),
         cmocka_unit_test(test_whole_prompts_do_not_starve),
         cmocka_unit_test(test_samples_fit_together),
         cmocka_unit_test(test_decoding_keeps_its_pace),
         cmocka_unit_test(test_steps_allocate_nothing),
-        cmocka_unit_test(test_waste),
+        cmocka_unit_test(test_cache_waste),
         cmocka_unit_test(test_prefix_hits),
         cmocka_unit_test(test_eviction),
         cmocka_unit_test(test_hook_and_preemption),

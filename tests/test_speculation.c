@@ -1,6 +1,6 @@
-/* Chapter 2: what comes out of speculation is what the target alone gives: the same tokens where it is greedy, the same distribution where
- * it draws. The distribution is tested with chi-squared: the rule by itself, the rule inside the engine, and two wrong
- * rules, which the same test must catch. */
+/* Chapter 2: speculation gives the same output as the target alone: the same tokens where it is
+ * greedy, the same distribution where it samples. Chi-squared tests check the distribution of the
+ * acceptance rule by itself and inside the engine. Wrong rules must fail the same test. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -16,13 +16,13 @@
 #include "tiny_model.h"
 
 #define TARGET "tests/data/golden/mqa_4_1.gguf"
-#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary, and nothing else in common */
+#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary, but unrelated */
 
 /* ---- Chi-squared ------------------------------------------------------------------------ */
 
-/* How far counts (n) are from what `expected` probabilities give, as a number of standard deviations: the sum of (o - e)^2 / e, made
- * nearly normal by the cube root of Wilson and Hilferty. Cells that expect less than 8 are put together. What cannot be and was
- * is infinitely far. */
+/* The distance between counts (n) and `expected` probabilities, in standard deviations: the sum of
+ * (o - e)^2 / e, made nearly normal by Wilson and Hilferty's cube root. Cells that expect less than
+ * 8 are merged. A count in a cell of probability 0 is infinitely far. */
 static double chi_squared(const long *counts, const double *expected, int n) {
     double total = 0, sum = 0, rest_o = 0, rest_e = 0;
     int cells = 0;
@@ -43,19 +43,21 @@ static double chi_squared(const long *counts, const double *expected, int n) {
     return (cbrt(sum / df) - (1 - 2 / (9 * df))) / sqrt(2 / (9 * df));
 }
 
-/* One chance in 30,000 by luck alone; and as all the seeds are fixed, luck is the same in every run. */
+/* A correct distribution exceeds this once in 30,000 runs. All seeds are fixed, so every run gives
+ * the same result. */
 static const double FAR = 4;
 
-static void test_chi_squared_itself(void **state) {
+static void test_chi_squared(void **state) {
     (void)state;
-    static const double p[4] = {0.1, 0.2, 0.3, 0.4}, wrong[4] = {0.11, 0.2, 0.3, 0.39}, never[4] = {0.5, 0.5, 0, 0};
+    static const double p[4] = {0.1, 0.2, 0.3, 0.4}, wrong[4] = {0.11, 0.2, 0.3, 0.39},
+                        never[4] = {0.5, 0.5, 0, 0};
     long counts[4] = {0};
     for (int i = 0; i < 100000; i++) {
         double u = llm_random(3, 0, (uint64_t)i);
         counts[u < 0.1 ? 0 : u < 0.3 ? 1 : u < 0.6 ? 2 : 3]++;
     }
     assert_true(chi_squared(counts, p, 4) < FAR);
-    assert_true(chi_squared(counts, wrong, 4) > FAR); /* a hundredth more or less is seen */
+    assert_true(chi_squared(counts, wrong, 4) > FAR); /* detects a difference of 0.01 */
     assert_true(isinf(chi_squared(counts, never, 4)));
 }
 
@@ -65,15 +67,17 @@ enum { SMALL = 10, DRAWS = 100000 };
 
 typedef enum rule { RIGHT, ACCEPTS_BY_P, CORRECTS_FROM_P, ACCEPTS_ALL } rule;
 
-/* One token: a guess from q (NULL: always `fixed`), accepted or corrected. */
-static int32_t draw(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed, uint64_t index) {
+/* Draw one token: a guess from q (NULL: always `fixed`), accepted or corrected. */
+static int32_t draw(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed,
+                    uint64_t index) {
     double u = llm_random(seed, 2, index), v = llm_random(seed, 3, index);
     int32_t guess = q ? llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index)) : fixed;
     double pg = (double)p[guess], qg = q ? (double)q[guess] : 1;
-    if (q && qg == 0) fail_msg("the draft drew what it never draws");
+    if (q && qg == 0) fail_msg("the draft drew a token of probability 0");
     bool accepted = r == ACCEPTS_BY_P ? u < pg : r == ACCEPTS_ALL ? pg > 0 : llm__accept(pg, qg, u);
     if (accepted) return guess;
-    return r == CORRECTS_FROM_P ? llm__draw_residual(p, NULL, SMALL, -1, v) : llm__draw_residual(p, q, SMALL, guess, v);
+    return r == CORRECTS_FROM_P ? llm__draw_residual(p, NULL, SMALL, -1, v)
+                                : llm__draw_residual(p, q, SMALL, guess, v);
 }
 
 static double distance(rule r, const float *p, const float *q, int32_t fixed, uint64_t seed) {
@@ -84,9 +88,11 @@ static double distance(rule r, const float *p, const float *q, int32_t fixed, ui
     return chi_squared(counts, expected, SMALL);
 }
 
-/* A random distribution: flat or peaked, sometimes with tokens that cannot be, as filters leave it. */
+/* A random distribution: flat or peaked, sometimes with tokens of probability 0, as filters make
+ * it. */
 static void random_distribution(float *p, uint64_t seed, uint64_t stream) {
-    double power = 1 + 4 * llm_random(seed, stream, 1000), holes = llm_random(seed, stream, 1001) < 0.5 ? 0.4 : 0, sum = 0;
+    double power = 1 + 4 * llm_random(seed, stream, 1000),
+           holes = llm_random(seed, stream, 1001) < 0.5 ? 0.4 : 0, sum = 0;
     for (int i = 0; i < SMALL; i++) {
         p[i] = (float)pow(llm_random(seed, stream, (uint64_t)i), power);
         if (i > 0 && llm_random(seed, stream, 2000 + (uint64_t)i) < holes) p[i] = 0;
@@ -103,16 +109,25 @@ static void test_rule(void **state) {
         random_distribution(p, seed, 10);
         random_distribution(q, seed, 11);
         double d = distance(RIGHT, p, q, 0, seed);
-        if (d > FAR) fail_msg("seed %d: %.1f standard deviations from the target's distribution", (int)seed, d);
-        d = distance(RIGHT, p, NULL, (int32_t)(seed % SMALL), seed); /* prompt lookup: the guess is certain */
-        if (d > FAR) fail_msg("seed %d: with lookup %.1f standard deviations from the target's distribution", (int)seed, d);
-        for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++) caught[wrong] += distance((rule)wrong, p, q, 0, seed) > FAR;
+        if (d > FAR)
+            fail_msg("seed %d: %.1f standard deviations from the target's distribution", (int)seed,
+                     d);
+        /* prompt lookup: the guess has probability 1 */
+        d = distance(RIGHT, p, NULL, (int32_t)(seed % SMALL), seed);
+        if (d > FAR)
+            fail_msg("seed %d: with lookup %.1f standard deviations from the target's distribution",
+                     (int)seed, d);
+        for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++)
+            caught[wrong] += distance((rule)wrong, p, q, 0, seed) > FAR;
     }
-    for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++) assert_int_equal(caught[wrong], n); /* the test sees what is wrong */
+    /* the test detects every wrong rule */
+    for (int wrong = ACCEPTS_BY_P; wrong <= ACCEPTS_ALL; wrong++)
+        assert_int_equal(caught[wrong], n);
 }
 
-/* Where draft and target agree everything is accepted; where they have nothing in common nothing is, and the token is still the target's. */
-static void test_rule_at_its_ends(void **state) {
+/* If draft and target agree, every guess is accepted. If they have no token in common, none is, and
+ * the token still follows the target's distribution. */
+static void test_rule_extremes(void **state) {
     (void)state;
     float p[SMALL] = {0.25f, 0.25f, 0.5f}, q[SMALL] = {0, 0, 0, 0.5f, 0.5f};
     for (uint64_t i = 0; i < 1000; i++) {
@@ -125,14 +140,16 @@ static void test_rule_at_its_ends(void **state) {
     assert_false(llm__accept(0, 1, 0));
     assert_true(distance(RIGHT, p, q, 0, 5) < FAR);
     assert_true(distance(RIGHT, p, p, 0, 6) < FAR);
-    assert_true(distance(RIGHT, p, NULL, 9, 7) < FAR); /* a guess that cannot be */
-    /* rounding may leave the point past the end: the last that can be, not the last */
+    assert_true(distance(RIGHT, p, NULL, 9, 7) < FAR); /* a guess of probability 0 */
+    /* rounding may leave the point past the end: take the last possible token, not the last
+     * token */
     assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 1), 2);
     assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 0), 0);
 }
 
-/* With a chance of a for each guess, K guesses give (1 - a^(K+1)) / (1 - a) tokens. a is the sum of min(p, q). */
-static void test_formula(void **state) {
+/* If each guess is accepted with probability a, K guesses give (1 - a^(K+1)) / (1 - a) tokens. a is
+ * the sum of min(p, q). */
+static void test_expected_tokens_per_step(void **state) {
     (void)state;
     float p[SMALL], q[SMALL];
     for (uint64_t seed = 20; seed < 24; seed++) {
@@ -146,8 +163,10 @@ static void test_formula(void **state) {
                 int k = 0;
                 for (bool accepted = true; k < depth && accepted; k += accepted) {
                     uint64_t index = i * 8 + (uint64_t)k;
-                    int32_t guess = llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index));
-                    accepted = llm__accept((double)p[guess], (double)q[guess], llm_random(seed, 2, index));
+                    int32_t guess =
+                        llm__draw_residual(q, NULL, SMALL, -1, llm_random(seed, 1, index));
+                    accepted =
+                        llm__accept((double)p[guess], (double)q[guess], llm_random(seed, 2, index));
                 }
                 tokens += k + 1;
             }
@@ -157,15 +176,16 @@ static void test_formula(void **state) {
     }
 }
 
-/* ---- Greedy: the same tokens ------------------------------------------------------------------- */
+/* ---- Greedy: the same tokens ----------------------------------------------------------------- */
 
 enum { N_PROMPTS = 200, MAX_PROMPT = 40 };
 
 static llm_request prompt_request(int i, int vocab, int32_t *ids) {
     llm_request r = llm_request_defaults();
     r.n_prompt = 1 + (i * 7) % MAX_PROMPT;
-    int period = i % 3 ? 1000 : 5; /* some repeat themselves, for lookup */
-    for (int k = 0; k < r.n_prompt; k++) ids[k] = (int32_t)(llm_random((uint64_t)i, 9, (uint64_t)(k % period)) * vocab);
+    int period = i % 3 ? 1000 : 5; /* some prompts repeat themselves, for lookup */
+    for (int k = 0; k < r.n_prompt; k++)
+        ids[k] = (int32_t)(llm_random((uint64_t)i, 9, (uint64_t)(k % period)) * vocab);
     r.prompt = ids;
     r.max_tokens = 24;
     r.ignore_end = i % 2;
@@ -173,11 +193,15 @@ static llm_request prompt_request(int i, int vocab, int32_t *ids) {
     return r;
 }
 
-/* 0: none; 1 to 8; then auto. */
-static int depth_of(int i, int kind) { return kind == 0 ? 0 : i % 9 == 8 ? LLM_SPECULATE_AUTO : 1 + i % 9; }
+/* kind 0: none; otherwise 1 to 8, then auto */
+static int depth_of(int i, int kind) {
+    return kind == 0 ? 0 : i % 9 == 8 ? LLM_SPECULATE_AUTO : 1 + i % 9;
+}
 
-/* All prompts on one engine. kind 0: without speculation; 1: with the draft; 2: with lookup. */
-static llm_statistics run_prompts(const llm_model *target, const llm_model *draft, int kind, float temperature, record **out) {
+/* Run all prompts on one engine. kind 0: no speculation; 1: with the draft model; 2: with
+ * lookup. */
+static llm_statistics run_prompts(const llm_model *target, const llm_model *draft, int kind,
+                                  float temperature, record **out) {
     int32_t ids[MAX_PROMPT];
     llm_engine_options o = llm_engine_defaults();
     o.n_threads = 1;
@@ -223,34 +247,36 @@ static void check_greedy(const llm_model *target, const llm_model *draft, const 
             assert_same(expected[i], got[i]);
             record_free(got[i]);
         }
-        print_message("%s%s: %.0f %% of %ld proposals accepted, %.2f tokens in a step\n", name, kind == 2 ? ", lookup" : "",
-                      100.0 * (double)s.accepted / (double)s.proposed, (long)s.proposed,
-                      (double)s.generated_tokens / (double)s.decode_steps);
+        print_message("%s%s: %.0f %% of %ld proposals accepted, %.2f tokens per step\n", name,
+                      kind == 2 ? ", lookup" : "", 100.0 * (double)s.accepted / (double)s.proposed,
+                      (long)s.proposed, (double)s.generated_tokens / (double)s.decode_steps);
     }
     for (int i = 0; i < N_PROMPTS; i++) record_free(expected[i]);
 }
 
-static void test_greedy_golden(void **state) {
+static void test_greedy_unrelated_draft(void **state) {
     (void)state;
     llm_model *target = model_load(TARGET), *draft = model_load(DRAFT);
-    check_greedy(target, draft, "a draft that has nothing in common");
+    check_greedy(target, draft, "unrelated draft");
     llm_model_free(target);
     llm_model_free(draft);
 }
 
-static void test_greedy_alike(void **state) {
+static void test_greedy_similar_draft(void **state) {
     (void)state;
     tiny t = tiny_defaults(), d = t;
     d.noise = 0.1f;
     tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
-    check_greedy(target.model, draft.model, "a draft that is like the target");
+    check_greedy(target.model, draft.model, "similar draft");
     tiny_model_free(&target);
     tiny_model_free(&draft);
 }
 
-/* Models of one vocabulary whose matrices are padded to different numbers of rows. A draft's padding changes nothing. */
+/* Models of one vocabulary, with matrices padded to different numbers of rows. A draft model's
+ * padding changes nothing. */
 static void test_padded_vocabularies(void **state) {
-    static const int paddings[][2] = {{0, 0}, {0, 9}, {9, 0}, {7, 9}}; /* of the target, of the draft */
+    /* padding of the target, of the draft */
+    static const int paddings[][2] = {{0, 0}, {0, 9}, {9, 0}, {7, 9}};
     record *expected[N_PROMPTS], *got[N_PROMPTS];
     llm_statistics plain;
     (void)state;
@@ -276,9 +302,10 @@ static void test_padded_vocabularies(void **state) {
     for (int k = 0; k < N_PROMPTS; k++) record_free(expected[k]);
 }
 
-/* ---- Rows of another width ------------------------------------------------------------------ */
+/* ---- Draft vocabularies of another size ----------------------------------------------------- */
 
-static bool plain_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+static bool plain_download(void *context, void *host, const void *device, size_t bytes,
+                           llm_error *err) {
     (void)context;
     (void)err;
     memcpy(host, device, bytes);
@@ -286,8 +313,8 @@ static bool plain_download(void *context, void *host, const void *device, size_t
 }
 
 static const int32_t *drawn_ids;
-static bool draws_as_told(void *context, float *logits, int vocab, const llm_draw *draws, int n, int32_t *ids, float *logprobs,
-                          llm_error *err) {
+static bool draw_given_ids(void *context, float *logits, int vocab, const llm_draw *draws, int n,
+                          int32_t *ids, float *logprobs, llm_error *err) {
     (void)context;
     (void)logits;
     (void)err;
@@ -300,16 +327,16 @@ static bool draws_as_told(void *context, float *logits, int vocab, const llm_dra
     return true;
 }
 
-/* A draft's rows of logits that are narrower than the target's end in tokens that cannot be; of those that are wider, the end is
- * never seen, and what the device draws there is no proposal. */
-static void test_rows_of_another_width(void **state) {
+/* If a draft's logits rows are narrower than the target's, the missing tokens are impossible. If
+ * they are wider, the engine ignores the end; a token drawn there is no proposal. */
+static void test_draft_vocabulary_width(void **state) {
     enum { VOCAB = 6, ROWS = 3 };
     static const int32_t ids[ROWS] = {3, VOCAB, VOCAB - 1};
     (void)state;
     llm_backend b;
     memset(&b, 0, sizeof b);
     b.download = plain_download;
-    b.sample = draws_as_told;
+    b.sample = draw_given_ids;
     drawn_ids = ids;
     for (int width = VOCAB - 2; width <= VOCAB + 2; width++) {
         float logits[ROWS * (VOCAB + 2)], host[ROWS * VOCAB];
@@ -329,7 +356,9 @@ static void test_rows_of_another_width(void **state) {
             assert_true(llm__fetch_logits(&net, first, ROWS - first, host, VOCAB, &err));
             for (int i = 0; i < ROWS * VOCAB; i++) {
                 int row = i / VOCAB, column = i % VOCAB;
-                float expected = row < first ? 7000 : column < width ? (float)(row * 100 + column) : -INFINITY;
+                float expected = row < first      ? 7000
+                                 : column < width ? (float)(row * 100 + column)
+                                                  : -INFINITY;
                 assert_true(host[i] == expected);
             }
         }
@@ -364,7 +393,8 @@ static void test_rows_of_another_width(void **state) {
     }
 }
 
-/* The target as its own draft: all is accepted, also where it draws, and K proposals give K + 1 tokens. */
+/* With the target as its own draft, every proposal is accepted, also when sampled, and K proposals
+ * give K + 1 tokens. */
 static void test_own_draft(void **state) {
     (void)state;
     llm_model *target = model_load(TARGET);
@@ -379,13 +409,13 @@ static void test_own_draft(void **state) {
     llm_model_free(target);
 }
 
-/* ---- A model of the steps --------------------------------------------------------------- */
+/* ---- Step by step ----------------------------------------------------------------------- */
 
 typedef enum source { DRAFT_MODEL, LOOKUP } source;
 
 enum { STEP_PROMPT = 12, STEP_TOKENS = 90, STEP_CONTEXT = STEP_PROMPT + STEP_TOKENS };
 
-/* What a model says greedily after these tokens, without speculation. */
+/* The tokens that a model generates greedily after these, without speculation. */
 static void greedy_text(llm_engine *engine, const int32_t *ids, int n, int more, int32_t *out) {
     llm_error err;
     llm_event event;
@@ -399,8 +429,9 @@ static void greedy_text(llm_engine *engine, const int32_t *ids, int n, int more,
         while (llm_next_event(engine, &event)) out[event.index] = event.token;
 }
 
-/* What followed the last three tokens (or two, or one) where they occurred last. */
-static int look_up(const int32_t *text, int n, int depth, int32_t *out) {
+/* The tokens that followed the last earlier occurrence of the last three tokens (or two, or
+ * one). */
+static int find_continuation(const int32_t *text, int n, int depth, int32_t *out) {
     for (int length = 3; length > 0; length--)
         for (int end = n - 1; end >= length; end--) {
             int same = 0, found = 0;
@@ -412,7 +443,7 @@ static int look_up(const int32_t *text, int n, int depth, int32_t *out) {
     return 0;
 }
 
-/* The depth with the most tokens per cost. */
+/* The depth with the most tokens per unit of cost. */
 static int best_depth(double acceptance, double cost, int most, int n) {
     double best = 1;
     int depth = 0;
@@ -426,9 +457,9 @@ static int best_depth(double acceptance, double cost, int most, int n) {
     return depth == 0 && n % 16 == 0 && most > 0 ? 1 : depth;
 }
 
-/* Compares each event and each count of a greedy request with the rules: proposals are accepted up
- * to the first that is not the target's own token, which then follows. cost: of a proposal, where
- * the depth is automatic. Returns how many proposals were tested. */
+/* Compare each event and counter of a greedy request with the rules: proposals are accepted up to
+ * the first that is not the target's own token, which then follows. cost: the cost of a proposal,
+ * for automatic depth. Returns the number of proposals tested. */
 static uint64_t check_steps(const llm_model *target, const llm_model *draft, source from,
                             int speculate, double cost, const int32_t *prompt) {
     llm_engine_options o = llm_engine_defaults(), plain = o;
@@ -454,11 +485,11 @@ static uint64_t check_steps(const llm_model *target, const llm_model *draft, sou
     if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
     for (int n = STEP_PROMPT; n < STEP_CONTEXT;) {
         int most = STEP_CONTEXT - n - 1, depth = 0, found = 0, accepted = 0;
-        if (n > STEP_PROMPT) { /* the first token comes with the prompt */
+        if (n > STEP_PROMPT) { /* the first token comes from the prompt's logits */
             depth = speculate > 0 && speculate < most ? speculate : most < 20 ? most : 20;
             if (speculate == LLM_SPECULATE_AUTO) depth = best_depth(acceptance, cost, depth, n);
         }
-        if (from == LOOKUP) found = look_up(text, n, depth, proposed);
+        if (from == LOOKUP) found = find_continuation(text, n, depth, proposed);
         else if (depth > 0) greedy_text(drafts, text, n, found = depth, proposed);
         for (bool same = true; same && accepted < found; accepted += same) {
             int column = accepted < 15 ? accepted : 15;
@@ -497,7 +528,7 @@ static void test_steps(void **state) {
     (void)state;
     tiny t = tiny_defaults(), d = t, constant = t;
     d.noise = 0.2f;
-    constant.constant = true; /* one token for ever: lookup is right */
+    constant.constant = true; /* the same token forever, so lookup is always right */
     tiny_model target = tiny_model_new(t), draft = tiny_model_new(d);
     tiny_model same = tiny_model_new(constant);
     for (int i = 0; i < STEP_PROMPT; i++) {
@@ -510,8 +541,8 @@ static void test_steps(void **state) {
         check_steps(target.model, NULL, LOOKUP, depths[i], 0, repeated);
         check_steps(same.model, NULL, LOOKUP, depths[i], 0, repeated);
     }
-    /* As many as pay. A row more in the target's pass costs 0.1; a draft as large as the target
-     * costs 1 more, so it never pays, and is only tried now and then. */
+    /* Automatic depth. Another row in the target's pass costs 0.1. A draft as large as the target
+     * costs 1 more, so it never pays and is only tried occasionally. */
     const int automatic = LLM_SPECULATE_AUTO;
     uint64_t tried = check_steps(target.model, target.model, DRAFT_MODEL, automatic, 1.1, prompt);
     assert_in_range(tried, 1, STEP_TOKENS / 16 + 1);
@@ -523,10 +554,10 @@ static void test_steps(void **state) {
     tiny_model_free(&same);
 }
 
-/* ---- Drawn: the same distribution ----------------------------------------------------------------- */
+/* ---- Sampled: the same distribution ---------------------------------------------------------- */
 
-/* A target and a draft whose logits are the same after every token: so the tokens are independent draws from one distribution that is
- * known, and a guess is accepted with one chance that is known. */
+/* A target and a draft whose logits are the same after every token. So the tokens are independent
+ * draws from a known distribution, and a guess is accepted with a known probability. */
 static void constant_models(tiny_model *target, tiny_model *draft, int vocab) {
     tiny t = tiny_defaults();
     t.vocab = vocab;
@@ -545,8 +576,9 @@ static void keep_logits(void *user, uint64_t request, int sample, int position, 
     memcpy(((float **)user)[0], logits, sizeof(float) * (size_t)*((int **)user)[1]);
 }
 
-/* The model's own distribution of the token after these. */
-static void distribution_after(llm_engine *engine, const llm_sampling *p, const int32_t *ids, int n, float *out) {
+/* The model's distribution for the token after `ids`. */
+static void distribution_after(llm_engine *engine, const llm_sampling *p, const int32_t *ids, int n,
+                               float *out) {
     int vocab = llm_model_config(llm_engine_model(engine))->vocab_size;
     float *logits = (float *)malloc(sizeof(float) * (size_t)vocab);
     assert_non_null(logits);
@@ -574,8 +606,9 @@ static llm_engine *oracle_new(const llm_model *model) {
     return engine_new(model, &o);
 }
 
-/* 10^5 tokens, each drawn in the engine behind a draft's proposals: how often each comes, and each after each. */
-static void test_drawn_in_the_engine(void **state) {
+/* 10^5 tokens, each drawn in the engine with a draft's proposals: how often each token and each
+ * pair of tokens occurs. */
+static void test_sampled_distribution(void **state) {
     enum { VOCAB = 12, REQUESTS = 250, TOKENS = 400 };
     (void)state;
     tiny_model target, draft;
@@ -608,7 +641,8 @@ static void test_drawn_in_the_engine(void **state) {
         llm_engine *engine = engine_new(target.model, &o);
         llm_error err;
         static int32_t last[REQUESTS + 1];
-        int requests = depth == 3 ? repeats(REQUESTS, REQUESTS / 5) : REQUESTS / 5; /* 10^5 draws for one of them, 2 x 10^4 for the others, or for all */
+        /* 10^5 draws for depth 3 (2 x 10^4 in a short run), 2 x 10^4 for the others */
+        int requests = depth == 3 ? repeats(REQUESTS, REQUESTS / 5) : REQUESTS / 5;
         for (int i = 0; i < requests; i++) {
             llm_request r = llm_request_defaults();
             r.prompt = &first;
@@ -625,7 +659,7 @@ static void test_drawn_in_the_engine(void **state) {
             llm_event event;
             while (llm_next_event(engine, &event)) {
                 counts[event.token]++;
-                /* every second pair, so that they are independent of each other */
+                /* every second pair, so that the pairs are independent */
                 if (event.index % 2) pair_counts[last[event.request] * VOCAB + event.token]++;
                 last[event.request] = event.token;
             }
@@ -633,30 +667,41 @@ static void test_drawn_in_the_engine(void **state) {
         assert_int_equal(more, 0);
         llm_statistics s = llm_engine_statistics(engine);
         check_statistics(&s);
-        double d = chi_squared(counts, expected, VOCAB), e = chi_squared(pair_counts, pairs, VOCAB * VOCAB);
-        double rate = (double)s.accepted / (double)s.proposed, formula = (1 - pow(a, depth + 1)) / (1 - a);
-        uint64_t firsts = (uint64_t)requests; /* tokens that came at the end of a prompt, before there were proposals */
-        double in_a_step = (double)(s.generated_tokens - firsts) / (double)(s.decode_steps - firsts);
-        print_message("K = %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted (%.3f expected), %.3f tokens in a step (%.3f)\n",
+        double d = chi_squared(counts, expected, VOCAB),
+               e = chi_squared(pair_counts, pairs, VOCAB * VOCAB);
+        double rate = (double)s.accepted / (double)s.proposed,
+               formula = (1 - pow(a, depth + 1)) / (1 - a);
+        /* the first token of each request comes from its prompt, before any proposal */
+        uint64_t firsts = (uint64_t)requests;
+        double in_a_step =
+            (double)(s.generated_tokens - firsts) / (double)(s.decode_steps - firsts);
+        print_message("K = %d: %ld tokens, %.1f and %.1f standard deviations; %.3f accepted (%.3f "
+                      "expected), %.3f tokens per step (%.3f)\n",
                       depth, (long)s.generated_tokens, d, e, rate, a, in_a_step, formula);
         assert_int_equal(s.generated_tokens, requests * TOKENS);
-        if (d > FAR || e > FAR) fail_msg("depth %d: %.1f and %.1f standard deviations from the target's distribution", depth, d, e);
+        if (d > FAR || e > FAR)
+            fail_msg("depth %d: %.1f and %.1f standard deviations from the target's distribution",
+                     depth, d, e);
         for (int k = 0; k < depth; k++) {
             double n = (double)s.proposed_at[k], at = (double)s.accepted_at[k] / n;
-            assert_true(n > 0 && fabs(at - a) < 4.5 * sqrt(a * (1 - a) / n)); /* the same at each position */
+            /* the acceptance rate is the same at each position */
+            assert_true(n > 0 && fabs(at - a) < 4.5 * sqrt(a * (1 - a) / n));
         }
-        assert_true(fabs(in_a_step / formula - 1) < 0.03); /* the last step of a request may give fewer */
+        /* the last step of a request may have fewer proposals */
+        assert_true(fabs(in_a_step / formula - 1) < 0.03);
         llm_engine_free(engine);
     }
     tiny_model_free(&target);
     tiny_model_free(&draft);
 }
 
-/* A model that does listen to what was before: many short texts, against the exact probabilities of all texts of two tokens, and of the
- * third token. The first token is drawn behind the prompt, the others by proposals. */
+/* A model whose logits depend on the text: many short texts, against the exact probabilities of all
+ * pairs of the first two tokens, and of the third. The first token comes from the prompt, the
+ * others from proposals. */
 static void check_texts(bool lookup, llm_sampling sampling) {
     enum { VOCAB = 8, TEXTS = 20000, N_PROMPT = 5 };
-    static const int32_t prompt[N_PROMPT] = {1, 3, 4, 5, 3}; /* ends as it began: lookup finds something */
+    /* ends with a token that occurs before, for lookup */
+    static const int32_t prompt[N_PROMPT] = {1, 3, 4, 5, 3};
     tiny t = tiny_defaults(), d;
     t.vocab = VOCAB;
     t.sharp = 1.2f;
@@ -709,7 +754,8 @@ static void check_texts(bool lookup, llm_sampling sampling) {
     int more;
     while ((more = llm_step(engine, &err)) > 0) {
         llm_event event;
-        while (llm_next_event(engine, &event)) ((int32_t (*)[4])event.user)[event.sample][event.index] = event.token;
+        while (llm_next_event(engine, &event))
+            ((int32_t(*)[4])event.user)[event.sample][event.index] = event.token;
     }
     assert_int_equal(more, 0);
     for (int i = 0; i < TEXTS; i++) {
@@ -719,16 +765,18 @@ static void check_texts(bool lookup, llm_sampling sampling) {
     llm_statistics s = llm_engine_statistics(engine);
     check_statistics(&s);
     assert_true(s.accepted > TEXTS / 40 && s.proposed - s.accepted > TEXTS / 10);
-    double a = chi_squared(two_counts, two, VOCAB * VOCAB), b = chi_squared(third_counts, third, VOCAB);
-    print_message("%s: %.1f and %.1f standard deviations, %.2f accepted\n", lookup ? "lookup" : "draft", a, b,
-                  (double)s.accepted / (double)s.proposed);
-    if (a > FAR || b > FAR) fail_msg("%.1f and %.1f standard deviations from the target's distribution", a, b);
+    double a = chi_squared(two_counts, two, VOCAB * VOCAB),
+           b = chi_squared(third_counts, third, VOCAB);
+    print_message("%s: %.1f and %.1f standard deviations, %.2f accepted\n",
+                  lookup ? "lookup" : "draft", a, b, (double)s.accepted / (double)s.proposed);
+    if (a > FAR || b > FAR)
+        fail_msg("%.1f and %.1f standard deviations from the target's distribution", a, b);
     llm_engine_free(engine);
     tiny_model_free(&target);
     tiny_model_free(&draft);
 }
 
-static void test_drawn_texts(void **state) {
+static void test_sampled_texts(void **state) {
     (void)state;
     llm_sampling plain = llm_sampling_defaults(), shaped;
     plain.temperature = 1;
@@ -744,9 +792,10 @@ static void test_drawn_texts(void **state) {
     }
 }
 
-/* ---- How many to propose ---------------------------------------------------------------------------- */
+/* ---- How many to propose --------------------------------------------------------------------- */
 
-/* Left to itself, the depth is 0 for a draft that is never right, and large for one that always is and costs little. */
+/* The automatic depth is 0 for a draft that is never right, and large for one that is always right
+ * and cheap. */
 static void test_auto_depth(void **state) {
     (void)state;
     llm_engine_options options = llm_engine_defaults();
@@ -769,24 +818,26 @@ static void test_auto_depth(void **state) {
             s.proposal_cost = cost / 20.0;
             int depth = llm__speculation_depth(&s, &sequence), right = 0;
             for (int k = 1; k <= 8; k++) {
-                double tokens = a < 1 ? (1 - pow(a, k + 1)) / (1 - a) : k + 1, rate = tokens / (1 + k * s.proposal_cost);
+                double tokens = a < 1 ? (1 - pow(a, k + 1)) / (1 - a) : k + 1,
+                       rate = tokens / (1 + k * s.proposal_cost);
                 if (rate > best + 1e-9) {
                     best = rate;
                     right = k;
                 }
             }
-            double chosen = (a < 1 ? (1 - pow(a, depth + 1)) / (1 - a) : depth + 1) / (1 + depth * s.proposal_cost);
+            double chosen = (a < 1 ? (1 - pow(a, depth + 1)) / (1 - a) : depth + 1) /
+                            (1 + depth * s.proposal_cost);
             assert_true(chosen > best - 1e-9);
             if (a <= s.proposal_cost - 1e-9) assert_int_equal(right, 0);
         }
     sequence.acceptance = 0;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 0);
-    sequence.n_tokens = 32; /* now and then it tries again */
+    sequence.n_tokens = 32; /* it tries one proposal occasionally */
     assert_int_equal(llm__speculation_depth(&s, &sequence), 1);
     sequence.acceptance = 1;
     s.proposal_cost = 0.1;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 8);
-    for (int left = 1; left <= 12; left++) { /* never beyond the end of the request */
+    for (int left = 1; left <= 12; left++) { /* never past the end of the request */
         sequence.n_tokens = request.limit - left;
         assert_int_equal(llm__speculation_depth(&s, &sequence), left - 1 < 8 ? left - 1 : 8);
     }
@@ -796,11 +847,14 @@ static void test_auto_depth(void **state) {
     assert_int_equal(llm__speculation_depth(&s, &sequence), 3);
 }
 
-/* What stood behind the last words where they stood before; the longest match first, then the latest. */
+/* Lookup proposes the tokens that followed an earlier occurrence of the last tokens: the longest
+ * match first, then the latest. */
 static void test_lookup_proposals(void **state) {
-    static const struct { const char *text; int depth; const char *proposed; } cases[] = {
-        {"abcdXabc", 3, "dXa"}, {"abcdabceabc", 2, "ea"}, {"aXbXcX", 1, "c"}, {"abcdefgh", 4, ""}, {"aaaa", 8, "a"},
-        {"a", 4, ""}, {"aa", 4, "a"}, {"abab", 8, "ab"}, {"xyzabcQyzabcRabc", 1, "R"}, {"abcdXabc", 0, ""}};
+    static const struct { const char *text; int depth; const char *proposed;
+    } cases[] = {{"abcdXabc", 3, "dXa"}, {"abcdabceabc", 2, "ea"}, {"aXbXcX", 1, "c"},
+                 {"abcdefgh", 4, ""},    {"aaaa", 8, "a"},         {"a", 4, ""},
+                 {"aa", 4, "a"},         {"abab", 8, "ab"},        {"xyzabcQyzabcRabc", 1, "R"},
+                 {"abcdXabc", 0, ""}};
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         int32_t tokens[64];
@@ -812,24 +866,25 @@ static void test_lookup_proposals(void **state) {
         for (int k = 0; k < sequence.n_tokens; k++) tokens[k] = cases[i].text[k];
         llm__propose_lookup(&sequence);
         assert_int_equal(sequence.n_proposed, strlen(cases[i].proposed));
-        for (int k = 0; k < sequence.n_proposed; k++) assert_int_equal(tokens[sequence.n_tokens + k], cases[i].proposed[k]);
+        for (int k = 0; k < sequence.n_proposed; k++)
+            assert_int_equal(tokens[sequence.n_tokens + k], cases[i].proposed[k]);
     }
 }
 
 int main(void) {
     const struct CMUnitTest tests[] = {
         cmocka_unit_test(test_steps),
-        cmocka_unit_test(test_chi_squared_itself),
+        cmocka_unit_test(test_chi_squared),
         cmocka_unit_test(test_rule),
-        cmocka_unit_test(test_rule_at_its_ends),
-        cmocka_unit_test(test_formula),
-        cmocka_unit_test(test_greedy_golden),
-        cmocka_unit_test(test_greedy_alike),
+        cmocka_unit_test(test_rule_extremes),
+        cmocka_unit_test(test_expected_tokens_per_step),
+        cmocka_unit_test(test_greedy_unrelated_draft),
+        cmocka_unit_test(test_greedy_similar_draft),
         cmocka_unit_test(test_padded_vocabularies),
-        cmocka_unit_test(test_rows_of_another_width),
+        cmocka_unit_test(test_draft_vocabulary_width),
         cmocka_unit_test(test_own_draft),
-        cmocka_unit_test(test_drawn_in_the_engine),
-        cmocka_unit_test(test_drawn_texts),
+        cmocka_unit_test(test_sampled_distribution),
+        cmocka_unit_test(test_sampled_texts),
         cmocka_unit_test(test_auto_depth),
         cmocka_unit_test(test_lookup_proposals),
     };

@@ -1,9 +1,9 @@
-/* The life of a request against a model of it that is too simple to be wrong: a million random
- * calls (submit, step, cancel), on a device that fails at random (token_backend.h). Each token must
- * be the one that follows its text. Where requests share no prefixes and no draft proposes, the
- * model knows exactly what a step does: which sequences are admitted, scheduled, preempted and
- * resumed, with how many tokens and blocks, and what is left of it after a failure. Everywhere,
- * block tables and states are followed through the trace, and checked. */
+/* The life of a request, checked against a simple simulation: a million random calls (submit, step,
+ * cancel) on a device that fails at random (token_backend.h). Each token must be the one that
+ * follows its text. Where requests share no prefixes and no draft model proposes, the simulation
+ * predicts a step exactly: which sequences are admitted, scheduled, preempted and resumed, with how
+ * many tokens and blocks, and what remains after a failure. In every walk, block tables and states
+ * are also followed through the trace and checked. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -20,37 +20,37 @@
 #include "token_backend.h"
 
 enum { CONTEXT = 40, MAX_PROMPT = 22, REQUESTS = 16, SAMPLES = 4, SEQUENCES = 8, BLOCKS = 160 };
-enum { DEPTH = 4 }; /* of speculation */
+enum { DEPTH = 4 }; /* the most proposals per step */
 
 typedef struct request request;
 
-typedef struct sequence { /* a sample of a request */
+typedef struct sequence { /* one sample of a request */
     request *of;
     int sample;
     int32_t tokens[CONTEXT];
-    uint64_t hashes[CONTEXT]; /* of the text up to each token */
-    int known;                /* tokens */
-    int seen, seen_before;    /* positions that the hook has seen; before this step */
+    uint64_t hashes[CONTEXT]; /* hash of the text up to each token */
+    int known;                /* number of tokens */
+    int seen, seen_before;    /* positions that the hook has seen, now and before this step */
     llm_finish finish;
-    /* Of the rules: */
+    /* Simulated: */
     llm_state state;
     int cached;
-    int first;        /* cached before this step */
-    int known_before; /* known before this step */
+    int first;        /* number of cached tokens before this step */
+    int known_before; /* number of tokens before this step */
     int table[CONTEXT], n_blocks;
     int saved;            /* blocks in host memory */
-    int resumed;          /* tokens that were cached when it was last resumed */
-    int scheduled, depth; /* in this step: known tokens; proposals, at the most */
+    int resumed;          /* number of cached tokens when last resumed */
+    int scheduled, depth; /* tokens in this step; the most proposals in this step */
     int32_t proposals[DEPTH];
     int n_proposed, n_accepted;
-    int n_told; /* events of accepted proposals since this step began */
-    /* What the trace says: */
-    int n_submitted; /* events that say so */
+    int n_reported; /* accepted proposals in events since this step began */
+    /* From the trace: */
+    int n_submitted; /* number of submit events */
     llm_state traced;
     int32_t traced_table[CONTEXT];
     int n_traced;
     int traced_saved, traced_resumed, traced_generated;
-    /* Its events in this step; request 0: none. */
+    /* This step's trace events; request is 0 if there was none. */
     llm_trace_event scheduled_event, proposed_event, accepted_event;
 } sequence;
 
@@ -67,7 +67,7 @@ struct request {
     sequence samples[SAMPLES];
 };
 
-typedef struct outcome { /* an event that must come */
+typedef struct outcome { /* an event that the engine must emit */
     sequence *of;
     int32_t token;
     int index;
@@ -75,7 +75,7 @@ typedef struct outcome { /* an event that must come */
     llm_finish finish;
 } outcome;
 
-typedef struct world {
+typedef struct world { /* one random walk: the engine, its simulation and its trace */
     uint64_t seed;
     test_random random;
     llm_engine_options options;
@@ -83,26 +83,26 @@ typedef struct world {
     llm_engine *engine;
     int n_blocks;
     int n_host; /* blocks of host memory */
-    int slice;  /* rows of logits that a pass brings at the most */
-    bool exact; /* the rules say what a step does */
+    int slice;  /* the most rows of logits per pass */
+    bool exact; /* the simulation predicts every step */
     request requests[REQUESTS];
     uint64_t last_id;
-    outcome outcomes[SEQUENCES * (DEPTH + 1) + REQUESTS * SAMPLES]; /* not read yet */
+    outcome outcomes[SEQUENCES * (DEPTH + 1) + REQUESTS * SAMPLES]; /* not yet read */
     int n_outcomes;
-    /* Of the rules: */
-    request *waiting[REQUESTS]; /* by rank */
+    /* Simulated: */
+    request *waiting[REQUESTS]; /* in rank order */
     int n_waiting;
-    sequence *admitted[SEQUENCES]; /* by age */
+    sequence *admitted[SEQUENCES]; /* oldest first */
     int n_admitted, turn;
-    int held[BLOCKS];       /* block tables that name a block */
-    int n_copies, n_copied; /* promised; done in this step */
+    int held[BLOCKS];       /* number of block tables that list each block */
+    int n_copies, n_copied; /* requested; done in this step */
     int host_free;
-    int n_calls[CALL_NONE]; /* of the device, in this step */
+    int n_calls[CALL_NONE]; /* calls of the device in this step */
     uint64_t steps, prompt_tokens, generated, sequence_steps, decode_steps, preemptions, swapped,
         proposed, accepted, finished;
-    /* What the trace says: */
+    /* From the trace: */
     bool stepping;
-    int step_end; /* what llm_step is about to return */
+    int step_end; /* the return value that the trace announces for llm_step */
     int references[BLOCKS];
     bool kept[BLOCKS];
 } world;
@@ -112,7 +112,7 @@ static struct totals {
         accepted, hits, refused, copies, evicted;
 } totals;
 
-/* ---- Checks that name their walk --------------------------------------------------------- */
+/* ---- Checks that report the walk's seed --------------------------------------------------- */
 
 static world *current;
 
@@ -132,15 +132,15 @@ static void append(sequence *s, int32_t token) {
     s->tokens[s->known++] = token;
 }
 
-/* The hooks of odd samples do not let the first of the tokens pass that may follow. */
+/* The hooks of odd samples forbid the first of the tokens that may follow. */
 static bool forbids_first(const sequence *s) { return s->of->options.logits_hook && s->sample % 2; }
 
-/* The token that follows. */
+/* The token that follows a sequence's text. */
 static int32_t next_token(const sequence *s) {
     const llm_request *r = &s->of->options;
     int32_t ids[TOKEN_CHOICES];
     uint64_t index = (uint64_t)(s->known - r->n_prompt), sample = (uint64_t)s->sample;
-    int forbidden = forbids_first(s); /* how many of them */
+    int forbidden = forbids_first(s); /* number of forbidden tokens */
     choices_after(s->hashes[s->known - 1], s->tokens[s->known - 1], ids);
     if (r->sampling.temperature == 0) return ids[forbidden];
     double u = llm_random(r->sampling.seed, sample, index);
@@ -162,7 +162,7 @@ static void expect(world *w, sequence *s, int32_t token, bool accepted, llm_fini
     w->finished++;
 }
 
-/* A token has been chosen. */
+/* Append a chosen token and expect its event. */
 static void choose(world *w, sequence *s, int32_t token, bool accepted) {
     const llm_request *r = &s->of->options;
     llm_finish finish = LLM_FINISH_NONE;
@@ -176,10 +176,10 @@ static void choose(world *w, sequence *s, int32_t token, bool accepted) {
     if (finish != LLM_FINISH_END) append(s, token);
 }
 
-/* ---- The rules ----------------------------------------------------------------------------
- * The scheduler's, over counts and lists, and blocks that have only numbers (other ones than the
- * engine's). They hold without the prefix cache and without a draft; prompt lookup proposes
- * greedily, to a fixed depth. */
+/* ---- The simulation -----------------------------------------------------------------------
+ * The scheduler's rules, over counts and lists. Blocks are only numbers, which differ from the
+ * engine's. The simulation has no prefix cache and no draft model; prompt lookup proposes greedily,
+ * to a fixed depth. */
 
 static int least(int a, int b) { return a < b ? a : b; }
 static int most(int a, int b) { return a > b ? a : b; }
@@ -201,17 +201,17 @@ static int take_block(world *w) {
     return i;
 }
 
-static void give_back(world *w, sequence *s, int keep) {
+static void release_blocks(world *w, sequence *s, int keep) {
     while (s->n_blocks > keep) w->held[s->table[--s->n_blocks]]--;
 }
 
-/* Does the device fail in this call? */
+/* Whether the device fails in this call. */
 static bool fails(world *w, token_call call) {
     const token_device *d = w->device;
     return w->n_calls[call]++ == d->failed_index && d->failed == call;
 }
 
-/* Copies that copy-on-write has promised are done before anything else. */
+/* Copy-on-write requests copies; they are done before anything else in a step. */
 static bool do_copies(world *w) {
     int left = w->n_copied + w->n_copies - w->device->n_calls[CALL_COPY];
     if (w->device->failed == CALL_COPY && left > 0) {
@@ -224,13 +224,13 @@ static bool do_copies(world *w) {
     return true;
 }
 
-/* Blocks for what it knows, the next token and the proposals after that. */
+/* The number of blocks for a sequence's tokens, the next one and the proposals after that. */
 static int wanted_blocks(const world *w, const sequence *s) {
     int next = s->known + 1;
     return blocks_for(w, least(next + s->of->depth, most(s->of->limit, next)));
 }
 
-/* Free blocks that no admitted sequence needs for that. */
+/* The number of free blocks that no admitted sequence wants. */
 static int spare_blocks(const world *w) {
     int n = free_blocks(w);
     for (int i = 0; i < w->n_admitted; i++) {
@@ -240,7 +240,7 @@ static int spare_blocks(const world *w) {
     return n;
 }
 
-/* Is it at its prompt, or, after a preemption, at what it has known before? */
+/* PREFILL while more than one token is not cached, also after a preemption; otherwise DECODE. */
 static llm_state state_of(const sequence *s) {
     return !s->of->forked || s->known - s->cached > 1 ? LLM_PREFILL : LLM_DECODE;
 }
@@ -256,8 +256,8 @@ static bool resume(world *w) {
             s->table[s->n_blocks++] = take_block(w);
             ok = !fails(w, CALL_RESTORE) && !fails(w, CALL_RESTORE); /* keys, values */
         }
-        if (!ok) { /* it stays in host memory */
-            give_back(w, s, 0);
+        if (!ok) { /* its blocks stay in host memory */
+            release_blocks(w, s, 0);
             return false;
         }
         w->host_free += s->saved;
@@ -274,8 +274,8 @@ static bool any_preempted(const world *w) {
     return false;
 }
 
-/* Samples of admitted requests that have not ended, begun or not. */
-static int promised(const world *w) {
+/* The number of samples of admitted requests that have not ended, started or not. */
+static int pledged_samples(const world *w) {
     int n = 0;
     for (int i = 0; i < w->n_admitted; i++) {
         const request *r = w->admitted[i]->of;
@@ -290,7 +290,7 @@ static void admit(world *w) {
     while (w->n_waiting > 0) {
         request *r = w->waiting[0];
         int wanted = blocks_for(w, r->options.n_prompt + 1);
-        if (promised(w) + r->options.n_samples > w->options.max_sequences) return;
+        if (pledged_samples(w) + r->options.n_samples > w->options.max_sequences) return;
         if (wanted > spare && w->n_admitted > 0) return;
         spare -= wanted;
         r->samples[0].state = LLM_PREFILL;
@@ -299,7 +299,8 @@ static void admit(world *w) {
     }
 }
 
-/* Decoding sequences first, in turns; then prompts, the oldest first. Whole prompts come first. */
+/* Select decoding sequences first, in turns, then prompts, oldest first. Without chunked prefill,
+ * prompts come first. */
 static void select_tokens(world *w) {
     int budget = w->options.max_batch_tokens, n = w->n_admitted;
     bool chunks = w->options.chunked_prefill;
@@ -310,7 +311,8 @@ static void select_tokens(world *w) {
             sequence *s = w->admitted[prompts ? i : (i + w->turn) % n];
             int missing = s->known - s->cached, depth = 0;
             if (s->state != (prompts ? LLM_PREFILL : LLM_DECODE)) continue;
-            if (prompts && s->of->forked) missing--; /* the next token comes in a step of its own */
+            /* after a preemption, the next token is chosen in a step of its own */
+            if (prompts && s->of->forked) missing--;
             if (!prompts) depth = least(s->of->depth, s->of->limit - s->known - 1);
             if ((!chunks || !prompts) && missing + depth > budget) continue;
             s->scheduled = least(missing, budget);
@@ -330,19 +332,21 @@ static bool preempt(world *w, sequence *s) {
     }
     s->state = LLM_PREEMPTED;
     s->scheduled = s->depth = 0;
-    give_back(w, s, 0);
+    release_blocks(w, s, 0);
     if (swap) w->host_free -= s->saved = used;
     else s->cached = 0;
     w->preemptions++;
     return true;
 }
 
-/* Blocks for what was selected, for the oldest first; the newest is preempted for them. */
+/* Take the blocks that the selected tokens need, oldest sequence first, and preempt the newest to
+ * free blocks. */
 static bool secure(world *w) {
     for (int i = 0; i < w->n_admitted; i++) {
         sequence *s = w->admitted[i];
         while (s->scheduled) {
-            int first = s->cached / w->options.block_size; /* the first that is written */
+            /* index of the first block to be written */
+            int first = s->cached / w->options.block_size;
             bool copy = first < s->n_blocks && w->held[s->table[first]] > 1;
             int end = s->cached + s->scheduled + s->depth;
             int more = most(blocks_for(w, end) - s->n_blocks, 0);
@@ -365,7 +369,8 @@ static bool secure(world *w) {
     return true;
 }
 
-/* What followed the last place where the text's end, of three tokens or fewer, has been before. */
+/* Propose the tokens that followed the last earlier occurrence of the text's last three tokens, or
+ * fewer. */
 static void look_up(sequence *s) {
     for (int length = 3; length > 0; length--)
         for (int at = s->known - length - 1; at >= 0; at--) {
@@ -379,7 +384,7 @@ static void look_up(sequence *s) {
         }
 }
 
-/* The prompt has been computed: all samples go on from there. */
+/* The prompt is computed: create all samples. */
 static void fork_samples(world *w, request *r) {
     r->forked = true;
     for (int i = 1; i < r->options.n_samples; i++) {
@@ -393,7 +398,7 @@ static void fork_samples(world *w, request *r) {
     }
 }
 
-/* How many rows of logits a sequence has in this step. A hook wants those of all positions that it
+/* The number of logits rows that a sequence needs in this step. A hook needs all positions that it
  * has not seen. */
 static int rows_of(const sequence *s) {
     const request *r = s->of;
@@ -403,7 +408,7 @@ static int rows_of(const sequence *s) {
     return r->limit > r->options.n_prompt ? most(end - (s->known - 1), 0) : 0;
 }
 
-/* Choose the tokens after a text from `rows` rows of logits. Returns how many were chosen. */
+/* Choose the tokens after a text from `rows` rows of logits. Returns the number of tokens. */
 static int choose_tokens(world *w, sequence *s, int rows) {
     w->decode_steps++;
     for (int n = 1;; n++) {
@@ -417,11 +422,11 @@ static int choose_tokens(world *w, sequence *s, int rows) {
     }
 }
 
-/* A sequence after a pass that brought `rows` rows after its last known token. ok: the whole step
- * went well; else only what was chosen before it failed counts. */
+/* Update a sequence after a pass with `rows` rows after its last known token. If !ok, the step
+ * failed, and only the tokens chosen before the failure count. */
 static void commit(world *w, sequence *s, int rows, bool ok) {
     request *r = s->of;
-    bool silent = r->limit == r->options.n_prompt; /* it generates nothing */
+    bool silent = r->limit == r->options.n_prompt; /* generates no tokens */
     int prompt = most(least(r->options.n_prompt - s->cached, s->scheduled), 0), chosen = 0;
     if (!ok && (rows <= 0 || silent)) return;
     w->prompt_tokens += (uint64_t)prompt;
@@ -436,14 +441,14 @@ static void commit(world *w, sequence *s, int rows, bool ok) {
     }
     s->cached += most(chosen - 1, 0);
     if (s->finish) return;
-    give_back(w, s, blocks_for(w, s->cached));
+    release_blocks(w, s, blocks_for(w, s->cached));
     s->state = state_of(s);
 }
 
 static void drop_ended(world *w) {
     int n = 0;
     for (int i = 0; i < w->n_admitted; i++) {
-        if (w->admitted[i]->finish) give_back(w, w->admitted[i], 0);
+        if (w->admitted[i]->finish) release_blocks(w, w->admitted[i], 0);
         else w->admitted[n++] = w->admitted[i];
     }
     w->n_admitted = n;
@@ -460,7 +465,7 @@ static bool run(world *w) {
         n_rows += rows_of(s);
     }
     if (n_scheduled == 0) return true;
-    /* Each pass brings a slice of the rows. A failure leaves those of the slices before it. */
+    /* Each pass computes a slice of the rows. After a failure, the rows of earlier slices count. */
     int arrived = n_rows, n_slices = most((n_rows + w->slice - 1) / w->slice, 1);
     if (d->failed == CALL_RUN) arrived = d->failed_index * w->slice;
     else if (d->failed == CALL_LOGITS) arrived = (d->n_calls[CALL_RUN] - 1) * w->slice;
@@ -477,7 +482,7 @@ static bool run(world *w) {
     return ok;
 }
 
-static bool rules_step(world *w) {
+static bool simulate_step(world *w) {
     w->n_copied = 0;
     memset(w->n_calls, 0, sizeof w->n_calls);
     bool ok = do_copies(w) && resume(w);
@@ -488,7 +493,7 @@ static bool rules_step(world *w) {
     return ok;
 }
 
-static void rules_cancel(world *w, request *r) {
+static void simulate_cancel(world *w, request *r) {
     for (int i = 0; i < r->options.n_samples; i++) {
         sequence *s = &r->samples[i];
         if (s->finish) continue;
@@ -511,13 +516,13 @@ static sequence *traced_sequence(world *w, const llm_trace_event *event) {
             CHECK(event->sample >= 0 && event->sample < w->requests[i].options.n_samples);
             return &w->requests[i].samples[event->sample];
         }
-    fail_msg("the trace names a request %llu that is not there", (ull)event->request);
+    fail_msg("the trace names request %llu, which does not exist", (ull)event->request);
     return NULL;
 }
 
 static bool may_follow(llm_state from, llm_state to) {
     switch (from) {
-    case LLM_WAITING: return to != LLM_PREEMPTED; /* to itself when submitted */
+    case LLM_WAITING: return to != LLM_PREEMPTED; /* a submit event goes from WAITING to WAITING */
     case LLM_PREFILL: return to == LLM_DECODE || to == LLM_PREEMPTED || to == LLM_ENDED;
     case LLM_DECODE: return to == LLM_PREEMPTED || to == LLM_ENDED;
     case LLM_PREEMPTED: return to == LLM_PREFILL || to == LLM_DECODE || to == LLM_ENDED;
@@ -529,7 +534,8 @@ static void trace_state(world *w, sequence *s, const llm_trace_event *event) {
     SAME(event->from, s->traced);
     CHECK(may_follow(event->from, event->state));
     s->n_submitted += event->state == LLM_WAITING;
-    if (event->from == LLM_WAITING && event->state == LLM_PREFILL) /* found in the prefix cache */
+    /* the blocks found in the prefix cache */
+    if (event->from == LLM_WAITING && event->state == LLM_PREFILL)
         SAME(event->count, s->n_traced * w->options.block_size);
     if (event->from == LLM_PREEMPTED && event->state != LLM_ENDED) {
         SAME(blocks_for(w, event->count), s->n_traced);
@@ -607,7 +613,7 @@ static void on_trace(void *user, const llm_trace_event *event) {
     }
 }
 
-/* Between calls: the block tables and states of the trace are those of the rules. */
+/* Between calls, the trace's block tables and states equal the simulated ones. */
 static void check_trace(world *w) {
     int used = 0, shared = 0;
     for (int i = 0; i < REQUESTS; i++)
@@ -670,7 +676,7 @@ static float *first_choice(float *logits) {
     return logits;
 }
 
-/* A hook sees each position once, in order, with the logits that belong there. */
+/* Check that a hook sees each position once, in order, with the right logits. */
 static void on_logits(void *user, uint64_t id, int sample, int position, float *logits) {
     request *r = (request *)user;
     sequence *s = &r->samples[sample];
@@ -688,7 +694,7 @@ static void random_request(world *w, request *r) {
     r->options = llm_request_defaults();
     llm_request *o = &r->options;
     o->n_prompt = 1 + pick(w, MAX_PROMPT);
-    uint64_t text = (uint64_t)pick(w, 3); /* few texts, so that many begin alike */
+    uint64_t text = (uint64_t)pick(w, 3); /* few texts, so that many requests share a prefix */
     for (int i = 0; i < o->n_prompt; i++) {
         r->prompt[i] = TOKEN_LETTER + (int)(token_mix(text * 100 + (uint64_t)i) % 16);
         if (chance(w, 3)) r->prompt[i] = TOKEN_LETTER + pick(w, 16);
@@ -766,8 +772,8 @@ static void submit(world *w) {
     w->waiting[at] = r;
 }
 
-/* Where there are no rules, an event says itself that a token was chosen; the token must be right
- * all the same. */
+/* Where the simulation is not exact, it takes from an event that a token was chosen, but checks the
+ * token. */
 static void follow_event(world *w, const llm_event *event) {
     sequence *s = &((request *)event->user)->samples[event->sample];
     const llm_request *r = &s->of->options;
@@ -777,7 +783,7 @@ static void follow_event(world *w, const llm_event *event) {
         expect(w, s, -1, false, LLM_FINISH_LENGTH);
         return;
     }
-    /* sampled proposals change what is drawn, but not what may be */
+    /* sampled proposals change which token is drawn, but not which are possible */
     bool weighed = r->speculate && r->sampling.temperature > 0;
     int32_t ids[TOKEN_CHOICES], token = next_token(s);
     choices_after(s->hashes[s->known - 1], s->tokens[s->known - 1], ids);
@@ -786,7 +792,7 @@ static void follow_event(world *w, const llm_event *event) {
     choose(w, s, token, r->speculate && event->accepted);
 }
 
-/* All events that are there, which must be all that were expected. */
+/* Read all events; they must be exactly the expected ones. */
 static void read_events(world *w) {
     llm_event event;
     int n = 0;
@@ -802,7 +808,7 @@ static void read_events(world *w) {
         SAME(event.index, o->index);
         SAME(event.finish, o->finish);
         SAME(event.accepted, o->accepted);
-        o->of->n_told += event.accepted;
+        o->of->n_reported += event.accepted;
         if (event.token >= 0) CHECK(event.logprob > -1.39f && event.logprob < -1.38f);
         bool letter = event.token >= TOKEN_LETTER && event.finish != LLM_FINISH_STOP;
         SAME(event.text_length, letter);
@@ -841,7 +847,7 @@ static void check_counts(world *w) {
     SAME(s.accepted, w->accepted);
 }
 
-/* What a step that went well said of itself. */
+/* Check the trace events of a successful step. */
 static void check_schedule(const world *w) {
     for (int i = 0; i < REQUESTS * SAMPLES; i++) {
         const sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
@@ -857,11 +863,11 @@ static void check_schedule(const world *w) {
     }
 }
 
-/* The trace counts the accepted proposals that events told of. */
+/* The trace counts as many accepted proposals as the events report. */
 static void check_accepted(const world *w) {
     for (int i = 0; i < REQUESTS * SAMPLES; i++) {
         const sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
-        SAME(s->accepted_event.request ? s->accepted_event.count : 0, s->n_told);
+        SAME(s->accepted_event.request ? s->accepted_event.count : 0, s->n_reported);
     }
 }
 
@@ -877,16 +883,16 @@ static void cancel(world *w) {
     bool live = r->live;
     if (!r->id) return;
     CHECK(llm_cancel(w->engine, r->id, &err) == live);
-    if (live) rules_cancel(w, r);
+    if (live) simulate_cancel(w, r);
 }
 
-/* Returns whether there was anything to do. */
+/* Returns whether any request was live. */
 static bool step(world *w) {
     llm_error err;
     bool live = any_live(w), ok = true;
     for (int i = 0; i < REQUESTS * SAMPLES; i++) {
         sequence *s = &w->requests[i / SAMPLES].samples[i % SAMPLES];
-        s->scheduled = s->n_proposed = s->n_accepted = s->n_told = 0;
+        s->scheduled = s->n_proposed = s->n_accepted = s->n_reported = 0;
         s->seen_before = s->seen;
         s->known_before = s->known;
         s->scheduled_event.request = s->proposed_event.request = s->accepted_event.request = 0;
@@ -902,7 +908,7 @@ static bool step(world *w) {
     totals.steps++;
     if (w->device->failed != CALL_NONE) totals.failures[w->device->failed]++;
     if (live && w->exact) {
-        ok = rules_step(w);
+        ok = simulate_step(w);
         if (w->n_copied) SAME(w->device->n_calls[CALL_COPY], w->n_copied);
     }
     SAME(more < 0, w->device->failed != CALL_NONE);
@@ -921,17 +927,17 @@ static void walk(uint64_t seed, int n_calls) {
     w->random.state = token_mix(seed);
     random_world(w);
     w->engine = engine_new(target, &w->options);
-    w->slice = w->engine->network.max_logits; /* all rows, unless the vocabulary is huge */
+    w->slice = w->engine->network.max_logits; /* all rows, except with huge vocabularies */
     if (chance(w, 50)) {
         w->slice = least(w->slice, 1 + pick(w, 4));
         w->engine->network.max_logits = w->engine->speculator.draft.max_logits = w->slice;
     }
     int load = 5 + pick(w, 60), cancels = pick(w, 4), rate = chance(w, 40) ? 0 : 10 + pick(w, 200);
-    bool drains = false, leaves = chance(w, 10); /* the engine goes while requests are alive */
+    bool drains = false, leaves = chance(w, 10); /* the engine is freed while requests are live */
     for (int i = 0; i < n_calls || (any_live(w) && !leaves); i++) {
         drains = i >= n_calls;
         w->device->fail_one_in = drains ? 0 : rate && chance(w, 1) ? 1 : rate;
-        if (i > n_calls + 5000) fail_msg("walk %llu: it does not come to an end", (ull)seed);
+        if (i > n_calls + 5000) fail_msg("walk %llu: the requests do not end", (ull)seed);
         while (!drains && chance(w, load)) submit(w);
         if (chance(w, cancels)) cancel(w);
         check_trace(w);
@@ -940,7 +946,7 @@ static void walk(uint64_t seed, int n_calls) {
         read_events(w);
         check_counts(w);
         step(w);
-        if (chance(w, cancels)) { /* the step's events are still there afterwards */
+        if (chance(w, cancels)) { /* a cancel keeps the step's events */
             if (!w->exact) read_events(w);
             cancel(w);
         }
@@ -953,7 +959,7 @@ static void walk(uint64_t seed, int n_calls) {
     if (!any_live(w)) assert_idle(w->engine);
     llm_statistics s = llm_engine_statistics(w->engine);
     if (w->options.draft && !w->device->draft_differs)
-        SAME(s.accepted, s.proposed); /* it has always read the same text */
+        SAME(s.accepted, s.proposed); /* an identical draft model is always right */
     totals.walks++;
     totals.exact += w->exact;
     totals.preemptions += (long)s.preemptions;
@@ -966,16 +972,17 @@ static void walk(uint64_t seed, int n_calls) {
     free(w);
 }
 
-static void test_walks(void **state) {
+static void test_random_walks(void **state) {
     const int n = repeats(1000000, 200000);
     (void)state;
     for (uint64_t seed = 1; totals.steps < n; seed++) walk(seed, 1000);
     const struct totals *t = &totals;
-    print_message("%ld steps in %ld walks (%ld by the rules): %ld tokens, %ld samples cancelled, "
-                  "%ld requests refused, %ld preemptions, %ld blocks swapped, "
-                  "%ld copied, %ld prefix hits, %ld proposals accepted\n",
-                  t->steps, t->walks, t->exact, t->tokens, t->cancelled, t->refused, t->preemptions,
-                  t->swapped, t->copies, t->hits, t->accepted);
+    print_message(
+        "%ld steps in %ld walks (%ld simulated exactly): %ld tokens, %ld samples cancelled, "
+        "%ld requests refused, %ld preemptions, %ld blocks swapped, "
+        "%ld copied, %ld prefix hits, %ld proposals accepted\n",
+        t->steps, t->walks, t->exact, t->tokens, t->cancelled, t->refused, t->preemptions,
+        t->swapped, t->copies, t->hits, t->accepted);
     print_message(
         "failures: %ld copies, %ld saves, %ld restores, %ld passes, %ld logits, %ld at the end\n",
         t->failures[CALL_COPY], t->failures[CALL_SAVE], t->failures[CALL_RESTORE],
@@ -997,6 +1004,6 @@ static int load_models(void **state) {
 }
 
 int main(void) {
-    const struct CMUnitTest tests[] = {cmocka_unit_test(test_walks)};
+    const struct CMUnitTest tests[] = {cmocka_unit_test(test_random_walks)};
     return cmocka_run_group_tests_name("states", tests, load_models, NULL);
 }

@@ -1,21 +1,23 @@
-/* tiny_model.h - models of a few thousand weights, built in memory, for tests that need a vocabulary, a context or a distribution
- * of their own. Include after test_util.h, llm.h and cmocka.h. */
+/* tiny_model.h - models of a few thousand weights, built in memory, for tests that need a specific
+ * vocabulary, context length or distribution. Include after test_util.h, llm.h and cmocka.h. */
 #ifndef TINY_MODEL_H
 #define TINY_MODEL_H
 
 typedef struct tiny { /* start from tiny_defaults() */
-    int vocab;       /* ids 0 <unk>, 1 <s>, 2 </s>, then letters (27 and more: pairs of them) */
+    int vocab;       /* ids 0 <unk>, 1 <s>, 2 </s>, then letters, then pairs of letters */
     int context, layers;
-    char first;      /* of the letters */
-    uint64_t seed;   /* of the weights */
-    float noise;     /* that much of other weights (seed + 1) is mixed in: a draft that is like its target, but not the same */
-    float sharp;     /* scale of the logits */
+    char first;      /* the first letter */
+    uint64_t seed;   /* of the weights' random values */
+    /* share of different weights (seed + 1) mixed in: a draft model similar to its target */
+    float noise;
+    float sharp;     /* factor on the logits */
     bool constant;   /* the logits are the same after every token */
-    int padding;     /* rows of zeros that the matrices have after those of the vocabulary */
+    int padding;     /* zero rows that the matrices have after the vocabulary's rows */
     int broken;      /* the token whose embedding is not a number; 0: none */
 } tiny;
 
-enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 }; /* so many share: matrix tiles */
+/* four query heads share one key head, so attention uses matrix tiles */
+enum { TINY_DIM = 16, TINY_HIDDEN = 24, TINY_HEADS = 4, TINY_KV_HEADS = 1 };
 
 static TEST_UNUSED tiny tiny_defaults(void) {
     tiny t = {40, 512, 1, 'a', 1, 0, 4, false, 0, 0};
@@ -27,18 +29,22 @@ typedef struct tiny_model {
     llm_model *model;
 } tiny_model;
 
-static void tiny_tensor(gguf *g, const tiny *t, const char *name, int index, uint64_t rows, uint64_t cols, float scale) {
+static void tiny_tensor(gguf *g, const tiny *t, const char *name, int index, uint64_t rows,
+                        uint64_t cols, float scale) {
     uint64_t n = (rows ? rows : 1) * cols;
     float *values = (float *)malloc(n * sizeof *values);
     assert_non_null(values);
     for (uint64_t i = 0; i < n; i++) {
-        double x = llm_random(t->seed, (uint64_t)index, i) - 0.5, y = llm_random(t->seed + 1, (uint64_t)index, i) - 0.5;
+        double x = llm_random(t->seed, (uint64_t)index, i) - 0.5,
+               y = llm_random(t->seed + 1, (uint64_t)index, i) - 0.5;
         values[i] = rows ? (float)(x + (double)t->noise * y) * scale : 1;
         if (t->constant && index > 0) values[i] = 0;
         if (t->constant && index == 0) values[i] = values[i % cols];
-        if (rows == (uint64_t)(t->vocab + t->padding) && i >= (uint64_t)t->vocab * cols) values[i] = 0;
+        if (rows == (uint64_t)(t->vocab + t->padding) && i >= (uint64_t)t->vocab * cols)
+            values[i] = 0;
     }
-    for (uint64_t i = 0; i < cols && index == 0 && t->broken; i++) values[(uint64_t)t->broken * cols + i] = NAN;
+    for (uint64_t i = 0; i < cols && index == 0 && t->broken; i++)
+        values[(uint64_t)t->broken * cols + i] = NAN;
     gguf_tensor(g, name, rows, cols, 0, values, n * sizeof *values);
     free(values);
 }
@@ -50,7 +56,8 @@ static void tiny_vocabulary(gguf *g, const tiny *t) {
     add_token(&v, "<s>", 0, K_CONTROL);
     add_token(&v, "</s>", 0, K_CONTROL);
     for (int i = 3; i < t->vocab; i++) {
-        char text[3] = {(char)(t->first + (i - 3) % 26), i < 29 ? '\0' : (char)('a' + (i - 29) / 26), 0};
+        char text[3] = {(char)(t->first + (i - 3) % 26),
+                        i < 29 ? '\0' : (char)('a' + (i - 29) / 26), 0};
         add_token(&v, text, 0, K_NORMAL);
     }
     gguf_vocabulary(g, &v, "llama");
@@ -63,9 +70,15 @@ static TEST_UNUSED tiny_model tiny_model_new(tiny t) {
     static const struct {
         const char *name;
         int rows, cols;
-    } parts[] = {{"attn_norm", 0, TINY_DIM}, {"attn_q", TINY_DIM, TINY_DIM}, {"attn_k", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM},
-                 {"attn_v", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM}, {"attn_output", TINY_DIM, TINY_DIM}, {"ffn_norm", 0, TINY_DIM},
-                 {"ffn_gate", TINY_HIDDEN, TINY_DIM}, {"ffn_up", TINY_HIDDEN, TINY_DIM}, {"ffn_down", TINY_DIM, TINY_HIDDEN}};
+    } parts[] = {{"attn_norm", 0, TINY_DIM},
+                 {"attn_q", TINY_DIM, TINY_DIM},
+                 {"attn_k", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM},
+                 {"attn_v", TINY_DIM * TINY_KV_HEADS / TINY_HEADS, TINY_DIM},
+                 {"attn_output", TINY_DIM, TINY_DIM},
+                 {"ffn_norm", 0, TINY_DIM},
+                 {"ffn_gate", TINY_HIDDEN, TINY_DIM},
+                 {"ffn_up", TINY_HIDDEN, TINY_DIM},
+                 {"ffn_down", TINY_DIM, TINY_HIDDEN}};
     gguf g;
     memset(&g, 0, sizeof g);
     gguf_string(&g, "general.architecture", "llama");
@@ -86,7 +99,8 @@ static TEST_UNUSED tiny_model tiny_model_new(tiny t) {
         for (size_t i = 0; i < sizeof parts / sizeof *parts; i++) {
             char name[64];
             snprintf(name, sizeof name, "blk.%d.%s.weight", layer, parts[i].name);
-            tiny_tensor(&g, &t, name, 100 * (layer + 1) + (int)i, (uint64_t)parts[i].rows, (uint64_t)parts[i].cols, 1.5f);
+            tiny_tensor(&g, &t, name, 100 * (layer + 1) + (int)i, (uint64_t)parts[i].rows,
+                        (uint64_t)parts[i].cols, 1.5f);
         }
     llm_error err;
     tiny_model m;

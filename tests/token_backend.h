@@ -1,13 +1,13 @@
 /* token_backend.h - a device that does no arithmetic, for tests of everything above the seam. A
  * slot of its cache holds a token and a hash of that token and all before it: as with keys and
  * values, the content depends on the whole text so far. A pass reads the texts through the block
- * tables and checks each slot that it reads, so a wrong block table, a copy that was not made or a
- * stale block is noticed in the step in which it does harm. The logits are a function of the hash
- * alone (choices_after).
+ * tables and checks each slot that it reads, so it detects a wrong block table, a missing copy or a
+ * stale block in the step that uses it. The logits are a function of the hash alone
+ * (choices_after).
  *
- * Any call can fail, after doing all, a part or nothing of its work. Include after llm.h and
- * cmocka.h. The model must have one layer and 16 bytes of cache for a token (tiny_model.h in f16),
- * and a vocabulary of TOKEN_VOCAB. */
+ * Any call can fail after doing all, part or none of its work. Include after llm.h and cmocka.h.
+ * The model must have one layer, 16 bytes of cache per token (tiny_model.h in f16) and a
+ * vocabulary of TOKEN_VOCAB. */
 #ifndef TOKEN_BACKEND_H
 #define TOKEN_BACKEND_H
 
@@ -27,14 +27,14 @@ static uint64_t token_mix(uint64_t x) {
     return x ^ x >> 31;
 }
 
-/* The hash of a text and one more token; 0 is the empty text. */
+/* The hash of a text extended by one token; the empty text has hash 0. */
 static uint64_t text_hash(uint64_t before, int32_t token) {
     return token_mix(before + 0x9e3779b97f4a7c15u * (uint64_t)(token + 1)) | 1;
 }
 
-/* The tokens that may follow a text: ascending ids, all equally likely, all others impossible. Half
- * of the time they depend on the last token alone, so that texts repeat themselves. An end token is
- * among them now and then. */
+/* The tokens that may follow a text: ascending ids, all equally likely; all others are impossible.
+ * Half of the time they depend on the last token alone, so that texts repeat themselves. About one
+ * text in 50 may be followed by an end token. */
 static void choices_after(uint64_t hash, int32_t last, int32_t out[TOKEN_CHOICES]) {
     uint64_t bits = hash >> 8 & 1 ? token_mix((uint64_t)last) : hash >> 16;
     for (int i = 0; i < TOKEN_CHOICES; i++)
@@ -42,8 +42,8 @@ static void choices_after(uint64_t hash, int32_t last, int32_t out[TOKEN_CHOICES
     if ((hash >> 32) % 50 == 0) out[0] = TOKEN_END;
 }
 
-typedef enum token_call { /* what can fail */
-    CALL_COPY, /* copy_blocks: the next sync says so */
+typedef enum token_call { /* calls that can fail */
+    CALL_COPY, /* copy_blocks: the next sync reports it */
     CALL_SAVE, /* download from a cache */
     CALL_RESTORE, /* upload to a cache */
     CALL_RUN,
@@ -57,25 +57,25 @@ typedef unsigned long long ull; /* to print a seed */
 typedef struct token_device {
     llm_backend backend;
     uint64_t seed, random;
-    int fail_one_in;                /* calls; 0: none fails */
-    uint64_t draft_differs;         /* from the target after one in so many texts; 0: never */
+    int fail_one_in;                /* one call in this many fails; 0: none */
+    uint64_t draft_differs; /* differs from the target after one text in this many; 0: never */
     const llm_program *programs[2]; /* the target's, the draft's */
     int n_programs, max_tokens;
-    uint64_t *hashes;    /* (max_tokens) of the text up to each token of the last body */
-    int32_t *last;       /* (max_tokens) those tokens */
-    int64_t *written_in; /* (slots) the last pass that wrote it */
+    uint64_t *hashes;    /* (max_tokens) of the text up to each token of the last body part */
+    int32_t *last;       /* (max_tokens) the tokens of the last body part */
+    int64_t *written_in; /* (slots) the last pass that wrote each slot */
     int64_t n_passes;
-    int n_copies; /* asked for since the last sync */
+    int n_copies; /* copies requested since the last sync */
     bool copies_fail;
     struct {
         const char *begin, *end;
-    } fetched[64]; /* (n_fetched) logits, since the last pass */
+    } fetched[64]; /* (n_fetched) logits downloaded since the last pass */
     int n_fetched;
-    long live; /* allocations */
-    /* In the current call of llm_step: */
+    long live; /* allocations not yet released */
+    /* During the current llm_step: */
     token_call failed;      /* the call that failed */
-    int failed_index;       /* so many of its kind went well before */
-    int n_calls[CALL_NONE]; /* of each kind that went well; CALL_COPY: blocks copied */
+    int failed_index;       /* successful calls of its kind before it */
+    int n_calls[CALL_NONE]; /* successful calls of each kind; CALL_COPY: blocks copied */
 } token_device;
 
 static int token_pick(token_device *d, int n) {
@@ -90,7 +90,7 @@ static bool token_error(llm_error *err) {
     return false;
 }
 
-/* Does this call fail? At most one of a step does. */
+/* Decide whether this call fails. At most one call of a step does. */
 static bool token_fails(token_device *d, token_call call) {
     if (d->failed == CALL_NONE && d->fail_one_in && token_pick(d, d->fail_one_in) == 0) {
         d->failed = call;
@@ -117,7 +117,7 @@ static void token_release(void *context, void *memory) {
     free(memory);
 }
 
-/* The caches of target and draft hold the same texts, but not the same content. */
+/* Makes the caches of target and draft differ in content although they hold the same texts. */
 static uint64_t token_salt(const token_device *d, const llm_cache *cache) {
     return (uint64_t)(cache != d->programs[0]->cache) << 40;
 }
@@ -191,8 +191,8 @@ static void token_forget(void *context, llm_program *program) {
     (void)program;
 }
 
-/* The tokens of a batch, sequence by sequence: each must go to its place, and none to that of
- * another. */
+/* Check where the batch writes its tokens: each goes to the slot that its position and block table
+ * give, and no slot is written twice. */
 static void token_check(token_device *d, const llm_cache *cache, const llm_batch *b) {
     int n = 0;
     assert_in_range(b->n_tokens, 1, d->max_tokens);
@@ -206,14 +206,14 @@ static void token_check(token_device *d, const llm_cache *cache, const llm_batch
             assert_int_equal(slot, table[p / b->block_size] * b->block_size + p % b->block_size);
             assert_in_range(slot, 0, cache->n_blocks * b->block_size - 1);
             if (d->written_in[slot] == d->n_passes)
-                fail_msg("device %llu: two tokens are written to one slot", (ull)d->seed);
+                fail_msg("device %llu: two tokens of a batch have the same slot", (ull)d->seed);
             d->written_in[slot] = d->n_passes;
         }
     }
     assert_int_equal(b->n_tokens, n);
 }
 
-/* Read the first n tokens of a sequence through its block table. Returns the hash of that text. */
+/* Read the first n tokens of a sequence through its block table. Returns the hash of the text. */
 static uint64_t token_read(const token_device *d, const llm_cache *cache, const int32_t *table,
                            int n) {
     const uint64_t *keys = (const uint64_t *)cache->keys, *values = (const uint64_t *)cache->values;
@@ -224,8 +224,8 @@ static uint64_t token_read(const token_device *d, const llm_cache *cache, const 
         assert_in_range(block, 0, cache->n_blocks - 1);
         int32_t token = (int32_t)(values[slot] ^ keys[slot] ^ token_salt(d, cache));
         if (keys[slot] != text_hash(hash, token))
-            fail_msg("device %llu: position %d of a sequence is not in its place, block %d",
-                     (ull)d->seed, p, block);
+            fail_msg("device %llu: block %d does not hold position %d of its sequence",
+                     (ull)d->seed, block, p);
         if (d->written_in[slot] == d->n_passes)
             fail_msg("device %llu: a step writes a slot that another sequence reads", (ull)d->seed);
         hash = keys[slot];
@@ -233,7 +233,7 @@ static uint64_t token_read(const token_device *d, const llm_cache *cache, const 
     return hash;
 }
 
-/* Run a body, but write only the first n_written tokens. */
+/* Run the body part of the program, but write only the first n_written tokens to the cache. */
 static void token_body(token_device *d, const llm_cache *cache, const llm_batch *b, int n_written) {
     uint64_t *keys = (uint64_t *)cache->keys, *values = (uint64_t *)cache->values;
     size_t slots = (size_t)(cache->n_blocks * cache->block_size);
@@ -255,7 +255,7 @@ static void token_body(token_device *d, const llm_cache *cache, const llm_batch 
     }
 }
 
-/* Logits after a text: 0 for what may follow, much less for the others. */
+/* Logits after a text: 0 for the tokens that may follow, far lower for the others. */
 static void token_logits(uint64_t hash, int32_t last, float *row) {
     int32_t ids[TOKEN_CHOICES];
     choices_after(hash, last, ids);
@@ -266,11 +266,11 @@ static void token_logits(uint64_t hash, int32_t last, float *row) {
 static bool token_run(void *context, const llm_program *program, llm_part part, const llm_batch *b,
                       int first, int n, llm_error *err) {
     token_device *d = (token_device *)context;
-    assert_int_equal(d->n_copies, 0); /* no pass before its copies are done */
+    assert_int_equal(d->n_copies, 0); /* requested copies must be complete before a pass */
     bool fails = token_fails(d, CALL_RUN), draft = program != d->programs[0];
     d->n_fetched = 0;
-    assert_int_equal((part & LLM_BODY) != 0, first == 0); /* the body once, */
-    assert_int_equal((part & LLM_HEAD) != 0, n > 0);      /* the head where it has rows */
+    assert_int_equal((part & LLM_BODY) != 0, first == 0); /* the body runs once,*/
+    assert_int_equal((part & LLM_HEAD) != 0, n > 0);      /* the head whenever it has rows */
     if (part & LLM_BODY)
         token_body(d, program->cache, b, fails ? token_pick(d, b->n_tokens + 1) : b->n_tokens);
     if (fails) return token_error(err);
@@ -298,7 +298,7 @@ static bool token_sync(void *context, llm_error *err) {
     return true;
 }
 
-/* Where it fails, some of the copies are done. */
+/* Copies all blocks, or only some if the call fails. */
 static void token_copy_blocks(void *context, const llm_cache *cache, const int32_t *from,
                               const int32_t *to, int n) {
     token_device *d = (token_device *)context;
@@ -323,22 +323,24 @@ static bool token_sample(void *context, float *logits, int vocab_size, const llm
         const float *row = logits + draws[i].row * vocab_size;
         int wanted = draws[i].sampling.temperature == 0 ? 0 : (int)(draws[i].random >> 62), id = 0;
         assert_true(i == 0 || draws[i].row >= draws[i - 1].row);
-        for (int k = 0; k < d->n_fetched; k++) /* it is drawn from here, so nobody needs it there */
-            assert_true((const char *)row < d->fetched[k].begin || (const char *)row >= d->fetched[k].end);
+        /* rows sampled here need not be downloaded as well */
+        for (int k = 0; k < d->n_fetched; k++)
+            assert_true((const char *)row < d->fetched[k].begin ||
+                        (const char *)row >= d->fetched[k].end);
         while (row[id] < 0 || wanted-- > 0) id++;
         ids[i] = id;
-        logprobs[i] = -1.3862944f; /* ln of a quarter */
+        logprobs[i] = -1.3862944f; /* ln(1/4) */
     }
     return true;
 }
 
-/* Before each call of llm_step. */
+/* Call this before each llm_step. */
 static void token_device_step(token_device *d) {
     d->failed = CALL_NONE;
     memset(d->n_calls, 0, sizeof d->n_calls);
 }
 
-/* All that it prepared and loaded must have been given back. */
+/* Check that everything allocated was released, and free the device. */
 static void token_device_free(token_device *d) {
     assert_int_equal(d->live, 0);
     free(d->hashes);

@@ -1,11 +1,11 @@
-/* What tests and fuzzers do with a file that opened: read it through to its last byte, for the sanitizers, and let it say a few
- * words. Include it behind llm.h. */
+/* What tests and fuzzers do with a file that opened: read every byte, for the sanitizers to check,
+ * and generate a few tokens. Include it after llm.h. */
 #ifndef WALK_H
 #define WALK_H
 
 #include <stdlib.h>
 
-static volatile uint64_t sink; /* keeps what is read */
+static volatile uint64_t sink; /* keeps the compiler from removing the reads */
 
 static void read_all(const void *data, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) sink += ((const uint8_t *)data)[i];
@@ -41,7 +41,8 @@ static void walk(const llm_file *file) {
         uint8_t *row = (uint8_t *)malloc(tensor->bytes / rows);
         if (!row || (tensor->data != NULL) == (tensor->int4 != NULL)) abort();
         if (tensor->data) read_all(tensor->data, tensor->bytes);
-        for (uint64_t k = 0; tensor->int4 && k < rows; k++) { /* each alone: whatever else stands in the words */
+        /* one row at a time, through the unpacking of int4 words */
+        for (uint64_t k = 0; tensor->int4 && k < rows; k++) {
             if (!llm_tensor_rows(tensor, k, 1, row, NULL)) abort();
             read_all(row, tensor->bytes / rows);
         }
@@ -49,10 +50,12 @@ static void walk(const llm_file *file) {
         for (uint64_t k = 0; tensor->columns && k < tensor->dims[0]; k++)
             if (tensor->columns[k] < 0 || (uint64_t)tensor->columns[k] >= tensor->dims[0]) abort();
     }
-    if (llm_file_value(file, -1) || llm_file_value(file, llm_file_n_values(file)) || llm_file_tensor(file, llm_file_n_tensors(file))) abort();
+    if (llm_file_value(file, -1) || llm_file_value(file, llm_file_n_values(file)) ||
+        llm_file_tensor(file, llm_file_n_tensors(file)))
+        abort();
 }
 
-/* Whether it works or is refused. */
+/* Generate a few tokens. The engine may also refuse the model. */
 static inline void say_words(const llm_model *model, int context, int tokens) {
     llm_engine_options options = llm_engine_defaults();
     options.n_threads = 1;
