@@ -10,8 +10,13 @@ The tables are between the two marker lines below:
     letters, numbers   general categories L* and N*, as runs: the code points to skip after the
                        previous run, then the code points in the run
     combining          canonical combining classes other than 0, as runs: skip, count, class
-    decompositions     triples: the distance from the previous code point (negative if NFC never
-                       composes the pair again), then one or two code points (0: no second one)
+    decompositions     triples: twice the distance from the previous code point (plus 1 if NFC never
+                       composes the pair again), the first part as a difference from the previous
+                       first part (zigzag: 2 d, or -2 d - 1 if negative), the second part less 767
+                       (0: there is none)
+
+Each number is written in base 31, the most significant digit first. A digit is a character of
+0-9 A-Z a-z; all but the last digit of a number have 31 added.
 
 llm.h has the tables of Unicode 16, as Hugging Face's tokenizers have. The version of Python's
 unicodedata depends on the Python; the package unicodedata2 (pip install unicodedata2==16.0.0) has a
@@ -55,30 +60,48 @@ def combining():
 
 
 def decompositions():
-    out, last = [], 0
+    out, last, first = [], 0, 0
     for c in range(0x110000):
         fields = unicodedata.decomposition(chr(c)).split()
         if not fields or fields[0].startswith("<"):
             continue
         parts = [int(x, 16) for x in fields] + [0]
         again = unicodedata.normalize("NFC", unicodedata.normalize("NFD", chr(c))) == chr(c)
-        out += [c - last if again or not parts[1] else last - c, parts[0], parts[1]]
+        step = 2 * (c - last) + (not again and parts[1] != 0)
+        difference = parts[0] - first
+        out += [step, 2 * difference if difference >= 0 else -2 * difference - 1,
+                parts[1] - 767 if parts[1] else 0]
+        first = parts[0]
         last = c
     return out
 
 
-def array(kind, name, values):
-    assert kind != "uint16_t" or max(values) < 65536
-    lines = textwrap.wrap(", ".join(map(str, values)), 112)
-    lines = [line.replace(", ", ",") for line in lines]
-    return "static const %s llm__%s[] = {\n    %s};\n" % (kind, name, "\n    ".join(lines))
+def number(n):
+    digits = "0123456789ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz"
+    out = digits[n % 31]
+    while n >= 31:
+        n //= 31
+        out = digits[31 + n % 31] + out
+    return out
 
 
-def table():
+def array(name, values, size):
+    """The numbers as lines of text; a number does not cross lines."""
+    lines = [""]
+    for word in map(number, values):
+        if len(lines[-1]) + len(word) > 93:
+            lines.append("")
+        lines[-1] += word
+    count = "enum { LLM__N_%s = %d };\n" % (name.upper(), len(values) // size)
+    text = ",\n    ".join('"%s"' % line for line in lines)
+    return count + "static const char *const llm__%s[] = {\n    %s};\n" % (name, text)
+
+
+def table(letters=None, numbers=None, marks=None, pairs=None):
     return ("%s, Unicode %s */\n" % (BEGIN, unicodedata.unidata_version) +
-            array("uint16_t", "letters", runs("L")) + array("uint16_t", "numbers", runs("N")) +
-            array("uint16_t", "combining", combining()) +
-            array("int32_t", "decompositions", decompositions()) + END + "\n")
+            array("letters", letters or runs("L"), 1) + array("numbers", numbers or runs("N"), 1) +
+            array("combining", marks or combining(), 3) +
+            array("decompositions", pairs or decompositions(), 3) + END + "\n")
 
 
 def main():
