@@ -4362,7 +4362,7 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
 
 /* ---- The arguments of kernels --------------------------------------------------------- */
 
-typedef struct llm__matmul_job { /* out = x times w transposed, + bias */
+typedef struct llm__matmul_args { /* out = x times w transposed, + bias */
     const llm_weight *w;     /* (rows, cols) */
     const float *x;          /* (n, cols) */
     const void *x_tiles;     /* x as int8 in tiles, for quantized w (see LLM__X_BYTES) */
@@ -4375,18 +4375,18 @@ typedef struct llm__matmul_job { /* out = x times w transposed, + bias */
     float *out;              /* (n, rows) */
     bool gate;               /* out holds the gate: out = silu(out) x the product */
     size_t tile_bytes;       /* of scratch, for unpacked weights */
-} llm__matmul_job;
+} llm__matmul_args;
 
-typedef struct llm__rope_job {
+typedef struct llm__rope_args {
     const llm_batch *batch;
     const llm_op *op;
     const llm_cache *cache;
     const float *angles, *q_norm, *k_norm; /* (T, rope_dim/2, 2); (head_dim) or NULL: no norm */
     float *q, *k;            /* (T, n_heads, head_dim); (T, n_kv_heads, head_dim) */
     const float *v;          /* (T, n_kv_heads, head_dim) */
-} llm__rope_job;
+} llm__rope_args;
 
-typedef struct llm__attention_job {
+typedef struct llm__attention_args {
     const llm_batch *batch;
     llm_attention_shape shape;
     const float *q;          /* (T, n_heads, head_dim) */
@@ -4394,7 +4394,7 @@ typedef struct llm__attention_job {
     int layer;
     float *out;              /* (T, n_heads, head_dim) */
     bool tiles;              /* use the processor's matrix tiles (AMX) */
-} llm__attention_job;
+} llm__attention_args;
 
 /* The kernels for one instruction set. A call computes the range given to one thread. */
 typedef struct llm__kernels {
@@ -4404,16 +4404,16 @@ typedef struct llm__kernels {
      * only stripes (of 64 columns) first to end - 1 */
     void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first,
                        int64_t end, char *tile);
-    void (*matmul)(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch);
+    void (*matmul)(const llm__matmul_args *args, int64_t first_row, int64_t end_row, void *scratch);
     void (*rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out);
     void (*swiglu)(const float *gate, const float *up, int64_t n, float *out);
     int32_t (*argmax)(const float *x, int n);
     double (*sum_exp)(const float *x, int n, float shift);
-    void (*rope_and_store)(const llm__rope_job *job, int first_token, int end_token,
+    void (*rope_and_store)(const llm__rope_args *args, int first_token, int end_token,
                            int first_kv_head, int end_kv_head);
     /* Rows first_row to end_row - 1 of a sequence's queries for one kv head: row t * g + h is query
      * head h, of the g that share the kv head, of the sequence's token t in the batch. */
-    void (*attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row,
+    void (*attention)(const llm__attention_args *args, int sequence, int kv_head, int first_row,
                       int end_row, void *scratch);
 } llm__kernels;
 
@@ -4525,26 +4525,26 @@ static void llm__plain_store(const llm_cache *cache, void *side, int layer, int 
     }
 }
 
-static void llm__plain_rope_store(const llm__rope_job *job) {
-    const llm_op *op = job->op;
+static void llm__plain_rope_store(const llm__rope_args *args) {
+    const llm_op *op = args->op;
     int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads,
         head_dim = op->attention.head_dim;
-    int64_t n = job->batch->n_tokens;
-    if (job->q_norm)
-        llm__plain_rmsnorm(job->q, job->q_norm, n * n_heads, head_dim, op->epsilon, job->q);
-    if (job->k_norm)
-        llm__plain_rmsnorm(job->k, job->k_norm, n * n_kv_heads, head_dim, op->epsilon, job->k);
+    int64_t n = args->batch->n_tokens;
+    if (args->q_norm)
+        llm__plain_rmsnorm(args->q, args->q_norm, n * n_heads, head_dim, op->epsilon, args->q);
+    if (args->k_norm)
+        llm__plain_rmsnorm(args->k, args->k_norm, n * n_kv_heads, head_dim, op->epsilon, args->k);
     for (int64_t token = 0; token < n; token++) {
-        const float *turn = job->angles + token * (op->rope_dim / 2) * 2;
-        int slot = job->batch->slots[token];
+        const float *turn = args->angles + token * (op->rope_dim / 2) * 2;
+        int slot = args->batch->slots[token];
         for (int head = 0; head < n_heads; head++)
-            llm__plain_rope(job->q + (token * n_heads + head) * head_dim, turn, op->rope_dim,
+            llm__plain_rope(args->q + (token * n_heads + head) * head_dim, turn, op->rope_dim,
                             op->pairing);
         for (int head = 0; head < n_kv_heads; head++) {
             int64_t row = (token * n_kv_heads + head) * head_dim;
-            llm__plain_rope(job->k + row, turn, op->rope_dim, op->pairing);
-            llm__plain_store(job->cache, job->cache->keys, op->layer, slot, head, job->k + row);
-            llm__plain_store(job->cache, job->cache->values, op->layer, slot, head, job->v + row);
+            llm__plain_rope(args->k + row, turn, op->rope_dim, op->pairing);
+            llm__plain_store(args->cache, args->cache->keys, op->layer, slot, head, args->k + row);
+            llm__plain_store(args->cache, args->cache->values, op->layer, slot, head, args->v + row);
         }
     }
 }
@@ -4558,23 +4558,23 @@ static float llm__cache_value(const llm_cache *cache, const char *layer, int64_t
 
 /* Attention of one query (Vaswani et al. 2017): all scores, their softmax, the weighted mean of the
  * values. scores (position + 1) is scratch. */
-static void llm__plain_attention_row(const llm__attention_job *job, int sequence, int token,
+static void llm__plain_attention_row(const llm__attention_args *args, int sequence, int token,
                                      int head, float *scores) {
-    const llm_attention_shape *shape = &job->shape;
-    const llm_cache *cache = job->cache;
-    int head_dim = shape->head_dim, position = job->batch->positions[token];
+    const llm_attention_shape *shape = &args->shape;
+    const llm_cache *cache = args->cache;
+    int head_dim = shape->head_dim, position = args->batch->positions[token];
     int kv_head = head / (shape->n_heads / shape->n_kv_heads);
     int64_t stride;
-    const float *q = job->q + ((int64_t)token * shape->n_heads + head) * head_dim;
-    float *out = job->out + ((int64_t)token * shape->n_heads + head) * head_dim;
-    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
-    const char *values = llm__cache_layer(cache, cache->values, job->layer);
+    const float *q = args->q + ((int64_t)token * shape->n_heads + head) * head_dim;
+    float *out = args->out + ((int64_t)token * shape->n_heads + head) * head_dim;
+    const char *keys = llm__cache_layer(cache, cache->keys, args->layer);
+    const char *values = llm__cache_layer(cache, cache->values, args->layer);
 
     float largest = -INFINITY;
     int first = llm__first_seen(shape, position);
     for (int p = first; p <= position; p++) {
         int64_t at = llm__cache_place(
-            cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+            cache, cache->keys, llm__cache_row(args->batch, cache, sequence, kv_head, p), &stride);
         double dot = 0.0;
         for (int i = 0; i < head_dim; i++)
             dot += (double)q[i] * llm__cache_value(cache, keys, at + i * stride);
@@ -4586,7 +4586,7 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
     for (int p = first; p <= position; p++) {
         int64_t at = llm__cache_place(
-            cache, cache->values, llm__cache_row(job->batch, cache, sequence, kv_head, p), &stride);
+            cache, cache->values, llm__cache_row(args->batch, cache, sequence, kv_head, p), &stride);
         float share = (float)(scores[p] / total);
         for (int i = 0; i < head_dim; i++)
             out[i] += share * llm__cache_value(cache, values, at + i * stride);
@@ -4594,13 +4594,13 @@ static void llm__plain_attention_row(const llm__attention_job *job, int sequence
 }
 
 /* All heads of one token. */
-static void llm__plain_attention(const llm__attention_job *job, int token, float *scores) {
-    const llm_batch *batch = job->batch;
+static void llm__plain_attention(const llm__attention_args *args, int token, float *scores) {
+    const llm_batch *batch = args->batch;
     int s = 0;
     while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
         if (++s == batch->n_sequences) return; /* a token of no sequence */
-    for (int head = 0; head < job->shape.n_heads; head++)
-        llm__plain_attention_row(job, s, token, head, scores);
+    for (int head = 0; head < args->shape.n_heads; head++)
+        llm__plain_attention_row(args, s, token, head, scores);
 }
 
 /* The next four are also used by the fast executor. They compute rows first to end - 1 of out. */
@@ -4664,8 +4664,8 @@ static int llm__op_rows(const llm__step *step, const llm_op *op) {
 
 static const float *llm__vector(const llm_weight *w) { return w ? (const float *)w->data : NULL; }
 
-static llm__rope_job llm__rope_job_of(const llm__step *step, const llm_op *op) {
-    llm__rope_job job = {step->batch,
+static llm__rope_args llm__rope_args_of(const llm__step *step, const llm_op *op) {
+    llm__rope_args args = {step->batch,
                          op,
                          step->program->cache,
                          llm__in(step, op, 0),
@@ -4674,14 +4674,14 @@ static llm__rope_job llm__rope_job_of(const llm__step *step, const llm_op *op) {
                          llm__in(step, op, 1),
                          llm__in(step, op, 2),
                          llm__in(step, op, 3)};
-    return job;
+    return args;
 }
 
-static llm__attention_job llm__attention_job_of(const llm__step *step, const llm_op *op) {
-    llm__attention_job job = {
+static llm__attention_args llm__attention_args_of(const llm__step *step, const llm_op *op) {
+    llm__attention_args args = {
         step->batch,        op->attention, llm__in(step, op, 0), step->program->cache, op->layer,
         llm__out(step, op), false};
-    return job;
+    return args;
 }
 
 /* A part of the program is its operations *first to *end - 1. */
@@ -4717,13 +4717,13 @@ static bool llm__reference_run(void *context, const llm_program *p, llm_part par
             llm__plain_matmul(x, w, llm__vector(op->bias), n, op->add, scratch, out);
             break;
         case LLM_OP_ROPE_STORE: {
-            llm__rope_job job = llm__rope_job_of(&step, op);
-            llm__plain_rope_store(&job);
+            llm__rope_args args = llm__rope_args_of(&step, op);
+            llm__plain_rope_store(&args);
             break;
         }
         case LLM_OP_ATTENTION: {
-            llm__attention_job job = llm__attention_job_of(&step, op);
-            for (int t = 0; t < n; t++) llm__plain_attention(&job, t, scratch);
+            llm__attention_args args = llm__attention_args_of(&step, op);
+            for (int t = 0; t < n; t++) llm__plain_attention(&args, t, scratch);
             break;
         }
         case LLM_OP_SWIGLU: llm__plain_swiglu(x, llm__in(&step, op, 1), n * width, out); break;
@@ -10804,8 +10804,8 @@ static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STR
 /* Values of x that share a scale */
 static int llm__x_group(llm_type type) { return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK; }
 
-LLM__INLINE const char *llm__x_tile(const llm__matmul_job *job, int64_t tile) {
-    return (const char *)job->x_tiles + (size_t)tile * job->x_tile_bytes;
+LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) {
+    return (const char *)args->x_tiles + (size_t)tile * args->x_tile_bytes;
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set -----------------------
@@ -11087,17 +11087,17 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
  * for R x T multiply-adds. */
 
 /* Add bias and residual, and store. */
-LLM__INLINE void LLM__K(finish)(const llm__matmul_job *job, int64_t i, int64_t row, float sum) {
-    float *out = job->out + i * job->w->rows + row;
-    if (job->bias) sum += job->bias[row];
-    *out = job->add ? *out + sum : sum;
+LLM__INLINE void LLM__K(finish)(const llm__matmul_args *args, int64_t i, int64_t row, float sum) {
+    float *out = args->out + i * args->w->rows + row;
+    if (args->bias) sum += args->bias[row];
+    *out = args->add ? *out + sum : sum;
 }
 
 /* R rows of weights, row_bytes apart, times T rows of x. R, T and type are constants. */
-LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_job *job, const char *weights,
+LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_args *args, const char *weights,
                                    size_t row_bytes, int64_t row, int64_t i0) {
-    int64_t cols = job->w->cols;
-    const float *x = job->x + i0 * cols;
+    int64_t cols = args->w->cols;
+    const float *x = args->x + i0 * cols;
     int64_t whole = cols - cols % LLM__W;
     int rest = (int)(cols % LLM__W);
     llm__vf sums[LLM__ROWS][4], w[LLM__ROWS];
@@ -11122,27 +11122,27 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
         }
     }
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(job, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
+        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(args, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
 /* `count` rows of weights, which the L2 cache holds, times all rows of x: 4 rows of x stay in the
  * L1 cache while weights are read. */
-LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_job *job, const char *weights, size_t row_bytes, int64_t row,
+LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights, size_t row_bytes, int64_t row,
                                   int64_t count) {
-    for (int64_t i = 0, together; i < job->n; i += together) {
-        together = job->n - i >= 4 ? 4 : 1;
+    for (int64_t i = 0, together; i < args->n; i += together) {
+        together = args->n - i >= 4 ? 4 : 1;
         int64_t r = 0;
         for (; r + LLM__ROWS <= count; r += LLM__ROWS)
-            if (together == 4) LLM__K(dot_block)(type, LLM__ROWS, 4, job, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
-            else LLM__K(dot_block)(type, LLM__ROWS, 1, job, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
+            if (together == 4) LLM__K(dot_block)(type, LLM__ROWS, 4, args, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
+            else LLM__K(dot_block)(type, LLM__ROWS, 1, args, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
         for (; r < count; r++)
             for (int64_t k = i; k < i + together; k++)
-                LLM__K(dot_block)(type, 1, 1, job, weights + (size_t)r * row_bytes, row_bytes, row + r, k);
+                LLM__K(dot_block)(type, 1, 1, args, weights + (size_t)r * row_bytes, row_bytes, row + r, k);
     }
 }
 
-static void LLM__K(dot_rows_f32)(const llm__matmul_job *job, const char *weights, size_t row_bytes, int64_t row, int64_t count) {
-    LLM__K(dot_rows)(LLM_F32, job, weights, row_bytes, row, count);
+static void LLM__K(dot_rows_f32)(const llm__matmul_args *args, const char *weights, size_t row_bytes, int64_t row, int64_t count) {
+    LLM__K(dot_rows)(LLM_F32, args, weights, row_bytes, row, count);
 }
 
 LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
@@ -11164,22 +11164,22 @@ static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_b
 
 /* With few rows of x, f16 and bf16 weights are converted on the fly. With more, a tile of weights
  * is converted once for all rows. Both give the same bits. */
-static void LLM__K(matmul_float)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
-    const llm_weight *w = job->w;
+static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, int64_t end, void *scratch) {
+    const llm_weight *w = args->w;
     size_t row_bytes = llm__row_bytes(w->type, w->cols);
     const char *weights = (const char *)w->data;
-    bool few = job->n <= LLM__FEW_ROWS;
-    int64_t tile_rows = (int64_t)(job->tile_bytes / ((size_t)w->cols * sizeof(float)));
+    bool few = args->n <= LLM__FEW_ROWS;
+    int64_t tile_rows = (int64_t)(args->tile_bytes / ((size_t)w->cols * sizeof(float)));
     tile_rows = llm__max(tile_rows - tile_rows % LLM__ROWS, 1);
     for (int64_t row = first; row < end; row += tile_rows) {
         int64_t count = llm__min(tile_rows, end - row);
         const char *part = weights + (size_t)row * row_bytes;
-        if (w->type == LLM_F32) LLM__K(dot_rows_f32)(job, part, row_bytes, row, count);
-        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, job, part, row_bytes, row, count);
-        else if (few && w->type == LLM_BF16) LLM__K(dot_rows)(LLM_BF16, job, part, row_bytes, row, count);
+        if (w->type == LLM_F32) LLM__K(dot_rows_f32)(args, part, row_bytes, row, count);
+        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, args, part, row_bytes, row, count);
+        else if (few && w->type == LLM_BF16) LLM__K(dot_rows)(LLM_BF16, args, part, row_bytes, row, count);
         else {
             LLM__K(unpack_tile)(w->type, part, row_bytes, w->cols, count, (float *)scratch);
-            LLM__K(dot_rows_f32)(job, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
+            LLM__K(dot_rows_f32)(args, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
         }
     }
 }
@@ -11537,46 +11537,46 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe
 }
 
 /* Add bias, and residual or gate, and store up to LLM__W rows. Not inlined, to compile faster. */
-static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_job *job, float *out, int64_t row, llm__vf sum) {
-    int n = (int)llm__min(job->w->rows - row, LLM__W);
+static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, float *out, int64_t row, llm__vf sum) {
+    int n = (int)llm__min(args->w->rows - row, LLM__W);
     bool whole = n == LLM__W;
     llm__vf before = {0};
-    if (job->bias) sum += whole ? LLM__K(load)(job->bias + row) : LLM__K(load_some)(job->bias + row, n);
-    if (job->add || job->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, n);
-    if (job->add) sum = before + sum;
-    else if (job->gate) sum = LLM__K(silu_times)(before, sum);
+    if (args->bias) sum += whole ? LLM__K(load)(args->bias + row) : LLM__K(load_some)(args->bias + row, n);
+    if (args->add || args->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, n);
+    if (args->add) sum = before + sum;
+    else if (args->gate) sum = LLM__K(silu_times)(before, sum);
     if (whole) LLM__K(store)(out, sum);
     else LLM__K(store_some)(out, sum, n);
 }
 
 /* The same for LLM__PANEL rows; whole registers without a gate are inline. */
-LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_job *job, int64_t i, int64_t row, const llm__vf *sums) {
-    float *out = job->out + i * job->w->rows + row;
+LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row, const llm__vf *sums) {
+    float *out = args->out + i * args->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {
-        if (row >= job->w->rows) return;
+        if (row >= args->w->rows) return;
         llm__vf sum = sums[part];
-        if (job->w->rows - row < LLM__W || job->gate) {
-            LLM__K(finish_some)(job, out, row, sum);
+        if (args->w->rows - row < LLM__W || args->gate) {
+            LLM__K(finish_some)(args, out, row, sum);
             continue;
         }
-        if (job->bias) sum += LLM__K(load)(job->bias + row);
-        if (job->add) sum = LLM__K(load)(out) + sum;
+        if (args->bias) sum += LLM__K(load)(args->bias + row);
+        if (args->add) sum = LLM__K(load)(out) + sum;
         LLM__K(store)(out, sum);
     }
 }
 
 /* A panel times T rows of x from row i on, all in one tile. T is a constant. */
-LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_job *job, const uint8_t *panel, int64_t row,
+LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args, const uint8_t *panel, int64_t row,
                                     int64_t i) {
     const bool whole = l.multipliers, minimums = (l.groups && l.minimum), short_sums = known && l.multipliers && (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2);
-    const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l), x_bytes = (size_t)job->height * LLM__X_BYTES;
+    const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l), x_bytes = (size_t)args->height * LLM__X_BYTES;
     const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: of q4_Z, the largest */
-    int64_t stripes = llm__stripes(job->w->cols);
+    int64_t stripes = llm__stripes(args->w->cols);
     const uint8_t *stripe = panel;
-    int first = (int)(i % job->height);
-    const char *x = llm__x_tile(job, i / job->height) + first * LLM__STRIPE;
+    int first = (int)(i % args->height);
+    const char *x = llm__x_tile(args, i / args->height) + first * LLM__STRIPE;
     /* At x_scales + 4: the second scale or, with multipliers, -8 times the sums of the blocks */
-    const ptrdiff_t x_scales = job->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + job->height * 8;
+    const ptrdiff_t x_scales = args->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + args->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     /* Sums over 256 columns: of products; lower: of x times the minimums' multipliers */
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)];
@@ -11644,16 +11644,16 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
             }
         }
     }
-    LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(job, i + t, row, sums[t]);
+    LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(args, i + t, row, sums[t]);
 }
 
-LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__matmul_job *job, const uint8_t *panel, int64_t row) {
-    for (int64_t i = 0; i < job->n;) {
-        int64_t together = llm__min(llm__min(job->n - i, job->height - i % job->height), LLM__X_ROWS);
-        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(l, known, LLM__X_ROWS, job, panel, row, i), i += LLM__X_ROWS;
-        else if (together >= 4) LLM__K(panel_rows)(l, known, 4, job, panel, row, i), i += 4;
-        else if (LLM__KERNEL_PASS != 0 && together >= 2) LLM__K(panel_rows)(l, known, 2, job, panel, row, i), i += 2;
-        else LLM__K(panel_rows)(l, known, 1, job, panel, row, i), i++;
+LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__matmul_args *args, const uint8_t *panel, int64_t row) {
+    for (int64_t i = 0; i < args->n;) {
+        int64_t together = llm__min(llm__min(args->n - i, args->height - i % args->height), LLM__X_ROWS);
+        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(l, known, LLM__X_ROWS, args, panel, row, i), i += LLM__X_ROWS;
+        else if (together >= 4) LLM__K(panel_rows)(l, known, 4, args, panel, row, i), i += 4;
+        else if (LLM__KERNEL_PASS != 0 && together >= 2) LLM__K(panel_rows)(l, known, 2, args, panel, row, i), i += 2;
+        else LLM__K(panel_rows)(l, known, 1, args, panel, row, i), i++;
     }
 }
 
@@ -11712,7 +11712,7 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 #define LLM__TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
 #define LLM__TILE_ADD(low, c, a, b) __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
+typedef struct llm__tile_args { /* a chunk of a panel times one tile of x */
     llm__layout l;
     const char *x;            /* the chunk's first stripe in the tile of x */
     size_t x_bytes;           /* of a stripe of the tile */
@@ -11725,28 +11725,28 @@ typedef struct llm__tile_job { /* a chunk of a panel times one tile of x */
     float *kept;              /* (16, 16) sums of rows of x, carried between chunks */
     const uint8_t *ahead;     /* weights to prefetch meanwhile */
     int lines;                /* cache lines to prefetch per block */
-} llm__tile_job;
+} llm__tile_args;
 
-LLM__INLINE const float *llm__tile_scales(const llm__tile_job *job, int block) {
-    return (const float *)(const void *)(job->x + (size_t)(block / 2) * job->x_bytes + job->height * LLM__STRIPE) + block % 2;
+LLM__INLINE const float *llm__tile_scales(const llm__tile_args *args, int block) {
+    return (const float *)(const void *)(args->x + (size_t)(block / 2) * args->x_bytes + args->height * LLM__STRIPE) + block % 2;
 }
 
 /* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane */
-LLM__INLINE __m512i llm__tile_sums(const llm__tile_job *job, int block, int t) {
+LLM__INLINE __m512i llm__tile_sums(const llm__tile_args *args, int block, int t) {
     int32_t pair;
-    memcpy(&pair, job->x + (size_t)(block / 2) * job->x_bytes + job->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
+    memcpy(&pair, args->x + (size_t)(block / 2) * args->x_bytes + args->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
     return _mm512_set1_epi32(pair);
 }
 
 /* Multiply four blocks from `first` on, and prefetch weights. before: first store the products of
  * the previous four. */
-LLM__INLINE void llm__amx_products(const llm__tile_job *job, int first, bool before) {
-    const size_t x_bytes = job->x_bytes;
-    const char *x = job->x + (size_t)(first / 2) * x_bytes;
-    const int8_t *w = job->w + first * 512;
-    const int lines = job->lines;
-    const uint8_t *ahead = job->ahead + first * lines * 64;
-    int32_t *products = job->products;
+LLM__INLINE void llm__amx_products(const llm__tile_args *args, int first, bool before) {
+    const size_t x_bytes = args->x_bytes;
+    const char *x = args->x + (size_t)(first / 2) * x_bytes;
+    const int8_t *w = args->w + first * 512;
+    const int lines = args->lines;
+    const uint8_t *ahead = args->ahead + first * lines * 64;
+    int32_t *products = args->products;
 #define LLM__TILE_BLOCK(c, a, b)                                                              \
     if (before) LLM__TILE_STORE(c, products + (c) * 256);                                    \
     LLM__TILE_ZERO(c);                                                                       \
@@ -11769,58 +11769,58 @@ LLM__INLINE void llm__amx_store(int32_t *products) {
 }
 
 /* Scale the products of blocks first to end - 1 and add them to the sums of all rows of x. */
-LLM__INLINE void llm__amx_add(const llm__tile_job *job, int first, int end, __m512 *sums) {
-    const int32_t *products = job->products;
+LLM__INLINE void llm__amx_add(const llm__tile_args *args, int first, int end, __m512 *sums) {
+    const int32_t *products = args->products;
     for (int b = first; b < end; b++, products += 256) {
-        const float *x_scales = llm__tile_scales(job, b);
-        __m512 w_scale = _mm512_loadu_ps(job->scales + b * LLM__PANEL);
+        const float *x_scales = llm__tile_scales(args, b);
+        __m512 w_scale = _mm512_loadu_ps(args->scales + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
             __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
             sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[2 * t])), sums[t]);
         }
-        if (!job->l.minimum) continue;
-        __m512 minimum = _mm512_loadu_ps(job->others + b * LLM__PANEL);
+        if (!args->l.minimum) continue;
+        __m512 minimum = _mm512_loadu_ps(args->others + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
-            __m512 x_sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(llm__tile_sums(job, b, t), _mm512_set1_epi16(1)));
+            __m512 x_sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(llm__tile_sums(args, b, t), _mm512_set1_epi16(1)));
             sums[t] = _mm512_fmadd_ps(minimum, _mm512_mul_ps(_mm512_set1_ps(x_scales[2 * t]), x_sum), sums[t]);
         }
     }
 }
 
 /* The same in integers, for weights with multipliers */
-LLM__INLINE void llm__amx_add_whole(const llm__tile_job *job, int first, int end, __m512i *sums) {
-    const int32_t *products = job->products;
-    const float *multipliers = job->scales + first * LLM__PANEL;
+LLM__INLINE void llm__amx_add_whole(const llm__tile_args *args, int first, int end, __m512i *sums) {
+    const int32_t *products = args->products;
+    const float *multipliers = args->scales + first * LLM__PANEL;
     for (int b = first; b < end; b++, products += 256, multipliers += LLM__PANEL) {
         __m512i multiplier = _mm512_loadu_si512((const void *)multipliers);
-        if (!job->l.minimum && !job->l.groups)
+        if (!args->l.minimum && !args->l.groups)
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
                 sums[t] = _mm512_dpwssd_epi32(sums[t], _mm512_loadu_si512((const void *)(products + t * 16)), multiplier);
         else
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
                 sums[t] = _mm512_add_epi32(sums[t], _mm512_mullo_epi32(_mm512_loadu_si512((const void *)(products + t * 16)), multiplier));
-        if (job->l.groups || !job->l.minimum) continue;
-        __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(job, b, t), other);
+        if (args->l.groups || !args->l.minimum) continue;
+        __m512i other = _mm512_loadu_si512((const void *)(args->others + b * LLM__PANEL));
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(args, b, t), other);
     }
 }
 
 /* Scale the sums of 256 columns from block `first` on; add them and their minimums to `kept`. */
-LLM__INLINE void llm__amx_finish(const llm__tile_job *job, int first, const __m512i *sums) {
-    const float *x_scales = llm__tile_scales(job, first);
-    float *kept = job->kept;
+LLM__INLINE void llm__amx_finish(const llm__tile_args *args, int first, const __m512i *sums) {
+    const float *x_scales = llm__tile_scales(args, first);
+    float *kept = args->kept;
     llm__vf scale, minimum = {0};
-    LLM__K(unpack_head)(job->l, job->span, first / LLM__SPAN, 0, &scale, &minimum);
+    LLM__K(unpack_head)(args->l, args->span, first / LLM__SPAN, 0, &scale, &minimum);
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x_scales[2 * t]));
         _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, _mm512_loadu_ps(kept + t * 16)));
     }
-    if (!(job->l.groups && job->l.minimum)) return;
+    if (!(args->l.groups && args->l.minimum)) return;
     __m512i lower[LLM__X_TILE];
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_setzero_si512();
-    for (int b = first; b < llm__min(first + LLM__SPAN, job->blocks); b++) {
-        __m512i other = _mm512_loadu_si512((const void *)(job->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(job, b, t), other);
+    for (int b = first; b < llm__min(first + LLM__SPAN, args->blocks); b++) {
+        __m512i other = _mm512_loadu_si512((const void *)(args->others + b * LLM__PANEL));
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(args, b, t), other);
     }
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)minimum, _mm512_set1_ps(x_scales[2 * t]));
@@ -11829,17 +11829,17 @@ LLM__INLINE void llm__amx_finish(const llm__tile_job *job, int first, const __m5
 }
 
 /* A chunk, block by block, for types without multipliers: the sums are floats. */
-LLM__INLINE void llm__amx_float_chunk(const llm__tile_job *job) {
-    llm__amx_products(job, 0, false);
+LLM__INLINE void llm__amx_float_chunk(const llm__tile_args *args) {
+    llm__amx_products(args, 0, false);
     __m512 sums[LLM__X_TILE];
-    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_loadu_ps(job->kept + t * 16);
-    for (int block = 0, after; block < job->blocks; block = after) {
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_loadu_ps(args->kept + t * 16);
+    for (int block = 0, after; block < args->blocks; block = after) {
         after = block + LLM__GROUP;
-        if (after < job->blocks) llm__amx_products(job, after, true);
-        else llm__amx_store(job->products);
-        llm__amx_add(job, block, (int)llm__min(after, job->blocks), sums);
+        if (after < args->blocks) llm__amx_products(args, after, true);
+        else llm__amx_store(args->products);
+        llm__amx_add(args, block, (int)llm__min(after, args->blocks), sums);
     }
-    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(job->kept + t * 16, sums[t]);
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(args->kept + t * 16, sums[t]);
 }
 
 LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
@@ -11900,13 +11900,13 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
 
 /* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales, others: of the
  * chunk */
-LLM__INLINE llm__tile_job llm__amx_group(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int64_t first, int64_t blocks,
+LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int64_t first, int64_t blocks,
                                          int8_t *w, float *scales, float *others) {
     const int64_t place = first % LLM__CHUNK;
-    const size_t x_bytes = (size_t)job->height * LLM__X_BYTES, stripe_bytes = llm__stripe_bytes(l);
+    const size_t x_bytes = (size_t)args->height * LLM__X_BYTES, stripe_bytes = llm__stripe_bytes(l);
     const uint8_t *span = panel + (size_t)(first / LLM__CHUNK) * llm__span_bytes(l);
     const uint8_t *stripe = span + llm__span_head(l) + (size_t)(place / 2) * stripe_bytes;
-    llm__tile_job tile = {l, llm__x_tile(job, i / job->height) + (size_t)(first / 2) * x_bytes, x_bytes, job->height, (int)llm__min(LLM__GROUP, blocks - first),
+    llm__tile_args tile = {l, llm__x_tile(args, i / args->height) + (size_t)(first / 2) * x_bytes, x_bytes, args->height, (int)llm__min(LLM__GROUP, blocks - first),
                           w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL,
                           span + (size_t)(place / LLM__SPAN * LLM__PANEL * 2), NULL, NULL, stripe + LLM__FAR_BYTES,
                           (int)llm__divide_up((int64_t)stripe_bytes / 2, 64)};
@@ -11917,11 +11917,11 @@ LLM__INLINE llm__tile_job llm__amx_group(llm__layout l, const llm__matmul_job *j
 /* A panel times the tile of x from row i on. While the tile unit multiplies a group of blocks, the
  * previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
  * prefetches come early. */
-LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
+LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                 float *scales, float *others, float *kept) {
-    const int64_t blocks = 2 * llm__stripes(job->w->cols);
+    const int64_t blocks = 2 * llm__stripes(args->w->cols);
     const bool whole = l.multipliers;
-    llm__tile_job tile, before;
+    llm__tile_args tile, before;
     __m512 floats[LLM__X_TILE];
     __m512i sums[LLM__X_TILE];
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
@@ -11940,7 +11940,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_job *job, const
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_setzero_si512();
         }
         if (first >= 0) before = tile;
-        if (first + LLM__GROUP < blocks) tile = llm__amx_group(l, job, panel, i, first + LLM__GROUP, blocks, w, scales, others);
+        if (first + LLM__GROUP < blocks) tile = llm__amx_group(l, args, panel, i, first + LLM__GROUP, blocks, w, scales, others);
         tile.products = products;
         tile.kept = kept;
     }
@@ -11948,15 +11948,15 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_job *job, const
 }
 
 /* Make what differs most a constant. */
-LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_job *job, const uint8_t *panel, int64_t i, int32_t *products,
+LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int32_t *products,
                                    int8_t *w, float *scales, float *others, float *kept) {
-    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
-    else if (l.multipliers) l.multipliers = true, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
-    else l.multipliers = l.groups = false, llm__amx_alone(l, job, panel, i, products, w, scales, others, kept);
+    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
+    else if (l.multipliers) l.multipliers = true, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
+    else l.multipliers = l.groups = false, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
 }
 
 /* Join the low and high products of tile k (0 or 1), and add them to its sums. */
-LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
+LLM__INLINE void llm__amx_add_halves(const llm__tile_args *tiles, int k) {
     const int32_t *low = tiles->products + k * 256, *high = low + 512;
     __m512i sums[16];
     LLM__UNROLL for (int t = 0; t < 16; t++) {
@@ -11968,7 +11968,7 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_job *tiles, int k) {
 
 /* By halves: 256 columns of two tiles of x times a panel. The products of `before` (or NULL) are
  * stored as the tile registers are needed, and added up while the tile unit works. */
-LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job *before) {
+LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_args *before) {
     const size_t x_bytes = tiles->x_bytes;
     const char *x0 = tiles[0].x, *x1 = tiles[1].x;
     const int8_t *low = tiles->w, *high = low + LLM__CHUNK / 2 * 512;
@@ -12000,10 +12000,10 @@ LLM__INLINE void llm__amx_halves(const llm__tile_job *tiles, const llm__tile_job
 
 /* Up to four panels (block by block: two) times all rows of x. They share each tile of x while it
  * is cached. */
-static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_job *job, const uint8_t *panels, int n_panels, int64_t row,
+static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args, const uint8_t *panels, int n_panels, int64_t row,
                             char *scratch) {
-    int64_t blocks = 2 * llm__stripes(job->w->cols), kept_rows = job->n + 2 * LLM__X_TILE;
-    size_t x_bytes = (size_t)job->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(l, job->w->cols);
+    int64_t blocks = 2 * llm__stripes(args->w->cols), kept_rows = args->n + 2 * LLM__X_TILE;
+    size_t x_bytes = (size_t)args->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(l, args->w->cols);
     int32_t *products = (int32_t *)(void *)scratch; /* (group, 16, 16) */
     int8_t *w = (int8_t *)(products + LLM__GROUP * 256); /* (panels, chunk, 8, 16, 4) */
     /* scales and others: (panels, chunk, 16) */
@@ -12012,11 +12012,11 @@ static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_job *j
     float *sums = others + LLM__TILE_PANELS * LLM__CHUNK * LLM__PANEL; /* (panels, kept_rows, 16) */
     int chunk = halves ? LLM__CHUNK / 2 : LLM__CHUNK, x_tiles = halves ? 2 : 1;
     memset(sums, 0, (size_t)(n_panels * kept_rows * LLM__PANEL) * sizeof *sums);
-    bool alone = !halves && (l.multipliers || job->n <= LLM__FEW_X);
-    for (int64_t i = 0; alone && i < job->n; i += LLM__X_TILE)
-        llm__amx_alone_as(l, job, panels, i, products, w, scales, others, sums + i * LLM__PANEL);
+    bool alone = !halves && (l.multipliers || args->n <= LLM__FEW_X);
+    for (int64_t i = 0; alone && i < args->n; i += LLM__X_TILE)
+        llm__amx_alone_as(l, args, panels, i, products, w, scales, others, sums + i * LLM__PANEL);
     for (int64_t block = 0; block < blocks && !alone; block += chunk) {
-        llm__tile_job tiles[2], before[2];
+        llm__tile_args tiles[2], before[2];
         const uint8_t *span = panels + (size_t)(block / LLM__CHUNK) * llm__span_bytes(l);
         const uint8_t *stripe = span + llm__span_head(l) + (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(l);
         int count = (int)llm__min(chunk, blocks - block);
@@ -12026,22 +12026,22 @@ static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_job *j
             if (halves) llm__amx_unpack_halves(l, stripe + (size_t)p * panel_bytes, count, w_p, w_p + LLM__CHUNK / 2 * 512, others_p);
             else llm__amx_unpack(l, stripe + (size_t)p * panel_bytes, count, w_p, scales_p, others_p);
         }
-        for (int64_t i = 0; i < job->n; i += x_tiles * job->height)
+        for (int64_t i = 0; i < args->n; i += x_tiles * args->height)
             for (int p = 0; p < n_panels; p++) {
                 for (int k = 0; k < x_tiles; k++) {
-                    llm__tile_job t = {l, llm__x_tile(job, i / job->height) + (size_t)(block / 2) * x_bytes, x_bytes, job->height, count,
+                    llm__tile_args t = {l, llm__x_tile(args, i / args->height) + (size_t)(block / 2) * x_bytes, x_bytes, args->height, count,
                                        w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, others + p * LLM__CHUNK * LLM__PANEL,
                                        span + (size_t)p * panel_bytes + (size_t)(block % LLM__CHUNK / 8 * LLM__PANEL * 2), products,
                                        sums + (p * kept_rows + i + k * LLM__X_TILE) * LLM__PANEL,
                                        span + (size_t)p * panel_bytes + llm__span_bytes(l),
                                        i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(l) / 2, 64) : 0};
-                    if (k == 1 && i + LLM__X_TILE < job->n) t.x += job->x_tile_bytes;
+                    if (k == 1 && i + LLM__X_TILE < args->n) t.x += args->x_tile_bytes;
                     tiles[k] = t;
                 }
                 /* A panel's results are one cache line per row of x: prefetch some with each
                  * chunk. */
-                for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, job->n); r += llm__divide_up(blocks, chunk))
-                    LLM__PREFETCH_TO_WRITE(job->out + r * job->w->rows + row + p * LLM__PANEL);
+                for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, args->n); r += llm__divide_up(blocks, chunk))
+                    LLM__PREFETCH_TO_WRITE(args->out + r * args->w->rows + row + p * LLM__PANEL);
                 if (halves) {
                     llm__amx_halves(tiles, i + p > 0 ? before : NULL);
                     memcpy(before, tiles, sizeof before);
@@ -12052,25 +12052,25 @@ static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_job *j
         llm__amx_add_halves(before, 0);
         llm__amx_add_halves(before, 1);
     }
-    for (int64_t i = 0; i < job->n; i++)
+    for (int64_t i = 0; i < args->n; i++)
         for (int p = 0; p < n_panels; p++) {
             llm__vf sum = LLM__K(load)(sums + (p * kept_rows + i) * LLM__PANEL);
-            LLM__K(finish_panel)(job, i, row + p * LLM__PANEL, &sum);
+            LLM__K(finish_panel)(args, i, row + p * LLM__PANEL, &sum);
         }
 }
 #endif
 
-LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul_job *job, int64_t first, int64_t end, char *scratch) {
-    const llm_weight *w = job->w;
+LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul_args *args, int64_t first, int64_t end, char *scratch) {
+    const llm_weight *w = args->w;
     size_t panel_bytes = llm__panel_bytes(l, w->cols);
-    bool tiles = LLM__KERNEL_PASS == 2 && job->tiles;
-    bool halves = tiles && l.multipliers && (l.quads == 6 || job->n > (l.zero == 8 ? LLM__FEW_X_Q4_0 : LLM__FEW_X));
+    bool tiles = LLM__KERNEL_PASS == 2 && args->tiles;
+    bool halves = tiles && l.multipliers && (l.quads == 6 || args->n > (l.zero == 8 ? LLM__FEW_X_Q4_0 : LLM__FEW_X));
 #if LLM__KERNEL_PASS == 2
     if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
-    else if (tiles) llm__amx_configure(job->height, LLM__BLOCK, 8);
+    else if (tiles) llm__amx_configure(args->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
-        together = halves ? LLM__TILE_PANELS : tiles && !l.multipliers && job->n > LLM__FEW_X ? LLM__TILE_PANELS / 2 : 1;
+        together = halves ? LLM__TILE_PANELS : tiles && !l.multipliers && args->n > LLM__FEW_X ? LLM__TILE_PANELS / 2 : 1;
         together = llm__min(llm__divide_up(end - row, LLM__PANEL), together);
         const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
         if (!w->packed) {
@@ -12080,14 +12080,14 @@ LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul
         }
 #if LLM__KERNEL_PASS == 2
         if (tiles) {
-            llm__amx_panels(l, halves, job, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            llm__amx_panels(l, halves, args, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
             continue;
         }
 #endif
-        LLM__K(panel_by_rows)(l, known, job, panels, row);
+        LLM__K(panel_by_rows)(l, known, args, panels, row);
     }
 #if LLM__KERNEL_PASS == 2
-    if (job->tiles) __asm__ volatile("tilerelease" ::);
+    if (args->tiles) __asm__ volatile("tilerelease" ::);
 #endif
 }
 
@@ -12150,25 +12150,25 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
     }
 }
 
-static void LLM__K(matmul)(const llm__matmul_job *job, int64_t first, int64_t end, void *scratch) {
-    llm__layout l = llm__layout_of(job->w->type);
+static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end, void *scratch) {
+    llm__layout l = llm__layout_of(args->w->type);
     /* Constants give a kernel of its own to: q8_0, q4_0, q4_K and q4_Z together, all others. */
-    if (l.quads == 0) LLM__K(matmul_float)(job, first, end, scratch);
+    if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
 #if LLM__KERNEL_PASS != 0
     else if (l.quads == 8) {
         l.quads = 8, l.minimum = l.groups = l.multipliers = false, l.zero = 0;
-        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
+        LLM__K(matmul_int)(l, true, args, first, end, (char *)scratch);
     }
     else if (l.zero == 8) {
         l = (llm__layout){4, 8, true, false, false}; /* q4_0 */
-        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
+        LLM__K(matmul_int)(l, true, args, first, end, (char *)scratch);
     }
     else if (l.quads == 4 && l.multipliers) {
         l.quads = 4, l.multipliers = l.minimum = true, l.zero = 0;
-        LLM__K(matmul_int)(l, true, job, first, end, (char *)scratch);
+        LLM__K(matmul_int)(l, true, args, first, end, (char *)scratch);
     }
 #endif
-    else LLM__K(matmul_int)(l, false, job, first, end, (char *)scratch);
+    else LLM__K(matmul_int)(l, false, args, first, end, (char *)scratch);
 }
 
 /* -- RoPE, and storing in the cache -- */
@@ -12209,21 +12209,21 @@ LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int laye
     }
 }
 
-static void LLM__K(rope_and_store)(const llm__rope_job *job, int first_token, int end_token, int first_kv_head, int end_kv_head) {
-    const llm_op *op = job->op;
+static void LLM__K(rope_and_store)(const llm__rope_args *args, int first_token, int end_token, int first_kv_head, int end_kv_head) {
+    const llm_op *op = args->op;
     int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads, head_dim = op->attention.head_dim;
     int group = n_heads / n_kv_heads, first_head = first_kv_head * group, end_head = end_kv_head * group;
-    const llm_cache *cache = job->cache;
+    const llm_cache *cache = args->cache;
     for (int64_t token = first_token; token < end_token; token++) {
-        const float *angles = job->angles + token * (op->rope_dim / 2) * 2;
-        float *q = job->q + token * n_heads * head_dim, *k = job->k + token * n_kv_heads * head_dim;
-        const float *v = job->v + token * n_kv_heads * head_dim;
+        const float *angles = args->angles + token * (op->rope_dim / 2) * 2;
+        float *q = args->q + token * n_heads * head_dim, *k = args->k + token * n_kv_heads * head_dim;
+        const float *v = args->v + token * n_kv_heads * head_dim;
         float *some_q = q + (int64_t)first_head * head_dim, *some_k = k + (int64_t)first_kv_head * head_dim;
-        if (job->q_norm) LLM__K(rmsnorm)(some_q, job->q_norm, end_head - first_head, head_dim, op->epsilon, some_q);
-        if (job->k_norm) LLM__K(rmsnorm)(some_k, job->k_norm, end_kv_head - first_kv_head, head_dim, op->epsilon, some_k);
+        if (args->q_norm) LLM__K(rmsnorm)(some_q, args->q_norm, end_head - first_head, head_dim, op->epsilon, some_q);
+        if (args->k_norm) LLM__K(rmsnorm)(some_k, args->k_norm, end_kv_head - first_kv_head, head_dim, op->epsilon, some_k);
         for (int head = first_head; head < end_head; head++)
             LLM__K(rope)(q + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
-        int64_t block = job->batch->slots[token] / cache->block_size, offset = job->batch->slots[token] % cache->block_size;
+        int64_t block = args->batch->slots[token] / cache->block_size, offset = args->batch->slots[token] % cache->block_size;
         for (int head = first_kv_head; head < end_kv_head; head++) {
             int64_t row = (block * n_kv_heads + head) * cache->block_size + offset;
             LLM__K(rope)(k + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
@@ -12290,17 +12290,17 @@ typedef struct LLM__K(tile) { /* 64 positions, in the cache or as f32 */
 
 /* Find the tile from position `first` on; positions after `last` do not exist. Missing rows get a
  * valid address, for prefetching. */
-LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
-    const llm_cache *cache = job->cache;
-    const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)job->shape.head_dim * value_bytes;
-    const char *keys = llm__cache_layer(cache, cache->keys, job->layer), *values = llm__cache_layer(cache, cache->values, job->layer);
+LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
+    const llm_cache *cache = args->cache;
+    const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)args->shape.head_dim * value_bytes;
+    const char *keys = llm__cache_layer(cache, cache->keys, args->layer), *values = llm__cache_layer(cache, cache->values, args->layer);
     tile->type = cache->type;
     tile->stride = 0; /* for an empty tile */
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
     int k = 0;
     while (k < tile->n) {
         int run = (int)llm__min(tile->n - k, cache->block_size - (first + k) % cache->block_size);
-        int64_t row = llm__cache_row(job->batch, cache, sequence, kv_head, first + k);
+        int64_t row = llm__cache_row(args->batch, cache, sequence, kv_head, first + k);
         const char *key = keys + (size_t)llm__cache_place(cache, cache->keys, row, &tile->stride) * value_bytes;
         for (int i = 0; i < run; i++, k++) {
             tile->values[k] = values + (size_t)(row + i) * row_bytes;
@@ -12311,16 +12311,16 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_job *job, int sequence, 
     for (k = (tile->n + LLM__W - 1) / LLM__W; k < LLM__TILE / LLM__W; k++) tile->keys[k] = keys;
 }
 
-static void LLM__K(copy_keys)(const llm__attention_job *job, int sequence, int kv_head, int first, const LLM__K(attention_scratch) *a,
+static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int kv_head, int first, const LLM__K(attention_scratch) *a,
                               LLM__K(tile) *tile) {
-    const llm_cache *cache = job->cache;
-    const char *keys = llm__cache_layer(cache, cache->keys, job->layer);
+    const llm_cache *cache = args->cache;
+    const char *keys = llm__cache_layer(cache, cache->keys, args->layer);
     const size_t value_bytes = llm__value_bytes(cache->type);
     for (int k = 0; k < tile->n; k++) {
-        int64_t stride, at = llm__cache_place(cache, cache->keys, llm__cache_row(job->batch, cache, sequence, kv_head, first + k), &stride);
+        int64_t stride, at = llm__cache_place(cache, cache->keys, llm__cache_row(args->batch, cache, sequence, kv_head, first + k), &stride);
         const uint16_t *half = (const uint16_t *)(const void *)keys + at;
         const float *whole = (const float *)(const void *)keys + at;
-        for (int d = 0; d < job->shape.head_dim; d++) {
+        for (int d = 0; d < args->shape.head_dim; d++) {
             if (cache->type == LLM_F16) ((uint16_t *)(void *)a->copies)[d * LLM__TILE + k] = half[d * stride];
             else a->copies[d * LLM__TILE + k] = whole[d * stride];
         }
@@ -12459,13 +12459,13 @@ typedef struct LLM__K(query_rows) { /* of an item */
 
 /* Attend with rows `row` to row + R - 1. Row r sees keys from[r] .. seen[r] - 1, which both
  * ascend. */
-LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
+LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
-    const int *from = rows->from + row, *seen = rows->seen + row, head_dim = job->shape.head_dim, padded_dim = a->padded_dim;
+    const int *from = rows->from + row, *seen = rows->seen + row, head_dim = args->shape.head_dim, padded_dim = a->padded_dim;
     LLM__K(score_rows)(R, type, rows->q + row, tile, next, head_dim, seen[R - 1], scores);
     for (int r = 0; r < R; r++)
-        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], job->shape.scale, &a->largest[row + r], &a->total[row + r],
+        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], args->shape.scale, &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
     /* Keys that all rows see are multiplied together. */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
@@ -12478,47 +12478,47 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_job *
         LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim, padded_dim, sums + (int64_t)r * padded_dim);
 }
 
-static void LLM__K(find_rows)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+static void LLM__K(find_rows)(const llm__attention_args *args, int sequence, int kv_head, int first_row, int end_row,
                               LLM__K(query_rows) *rows) {
-    const llm_batch *batch = job->batch;
-    int group = job->shape.n_heads / job->shape.n_kv_heads;
+    const llm_batch *batch = args->batch;
+    int group = args->shape.n_heads / args->shape.n_kv_heads;
     rows->n = end_row - first_row;
     for (int r = 0; r < rows->n; r++) {
         int64_t token = batch->seq_first[sequence] + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
-        rows->q[r] = job->q + (token * job->shape.n_heads + head) * job->shape.head_dim;
+        rows->q[r] = args->q + (token * args->shape.n_heads + head) * args->shape.head_dim;
         rows->position[r] = batch->positions[token];
     }
 }
 
 /* Set which keys the rows see in the tile from position `first` on. */
-LLM__INLINE void LLM__K(see_tile)(const llm__attention_job *job, int first, LLM__K(query_rows) *rows) {
+LLM__INLINE void LLM__K(see_tile)(const llm__attention_args *args, int first, LLM__K(query_rows) *rows) {
     for (int r = 0; r < rows->n; r++) {
-        rows->from[r] = (int)llm__max(llm__first_seen(&job->shape, rows->position[r]) - first, 0);
+        rows->from[r] = (int)llm__max(llm__first_seen(&args->shape, rows->position[r]) - first, 0);
         rows->seen[r] = (int)llm__min(LLM__TILE, rows->position[r] + 1 - first);
     }
 }
 
-LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_job *job, const LLM__K(attention_scratch) *a,
+LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *args, const LLM__K(attention_scratch) *a,
                                      const LLM__K(query_rows) *rows, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     int row = 0, end = rows->n;
     while (row < end && rows->seen[row] <= 0) row++;
     while (end > row && rows->from[end - 1] >= LLM__TILE) end--;
-    for (; row + LLM__ROWS <= end; row += LLM__ROWS) LLM__K(attend)(LLM__ROWS, type, job, a, rows, row, tile, next);
-    for (; LLM__ROWS > 2 && row + 2 <= end; row += 2) LLM__K(attend)(LLM__ROWS > 2 ? 2 : 1, type, job, a, rows, row, tile, next);
-    for (; row < end; row++) LLM__K(attend)(1, type, job, a, rows, row, tile, next);
+    for (; row + LLM__ROWS <= end; row += LLM__ROWS) LLM__K(attend)(LLM__ROWS, type, args, a, rows, row, tile, next);
+    for (; LLM__ROWS > 2 && row + 2 <= end; row += 2) LLM__K(attend)(LLM__ROWS > 2 ? 2 : 1, type, args, a, rows, row, tile, next);
+    for (; row < end; row++) LLM__K(attend)(1, type, args, a, rows, row, tile, next);
 }
 
 /* Few rows read f16 in place, if head_dim is a multiple of LLM__W. */
-static void LLM__K(attend_tile)(const llm__attention_job *job, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
+static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 const LLM__K(tile) *tile, const LLM__K(tile) *next) {
-    if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && job->shape.head_dim % LLM__W == 0) {
-        LLM__K(attend_rows)(LLM_F16, job, a, rows, tile, next);
+    if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && args->shape.head_dim % LLM__W == 0) {
+        LLM__K(attend_rows)(LLM_F16, args, a, rows, tile, next);
         return;
     }
     LLM__K(tile) wide;
-    if (tile->type == LLM_F16) LLM__K(widen_tile)(LLM_F16, job->shape.head_dim, tile, next, a, &wide);
-    else LLM__K(widen_tile)(LLM_F32, job->shape.head_dim, tile, next, a, &wide);
-    LLM__K(attend_rows)(LLM_F32, job, a, rows, &wide, NULL);
+    if (tile->type == LLM_F16) LLM__K(widen_tile)(LLM_F16, args->shape.head_dim, tile, next, a, &wide);
+    else LLM__K(widen_tile)(LLM_F32, args->shape.head_dim, tile, next, a, &wide);
+    LLM__K(attend_rows)(LLM_F32, args, a, rows, &wide, NULL);
 }
 
 #if LLM__KERNEL_PASS == 2
@@ -12585,15 +12585,15 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
 }
 
 /* Pack the queries, times the scale. */
-static void llm__amx_begin(const llm__attention_job *job, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
+static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
                            const llm__amx_tile *t) {
-    __m512 scale = _mm512_set1_ps(job->shape.scale);
+    __m512 scale = _mm512_set1_ps(args->shape.scale);
     for (int r = 0; r < (rows->n + 15) / 16 * 16; r++)
         for (int d = 0; d < a->padded_dim; d += 32) {
             const void *q = r < rows->n ? rows->q[r] : a->zeros;
             int64_t at = (int64_t)(r / 16) * 16 * a->padded_dim + d * 16 + r % 16 * 32;
-            llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, job->shape.head_dim), scale),
-                           _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, job->shape.head_dim), scale),
+            llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, args->shape.head_dim), scale),
+                           _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, args->shape.head_dim), scale),
                            t->queries[0] + at, t->queries[1] + at);
         }
 }
@@ -12802,11 +12802,11 @@ static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const 
 }
 #endif
 
-static void LLM__K(attention)(const llm__attention_job *job, int sequence, int kv_head, int first_row, int end_row,
+static void LLM__K(attention)(const llm__attention_args *args, int sequence, int kv_head, int first_row, int end_row,
                               void *scratch) {
-    int head_dim = job->shape.head_dim;
+    int head_dim = args->shape.head_dim;
     LLM__K(query_rows) rows;
-    LLM__K(find_rows)(job, sequence, kv_head, first_row, end_row, &rows);
+    LLM__K(find_rows)(args, sequence, kv_head, first_row, end_row, &rows);
     LLM__K(attention_scratch) a = LLM__K(carve)(scratch, head_dim);
     memset(a.zeros, 0, (size_t)a.padded_dim * sizeof *a.zeros);
     int n_rows = (rows.n + 15) / 16 * 16; /* matrix tiles hold 16 */
@@ -12814,30 +12814,30 @@ static void LLM__K(attention)(const llm__attention_job *job, int sequence, int k
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 #if LLM__KERNEL_PASS == 2
     llm__amx_tile t = llm__amx_carve(&a);
-    if (job->tiles) llm__amx_configure((int)llm__min(rows.n, 16), 64, 16), llm__amx_begin(job, &rows, &a, &t);
+    if (args->tiles) llm__amx_configure((int)llm__min(rows.n, 16), 64, 16), llm__amx_begin(args, &rows, &a, &t);
 #endif
-    int last = rows.position[rows.n - 1], begin = llm__first_seen(&job->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
-    bool as_it_lies = job->cache->keys_transposed && job->cache->block_size % LLM__W == 0;
+    int last = rows.position[rows.n - 1], begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
+    bool as_it_lies = args->cache->keys_transposed && args->cache->block_size % LLM__W == 0;
     LLM__K(tile) tiles[2]; /* the current one and the next */
-    LLM__K(find_tile)(job, sequence, kv_head, begin, last, &tiles[0]);
+    LLM__K(find_tile)(args, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
         LLM__K(tile) *tile = &tiles[now], *next = &tiles[!now];
-        LLM__K(find_tile)(job, sequence, kv_head, first + LLM__TILE, last, next);
-        if (!as_it_lies) LLM__K(copy_keys)(job, sequence, kv_head, first, &a, tile);
-        LLM__K(see_tile)(job, first, &rows);
+        LLM__K(find_tile)(args, sequence, kv_head, first + LLM__TILE, last, next);
+        if (!as_it_lies) LLM__K(copy_keys)(args, sequence, kv_head, first, &a, tile);
+        LLM__K(see_tile)(args, first, &rows);
 #if LLM__KERNEL_PASS == 2
-        if (job->tiles) {
+        if (args->tiles) {
             llm__amx_attend(head_dim, &rows, &a, &t, tile, next);
             continue;
         }
 #endif
-        LLM__K(attend_tile)(job, &a, &rows, tile, next);
+        LLM__K(attend_tile)(args, &a, &rows, tile, next);
     }
 #if LLM__KERNEL_PASS == 2
-    if (job->tiles) __asm__ volatile("tilerelease" ::);
+    if (args->tiles) __asm__ volatile("tilerelease" ::);
 #endif
     for (int r = 0; r < rows.n; r++) {
-        float *out = job->out + (rows.q[r] - job->q), *sums = a.sums + (int64_t)r * a.padded_dim;
+        float *out = args->out + (rows.q[r] - args->q), *sums = a.sums + (int64_t)r * a.padded_dim;
         for (int d = 0; d < head_dim; d++) out[d] = sums[d] / a.total[r];
     }
 }
@@ -13470,26 +13470,26 @@ static bool llm__tiles_pay(llm__layout l, int64_t n) {
 }
 
 /* The kernel's arguments for a product with all rows of x */
-static llm__matmul_job llm__matmul_job_of(const llm__step *step, const llm__deal *deal,
+static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__deal *deal,
                                           const llm_op *op, void *scratch) {
     const llm__cpu *cpu = step->cpu;
     const llm__stage *stage = deal->stage;
     const llm_weight *w = op->weight;
-    llm__matmul_job job;
-    memset(&job, 0, sizeof job);
-    job.w = w;
-    job.x = llm__own_x(cpu, stage->own_x, llm__in(step, op, 0), scratch);
-    job.bias = llm__vector(op->bias);
-    job.add = op->add;
-    job.n = (int)deal->n;
-    job.out = llm__out(step, stage->before ? stage->before : op);
-    job.tile_bytes = cpu->tile_bytes;
-    job.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
-    if (!llm__layout_of(w->type).quads) return job;
-    job.tiles = cpu->isa >= LLM_ISA_AMX && llm__tiles_pay(llm__layout_of(w->type), deal->n);
-    job.height = llm__tile_height(deal->n);
-    job.x_tile_bytes = llm__x_tile_bytes(deal->n, w->cols);
-    return job;
+    llm__matmul_args args;
+    memset(&args, 0, sizeof args);
+    args.w = w;
+    args.x = llm__own_x(cpu, stage->own_x, llm__in(step, op, 0), scratch);
+    args.bias = llm__vector(op->bias);
+    args.add = op->add;
+    args.n = (int)deal->n;
+    args.out = llm__out(step, stage->before ? stage->before : op);
+    args.tile_bytes = cpu->tile_bytes;
+    args.x_tiles = llm__own_tiles(cpu, stage->own_tiles, cpu->rounded, scratch);
+    if (!llm__layout_of(w->type).quads) return args;
+    args.tiles = cpu->isa >= LLM_ISA_AMX && llm__tiles_pay(llm__layout_of(w->type), deal->n);
+    args.height = llm__tile_height(deal->n);
+    args.x_tile_bytes = llm__x_tile_bytes(deal->n, w->cols);
+    return args;
 }
 
 /* A product of some rows of x, or of some rows of the matrix. Every few panels need all rows of x,
@@ -13498,44 +13498,44 @@ static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64
                              void *scratch) {
     const llm__cpu *cpu = step->cpu;
     const llm__stage *stage = deal->stage;
-    llm__matmul_job job = llm__matmul_job_of(step, deal, stage->op, scratch), gate = job;
-    int64_t first = 0, rows = job.w->rows, x_row = 0, x_end = job.n, together = job.n;
+    llm__matmul_args args = llm__matmul_args_of(step, deal, stage->op, scratch), gate = args;
+    int64_t first = 0, rows = args.w->rows, x_row = 0, x_end = args.n, together = args.n;
     if (stage->before)
-        gate = llm__matmul_job_of(step, deal, stage->before, scratch), job.gate = true;
+        gate = llm__matmul_args_of(step, deal, stage->before, scratch), args.gate = true;
     if (deal->n_per_item > 0) {
         x_row = item * deal->n_per_item;
-        x_end = llm__min(x_row + deal->n_per_item, job.n);
+        x_end = llm__min(x_row + deal->n_per_item, args.n);
     } else {
         int64_t large = llm__min(item, cpu->n_threads);
         first = large * deal->first_rows + (item - large) * deal->more_rows;
         rows = item < cpu->n_threads ? deal->first_rows : deal->more_rows;
     }
-    if (job.w->packed) { /* parts of about the same size, in whole pairs of tiles */
-        int64_t most = job.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES,
+    if (args.w->packed) { /* parts of about the same size, in whole pairs of tiles */
+        int64_t most = args.tiles ? LLM__X_CACHE_BYTES_TILES : LLM__X_CACHE_BYTES,
                 pair = 2 * LLM__X_TILE;
-        most = llm__max(most / (llm__stripes(job.w->cols) * LLM__X_BYTES), 1);
+        most = llm__max(most / (llm__stripes(args.w->cols) * LLM__X_BYTES), 1);
         together = llm__divide_up(
                        llm__divide_up(x_end - x_row, llm__divide_up(x_end - x_row, most)), pair) *
                    pair;
     }
-    const llm__matmul_job whole = job;
-    const int64_t end = llm__min(first + rows, job.w->rows);
+    const llm__matmul_args whole = args;
+    const int64_t end = llm__min(first + rows, args.w->rows);
     for (; rows > 0 && x_row < x_end; x_row += together) {
-        job.n = (int)llm__min(together, x_end - x_row);
-        job.x = whole.x + x_row * job.w->cols;
-        job.x_tiles = (const char *)whole.x_tiles +
-                      (size_t)(x_row / LLM__X_TILE) * job.x_tile_bytes;
-        job.out = whole.out + x_row * job.w->rows;
-        gate.n = job.n, gate.x = job.x, gate.x_tiles = job.x_tiles, gate.out = job.out;
+        args.n = (int)llm__min(together, x_end - x_row);
+        args.x = whole.x + x_row * args.w->cols;
+        args.x_tiles = (const char *)whole.x_tiles +
+                      (size_t)(x_row / LLM__X_TILE) * args.x_tile_bytes;
+        args.out = whole.out + x_row * args.w->rows;
+        gate.n = args.n, gate.x = args.x, gate.x_tiles = args.x_tiles, gate.out = args.out;
         /* With a gate, take so many rows that its results stay in the L2 cache. */
         int64_t run =
-            job.gate
-                ? llm__max(LLM__GATE_CACHE_BYTES / (job.n * (int64_t)sizeof *job.out) / 64, 1) * 64
+            args.gate
+                ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) * 64
                 : rows;
         for (int64_t row = first, to; row < end; row = to) {
             to = llm__min(row + run, end);
-            if (job.gate) cpu->kernels->matmul(&gate, row, to, scratch);
-            cpu->kernels->matmul(&job, row, to, scratch);
+            if (args.gate) cpu->kernels->matmul(&gate, row, to, scratch);
+            cpu->kernels->matmul(&args, row, to, scratch);
         }
     }
 }
@@ -13544,27 +13544,27 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
                                 void *scratch) {
     const llm__cpu *cpu = step->cpu;
     const llm_op *op = deal->stage->op, *rope = deal->stage->before;
-    llm__attention_job job = llm__attention_job_of(step, op);
+    llm__attention_args args = llm__attention_args_of(step, op);
     int n_kv_heads = op->attention.n_kv_heads, group = op->attention.n_heads / n_kv_heads;
     if (op->attention.naive) {
-        llm__plain_attention(&job, (int)item, (float *)scratch);
+        llm__plain_attention(&args, (int)item, (float *)scratch);
         return;
     }
     /* This must not depend on the batch, so that all rows of a sequence are computed alike. */
-    job.tiles = cpu->isa >= LLM_ISA_AMX && job.cache->type == LLM_F16 &&
+    args.tiles = cpu->isa >= LLM_ISA_AMX && args.cache->type == LLM_F16 &&
                 group >= LLM__SHARING_HEADS;
-    int sequence = job.batch->n_sequences - 1;
-    for (; item >= llm__attention_chunks(op, job.batch, sequence) * n_kv_heads; sequence--)
-        item -= llm__attention_chunks(op, job.batch, sequence) * n_kv_heads;
-    int64_t chunk = llm__attention_chunks(op, job.batch, sequence) - 1 - item / n_kv_heads;
-    int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)job.batch->seq_count[sequence] * group;
-    int kv_head = (int)(item % n_kv_heads), first_token = job.batch->seq_first[sequence];
+    int sequence = args.batch->n_sequences - 1;
+    for (; item >= llm__attention_chunks(op, args.batch, sequence) * n_kv_heads; sequence--)
+        item -= llm__attention_chunks(op, args.batch, sequence) * n_kv_heads;
+    int64_t chunk = llm__attention_chunks(op, args.batch, sequence) - 1 - item / n_kv_heads;
+    int64_t first = chunk * LLM__QUERY_ROWS, end = (int64_t)args.batch->seq_count[sequence] * group;
+    int kv_head = (int)(item % n_kv_heads), first_token = args.batch->seq_first[sequence];
     if (rope) { /* the item has all rows of its sequence and kv head */
-        llm__rope_job turn = llm__rope_job_of(step, rope);
+        llm__rope_args turn = llm__rope_args_of(step, rope);
         cpu->kernels->rope_and_store(
-            &turn, first_token, first_token + job.batch->seq_count[sequence], kv_head, kv_head + 1);
+            &turn, first_token, first_token + args.batch->seq_count[sequence], kv_head, kv_head + 1);
     }
-    cpu->kernels->attention(&job, sequence, kv_head, (int)first,
+    cpu->kernels->attention(&args, sequence, kv_head, (int)first,
                             (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
 }
 
@@ -13586,8 +13586,8 @@ static void llm__rows_item(const llm__step *step, const llm__deal *deal, int64_t
         break;
     }
     case LLM_OP_ROPE_STORE: {
-        llm__rope_job job = llm__rope_job_of(step, op);
-        cpu->kernels->rope_and_store(&job, (int)first, (int)end, 0, op->attention.n_kv_heads);
+        llm__rope_args args = llm__rope_args_of(step, op);
+        cpu->kernels->rope_and_store(&args, (int)first, (int)end, 0, op->attention.n_kv_heads);
         break;
     }
     case LLM_OP_SWIGLU:

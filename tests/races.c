@@ -35,20 +35,20 @@ static void round_rows(const float *x, int64_t cols, int group, int height, int 
     }
 }
 
-static void matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row, void *scratch) {
+static void matmul(const llm__matmul_args *args, int64_t first_row, int64_t end_row, void *scratch) {
     *(char *)scratch = 1;
-    for (int i = 0; i < job->n; i++) {
+    for (int i = 0; i < args->n; i++) {
         float sum = 0;
-        if (job->x_tile_bytes) {
+        if (args->x_tile_bytes) {
             const char *tile =
-                (const char *)job->x_tiles + (size_t)(i / job->height) * job->x_tile_bytes;
-            for (size_t k = 0; k < job->x_tile_bytes; k++) sum += tile[k] * 1e-4f;
+                (const char *)args->x_tiles + (size_t)(i / args->height) * args->x_tile_bytes;
+            for (size_t k = 0; k < args->x_tile_bytes; k++) sum += tile[k] * 1e-4f;
         } else {
-            for (int64_t c = 0; c < job->w->cols; c++) sum += job->x[i * job->w->cols + c];
+            for (int64_t c = 0; c < args->w->cols; c++) sum += args->x[i * args->w->cols + c];
         }
         for (int64_t row = first_row; row < end_row; row++) {
-            float *out = &job->out[i * job->w->rows + row];
-            *out = (job->add || job->gate ? *out * 0.5f : 0) + sum * 0.1f + (float)row;
+            float *out = &args->out[i * args->w->rows + row];
+            *out = (args->add || args->gate ? *out * 0.5f : 0) + sum * 0.1f + (float)row;
         }
     }
 }
@@ -62,29 +62,29 @@ static void swiglu(const float *gate, const float *up, int64_t n, float *out) {
     for (int64_t i = 0; i < n; i++) out[i] = gate[i] * 0.5f + up[i] * 0.25f;
 }
 
-static void rope_and_store(const llm__rope_job *job, int first_token, int end_token,
+static void rope_and_store(const llm__rope_args *args, int first_token, int end_token,
                            int first_kv_head, int end_kv_head) {
     int group = HEADS / KV_HEADS;
     for (int t = first_token; t < end_token; t++)
         for (int kv = first_kv_head; kv < end_kv_head; kv++) {
             for (int i = 0; i < group * DIM; i++)
-                job->q[(t * HEADS + kv * group) * DIM + i] += job->angles[t * DIM];
+                args->q[(t * HEADS + kv * group) * DIM + i] += args->angles[t * DIM];
             for (int i = 0; i < DIM; i++)
-                job->k[(t * KV_HEADS + kv) * DIM + i] += job->angles[t * DIM];
-            llm__plain_store(job->cache, job->cache->keys, 0, job->batch->slots[t], kv,
-                             job->k + (t * KV_HEADS + kv) * DIM);
-            llm__plain_store(job->cache, job->cache->values, 0, job->batch->slots[t], kv,
-                             job->v + (t * KV_HEADS + kv) * DIM);
+                args->k[(t * KV_HEADS + kv) * DIM + i] += args->angles[t * DIM];
+            llm__plain_store(args->cache, args->cache->keys, 0, args->batch->slots[t], kv,
+                             args->k + (t * KV_HEADS + kv) * DIM);
+            llm__plain_store(args->cache, args->cache->values, 0, args->batch->slots[t], kv,
+                             args->v + (t * KV_HEADS + kv) * DIM);
         }
 }
 
-static void attention(const llm__attention_job *job, int sequence, int kv_head, int first_row,
+static void attention(const llm__attention_args *args, int sequence, int kv_head, int first_row,
                       int end_row, void *scratch) {
     int group = HEADS / KV_HEADS;
     (void)scratch;
     for (int row = first_row; row < end_row; row++) {
         float scores[64];
-        llm__plain_attention_row(job, sequence, job->batch->seq_first[sequence] + row / group,
+        llm__plain_attention_row(args, sequence, args->batch->seq_first[sequence] + row / group,
                                  kv_head * group + row % group, scores);
     }
 }

@@ -914,10 +914,10 @@ static void delayed_round_rows(const float *x, int64_t cols, int group, int heig
     delay(1e-3);
     undelayed->round_rows(x, cols, group, height, rows, first, end, tile);
 }
-static void delayed_matmul(const llm__matmul_job *job, int64_t first_row, int64_t end_row,
+static void delayed_matmul(const llm__matmul_args *args, int64_t first_row, int64_t end_row,
                         void *scratch) {
     delay(1e-4);
-    undelayed->matmul(job, first_row, end_row, scratch);
+    undelayed->matmul(args, first_row, end_row, scratch);
 }
 static void delayed_rmsnorm(const float *x, const float *weight, int n, int dim, float epsilon,
                          float *out) {
@@ -928,15 +928,15 @@ static void delayed_swiglu(const float *gate, const float *up, int64_t n, float 
     delay(1e-4);
     undelayed->swiglu(gate, up, n, out);
 }
-static void delayed_rope_and_store(const llm__rope_job *job, int first_token, int end_token,
+static void delayed_rope_and_store(const llm__rope_args *args, int first_token, int end_token,
                                 int first_kv_head, int end_kv_head) {
     delay(1e-4);
-    undelayed->rope_and_store(job, first_token, end_token, first_kv_head, end_kv_head);
+    undelayed->rope_and_store(args, first_token, end_token, first_kv_head, end_kv_head);
 }
-static void delayed_attention(const llm__attention_job *job, int sequence, int kv_head,
+static void delayed_attention(const llm__attention_args *args, int sequence, int kv_head,
                               int first_row, int end_row, void *scratch) {
     delay(1e-4);
-    undelayed->attention(job, sequence, kv_head, first_row, end_row, scratch);
+    undelayed->attention(args, sequence, kv_head, first_row, end_row, scratch);
 }
 
 typedef struct plan_fixture { /* the data of a run, and the values from which all runs start */
