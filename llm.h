@@ -10696,17 +10696,22 @@ static size_t llm__span_head(llm__layout l) {
 }
 
 /* Bytes of a stripe before its quads */
-static size_t llm__stripe_head(llm__layout l) { return 2 * LLM__PANEL * (l.minimum && !l.groups ? 4 : 2); }
+static size_t llm__stripe_head(llm__layout l) {
+    return 2 * LLM__PANEL * (l.minimum && !l.groups ? 4 : 2);
+}
 
 static size_t llm__stripe_bytes(llm__layout l) {
     return llm__stripe_head(l) + 2 * LLM__PANEL * (size_t)l.quads * sizeof(uint32_t);
 }
 
-static size_t llm__span_bytes(llm__layout l) { return llm__span_head(l) + LLM__SPAN * llm__stripe_bytes(l); }
+static size_t llm__span_bytes(llm__layout l) {
+    return llm__span_head(l) + LLM__SPAN * llm__stripe_bytes(l);
+}
 
 static size_t llm__panel_bytes(llm__layout l, int64_t cols) {
     size_t stripes = (size_t)llm__divide_up(cols, LLM__STRIPE);
-    return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(l) + stripes * llm__stripe_bytes(l);
+    return (stripes + LLM__SPAN - 1) / LLM__SPAN * llm__span_head(l) +
+           stripes * llm__stripe_bytes(l);
 }
 
 static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
@@ -10716,7 +10721,8 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
     }
     uint32_t columns[8]; /* four columns in each */
     memcpy(columns, q, sizeof columns);
-    for (int i = 0; i < 4; i++) words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
+    for (int i = 0; i < 4; i++)
+        words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
     words[4] = words[5] = 0;
     for (int i = 0; i < 8; i++)
         if (quads == 6) words[4 + i / 4] |= (columns[i] >> 4 & 0x03030303) << (i % 4 * 2);
@@ -10733,7 +10739,9 @@ static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *mu
     /* If not finite, all multipliers are 1, and the products become NaN or infinite. */
     bool finite = (largest & 0x7fff) < 0x7c00;
     for (int i = 0; i < n; i++) {
-        float part = finite && all != 0.0f ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE) : (float)!finite;
+        float part = finite && all != 0.0f
+                         ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE)
+                         : (float)!finite;
         /* At least -2047: times a level of -16, 2048 fits in 16 bits but -2048 does not. */
         multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE);
     }
@@ -10754,7 +10762,9 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
             llm__levels levels[BLOCKS];
             int n = (int)llm__min(BLOCKS, blocks - first);
             for (int b = 0; b < n; b++)
-                llm__read_levels(w->type, (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes, first + b, &levels[b]);
+                llm__read_levels(w->type,
+                                 (const uint8_t *)w->data + (size_t)(first_row + row) * row_bytes,
+                                 first + b, &levels[b]);
             if (l.groups) {
                 llm__write_u16(head, levels[0].scale);
                 if (l.minimum) llm__write_u16(head + LLM__PANEL * 4, levels[0].minimum);
@@ -10767,15 +10777,19 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
             }
             for (int b = 0; b < n; b++) {
                 int64_t block = first + b;
-                uint8_t *stripe = span + llm__span_head(l) + (size_t)(block / 2 % LLM__SPAN) * stripe_bytes;
+                uint8_t *stripe = span + llm__span_head(l) +
+                                  (size_t)(block / 2 % LLM__SPAN) * stripe_bytes;
                 uint8_t *to = stripe + llm__stripe_head(l) + block % 2 * LLM__PANEL * 4 * l.quads;
                 uint8_t *scales = stripe + block % 2 * LLM__PANEL * 2;
                 uint32_t words[8];
                 llm__pack_quads(l.quads, levels[b].q, words);
-                for (int i = 0; l.groups && i < 2; i++) scales[i * LLM__PANEL + row] = levels[b].group[i];
+                for (int i = 0; l.groups && i < 2; i++)
+                    scales[i * LLM__PANEL + row] = levels[b].group[i];
                 if (!l.groups) llm__write_u16(scales + 2 * row, levels[b].scale);
-                if (!l.groups && l.minimum) llm__write_u16(scales + LLM__PANEL * 4 + 2 * row, levels[b].minimum);
-                for (int q = 0; q < l.quads; q++) memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
+                if (!l.groups && l.minimum)
+                    llm__write_u16(scales + LLM__PANEL * 4 + 2 * row, levels[b].minimum);
+                for (int q = 0; q < l.quads; q++)
+                    memcpy(to + (q * LLM__PANEL + row) * 4, &words[q], 4);
             }
         }
 }
@@ -10802,7 +10816,9 @@ enum { /* sizes for the matrix tiles */
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
 /* Values of x that share a scale */
-static int llm__x_group(llm_type type) { return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK; }
+static int llm__x_group(llm_type type) {
+    return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK;
+}
 
 LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) {
     return (const char *)args->x_tiles + (size_t)tile * args->x_tile_bytes;
@@ -10855,13 +10871,16 @@ LLM__INLINE llm__vf LLM__K(absolute)(llm__vf v) { return (llm__vf)((llm__vi)v & 
 LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
     return (llm__vf)_mm512_fmadd_ps((__m512)a, (__m512)b, (__m512)c);
 }
-LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) { return (llm__vf)_mm512_max_ps((__m512)a, (__m512)b); }
+LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
+    return (llm__vf)_mm512_max_ps((__m512)a, (__m512)b);
+}
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)_mm512_cvtps_epi32((__m512)v); }
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     return (llm__vf)_mm512_cvtph_ps(_mm256_loadu_si256((const __m256i *)(const void *)p));
 }
 LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
-    _mm256_storeu_si256((__m256i *)(void *)p, _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm256_storeu_si256((__m256i *)(void *)p,
+                        _mm512_cvtps_ph((__m512)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
     __m512i wide = _mm512_cvtepu16_epi32(_mm256_loadu_si256((const __m256i *)(const void *)p));
@@ -10884,13 +10903,16 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) { return _mm512_reduce_max_ps((__m5
 LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
     return (llm__vf)_mm256_fmadd_ps((__m256)a, (__m256)b, (__m256)c);
 }
-LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) { return (llm__vf)_mm256_max_ps((__m256)a, (__m256)b); }
+LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
+    return (llm__vf)_mm256_max_ps((__m256)a, (__m256)b);
+}
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)_mm256_cvtps_epi32((__m256)v); }
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     return (llm__vf)_mm256_cvtph_ps(_mm_loadu_si128((const __m128i *)(const void *)p));
 }
 LLM__INLINE void LLM__K(to_f16)(uint16_t *p, llm__vf v) {
-    _mm_storeu_si128((__m128i *)(void *)p, _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
+    _mm_storeu_si128((__m128i *)(void *)p,
+                     _mm256_cvtps_ph((__m256)v, _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC));
 }
 LLM__INLINE llm__vf LLM__K(from_bf16)(const uint16_t *p) {
     __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128((const __m128i *)(const void *)p));
@@ -10928,7 +10950,9 @@ LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32(
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
 #endif
 #if defined(__aarch64__)
-LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) { return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p))); }
+LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
+    return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
+}
 #else
 /* An f16 shifted to the fields of an f32 is too small by 2^112, also if denormal. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
@@ -11010,7 +11034,8 @@ LLM__INLINE llm__vf LLM__K(exp)(llm__vf x) {
 
 /* -- Normalisation and activation -- */
 
-static void LLM__K(rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon, float *out) {
+static void LLM__K(rmsnorm)(const float *x, const float *weight, int n, int dim, float epsilon,
+                            float *out) {
     int whole = dim - dim % LLM__W, rest = dim % LLM__W;
     for (int row = 0; row < n; row++, x += dim, out += dim) {
         llm__vf squares = {0};
@@ -11037,8 +11062,10 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
         LLM__K(store)(out + i, LLM__K(silu_times)(LLM__K(load)(gate + i), LLM__K(load)(up + i)));
     int rest = (int)(n - i);
     if (rest == 0) return;
-    LLM__K(store_some)(out + i,
-                       LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)), rest);
+    LLM__K(store_some)(
+        out + i,
+        LLM__K(silu_times)(LLM__K(load_some)(gate + i, rest), LLM__K(load_some)(up + i, rest)),
+        rest);
 }
 
 /* -- Rows of logits, for chapter 3 -- */
@@ -11058,7 +11085,8 @@ static int32_t LLM__K(argmax)(const float *x, int n) {
     float top = -INFINITY;
     int32_t index = 0;
     for (int lane = 0; lane < LLM__W; lane++)
-        if (most[lane] > top || (most[lane] == top && top > -INFINITY && best[lane] < index)) top = most[lane], index = best[lane];
+        if (most[lane] > top || (most[lane] == top && top > -INFINITY && best[lane] < index))
+            top = most[lane], index = best[lane];
     for (; i < n; i++)
         if (x[i] > top) top = x[i], index = i;
     return index;
@@ -11073,7 +11101,8 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
         for (; i + LLM__W <= end; i += LLM__W) part += LLM__K(exp)(LLM__K(load)(x + i) - shift);
         if (i < end) {
             float rest[LLM__W];
-            for (int lane = 0; lane < LLM__W; lane++) rest[lane] = i + lane < end ? x[i + lane] - shift : -INFINITY;
+            for (int lane = 0; lane < LLM__W; lane++)
+                rest[lane] = i + lane < end ? x[i + lane] - shift : -INFINITY;
             part += LLM__K(exp)(LLM__K(load)(rest));
         }
         sum += (double)LLM__K(sum)(part);
@@ -11094,8 +11123,8 @@ LLM__INLINE void LLM__K(finish)(const llm__matmul_args *args, int64_t i, int64_t
 }
 
 /* R rows of weights, row_bytes apart, times T rows of x. R, T and type are constants. */
-LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_args *args, const char *weights,
-                                   size_t row_bytes, int64_t row, int64_t i0) {
+LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_args *args,
+                                   const char *weights, size_t row_bytes, int64_t row, int64_t i0) {
     int64_t cols = args->w->cols;
     const float *x = args->x + i0 * cols;
     int64_t whole = cols - cols % LLM__W;
@@ -11106,7 +11135,9 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
     for (int64_t j = 0; j < whole; j += LLM__W) {
         LLM__UNROLL for (int r = 0; r < R; r++) {
             w[r] = LLM__K(load_as)(type, weights + (size_t)r * row_bytes, j);
-            if (T == 1) LLM__PREFETCH_FAR(weights + (size_t)(R + r) * row_bytes + (size_t)j * (type == LLM_F32 ? 4 : 2));
+            if (T == 1)
+                LLM__PREFETCH_FAR(weights + (size_t)(R + r) * row_bytes +
+                                  (size_t)j * (type == LLM_F32 ? 4 : 2));
         }
         LLM__UNROLL for (int t = 0; t < T; t++) {
             llm__vf xt = LLM__K(load)(x + t * cols + j);
@@ -11122,40 +11153,50 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
         }
     }
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish)(args, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            LLM__K(finish)(args, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
 /* `count` rows of weights, which the L2 cache holds, times all rows of x: 4 rows of x stay in the
  * L1 cache while weights are read. */
-LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights, size_t row_bytes, int64_t row,
-                                  int64_t count) {
+LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights,
+                                  size_t row_bytes, int64_t row, int64_t count) {
     for (int64_t i = 0, together; i < args->n; i += together) {
         together = args->n - i >= 4 ? 4 : 1;
         int64_t r = 0;
         for (; r + LLM__ROWS <= count; r += LLM__ROWS)
-            if (together == 4) LLM__K(dot_block)(type, LLM__ROWS, 4, args, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
-            else LLM__K(dot_block)(type, LLM__ROWS, 1, args, weights + (size_t)r * row_bytes, row_bytes, row + r, i);
+            if (together == 4)
+                LLM__K(dot_block)(type, LLM__ROWS, 4, args, weights + (size_t)r * row_bytes,
+                                  row_bytes, row + r, i);
+            else
+                LLM__K(dot_block)(type, LLM__ROWS, 1, args, weights + (size_t)r * row_bytes,
+                                  row_bytes, row + r, i);
         for (; r < count; r++)
             for (int64_t k = i; k < i + together; k++)
-                LLM__K(dot_block)(type, 1, 1, args, weights + (size_t)r * row_bytes, row_bytes, row + r, k);
+                LLM__K(dot_block)(type, 1, 1, args, weights + (size_t)r * row_bytes, row_bytes,
+                                  row + r, k);
     }
 }
 
-static void LLM__K(dot_rows_f32)(const llm__matmul_args *args, const char *weights, size_t row_bytes, int64_t row, int64_t count) {
+static void LLM__K(dot_rows_f32)(const llm__matmul_args *args, const char *weights,
+                                 size_t row_bytes, int64_t row, int64_t count) {
     LLM__K(dot_rows)(LLM_F32, args, weights, row_bytes, row, count);
 }
 
-LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
-                                     float *tile) {
+LLM__INLINE void LLM__K(unpack_rows)(llm_type type, const char *weights, size_t row_bytes,
+                                     int64_t cols, int64_t count, float *tile) {
     for (int64_t r = 0; r < count; r++, weights += row_bytes, tile += cols) {
         int64_t j = 0;
-        for (; j + LLM__W <= cols; j += LLM__W) LLM__K(store)(tile + j, LLM__K(load_as)(type, weights, j));
-        if (j < cols) LLM__K(store_some)(tile + j, LLM__K(load_some_as)(type, weights, j, (int)(cols - j)), (int)(cols - j));
+        for (; j + LLM__W <= cols; j += LLM__W)
+            LLM__K(store)(tile + j, LLM__K(load_as)(type, weights, j));
+        if (j < cols)
+            LLM__K(store_some)(tile + j, LLM__K(load_some_as)(type, weights, j, (int)(cols - j)),
+                               (int)(cols - j));
     }
 }
 
-static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_bytes, int64_t cols, int64_t count,
-                                float *tile) {
+static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_bytes, int64_t cols,
+                                int64_t count, float *tile) {
     if (type == LLM_F16) LLM__K(unpack_rows)(LLM_F16, weights, row_bytes, cols, count, tile);
     else if (type == LLM_BF16) LLM__K(unpack_rows)(LLM_BF16, weights, row_bytes, cols, count, tile);
     else /* the rows are contiguous whole blocks */
@@ -11164,7 +11205,8 @@ static void LLM__K(unpack_tile)(llm_type type, const char *weights, size_t row_b
 
 /* With few rows of x, f16 and bf16 weights are converted on the fly. With more, a tile of weights
  * is converted once for all rows. Both give the same bits. */
-static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, int64_t end, void *scratch) {
+static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, int64_t end,
+                                 void *scratch) {
     const llm_weight *w = args->w;
     size_t row_bytes = llm__row_bytes(w->type, w->cols);
     const char *weights = (const char *)w->data;
@@ -11175,11 +11217,14 @@ static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, in
         int64_t count = llm__min(tile_rows, end - row);
         const char *part = weights + (size_t)row * row_bytes;
         if (w->type == LLM_F32) LLM__K(dot_rows_f32)(args, part, row_bytes, row, count);
-        else if (few && w->type == LLM_F16) LLM__K(dot_rows)(LLM_F16, args, part, row_bytes, row, count);
-        else if (few && w->type == LLM_BF16) LLM__K(dot_rows)(LLM_BF16, args, part, row_bytes, row, count);
+        else if (few && w->type == LLM_F16)
+            LLM__K(dot_rows)(LLM_F16, args, part, row_bytes, row, count);
+        else if (few && w->type == LLM_BF16)
+            LLM__K(dot_rows)(LLM_BF16, args, part, row_bytes, row, count);
         else {
             LLM__K(unpack_tile)(w->type, part, row_bytes, w->cols, count, (float *)scratch);
-            LLM__K(dot_rows_f32)(args, (const char *)scratch, (size_t)w->cols * sizeof(float), row, count);
+            LLM__K(dot_rows_f32)(args, (const char *)scratch, (size_t)w->cols * sizeof(float), row,
+                                 count);
         }
     }
 }
@@ -11276,7 +11321,8 @@ LLM__INLINE llm__vi LLM__K(add_pair)(llm__vi sum, llm__vi a, llm__vi b) {
 
 /* Read the multipliers of 4-bit types into the low half of each lane; the high half is 0. half and
  * part are as in unpack_block. */
-LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *stripe, int half, int part) {
+LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *stripe, int half,
+                                               int part) {
     typedef uint16_t halves __attribute__((vector_size(2 * LLM__W)));
     halves v;
     if (groups) return LLM__K(from_u8)(stripe + half * 2 * LLM__PANEL + part * LLM__W);
@@ -11285,8 +11331,10 @@ LLM__INLINE llm__vi LLM__K(unpack_multipliers)(bool groups, const uint8_t *strip
 }
 
 /* Read scales and minimums, or multipliers. */
-LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
-    const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL + part * LLM__W;
+LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int half, int part,
+                                       LLM__K(w_block) *w) {
+    const uint16_t *scales = (const uint16_t *)(const void *)stripe + half * LLM__PANEL +
+                             part * LLM__W;
     w->scale = w->minimum = (llm__vf){0};
     w->multiplier = w->other = (llm__vi){0};
     if (l.groups) {
@@ -11303,15 +11351,18 @@ LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int
 }
 
 /* Read the scale and the minimum of 256 columns. half: which 256 of the span */
-LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part, llm__vf *scale, llm__vf *minimum) {
-    const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL + part * LLM__W;
+LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part,
+                                     llm__vf *scale, llm__vf *minimum) {
+    const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL +
+                             part * LLM__W;
     *scale = LLM__K(from_f16)(scales);
     if (!l.groups) *scale *= 1.0f / LLM__FULL_SCALE;
     else if (l.minimum) *minimum = -LLM__K(from_f16)(scales + 2 * LLM__PANEL);
 }
 
 /* Unpack block `half` of a stripe, LLM__W rows from part * LLM__W on. */
-LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int half, int part,
+                                      LLM__K(w_block) *w) {
     const int stored = l.quads, bytes = LLM__PANEL * 4;
     const uint8_t *p = stripe + llm__stripe_head(l) + half * bytes * stored + part * 4 * LLM__W;
     llm__vi quads[8];
@@ -11331,20 +11382,24 @@ LLM__INLINE void LLM__K(unpack_quads)(llm__layout l, const uint8_t *stripe, int 
     }
     if (stored == 6) {
         llm__vi high[2] = {LLM__K(load_int)(p + 4 * bytes), LLM__K(load_int)(p + 5 * bytes)};
-        LLM__UNROLL for (int q = 0; q < 8; q++) quads[q] |= (high[q / 4] >> (q % 4 * 2) & 0x03030303) << 4;
+        LLM__UNROLL for (int q = 0; q < 8; q++)
+            quads[q] |= (high[q / 4] >> (q % 4 * 2) & 0x03030303) << 4;
     }
 #if LLM__KERNEL_PASS == 0
     LLM__UNROLL for (int q = 0; q < 8; q++)
         LLM__UNROLL for (int i = 0; i < 4; i++) {
             llm__vi v = quads[q] >> (8 * i);
-            w->w[4 * q + i] = __builtin_convertvector(l.quads == 8 ? v << 24 >> 24 : (v & 63) - l.zero, llm__vf);
+            w->w[4 * q + i] = __builtin_convertvector(
+                l.quads == 8 ? v << 24 >> 24 : (v & 63) - l.zero, llm__vf);
         }
 #else
-    LLM__UNROLL for (int q = 0; q < 8; q++) w->w[q] = LLM__KERNEL_PASS == 2 && l.quads == 8 ? quads[q] ^ (int)0x80808080u : quads[q];
+    LLM__UNROLL for (int q = 0; q < 8; q++)
+        w->w[q] = LLM__KERNEL_PASS == 2 && l.quads == 8 ? quads[q] ^ (int)0x80808080u : quads[q];
 #endif
 }
 
-LLM__INLINE void LLM__K(unpack_block)(llm__layout l, const uint8_t *stripe, int half, int part, LLM__K(w_block) *w) {
+LLM__INLINE void LLM__K(unpack_block)(llm__layout l, const uint8_t *stripe, int half, int part,
+                                      LLM__K(w_block) *w) {
     LLM__K(unpack_quads)(l, stripe, half, part, w);
     LLM__K(unpack_scales)(l, stripe, half, part, w);
 }
@@ -11371,18 +11426,20 @@ LLM__INLINE llm__vi LLM__K(minus_level)(int level, int first, int end, const int
 }
 
 /* Columns 4 * first to 4 * end - 1 of LLM__W rows of weights, times T rows of x */
-LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *w, int first, int end, const int8_t *x,
-                                   const int16_t *x_sums, llm__vi *sums) {
+LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *w, int first,
+                                   int end, const int8_t *x, const int16_t *x_sums, llm__vi *sums) {
 #if LLM__KERNEL_PASS == 0
     llm__vf floats[LLM__X_ROWS];
     (void)l, (void)x_sums;
     LLM__UNROLL for (int t = 0; t < T; t++) floats[t] = (llm__vf){0};
     LLM__ROLLED for (int i = 4 * first; i < 4 * end; i++)
-        LLM__UNROLL for (int t = 0; t < T; t++) floats[t] = LLM__K(fma)(w->w[i], LLM__K(all)(x[t * LLM__STRIPE + i]), floats[t]);
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            floats[t] = LLM__K(fma)(w->w[i], LLM__K(all)(x[t * LLM__STRIPE + i]), floats[t]);
     LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = __builtin_convertvector(floats[t], llm__vi);
 #else
     const int level = LLM__KERNEL_PASS == 2 && l.quads == 8 ? 128 : l.zero;
-    LLM__UNROLL for (int t = 0; t < T; t++) sums[t] = LLM__K(minus_level)(level, first, end, x_sums + 4 * t);
+    LLM__UNROLL for (int t = 0; t < T; t++)
+        sums[t] = LLM__K(minus_level)(level, first, end, x_sums + 4 * t);
 #if LLM__KERNEL_PASS == 1
     LLM__UNROLL
 #else
@@ -11393,36 +11450,54 @@ LLM__INLINE void LLM__K(dot_quads)(llm__layout l, int T, const LLM__K(w_block) *
             const int8_t *xq = x + t * LLM__STRIPE + 4 * q;
             (void)level;
 #if LLM__KERNEL_PASS == 2
-            sums[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)sums[t], (__m512i)w->w[q], (__m512i)LLM__K(all_i32)(xq));
+            sums[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)sums[t], (__m512i)w->w[q],
+                                                   (__m512i)LLM__K(all_i32)(xq));
 #elif LLM__KERNEL_PASS == 3
-            sums[t] = (llm__vi)vdotq_s32((int32x4_t)sums[t], (int8x16_t)w->w[q], (int8x16_t)LLM__K(all_i32)(xq));
+            sums[t] = (llm__vi)vdotq_s32((int32x4_t)sums[t], (int8x16_t)w->w[q],
+                                         (int8x16_t)LLM__K(all_i32)(xq));
 #else
-            __m256i v[2] = {(__m256i)w->w[q], (__m256i)w->w[q + 1]}, some[2] = {(__m256i)LLM__K(all_i32)(xq), (__m256i)LLM__K(all_i32)(xq + 4)};
+            __m256i v[2] = {(__m256i)w->w[q], (__m256i)w->w[q + 1]},
+                    some[2] = {(__m256i)LLM__K(all_i32)(xq), (__m256i)LLM__K(all_i32)(xq + 4)};
             const __m256i ones = _mm256_set1_epi16(1);
-            if (l.quads == 8) /* only one result of vpmaddubsw fits in 16 bits, with the sign of w moved to x */
+            /* q8_0: one result of vpmaddubsw fits in 16 bits, with the sign of w moved to x. */
+            if (l.quads == 8)
                 LLM__UNROLL for (int i = 0; i < 2; i++)
-                    sums[t] += (llm__vi)_mm256_madd_epi16(_mm256_maddubs_epi16(_mm256_abs_epi8(v[i]), _mm256_sign_epi8(some[i], v[i])), ones);
-            else sums[t] += (llm__vi)_mm256_madd_epi16(_mm256_add_epi16(_mm256_maddubs_epi16(v[0], some[0]), _mm256_maddubs_epi16(v[1], some[1])), ones);
+                    sums[t] += (llm__vi)_mm256_madd_epi16(
+                        _mm256_maddubs_epi16(_mm256_abs_epi8(v[i]),
+                                             _mm256_sign_epi8(some[i], v[i])),
+                        ones);
+            else
+                sums[t] += (llm__vi)_mm256_madd_epi16(
+                    _mm256_add_epi16(_mm256_maddubs_epi16(v[0], some[0]),
+                                     _mm256_maddubs_epi16(v[1], some[1])),
+                    ones);
 #endif
         }
 #endif
 }
 
 /* sums[t][part] += a block of LLM__W rows times 32 values of row t of x, for T rows */
-LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part, const int8_t *x, const float *scales, const int16_t *x_sums,
+LLM__INLINE void LLM__K(add_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
+                                   const int8_t *x, const float *scales, const int16_t *x_sums,
                                    llm__vf (*sums)[LLM__K(parts)]) {
     llm__vi products[LLM__X_ROWS];
     LLM__K(dot_quads)(l, T, w, 0, 8, x, x_sums, products);
     LLM__UNROLL for (int t = 0; t < T; t++) {
-        sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t], llm__vf), w->scale * scales[2 * t], sums[t][part]);
-        if (l.minimum) sums[t][part] = LLM__K(fma)(w->minimum, LLM__K(all)(scales[2 * t] * (float)(x_sums[4 * t] + x_sums[4 * t + 1])), sums[t][part]);
+        sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t], llm__vf),
+                                    w->scale * scales[2 * t], sums[t][part]);
+        if (l.minimum)
+            sums[t][part] = LLM__K(fma)(
+                w->minimum, LLM__K(all)(scales[2 * t] * (float)(x_sums[4 * t] + x_sums[4 * t + 1])),
+                sums[t][part]);
     }
 }
 
 /* The same in integers, for weights with multipliers. q4_K, q5_K: minimums[t][part] += the
  * minimum's multiplier times the sum of x */
-LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part, const int8_t *x, const int16_t *x_sums,
-                                         llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
+LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_block) *w, int part,
+                                         const int8_t *x, const int16_t *x_sums,
+                                         llm__vi (*sums)[LLM__K(parts)],
+                                         llm__vi (*minimums)[LLM__K(parts)]) {
     llm__vi products[LLM__X_ROWS];
     if (l.quads == 6) {
         LLM__K(dot_quads)(l, T, w, 0, 4, x, x_sums, products);
@@ -11456,8 +11531,10 @@ typedef struct LLM__K(short_sums) {
  *
  * AVX2 has 16 registers: four hold weights (both nibbles, both halves of the panel), eight hold
  * sums (of four rows of x). */
-LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *stripe, int half, const int8_t *x, const char *starts,
-                                        LLM__K(short_sums) *before, llm__vi (*sums)[LLM__K(parts)]) {
+LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *stripe, int half,
+                                        const int8_t *x, const char *starts,
+                                        LLM__K(short_sums) *before,
+                                        llm__vi (*sums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 2
     const uint8_t *quads = stripe + llm__stripe_head(l) + half * LLM__PANEL * 16;
     llm__vi now[LLM__X_ROWS], multiplier = LLM__K(unpack_multipliers)(l.groups, stripe, half, 0);
@@ -11467,16 +11544,21 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
         __asm__("" : "+v"(v)); /* keeps v in a register, else it is loaded for each nibble */
         /* t is the inner loop, since additions to the same sum wait for each other. */
         LLM__UNROLL for (int t = 0; t < T; t++)
-            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)(v & 0x0f0f0f0f), (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE));
+            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)(v & 0x0f0f0f0f),
+                                                  (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE));
         LLM__UNROLL for (int t = 0; t < T; t++)
-            now[t] = (llm__vi)_mm512_dpbusd_epi32((__m512i)now[t], (__m512i)(v >> 4 & 0x0f0f0f0f), (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 16));
+            now[t] = (llm__vi)_mm512_dpbusd_epi32(
+                (__m512i)now[t], (__m512i)(v >> 4 & 0x0f0f0f0f),
+                (__m512i)LLM__K(all_i32)(x + t * LLM__STRIPE + 16));
     }
     if (half == 0) {
         LLM__UNROLL for (int t = 0; t < T; t++) before->rows[t] = now[t];
         before->multiplier = multiplier;
     } else {
         llm__vi multipliers = LLM__K(pair)(before->multiplier, multiplier);
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][0] = LLM__K(add_pair)(sums[t][0], LLM__K(pair)(before->rows[t], now[t]), multipliers);
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            sums[t][0] = LLM__K(add_pair)(sums[t][0], LLM__K(pair)(before->rows[t], now[t]),
+                                          multipliers);
     }
 #elif LLM__KERNEL_PASS == 1
     (void)starts, (void)before;
@@ -11494,18 +11576,23 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
         __asm__("" : "+r"(x)); /* delays the loads of x to here */
         LLM__UNROLL for (int t = 0; t < T; t++)
             LLM__UNROLL for (int nibble = 0; nibble < 2; nibble++) {
-                __m256i values = (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q + 16 * nibble);
+                __m256i values = (__m256i)LLM__K(all_i32)(x + t * LLM__STRIPE + 4 * q +
+                                                          16 * nibble);
                 LLM__UNROLL for (int part = 0; part < 2; part++) {
                     __m256i products = _mm256_maddubs_epi16((__m256i)w[part][nibble], values);
-                    now[t][part] = (llm__vi)(q + nibble ? _mm256_add_epi16((__m256i)now[t][part], products) : products);
+                    now[t][part] = (llm__vi)(q + nibble
+                                                 ? _mm256_add_epi16((__m256i)now[t][part], products)
+                                                 : products);
                     /* Keeps the order: the compiler would add in a tree, which spills registers. */
                     __asm__("" : "+x"(now[t][part]));
                 }
             }
     }
     LLM__UNROLL for (int part = 0; part < 2; part++) {
-        llm__vi multiplier = LLM__K(unpack_multipliers)(l.groups, stripe, half, part), multipliers = multiplier | multiplier << 16;
-        LLM__UNROLL for (int t = 0; t < T; t++) sums[t][part] = LLM__K(add_pair)(sums[t][part], now[t][part], multipliers);
+        llm__vi multiplier = LLM__K(unpack_multipliers)(l.groups, stripe, half, part),
+                multipliers = multiplier | multiplier << 16;
+        LLM__UNROLL for (int t = 0; t < T; t++)
+            sums[t][part] = LLM__K(add_pair)(sums[t][part], now[t][part], multipliers);
     }
 #else
     (void)l, (void)T, (void)stripe, (void)half, (void)x, (void)starts, (void)before, (void)sums;
@@ -11515,20 +11602,27 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
 /* The sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level. Add `missing` x (-8
  * times the sum of x) x multiplier, then q4_Z's zero points. Minimums of q4_K get -8 times their
  * value. */
-LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T, const char *starts, const char *x_sums,
-                                            llm__vi (*sums)[LLM__K(parts)], llm__vi (*minimums)[LLM__K(parts)]) {
+LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T,
+                                            const char *starts, const char *x_sums,
+                                            llm__vi (*sums)[LLM__K(parts)],
+                                            llm__vi (*minimums)[LLM__K(parts)]) {
 #if LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2
     const int missing = l.zero / 8 - (LLM__KERNEL_PASS == 2);
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
         LLM__K(w_block) w[2];
-        LLM__UNROLL for (int half = 0; half < 2; half++) LLM__K(unpack_scales)(l, stripe, half, part, &w[half]);
+        LLM__UNROLL for (int half = 0; half < 2; half++)
+            LLM__K(unpack_scales)(l, stripe, half, part, &w[half]);
         llm__vi factors = LLM__K(pair)(missing * w[0].multiplier, missing * w[1].multiplier);
         LLM__UNROLL for (int t = 0; t < T; t++) {
             llm__vi start = LLM__K(all_i32)(starts + 8 * t);
             if (missing) sums[t][part] = LLM__K(add_pair)(sums[t][part], start, factors);
-            if (l.groups) minimums[t][part] = LLM__K(add_pair)(minimums[t][part], start, LLM__K(pair)(w[0].other, w[1].other));
+            if (l.groups)
+                minimums[t][part] = LLM__K(add_pair)(minimums[t][part], start,
+                                                     LLM__K(pair)(w[0].other, w[1].other));
             else if (l.minimum)
-                LLM__UNROLL for (int half = 0; half < 2; half++) sums[t][part] = LLM__K(add_x_sum)(sums[t][part], x_sums + 8 * t + 4 * half, w[half].other);
+                LLM__UNROLL for (int half = 0; half < 2; half++)
+                    sums[t][part] = LLM__K(add_x_sum)(sums[t][part], x_sums + 8 * t + 4 * half,
+                                                      w[half].other);
         }
     }
 #else
@@ -11537,11 +11631,13 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe
 }
 
 /* Add bias, and residual or gate, and store up to LLM__W rows. Not inlined, to compile faster. */
-static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, float *out, int64_t row, llm__vf sum) {
+static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, float *out, int64_t row,
+                                              llm__vf sum) {
     int n = (int)llm__min(args->w->rows - row, LLM__W);
     bool whole = n == LLM__W;
     llm__vf before = {0};
-    if (args->bias) sum += whole ? LLM__K(load)(args->bias + row) : LLM__K(load_some)(args->bias + row, n);
+    if (args->bias)
+        sum += whole ? LLM__K(load)(args->bias + row) : LLM__K(load_some)(args->bias + row, n);
     if (args->add || args->gate) before = whole ? LLM__K(load)(out) : LLM__K(load_some)(out, n);
     if (args->add) sum = before + sum;
     else if (args->gate) sum = LLM__K(silu_times)(before, sum);
@@ -11550,7 +11646,8 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, floa
 }
 
 /* The same for LLM__PANEL rows; whole registers without a gate are inline. */
-LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row, const llm__vf *sums) {
+LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row,
+                                      const llm__vf *sums) {
     float *out = args->out + i * args->w->rows + row;
     LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++, row += LLM__W, out += LLM__W) {
         if (row >= args->w->rows) return;
@@ -11566,17 +11663,21 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, i
 }
 
 /* A panel times T rows of x from row i on, all in one tile. T is a constant. */
-LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args, const uint8_t *panel, int64_t row,
-                                    int64_t i) {
-    const bool whole = l.multipliers, minimums = (l.groups && l.minimum), short_sums = known && l.multipliers && (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2);
-    const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l), x_bytes = (size_t)args->height * LLM__X_BYTES;
-    const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: of q4_Z, the largest */
+LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args,
+                                    const uint8_t *panel, int64_t row, int64_t i) {
+    const bool whole = l.multipliers, minimums = l.groups && l.minimum,
+               short_sums = known && l.multipliers &&
+                            (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2);
+    const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l),
+                 x_bytes = (size_t)args->height * LLM__X_BYTES;
+    const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: q4_Z */
     int64_t stripes = llm__stripes(args->w->cols);
     const uint8_t *stripe = panel;
     int first = (int)(i % args->height);
     const char *x = llm__x_tile(args, i / args->height) + first * LLM__STRIPE;
     /* At x_scales + 4: the second scale or, with multipliers, -8 times the sums of the blocks */
-    const ptrdiff_t x_scales = args->height * LLM__STRIPE - first * (LLM__STRIPE - 8), x_sums = x_scales + args->height * 8;
+    const ptrdiff_t x_scales = args->height * LLM__STRIPE - first * (LLM__STRIPE - 8),
+                    x_sums = x_scales + args->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
     /* Sums over 256 columns: of products; lower: of x times the minimums' multipliers */
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)];
@@ -11584,14 +11685,16 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
     LLM__UNROLL for (int t = 0; t < T; t++)
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) sums[t][part] = (llm__vf){0};
     for (int64_t start = 0; start < stripes; start += LLM__SPAN / 2) {
-        const uint8_t *span = stripe - (start % LLM__SPAN ? head + LLM__SPAN / 2 * stripe_bytes : 0);
+        const uint8_t *span = stripe -
+                              (start % LLM__SPAN ? head + LLM__SPAN / 2 * stripe_bytes : 0);
         LLM__UNROLL for (int t = 0; t < T; t++)
             LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++)
                 products[t][part] = (llm__vi){0}, lower[t][part] = (llm__vi){0};
         if (whole) {
             if (stripe == span) {
                 for (size_t line = 0; line < head; line += 64)
-                    LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line), LLM__PREFETCH(span + llm__span_bytes(l) + line);
+                    LLM__PREFETCH_FAR(span + LLM__FAR_BYTES + line),
+                        LLM__PREFETCH(span + llm__span_bytes(l) + line);
                 stripe += head;
             }
             /* Keeps the sums in memory, since the block needs the registers. */
@@ -11601,7 +11704,8 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
         const int64_t end = llm__min(start + LLM__SPAN / 2, stripes);
         for (int64_t s = start; s < end; s++, x += x_bytes, stripe += stripe_bytes) {
             for (size_t line = 0; line < prefetched; line += 64)
-                LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line), LLM__PREFETCH(stripe + stripe_bytes + line);
+                LLM__PREFETCH_FAR(stripe + LLM__FAR_BYTES + line),
+                    LLM__PREFETCH(stripe + stripe_bytes + line);
 #if LLM__KERNEL_PASS == 2
             LLM__UNROLL /* so that `before` stays in registers */
 #endif
@@ -11610,7 +11714,8 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                 const float *block_scales = (const float *)(const void *)(x + x_scales) + half;
                 const int16_t *block_sums = (const int16_t *)(const void *)(x + x_sums) + 2 * half;
                 if (short_sums) {
-                    LLM__K(add_short_half)(l, T, stripe, half, values, x + x_scales + 4, &before, products);
+                    LLM__K(add_short_half)(l, T, stripe, half, values, x + x_scales + 4, &before,
+                                           products);
                     continue;
                 }
 #if LLM__KERNEL_PASS != 0 /* plain C has too few registers */
@@ -11621,7 +11726,9 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                     LLM__K(unpack_block)(l, stripe, half, part, &w);
                     /* Loads x again for each part; the compiler would spill it. */
                     __asm__("" : "+r"(values));
-                    if (whole) LLM__K(add_whole_block)(l, T, &w, part, values, block_sums, products, lower);
+                    if (whole)
+                        LLM__K(add_whole_block)(l, T, &w, part, values, block_sums, products,
+                                                lower);
                     else LLM__K(add_block)(l, T, &w, part, values, block_scales, block_sums, sums);
                 }
             }
@@ -11631,28 +11738,39 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
             const char *x_back = x - (size_t)back * x_bytes;
             const uint8_t *stripe_back = stripe - (size_t)back * stripe_bytes;
             llm__layout constant = {4, 0, true, true, true};
-            if (l.groups) LLM__K(correct_short_sums)(constant, stripe_back, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
-            else LLM__K(correct_short_sums)(l, stripe_back, T, x_back + x_scales + 4, x_back + x_sums, products, lower);
+            if (l.groups)
+                LLM__K(correct_short_sums)(constant, stripe_back, T, x_back + x_scales + 4,
+                                           x_back + x_sums, products, lower);
+            else
+                LLM__K(correct_short_sums)(l, stripe_back, T, x_back + x_scales + 4,
+                                           x_back + x_sums, products, lower);
         }
         LLM__UNROLL for (int part = 0; part < LLM__K(parts); part++) {
             llm__vf scale, minimum = {0};
             LLM__K(unpack_head)(l, span, start % LLM__SPAN != 0, part, &scale, &minimum);
             if (short_sums) minimum *= -0.125f; /* `lower` is -8 times the sum */
             LLM__UNROLL for (int t = 0; t < T; t++) {
-                sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf), scale * scales[2 * t], sums[t][part]);
-                if (minimums) sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf), minimum * scales[2 * t], sums[t][part]);
+                sums[t][part] = LLM__K(fma)(__builtin_convertvector(products[t][part], llm__vf),
+                                            scale * scales[2 * t], sums[t][part]);
+                if (minimums)
+                    sums[t][part] = LLM__K(fma)(__builtin_convertvector(lower[t][part], llm__vf),
+                                                minimum * scales[2 * t], sums[t][part]);
             }
         }
     }
     LLM__UNROLL for (int t = 0; t < T; t++) LLM__K(finish_panel)(args, i + t, row, sums[t]);
 }
 
-LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__matmul_args *args, const uint8_t *panel, int64_t row) {
+LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__matmul_args *args,
+                                       const uint8_t *panel, int64_t row) {
     for (int64_t i = 0; i < args->n;) {
-        int64_t together = llm__min(llm__min(args->n - i, args->height - i % args->height), LLM__X_ROWS);
-        if (together >= 8 && LLM__X_ROWS >= 8) LLM__K(panel_rows)(l, known, LLM__X_ROWS, args, panel, row, i), i += LLM__X_ROWS;
+        int64_t together = llm__min(llm__min(args->n - i, args->height - i % args->height),
+                                    LLM__X_ROWS);
+        if (together >= 8 && LLM__X_ROWS >= 8)
+            LLM__K(panel_rows)(l, known, LLM__X_ROWS, args, panel, row, i), i += LLM__X_ROWS;
         else if (together >= 4) LLM__K(panel_rows)(l, known, 4, args, panel, row, i), i += 4;
-        else if (LLM__KERNEL_PASS != 0 && together >= 2) LLM__K(panel_rows)(l, known, 2, args, panel, row, i), i += 2;
+        else if (LLM__KERNEL_PASS != 0 && together >= 2)
+            LLM__K(panel_rows)(l, known, 2, args, panel, row, i), i += 2;
         else LLM__K(panel_rows)(l, known, 1, args, panel, row, i), i++;
     }
 }
@@ -11692,7 +11810,11 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__mat
 /* Tiles 0-3 (C) and 4-5 (A) get `rows` rows, 6-7 (B) b_rows. Rows have 64 bytes, those of A
  * a_bytes. */
 LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
-    struct { uint8_t palette, start, reserved[14]; uint16_t row_bytes[16]; uint8_t rows[16]; } shapes;
+    struct {
+        uint8_t palette, start, reserved[14];
+        uint16_t row_bytes[16];
+        uint8_t rows[16];
+    } shapes;
     memset(&shapes, 0, sizeof shapes);
     shapes.palette = 1;
     for (int i = 0; i < 8; i++) {
@@ -11703,14 +11825,15 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 }
 
 /* macros, since an instruction names its registers */
-#define LLM__TILE_LOAD(tile, p, stride)                                                    \
+#define LLM__TILE_LOAD(tile, p, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
                      "m"(*(const char(*)[1024])(const void *)(p)))
 #define LLM__TILE_STORE(tile, p)                            \
     __asm__ volatile("tilestored %%tmm" #tile ", (%1,%2,1)" \
                      : "=m"(*(char(*)[1024])(void *)(p)) : "r"(p), "r"((int64_t)64))
 #define LLM__TILE_ZERO(tile) __asm__ volatile("tilezero %%tmm" #tile ::)
-#define LLM__TILE_ADD(low, c, a, b) __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define LLM__TILE_ADD(low, c, a, b) \
+    __asm__ volatile("tdpb" low "d %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 typedef struct llm__tile_args { /* a chunk of a panel times one tile of x */
     llm__layout l;
@@ -11728,13 +11851,18 @@ typedef struct llm__tile_args { /* a chunk of a panel times one tile of x */
 } llm__tile_args;
 
 LLM__INLINE const float *llm__tile_scales(const llm__tile_args *args, int block) {
-    return (const float *)(const void *)(args->x + (size_t)(block / 2) * args->x_bytes + args->height * LLM__STRIPE) + block % 2;
+    return (const float *)(const void *)(args->x + (size_t)(block / 2) * args->x_bytes +
+                                         args->height * LLM__STRIPE) +
+           block % 2;
 }
 
 /* Both half-sums of block `block` of row t of x, as two 16-bit values in every lane */
 LLM__INLINE __m512i llm__tile_sums(const llm__tile_args *args, int block, int t) {
     int32_t pair;
-    memcpy(&pair, args->x + (size_t)(block / 2) * args->x_bytes + args->height * (LLM__STRIPE + 8) + 8 * t + 4 * (block % 2), 4);
+    memcpy(&pair,
+           args->x + (size_t)(block / 2) * args->x_bytes + args->height * (LLM__STRIPE + 8) +
+               8 * t + 4 * (block % 2),
+           4);
     return _mm512_set1_epi32(pair);
 }
 
@@ -11775,14 +11903,18 @@ LLM__INLINE void llm__amx_add(const llm__tile_args *args, int first, int end, __
         const float *x_scales = llm__tile_scales(args, b);
         __m512 w_scale = _mm512_loadu_ps(args->scales + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
-            __m512 product = _mm512_cvtepi32_ps(_mm512_loadu_si512((const void *)(products + t * 16)));
-            sums[t] = _mm512_fmadd_ps(product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[2 * t])), sums[t]);
+            __m512 product = _mm512_cvtepi32_ps(
+                _mm512_loadu_si512((const void *)(products + t * 16)));
+            sums[t] = _mm512_fmadd_ps(
+                product, _mm512_mul_ps(w_scale, _mm512_set1_ps(x_scales[2 * t])), sums[t]);
         }
         if (!args->l.minimum) continue;
         __m512 minimum = _mm512_loadu_ps(args->others + b * LLM__PANEL);
         LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
-            __m512 x_sum = _mm512_cvtepi32_ps(_mm512_madd_epi16(llm__tile_sums(args, b, t), _mm512_set1_epi16(1)));
-            sums[t] = _mm512_fmadd_ps(minimum, _mm512_mul_ps(_mm512_set1_ps(x_scales[2 * t]), x_sum), sums[t]);
+            __m512 x_sum = _mm512_cvtepi32_ps(
+                _mm512_madd_epi16(llm__tile_sums(args, b, t), _mm512_set1_epi16(1)));
+            sums[t] = _mm512_fmadd_ps(
+                minimum, _mm512_mul_ps(_mm512_set1_ps(x_scales[2 * t]), x_sum), sums[t]);
         }
     }
 }
@@ -11795,13 +11927,18 @@ LLM__INLINE void llm__amx_add_whole(const llm__tile_args *args, int first, int e
         __m512i multiplier = _mm512_loadu_si512((const void *)multipliers);
         if (!args->l.minimum && !args->l.groups)
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
-                sums[t] = _mm512_dpwssd_epi32(sums[t], _mm512_loadu_si512((const void *)(products + t * 16)), multiplier);
+                sums[t] = _mm512_dpwssd_epi32(
+                    sums[t], _mm512_loadu_si512((const void *)(products + t * 16)), multiplier);
         else
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
-                sums[t] = _mm512_add_epi32(sums[t], _mm512_mullo_epi32(_mm512_loadu_si512((const void *)(products + t * 16)), multiplier));
+                sums[t] = _mm512_add_epi32(
+                    sums[t],
+                    _mm512_mullo_epi32(_mm512_loadu_si512((const void *)(products + t * 16)),
+                                       multiplier));
         if (args->l.groups || !args->l.minimum) continue;
         __m512i other = _mm512_loadu_si512((const void *)(args->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(args, b, t), other);
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+            sums[t] = _mm512_dpwssd_epi32(sums[t], llm__tile_sums(args, b, t), other);
     }
 }
 
@@ -11813,18 +11950,21 @@ LLM__INLINE void llm__amx_finish(const llm__tile_args *args, int first, const __
     LLM__K(unpack_head)(args->l, args->span, first / LLM__SPAN, 0, &scale, &minimum);
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)scale, _mm512_set1_ps(x_scales[2 * t]));
-        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor, _mm512_loadu_ps(kept + t * 16)));
+        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(sums[t]), factor,
+                                                        _mm512_loadu_ps(kept + t * 16)));
     }
     if (!(args->l.groups && args->l.minimum)) return;
     __m512i lower[LLM__X_TILE];
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_setzero_si512();
     for (int b = first; b < llm__min(first + LLM__SPAN, args->blocks); b++) {
         __m512i other = _mm512_loadu_si512((const void *)(args->others + b * LLM__PANEL));
-        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(args, b, t), other);
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+            lower[t] = _mm512_dpwssd_epi32(lower[t], llm__tile_sums(args, b, t), other);
     }
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) {
         __m512 factor = _mm512_mul_ps((__m512)minimum, _mm512_set1_ps(x_scales[2 * t]));
-        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[t]), factor, _mm512_loadu_ps(kept + t * 16)));
+        _mm512_storeu_ps(kept + t * 16, _mm512_fmadd_ps(_mm512_cvtepi32_ps(lower[t]), factor,
+                                                        _mm512_loadu_ps(kept + t * 16)));
     }
 }
 
@@ -11832,17 +11972,20 @@ LLM__INLINE void llm__amx_finish(const llm__tile_args *args, int first, const __
 LLM__INLINE void llm__amx_float_chunk(const llm__tile_args *args) {
     llm__amx_products(args, 0, false);
     __m512 sums[LLM__X_TILE];
-    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_loadu_ps(args->kept + t * 16);
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+        sums[t] = _mm512_loadu_ps(args->kept + t * 16);
     for (int block = 0, after; block < args->blocks; block = after) {
         after = block + LLM__GROUP;
         if (after < args->blocks) llm__amx_products(args, after, true);
         else llm__amx_store(args->products);
         llm__amx_add(args, block, (int)llm__min(after, args->blocks), sums);
     }
-    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(args->kept + t * 16, sums[t]);
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+        _mm512_storeu_ps(args->kept + t * 16, sums[t]);
 }
 
-LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
+LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int count, int8_t *w,
+                                    float *scales, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)l.zero);
     for (int b = 0; b < count; b++, w += 512, scales += LLM__PANEL, others += LLM__PANEL) {
         int half = b % 2;
@@ -11852,11 +11995,17 @@ LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int co
             LLM__K(unpack_scales)(l, stripe, half, 0, &block);
         } else {
             LLM__K(unpack_block)(l, stripe, half, 0, &block);
-            LLM__UNROLL for (int q = 0; q < 8; q++) _mm512_storeu_si512((void *)(w + q * 64), _mm512_sub_epi8((__m512i)block.w[q], zero));
+            LLM__UNROLL for (int q = 0; q < 8; q++)
+                _mm512_storeu_si512((void *)(w + q * 64),
+                                    _mm512_sub_epi8((__m512i)block.w[q], zero));
         }
         if (l.multipliers) {
-            _mm512_storeu_si512((void *)scales, (__m512i)(!l.minimum && !l.groups ? block.multiplier & 0xffff : block.multiplier));
-            if (l.minimum || l.groups) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
+            _mm512_storeu_si512(
+                (void *)scales,
+                (__m512i)(!l.minimum && !l.groups ? block.multiplier & 0xffff : block.multiplier));
+            if (l.minimum || l.groups)
+                _mm512_storeu_si512((void *)others,
+                                    (__m512i)LLM__K(pair)(block.other, block.other));
         } else {
             LLM__K(store)(scales, block.scale);
             if (l.minimum) LLM__K(store)(others, block.minimum);
@@ -11866,30 +12015,47 @@ LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int co
 }
 
 /* Unpack `count` blocks to signed bytes, and scales or multipliers. */
-LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w, float *scales, float *others) {
-    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
-    else if (l.quads == 8) l = (llm__layout){8, 0, false, false, false}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
-    else if (l.quads == 4 && l.groups) l = (llm__layout){4, 0, true, true, true}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
-    else if (l.quads == 4 && l.multipliers) l = (llm__layout){4, 0, true, false, true}, llm__amx_unpack_as(l, stripe, count, w, scales, others);
+LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w,
+                                 float *scales, float *others) {
+    if (l.zero == 8)
+        l = (llm__layout){4, 8, true, false, false},
+        llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 8)
+        l = (llm__layout){8, 0, false, false, false},
+        llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 4 && l.groups)
+        l = (llm__layout){4, 0, true, true, true},
+        llm__amx_unpack_as(l, stripe, count, w, scales, others);
+    else if (l.quads == 4 && l.multipliers)
+        l = (llm__layout){4, 0, true, false, true},
+        llm__amx_unpack_as(l, stripe, count, w, scales, others);
     else llm__amx_unpack_as(l, stripe, count, w, scales, others);
 }
 
 /* The same to the low and the high bytes of weight times multiplier, (4, 16, 16, 4) each */
-LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count, int8_t *low, int8_t *high, float *others) {
+LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count,
+                                        int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)l.zero), bytes = _mm512_set1_epi16(255);
     for (int b = 0; b < count; b++, low += 512, high += 512, others += LLM__PANEL) {
         LLM__K(w_block) block;
         LLM__K(unpack_block)(l, stripe, b % 2, 0, &block);
-        __m512i factor = (__m512i)LLM__K(pair)(block.multiplier, block.multiplier), offset = _mm512_setzero_si512();
+        __m512i factor = (__m512i)LLM__K(pair)(block.multiplier, block.multiplier),
+                offset = _mm512_setzero_si512();
         __m512i second = l.quads == 6 ? (__m512i)LLM__K(pair)(block.other, block.other) : factor;
         if (l.minimum && !l.groups) offset = (__m512i)LLM__K(pair)(block.other, block.other);
-        else if (l.minimum) _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
+        else if (l.minimum)
+            _mm512_storeu_si512((void *)others, (__m512i)LLM__K(pair)(block.other, block.other));
         LLM__UNROLL for (int q = 0; q < 8; q++) {
             __m512i v = _mm512_sub_epi8((__m512i)block.w[q], zero), f = q < 4 ? factor : second;
-            __m512i even = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), f), offset);
+            __m512i even = _mm512_add_epi16(
+                _mm512_mullo_epi16(_mm512_srai_epi16(_mm512_slli_epi16(v, 8), 8), f), offset);
             __m512i odd = _mm512_add_epi16(_mm512_mullo_epi16(_mm512_srai_epi16(v, 8), f), offset);
-            _mm512_storeu_si512((void *)(low + q * 64), _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
-            _mm512_storeu_si512((void *)(high + q * 64), _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
+            _mm512_storeu_si512(
+                (void *)(low + q * 64),
+                _mm512_ternarylogic_epi32(bytes, even, _mm512_slli_epi16(odd, 8), 0xca));
+            _mm512_storeu_si512(
+                (void *)(high + q * 64),
+                _mm512_ternarylogic_epi32(bytes, _mm512_srli_epi16(even, 8), odd, 0xca));
         }
         if (b % 2 == 0) continue;
         for (size_t line = 0; line < llm__stripe_bytes(l); line += 64) /* the next 256 columns */
@@ -11900,31 +12066,44 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
 
 /* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales, others: of the
  * chunk */
-LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int64_t first, int64_t blocks,
-                                         int8_t *w, float *scales, float *others) {
+LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args,
+                                          const uint8_t *panel, int64_t i, int64_t first,
+                                          int64_t blocks, int8_t *w, float *scales, float *others) {
     const int64_t place = first % LLM__CHUNK;
     const size_t x_bytes = (size_t)args->height * LLM__X_BYTES, stripe_bytes = llm__stripe_bytes(l);
     const uint8_t *span = panel + (size_t)(first / LLM__CHUNK) * llm__span_bytes(l);
     const uint8_t *stripe = span + llm__span_head(l) + (size_t)(place / 2) * stripe_bytes;
-    llm__tile_args tile = {l, llm__x_tile(args, i / args->height) + (size_t)(first / 2) * x_bytes, x_bytes, args->height, (int)llm__min(LLM__GROUP, blocks - first),
-                          w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL,
-                          span + (size_t)(place / LLM__SPAN * LLM__PANEL * 2), NULL, NULL, stripe + LLM__FAR_BYTES,
-                          (int)llm__divide_up((int64_t)stripe_bytes / 2, 64)};
-    llm__amx_unpack(l, stripe, tile.blocks, w + place * 512, scales + place * LLM__PANEL, others + place * LLM__PANEL);
+    llm__tile_args tile = {l,
+                           llm__x_tile(args, i / args->height) + (size_t)(first / 2) * x_bytes,
+                           x_bytes,
+                           args->height,
+                           (int)llm__min(LLM__GROUP, blocks - first),
+                           w + place * 512,
+                           scales + place * LLM__PANEL,
+                           others + place * LLM__PANEL,
+                           span + (size_t)(place / LLM__SPAN * LLM__PANEL * 2),
+                           NULL,
+                           NULL,
+                           stripe + LLM__FAR_BYTES,
+                           (int)llm__divide_up((int64_t)stripe_bytes / 2, 64)};
+    llm__amx_unpack(l, stripe, tile.blocks, w + place * 512, scales + place * LLM__PANEL,
+                    others + place * LLM__PANEL);
     return tile;
 }
 
 /* A panel times the tile of x from row i on. While the tile unit multiplies a group of blocks, the
  * previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
  * prefetches come early. */
-LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
-                                float *scales, float *others, float *kept) {
+LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel,
+                                int64_t i, int32_t *products, int8_t *w, float *scales,
+                                float *others, float *kept) {
     const int64_t blocks = 2 * llm__stripes(args->w->cols);
     const bool whole = l.multipliers;
     llm__tile_args tile, before;
     __m512 floats[LLM__X_TILE];
     __m512i sums[LLM__X_TILE];
-    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
+    LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+        floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
     for (int64_t first = -LLM__GROUP; first < blocks + LLM__GROUP; first += LLM__GROUP) {
         if (first >= blocks) llm__amx_store(products);
         else if (first >= 0) llm__amx_products(&tile, 0, first > 0);
@@ -11940,19 +12119,28 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
             LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) sums[t] = _mm512_setzero_si512();
         }
         if (first >= 0) before = tile;
-        if (first + LLM__GROUP < blocks) tile = llm__amx_group(l, args, panel, i, first + LLM__GROUP, blocks, w, scales, others);
+        if (first + LLM__GROUP < blocks)
+            tile = llm__amx_group(l, args, panel, i, first + LLM__GROUP, blocks, w, scales, others);
         tile.products = products;
         tile.kept = kept;
     }
-    if (!whole) LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) _mm512_storeu_ps(kept + t * 16, floats[t]);
+    if (!whole)
+        LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)
+            _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
 /* Make what differs most a constant. */
-LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args, const uint8_t *panel, int64_t i, int32_t *products,
-                                   int8_t *w, float *scales, float *others, float *kept) {
-    if (l.zero == 8) l = (llm__layout){4, 8, true, false, false}, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
-    else if (l.multipliers) l.multipliers = true, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
-    else l.multipliers = l.groups = false, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
+LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args,
+                                   const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
+                                   float *scales, float *others, float *kept) {
+    if (l.zero == 8)
+        l = (llm__layout){4, 8, true, false, false},
+        llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
+    else if (l.multipliers)
+        l.multipliers = true, llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
+    else
+        l.multipliers = l.groups = false,
+        llm__amx_alone(l, args, panel, i, products, w, scales, others, kept);
 }
 
 /* Join the low and high products of tile k (0 or 1), and add them to its sums. */
@@ -12000,10 +12188,11 @@ LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_ar
 
 /* Up to four panels (block by block: two) times all rows of x. They share each tile of x while it
  * is cached. */
-static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args, const uint8_t *panels, int n_panels, int64_t row,
-                            char *scratch) {
+static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args,
+                            const uint8_t *panels, int n_panels, int64_t row, char *scratch) {
     int64_t blocks = 2 * llm__stripes(args->w->cols), kept_rows = args->n + 2 * LLM__X_TILE;
-    size_t x_bytes = (size_t)args->height * LLM__X_BYTES, panel_bytes = llm__panel_bytes(l, args->w->cols);
+    size_t x_bytes = (size_t)args->height * LLM__X_BYTES,
+           panel_bytes = llm__panel_bytes(l, args->w->cols);
     int32_t *products = (int32_t *)(void *)scratch; /* (group, 16, 16) */
     int8_t *w = (int8_t *)(products + LLM__GROUP * 256); /* (panels, chunk, 8, 16, 4) */
     /* scales and others: (panels, chunk, 16) */
@@ -12018,29 +12207,46 @@ static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *
     for (int64_t block = 0; block < blocks && !alone; block += chunk) {
         llm__tile_args tiles[2], before[2];
         const uint8_t *span = panels + (size_t)(block / LLM__CHUNK) * llm__span_bytes(l);
-        const uint8_t *stripe = span + llm__span_head(l) + (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(l);
+        const uint8_t *stripe = span + llm__span_head(l) +
+                                (size_t)(block % LLM__CHUNK / 2) * llm__stripe_bytes(l);
         int count = (int)llm__min(chunk, blocks - block);
         for (int p = 0; p < n_panels; p++) {
             int8_t *w_p = w + p * LLM__CHUNK * 512;
-            float *scales_p = scales + p * LLM__CHUNK * LLM__PANEL, *others_p = others + p * LLM__CHUNK * LLM__PANEL;
-            if (halves) llm__amx_unpack_halves(l, stripe + (size_t)p * panel_bytes, count, w_p, w_p + LLM__CHUNK / 2 * 512, others_p);
-            else llm__amx_unpack(l, stripe + (size_t)p * panel_bytes, count, w_p, scales_p, others_p);
+            float *scales_p = scales + p * LLM__CHUNK * LLM__PANEL,
+                  *others_p = others + p * LLM__CHUNK * LLM__PANEL;
+            if (halves)
+                llm__amx_unpack_halves(l, stripe + (size_t)p * panel_bytes, count, w_p,
+                                       w_p + LLM__CHUNK / 2 * 512, others_p);
+            else
+                llm__amx_unpack(l, stripe + (size_t)p * panel_bytes, count, w_p, scales_p,
+                                others_p);
         }
         for (int64_t i = 0; i < args->n; i += x_tiles * args->height)
             for (int p = 0; p < n_panels; p++) {
                 for (int k = 0; k < x_tiles; k++) {
-                    llm__tile_args t = {l, llm__x_tile(args, i / args->height) + (size_t)(block / 2) * x_bytes, x_bytes, args->height, count,
-                                       w + p * LLM__CHUNK * 512, scales + p * LLM__CHUNK * LLM__PANEL, others + p * LLM__CHUNK * LLM__PANEL,
-                                       span + (size_t)p * panel_bytes + (size_t)(block % LLM__CHUNK / 8 * LLM__PANEL * 2), products,
-                                       sums + (p * kept_rows + i + k * LLM__X_TILE) * LLM__PANEL,
-                                       span + (size_t)p * panel_bytes + llm__span_bytes(l),
-                                       i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(l) / 2, 64) : 0};
+                    llm__tile_args t = {
+                        l,
+                        llm__x_tile(args, i / args->height) + (size_t)(block / 2) * x_bytes,
+                        x_bytes,
+                        args->height,
+                        count,
+                        w + p * LLM__CHUNK * 512,
+                        scales + p * LLM__CHUNK * LLM__PANEL,
+                        others + p * LLM__CHUNK * LLM__PANEL,
+                        span + (size_t)p * panel_bytes +
+                            (size_t)(block % LLM__CHUNK / 8 * LLM__PANEL * 2),
+                        products,
+                        sums + (p * kept_rows + i + k * LLM__X_TILE) * LLM__PANEL,
+                        span + (size_t)p * panel_bytes + llm__span_bytes(l),
+                        i == 0 ? (int)llm__divide_up((int64_t)llm__stripe_bytes(l) / 2, 64) : 0};
                     if (k == 1 && i + LLM__X_TILE < args->n) t.x += args->x_tile_bytes;
                     tiles[k] = t;
                 }
                 /* A panel's results are one cache line per row of x: prefetch some with each
                  * chunk. */
-                for (int64_t r = i + block / chunk; halves && r < llm__min(i + 2 * LLM__X_TILE, args->n); r += llm__divide_up(blocks, chunk))
+                for (int64_t r = i + block / chunk;
+                     halves && r < llm__min(i + 2 * LLM__X_TILE, args->n);
+                     r += llm__divide_up(blocks, chunk))
                     LLM__PREFETCH_TO_WRITE(args->out + r * args->w->rows + row + p * LLM__PANEL);
                 if (halves) {
                     llm__amx_halves(tiles, i + p > 0 ? before : NULL);
@@ -12060,27 +12266,34 @@ static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *
 }
 #endif
 
-LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul_args *args, int64_t first, int64_t end, char *scratch) {
+LLM__INLINE void LLM__K(matmul_int)(llm__layout l, bool known, const llm__matmul_args *args,
+                                    int64_t first, int64_t end, char *scratch) {
     const llm_weight *w = args->w;
     size_t panel_bytes = llm__panel_bytes(l, w->cols);
     bool tiles = LLM__KERNEL_PASS == 2 && args->tiles;
-    bool halves = tiles && l.multipliers && (l.quads == 6 || args->n > (l.zero == 8 ? LLM__FEW_X_Q4_0 : LLM__FEW_X));
+    bool halves = tiles && l.multipliers &&
+                  (l.quads == 6 || args->n > (l.zero == 8 ? LLM__FEW_X_Q4_0 : LLM__FEW_X));
 #if LLM__KERNEL_PASS == 2
     if (halves) llm__amx_configure(LLM__X_TILE, LLM__STRIPE, 16);
     else if (tiles) llm__amx_configure(args->height, LLM__BLOCK, 8);
 #endif
     for (int64_t row = first, together; row < end; row += together * LLM__PANEL) {
-        together = halves ? LLM__TILE_PANELS : tiles && !l.multipliers && args->n > LLM__FEW_X ? LLM__TILE_PANELS / 2 : 1;
+        together = halves                                            ? LLM__TILE_PANELS
+                   : tiles && !l.multipliers && args->n > LLM__FEW_X ? LLM__TILE_PANELS / 2
+                                                                     : 1;
         together = llm__min(llm__divide_up(end - row, LLM__PANEL), together);
-        const uint8_t *panels = (const uint8_t *)w->packed + (size_t)(row / LLM__PANEL) * panel_bytes;
+        const uint8_t *panels = (const uint8_t *)w->packed +
+                                (size_t)(row / LLM__PANEL) * panel_bytes;
         if (!w->packed) {
             for (int64_t p = 0; p < together; p++)
-                llm__pack_panel(w, row + p * LLM__PANEL, (uint8_t *)scratch + (size_t)p * panel_bytes);
+                llm__pack_panel(w, row + p * LLM__PANEL,
+                                (uint8_t *)scratch + (size_t)p * panel_bytes);
             panels = (const uint8_t *)scratch;
         }
 #if LLM__KERNEL_PASS == 2
         if (tiles) {
-            llm__amx_panels(l, halves, args, panels, (int)together, row, scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
+            llm__amx_panels(l, halves, args, panels, (int)together, row,
+                            scratch + (w->packed ? 0 : LLM__TILE_PANELS * panel_bytes));
             continue;
         }
 #endif
@@ -12095,7 +12308,9 @@ LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #if LLM__KERNEL_PASS == 2
     __m128i v[2];
     for (int half = 0; half < 2; half++)
-        v[half] = _mm_dpbusd_epi32(_mm_setzero_si128(), _mm_set1_epi8(1), _mm_loadu_si128((const __m128i *)(const void *)(values + 16 * half)));
+        v[half] = _mm_dpbusd_epi32(
+            _mm_setzero_si128(), _mm_set1_epi8(1),
+            _mm_loadu_si128((const __m128i *)(const void *)(values + 16 * half)));
     v[0] = _mm_hadd_epi32(v[0], v[1]);
     v[0] = _mm_hadd_epi32(v[0], v[0]);
     sums[0] = (int16_t)_mm_extract_epi32(v[0], 0);
@@ -12111,7 +12326,8 @@ LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 
 /* See llm__kernels.round_rows. A group with all |x| below 1e-25 becomes zero: its products could be
  * denormal. */
-static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first, int64_t end, char *tile) {
+static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows,
+                               int64_t first, int64_t end, char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W };
     const size_t stripe_bytes = (size_t)height * LLM__X_BYTES;
     for (int r = 0; r < rows; r++)
@@ -12121,20 +12337,27 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
             llm__vf most[2] = {{0}, {0}}; /* two: each max waits for the one before */
             for (int64_t i = start; i < stop; i += LLM__BLOCK)
                 LLM__UNROLL for (int k = 0; k < PARTS; k++)
-                    most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)), most[k % 2]);
-            float range = LLM__K(largest)(LLM__K(max)(most[0], most[1])), inverse = range > 1e-25f ? 127.0f / range : 0.0f;
-            for (int64_t i = start; i < llm__min(start + group, end * LLM__STRIPE); i += LLM__BLOCK) {
+                    most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)),
+                                              most[k % 2]);
+            float range = LLM__K(largest)(LLM__K(max)(most[0], most[1])),
+                  inverse = range > 1e-25f ? 127.0f / range : 0.0f;
+            for (int64_t i = start; i < llm__min(start + group, end * LLM__STRIPE);
+                 i += LLM__BLOCK) {
                 char *to = tile + (size_t)(i / LLM__STRIPE) * stripe_bytes;
                 int half = (int)(i / LLM__BLOCK % 2);
                 int8_t *values = (int8_t *)to + r * LLM__STRIPE + half * LLM__BLOCK;
                 float *scale = (float *)(void *)(to + height * LLM__STRIPE) + 2 * r;
                 int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of the second scale */
-                int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r + 2 * half;
+                int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r +
+                                2 * half;
                 /* An infinite range gives an infinite scale, to show in the result. */
-                if (half == 0 || group == LLM__BLOCK) scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
+                if (half == 0 || group == LLM__BLOCK)
+                    scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
                     for (int k = 0; k < PARTS; k++)
-                        LLM__K(to_int8)(values + k * LLM__W, LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
+                        LLM__K(to_int8)(
+                            values + k * LLM__W,
+                            LLM__K(nearest)(LLM__K(load)(from + i + k * LLM__W) * inverse));
                     LLM__K(sum_halves)(values, sums);
                 } else {
                     memset(values, 0, LLM__BLOCK);
@@ -12145,12 +12368,15 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
         }
     /* Clear missing rows: stale scales may be denormals, which are slow. */
     for (int64_t stripe = first; stripe < end; stripe++) {
-        char *scales = tile + (size_t)stripe * stripe_bytes + height * LLM__STRIPE, *sums = scales + height * 8;
-        for (int r = rows; r < height; r++) memset(scales + 8 * r, 0, 8), memset(sums + 8 * r, 0, 8);
+        char *scales = tile + (size_t)stripe * stripe_bytes + height * LLM__STRIPE,
+             *sums = scales + height * 8;
+        for (int r = rows; r < height; r++)
+            memset(scales + 8 * r, 0, 8), memset(sums + 8 * r, 0, 8);
     }
 }
 
-static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end, void *scratch) {
+static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end,
+                           void *scratch) {
     llm__layout l = llm__layout_of(args->w->type);
     /* Constants give a kernel of its own to: q8_0, q4_0, q4_K and q4_Z together, all others. */
     if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
@@ -12173,7 +12399,8 @@ static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t 
 
 /* -- RoPE, and storing in the cache -- */
 
-LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, llm_rope_pairing pairing) {
+LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim,
+                              llm_rope_pairing pairing) {
     int half = rope_dim / 2;
     if (pairing == LLM_ROPE_HALVES)
         for (int i = 0; i < half; i++) {
@@ -12183,13 +12410,15 @@ LLM__INLINE void LLM__K(rope)(float *head, const float *angles, int rope_dim, ll
         }
     else
         for (int i = 0; i < half; i++) {
-            float x = head[2 * i], y = head[2 * i + 1], cosine = angles[2 * i], sine = angles[2 * i + 1];
+            float x = head[2 * i], y = head[2 * i + 1], cosine = angles[2 * i],
+                  sine = angles[2 * i + 1];
             head[2 * i] = x * cosine - y * sine;
             head[2 * i + 1] = x * sine + y * cosine;
         }
 }
 
-LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int layer, int64_t row, const float *head) {
+LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int layer, int64_t row,
+                                    const float *head) {
     int64_t stride, at = llm__cache_place(cache, side, row, &stride);
     char *to = (char *)side + (size_t)layer * cache->layer_bytes;
     uint16_t *half = (uint16_t *)(void *)to + at;
@@ -12209,21 +12438,31 @@ LLM__INLINE void LLM__K(store_head)(const llm_cache *cache, void *side, int laye
     }
 }
 
-static void LLM__K(rope_and_store)(const llm__rope_args *args, int first_token, int end_token, int first_kv_head, int end_kv_head) {
+static void LLM__K(rope_and_store)(const llm__rope_args *args, int first_token, int end_token,
+                                   int first_kv_head, int end_kv_head) {
     const llm_op *op = args->op;
-    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads, head_dim = op->attention.head_dim;
-    int group = n_heads / n_kv_heads, first_head = first_kv_head * group, end_head = end_kv_head * group;
+    int n_heads = op->attention.n_heads, n_kv_heads = op->attention.n_kv_heads,
+        head_dim = op->attention.head_dim;
+    int group = n_heads / n_kv_heads, first_head = first_kv_head * group,
+        end_head = end_kv_head * group;
     const llm_cache *cache = args->cache;
     for (int64_t token = first_token; token < end_token; token++) {
         const float *angles = args->angles + token * (op->rope_dim / 2) * 2;
-        float *q = args->q + token * n_heads * head_dim, *k = args->k + token * n_kv_heads * head_dim;
+        float *q = args->q + token * n_heads * head_dim,
+              *k = args->k + token * n_kv_heads * head_dim;
         const float *v = args->v + token * n_kv_heads * head_dim;
-        float *some_q = q + (int64_t)first_head * head_dim, *some_k = k + (int64_t)first_kv_head * head_dim;
-        if (args->q_norm) LLM__K(rmsnorm)(some_q, args->q_norm, end_head - first_head, head_dim, op->epsilon, some_q);
-        if (args->k_norm) LLM__K(rmsnorm)(some_k, args->k_norm, end_kv_head - first_kv_head, head_dim, op->epsilon, some_k);
+        float *some_q = q + (int64_t)first_head * head_dim,
+              *some_k = k + (int64_t)first_kv_head * head_dim;
+        if (args->q_norm)
+            LLM__K(rmsnorm)(some_q, args->q_norm, end_head - first_head, head_dim, op->epsilon,
+                            some_q);
+        if (args->k_norm)
+            LLM__K(rmsnorm)(some_k, args->k_norm, end_kv_head - first_kv_head, head_dim,
+                            op->epsilon, some_k);
         for (int head = first_head; head < end_head; head++)
             LLM__K(rope)(q + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
-        int64_t block = args->batch->slots[token] / cache->block_size, offset = args->batch->slots[token] % cache->block_size;
+        int64_t block = args->batch->slots[token] / cache->block_size,
+                offset = args->batch->slots[token] % cache->block_size;
         for (int head = first_kv_head; head < end_kv_head; head++) {
             int64_t row = (block * n_kv_heads + head) * cache->block_size + offset;
             LLM__K(rope)(k + (int64_t)head * head_dim, angles, op->rope_dim, op->pairing);
@@ -12290,10 +12529,13 @@ typedef struct LLM__K(tile) { /* 64 positions, in the cache or as f32 */
 
 /* Find the tile from position `first` on; positions after `last` do not exist. Missing rows get a
  * valid address, for prefetching. */
-LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence, int kv_head, int first, int last, LLM__K(tile) *tile) {
+LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence, int kv_head,
+                                   int first, int last, LLM__K(tile) *tile) {
     const llm_cache *cache = args->cache;
-    const size_t value_bytes = llm__value_bytes(cache->type), row_bytes = (size_t)args->shape.head_dim * value_bytes;
-    const char *keys = llm__cache_layer(cache, cache->keys, args->layer), *values = llm__cache_layer(cache, cache->values, args->layer);
+    const size_t value_bytes = llm__value_bytes(cache->type),
+                 row_bytes = (size_t)args->shape.head_dim * value_bytes;
+    const char *keys = llm__cache_layer(cache, cache->keys, args->layer),
+               *values = llm__cache_layer(cache, cache->values, args->layer);
     tile->type = cache->type;
     tile->stride = 0; /* for an empty tile */
     tile->n = (int)llm__max(0, llm__min(LLM__TILE, last + 1 - first));
@@ -12301,7 +12543,8 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence
     while (k < tile->n) {
         int run = (int)llm__min(tile->n - k, cache->block_size - (first + k) % cache->block_size);
         int64_t row = llm__cache_row(args->batch, cache, sequence, kv_head, first + k);
-        const char *key = keys + (size_t)llm__cache_place(cache, cache->keys, row, &tile->stride) * value_bytes;
+        const char *key = keys + (size_t)llm__cache_place(cache, cache->keys, row, &tile->stride) *
+                                     value_bytes;
         for (int i = 0; i < run; i++, k++) {
             tile->values[k] = values + (size_t)(row + i) * row_bytes;
             if (k % LLM__W == 0) tile->keys[k / LLM__W] = key + (size_t)i * value_bytes;
@@ -12311,57 +12554,71 @@ LLM__INLINE void LLM__K(find_tile)(const llm__attention_args *args, int sequence
     for (k = (tile->n + LLM__W - 1) / LLM__W; k < LLM__TILE / LLM__W; k++) tile->keys[k] = keys;
 }
 
-static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int kv_head, int first, const LLM__K(attention_scratch) *a,
-                              LLM__K(tile) *tile) {
+static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int kv_head, int first,
+                              const LLM__K(attention_scratch) *a, LLM__K(tile) *tile) {
     const llm_cache *cache = args->cache;
     const char *keys = llm__cache_layer(cache, cache->keys, args->layer);
     const size_t value_bytes = llm__value_bytes(cache->type);
     for (int k = 0; k < tile->n; k++) {
-        int64_t stride, at = llm__cache_place(cache, cache->keys, llm__cache_row(args->batch, cache, sequence, kv_head, first + k), &stride);
+        int64_t stride,
+            at = llm__cache_place(cache, cache->keys,
+                                  llm__cache_row(args->batch, cache, sequence, kv_head, first + k),
+                                  &stride);
         const uint16_t *half = (const uint16_t *)(const void *)keys + at;
         const float *whole = (const float *)(const void *)keys + at;
         for (int d = 0; d < args->shape.head_dim; d++) {
-            if (cache->type == LLM_F16) ((uint16_t *)(void *)a->copies)[d * LLM__TILE + k] = half[d * stride];
+            if (cache->type == LLM_F16)
+                ((uint16_t *)(void *)a->copies)[d * LLM__TILE + k] = half[d * stride];
             else a->copies[d * LLM__TILE + k] = whole[d * stride];
         }
     }
-    for (int g = 0; g < LLM__TILE / LLM__W; g++) tile->keys[g] = (const char *)a->copies + (size_t)(g * LLM__W) * value_bytes;
+    for (int g = 0; g < LLM__TILE / LLM__W; g++)
+        tile->keys[g] = (const char *)a->copies + (size_t)(g * LLM__W) * value_bytes;
     tile->stride = LLM__TILE;
 }
 
 /* Prefetch the next tile a few lines at a time: all at once would stall. */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
-    if (next) LLM__PREFETCH_FAR((const char *)next->keys[group] + (size_t)(d * next->stride) * llm__value_bytes(type));
+    if (next)
+        LLM__PREFETCH_FAR((const char *)next->keys[group] +
+                          (size_t)(d * next->stride) * llm__value_bytes(type));
 }
 
-LLM__INLINE void LLM__K(ask_for_value)(llm_type type, const LLM__K(tile) *next, int k, int head_dim) {
+LLM__INLINE void LLM__K(ask_for_value)(llm_type type, const LLM__K(tile) *next, int k,
+                                       int head_dim) {
     size_t bytes = (size_t)head_dim * llm__value_bytes(type);
-    for (size_t at = 0; next && at < bytes; at += 64) LLM__PREFETCH_FAR((const char *)next->values[k] + at);
+    for (size_t at = 0; next && at < bytes; at += 64)
+        LLM__PREFETCH_FAR((const char *)next->values[k] + at);
 }
 
-LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(tile) *from, const LLM__K(tile) *next,
-                                    const LLM__K(attention_scratch) *a, LLM__K(tile) *to) {
+LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(tile) *from,
+                                    const LLM__K(tile) *next, const LLM__K(attention_scratch) *a,
+                                    LLM__K(tile) *to) {
     to->type = LLM_F32, to->n = from->n, to->stride = LLM__TILE;
     for (int g = 0; g < LLM__TILE / LLM__W; g++) {
         to->keys[g] = a->keys + g * LLM__W;
         for (int d = 0; g * LLM__W < from->n && d < head_dim; d++) {
-            LLM__K(store)(a->keys + d * LLM__TILE + g * LLM__W, LLM__K(load_as)(type, from->keys[g], d * from->stride));
+            LLM__K(store)(a->keys + d * LLM__TILE + g * LLM__W,
+                          LLM__K(load_as)(type, from->keys[g], d * from->stride));
             LLM__K(ask_for_keys)(type, next, g, d);
         }
     }
     for (int k = 0; k < from->n; k++) {
         float *value = a->values + (int64_t)k * a->padded_dim;
         int d = 0;
-        for (; d + LLM__W <= head_dim; d += LLM__W) LLM__K(store)(value + d, LLM__K(load_as)(type, from->values[k], d));
-        if (d < head_dim) LLM__K(store)(value + d, LLM__K(load_some_as)(type, from->values[k], d, head_dim - d));
+        for (; d + LLM__W <= head_dim; d += LLM__W)
+            LLM__K(store)(value + d, LLM__K(load_as)(type, from->values[k], d));
+        if (d < head_dim)
+            LLM__K(store)(value + d, LLM__K(load_some_as)(type, from->values[k], d, head_dim - d));
         LLM__K(ask_for_value)(type, next, k, head_dim);
         to->values[k] = value;
     }
 }
 
 /* R query rows times V registers of keys from `group` on. R and V are constants. */
-LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q, const LLM__K(tile) *tile,
-                                     const LLM__K(tile) *next, int group, int head_dim, float *scores) {
+LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q,
+                                     const LLM__K(tile) *tile, const LLM__K(tile) *next, int group,
+                                     int head_dim, float *scores) {
     llm__vf sums[LLM__ROWS][4];
     const void *keys[4];
     LLM__UNROLL for (int v = 0; v < V; v++) keys[v] = tile->keys[group + v];
@@ -12371,29 +12628,37 @@ LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *c
     for (int d = 0; d < head_dim; d++, at += stride) {
         llm__vf key[4];
         LLM__UNROLL for (int v = 0; v < V; v++) key[v] = LLM__K(load_as)(type, keys[v], at);
-        LLM__UNROLL for (int v = 0; v < V; v += 2) LLM__K(ask_for_keys)(type, next, group + v + (V > 1 ? d % 2 : 0), d);
+        LLM__UNROLL for (int v = 0; v < V; v += 2)
+            LLM__K(ask_for_keys)(type, next, group + v + (V > 1 ? d % 2 : 0), d);
         LLM__UNROLL for (int r = 0; r < R; r++) {
             llm__vf query = LLM__K(all)(q[r][d]);
-            LLM__UNROLL for (int v = 0; v < V; v++) sums[r][v] = LLM__K(fma)(query, key[v], sums[r][v]);
+            LLM__UNROLL for (int v = 0; v < V; v++)
+                sums[r][v] = LLM__K(fma)(query, key[v], sums[r][v]);
         }
     }
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(scores + r * LLM__TILE + v * LLM__W, sums[r][v]);
+        LLM__UNROLL for (int v = 0; v < V; v++)
+            LLM__K(store)(scores + r * LLM__TILE + v * LLM__W, sums[r][v]);
 }
 
-LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q, const LLM__K(tile) *tile, const LLM__K(tile) *next,
+LLM__INLINE void LLM__K(score_rows)(int R, llm_type type, const float *const *q,
+                                    const LLM__K(tile) *tile, const LLM__K(tile) *next,
                                     int head_dim, int n_keys, float *scores) {
     int g = 0, end = (n_keys + LLM__W - 1) / LLM__W;
-    for (; g + 4 <= end; g += 4) LLM__K(score_block)(R, 4, type, q, tile, next, g, head_dim, scores + g * LLM__W);
-    for (; g < end; g++) LLM__K(score_block)(R, 1, type, q, tile, next, g, head_dim, scores + g * LLM__W);
+    for (; g + 4 <= end; g += 4)
+        LLM__K(score_block)(R, 4, type, q, tile, next, g, head_dim, scores + g * LLM__W);
+    for (; g < end; g++)
+        LLM__K(score_block)(R, 1, type, q, tile, next, g, head_dim, scores + g * LLM__W);
 }
 
 /* Turn a row's scores into weights exp(score - largest). The row sees keys from .. seen - 1. Not
  * inlined, so that one compiled form rounds all rows alike. */
-LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen, float scale, float *largest, float *total,
-                                                    float *sums, int padded_dim) {
+LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int seen, float scale,
+                                                    float *largest, float *total, float *sums,
+                                                    int padded_dim) {
     int padded = (seen + LLM__W - 1) / LLM__W * LLM__W;
-    for (int k = 0; k < padded; k += LLM__W) LLM__K(store)(scores + k, LLM__K(load)(scores + k) * scale);
+    for (int k = 0; k < padded; k += LLM__W)
+        LLM__K(store)(scores + k, LLM__K(load)(scores + k) * scale);
     for (int k = seen; k < padded; k++) scores[k] = -INFINITY;
     for (int k = 0; k < from; k++) scores[k] = -INFINITY;
     llm__vf top = LLM__K(all)(*largest);
@@ -12408,45 +12673,59 @@ LLM__NOINLINE LLM__KERNELS void LLM__K(softmax_row)(float *scores, int from, int
     if (new_largest != *largest) {
         float shrink = LLM__K(exp)(LLM__K(all)(*largest - new_largest))[0];
         *total *= shrink;
-        for (int d = 0; d < padded_dim; d += LLM__W) LLM__K(store)(sums + d, LLM__K(load)(sums + d) * shrink);
+        for (int d = 0; d < padded_dim; d += LLM__W)
+            LLM__K(store)(sums + d, LLM__K(load)(sums + d) * shrink);
     }
     *total += LLM__K(sum)(added);
     *largest = new_largest;
 }
 
 /* sums[r] += weights times values of keys first .. end - 1, for R rows and V registers from d on */
-LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
-                                     int d, int first, int end, int head_dim, int padded_dim, float *sums) {
+LLM__INLINE void LLM__K(value_block)(int R, int V, llm_type type, const float *weights,
+                                     const LLM__K(tile) *tile, const LLM__K(tile) *next, int d,
+                                     int first, int end, int head_dim, int padded_dim,
+                                     float *sums) {
     llm__vf acc[LLM__ROWS][4];
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(load)(sums + r * padded_dim + d + v * LLM__W);
+        LLM__UNROLL for (int v = 0; v < V; v++)
+            acc[r][v] = LLM__K(load)(sums + r * padded_dim + d + v * LLM__W);
     for (int k = first; k < end; k++) {
         llm__vf value[4];
-        LLM__UNROLL for (int v = 0; v < V; v++) value[v] = LLM__K(load_as)(type, tile->values[k], d + v * LLM__W);
+        LLM__UNROLL for (int v = 0; v < V; v++)
+            value[v] = LLM__K(load_as)(type, tile->values[k], d + v * LLM__W);
         if (d == 0) LLM__K(ask_for_value)(type, next, k, head_dim);
         LLM__UNROLL for (int r = 0; r < R; r++) {
             llm__vf weight = LLM__K(all)(weights[r * LLM__TILE + k]);
-            LLM__UNROLL for (int v = 0; v < V; v++) acc[r][v] = LLM__K(fma)(weight, value[v], acc[r][v]);
+            LLM__UNROLL for (int v = 0; v < V; v++)
+                acc[r][v] = LLM__K(fma)(weight, value[v], acc[r][v]);
         }
     }
     LLM__UNROLL for (int r = 0; r < R; r++)
-        LLM__UNROLL for (int v = 0; v < V; v++) LLM__K(store)(sums + r * padded_dim + d + v * LLM__W, acc[r][v]);
+        LLM__UNROLL for (int v = 0; v < V; v++)
+            LLM__K(store)(sums + r * padded_dim + d + v * LLM__W, acc[r][v]);
 }
 
-LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next,
-                                    int first, int end, int head_dim, int padded_dim, float *sums) {
+LLM__INLINE void LLM__K(value_rows)(int R, llm_type type, const float *weights,
+                                    const LLM__K(tile) *tile, const LLM__K(tile) *next, int first,
+                                    int end, int head_dim, int padded_dim, float *sums) {
     int d = 0;
     if (first >= end) return;
     for (; d + 4 * LLM__W <= head_dim; d += 4 * LLM__W)
-        LLM__K(value_block)(R, 4, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
+        LLM__K(value_block)(R, 4, type, weights, tile, next, d, first, end, head_dim, padded_dim,
+                            sums);
     for (; d < head_dim; d += LLM__W)
-        LLM__K(value_block)(R, 1, type, weights, tile, next, d, first, end, head_dim, padded_dim, sums);
+        LLM__K(value_block)(R, 1, type, weights, tile, next, d, first, end, head_dim, padded_dim,
+                            sums);
 }
 
-static LLM__NOINLINE void LLM__K(value_row)(llm_type type, const float *weights, const LLM__K(tile) *tile, const LLM__K(tile) *next, int first,
-                                            int end, int head_dim, int padded_dim, float *sums) {
-    if (type == LLM_F16) LLM__K(value_rows)(1, LLM_F16, weights, tile, next, first, end, head_dim, padded_dim, sums);
-    else LLM__K(value_rows)(1, LLM_F32, weights, tile, next, first, end, head_dim, padded_dim, sums);
+static LLM__NOINLINE void LLM__K(value_row)(llm_type type, const float *weights,
+                                            const LLM__K(tile) *tile, const LLM__K(tile) *next,
+                                            int first, int end, int head_dim, int padded_dim,
+                                            float *sums) {
+    if (type == LLM_F16)
+        LLM__K(value_rows)(1, LLM_F16, weights, tile, next, first, end, head_dim, padded_dim, sums);
+    else
+        LLM__K(value_rows)(1, LLM_F32, weights, tile, next, first, end, head_dim, padded_dim, sums);
 }
 
 typedef struct LLM__K(query_rows) { /* of an item */
@@ -12459,64 +12738,80 @@ typedef struct LLM__K(query_rows) { /* of an item */
 
 /* Attend with rows `row` to row + R - 1. Row r sees keys from[r] .. seen[r] - 1, which both
  * ascend. */
-LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args, const LLM__K(attention_scratch) *a,
-                                const LLM__K(query_rows) *rows, int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args,
+                                const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
+                                int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     float *scores = a->scores + row * LLM__TILE, *sums = a->sums + (int64_t)row * a->padded_dim;
-    const int *from = rows->from + row, *seen = rows->seen + row, head_dim = args->shape.head_dim, padded_dim = a->padded_dim;
+    const int *from = rows->from + row, *seen = rows->seen + row, head_dim = args->shape.head_dim,
+              padded_dim = a->padded_dim;
     LLM__K(score_rows)(R, type, rows->q + row, tile, next, head_dim, seen[R - 1], scores);
     for (int r = 0; r < R; r++)
-        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], args->shape.scale, &a->largest[row + r], &a->total[row + r],
+        LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], args->shape.scale,
+                            &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
     /* Keys that all rows see are multiplied together. */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
-        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r], common < seen[r] ? common : seen[r], head_dim, padded_dim,
+        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r],
+                          common < seen[r] ? common : seen[r], head_dim, padded_dim,
                           sums + (int64_t)r * padded_dim);
-    if (R == 1) LLM__K(value_row)(type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
-    else LLM__K(value_rows)(R, type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
+    if (R == 1)
+        LLM__K(value_row)(type, scores, tile, next, common, seen[0], head_dim, padded_dim, sums);
+    else
+        LLM__K(value_rows)(R, type, scores, tile, next, common, seen[0], head_dim, padded_dim,
+                           sums);
     for (int r = 1; r < R; r++)
-        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim, padded_dim, sums + (int64_t)r * padded_dim);
+        LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, end, seen[r], head_dim,
+                          padded_dim, sums + (int64_t)r * padded_dim);
 }
 
-static void LLM__K(find_rows)(const llm__attention_args *args, int sequence, int kv_head, int first_row, int end_row,
-                              LLM__K(query_rows) *rows) {
+static void LLM__K(find_rows)(const llm__attention_args *args, int sequence, int kv_head,
+                              int first_row, int end_row, LLM__K(query_rows) *rows) {
     const llm_batch *batch = args->batch;
     int group = args->shape.n_heads / args->shape.n_kv_heads;
     rows->n = end_row - first_row;
     for (int r = 0; r < rows->n; r++) {
-        int64_t token = batch->seq_first[sequence] + (first_row + r) / group, head = kv_head * group + (first_row + r) % group;
+        int64_t token = batch->seq_first[sequence] + (first_row + r) / group,
+                head = kv_head * group + (first_row + r) % group;
         rows->q[r] = args->q + (token * args->shape.n_heads + head) * args->shape.head_dim;
         rows->position[r] = batch->positions[token];
     }
 }
 
 /* Set which keys the rows see in the tile from position `first` on. */
-LLM__INLINE void LLM__K(see_tile)(const llm__attention_args *args, int first, LLM__K(query_rows) *rows) {
+LLM__INLINE void LLM__K(see_tile)(const llm__attention_args *args, int first,
+                                  LLM__K(query_rows) *rows) {
     for (int r = 0; r < rows->n; r++) {
         rows->from[r] = (int)llm__max(llm__first_seen(&args->shape, rows->position[r]) - first, 0);
         rows->seen[r] = (int)llm__min(LLM__TILE, rows->position[r] + 1 - first);
     }
 }
 
-LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *args, const LLM__K(attention_scratch) *a,
-                                     const LLM__K(query_rows) *rows, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *args,
+                                     const LLM__K(attention_scratch) *a,
+                                     const LLM__K(query_rows) *rows, const LLM__K(tile) *tile,
+                                     const LLM__K(tile) *next) {
     int row = 0, end = rows->n;
     while (row < end && rows->seen[row] <= 0) row++;
     while (end > row && rows->from[end - 1] >= LLM__TILE) end--;
-    for (; row + LLM__ROWS <= end; row += LLM__ROWS) LLM__K(attend)(LLM__ROWS, type, args, a, rows, row, tile, next);
-    for (; LLM__ROWS > 2 && row + 2 <= end; row += 2) LLM__K(attend)(LLM__ROWS > 2 ? 2 : 1, type, args, a, rows, row, tile, next);
+    for (; row + LLM__ROWS <= end; row += LLM__ROWS)
+        LLM__K(attend)(LLM__ROWS, type, args, a, rows, row, tile, next);
+    for (; LLM__ROWS > 2 && row + 2 <= end; row += 2)
+        LLM__K(attend)(LLM__ROWS > 2 ? 2 : 1, type, args, a, rows, row, tile, next);
     for (; row < end; row++) LLM__K(attend)(1, type, args, a, rows, row, tile, next);
 }
 
 /* Few rows read f16 in place, if head_dim is a multiple of LLM__W. */
-static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
-                                const LLM__K(tile) *tile, const LLM__K(tile) *next) {
+static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a,
+                                const LLM__K(query_rows) *rows, const LLM__K(tile) *tile,
+                                const LLM__K(tile) *next) {
     if (tile->type == LLM_F16 && rows->n <= 2 * LLM__ROWS && args->shape.head_dim % LLM__W == 0) {
         LLM__K(attend_rows)(LLM_F16, args, a, rows, tile, next);
         return;
     }
     LLM__K(tile) wide;
-    if (tile->type == LLM_F16) LLM__K(widen_tile)(LLM_F16, args->shape.head_dim, tile, next, a, &wide);
+    if (tile->type == LLM_F16)
+        LLM__K(widen_tile)(LLM_F16, args->shape.head_dim, tile, next, a, &wide);
     else LLM__K(widen_tile)(LLM_F32, args->shape.head_dim, tile, next, a, &wide);
     LLM__K(attend_rows)(LLM_F32, args, a, rows, &wide, NULL);
 }
@@ -12553,19 +12848,22 @@ typedef struct llm__amx_tile {
 /* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. Adding
  * half of the last place rounds; f16 values (exact) need no rounding. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
-    const __m512i upper = _mm512_set1_epi32((int)0xffff0000), half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
+    const __m512i upper = _mm512_set1_epi32((int)0xffff0000),
+                  half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
     __m512i whole_a = _mm512_and_si512(_mm512_add_epi32((__m512i)a, half), upper);
     __m512i whole_b = _mm512_and_si512(_mm512_add_epi32((__m512i)b, half), upper);
     __m512i rest_a = _mm512_add_epi32((__m512i)_mm512_sub_ps(a, (__m512)whole_a), half);
     __m512i rest_b = _mm512_add_epi32((__m512i)_mm512_sub_ps(b, (__m512)whole_b), half);
     _mm512_storeu_si512(high, _mm512_or_si512(_mm512_srli_epi32(whole_a, 16), whole_b));
-    _mm512_storeu_si512(low, _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
+    _mm512_storeu_si512(low,
+                        _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
 }
 
 /* 16 values of a row from d on, zeros after its end */
 LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
     if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
-    return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d) : _mm512_setzero_ps();
+    return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d)
+                        : _mm512_setzero_ps();
 }
 
 /* Use the scratch memory of the vector form; the queries follow it. */
@@ -12585,25 +12883,29 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
 }
 
 /* Pack the queries, times the scale. */
-static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a,
-                           const llm__amx_tile *t) {
+static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows,
+                           const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     __m512 scale = _mm512_set1_ps(args->shape.scale);
     for (int r = 0; r < (rows->n + 15) / 16 * 16; r++)
         for (int d = 0; d < a->padded_dim; d += 32) {
             const void *q = r < rows->n ? rows->q[r] : a->zeros;
             int64_t at = (int64_t)(r / 16) * 16 * a->padded_dim + d * 16 + r % 16 * 32;
-            llm__amx_split(false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, args->shape.head_dim), scale),
-                           _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, args->shape.head_dim), scale),
-                           t->queries[0] + at, t->queries[1] + at);
+            llm__amx_split(
+                false, _mm512_mul_ps(llm__amx_some(LLM_F32, q, d, args->shape.head_dim), scale),
+                _mm512_mul_ps(llm__amx_some(LLM_F32, q, d + 16, args->shape.head_dim), scale),
+                t->queries[0] + at, t->queries[1] + at);
         }
 }
 
 /* Convert 16 keys to bf16. */
-LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
+LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile,
+                                      const LLM__K(tile) *next, int depth, const llm__amx_tile *t,
                                       int group) {
     for (int first = 0; first < depth; first += 32) {
-        const uint16_t *key = (const uint16_t *)tile->keys[group] + first * tile->stride, *other = key + 16 * tile->stride;
-        const char *wanted = (const char *)next->keys[group] + 2 * (first + group % 2) * next->stride;
+        const uint16_t *key = (const uint16_t *)tile->keys[group] + first * tile->stride,
+                       *other = key + 16 * tile->stride;
+        const char *wanted = (const char *)next->keys[group] +
+                             2 * (first + group % 2) * next->stride;
         for (int d = first; d < first + 16; d++) { /* and d + 16 */
             int64_t at = (int64_t)(group * depth + 2 * d - first) * 16;
             __m512 a = _mm512_setzero_ps(), b = a;
@@ -12617,31 +12919,37 @@ LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile, co
 }
 
 /* Convert the values to bf16, up to a multiple of 32 rows. */
-LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile, const LLM__K(tile) *next,
-                                        const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
+LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile,
+                                        const LLM__K(tile) *next,
+                                        const LLM__K(attention_scratch) *a,
+                                        const llm__amx_tile *t) {
     int depth = a->padded_dim;
     for (int i = 0; i < (tile->n + 31) / 32 * 16; i++) { /* keys k and k + 16 */
         int k = i / 16 * 32 + i % 16;
-        const void *a_value = k < tile->n ? tile->values[k] : a->zeros, *b_value = k + 16 < tile->n ? tile->values[k + 16] : a->zeros;
+        const void *a_value = k < tile->n ? tile->values[k] : a->zeros,
+                   *b_value = k + 16 < tile->n ? tile->values[k + 16] : a->zeros;
         uint16_t *high = t->values[0] + i * 2 * depth, *low = t->values[1] + i * 2 * depth;
         int d = 0;
         for (; d + 16 <= head_dim; d += 16)
             llm__amx_split(true, (__m512)LLM__K(from_f16)((const uint16_t *)a_value + d),
-                           (__m512)LLM__K(from_f16)((const uint16_t *)b_value + d), high + 2 * d, low + 2 * d);
-        for (; d < depth; d += 16)
-            llm__amx_split(true, llm__amx_some(LLM_F16, a_value, d, head_dim), llm__amx_some(LLM_F16, b_value, d, head_dim), high + 2 * d,
+                           (__m512)LLM__K(from_f16)((const uint16_t *)b_value + d), high + 2 * d,
                            low + 2 * d);
+        for (; d < depth; d += 16)
+            llm__amx_split(true, llm__amx_some(LLM_F16, a_value, d, head_dim),
+                           llm__amx_some(LLM_F16, b_value, d, head_dim), high + 2 * d, low + 2 * d);
         LLM__K(ask_for_value)(LLM_F16, next, k, head_dim);
         LLM__K(ask_for_value)(LLM_F16, next, k + 16, head_dim);
     }
 }
 
-#define LLM__TILE_LOAD(tile, p, stride)                                                                        \
+#define LLM__TILE_LOAD(tile, p, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)) : "memory")
-#define LLM__TILE_STORE(tile, p, stride)                                                                       \
-    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride)) : "memory")
+#define LLM__TILE_STORE(tile, p, stride) \
+    __asm__ volatile("tilestored %%tmm" #tile ", (%0,%1,1)" ::"r"(p), "r"((int64_t)(stride))       \
+                     : "memory")
 #define LLM__TILE_ZERO(c) __asm__ volatile("tilezero %%tmm" #c ::)
-#define LLM__TILE_PRODUCT(c, a, b) __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
+#define LLM__TILE_PRODUCT(c, a, b) \
+    __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
 /* scores (16 rows, n) = queries times keys, n = 32 or 64. Four sums take turns, since
  * products that are added to the same sum wait for each other. */
@@ -12721,45 +13029,60 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 /* e^x for x <= 0, to a relative 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
     /* the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
-    const float terms[] = {1.54035304e-4f, 1.33335581e-3f, 9.61812911e-3f, 5.55041087e-2f, 2.40226507e-1f, 6.93147181e-1f, 1.0f};
+    const float terms[] = {1.54035304e-4f,
+                           1.33335581e-3f,
+                           9.61812911e-3f,
+                           5.55041087e-2f,
+                           2.40226507e-1f,
+                           6.93147181e-1f,
+                           1.0f};
     const __m512 log2_e = _mm512_set1_ps(1.44269504f);
     x = _mm512_max_ps(x, _mm512_set1_ps(-200.0f));
-    __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e), _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
+    __m512 k = _mm512_roundscale_ps(_mm512_mul_ps(x, log2_e),
+                                    _MM_FROUND_TO_NEAREST_INT | _MM_FROUND_NO_EXC);
     __m512 r = _mm512_fmsub_ps(x, log2_e, k), sum = _mm512_set1_ps(terms[0]);
     LLM__UNROLL for (int i = 1; i < 7; i++) sum = _mm512_fmadd_ps(sum, r, _mm512_set1_ps(terms[i]));
     return _mm512_scalef_ps(sum, k);
 }
 
-LLM__INLINE __m512 llm__amx_both(bool largest, __m512 a, __m512 b) { return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b); }
+LLM__INLINE __m512 llm__amx_both(bool largest, __m512 a, __m512 b) {
+    return largest ? _mm512_max_ps(a, b) : _mm512_add_ps(a, b);
+}
 
 /* Lane r of the result: the sum or the largest of rows[r]. Each level merges pairs of registers. */
 LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
     __m512 a[8], b[4], c[2];
     LLM__UNROLL for (int i = 0; i < 8; i++)
-        a[i] = llm__amx_both(largest, _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]), _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
+        a[i] = llm__amx_both(largest, _mm512_unpacklo_ps(rows[2 * i], rows[2 * i + 1]),
+                             _mm512_unpackhi_ps(rows[2 * i], rows[2 * i + 1]));
     LLM__UNROLL for (int i = 0; i < 4; i++) {
         __m512d x = _mm512_castps_pd(a[2 * i]), y = _mm512_castps_pd(a[2 * i + 1]);
-        b[i] = llm__amx_both(largest, _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)), _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
+        b[i] = llm__amx_both(largest, _mm512_castpd_ps(_mm512_unpacklo_pd(x, y)),
+                             _mm512_castpd_ps(_mm512_unpackhi_pd(x, y)));
     }
     LLM__UNROLL for (int i = 0; i < 2; i++)
-        c[i] = llm__amx_both(largest, _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88), _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
-    return llm__amx_both(largest, _mm512_shuffle_f32x4(c[0], c[1], 0x88), _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
+        c[i] = llm__amx_both(largest, _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0x88),
+                             _mm512_shuffle_f32x4(b[2 * i], b[2 * i + 1], 0xdd));
+    return llm__amx_both(largest, _mm512_shuffle_f32x4(c[0], c[1], 0x88),
+                         _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
 /* Turn the scores of n_rows rows, n keys, into weights; rescale the earlier sums. sees: a bit per
  * key */
-LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees, float *largest, float *total, float *sums,
-                                  int padded_dim) {
+LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees,
+                                  float *largest, float *total, float *sums, int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
     for (int r = 0; r < 16; r++) {
         rows[r] = _mm512_set1_ps(-INFINITY);
         for (int k = 0; r < n_rows && k < n; k += 16)
-            rows[r] = _mm512_mask_max_ps(rows[r], (__mmask16)(sees[r] >> k), rows[r], _mm512_loadu_ps(t->scores + r * LLM__TILE + k));
+            rows[r] = _mm512_mask_max_ps(rows[r], (__mmask16)(sees[r] >> k), rows[r],
+                                         _mm512_loadu_ps(t->scores + r * LLM__TILE + k));
     }
     __m512 top = _mm512_max_ps(before, llm__amx_reduce(true, rows));
     __mmask16 changed = _mm512_cmp_ps_mask(top, before, _CMP_NEQ_UQ);
     float shrink[16];
-    _mm512_storeu_ps(shrink, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed, llm__amx_exp(_mm512_sub_ps(before, top))));
+    _mm512_storeu_ps(shrink, _mm512_mask_mov_ps(_mm512_set1_ps(1.0f), changed,
+                                                llm__amx_exp(_mm512_sub_ps(before, top))));
     _mm512_storeu_ps(largest, top);
     for (int r = 0; r < 16; r++) {
         __m512 weight[2], most = _mm512_set1_ps(largest[r]);
@@ -12767,19 +13090,24 @@ LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, con
         for (int k = 0; r < n_rows && k < n; k += 32) {
             LLM__UNROLL for (int i = 0; i < 2; i++) {
                 __m512 score = _mm512_loadu_ps(t->scores + r * LLM__TILE + k + 16 * i);
-                weight[i] = _mm512_maskz_mov_ps((__mmask16)(sees[r] >> (k + 16 * i)), llm__amx_exp(_mm512_sub_ps(score, most)));
+                weight[i] = _mm512_maskz_mov_ps((__mmask16)(sees[r] >> (k + 16 * i)),
+                                                llm__amx_exp(_mm512_sub_ps(score, most)));
                 rows[r] = _mm512_add_ps(rows[r], weight[i]);
             }
-            llm__amx_split(false, weight[0], weight[1], t->weights[0] + r * LLM__TILE + k, t->weights[1] + r * LLM__TILE + k);
+            llm__amx_split(false, weight[0], weight[1], t->weights[0] + r * LLM__TILE + k,
+                           t->weights[1] + r * LLM__TILE + k);
         }
         for (int d = 0; changed >> r & 1 && d < padded_dim; d += 16)
-            LLM__K(store)(sums + r * padded_dim + d, LLM__K(load)(sums + r * padded_dim + d) * shrink[r]);
+            LLM__K(store)(sums + r * padded_dim + d,
+                          LLM__K(load)(sums + r * padded_dim + d) * shrink[r]);
     }
-    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink), llm__amx_reduce(false, rows)));
+    _mm512_storeu_ps(total, _mm512_fmadd_ps(_mm512_loadu_ps(total), _mm512_loadu_ps(shrink),
+                                            llm__amx_reduce(false, rows)));
 }
 
 /* With up to 16 rows, the vector unit converts keys while the tile unit multiplies. */
-static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
+static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows,
+                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t,
                             const LLM__K(tile) *tile, const LLM__K(tile) *next) {
     int depth = a->padded_dim;
     for (int group = 0; group * 16 < tile->n; group++) {
@@ -12796,14 +13124,15 @@ static void llm__amx_attend(int head_dim, const LLM__K(query_rows) *rows, const 
         if (all == 0) continue;
         int n = all >> 32 ? 64 : 32;
         if (rows->n > 16) llm__amx_scores(t, depth, row / 16, n);
-        llm__amx_softmax(t, rows->n > 16 ? 16 : rows->n, n, sees, a->largest + row, a->total + row, a->sums + (int64_t)row * depth, depth);
+        llm__amx_softmax(t, rows->n > 16 ? 16 : rows->n, n, sees, a->largest + row, a->total + row,
+                         a->sums + (int64_t)row * depth, depth);
         llm__amx_values(t, depth, n, a->sums + (int64_t)row * depth);
     }
 }
 #endif
 
-static void LLM__K(attention)(const llm__attention_args *args, int sequence, int kv_head, int first_row, int end_row,
-                              void *scratch) {
+static void LLM__K(attention)(const llm__attention_args *args, int sequence, int kv_head,
+                              int first_row, int end_row, void *scratch) {
     int head_dim = args->shape.head_dim;
     LLM__K(query_rows) rows;
     LLM__K(find_rows)(args, sequence, kv_head, first_row, end_row, &rows);
@@ -12814,9 +13143,11 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 #if LLM__KERNEL_PASS == 2
     llm__amx_tile t = llm__amx_carve(&a);
-    if (args->tiles) llm__amx_configure((int)llm__min(rows.n, 16), 64, 16), llm__amx_begin(args, &rows, &a, &t);
+    if (args->tiles)
+        llm__amx_configure((int)llm__min(rows.n, 16), 64, 16), llm__amx_begin(args, &rows, &a, &t);
 #endif
-    int last = rows.position[rows.n - 1], begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
+    int last = rows.position[rows.n - 1],
+        begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     bool as_it_lies = args->cache->keys_transposed && args->cache->block_size % LLM__W == 0;
     LLM__K(tile) tiles[2]; /* the current one and the next */
     LLM__K(find_tile)(args, sequence, kv_head, begin, last, &tiles[0]);
@@ -12843,9 +13174,19 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
 }
 
 LLM__KERNELS const llm__kernels LLM__K(kernels) = {
-    LLM__KERNEL_PASS == 0 ? LLM_ISA_PLAIN : LLM__KERNEL_PASS == 1 ? LLM_ISA_AVX2 : LLM__KERNEL_PASS == 2 ? LLM_ISA_AVX512 : LLM_ISA_DOTPROD,
-    LLM__W, LLM__K(round_rows), LLM__K(matmul), LLM__K(rmsnorm), LLM__K(swiglu), LLM__K(argmax), LLM__K(sum_exp),
-    LLM__K(rope_and_store), LLM__K(attention),
+    LLM__KERNEL_PASS == 0   ? LLM_ISA_PLAIN
+    : LLM__KERNEL_PASS == 1 ? LLM_ISA_AVX2
+    : LLM__KERNEL_PASS == 2 ? LLM_ISA_AVX512
+                            : LLM_ISA_DOTPROD,
+    LLM__W,
+    LLM__K(round_rows),
+    LLM__K(matmul),
+    LLM__K(rmsnorm),
+    LLM__K(swiglu),
+    LLM__K(argmax),
+    LLM__K(sum_exp),
+    LLM__K(rope_and_store),
+    LLM__K(attention),
 };
 
 #ifdef __clang__
@@ -12867,15 +13208,19 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
  * LLM_KERNELS_SHARED there, LLM_KERNELS_EXTERN in the others. */
 #ifdef LLM_NO_FAST_KERNELS
 #elif defined(LLM_KERNELS_EXTERN)
-extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
-void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels,
+    llm__dotprod_kernels;
+void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest,
+                           float *total, float *sums, int padded_dim);
 #else
 
 #ifdef LLM_KERNELS_SHARED
 #define LLM__HAS_PASS(pass) (LLM_KERNELS_SHARED == (pass))
 #define LLM__KERNELS
-extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels, llm__dotprod_kernels;
-void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest, float *total, float *sums, int padded_dim);
+extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels,
+    llm__dotprod_kernels;
+void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest,
+                           float *total, float *sums, int padded_dim);
 #else
 #define LLM__HAS_PASS(pass) 1
 #define LLM__KERNELS static
@@ -12961,11 +13306,19 @@ static bool llm__has_matrix_tiles(void) {
 #if defined(LLM_EMULATED_TILES) /* tests/tiles_on_cpu.c emulates them */
     return true;
 #elif defined(LLM__X86) && defined(__linux__) && defined(__LP64__)
-    enum { TILES = 1 << 22 | 1 << 24 | 1 << 25 /* bf16, tiles, int8 */, ARCH_PRCTL = 158, REQUEST_PERMISSION = 0x1023, TILE_DATA = 18 };
+    enum {
+        TILES = 1 << 22 | 1 << 24 | 1 << 25 /* bf16, tiles, int8 */,
+        ARCH_PRCTL = 158,
+        REQUEST_PERMISSION = 0x1023,
+        TILE_DATA = 18
+    };
     unsigned a, b, c, d;
     if (!__get_cpuid_count(7, 0, &a, &b, &c, &d) || (d & TILES) != TILES) return false;
     int64_t failed; /* strict C11 does not declare syscall() */
-    __asm__ volatile("syscall" : "=a"(failed) : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION), "S"((int64_t)TILE_DATA)
+    __asm__ volatile("syscall"
+                     : "=a"(failed)
+                     : "0"((int64_t)ARCH_PRCTL), "D"((int64_t)REQUEST_PERMISSION),
+                       "S"((int64_t)TILE_DATA)
                      : "rcx", "r11", "memory");
     return failed == 0;
 #else
@@ -13530,7 +13883,8 @@ static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64
         /* With a gate, take so many rows that its results stay in the L2 cache. */
         int64_t run =
             args.gate
-                ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) * 64
+                ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) *
+                      64
                 : rows;
         for (int64_t row = first, to; row < end; row = to) {
             to = llm__min(row + run, end);
@@ -13561,8 +13915,9 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
     int kv_head = (int)(item % n_kv_heads), first_token = args.batch->seq_first[sequence];
     if (rope) { /* the item has all rows of its sequence and kv head */
         llm__rope_args turn = llm__rope_args_of(step, rope);
-        cpu->kernels->rope_and_store(
-            &turn, first_token, first_token + args.batch->seq_count[sequence], kv_head, kv_head + 1);
+        cpu->kernels->rope_and_store(&turn, first_token,
+                                     first_token + args.batch->seq_count[sequence], kv_head,
+                                     kv_head + 1);
     }
     cpu->kernels->attention(&args, sequence, kv_head, (int)first,
                             (int)llm__min(first + LLM__QUERY_ROWS, end), scratch);
@@ -13850,7 +14205,8 @@ static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const ll
     uint64_t naive = (uint64_t)limits->max_context * sizeof(float);
     uint64_t tile = (uint64_t)llm__max(512 << 10,
                                        4 * (max_cols + LLM__BLOCK * 4) * (int64_t)sizeof(float));
-    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(llm__layout_of(LLM_Q8_0), max_cols) + LLM__TILES_BYTES +
+    uint64_t panel = LLM__TILE_PANELS * llm__panel_bytes(llm__layout_of(LLM_Q8_0), max_cols) +
+                     LLM__TILES_BYTES +
                      ((uint64_t)rows + 2 * LLM__X_TILE) * LLM__TILE_PANELS * LLM__PANEL *
                          sizeof(float);
     uint64_t scratch = (uint64_t)llm__max(llm__max((int64_t)attention, (int64_t)naive),
@@ -13909,7 +14265,8 @@ static bool llm__cpu_prepare(void *context, llm_program *program, const llm_limi
 
 /* ---- The backend ---------------------------------------------------------------------------- */
 
-static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from, const int32_t *to, int n) {
+static void llm__cpu_copy_blocks(void *context, const llm_cache *cache, const int32_t *from,
+                                 const int32_t *to, int n) {
     size_t bytes = (size_t)cache->n_kv_heads * (size_t)cache->block_size * (size_t)cache->head_dim *
                    llm__value_bytes(cache->type);
     (void)context;
@@ -13933,14 +14290,16 @@ static void llm__cpu_release(void *context, void *device) {
     llm__aligned_free(device);
 }
 
-static bool llm__cpu_upload(void *context, void *device, const void *host, size_t bytes, llm_error *err) {
+static bool llm__cpu_upload(void *context, void *device, const void *host, size_t bytes,
+                            llm_error *err) {
     (void)context;
     llm__clear(err);
     memcpy(device, host, bytes);
     return true;
 }
 
-static bool llm__cpu_download(void *context, void *host, const void *device, size_t bytes, llm_error *err) {
+static bool llm__cpu_download(void *context, void *host, const void *device, size_t bytes,
+                              llm_error *err) {
     return llm__cpu_upload(context, host, device, bytes, err);
 }
 
@@ -13957,14 +14316,15 @@ static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
     llm__slab *last = cpu->n_slabs > 0 ? &cpu->slabs[cpu->n_slabs - 1] : NULL;
     bytes = (bytes + LLM__ALIGNMENT - 1) / LLM__ALIGNMENT * LLM__ALIGNMENT;
     if (!last || last->bytes - last->used < bytes) {
-        llm__slab *slabs = (llm__slab *)llm__grow(cpu->slabs, cpu->n_slabs, &cpu->slab_capacity, sizeof *slabs,
-                                                  "the list of slabs", err);
+        llm__slab *slabs = (llm__slab *)llm__grow(cpu->slabs, cpu->n_slabs, &cpu->slab_capacity,
+                                                  sizeof *slabs, "the list of slabs", err);
         if (!slabs) return NULL;
         cpu->slabs = slabs;
         last = &slabs[cpu->n_slabs];
         memset(last, 0, sizeof *last);
         last->bytes = (size_t)(bytes > usual ? bytes : usual);
-        last->memory = (char *)llm__aligned_new(last->bytes, "weights in the kernels' order (which can be switched off)", err);
+        last->memory = (char *)llm__aligned_new(
+            last->bytes, "weights in the kernels' order (which can be switched off)", err);
         if (!last->memory) return NULL;
         llm__want_large_pages(last->memory, last->bytes);
         cpu->n_slabs++;
@@ -13978,7 +14338,9 @@ static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
 static void llm__slab_drop(llm__cpu *cpu, const void *memory) {
     for (int64_t i = 0; memory && i < cpu->n_slabs; i++) {
         llm__slab *slab = &cpu->slabs[i];
-        if ((const char *)memory < slab->memory || (const char *)memory >= slab->memory + slab->used) continue;
+        if ((const char *)memory < slab->memory ||
+            (const char *)memory >= slab->memory + slab->used)
+            continue;
         if (--slab->n_weights == 0) {
             llm__aligned_free(slab->memory);
             memmove(slab, slab + 1, (size_t)(--cpu->n_slabs - i) * sizeof *slab);
@@ -13992,17 +14354,21 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
     const llm_type_info *type = llm_type_find(w->type);
     llm__clear(err);
     if (!type)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d", (int)w->type);
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "cpu: no kernel for weights of type %d",
+                         (int)w->type);
     if (w->rows < 1 || w->cols < 1 || w->cols % type->block_values)
-        return llm__fail(err, LLM_ERROR_FORMAT, "cpu: a %s matrix of %lld x %lld: rows must be whole blocks of %d",
+        return llm__fail(err, LLM_ERROR_FORMAT,
+                         "cpu: a %s matrix of %lld x %lld: rows must be whole blocks of %d",
                          type->name, (long long)w->rows, (long long)w->cols, type->block_values);
     w->data = host;
     w->packed = NULL;
     if (!cpu->pack || !cpu->kernels || w->only_rows || !llm__layout_of(w->type).quads) return true;
     uint64_t bytes;
-    if (!llm__multiply((uint64_t)llm__divide_up(w->rows, LLM__PANEL), llm__panel_bytes(llm__layout_of(w->type), w->cols), &bytes) ||
+    if (!llm__multiply((uint64_t)llm__divide_up(w->rows, LLM__PANEL),
+                       llm__panel_bytes(llm__layout_of(w->type), w->cols), &bytes) ||
         bytes > SIZE_MAX / 2)
-        return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach", (long long)w->rows, (long long)w->cols);
+        return llm__fail(err, LLM_ERROR_MEMORY, "cpu: a matrix of %lld x %lld is out of reach",
+                         (long long)w->rows, (long long)w->cols);
     w->packed = llm__slab_take(cpu, bytes, err);
     if (!w->packed) return false;
     int64_t panels = llm__divide_up(w->rows, LLM__PANEL);
@@ -14010,7 +14376,9 @@ static bool llm__cpu_load_weight(void *context, llm_weight *w, const void *host,
 #pragma omp parallel for num_threads(cpu->n_threads) if (w->rows * w->cols > LLM__SHARED_WORK)
 #endif
     for (int64_t i = 0; i < panels; i++)
-        llm__pack_panel(w, i * LLM__PANEL, (uint8_t *)w->packed + (size_t)i * llm__panel_bytes(llm__layout_of(w->type), w->cols));
+        llm__pack_panel(w, i * LLM__PANEL,
+                        (uint8_t *)w->packed +
+                            (size_t)i * llm__panel_bytes(llm__layout_of(w->type), w->cols));
     return true;
 }
 
@@ -14052,7 +14420,8 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
     if (!cpu) return NULL;
     const llm__kernels *kernels = cpu->kernels = llm__choose_kernels(max_isa);
     cpu->isa = kernels ? kernels->isa : LLM_ISA_REFERENCE;
-    if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles()) cpu->isa = LLM_ISA_AMX;
+    if (cpu->isa == LLM_ISA_AVX512 && max_isa >= LLM_ISA_AMX && llm__has_matrix_tiles())
+        cpu->isa = LLM_ISA_AMX;
     cpu->pack = true;
     cpu->n_threads = n_threads > 0 ? n_threads : llm_processor_count();
 #ifndef _OPENMP
@@ -14080,7 +14449,8 @@ llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err) {
 }
 
 void llm_cpu_pack_weights(llm_backend *backend, bool pack) {
-    if (backend && backend->destroy == llm__cpu_destroy) ((llm__cpu *)backend->context)->pack = pack;
+    if (backend && backend->destroy == llm__cpu_destroy)
+        ((llm__cpu *)backend->context)->pack = pack;
 }
 
 llm_isa llm_cpu_isa(const llm_backend *backend) {
