@@ -425,8 +425,7 @@ if has_terminal; then
     for colour in yes no; do
         name="run on a terminal, colour: $colour"
         [ $colour = yes ] || export NO_COLOR=1
-        TERM=xterm script -qec "'$LLM' run -m '$M' -n 5 Hello" /dev/null >out 2>err </dev/null
-        status=$?
+        on_terminal "'$LLM' run -m '$M' -n 5 Hello"
         if LC_ALL=C grep -a -q "$(printf '\033')\[2mHello" out; then seen=yes; else seen=no; fi
         if [ $seen = $colour ]; then judge 0 "" "Hello"; else fail "colour: $colour"; fi
     done

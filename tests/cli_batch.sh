@@ -285,9 +285,9 @@ closed "batch" batch -f many.jsonl
 closed "bench batch" "$LLM" bench batch -m "$M" --sequences 1 -p 4 -g 4 -r 1
 if has_terminal; then
     rm -f o.jsonl
-    name="a bar on a terminal"; TERM=xterm script -qec "'$LLM' batch -m '$M' -f many.jsonl -o o.jsonl" /dev/null >out 2>err </dev/null; status=$?
+    name="a bar on a terminal"; on_terminal "'$LLM' batch -m '$M' -f many.jsonl -o o.jsonl"
     judge 0 "" "batch \[#*\.*\] +[0-9]+ %  [0-9]+ lines, [0-9.]+ tokens/s"
-    name="accepted tokens on a terminal"; TERM=xterm script -qec "'$LLM' run -m '$M' -n 20 --temperature 0 --ignore-end --draft '$M' Hello" /dev/null >out 2>err </dev/null; status=$?
+    name="accepted tokens on a terminal"; on_terminal "'$LLM' run -m '$M' -n 20 --temperature 0 --ignore-end --draft '$M' Hello"
     if LC_ALL=C grep -a -q "$(printf '\033')\[32m" out; then pass; else fail "green"; fi
 else
     skip "a terminal (no script command, or no pseudo-terminals)"

@@ -90,6 +90,13 @@ closed() { # name, command...: to a pipe that nobody reads any more
 has_terminal() { # is there a `script` that knows -e, and are there pseudo-terminals?
     script --version 2>/dev/null | grep -q util-linux && script -qec true /dev/null >/dev/null 2>&1 </dev/null
 }
+on_terminal() { # command line: leaves status, out, err. (script sometimes misses the end of its command, and waits for ever.)
+    for attempt in 1 2 3; do
+        TERM=xterm timeout 30 script -qec "$1" /dev/null >out 2>err </dev/null
+        status=$?
+        [ $status -eq 124 ] || break
+    done
+}
 end() { # the line that sums it up
     line="$passed passed, $failed failed"
     [ $skipped -eq 0 ] || line="$line, $skipped skipped"
