@@ -367,7 +367,7 @@ static int command_run(const command *self, int argc, char **argv) {
     status = run_model(&r, argc, argv);
     free_samples(r.samples, r.request.n_samples);
     free(r.stop.items);
-    free(r.ids);
+    llm_free(r.ids);
     free(r.prompt.data);
     llm_model_free(r.loaded);
     llm_model_free(r.draft);
@@ -419,7 +419,8 @@ typedef struct batch_line { /* from the input to the output */
     text error;     /* what is wrong with the line; empty: nothing */
     llm_request request; /* its pointers are into the following, until it was submitted */
     text prompt;
-    int32_t *ids;
+    int32_t *given;  /* its ids, if the line has them */
+    int32_t *ids;    /* of the text, if not */
     int64_t n_ids;
     text_list stop;
     sample *samples;
@@ -525,7 +526,7 @@ static bool read_key(batch_line *l, const option *options, int key, const llm_js
         append(&l->prompt, words.data, words.length);
         return true;
     case KEY_TOKENS:
-        return json_ids(value, &l->ids, &l->n_ids) ||
+        return json_ids(value, &l->given, &l->n_ids) ||
                line_wrong(l, "tokens needs an array of token ids");
     default: return read_option(l, &options[key - N_OTHER_KEYS], value, source);
     }
@@ -580,7 +581,7 @@ static bool read_line(const batch *b, batch_line *l, const char *data, size_t le
         r->stop = l->stop.items;
         r->n_stop = l->stop.count;
     }
-    r->prompt = l->ids;
+    r->prompt = prompt ? l->ids : l->given;
     r->n_prompt = l->n_ids < INT_MAX ? (int)l->n_ids : INT_MAX;
     r->user = l;
     return true;
@@ -606,10 +607,11 @@ static uint64_t hash_line(const batch *b, const char *data, size_t n) {
 static void free_line_input(batch_line *l) { /* what is not wanted any more when the engine has it */
     for (int i = 0; i < l->stop.count; i++) free((char *)l->stop.items[i]);
     free(l->stop.items);
-    free(l->ids);
+    llm_free(l->ids);
+    free(l->given);
     free(l->prompt.data);
     l->stop = (text_list){0};
-    l->ids = NULL;
+    l->ids = l->given = NULL;
     l->prompt = (text){0};
 }
 
@@ -1041,7 +1043,9 @@ static unsigned tokenize_flags(const tokenizing *t) {
 /* Text in, ids out. */
 static bool tokenize_text(const tokenizing *t, const char *data, size_t length) {
     int32_t *ids;
-    int64_t n = tokenize(t->tokenizer, data, length, tokenize_flags(t), &ids);
+    llm_error err;
+    int64_t n = llm_tokenize_new(t->tokenizer, data, length, tokenize_flags(t), &ids, &err);
+    if (n < 0) fail_with(&err);
     if (n >= 0 && t->json) put_ids(ids, n);
     for (int64_t i = 0; !t->json && i < n; i++) {
         put(t->pieces ? "%7d " : i ? " %d" : "%d", ids[i]);
@@ -1049,7 +1053,7 @@ static bool tokenize_text(const tokenizing *t, const char *data, size_t length) 
         if (t->pieces) put_json(piece.data, piece.length), put_text("\n");
     }
     if (n >= 0 && !t->pieces) put_text("\n");
-    free(ids);
+    llm_free(ids);
     return n >= 0;
 }
 
@@ -1067,16 +1071,14 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
     if (!good) {
         fail(t->json ? "the line is not a JSON array of token ids: %.*s" : "not a list of token ids: %.*s",
              length < 60 ? (int)length : 60, data);
-    } else if ((bytes = llm_detokenize(t->tokenizer, ids, n, NULL, 0, &err)) < 0) {
+    } else if ((bytes = llm_detokenize_new(t->tokenizer, ids, n, &out, &err)) < 0) {
         fail("%s, in %.*s", err.message, length < 60 ? (int)length : 60, data);
     } else {
-        out = resize(NULL, (size_t)bytes);
-        llm_detokenize(t->tokenizer, ids, n, out, (size_t)bytes, &err);
         if (t->json) put_json(out, (size_t)bytes), put_text("\n");
         else put_bytes(out, (size_t)bytes);
     }
     free(ids);
-    free(out);
+    llm_free(out);
     return bytes >= 0;
 }
 

@@ -66,8 +66,9 @@ static bool chat_prompt(chat *c, int32_t **ids) {
     llm_message *kept = resize(NULL, (size_t)n_kept * sizeof *kept);
     llm_error err;
     memcpy(kept, c->messages, (size_t)n_kept * sizeof *kept);
-    while ((n = llm_chat_tokenize(t, &c->options, kept, n_kept, NULL, 0, &err)) + room > context &&
+    while ((n = llm_chat_tokenize_new(t, &c->options, kept, n_kept, ids, &err)) + room > context &&
            n_kept - oldest >= 3) {
+        llm_free(*ids);
         n_kept -= 2; /* a question, and its answer */
         memmove(kept + oldest, kept + oldest + 2, (size_t)(n_kept - oldest) * sizeof *kept);
     }
@@ -83,11 +84,9 @@ static bool chat_prompt(chat *c, int32_t **ids) {
                 "llm: the oldest %d messages were forgotten, since the context holds %lld tokens\n",
                 c->n_messages - n_kept, (long long)context);
     while (n_kept < c->n_messages) chat_drop(c, oldest);
-    *ids = resize(NULL, (size_t)n * sizeof **ids);
-    c->request.n_prompt =
-        (int)llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, *ids, n, &err);
     c->request.prompt = *ids;
-    return c->request.n_prompt == n || !fail_with(&err);
+    c->request.n_prompt = (int)n;
+    return true;
 }
 
 static void chat_take(chat *c, const llm_event *event) {
@@ -121,7 +120,7 @@ static bool chat_answer(chat *c) {
     c->answer.length = 0;
     c->request.sampling.seed = c->seed.value + (uint64_t)c->turn++;
     if (good && !llm_submit(c->running, &c->request, &id, &err)) good = !fail_with(&err);
-    free(ids);
+    llm_free(ids);
     if (!good) return chat_drop(c, c->n_messages - 1), false;
     for (;;) {
         if (!stopped && (stop_requested || output_error))

@@ -98,33 +98,30 @@ int fail(const char *format, ...) {
 }
 
 words our_words(const llm_error *err) {
-    static const struct {
-        const char *theirs, *ours;
-    } dictionary[] = {
+    static const struct { const char *field, *option; } names[] = {
+        {"backend", "--device"},
+        {"block_size", "--block-size"},
         {"cache_bytes", "--cache-memory"},
+        {"cache_type", "--cache-type"},
+        {"context_length", "--context"},
+        {"draft", "--draft"},
         {"max_batch_tokens", "--max-batch-tokens"},
         {"max_sequences", "--max-sequences"},
-        {"context_length", "--context"},
         {"max_speculation", "--speculate"},
-        {"without chunked_prefill", "with --no-chunked-prefill"},
-        {"llm_engine_options.draft", "--draft"},
-        {"n_samples", "the number of samples"},
+        {"memory_share", "--gpu-memory"},
+        {"n_samples", "n"}, /* only llm batch has to check it */
+        {"n_threads", "--threads"},
+        {"swap_bytes", "--preempt"},
     };
     words out;
-    bool settings = err->status == LLM_ERROR_ARGUMENT || err->status == LLM_ERROR_MEMORY ||
-                    err->status == LLM_ERROR_CAPACITY;
-    size_t n = 0;
-    for (const char *p = err->message; *p && n + 32 < sizeof out.text;) {
-        int i = settings ? 0 : COUNT(dictionary);
-        while (i < COUNT(dictionary) &&
-               strncmp(p, dictionary[i].theirs, strlen(dictionary[i].theirs)))
-            i++;
-        if (i == COUNT(dictionary)) out.text[n++] = *p++;
-        else
-            n += (size_t)sprintf(out.text + n, "%s", dictionary[i].ours),
-                p += strlen(dictionary[i].theirs);
-    }
-    out.text[n] = 0;
+    const char *ours = NULL;
+    for (int i = 0; err->option && i < COUNT(names); i++)
+        if (!strcmp(names[i].field, err->option)) ours = names[i].option;
+    if (!ours) snprintf(out.text, sizeof out.text, "%s", err->message);
+    else if (err->status == LLM_ERROR_MEMORY)
+        snprintf(out.text, sizeof out.text, "%s; see %s", err->message, ours);
+    else
+        snprintf(out.text, sizeof out.text, "%s%s", ours, err->message + strlen(err->option));
     return out;
 }
 
@@ -270,20 +267,6 @@ char *model_path(const char *given) {
     if (!given) return bundled_path(DEFAULT_MODEL);
     append(&path, given, strlen(given) + 1);
     return path.data;
-}
-
-int64_t tokenize(const llm_tokenizer *t, const char *data, size_t length, unsigned flags,
-                 int32_t **ids) {
-    llm_error err;
-    int64_t capacity = (int64_t)length + 8, n;
-    *ids = NULL;
-    for (;;) {
-        *ids = resize(*ids, (size_t)capacity * sizeof **ids);
-        n = llm_tokenize(t, data, length, flags, *ids, capacity, &err);
-        if (n < 0) fail_with(&err);
-        if (n <= capacity) return n;
-        capacity = n;
-    }
 }
 
 const char *human_bytes(double bytes, char *buffer, size_t size) {
@@ -620,33 +603,17 @@ bool load_models(const char *path, const char *draft_path, llm_model **model, ll
     return true;
 }
 
-bool open_device(llm_backend **backend, llm_error *err) {
-    const char *missing = NULL;
-    *backend = NULL;
-    if (chosen.device == DEVICE_AUTO || chosen.device == DEVICE_CUDA) {
-#ifdef LLM_WITH_CUDA
-        *backend = llm_cuda_backend(&chosen.gpu, err);
-        if (!*backend && chosen.device == DEVICE_CUDA) return false;
-        if (!*backend && err->status != LLM_ERROR_UNSUPPORTED && !chosen.quiet)
-            fprintf(stderr, "%s; using the CPU\n", err->message);
-#else
-        if (chosen.device == DEVICE_CUDA) missing = "CUDA: install the CUDA Toolkit (nvcc)";
-#endif
-    }
-    if (chosen.device == DEVICE_EMULATED) {
-#ifdef LLM_WITH_EMULATED
-        /* 1 GiB: all of it is filled, to expose reads of uninitialized memory. */
-        setenv("LLM_EMU_MEMORY", "1073741824", 0);
-        if (!(*backend = llm_emulated_backend(&chosen.gpu, err))) return false;
-#else
-        missing = "the emulated device: install a C++ compiler (g++)";
-#endif
-    }
-    err->status = missing ? LLM_ERROR_UNSUPPORTED : LLM_OK;
-    if (missing)
-        snprintf(err->message, sizeof err->message,
-                 "this program was built without %s, then make again", missing);
-    return !missing;
+llm_backend *open_device(const llm_engine_options *options, llm_error *err) {
+    static const char *const names[] = {"auto", "cpu", "cuda", "emulated"};
+    llm_engine_options o = *options;
+    o.max_isa = (llm_isa)chosen.isa;
+    o.pack_weights = chosen.pack_weights;
+    /* 1 GiB: all of it is filled, to expose reads of uninitialized memory. */
+    if (chosen.device == DEVICE_EMULATED) setenv("LLM_EMU_MEMORY", "1073741824", 0);
+    llm_backend *device = llm_backend_open(names[chosen.device], &o, &chosen.gpu, err);
+    if (device && err->message[0] && !chosen.quiet)
+        fprintf(stderr, "%s; using the CPU\n", err->message);
+    return device;
 }
 
 void print_host_time(const llm_statistics *s) {
@@ -679,21 +646,19 @@ llm_engine *create_engine(const llm_model *model, const llm_engine_options *opti
     llm_engine_options o = *options;
     o.memory_share = chosen.memory_share;
     o.host_sampling = chosen.host_sampling;
-    o.max_isa = (llm_isa)chosen.isa;
-    o.pack_weights = chosen.pack_weights;
     o.fusions &= chosen.fusions;
-    if (!open_device(&o.backend, err)) return NULL;
+    o.backend = open_device(&o, err);
+    if (!o.backend) return NULL;
     llm_engine *engine = llm_engine_create(model, &o, err);
-    if (engine && o.backend && !chosen.quiet) print_memory(engine, o.backend);
+    if (engine && !chosen.quiet) print_memory(engine, o.backend);
     if (!engine) llm_backend_free(o.backend);
     return engine;
 }
 
 void free_engine(llm_engine *engine) {
-    llm_backend *backend = engine ? llm_engine_settings(engine)->backend : NULL;
-    bool ours = backend && llm_cpu_threads(backend) == 0; /* the engine frees its own CPU backend */
+    llm_backend *device = engine ? llm_engine_settings(engine)->backend : NULL;
     llm_engine_free(engine);
-    if (ours) llm_backend_free(backend);
+    llm_backend_free(device);
 }
 
 int check_trace_name(const command *self, const char *path) {
@@ -759,7 +724,9 @@ uint64_t chance_seed(void) {
 
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids) {
     unsigned flags = LLM_TOKENIZE_BOS | (special ? LLM_TOKENIZE_SPECIAL : 0);
-    int64_t n = tokenize(t, words->data ? words->data : "", words->length, flags, ids);
+    llm_error err;
+    int64_t n = llm_tokenize_new(t, words->data, words->length, flags, ids, &err);
+    if (n < 0) fail_with(&err);
     if (n == 0 && llm_tokenizer_bos(t) >= 0) (*ids)[n++] = llm_tokenizer_bos(t);
     return n;
 }

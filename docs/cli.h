@@ -77,8 +77,8 @@ PRINTF(1, 2) int fail(const char *format, ...);                           /* ret
 int fail_with(const llm_error *err);                                      /* returns FAILED */
 PRINTF(2, 3) int misuse(const command *self, const char *format, ...);    /* returns MISUSED */
 
-/* The engine's message, with the names of our options instead of the engine's settings. */
-typedef struct words { char text[2 * sizeof ((llm_error *)0)->message]; } words;
+/* The engine's message, where an option has the name that it has on the command line. */
+typedef struct words { char text[sizeof ((llm_error *)0)->message + 64]; } words;
 words our_words(const llm_error *err);
 
 /* ---- JSON -------------------------------------------------------------------------------- */
@@ -295,16 +295,15 @@ extern device_choice chosen;
 
 /* A model and its draft (draft_path NULL: none). */
 bool load_models(const char *path, const char *draft_path, llm_model **model, llm_model **draft);
-/* The backend that --device names; *backend NULL: the CPU, whose backend the engine makes. */
-bool open_device(llm_backend **backend, llm_error *err);
+/* The device that --device names, with n_threads of the options. */
+llm_backend *open_device(const llm_engine_options *options, llm_error *err);
+/* An engine on this device; free_engine releases both. */
 llm_engine *create_engine(const llm_model *model, const llm_engine_options *options,
                           llm_error *err);
 void free_engine(llm_engine *engine);
 
-/* Token ids of a text; free them. -1: failed. */
-int64_t tokenize(const llm_tokenizer *t, const char *data, size_t length, unsigned flags,
-                 int32_t **ids);
-/* The same of a prompt: BOS alone if it is empty; 0 if there is no BOS either. */
+/* Token ids of a prompt, to be released with llm_free: BOS alone if it is empty; none if there is
+ * no BOS either. -1: failed. */
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids);
 
 /* What a request generates: a sample, or several. */

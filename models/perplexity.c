@@ -45,15 +45,16 @@ static bool perplexity_window(perplexity *p, uint64_t bytes_before, uint64_t doc
 bool perplexity_document(perplexity *p, const char *data, size_t length, uint64_t all_bytes) {
     const llm_tokenizer *t = llm_model_tokenizer(p->loaded);
     int32_t *words, bos = llm_tokenizer_bos(t), eos = llm_tokenizer_eos(t);
-    int64_t n = tokenize(t, data, length, 0, &words);
-    if (n < 0) return free(words), false;
+    llm_error err;
+    int64_t n = llm_tokenize_new(t, data, length, 0, &words, &err);
+    if (n < 0) return !fail_with(&err);
     p->ids = resize(NULL, (size_t)(n + 2) * sizeof *p->ids);
     p->n_ids = 0;
     if (bos >= 0) p->ids[p->n_ids++] = bos;
     memcpy(p->ids + p->n_ids, words, (size_t)n * sizeof *words);
     p->n_ids += n;
     if (eos >= 0) p->ids[p->n_ids++] = eos;
-    free(words);
+    llm_free(words);
 
     bool good = true;
     uint64_t before = p->bytes;

@@ -62,6 +62,7 @@ bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, do
         uint64_t after = p ? llm_engine_statistics(engine).prompt_tokens : 0;
         bool any = false;
         for (; llm_next_event(engine, &event); any = true) {
+            if (event.error) good = !fail("%s", event.error);
             last = now - spent;
             if (first == 0) first = last;
         }
@@ -69,7 +70,7 @@ bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, do
         before = after;
         spent += llm_seconds() - now;
     }
-    if (!good || status < 0) fail_with(&err);
+    if (err.status != LLM_OK) fail_with(&err);
     else if (stop_requested) llm_cancel(engine, id, &err);
     free(ids);
     *prefill = first - start;
@@ -363,13 +364,15 @@ bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64
         now = status > 0 ? llm_seconds() : now;
         int before = begun;
         while (llm_next_event(engine, &event)) {
+            if (event.error) good = !fail("%s", event.error);
             begun += event.index == 0;
             counted +=
                 before == n && event.token >= 0; /* all began in an earlier step */
         }
         if (begun == n && before < n) all_begun = now;
     }
-    if (!good || status < 0) return !fail_with(&err);
+    if (err.status != LLM_OK) fail_with(&err);
+    if (!good || status < 0) return false;
     *seconds = now - start;
     *rate = now > all_begun ? (double)counted / (now - all_begun) : 0;
     return true;
@@ -643,6 +646,7 @@ static bool serve_requests(serve *v, batcher *b, double *figures) {
                  (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0)));
         now = llm_seconds();
         while (batcher_next_event(b, &event)) {
+            if (event.error) return !fail("%s", event.error);
             serve_request *r = event.user;
             if (r->first == 0) r->first = now;
             r->last = now;
@@ -885,6 +889,7 @@ static bool speculate_once(bench_speculate *b, llm_engine *engine, int depth, sp
         if (!llm_submit(engine, &request, NULL, &err)) return !fail_with(&err);
         while (!stop_requested && (status = llm_step(engine, &err)) > 0)
             while (llm_next_event(engine, &event)) {
+                if (event.error) return !fail("%s", event.error);
                 last = llm_seconds();
                 if (first == 0) first = last;
                 sum->tokens += event.index > 0;
@@ -960,11 +965,12 @@ static bool speculate_read(bench_speculate *b) {
     b->ids = resize(NULL, (size_t)b->n_texts * sizeof *b->ids);
     while (b->n_prompts < b->n_texts &&
            next_document(&at, b->words.data + b->words.length, &document, &length)) {
-        int64_t n = tokenize(llm_model_tokenizer(b->loaded), document, length, LLM_TOKENIZE_BOS,
-                             &b->ids[b->n_prompts]);
+        llm_error err;
+        int64_t n = llm_tokenize_new(llm_model_tokenizer(b->loaded), document, length,
+                                     LLM_TOKENIZE_BOS, &b->ids[b->n_prompts], &err);
         if (n >= b->prompt) b->n_prompts++;
-        else free(b->ids[b->n_prompts]);
-        if (n < 0) return false;
+        else llm_free(b->ids[b->n_prompts]);
+        if (n < 0) return !fail_with(&err);
     }
     return b->n_prompts > 0 || !fail("%s holds no text of %d tokens", b->file, b->prompt);
 }
@@ -1044,7 +1050,7 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
     if (status == PARSED) status = check_speculation(self, &b.speculation);
     char *path = status == PARSED ? model_path(b.model) : NULL;
     if (status == PARSED) status = path ? speculate_model(&b, path) : FAILED;
-    for (int i = 0; i < b.n_prompts; i++) free(b.ids[i]);
+    for (int i = 0; i < b.n_prompts; i++) llm_free(b.ids[i]);
     free(b.ids);
     free(b.words.data);
     free(path);

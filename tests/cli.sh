@@ -158,10 +158,10 @@ bad "run --trace over the prompt" 1 "prompt.txt is there, and is no trace: give 
 bad "run --trace over the model" 1 "s.gguf is there, and is no trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
 bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 --trace "$T" Hello
 bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
-bad "... than the context asked for" 1 "context 8: shorten the prompt, or raise --context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
+bad "... than the context asked for" 1 "--context is 8, and the prompt has [0-9]+ tokens: shorten the prompt, or allow a longer context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
 bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
 bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type q8_0 x
-bad "cache too small for the request" 1 "^llm: .*--cache-memory" "$LLM" run -m "$M" --cache-memory 4K -n 100 x
+bad "cache too small for the request" 1 "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or give" "$LLM" run -m "$M" --cache-memory 4K -n 100 x
 ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
 json "run --json"
 name="run --json: greedy, to the end"; judge 0 "" '"finish": "length"'
@@ -452,7 +452,7 @@ bad "a beginning of a word is not the word" 2 "cache-type needs one of f32.f16, 
 bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device gpu -m "$M" Hello
 "$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err </dev/null
 run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
-if grep -q 'built without the emulated device' err; then skip "the emulated device (no C++ compiler)"
+if grep -q 'built without a device "emulated"' err; then skip "the emulated device (no C++ compiler)"
 else
     name="run --device emulated"
     judge 0 "" ""
@@ -465,6 +465,6 @@ else
 fi
 run "$LLM" run -q --device cuda -n 1 -m "$M" Hello
 name="run --device cuda, with a GPU or with a reason"
-if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without CUDA' ""; fi
+if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without a device "cuda": it has auto, cpu' ""; fi
 
 end

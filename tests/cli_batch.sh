@@ -206,7 +206,7 @@ bad "no input" 2 "the prompts are missing: -f FILE" batch
 bad "an input that is not there" 1 "cannot read nowhere.jsonl: No such file" batch -f nowhere.jsonl
 bad "an input that is a directory" 1 "cannot read .*: Is a directory" batch -f "$T"
 bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch -f many.jsonl -o nowhere/o.jsonl
-bad "a cache of one byte" 1 "^llm: --cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1
+bad "a cache of one byte" 1 "^llm: --cache-memory is 1 byte, and one block of 16 tokens takes 4.0 KiB: a context of 128 tokens needs 32.0 KiB" batch -f many.jsonl --cache-memory 1
 bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch -f many.jsonl --context 1000000
 bad "a policy: batch has none" 2 "unknown option --policy" batch -f many.jsonl --policy static
 bad "a window: batch has none" 2 "unknown option --window" batch -f many.jsonl --window 1
@@ -229,7 +229,7 @@ bad "a trace over the results" 1 "the same file, o.jsonl: give another" batch -f
 bad "a trace over the model" 1 "d.gguf is there, and is no trace" "$LLM" batch -m "$D" -q -f many.jsonl --trace d.gguf
 bad "a trace to standard output" 2 "trace needs the name of a file" batch -f many.jsonl --trace -
 bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f many.jsonl --trace nowhere/t.json
-bad "a trace of no engine" 1 "cache-memory is 1: one block" batch -f many.jsonl --cache-memory 1 --trace t.json
+bad "a trace of no engine" 1 "cache-memory is 1 byte, and one block" batch -f many.jsonl --cache-memory 1 --trace t.json
 trace "... is a trace all the same" t.json steps
 
 mkfifo fifo

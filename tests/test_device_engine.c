@@ -364,7 +364,7 @@ static bool live(failure kind, long n, bool speculate, record **expected) {
         if (kind == ALLOCATION) { /* how much, for what; how much there is and what would make it fit, or why the host has none */
             const char *end = strstr(err.message, "device memory") ? "free" : "locked memory";
             if (!strstr(err.message, "wanted for") || !strstr(err.message, end)) fail_msg("%s", err.message);
-            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller")) fail_msg("%s", err.message);
+            if (strstr(err.message, "device memory") && !strstr(err.message, " less") && !strstr(err.message, " more")) fail_msg("%s", err.message);
         }
         if (kind == LOSS && !strstr(err.message, "lost")) fail_msg("%s", err.message);
         if (more < 0 && !last_error[0]) snprintf(last_error, sizeof last_error, "%s", err.message);

@@ -30,7 +30,7 @@ static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_e
 
 /* The file must be refused, with a message that says this. */
 static void refuse_bytes(bytes b, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     uint8_t *copy;
     llm_file *file = open_bytes(b.data, b.length, &copy, &err);
     if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
@@ -530,7 +530,7 @@ static void test_many_tensors_fast(void **state) {
 /* ---- Opening ---------------------------------------------------------------------------------- */
 
 static void refuse_path(const char *name, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     assert_null(llm_file_open(name, &err));
     if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
     assert_int_equal(err.status, status);
@@ -668,7 +668,7 @@ static void test_copy(void **state) {
 }
 
 static void refuse_finish(llm_writer *w, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     assert_false(llm_writer_finish(w, &err));
     if (!strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, err.message);
     assert_int_equal(err.status, status);
@@ -956,7 +956,7 @@ static void remove_parts(int count) {
 }
 
 static void refuse_parts(int opened, int count, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     llm_file *file = llm_file_open(part_path(opened, count), &err);
     if (file || !strstr(err.message, expected)) print_error("wanted \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);
     assert_null(file);

@@ -323,7 +323,7 @@ static void test_flipped_bytes(void **state) {
         spit(name, b.data, b.length);
         clear_bytes(&b);
         long live = test_live;
-        llm_error err = {LLM_OK, ""};
+        llm_error err = {.status = LLM_OK};
         llm_model *model = llm_model_load(folder, &err);
         n_taken += model != NULL;
         if (!model) assert_true(err.status != LLM_OK && err.message[0]);
@@ -793,7 +793,7 @@ static void test_int4_formula(void **state) {
 /* One of the files of a folder, given as the model. */
 static void refused_file(const char *name, const char *words) {
     char path[400];
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     long live = test_live;
     path_of(path, folder, name);
     assert_null(llm_model_load(path, &err));
@@ -904,7 +904,7 @@ static void test_added_tokens(void **state) {
         unlink(path);
         spit(cases[k == 4 ? 6 : k].name, text, (size_t)n);
         long live = test_live;
-        llm_error err = {LLM_OK, ""};
+        llm_error err = {.status = LLM_OK};
         llm_file *file = llm_file_open(folder, &err);
         llm_tokenizer *t = file ? llm_tokenizer_create(file, &err) : NULL;
         if (!t) assert_true(err.status != LLM_OK && err.message[0]);
@@ -924,7 +924,7 @@ static void test_memory(void **state) {
         long live = test_live;
         int failures = 0;
         for (int i = 0;; i++) {
-            llm_error err = {LLM_OK, ""};
+            llm_error err = {.status = LLM_OK};
             test_fail_in = i;
             test_failed = false;
             llm_model *model = llm_model_load(folder, &err);

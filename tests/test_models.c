@@ -205,7 +205,7 @@ static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, 
     uint64_t row_bytes = t->bytes / t->dims[1];
     size_t size = (size_t)(n * row_bytes);
     uint8_t *rows = (uint8_t *)malloc(size + 2 * MARGIN);
-    llm_error err = {LLM_ERROR_DEVICE, "old"};
+    llm_error err = {.status = LLM_ERROR_DEVICE, .message = "old"};
     memset(rows, 0xa5, size + 2 * MARGIN);
     if (!llm_tensor_rows(t, first, n, rows + MARGIN, &err)) fail_msg("%s", err.message);
     assert_int_equal(err.status, LLM_OK);
@@ -215,7 +215,7 @@ static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, 
 }
 
 static void refused_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *out, const char *words) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     if (llm_tensor_rows(t, first, n, out, &err)) fail_msg("rows %llu, %llu", (unsigned long long)first, (unsigned long long)n);
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     if (!strstr(err.message, words)) fail_msg("wanted \"%s\", got \"%s\"", words, err.message);

@@ -918,7 +918,7 @@ static void test_refused_requests(void **state) {
     refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
     r.speculate = LLM_SPECULATE_AUTO;
     refuse(engine, r, LLM_ERROR_ARGUMENT, "draft");
-    refuse(engine, good, LLM_ERROR_CAPACITY, "chunked_prefill");
+    refuse(engine, good, LLM_ERROR_CAPACITY, "chunked prefill");
     llm_engine_free(engine);
 }
 
