@@ -9747,7 +9747,13 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
     return ok;
 }
 
-/* "eos_token_id" is one id or several. */
+static bool llm__has_id(const llm__bytes *ids, int32_t id) {
+    for (size_t at = 0; at < ids->length; at += sizeof id)
+        if (!memcmp(ids->data + at, &id, sizeof id)) return true;
+    return false;
+}
+
+/* "eos_token_id" is one id or several; generation_config.json and config.json may both have it. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     llm_json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
@@ -9756,7 +9762,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
         llm_json_has_kind(ends, LLM_JSON_ARRAY) ? llm_json_first(ends) : ends;
     while (ok && end) {
         uint64_t id;
-        if (llm_json_u64(end, &id) && id < v->size) {
+        if (llm_json_u64(end, &id) && id < v->size && !llm__has_id(&v->ids, (int32_t)id)) {
             int32_t number = (int32_t)id;
             ok = llm__append(&v->ids, &number, sizeof number, v->err);
         }
