@@ -320,5 +320,5 @@ static const char ladder_notes[] =
     "  llm ladder --png ladder.png\n";
 
 const command ladder_command = {
-    "ladder", "The whole course in one table: from the naive engine to the full one.",
+    "ladder", "Compare the naive engine with each optimization, in one table.",
     "[options]", command_ladder, ladder_notes};

@@ -346,22 +346,22 @@ static int command_chat(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(c.model),
         {0, "template", "NAME", TEXT, &c.options.template_name, 0, 0,
-         "how the model writes down a conversation (default: the file's own; 'help' lists them)"},
-        {0, "system", "TEXT", TEXT, &c.system, 0, 0, "a message of the system, to begin with"},
+         "chat template (default: the one in the file; 'help' lists all)"},
+        {0, "system", "TEXT", TEXT, &c.system, 0, 0, "begin with this system message"},
         {0, "no-thinking", NULL, FLAG, &c.options.no_thinking, 0, 0,
-         "of models that think before they answer (qwen3): do not"},
+         "answer without thinking first (qwen3)"},
         {'n', "tokens", "N", WHOLE, &c.request.max_tokens, -1, INT_MAX,
-         "at most N tokens in an answer (-1, the default: to the end of the context)"},
+         "at most N tokens in an answer (default -1: to the end of the context)"},
         SAMPLING_OPTIONS(*s, "-"),
         {'s', "seed", "N", SEED, &c.seed, 0, 0,
-         "of the random draws (default: another one each time)"},
+         "seed of the random numbers (default: another one each time)"},
         STOP_OPTION(c.stop),
         THREADS_OPTION(c.engine.n_threads),
         {'c', "context", "N", WHOLE, &c.engine.context_length, 1, INT_MAX,
-         "longest conversation (default: 8192, or the model's where that is less)"},
+         "longest conversation (default: 8192, or the model's limit if that is less)"},
         SPECULATION_OPTIONS(c.speculation),
         CACHE_TYPE_OPTION(c.engine),
-        {'q', "quiet", NULL, FLAG, &c.quiet, 0, 0, "the answers alone: no figures"},
+        {'q', "quiet", NULL, FLAG, &c.quiet, 0, 0, "print only the answers: no figures"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED) status = check_speculation(self, &c.speculation);
@@ -389,15 +389,13 @@ static int command_chat(const command *self, int argc, char **argv) {
 }
 
 static const char chat_notes[] =
-    "Each line is a message; the answer goes to standard output as it is made, and a line of "
-    "figures to standard\n"
-    "error. Lines that begin with / are commands: /reset, /system TEXT, /save FILE, /help, /quit. "
-    "In a pipe\n"
-    "there is no prompt. The special tokens around the messages come from the model's chat "
-    "template, which must be\n"
-    "one of those that are known, or be named; nothing in a message can stand for them. What was "
-    "said before is\n"
-    "still in the cache, and is not computed again.\n"
+    "Each line is a message. The answer goes to standard output as it is generated, and a line of\n"
+    "figures to standard error. Lines that begin with / are commands: /reset, /system TEXT,\n"
+    "/save FILE, /help, /quit. In a pipe there is no prompt.\n"
+    "\n"
+    "The special tokens around the messages come from the model's chat template; if that is not\n"
+    "a known one, name one with --template. Nothing in a message can stand for a special token.\n"
+    "Earlier messages are in the cache and are not computed again.\n"
     "\n"
     "Examples:\n"
     "  llm chat -m some-instruct.gguf\n"

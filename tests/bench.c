@@ -470,12 +470,12 @@ static int command_bench_batch(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {0, "sequences", "LIST", LIST, &b.sequences, 1, 4096,
-         "how many at once (default 1,2,4,8,16,32,64)"},
-        {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20, "tokens of each prompt (default 128)"},
+         "how many sequences at once (default 1,2,4,8,16,32,64)"},
+        {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20, "tokens in each prompt (default 128)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
-         "tokens to generate after each (default 64)"},
+         "tokens to generate after each prompt (default 64)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the median is told (default 3)"},
+         "runs of each, of which the median counts (default 3)"},
         THREADS_OPTION(b.engine.n_threads),
         NAIVE_OPTION(b.engine),
         CACHE_TYPE_OPTION(b.engine),
@@ -496,10 +496,9 @@ static int command_bench_batch(const command *self, int argc, char **argv) {
 }
 
 static const char bench_batch_notes[] =
-    "For each number of sequences: so many prompts of random tokens (prefill), and then --gen "
-    "tokens after each of them, all\n"
-    "sequences in one step (decode; the tokens of all are counted). A step that serves many reads "
-    "the weights once.\n"
+    "For each number of sequences: first as many prompts of random tokens (prefill), then --gen\n"
+    "tokens after each of them, with all sequences in one step (decode; the tokens of all are\n"
+    "counted). A step reads the weights once, however many sequences it has.\n"
     "\n"
     "Examples:\n"
     "  llm bench batch\n"
@@ -772,23 +771,24 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
     llm_engine_options *e = &v.engine_options;
     const option options[] = {
         MODEL_OPTION(v.model),
-        {0, "requests", "N", WHOLE, &v.n_requests, 1, 1 << 24, "how many (default 64)"},
+        {0, "requests", "N", WHOLE, &v.n_requests, 1, 1 << 24, "number of requests (default 64)"},
         {0, "rate", "R", REAL, &v.rate, 0, 1e6,
-         "that come in a second, at random times (default 0: all at once)"},
+         "requests per second, at random times (default 0: all at once)"},
         {'p', "prompt", "LOW-HIGH", RANGE, &v.prompt, 1, 1 << 20,
-         "tokens of a prompt (default 16-128)"},
+         "tokens in a prompt (default 16-128)"},
         {'g', "gen", "LOW-HIGH", RANGE, &v.generate, 1, 1 << 20,
          "tokens to generate after it (default 10-200)"},
         {0, "ask", "N", WHOLE, &v.ask, 1, 1 << 20,
-         "tokens that each request asks for, not knowing how soon it will end (default: what it "
-         "will get)"},
+         "tokens that each request asks for, although it may end earlier (default: as many as it "
+         "gets)"},
         {0, "shared", "N", WHOLE, &v.shared, 0, 1 << 20,
-         "tokens that all prompts begin with, besides (default 0)"},
-        {'s', "seed", "N", SEED, &v.seed, 0, 0, "of the times, lengths and tokens (default 1)"},
+         "additional tokens with which all prompts begin (default 0)"},
+        {'s', "seed", "N", SEED, &v.seed, 0, 0,
+         "seed of the times, lengths and tokens (default 1)"},
         {'r', "runs", "R", WHOLE, &v.runs, 1, 1000,
-         "times to do each; the medians are told (default 1)"},
+         "runs of each, of which the median counts (default 1)"},
         {0, "policy", POLICIES "|all", CHOICE, &v.policy, 0, 0,
-         "when requests enter (default all, side by side)"},
+         "when requests enter the engine (default all: compare them)"},
         {0, "window", "SECONDS", REAL, &v.window, 0, 3600,
          "how long dynamic batching waits for a group to fill (default 0.05)"},
         SCHEDULE_OPTIONS(*e),
@@ -816,34 +816,27 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
 }
 
 static const char bench_serve_notes[] =
-    "Requests of random tokens and random lengths, as a server would get them, through one engine "
-    "for each policy. TTFT is\n"
-    "the time from the arrival of a request to its first token; TPOT the time per token after it; "
-    "p90: nine of ten requests have\n"
-    "no more. A step's time that is spent neither in the models nor in choosing tokens is the "
-    "scheduler's.\n"
+    "Requests of random tokens and random lengths, as a server would get them, go through one\n"
+    "engine for each policy. TTFT: the time from the arrival of a request to its first token.\n"
+    "TPOT: the time per token after it. p90: nine of ten requests have no more. Scheduler: the\n"
+    "time of a step that is spent neither in the models nor in choosing tokens.\n"
     "\n"
-    "Static and dynamic batching are done here, outside of the engine. Requests wait until the "
-    "engine is empty, and enter it\n"
-    "as a group, which is one array: each member asks for as many tokens as the one that asks for "
-    "most, and no more enter\n"
-    "than the cache has room for, at that length. A request that has its tokens is computed on, "
-    "as padding, until the last\n"
-    "of the group has its own. Nobody knows beforehand when a model will end a text, so requests "
-    "mostly ask for more (--ask).\n"
+    "Static and dynamic batching are done here, outside of the engine. Requests wait until the\n"
+    "engine is empty, and enter it as a group, which is one array: each member asks for as many\n"
+    "tokens as the one that asks for most, and no more enter than fit into the cache at that\n"
+    "length. A request that has its tokens is computed as padding until the last of the group\n"
+    "has its own. When a model will end a text is not known beforehand, so requests mostly ask\n"
+    "for more (--ask).\n"
     "\n"
-    "\"Sequences in a step\" are those that still want tokens; \"ended, and still computed\" are "
-    "tokens of padding per step.\n"
-    "\"Cache slots wasted\": continuous batching, the share of the blocks in use that holds no "
-    "token of a running sequence;\n"
-    "groups, the share of what was set aside for the group that holds no token of a request that "
-    "still wants some.\n"
+    "\"Sequences in a step\" counts those that still want tokens; \"ended, and still computed\"\n"
+    "counts tokens of padding. \"Cache slots wasted\" is, with continuous batching, the share of\n"
+    "the slots of blocks in use that holds no token of a running sequence; with groups, the share\n"
+    "of what was reserved for the group that holds no token of a request that still wants some.\n"
     "\n"
     "Examples:\n"
     "  llm bench serve\n"
     "  llm bench serve --requests 100 --rate 5 --gen 10-500 --runs 3\n"
-    "  llm bench serve --requests 100 --gen 10-500 --ask 500 --max-sequences 32 --cache-memory "
-    "16M\n"
+    "  llm bench serve --requests 100 --gen 10-500 --ask 500 --cache-memory 16M\n"
     "  llm bench serve --policy continuous --shared 256 --no-prefix-cache\n"
     "  llm bench serve --policy continuous --cache-memory 4M --preempt swap --json\n";
 
@@ -1028,19 +1021,20 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(b.model),
         {'d', "draft", "FILE", TEXT, &b.speculation.path, 0, 0,
-         "a small model of the same vocabulary, that proposes tokens"},
+         "a small model with the same vocabulary, which proposes tokens"},
         {0, "lookup", NULL, FLAG, &b.speculation.lookup, 0, 0,
-         "propose what stood behind the same words before; needs no draft"},
+         "propose what followed the same words before; needs no draft"},
         {'f', "file", "FILE", TEXT, &b.file, 0, 0,
-         "texts, between lines of <|endoftext|> (default models/eval.txt)"},
-        {0, "texts", "N", WHOLE, &b.n_texts, 1, 100000, "how many of them to continue (default 8)"},
+         "texts, with lines of <|endoftext|> between them (default models/eval.txt)"},
+        {0, "texts", "N", WHOLE, &b.n_texts, 1, 100000, "number of texts to continue (default 8)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20,
-         "tokens of a text's beginning (default 32)"},
+         "tokens of the text to use as a prompt (default 32)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
          "tokens to generate after it (default 64)"},
-        {0, "temperature", "T", REAL, &b.temperature, 0, 100, "of the draws (default 0: none)"},
+        {0, "temperature", "T", REAL, &b.temperature, 0, 100,
+         "of sampling (default 0: always the most likely token)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the medians are told (default 3)"},
+         "runs of each, of which the median counts (default 3)"},
         THREADS_OPTION(b.engine_options.n_threads),
         JSON_OPTION(b.json),
     };
@@ -1060,11 +1054,10 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
 }
 
 static const char bench_speculate_notes[] =
-    "One sequence after another, with 0 to 8 proposals a step, and with as many as the engine "
-    "thinks will pay. If a share a of\n"
-    "the proposals is accepted, each with the same chance, a step makes (1 - a^(K+1)) / (1 - a) "
-    "tokens: the formula. Guessing\n"
-    "pays if these are worth more than what the guesses, and the wider step, cost.\n"
+    "Runs one sequence after another, with 0 to 8 proposals in a step, and with as many as the\n"
+    "engine thinks will pay. If each proposal is accepted with the same probability a, a step\n"
+    "makes (1 - a^(K+1)) / (1 - a) tokens: the formula. Speculation pays if these are worth more\n"
+    "than the cost of the proposals and of the wider step.\n"
     "\n"
     "Examples:\n"
     "  llm bench speculate --draft models/tales-draft.gguf\n"
@@ -1072,11 +1065,11 @@ static const char bench_speculate_notes[] =
 
 /* ---- llm bench itself -------------------------------------------------------------------- */
 static const command bench_modes[] = {
-    {"bench batch", "How much faster many sequences are together than one.", "[-m FILE] [options]",
-     command_bench_batch, bench_batch_notes},
-    {"bench serve", "Requests that come and go: throughput and waiting times, by policy.",
+    {"bench batch", "Measure how much faster many sequences are together than one.",
+     "[-m FILE] [options]", command_bench_batch, bench_batch_notes},
+    {"bench serve", "Measure throughput and latency for requests that come and go, by policy.",
      "[-m FILE] [options]", command_bench_serve, bench_serve_notes},
-    {"bench speculate", "One sequence, by the number of proposals in a step.",
+    {"bench speculate", "Measure one sequence, by the number of proposals in a step.",
      "--draft FILE | --lookup [-m FILE] [options]", command_bench_speculate, bench_speculate_notes},
 };
 
@@ -1102,14 +1095,13 @@ static int command_bench(const command *self, int argc, char **argv) {
          "numbers of threads to try (default: 1 and one per processor)"},
         DEVICE_OPTIONS,
         {'p', "prompt", "LIST", LIST, &b.prompts, 1, 1 << 20,
-         "lengths of prompt to try (default 16,128,512)"},
+         "prompt lengths to try (default 16,128,512)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
          "tokens to generate after each prompt (default 32)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
-         "times to do each; the median is told (default 3)"},
+         "runs of each, of which the median counts (default 3)"},
         {0, "profile", NULL, FLAG, &b.profile, 0, 0,
-         "where the time goes, operation by operation, for the first --prompt and the last "
-         "--threads"},
+         "time of each operation, for the first --prompt and the last --threads"},
         NAIVE_OPTION(b.engine),
         CACHE_TYPE_OPTION(b.engine),
         BLOCK_OPTION(b.engine),
@@ -1127,18 +1119,16 @@ static int command_bench(const command *self, int argc, char **argv) {
 }
 
 static const char bench_notes[] =
-    "For each number of threads and each length: a prompt of so many random tokens (prefill), "
-    "then --gen tokens\n"
-    "after it (decode). GB/s is the weights and cached keys and values that decoding read, per "
-    "second; memory is how fast\n"
-    "so many threads just read memory here, measured first; share is the one over the other. With "
-    "--profile, predicted is the time that\n"
-    "an operation's bytes or its arithmetic take at least, whichever is longer, if all bytes come "
-    "from memory.\n"
+    "For each number of threads and each length: a prompt of that many random tokens (prefill),\n"
+    "then --gen tokens after it (decode). GB/s: the weights and cached keys and values that\n"
+    "decode reads, per second. memory: how fast that many threads can read memory, measured\n"
+    "first. share: the first divided by the second. --profile: predicted is the least time for\n"
+    "the operation's bytes or for its arithmetic, whichever is longer, if all bytes come from\n"
+    "memory.\n"
     "\n"
-    "Other benchmarks, each with a --help of its own:\n"
+    "Other benchmarks, each with its own --help:\n"
     "  llm bench batch        how much faster many sequences are together than one\n"
-    "  llm bench serve        requests that come and go: throughput and waiting times, by policy\n"
+    "  llm bench serve        throughput and latency for requests that come and go, by policy\n"
     "  llm bench speculate    one sequence, by the number of proposals in a step\n"
     "\n"
     "Examples:\n"
@@ -1148,5 +1138,5 @@ static const char bench_notes[] =
 
 const command bench_command = {
     "bench",
-    "Measure prefill and decode, against the memory's speed; or batches, serving, speculation.",
+    "Measure prefill and decode, batches, serving or speculation.",
     "[batch|serve|speculate] [-m FILE] [options]", command_bench, bench_notes};
