@@ -155,12 +155,25 @@ void put_coloured(const char *colour, const char *data, size_t length) {
     if (coloured) put_text("\033[0m");
 }
 
+/* A line for a log, unless the last one (or the first call) was a short time ago. */
+static void log_progress(const char *what, double done, const char *note, double now) {
+    static double last = 0;
+    const char *interval = getenv("LLM_PROGRESS_SECONDS");
+    if (last == 0) last = now;
+    if (now - last < (interval ? atof(interval) : 10)) return;
+    last = now;
+    if (isnan(done)) fprintf(stderr, "%s: %s\n", what, note);
+    else fprintf(stderr, "%s: %.0f %%%s%s\n", what, 100 * done, *note ? ", " : "", note);
+}
+
 void show_progress(const char *what, double done, const char *note) {
     static double last = 0;
     double now = llm_seconds();
-    if (!is_terminal(STDERR_FILENO) || (!(done < 0) && now - last < 0.1)) return;
+    if (!(done < 0) && now - last < 0.1) return;
     last = now;
-    if (done < 0) {
+    if (!is_terminal(STDERR_FILENO)) {
+        if (!(done < 0)) log_progress(what, done, note, now);
+    } else if (done < 0) {
         fputs("\r\033[K", stderr);
     } else if (isnan(done)) {
         fprintf(stderr, "\r%s: %s\033[K", what, note);
@@ -317,6 +330,24 @@ void put_ids(const int32_t *ids, int64_t n) {
     put_text("]");
 }
 
+const char *skip_space(const char *p, const char *end) {
+    while (p < end && (*p == ' ' || *p == '\t' || *p == '\r' || *p == '\n')) p++;
+    return p;
+}
+
+bool json_ids(const llm_json_node *array, int32_t **ids, int64_t *n) {
+    *n = 0;
+    if (!llm_json_has_kind(array, LLM_JSON_ARRAY)) return false;
+    *ids = resize(*ids, ((size_t)array->length + 1) * sizeof **ids);
+    for (const llm_json_node *item = llm_json_first(array); item;
+         item = llm_json_next(array, item)) {
+        int64_t id;
+        if (!llm_json_i64(item, &id) || id < INT32_MIN || id > INT32_MAX) return false;
+        (*ids)[(*n)++] = (int32_t)id;
+    }
+    return true;
+}
+
 /* ---- Options ----------------------------------------------------------------------------- */
 /* Levenshtein distance: the fewest letters to insert, delete or replace. */
 static int edit_distance(const char *a, const char *b) {
@@ -363,7 +394,21 @@ static int unknown_option(const command *self, const option *options, int n, con
     return misuse(self, "unknown option --%s", typed);
 }
 
+/* Words up to column 80; further lines begin at column `indent`. */
+static void put_wrapped(const char *words, int indent) {
+    for (int column = indent; *words; words += *words == ' ') {
+        int n = (int)strcspn(words, " ");
+        if (column > indent && column + 1 + n > 80) put("\n%*s", indent, ""), column = indent;
+        if (column > indent) put_text(" "), column++;
+        put_bytes(words, (size_t)n);
+        words += n;
+        column += n;
+    }
+    put_text("\n");
+}
+
 static void show_help(const command *self, const option *options, int n) {
+    enum { LEFT = 26 }; /* columns of an option and its argument */
     put("Usage: llm %s %s\n\n", self->name, self->usage);
     put_text(self->summary);
     put_text("\n\nOptions:\n");
@@ -372,11 +417,12 @@ static void show_help(const command *self, const option *options, int n) {
         char left[64];
         snprintf(left, sizeof left, o->letter ? "-%c, --%s %s" : "%c   --%s %s",
                  o->letter ? o->letter : ' ', o->name, o->argument ? o->argument : "");
-        put("  %-30s ", left);
-        put_text(o->help);
-        put_text("\n");
+        size_t n = strlen(left) - !o->argument;
+        put(n > LEFT ? "  %.*s\n%*s" : "  %.*s%*s", (int)n, left,
+            LEFT + 3 - (n > LEFT ? 0 : 2 + (int)n), "");
+        put_wrapped(o->help, LEFT + 3);
     }
-    put("  %-30s this text\n\n", "    --help");
+    put("  %-*s print this text\n\n", LEFT, "    --help");
     put_text(self->notes);
 }
 
@@ -463,9 +509,11 @@ bool parse_value(const option *o, const char *s) {
         if (!strcmp(s, "auto")) return *(int *)o->value = LLM_SPECULATE_AUTO, true;
         /* fallthrough */
     case WHOLE: {
-        long x = strtol(s, &end, 10);
-        *(int *)o->value = (double)x >= o->low && (double)x <= o->high ? (int)x : 0;
-        return end > s && !*end && !errno && (double)x >= o->low && (double)x <= o->high;
+        double x = strtod(s, &end); /* so that 1e9 is a whole number, too */
+        bool good = end > s && !*end && x >= o->low && x <= o->high && x == floor(x);
+        good = good && !s[strcspn(s, "xXpP")]; /* not in hexadecimal */
+        *(int *)o->value = good ? (int)x : 0;
+        return good;
     }
     case REAL: {
         double x = strtod(s, &end);
@@ -476,6 +524,11 @@ bool parse_value(const option *o, const char *s) {
         seed_value *seed = o->value;
         seed->given = true;
         seed->value = strtoull(s, &end, 10);
+        if (*end == '.' || *end == 'e' || *end == 'E') { /* perhaps a whole number, all the same */
+            double x = strtod(s, &end);
+            seed->value = x < 0x1p63 ? (uint64_t)x : 0;
+            if (x != floor(x) || x >= 0x1p63) return false;
+        }
         return isdigit((unsigned char)*s) && !*end && !errno;
     }
     case TYPE: {

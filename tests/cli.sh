@@ -27,13 +27,21 @@ same "--option=value is --option value" s.gguf equals.gguf
 # ---- help, version, wrong calls -----------------------------------------------------------
 ok "--version" "^llm [0-9]" "$LLM" --version
 ok "--help" "perplexity" "$LLM" --help
+name="--help fits a screen of 24 lines and 80 columns"
+if [ "$(wc -l <out)" -lt 24 ] && ! grep -q '.\{81\}' out; then pass; else fail "at most 23 lines of 80 columns, not $(wc -l <out)"; fi
+for c in run chat batch demo info tokenize perplexity quantize bench "bench batch" "bench serve" "bench speculate" synth; do
+    # shellcheck disable=SC2086
+    ok "$c --help, width" "" "$LLM" $c --help
+    name="$c --help fits 96 columns"
+    if grep -q '.\{97\}' out; then fail "no longer line than: $(grep '.\{97\}' out | head -1)"; else pass; fi
+done
 for c in run demo info tokenize perplexity quantize bench synth; do
     ok "$c --help" "Usage: llm $c" "$LLM" $c --help
     [ $c = demo ] || { name="$c --help has examples"; judge 0 "" "Examples:"; }
     bad "$c, unknown option" 2 "llm $c: unknown option --hepl; did you mean --help\?" "$LLM" $c --hepl
 done
 ok "help CMD" "Usage: llm run" "$LLM" help run
-name="no command"; run "$LLM"; judge 2 "a command is missing" "Commands:"
+name="no command"; run "$LLM"; judge 2 "a command is missing" "Usage: llm COMMAND"
 bad "unknown command" 2 "unknown command 'rnu'; did you mean 'run'\?" "$LLM" rnu
 bad "nonsense command" 2 "unknown command 'xyzzy'$" "$LLM" xyzzy
 bad "unknown option" 2 "unknown option --temprature; did you mean --temperature\?" "$LLM" run --temprature 1 x
@@ -135,8 +143,16 @@ done
 bad "a folder without a model" 1 "there is no config.json in this folder" "$LLM" run -m "$TOP/docs" x
 ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prompt.txt
 same "... gives the same text" first out
-name="prompt from standard input"; "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""
+piped "prompt from standard input" 'Hello' "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -
 same "... gives the same text" first out
+piped "prompt from standard input, as it is piped" 'Hello\n\n' '"prompt": "Hello\\n\\n"' "$LLM" run -m "$M" -n 1 -q --json -
+piped "... with -f -, too" 'Hello\n' '"prompt": "Hello\\n"' "$LLM" run -m "$M" -n 1 -q --json -f -
+ok "a whole number with an exponent" "" "$LLM" run -m "$M" -n 1.2e1 -s 3e0 -q --ignore-end "Hello"
+same "... is that number" first out
+bad "a number with an exponent that is not whole" 2 "tokens needs a whole number from -1 to 2147483647, not '15e-1'" "$LLM" run -m "$M" -n 15e-1 x
+bad "a number with an exponent, out of range" 2 "tokens needs a whole number from -1 to 2147483647, not '1e10'" "$LLM" run -m "$M" -n 1e10 x
+bad "a hexadecimal number" 2 "tokens needs a whole number" "$LLM" run -m "$M" -n 0x10 x
+bad "a seed that is not whole" 2 "seed needs a whole number" "$LLM" run -m "$M" -s 1.5 x
 printf 'Hello\n\n' >prompt.txt
 ok "prompt from a file: one newline is dropped" '"prompt": "Hello\\n"' \
     "$LLM" run -m "$M" -n 1 -q --json -f prompt.txt
@@ -311,6 +327,11 @@ ok "perplexity of invalid UTF-8" "^[0-9.]+ bits per byte" "$LLM" perplexity -m "
 
 ok "bench --json" '"complete": true' "$LLM" bench -m "$M" --threads 1 --prompt 4,30 --gen 3 --runs 2 --json
 json "bench --json"
+for o in "" "batch --sequences 1" "serve --policy continuous --requests 2 --prompt 4 --gen 3" "speculate --lookup -f words.txt -p 2 -g 3"; do
+    if [ -n "$o" ]; then set -- $o; else set -- -t 1; fi
+    case $o in batch* | "") set -- "$@" -p 4 -g 3 ;; esac
+    name="bench $*, logits that are not numbers" && run "$LLM" bench "$@" -m broken.gguf && judge 1 "sample 0: the model's logits after position [0-9]+ are not finite" ""
+done
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
 ok "bench --profile" "^rope_store\+attention +6 " "$LLM" bench -m "$M" -t 1 -p 5 -g 3 --profile

@@ -156,8 +156,27 @@ name="bad lines are told again when there is nothing more to do"; run batch -f w
 same "... and not written again" o.jsonl p.jsonl
 printf '{"prompt": "\377"}\n{"prompt": "a", "\377": 1}\n' >invalid.jsonl
 name="lines that are not UTF-8"; run batch -f invalid.jsonl; judge 1 "line 1: not JSON: column 13: the byte 0xFF is not valid UTF-8" '"error": "not JSON: column 13: the byte 0xFF is not valid UTF-8'
+printf '{"prompt": "a", "max_tokens": 3e0, "seed": 1.0e1, "n": 1.0, "ignore_end": true}\n{"prompt": "a", "max_tokens": 1e9, "ignore_end": true}\n' >exponent.jsonl
+name="whole numbers with a point or an exponent"; run batch -f exponent.jsonl; judge 0 "" '"line": 1, .*"seed": 10}'
+name="... mean the same"; if [ "$(sed -n '1s/.*"tokens": \[\([^]]*\)\].*/\1/p' out | wc -w)" -eq 3 ]; then judge 0 "" '"line": 2, .*"finish_reason": "length"'; else fail "3 tokens"; fi
+printf '{"prompt": "a", "max_tokens": 2.5}\n' >exponent.jsonl
+name="a number that is not whole"; run batch -f exponent.jsonl; judge 1 "line 1: max_tokens needs a whole number from -1 to 2147483647, not 2.5" ""
 name="a prompt longer than the context"; awk 'BEGIN { printf "{\"prompt\": \""; for (i = 0; i < 500; i++) printf "Q%dZ ", i; print "\"}" }' >longer.jsonl
 run batch -f longer.jsonl; judge 1 "line 1: .*context.*128" '"error"'
+
+{ for i in 1 2 3; do cat longer.jsonl; done; head -n 2 many.jsonl; } >unfit.jsonl
+name="most lines are too long: a warning before anything else"; run batch -f unfit.jsonl
+if head -n 1 err | grep -q '^llm: warning: 3 of the first 5 lines do not fit into the context or the cache'; then judge 1 "line 3: --context is 128, and the prompt has [0-9]+ tokens" '"line": 5, .*"samples"'; else fail "the warning, on line 1"; fi
+name="... also if the cache is too small"; run batch -f many.jsonl --cache-memory 4K -o -; judge 1 "^llm: warning: 200 of the first 200 lines do not fit" ""
+{ cat longer.jsonl; head -n 2 many.jsonl; } >unfit.jsonl
+name="... and none if most fit"; run batch -f unfit.jsonl; if grep -q warning err; then fail "no warning"; else judge 1 "line 1: --context" ""; fi
+rm -f p.jsonl
+name="progress in a log"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -m "$M" -f many.jsonl -o p.jsonl; judge 0 "^batch: [0-9]+ %, [0-9]+ lines, [0-9.]+ tokens/s$" ""
+rm -f p.jsonl
+name="... but not with --quiet"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -q -m "$M" -f many.jsonl -o p.jsonl; judge 0 "" ""
+rm -f p.jsonl
+name="... nor in a short run"; run "$LLM" batch -m "$M" -f b.jsonl -o p.jsonl
+if [ "$(wc -l <err)" -eq 1 ]; then judge 0 "^\[2 lines; " ""; else fail "one line of figures"; fi
 
 # ---- batch: killed, stopped, torn, changed --------------------------------------------------
 rm -f o.jsonl
@@ -194,7 +213,7 @@ for o in "--top-k 3" "--temperature 0.5" "--top-p 0.5" "--min-p 0.5" "--repetiti
 done
 bad "another model" 1 "many.jsonl, line 1 is not what the result" "$LLM" batch -m "$D" -q -f many.jsonl -o o.jsonl
 head -n 99 many.jsonl >shorter.jsonl
-bad "a shorter input" 1 "o.jsonl has a result for line 100, and shorter.jsonl no such line" batch -f shorter.jsonl -o o.jsonl
+bad "a shorter input" 1 "o.jsonl has a result for line 100, and shorter.jsonl has no such line" batch -f shorter.jsonl -o o.jsonl
 same "... leave the output as it was" o.jsonl p.jsonl
 sed '150s/wolf/bear/' many.jsonl >changed.jsonl
 name="a change behind the results"; run batch -f changed.jsonl -o o.jsonl; judge 0 "" ""
@@ -241,7 +260,7 @@ head -n 3 many.jsonl >&3
 i=0
 while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -lt 3 ] && kill -0 $pid 2>/dev/null && [ $i -lt 1000 ]; do sleep 0.01; i=$((i + 1)); done
 name="lines are answered as they come"; if [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass; else status=0; fail "3 results while the input is open"; fi
-name="two at once"; "$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null; status=$?; cp err.2 err; judge 1 "another llm writes to o.jsonl" ""
+name="two at once"; "$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null; status=$?; cp err.2 err; judge 1 "another llm is writing to o.jsonl" ""
 kill -INT $pid
 wait $pid
 status=$?
@@ -256,7 +275,7 @@ for signal in INT TERM; do
     kill -$signal $pid
     wait $pid
     status=$?
-    name="stopped by SIG$signal"; judge 1 "stopped, with [0-9]+ lines done; the same command goes on from there" ""
+    name="stopped by SIG$signal"; judge 1 "stopped, with [0-9]+ lines done; the same command continues from there" ""
     trace "... with a whole trace" t.json decode
 done
 name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
@@ -271,6 +290,17 @@ judge 1 "cannot write to o.jsonl: .*(too large|No space)" ""
 name="... leaves whole lines"; if [ -s o.jsonl ] && [ -z "$(tail -c 1 o.jsonl)" ]; then pass; else fail "a newline at the end"; fi
 name="... goes on"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
+printf 'a line of before\n' >appended.txt
+name="batch to a full standard output that is a file"
+(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) >whole.txt 2>err </dev/null
+status=$?
+: >out
+judge 1 "cannot write to standard output: .*(too large|No space)" ""
+head -c "$(wc -c <whole.txt)" full.jsonl >part
+same "... leaves whole lines" whole.txt part
+name="... a newline at the end"; if [ -s whole.txt ] && [ -z "$(tail -c 1 whole.txt)" ]; then pass; else fail "a newline at the end"; fi
+(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) >>appended.txt 2>err </dev/null
+name="... also where it is appended to"; if [ "$(head -n 1 appended.txt)" = "a line of before" ] && [ "$(wc -l <appended.txt)" -gt 5 ] && [ -z "$(tail -c 1 appended.txt)" ]; then pass; else fail "whole lines"; fi
 if [ -w /dev/full ]; then
     name="batch --trace /dev/full"; run batch -f greedy.jsonl --trace /dev/full; judge 1 "^llm: cannot write to /dev/full: No space left on device$" '"line": 40'
     bad "batch -o /dev/full" 1 "cannot write to /dev/full: No space left" batch -f many.jsonl -o /dev/full

@@ -47,6 +47,14 @@ bad() { # name, status, pattern in stderr, command...: and nothing on stdout
     run "$@"
     if [ -s out ]; then fail "nothing on stdout"; else judge "$expected" "$pattern" ""; fi
 }
+piped() { # name, text for standard input (printf), pattern in stdout, command...
+    name=$1 text=$2 pattern=$3
+    shift 3
+    # shellcheck disable=SC2059
+    printf "$text" | "$@" >out 2>err
+    status=$?
+    judge 0 "" "$pattern"
+}
 same() { # name, file, file
     name=$1
     if cmp "$2" "$3" >log 2>err; then pass; else status=$?; fail "$2 and $3 are the same"; fi
