@@ -412,7 +412,7 @@ static int command_info(const command *self, int argc, char **argv) {
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status != PARSED) return status;
     if (!in.program && (in.view.tokens || in.view.plan || in.view.all))
-        return misuse(self, "--tokens, --plan and --all go with --program");
+        return misuse(self, "--tokens, --plan and --all need --program");
     if (in.view.tokens == 0) in.view.tokens = 1;
     if (argc && in.model) return misuse(self, "two models: '%s' and '%s'", argv[0], in.model);
     if (in.memory == UINT64_MAX)
@@ -430,7 +430,7 @@ static int command_info(const command *self, int argc, char **argv) {
             status =
                 fail("--context is %d: the model was trained for 1 to %d tokens", in.context, most);
         else if (in.program && in.view.tokens > in.context)
-            status = fail("--tokens is %d: they end at --context, %d", in.view.tokens, in.context);
+            status = fail("--tokens is %d, more than --context, %d", in.view.tokens, in.context);
         else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);
         else if (in.json) info_print_json(&in), status = 0;
         else info_print(&in), status = 0;
@@ -585,12 +585,12 @@ static int command_tokenize(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     if (argc && t.file) return misuse(self, "two texts: '%s' and --file %s", argv[0], t.file);
     if (t.json && (t.file || (argc && strcmp(argv[0], "-"))))
-        return misuse(self, "--json reads standard input, and no other text");
+        return misuse(self, "--json reads standard input: give no other text");
     if (argc > 1 && !t.decode)
         return misuse(self, "one argument too many: '%s' (a text with spaces needs quotes)",
                       argv[1]);
     if (t.pieces && (t.json || t.decode))
-        return misuse(self, "--pieces goes with neither --json nor --decode");
+        return misuse(self, "--pieces cannot be combined with --json or --decode");
     char *path = vocabulary_path(t.model);
     if (!path) return FAILED;
     llm_error err;

@@ -31,6 +31,7 @@ typedef struct chat {
     llm_message *messages;   /* (n_messages) with texts that free() releases */
     int n_messages;
     text answer;
+    bool broken; /* the answer ended with an error */
     int turn;
 } chat;
 
@@ -94,7 +95,7 @@ static void chat_take(chat *c, const llm_event *event) {
     put_foreign(event->text, event->text_length);
     flush_output();
     if (event->finish == LLM_FINISH_LENGTH && !c->quiet) put_text(" ...");
-    if (event->error) fail("%s", event->error);
+    if (event->error) c->broken = !!fail("%s", event->error);
 }
 
 static void chat_figures(const chat *c, const llm_statistics *before, double start) {
@@ -118,6 +119,7 @@ static bool chat_answer(chat *c) {
     double start = llm_seconds();
     bool stopped = false, good = chat_prompt(c, &ids);
     c->answer.length = 0;
+    c->broken = false;
     c->request.sampling.seed = c->seed.value + (uint64_t)c->turn++;
     if (good && !llm_submit(c->running, &c->request, &id, &err)) good = !fail_with(&err);
     llm_free(ids);
@@ -134,10 +136,11 @@ static bool chat_answer(chat *c) {
     if (stop_requested == SIGINT) forget_interrupt();
     flush_output();
     if (!c->quiet) chat_figures(c, &before, start);
-    return err.status == LLM_OK;
+    return err.status == LLM_OK && !c->broken;
 }
 
-/* As a JSON array of objects {"role": ..., "content": ...}, which other chat programs read, too. */
+/* Write a JSON array of objects {"role": ..., "content": ...}, which other chat programs also
+ * read. */
 static void chat_save(const chat *c, const char *path) {
     static const char *const roles[] = {"system", "user", "assistant"};
     text t = {0};
@@ -159,14 +162,14 @@ static void chat_save(const chat *c, const char *path) {
 }
 
 static const char chat_commands[] = "/reset         begin a new conversation\n"
-                                    "/system TEXT   begin a new one, with this message of the "
-                                    "system (without TEXT: show the one there is)\n"
-                                    "/save FILE     write the conversation into a file, as JSON\n"
-                                    "/help          this text\n"
+                                    "/system TEXT   begin a new one with this system message "
+                                    "(without TEXT: print the present one)\n"
+                                    "/save FILE     write the conversation to a file, as JSON\n"
+                                    "/help          print this text\n"
                                     "/quit          leave (or Ctrl-D)\n"
-                                    "A line that ends in \\ goes on with the next. // at its "
-                                    "beginning stands for a / that is no command.\n"
-                                    "Ctrl-C stops the answer, or drops what was typed.\n";
+                                    "A line that ends with \\ continues on the next line. // at the "
+                                    "beginning is a / and no command.\n"
+                                    "Ctrl-C stops the answer, or clears what was typed.\n";
 
 /* Run a line that begins with a slash. False: leave. */
 static bool chat_obey(chat *c, const char *line) {
@@ -180,7 +183,7 @@ static bool chat_obey(chat *c, const char *line) {
         chat_reset(c);
     } else if (length == 7 && !strncmp(line, "/system", 7) && bare) {
         if (c->system) fprintf(stderr, "%s\n", c->system);
-        else fputs("no message of the system\n", stderr);
+        else fputs("there is no system message\n", stderr);
     } else if (length == 7 && !strncmp(line, "/system", 7)) {
         free((char *)c->system);
         c->system = strcpy(resize(NULL, strlen(rest) + 1), rest);
@@ -188,7 +191,7 @@ static bool chat_obey(chat *c, const char *line) {
     } else if (length == 5 && !strncmp(line, "/save", 5) && !bare) {
         chat_save(c, rest);
     } else {
-        fprintf(stderr, "llm: there is no command %.*s of that form; /help tells which there are\n",
+        fprintf(stderr, "llm: there is no command %.*s of this form; /help lists the commands\n",
                 (int)length, line);
     }
     return true;
@@ -200,7 +203,7 @@ static ssize_t plain_line(char **line) {
 }
 
 #ifdef LLM_WITH_EDITLINE
-static struct { /* what the editor returned; its callback takes no argument of ours */
+static struct { /* what the editor returned: its callback has no argument for user data */
     char *line;
     bool done;
 } edited;
@@ -225,8 +228,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
     return edited.line ? (ssize_t)strlen(edited.line) : -1;
 }
 #else
-/* Wait for input or a signal, also for one that came before: getline would wait on after it.
- * pselect accepts signals, but only while it waits. */
+/* Wait for input or a signal, even one that came earlier: getline would continue to wait after it.
+ * pselect accepts signals only while it waits. */
 static void wait_for_typing(void) {
     sigset_t blocked, usual;
     fd_set typed;
@@ -246,8 +249,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
 }
 #endif
 
-/* A line of standard input without its end, appended to `line`; on a terminal (edits) after a
- * prompt. Ctrl-C there empties the line. False: there is no more. */
+/* Append a line of standard input, without its newline, to `line`; on a terminal (edits) after a
+ * prompt, where Ctrl-C empties the line. False: the input has ended. */
 static bool read_typed(const char *prompt, bool edits, text *line) {
     char *data = NULL;
     ssize_t n = edits ? terminal_line(prompt, &data) : plain_line(&data);
@@ -268,7 +271,7 @@ static bool read_typed(const char *prompt, bool edits, text *line) {
     return n >= 0;
 }
 
-/* A message of one line, or of more where lines end in a backslash; zero-terminated. */
+/* Read a message: a line, or several if lines end with a backslash; zero-terminated. */
 static bool chat_read(chat *c, text *line) {
     line->length = 0;
     bool more = read_typed("> ", c->edits, line);
@@ -307,7 +310,7 @@ static int chat_model(chat *c) {
     int longest = llm_model_config(c->loaded)->context_length;
     llm_error err;
     chat_reset(c);
-    chat_add(c, LLM_ROLE_USER, "?", 1); /* does the template take such a conversation? */
+    chat_add(c, LLM_ROLE_USER, "?", 1); /* can the template express such a conversation? */
     if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
         return fail("%s%s", err.message, name ? "" : " (--template NAME)");
     chat_reset(c);
@@ -328,7 +331,7 @@ static int chat_model(chat *c) {
     chosen.quiet = c->quiet;
     c->running = create_engine(c->loaded, &c->engine, &err);
     if (!c->running) return fail_with(&err);
-    if (!c->quiet) fprintf(stderr, "chat template: %s; /help tells the commands\n", name);
+    if (!c->quiet) fprintf(stderr, "chat template: %s; /help lists the commands\n", name);
     bool good = chat_talk(c);
     free_engine(c->running);
     return good && stop_requested != SIGTERM ? 0 : FAILED;

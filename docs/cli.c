@@ -189,7 +189,7 @@ void show_progress(const char *what, double done, const char *note) {
 /* ---- Memory, text and files -------------------------------------------------------------- */
 void *resize(void *memory, size_t bytes) {
     memory = realloc(memory, bytes ? bytes : 1);
-    if (!memory) exit(fail("out of memory (%zu bytes)", bytes));
+    if (!memory) exit(fail("out of memory: %s", HUMAN(bytes)));
     return memory;
 }
 
@@ -271,7 +271,7 @@ char *bundled_path(const char *name) {
     append(&path, name, strlen(name) + 1);
     if (access(path.data, R_OK) == 0) return path.data;
     free(path.data);
-    fail("the bundled %s is not here: work where it is, or give a model with -m FILE", name);
+    fail("the bundled %s is not here: run llm in the folder that has it, or give -m FILE", name);
     return NULL;
 }
 
@@ -634,7 +634,7 @@ int parse(const command *self, const option *options, int n_options, int *argc, 
 
 /* ---- Models and engines ------------------------------------------------------------------ */
 int check_speculation(const command *self, const speculation *s) {
-    if (s->path && s->lookup) return misuse(self, "--draft and --lookup: one of them is enough");
+    if (s->path && s->lookup) return misuse(self, "give only one of --draft and --lookup");
     if (s->depth != NO_DEPTH && s->depth != 0 && !s->path && !s->lookup)
         return misuse(self,
                       "--speculate needs something to propose tokens: --draft FILE, or --lookup");
@@ -730,7 +730,7 @@ bool check_trace(const char *path, const char *output) {
     if (file && fread(&first, 1, 1, file) == 0) first = '[';
     if (file) fclose(file);
     return first == '[' ||
-           !fail("%s is there, and is no trace: give another path to write to", path);
+           !fail("%s exists and is not a trace: give another path to write to", path);
 }
 
 bool open_trace(trace_writer **trace, const char *path, llm_engine_options *options) {

@@ -152,7 +152,7 @@ typedef struct pool {
     bool output;     /* for the embedding and the output matrix */
     uint8_t *data;
     uint64_t place;  /* values from one place to the next */
-    uint64_t places; /* a power of two; behind the last one is room for the longest row */
+    uint64_t places; /* a power of two; after the last one is room for the longest row */
     uint64_t rows;   /* taken so far */
 } pool;
 

@@ -1040,7 +1040,7 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED && !b.speculation.path && !b.speculation.lookup)
-        status = misuse(self, "nothing proposes tokens: --draft FILE, or --lookup");
+        status = misuse(self, "nothing proposes tokens: give --draft FILE or --lookup");
     if (status == PARSED) status = check_speculation(self, &b.speculation);
     char *path = status == PARSED ? model_path(b.model) : NULL;
     if (status == PARSED) status = path ? speculate_model(&b, path) : FAILED;

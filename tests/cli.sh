@@ -170,8 +170,8 @@ trace "... writes a trace" t.json '"prefill 2"'
 ok "run --trace of several samples" "" "$LLM" run -m "$M" -n 4 -s 3 -q --ignore-end --samples 3 --trace t.json "Hello"
 trace "... writes over the last one" t.json '"request 1, sample 3"'
 bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" "$LLM" run -m "$M" -n 4 --trace - Hello
-bad "run --trace over the prompt" 1 "prompt.txt is there, and is no trace: give another path" "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
-bad "run --trace over the model" 1 "s.gguf is there, and is no trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
+bad "run --trace over the prompt" 1 "prompt.txt exists and is not a trace: give another path" "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
+bad "run --trace over the model" 1 "s.gguf exists and is not a trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
 bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 --trace "$T" Hello
 bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
 bad "... than the context asked for" 1 "--context is 8, and the prompt has [0-9]+ tokens: shorten the prompt, or allow a longer context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
@@ -219,10 +219,10 @@ ok "info --program" "matmul +gate -> \+=x +ffn_down f16 64 x 96 +12.0 KiB" "$LLM
 ok "info --program, layers" "layers 1 to 1 are like layer 0" "$LLM" info --program "$M"
 ok "info --program --all" " 1  matmul +h -> up " "$LLM" info --program --all "$M"
 ok "info --program --plan" "barrier  attn_norm" "$LLM" info --program --plan -t 2 "$M"
-bad "info --program, too many tokens" 1 "--tokens is 65: they end at --context, 64" "$LLM" info --program "$M" --tokens 65 --context 64
+bad "info --program, too many tokens" 1 "--tokens is 65, more than --context, 64" "$LLM" info --program "$M" --tokens 65 --context 64
 bad "info --program, a context beyond the model's" 1 "--context is 129: " "$LLM" info --program "$M" --context 129
 bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " "$LLM" info --program "$M" --tokens 0
-bad "info --tokens alone" 2 "go with --program" "$LLM" info "$M" --tokens 5
+bad "info --tokens alone" 2 "need --program" "$LLM" info "$M" --tokens 5
 ok "info --program --json" '"kind": "rope_store"' "$LLM" info "$M" --program --plan --json -t 2 --tokens 3 --context 20
 json "info --program --json"
 if [ -n "$python" ]; then

@@ -31,7 +31,7 @@ ok "run --draft, several samples" "sample 3" "$LLM" run -m "$M" -q -n 20 --sampl
 bad "--speculate with nothing to do so" 2 "needs something to propose tokens: --draft FILE, or --lookup" "$LLM" run -m "$M" --speculate 3 x
 bad "--speculate of a word" 2 "speculate needs a whole number from 0 to 64, or auto, not 'some'" "$LLM" run -m "$M" --speculate some x
 bad "--speculate -1" 2 "speculate needs a whole number" "$LLM" run -m "$M" --speculate -1 x
-bad "--draft and --lookup" 2 "one of them" "$LLM" run -m "$M" --draft "$D" --lookup x
+bad "--draft and --lookup" 2 "only one of --draft and --lookup" "$LLM" run -m "$M" --draft "$D" --lookup x
 bad "a draft of another vocabulary" 1 "^llm: .*vocabular" "$LLM" run -m "$M" --draft v.gguf x
 bad "a draft that is not there" 1 "nowhere.gguf.*No such file" "$LLM" run -m "$M" --draft nowhere.gguf x
 word=$(cut -d' ' -f 2 plain.txt | cut -c 1-5)
@@ -241,11 +241,11 @@ name="... of 300 sequences, each of which ends"; if [ "$(grep -c '"name": "ended
 ok "batch --trace, with proposals" "" batch -f greedy.jsonl -o - --trace t.json --draft "$M" --speculate 3
 trace "... has them" t.json '"verify 1\+3", "args": .*"accepted": 3'
 cp many.jsonl p.jsonl
-bad "a trace over the prompts" 1 "^llm: p.jsonl is there, and is no trace: give another path to write to$" batch -f many.jsonl --trace p.jsonl
+bad "a trace over the prompts" 1 "^llm: p.jsonl exists and is not a trace: give another path to write to$" batch -f many.jsonl --trace p.jsonl
 same "... leaves them as they were" p.jsonl many.jsonl
 rm -f o.jsonl
 bad "a trace over the results" 1 "the same file, o.jsonl: give another" batch -f many.jsonl -o o.jsonl --trace o.jsonl
-bad "a trace over the model" 1 "d.gguf is there, and is no trace" "$LLM" batch -m "$D" -q -f many.jsonl --trace d.gguf
+bad "a trace over the model" 1 "d.gguf exists and is not a trace" "$LLM" batch -m "$D" -q -f many.jsonl --trace d.gguf
 bad "a trace to standard output" 2 "trace needs the name of a file" batch -f many.jsonl --trace -
 bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f many.jsonl --trace nowhere/t.json
 bad "a trace of no engine" 1 "cache-memory is 1 byte, and one block" batch -f many.jsonl --cache-memory 1 --trace t.json
