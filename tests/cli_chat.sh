@@ -21,7 +21,7 @@ answers() { # how many answers the last conversation had: each ends in a line of
 chat "nothing is said" 0 "chat template: chatml; /help lists the commands" ""
 answers 0
 printf 'Who is there?' >typed
-"$LLM" synth --shape dim=64,layers=1,heads=2,kv-heads=1,hidden=64,vocab=600,context=128 --type f32 broken.gguf >log 2>&1
+"$LLM" synth --shape dim=64,layers=1,heads=2,kv-heads=1,hidden=64,vocab=600,context=128,tied=1 --type f32 broken.gguf >log 2>&1
 printf '\377\377\377\377\377\377\377\377' >nan # the last values are not numbers
 dd if=nan of=broken.gguf bs=1 seek=$(($(wc -c <broken.gguf) - 8)) conv=notrunc 2>/dev/null
 chat "logits that are not numbers" 1 "sample 0: the model's logits after position [0-9]+ are not finite" "" -m broken.gguf
