@@ -12,6 +12,9 @@
  *     options.backend = llm_cuda_backend(NULL, &err);
  *     llm_engine *engine = llm_engine_create(model, &options, &err);
  *
+ * (With #define LLM_WITH_CUDA before the implementation of llm.h, llm_backend_open("auto", NULL,
+ * NULL, &err) opens the GPU if there is one, or else the CPU.)
+ *
  * Free the backend with llm_backend_free, after the engine.
  *
  * WHAT A GPU IS, for a reader who has never written a kernel

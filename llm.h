@@ -2491,7 +2491,7 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
 static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
     if (o->context_length < 0 || o->context_length > c->context_length)
         return llm__refuse(err, LLM_ERROR_ARGUMENT, "context_length",
-                           " is %d: the model was trained for 1 to %d tokens (0: all of them)",
+                           " is %d: the model was trained for 1 to %d tokens",
                            o->context_length, c->context_length);
     if (o->context_length == 0) o->context_length = c->context_length;
     if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
@@ -2556,7 +2556,7 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
     if (n == 0)
         return llm__refuse(err, LLM_ERROR_ARGUMENT, "cache_bytes",
                            " is %s, and one block of %d tokens takes %s: a context of %d tokens "
-                           "needs %s (0: as much as all sequences need)",
+                           "needs %s",
                            llm__show_bytes(o->cache_bytes).text, o->block_size,
                            llm__show_bytes(block).text, o->context_length,
                            llm__show_bytes(block * context).text);

@@ -60,6 +60,7 @@ typedef struct batch {
     uint64_t n_skipped;       /* results of earlier runs */
     uint64_t n_prompt_tokens, n_tokens;
     double began;             /* clock */
+    double share;             /* of the input that is done; NAN: unknown */
 } batch;
 
 /* ---- A line of the input ------------------------------------------------------------------ */
@@ -318,12 +319,12 @@ static void complain(const batch *b, const batch_line *l) {
     if (b->n_bad == MOST_COMPLAINTS) fail("... and so on; the output has the other errors");
 }
 
-static void batch_progress(const batch *b, double done) {
+static void batch_progress(const batch *b) {
     char note[96];
     snprintf(note, sizeof note, "%llu lines, %.1f tokens/s",
              (unsigned long long)(b->n_lines + b->n_skipped),
              (double)b->n_tokens / (llm_seconds() - b->began));
-    if (!b->quiet) show_progress("batch", done, note);
+    if (!b->quiet) show_progress("batch", b->share, note);
 }
 
 /* Write the results of all lines up to the first one that is not done. */
@@ -341,7 +342,7 @@ static bool write_finished(batch *b) {
         b->n_lines++;
         b->first = l->next;
         b->n_held--;
-        batch_progress(b, b->input_bytes ? (double)l->end / (double)b->input_bytes : NAN);
+        if (b->input_bytes) b->share = (double)l->end / (double)b->input_bytes;
         free_line(l);
         double now = llm_seconds();
         if (b->out_is_file && now - b->synced > 5) fsync(b->out), b->synced = now;
@@ -507,12 +508,14 @@ static void warn_unfit(const batch *b) {
 static bool batch_run(batch *b) {
     bool more = true, started = false;
     b->began = b->synced = llm_seconds();
+    b->share = b->input_bytes ? 0 : NAN;
     while (!stop_requested && (more || b->n_held > 0)) {
         if (!feed(b, &more)) return false;
         if (!started) warn_unfit(b);
         started = true;
         if (!write_finished(b)) return false;
         if (b->n_running > 0 && !take_events(b)) return false;
+        batch_progress(b);
     }
     return stop_requested || write_finished(b);
 }
