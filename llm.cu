@@ -12,6 +12,9 @@
  *     options.backend = llm_cuda_backend(NULL, &err);
  *     llm_engine *engine = llm_engine_create(model, &options, &err);
  *
+ * (With #define LLM_WITH_CUDA before the implementation of llm.h, llm_backend_open("auto", NULL,
+ * NULL, &err) opens the GPU if there is one, or else the CPU.)
+ *
  * Free the backend with llm_backend_free, after the engine.
  *
  * WHAT A GPU IS, for a reader who has never written a kernel
@@ -305,6 +308,7 @@ __device__ static inline float llm__block_max(float x, float *shared) {
 static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format, ...) {
     if (!err) return false;
     err->status = status;
+    err->option = NULL;
     va_list arguments;
     va_start(arguments, format);
     vsnprintf(err->message, sizeof err->message, format, arguments);
@@ -382,8 +386,8 @@ static bool llm__out_of_memory(const llm__cuda *cuda, size_t bytes, const char *
     cudaGetLastError();
     double wanted_units = llm__in_units(bytes, &wanted), free_units = llm__in_units(free_bytes, &left);
     double all_units = llm__in_units(all_bytes, &all);
-    const char *advice = strchr(what, '(') ? "" : ": weights of a smaller type, or smaller max_batch_tokens, cache_bytes or "
-                                                   "context_length, leave more";
+    const char *advice = strchr(what, '(') ? "" : ": weights of a smaller type, smaller steps, a smaller cache or a "
+                                                   "shorter context leave more";
     return llm__cuda_fail(err, LLM_ERROR_MEMORY,
                           "%s (%s): out of device memory: %.1f %s wanted for %s, and %.1f %s of %.1f %s are free%s",
                           cuda->backend.name, cuda->device_name, wanted_units, wanted, what, free_units, left, all_units, all, advice);
@@ -539,8 +543,8 @@ enum { LLM__HEAD_DIM = 3072 };
 
 static int llm__larger(int a, int b) { return a > b ? a : b; }
 
-static const char LLM__TABLES[] = "the tables of a step (a smaller max_batch_tokens, max_sequences or context_length needs less)";
-static const char LLM__DRAWS[] = "the draws of a step (a smaller max_sequences needs less)";
+static const char LLM__TABLES[] = "the tables of a step (smaller steps, fewer sequences or a shorter context need less)";
+static const char LLM__DRAWS[] = "the draws of a step (fewer sequences need less)";
 static const char LLM__PAIRS[] = "a list of blocks to copy";
 enum { LLM__PAIRS_BYTES = 2 * 4096 * sizeof(int32_t) }; /* two lists of 4096 blocks; can grow */
 
@@ -2226,7 +2230,7 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     return llm__cuda_scratch(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
-                          "rounded activations (a smaller max_batch_tokens needs less)", err);
+                          "rounded activations (smaller steps need less)", err);
 }
 
 enum { LLM__ROUND_SHARED = 32 << 10 }; /* most bytes of x that a block rounds itself */
@@ -2809,7 +2813,7 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     if (rows < LLM__FEW_ROWS * l->n_heads) rows = LLM__FEW_ROWS * l->n_heads;
     double wanted = (double)rows * parts * (l->head_dim + 2) * sizeof(float), most = 128 << 20;
     return llm__cuda_scratch(cuda, &cuda->parts, &cuda->parts_bytes, (size_t)(wanted < most ? wanted : most),
-                          "parts of attention (a smaller max_sequences or context_length needs less)", err);
+                          "parts of attention (fewer sequences or a shorter context need less)", err);
 }
 
 /* Split the positions if they form several parts and the scratch memory suffices. */

@@ -57,6 +57,7 @@
  *     (LLM_ISA_REFERENCE).
  *
  * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
+ * #define LLM_WITH_CUDA there if you also link llm.cu, so that llm_backend_open finds it.
  * #define LLM_NO_FAST_KERNELS to compile in seconds, as for sanitizers or a debugger: the program
  * then runs on the loops of chapter 6, on one thread, much more slowly.
  *
@@ -101,10 +102,17 @@ typedef enum llm_status {
 
 typedef struct llm_error {
     llm_status status;
-    char message[512]; /* one line, no newline at the end */
+    char message[512];  /* one line, no newline at the end */
+    const char *option; /* the field of llm_engine_options, llm_request or llm_sampling that the
+                         * error is about, such as "cache_bytes"; NULL: none. Unless status is
+                         * LLM_ERROR_MEMORY, the message begins with this name, so a program whose
+                         * users know the option by another name can print that in its place. */
 } llm_error;
 
 const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
+
+/* Release memory that a call allocated for you (llm_tokenize_new and the like). NULL is fine. */
+void llm_free(void *memory);
 
 /* ---- Numbers: the storage types of weights and of the cache ------------------------
  * The values are GGUF's own numbers. A "block" is the group of values that shares one
@@ -301,11 +309,19 @@ enum {
  * more than `capacity` (only that many are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
+/* The same into memory that the call allocates: *ids (n, but at least one), to be released with
+ * llm_free. Returns n; -1 on error, with *ids NULL. */
+int64_t llm_tokenize_new(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
+                         int32_t **ids, llm_error *err);
 
 /* Ids to text, without special tokens. Returns the number of bytes, even if it is more than
  * `capacity`; -1 on error (an id out of range). */
 int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text,
                        size_t capacity, llm_error *err);
+/* The same into memory that the call allocates: *text, zero-terminated, to be released with
+ * llm_free. Returns its bytes, without the zero; -1 on error, with *text NULL. */
+int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n, char **text,
+                           llm_error *err);
 
 /* Ids to text, one token at a time. No UTF-8 character is cut: the stream (zero it before the first
  * call) holds back the bytes of an incomplete one. `text` must have room for llm_stream_capacity(t)
@@ -350,6 +366,9 @@ llm_string llm_chat_template_source(const llm_tokenizer *t);
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
                           const llm_message *messages, int n, int32_t *ids, int64_t capacity,
                           llm_error *err);
+/* The same into memory that the call allocates: see llm_tokenize_new. */
+int64_t llm_chat_tokenize_new(const llm_tokenizer *t, const llm_chat_options *options,
+                              const llm_message *messages, int n, int32_t **ids, llm_error *err);
 /* The same as text, to look at: exactly what the model's own template makes of the conversation.
  * Returns its bytes, even if they are more than `capacity`. */
 int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
@@ -521,6 +540,20 @@ typedef struct llm_engine_options { /* start from llm_engine_defaults() */
 } llm_engine_options;
 
 llm_engine_options llm_engine_defaults(void);
+
+/* Open a device, for llm_engine_options.backend, by its name:
+ *     "cpu"       the CPU, with n_threads, max_isa and pack_weights of `options` (NULL: defaults)
+ *     "cuda"      an NVIDIA GPU, with `gpu` (NULL: llm_gpu_defaults). Needs llm.cu, and
+ *                 LLM_WITH_CUDA defined where LLM_IMPLEMENTATION is
+ *     "emulated"  the same kernels, run slowly by the CPU (LLM_WITH_EMULATED)
+ *     "auto"      "cuda", or "cpu" where there is no GPU or "cuda" is not in this program. If a GPU
+ *                 is there but cannot be used, the CPU is opened too, and err->message says why
+ *                 (err->status is LLM_OK)
+ * NULL, with the error set: the device cannot be opened, or is not in this program; the message
+ * lists those that are. Release it with llm_backend_free, after the engine. */
+struct llm_gpu_options;
+llm_backend *llm_backend_open(const char *name, const llm_engine_options *options,
+                              const struct llm_gpu_options *gpu, llm_error *err);
 
 typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
     float temperature;        /* 0: greedy (the most likely token); to 1e6 */
@@ -1038,6 +1071,7 @@ LLM__PRINTF(3, 4)
 static bool llm__fail(llm_error *err, llm_status status, const char *format, ...) {
     if (err) {
         err->status = status;
+        err->option = NULL;
         va_list arguments;
         va_start(arguments, format);
         vsnprintf(err->message, sizeof err->message, format, arguments);
@@ -1046,10 +1080,33 @@ static bool llm__fail(llm_error *err, llm_status status, const char *format, ...
     return false;
 }
 
+/* The same about an option. The message is the option's name, followed directly by the text. */
+LLM__PRINTF(4, 5)
+static bool llm__refuse(llm_error *err, llm_status status, const char *option, const char *format,
+                        ...) {
+    if (err) {
+        llm__fail(err, status, "%s", option);
+        err->option = option;
+        size_t n = strlen(err->message);
+        va_list arguments;
+        va_start(arguments, format);
+        vsnprintf(err->message + n, sizeof err->message - n, format, arguments);
+        va_end(arguments);
+    }
+    return false;
+}
+
+/* Name the option whose value decides how much memory the failed allocation needed. */
+static bool llm__blame(llm_error *err, const char *option) {
+    if (err && err->status == LLM_ERROR_MEMORY) err->option = option;
+    return false;
+}
+
 static void llm__clear(llm_error *err) {
     if (err) {
         err->status = LLM_OK;
         err->message[0] = 0;
+        err->option = NULL;
     }
 }
 
@@ -1083,6 +1140,29 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
 #define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to be written */
 
+typedef struct llm__printable {
+    char text[72];
+} llm__printable;
+
+/* A size in memory for a message: "1.5 GiB". */
+static llm__printable llm__show_bytes(uint64_t bytes) {
+    static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
+    llm__printable p;
+    double x = (double)bytes;
+    int unit = 0;
+    for (; x >= 1024 && unit < 5; unit++) x /= 1024;
+    snprintf(p.text, sizeof p.text, unit ? "%.1f %s" : "%.0f %s", x,
+             bytes == 1 ? "byte" : units[unit]);
+    return p;
+}
+
+static bool llm__no_memory(llm_error *err, uint64_t bytes, const char *what) {
+    return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %s for %s",
+                     llm__show_bytes(bytes).text, what);
+}
+
+void llm_free(void *memory) { LLM_FREE(memory); }
+
 static void *llm__zeroed(size_t bytes) {
 #ifdef LLM__CALLOC
     return LLM__CALLOC(bytes);
@@ -1098,9 +1178,7 @@ static void *llm__new(size_t count, size_t size, const char *what, llm_error *er
     bool fits = llm__multiply(count, size, &bytes) && bytes <= SIZE_MAX / 2;
     void *p = fits ? llm__zeroed(bytes ? (size_t)bytes : 1) : NULL;
     if (p) llm__want_large_pages(p, (size_t)bytes);
-    else
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu x %zu bytes for %s", count, size,
-                  what);
+    else llm__no_memory(err, fits ? bytes : SIZE_MAX, what);
     return p;
 }
 
@@ -1149,10 +1227,6 @@ double llm_seconds(void) {
 }
 
 /* A string from a file made safe to print: short, one line, ASCII. */
-typedef struct llm__printable {
-    char text[72];
-} llm__printable;
-
 static llm__printable llm__show(llm_string s) {
     llm__printable p;
     size_t n = s.length < 64 ? s.length : 64;
@@ -1170,7 +1244,7 @@ static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
     char *raw = bytes <= SIZE_MAX / 2 ? (char *)llm__zeroed(bytes + LLM__ALIGNMENT + sizeof raw)
                                       : NULL;
     if (!raw) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", bytes, what);
+        llm__no_memory(err, bytes, what);
         return NULL;
     }
     char *aligned = raw + sizeof raw;
@@ -1709,15 +1783,13 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "llm_submit_text: the engine or the text is NULL");
     llm_request r = request ? *request : llm_request_defaults();
-    size_t length = strlen(text);
-    int64_t n = llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, NULL, 0, err);
+    int32_t *ids;
+    int64_t n = llm_tokenize_new(e->model->tokenizer, text, strlen(text), LLM_TOKENIZE_BOS, &ids,
+                                 err);
     if (n < 0) return false;
-    int32_t *ids = (int32_t *)llm__new((size_t)n, sizeof *ids, "the tokens of a prompt", err);
-    bool ok = ids &&
-              llm_tokenize(e->model->tokenizer, text, length, LLM_TOKENIZE_BOS, ids, n, err) == n;
     r.prompt = ids;
     r.n_prompt = (int)llm__min(n, INT32_MAX);
-    ok = ok && llm_submit(e, &r, id, err);
+    bool ok = llm_submit(e, &r, id, err);
     LLM_FREE(ids);
     return ok;
 }
@@ -2411,31 +2483,29 @@ llm_request llm_request_defaults(void) {
 static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t high,
                           llm_error *err) {
     return (value >= low && value <= high) ||
-           llm__fail(err, LLM_ERROR_ARGUMENT, "%s is %lld: it must be from %lld to %lld", name,
-                     (long long)value, (long long)low, (long long)high);
+           llm__refuse(err, LLM_ERROR_ARGUMENT, name, " is %lld: it must be from %lld to %lld",
+                       (long long)value, (long long)low, (long long)high);
 }
 
 /* Check the options, and fill in what was left to the engine. */
 static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
     if (o->context_length < 0 || o->context_length > c->context_length)
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT,
-            "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
-            o->context_length, c->context_length);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "context_length",
+                           " is %d: the model was trained for 1 to %d tokens",
+                           o->context_length, c->context_length);
     if (o->context_length == 0) o->context_length = c->context_length;
     if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
+        return llm__refuse(err, LLM_ERROR_UNSUPPORTED, "cache_type",
+                           " is %d: it must be f16 or f32", (int)o->cache_type);
     if ((unsigned)o->preempt > LLM_PREEMPT_SWAP)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "preempt %d is not a known value",
-                         (int)o->preempt);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "preempt", " is %d: it must be from 0 to %d",
+                           (int)o->preempt, (int)LLM_PREEMPT_SWAP);
     if (!(o->memory_share > 0 && o->memory_share <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "memory_share is %g: it must be above 0 and at most 1",
-                         (double)o->memory_share);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "memory_share",
+                           " is %g: it must be above 0 and at most 1", (double)o->memory_share);
     if (o->n_threads < 0 || o->n_threads > 4096)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "n_threads is %d: it must be from 0 (one per processor) to 4096",
-                         o->n_threads);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "n_threads",
+                           " is %d: it must be from 0 (one per processor) to 4096", o->n_threads);
     return llm__in_range("block_size", o->block_size, 1, 1 << 20, err) &&
            llm__in_range("max_sequences", o->max_sequences, 1, 1 << 20, err) &&
            llm__in_range("max_batch_tokens", o->max_batch_tokens, 1, 1 << 20, err) &&
@@ -2470,21 +2540,26 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
                     (uint64_t)o->block_size;
         n = (uint64_t)((double)device.free_bytes * (double)o->memory_share) / both;
         n = (uint64_t)llm__min((int64_t)n, llm__max((int64_t)all, LLM__MANY_BLOCKS));
-        if (n == 0)
-            return llm__fail(
-                err, LLM_ERROR_MEMORY,
-                "%s: %.1f MiB of device memory are free after weights and activations: too little "
-                "for a cache (one block takes %llu bytes); weights of a smaller type or a smaller "
-                "max_batch_tokens leave more",
-                o->backend->name, (double)device.free_bytes / 1048576, (unsigned long long)both);
+        if (n == 0) {
+            llm__fail(err, LLM_ERROR_MEMORY,
+                      "%s: %s of device memory are free after weights and activations: too little "
+                      "for a cache, of which one block takes %s; weights of a smaller type or "
+                      "smaller steps leave more",
+                      o->backend->name, llm__show_bytes(device.free_bytes).text,
+                      llm__show_bytes(both).text);
+            return llm__blame(err, "max_batch_tokens");
+        }
     } else if (!o->cache_bytes) {
         uint64_t budget = (1u << 30) / block;
         n = all <= budget ? all : budget > context ? budget : context;
     }
     if (n == 0)
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT, "cache_bytes is %llu: one block of %d tokens takes %llu",
-            (unsigned long long)o->cache_bytes, o->block_size, (unsigned long long)block);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "cache_bytes",
+                           " is %s, and one block of %d tokens takes %s: a context of %d tokens "
+                           "needs %s",
+                           llm__show_bytes(o->cache_bytes).text, o->block_size,
+                           llm__show_bytes(block).text, o->context_length,
+                           llm__show_bytes(block * context).text);
     /* slots are numbered by an int32 */
     *n_blocks = llm__min((int64_t)n, INT32_MAX / o->block_size);
     return true;
@@ -2508,10 +2583,11 @@ static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
     uint64_t n = o->swap_bytes / s->swap_block_bytes;
     s->n_swap = s->n_swap_free = n > INT32_MAX ? INT32_MAX : (int64_t)n;
     s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
-                                       "preempted blocks (a smaller swap_bytes needs less)", err);
-    s->swap_next = (int32_t *)llm__new((size_t)s->n_swap, sizeof(int32_t),
-                                       "the list of preempted blocks", err);
-    if (!s->swap || !s->swap_next) return false;
+                                       "preempted blocks (LLM_PREEMPT_RECOMPUTE needs none)", err);
+    s->swap_next = s->swap ? (int32_t *)llm__new((size_t)s->n_swap, sizeof(int32_t),
+                                                 "the list of preempted blocks", err)
+                           : NULL;
+    if (!s->swap_next) return llm__blame(err, "swap_bytes");
     for (int64_t i = 0; i < s->n_swap; i++)
         s->swap_next[i] = i + 1 < s->n_swap ? (int32_t)(i + 1) : -1;
     return true;
@@ -2524,21 +2600,22 @@ static bool llm__scheduler_init(llm__scheduler *s, llm_engine *e, int64_t n_bloc
              numbers = 0;
     if (!llm__multiply(n, (uint64_t)llm__divide_up(o->context_length, o->block_size), &tables) ||
         !llm__add(tables, 5 * t + 2 * n, &numbers))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "max_sequences is too large");
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "max_sequences", " is too large: %d",
+                           o->max_sequences);
     s->statistics = &e->statistics;
     s->tracer = &e->tracer;
     s->networks[0] = &e->network;
     s->networks[1] = o->draft ? &e->speculator.draft : NULL;
     s->proposal_cost = llm__proposal_cost(e->model, o->draft);
     s->memory = (int32_t *)llm__new((size_t)numbers, sizeof(int32_t),
-                                    "the arrays of a batch (a smaller max_sequences needs less)",
-                                    err);
+                                    "the arrays of a batch (fewer sequences need less)", err);
     s->sequences = (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences,
                                               "the list of sequences", err);
     s->batch_sequences =
         (llm__sequence **)llm__new((size_t)n, sizeof *s->sequences, "the list of sequences", err);
-    if (!s->memory || !s->sequences || !s->batch_sequences ||
-        !llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache,
+    if (!s->memory || !s->sequences || !s->batch_sequences)
+        return llm__blame(err, "max_sequences");
+    if (!llm__pool_init(&s->pool, n_blocks, o->block_size, o->max_sequences, o->prefix_cache,
                         err) ||
         !llm__swap_init(s, err))
         return false;
@@ -2627,11 +2704,11 @@ void llm_engine_free(llm_engine *e) {
 
 static bool llm__check_stops(const llm_request *r, llm_error *err) {
     if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "n_stop is %d, and stop is %s", r->n_stop,
-                         r->stop ? "given" : "NULL");
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "n_stop", " is %d, and stop is %s", r->n_stop,
+                           r->stop ? "given" : "NULL");
     for (int i = 0; i < r->n_stop; i++)
         if (!r->stop[i] || !r->stop[i][0])
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "stop text %d is empty", i);
+            return llm__refuse(err, LLM_ERROR_ARGUMENT, "stop", " text %d is empty", i);
     return true;
 }
 
@@ -2639,41 +2716,44 @@ static bool llm__check_speculation(const llm_engine *e, const llm_request *r, ll
     const llm_engine_options *o = &e->options;
     if (r->speculate == 0) return true;
     if (r->speculate < LLM_SPECULATE_AUTO || r->speculate > o->max_speculation)
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT,
-            "speculate is %d: it must be from 0 to max_speculation (%d), or LLM_SPECULATE_AUTO",
-            r->speculate, o->max_speculation);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "speculate",
+                           " is %d: it must be from 0 to %d (the engine's max_speculation), or "
+                           "LLM_SPECULATE_AUTO",
+                           r->speculate, o->max_speculation);
     if (!o->draft && !r->lookup)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "speculation needs a draft model (llm_engine_options.draft), or lookup");
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "speculate",
+                           " is %d: this needs a draft model in the engine, or lookup in the "
+                           "request",
+                           r->speculate);
     if (r->logits_hook)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "speculation cannot run with a logits hook: one of the two must go");
+        return llm__refuse(err, LLM_ERROR_UNSUPPORTED, "speculate",
+                           " is %d: speculation cannot run with a logits hook", r->speculate);
     return true;
 }
 
 static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err) {
-    int context = e->options.context_length, vocab = e->model->config.vocab_size;
+    int context = e->options.context_length, longest = e->model->config.context_length,
+        vocab = e->model->config.vocab_size;
     if (!r->prompt || r->n_prompt < 1)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "the prompt is empty: it needs at least one token (BOS, say)");
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "prompt",
+                           " is empty: it needs at least one token (BOS, say)");
     if (r->max_tokens < -1)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "max_tokens is %d: it must be -1 (to the end of the context) or more",
-                         r->max_tokens);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "max_tokens",
+                           " is %d: it must be -1 (to the end of the context) or more",
+                           r->max_tokens);
     if (!llm__in_range("n_samples", r->n_samples, 1, e->options.max_sequences, err) ||
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
     if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
-        return llm__fail(
-            err, LLM_ERROR_CAPACITY,
-            "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
-            context, context < e->model->config.context_length ? ", or raise context_length" : "");
+        return llm__refuse(
+            err, LLM_ERROR_CAPACITY, "context_length",
+            " is %d, and the prompt has %d tokens: shorten the prompt%s", context, r->n_prompt,
+            context < longest ? ", or allow a longer context" : " (the model has no longer context)");
     for (int i = 0; i < r->n_prompt; i++)
         if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d",
-                             i, r->prompt[i], vocab - 1);
+            return llm__refuse(err, LLM_ERROR_ARGUMENT, "prompt",
+                               " token %d is %d: ids go from 0 to %d", i, r->prompt[i], vocab - 1);
     return true;
 }
 
@@ -2688,8 +2768,7 @@ static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     wanted *= 2;
     llm_event *events = (llm_event *)LLM_REALLOC(e->events, (size_t)wanted * sizeof *events);
     if (!events)
-        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for events",
-                         (size_t)wanted * sizeof *events);
+        return llm__no_memory(err, (uint64_t)wanted * sizeof *events, "events");
     e->events = events;
     e->max_events = (int)wanted;
     return true;
@@ -2752,19 +2831,20 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     plan.n_live = r->n_samples;
     int64_t blocks = llm__blocks_for(pool, plan.limit);
     if (blocks > pool->n_blocks) {
-        llm__fail(
-            err, LLM_ERROR_CAPACITY,
-            "the request may need %lld blocks of %d tokens, and the cache has %lld: ask for fewer "
-            "tokens, or raise cache_bytes",
-            (long long)blocks, pool->block_size, (long long)pool->n_blocks);
+        uint64_t block = llm__block_bytes(&e->network.cache);
+        llm__refuse(err, LLM_ERROR_CAPACITY, "cache_bytes",
+                    " is %s (%lld blocks of %d tokens), and the request may need %s (%lld blocks): "
+                    "ask for fewer tokens, or give the cache more",
+                    llm__show_bytes((uint64_t)pool->n_blocks * block).text,
+                    (long long)pool->n_blocks, pool->block_size,
+                    llm__show_bytes((uint64_t)blocks * block).text, (long long)blocks);
         return NULL;
     }
     if (!o->chunked_prefill && plan.limit > o->max_batch_tokens) {
-        llm__fail(err, LLM_ERROR_CAPACITY,
-                  "the request may grow to %d tokens, and without chunked_prefill all must fit "
-                  "into one step "
-                  "of max_batch_tokens (%d)",
-                  plan.limit, o->max_batch_tokens);
+        llm__refuse(err, LLM_ERROR_CAPACITY, "max_batch_tokens",
+                    " is %d, and the request may grow to %d tokens: without chunked prefill, all "
+                    "of them must fit into one step; ask for fewer, or allow larger steps",
+                    o->max_batch_tokens, plan.limit);
         return NULL;
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
@@ -3122,19 +3202,17 @@ static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft
     const char *path = llm_file_path(draft->file);
     int32_t n = llm_tokenizer_size(a), n_draft = llm_tokenizer_size(b);
     if (n != n_draft)
-        return llm__fail(
-            err, LLM_ERROR_ARGUMENT,
-            "%s: the draft has a vocabulary of %d tokens, and the model one of %d: they must be "
-            "the same",
-            path, n_draft, n);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "draft",
+                           ": %s has a vocabulary of %d tokens, and the model one of %d: they must "
+                           "be the same",
+                           path, n_draft, n);
     for (int32_t i = 0; i < n; i++) {
         llm_string x = llm_tokenizer_text(a, i), y = llm_tokenizer_text(b, i);
         if (llm__compare_strings(&x, &y))
-            return llm__fail(
-                err, LLM_ERROR_ARGUMENT,
-                "%s: the draft has another vocabulary: its token %d is \"%s\", and the model's "
-                "is \"%s\"",
-                path, i, llm__show(y).text, llm__show(x).text);
+            return llm__refuse(err, LLM_ERROR_ARGUMENT, "draft",
+                               ": %s has another vocabulary: its token %d is \"%s\", and the "
+                               "model's is \"%s\"",
+                               path, i, llm__show(y).text, llm__show(x).text);
     }
     return true;
 }
@@ -3151,18 +3229,18 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
     if (!draft) return true;
     if (!llm__same_vocabulary(target, draft, err)) return false;
     if (draft->config.context_length < o->context_length)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "%s: the draft was trained for %d tokens, and context_length is %d: set "
-                         "it to %d or less",
-                         llm_file_path(draft->file), draft->config.context_length,
-                         o->context_length, draft->config.context_length);
+        return llm__refuse(err, LLM_ERROR_ARGUMENT, "context_length",
+                           " is %d, and the draft, %s, was trained for %d tokens: set it to that "
+                           "or less",
+                           o->context_length, llm_file_path(draft->file),
+                           draft->config.context_length);
     sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits",
                                    err);
     sp->probabilities = (float *)llm__new(
         (size_t)o->max_sequences * (size_t)o->max_speculation * vocab, sizeof(float),
-        "the draft's distributions (a smaller max_speculation or max_sequences needs less)", err);
-    return sp->logits && sp->probabilities &&
-           llm__network_load(&sp->draft, draft, o->backend, err) &&
+        "the draft's distributions (fewer proposals or fewer sequences need less)", err);
+    if (!sp->logits || !sp->probabilities) return llm__blame(err, "max_speculation");
+    return llm__network_load(&sp->draft, draft, o->backend, err) &&
            llm__network_prepare(&sp->draft, o, max_logits, err);
 }
 
@@ -3228,27 +3306,25 @@ llm_sampling llm_sampling_defaults(void) {
 }
 
 static bool llm__sampling_check(const llm_sampling *s, llm_error *err) {
+    const llm_status wrong = LLM_ERROR_ARGUMENT;
     if (!(s->temperature >= 0) || s->temperature > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "temperature is %g: it must be from 0 (greedy) to 1e6",
-                         (double)s->temperature);
+        return llm__refuse(err, wrong, "temperature", " is %g: it must be from 0 (greedy) to 1e6",
+                           (double)s->temperature);
     if (s->top_k < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_k is %d: it must be 0 (all) or more",
-                         s->top_k);
+        return llm__refuse(err, wrong, "top_k", " is %d: it must be 0 (all) or more", s->top_k);
     if (!(s->top_p > 0 && s->top_p <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "top_p is %g: it must be above 0 and at most 1",
-                         (double)s->top_p);
+        return llm__refuse(err, wrong, "top_p", " is %g: it must be above 0 and at most 1",
+                           (double)s->top_p);
     if (!(s->min_p >= 0 && s->min_p <= 1))
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "min_p is %g: it must be from 0 to 1",
-                         (double)s->min_p);
+        return llm__refuse(err, wrong, "min_p", " is %g: it must be from 0 to 1",
+                           (double)s->min_p);
     if (!(s->repetition_penalty > 0) || s->repetition_penalty > 1e6f)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "repetition_penalty is %g: it must be above 0 (1: none), and at most 1e6",
-                         (double)s->repetition_penalty);
+        return llm__refuse(err, wrong, "repetition_penalty",
+                           " is %g: it must be above 0 (1: none), and at most 1e6",
+                           (double)s->repetition_penalty);
     if (s->penalty_window < 0)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "penalty_window is %d: it must be 0 (all tokens) or more",
-                         s->penalty_window);
+        return llm__refuse(err, wrong, "penalty_window",
+                           " is %d: it must be 0 (all tokens) or more", s->penalty_window);
     return true;
 }
 
@@ -3996,18 +4072,18 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
     if (!llm__multiply(per_token, (uint64_t)n_blocks * (uint64_t)block_size, &layer) ||
         !llm__multiply(layer, (uint64_t)c->n_layers, &all) || all > SIZE_MAX / 2)
         return llm__fail(
-            err, LLM_ERROR_MEMORY,
-            "a cache of %lld blocks of %d tokens is more than this machine can address",
-            (long long)n_blocks, block_size);
+                   err, LLM_ERROR_MEMORY,
+                   "a cache of %lld blocks of %d tokens is more than this machine can address",
+                   (long long)n_blocks, block_size),
+               llm__blame(err, "cache_bytes");
     cache->layer_bytes = (size_t)layer;
     cache->keys = b->allocate(b->context, (size_t)all,
-                              "the keys of the cache (a smaller cache_bytes or context needs less)",
-                              err);
-    if (!cache->keys) return false;
-    cache->values = b->allocate(
-        b->context, (size_t)all,
-        "the values of the cache (a smaller cache_bytes or context needs less)", err);
-    return cache->values != NULL;
+                              "the keys of the cache (a smaller cache or context needs less)", err);
+    if (cache->keys)
+        cache->values = b->allocate(
+            b->context, (size_t)all,
+            "the values of the cache (a smaller cache or context needs less)", err);
+    return cache->values || llm__blame(err, "cache_bytes");
 }
 
 /* Bytes of one block: keys and values of all layers. */
@@ -4254,19 +4330,21 @@ static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *
         if (values == 0 || total > SIZE_MAX / 64)
             return llm__fail(err, LLM_ERROR_MEMORY,
                              "activations of %d tokens are more than this machine can address",
-                             max_tokens);
+                             max_tokens),
+                   llm__blame(err, "max_batch_tokens");
         total += values;
     }
     net->activation_bytes = (size_t)total * sizeof(float);
     net->activations = (float *)b->allocate(
         b->context, net->activation_bytes,
-        "the activations of a step (a smaller max_batch_tokens needs less)", err);
+        "the activations of a step (fewer tokens in a step need less)", err);
+    if (!net->activations) return llm__blame(err, "max_batch_tokens");
     float *next = net->activations;
-    for (int i = 0; next && i < p->n_buffers; i++) {
+    for (int i = 0; i < p->n_buffers; i++) {
         p->buffers[i].data = next;
         next += llm__buffer_values(net, &p->buffers[i], max_tokens);
     }
-    return net->activations != NULL;
+    return true;
 }
 
 /* Compile the model and prepare its program. max_logits: rows in a slice of the head. */
@@ -4277,7 +4355,8 @@ static bool llm__network_prepare(llm__network *net, const llm_engine_options *o,
     if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err))
         return false;
     net->logits = net->program.buffers[LLM__LOGITS].data;
-    return net->backend->prepare(net->backend->context, &net->program, &limits, err);
+    return net->backend->prepare(net->backend->context, &net->program, &limits, err) ||
+           llm__blame(err, "max_batch_tokens");
 }
 
 /* ---- What an operation costs -------------------------------------------------------------- */
@@ -5267,7 +5346,7 @@ static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t siz
     bool fits = llm__multiply((uint64_t)wanted, size, &bytes) && bytes <= SIZE_MAX / 2;
     void *grown = fits ? LLM_REALLOC(items, (size_t)bytes) : NULL;
     if (!grown) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)bytes, what);
+        llm__no_memory(err, fits ? bytes : SIZE_MAX, what);
         return NULL;
     }
     llm__want_large_pages(grown, (size_t)bytes);
@@ -5568,8 +5647,8 @@ static bool llm__map_descriptor(const char *path, int descriptor, const void **d
     if (!*size) return true; /* cannot be mapped; the header check reports it */
     if (*size > SIZE_MAX / 2)
         return llm__fail(err, LLM_ERROR_FILE,
-                         "cannot map %s: %llu bytes are more than this machine can address", path,
-                         (unsigned long long)*size);
+                         "cannot map %s: %s are more than this machine can address", path,
+                         llm__show_bytes(*size).text);
     void *mapping = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
     if (mapping == MAP_FAILED)
         return llm__fail(err, LLM_ERROR_FILE, "cannot map %s: %s", path, strerror(errno));
@@ -5649,7 +5728,8 @@ static char *llm__file_part_path(const char *path, const llm__file_part *split, 
 
 /* Open part `number` of the model that `path` belongs to, and check that it is that part. */
 static llm_file *llm__file_part_open(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
-    llm_error why = {LLM_OK, ""};
+    llm_error why;
+    llm__clear(&why);
     llm__file_part found;
     char *part_path = llm__file_part_path(path, split, number, err);
     if (!part_path) return NULL;
@@ -6175,15 +6255,14 @@ bool llm_json_parse(llm_json *json, const char *text, size_t length, const char 
     if (!text && length) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_json_parse: text is NULL");
     if (length > LLM__JSON_BYTES)
         return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: %zu bytes of JSON are more than the %d that are read", shown, length,
-                         LLM__JSON_BYTES);
+                         "%s: %s of JSON are more than the %s that are read", shown,
+                         llm__show_bytes(length).text, llm__show_bytes(LLM__JSON_BYTES).text);
     if (llm__is_lfs_pointer(text, length))
         return llm__fail(err, LLM_ERROR_FORMAT,
                          "%s: not the file, but what git without LFS brings in place of a large "
                          "one; get the file itself (git lfs pull)", shown);
     json->text = (char *)LLM_MALLOC(length + 1);
-    if (!json->text)
-        return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes for %s", length, shown);
+    if (!json->text) return llm__no_memory(err, length, shown);
     llm__want_large_pages(json->text, length);
     if (length) memcpy(json->text, text, length);
     bool ok = llm__json_parse_value(&p);
@@ -6448,7 +6527,7 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
         bool fits = n <= SIZE_MAX / 4 && b->length <= SIZE_MAX / 4;
         if (fits && wanted < b->length + n) wanted = b->length + n;
         uint8_t *grown = fits ? (uint8_t *)LLM_REALLOC(b->data, wanted) : NULL;
-        if (!grown) return llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %zu bytes", wanted);
+        if (!grown) return llm__no_memory(err, wanted, "a text");
         llm__want_large_pages(grown, wanted);
         b->data = grown;
         b->capacity = wanted;
@@ -7613,7 +7692,7 @@ bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void 
 static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
     void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
     if (!rows) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
+        llm__no_memory(err, tensor->bytes, llm__show(tensor->name).text);
         return NULL;
     }
     llm__want_large_pages(rows, (size_t)tensor->bytes);
@@ -9489,7 +9568,13 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
     return ok;
 }
 
-/* "eos_token_id" is one id or several. */
+static bool llm__has_id(const llm__bytes *ids, int32_t id) {
+    for (size_t at = 0; at < ids->length; at += sizeof id)
+        if (!memcmp(ids->data + at, &id, sizeof id)) return true;
+    return false;
+}
+
+/* "eos_token_id" is one id or several; generation_config.json and config.json may both have it. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     llm_json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
@@ -9498,7 +9583,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
         llm_json_has_kind(ends, LLM_JSON_ARRAY) ? llm_json_first(ends) : ends;
     while (ok && end) {
         uint64_t id;
-        if (llm_json_u64(end, &id) && id < v->size) {
+        if (llm_json_u64(end, &id) && id < v->size && !llm__has_id(&v->ids, (int32_t)id)) {
             int32_t number = (int32_t)id;
             ok = llm__append(&v->ids, &number, sizeof number, v->err);
         }
@@ -9618,12 +9703,18 @@ typedef struct llm__tokenizing { /* state of one call of llm_tokenize */
     llm__codes codes;        /* scratch of llm__normalize */
     llm__known_word *known;  /* (known_mask + 1) cache, indexed by the word's hash */
     uint64_t known_mask;
-    int32_t *ids;            /* (capacity) the caller's array */
+    int32_t *ids;            /* (capacity) the caller's array, or our own */
     int64_t n_ids, capacity; /* n_ids can exceed capacity: all tokens are counted */
+    bool grows;              /* ids is our own */
     llm_error *err;
 } llm__tokenizing;
 
 static void llm__emit(llm__tokenizing *z, int32_t id) {
+    if (z->grows) {
+        void *grown = llm__grow(z->ids, z->n_ids, &z->capacity, sizeof id, "token ids", z->err);
+        if (grown) z->ids = (int32_t *)grown;
+        else z->grows = false; /* from here on, n_ids exceeds capacity */
+    }
     if (z->n_ids < z->capacity) z->ids[z->n_ids] = id;
     z->n_ids++;
 }
@@ -9908,23 +9999,35 @@ static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n
     return true;
 }
 
-static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, size_t length, const llm__range *trusted,
-                                    int64_t n_trusted, bool bos, bool eos, int32_t *ids, int64_t capacity, llm_error *err) {
+/* The tokens go to ids (capacity), or, if `owned` is not NULL, to an array that is allocated here
+ * and returned in *owned. */
+static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, size_t length,
+                                    const llm__range *trusted, int64_t n_trusted, bool bos,
+                                    bool eos, int32_t *ids, int64_t capacity, int32_t **owned,
+                                    llm_error *err) {
     if (length > INT32_MAX / 4)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "a text of %zu bytes is too long to be tokenized at once (512 MB at most)", length),
+                         "a text of %s is too long to be tokenized at once (512 MiB at most)",
+                         llm__show_bytes(length).text),
                -1;
     llm__tokenizing z;
     memset(&z, 0, sizeof z);
     z.t = t;
     z.ids = ids;
     z.capacity = capacity;
+    z.grows = owned != NULL;
     z.err = err;
     if (bos && t->bos >= 0) llm__emit(&z, t->bos);
     z.known_mask = llm__table_size(length / 16 < 8192 ? length / 16 : 8192) - 1;
-    z.known = (llm__known_word *)llm__new((size_t)z.known_mask + 1, sizeof *z.known, "the words of a text", err);
+    z.known = (llm__known_word *)llm__new((size_t)z.known_mask + 1, sizeof *z.known,
+                                          "the words of a text", err);
     bool ok = z.known && llm__tokenize_text(&z, (const uint8_t *)text, length, trusted, n_trusted);
     if (eos && t->eos >= 0) llm__emit(&z, t->eos);
+    if (owned && ok && z.n_ids == 0) /* room for one, so that it is not NULL */
+        z.ids = (int32_t *)llm__grow(NULL, 0, &z.capacity, sizeof *z.ids, "token ids", err);
+    ok = ok && (!owned || (z.ids && z.n_ids <= z.capacity)); /* else there was no memory for them */
+    if (owned && ok) *owned = z.ids;
+    else if (owned) LLM_FREE(z.ids);
     LLM_FREE(z.known);
     LLM_FREE(z.symbols);
     LLM_FREE(z.heap);
@@ -9934,15 +10037,28 @@ static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, si
     return ok ? z.n_ids : -1;
 }
 
-int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags, int32_t *ids,
-                     int64_t capacity, llm_error *err) {
+static int64_t llm__tokenize_whole(const llm_tokenizer *t, const char *text, size_t length,
+                                   unsigned flags, int32_t *ids, int64_t capacity, int32_t **owned,
+                                   llm_error *err) {
     llm__clear(err);
-    if (!t || (!text && length) || (!ids && capacity > 0))
+    if (!t || (!text && length) || (!owned && !ids && capacity > 0))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tokenize: an argument is NULL"), -1;
     llm__range whole = {0, length};
     return llm__tokenize_ranges(t, text, length, &whole, (flags & LLM_TOKENIZE_SPECIAL) != 0,
-                                (flags & LLM_TOKENIZE_BOS) && t->adds_bos, (flags & LLM_TOKENIZE_EOS) && t->adds_eos, ids,
-                                capacity, err);
+                                (flags & LLM_TOKENIZE_BOS) && t->adds_bos,
+                                (flags & LLM_TOKENIZE_EOS) && t->adds_eos, ids, capacity, owned,
+                                err);
+}
+
+int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
+                     int32_t *ids, int64_t capacity, llm_error *err) {
+    return llm__tokenize_whole(t, text, length, flags, ids, capacity, NULL, err);
+}
+
+int64_t llm_tokenize_new(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
+                         int32_t **ids, llm_error *err) {
+    *ids = NULL;
+    return llm__tokenize_whole(t, text, length, flags, NULL, 0, ids, err);
 }
 
 /* ---- Back to text ---------------------------------------------------- */
@@ -10006,6 +10122,15 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
         started = started || !(t->marks[ids[i]] & LLM__MARK_SPECIAL);
     }
     return (int64_t)out.length;
+}
+
+int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n, char **text,
+                           llm_error *err) {
+    *text = NULL;
+    int64_t bytes = llm_detokenize(t, ids, n, NULL, 0, err);
+    if (bytes < 0) return -1;
+    *text = (char *)llm__new((size_t)bytes + 1, 1, "the text of tokens", err);
+    return *text ? llm_detokenize(t, ids, n, *text, (size_t)bytes, err) : -1;
 }
 
 /* Up to 3 held bytes and a token; each byte can become U+FFFD, which has 3 bytes. */
@@ -10560,8 +10685,9 @@ int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
     return ok ? (int64_t)r.text.length : -1;
 }
 
-int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n,
-                          int32_t *ids, int64_t capacity, llm_error *err) {
+static int64_t llm__chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
+                                  const llm_message *messages, int n, int32_t *ids,
+                                  int64_t capacity, int32_t **owned, llm_error *err) {
     llm__rendering r;
     int64_t count = -1;
     llm__clear(err);
@@ -10570,11 +10696,23 @@ int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *option
         bool has_bos = bos.length && r.n_trusted && !r.trusted->begin && r.trusted->end >= bos.length &&
                        !memcmp(r.text.data, bos.data, bos.length);
         count = llm__tokenize_ranges(t, (const char *)r.text.data, r.text.length, r.trusted, r.n_trusted,
-                                     t->adds_bos && !has_bos, false, ids, capacity, err);
+                                     t->adds_bos && !has_bos, false, ids, capacity, owned, err);
     }
     LLM_FREE(r.text.data);
     LLM_FREE(r.trusted);
     return count;
+}
+
+int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
+                          const llm_message *messages, int n, int32_t *ids, int64_t capacity,
+                          llm_error *err) {
+    return llm__chat_tokenize(t, options, messages, n, ids, capacity, NULL, err);
+}
+
+int64_t llm_chat_tokenize_new(const llm_tokenizer *t, const llm_chat_options *options,
+                              const llm_message *messages, int n, int32_t **ids, llm_error *err) {
+    *ids = NULL;
+    return llm__chat_tokenize(t, options, messages, n, NULL, 0, ids, err);
 }
 
 const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options) {
@@ -14495,6 +14633,51 @@ llm_gpu_options llm_gpu_defaults(void) {
     memset(&o, 0, sizeof o);
     o.graphs = o.fused = o.split_attention = true;
     return o;
+}
+
+static llm_backend *llm__open_cpu(const llm_engine_options *options, llm_error *err) {
+    llm_engine_options o = options ? *options : llm_engine_defaults();
+    llm_backend *b = llm_cpu_backend(o.n_threads, o.max_isa, err);
+    llm_cpu_pack_weights(b, o.pack_weights);
+    return b;
+}
+
+llm_backend *llm_backend_open(const char *name, const llm_engine_options *options,
+                              const struct llm_gpu_options *gpu, llm_error *err) {
+    const bool automatic = !name || !strcmp(name, "auto");
+    llm_error why;
+    llm__clear(err);
+    llm__clear(&why);
+    (void)gpu;
+    if (!automatic && !strcmp(name, "cpu")) return llm__open_cpu(options, err);
+#ifdef LLM_WITH_EMULATED
+    if (!automatic && !strcmp(name, "emulated")) return llm_emulated_backend(gpu, err);
+#endif
+#ifdef LLM_WITH_CUDA
+    if (!automatic && !strcmp(name, "cuda")) return llm_cuda_backend(gpu, err);
+    llm_backend *cuda = automatic ? llm_cuda_backend(gpu, &why) : NULL;
+    if (cuda) return cuda;
+#endif
+    if (automatic) {
+        llm_backend *cpu = llm__open_cpu(options, err);
+        if (cpu && err && why.status != LLM_ERROR_UNSUPPORTED) /* the GPU is there, but broken */
+            memcpy(err->message, why.message, sizeof why.message);
+        return cpu;
+    }
+    llm__fail(err, LLM_ERROR_UNSUPPORTED,
+              "this program was built without a device \"%.64s\": it has auto, cpu%s%s", name,
+#ifdef LLM_WITH_CUDA
+              ", cuda",
+#else
+              "",
+#endif
+#ifdef LLM_WITH_EMULATED
+              ", emulated"
+#else
+              ""
+#endif
+    );
+    return NULL;
 }
 
 #if defined(LLM_NO_FAST_KERNELS) && defined(__GNUC__) && !defined(__clang__) && \

@@ -98,7 +98,7 @@ static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *
     if (x->gpu) {
         chosen.gpu.plain = !r->tiled, chosen.gpu.fused = r->fused,
         chosen.gpu.split_attention = r->split, chosen.gpu.graphs = r->graphs;
-        if (!open_device(&device, &err)) fail_with(&err);
+        if (!(device = open_device(&l->engine, &err))) fail_with(&err);
     } else if (!(device = llm_cpu_backend(r->threads ? r->threads : l->engine.n_threads, r->isa,
                                           &err))) {
         fail_with(&err);
@@ -306,9 +306,9 @@ static int command_ladder(const command *self, int argc, char **argv) {
     int status = lesson_begin(&l, self, options, COUNT(options), argc, argv, "models/tales.gguf");
     if (status != PARSED) return status;
     llm_error err;
-    llm_backend *device = NULL;
-    if (!open_device(&device, &err)) return fail_with(&err), lesson_end(&l, false);
-    x.gpu = device != NULL;
+    llm_backend *device = open_device(&l.engine, &err);
+    if (!device) return fail_with(&err), lesson_end(&l, false);
+    x.gpu = llm_cpu_threads(device) == 0;
     llm_backend_free(device);
     x.context = l.engine.context_length =
         given_or(-1, 512, 1, llm_model_config(l.loaded)->context_length);
@@ -347,5 +347,5 @@ static const char ladder_notes[] =
     "  llm ladder --png ladder.png\n";
 
 const command ladder_command = {
-    "ladder", "The whole course in one table, from the naive engine to the full one.", "[options]",
-    command_ladder, ladder_notes};
+    "ladder", "Compare the naive engine with each optimization, in one table.",
+    "[options]", command_ladder, ladder_notes};

@@ -62,9 +62,11 @@ static bool tokens_word(lesson *l, const char *word) {
             return !fail("--word: this vocabulary has no token for a byte of '%s'", word);
     table steps = new_table(columns, COUNT(columns));
     int n = tokens_by_hand(t, word, ids, &steps);
-    int64_t n_real = tokenize(t, word, strlen(word), 0, &real);
+    llm_error err;
+    int64_t n_real = llm_tokenize_new(t, word, strlen(word), 0, &real, &err);
+    if (n_real < 0) fail_with(&err);
     bool same = n_real == n && !memcmp(ids, real, (size_t)n * sizeof *ids);
-    free(real);
+    llm_free(real);
     say(l, "A word, from bytes to tokens (_ is a space). Each step joins the pair of neighbours "
            "that was learned first: the one of lowest rank in the list of merges.\n\n");
     show_table(l, &steps, "steps");
@@ -99,15 +101,14 @@ static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double shar
 static void tokens_count(const llm_tokenizer *t, const char *name, const char *data, size_t length,
                          table *rows, plot *p) {
     llm_error err;
-    int64_t n = llm_tokenize(t, data, length, 0, NULL, 0, &err);
+    int32_t *ids;
+    char *back;
+    int64_t n = llm_tokenize_new(t, data, length, 0, &ids, &err);
     if (n < 0) { /* the vocabulary lacks a byte */
         add_row(rows, name, (double)length, NAN, NAN, NAN, NAN, "no token");
         return;
     }
-    int32_t *ids = resize(NULL, (size_t)n * sizeof *ids + 1);
-    char *back = resize(NULL, length + 16);
-    llm_tokenize(t, data, length, 0, ids, n, &err);
-    int64_t n_back = llm_detokenize(t, ids, n, back, length + 16, NULL);
+    int64_t n_back = llm_detokenize_new(t, ids, n, &back, &err);
     bool same = n_back == (int64_t)length && !memcmp(back, data, length);
     double rate = n ? (double)length / (double)n : 0;
     int32_t size = llm_tokenizer_size(t);
@@ -115,8 +116,8 @@ static void tokens_count(const llm_tokenizer *t, const char *name, const char *d
             (double)tokens_share(ids, n, size, 0.5), same ? "same" : "DIFFERENT");
     plot_category(p, name);
     plot_bar(p, 0, rate);
-    free(back);
-    free(ids);
+    llm_free(back);
+    llm_free(ids);
 }
 
 static bool tokens_texts(lesson *l, const char *own) {

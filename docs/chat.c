@@ -31,6 +31,7 @@ typedef struct chat {
     llm_message *messages;   /* (n_messages) with texts that free() releases */
     int n_messages;
     text answer;
+    bool broken; /* the answer ended with an error */
     int turn;
 } chat;
 
@@ -66,8 +67,9 @@ static bool chat_prompt(chat *c, int32_t **ids) {
     llm_message *kept = resize(NULL, (size_t)n_kept * sizeof *kept);
     llm_error err;
     memcpy(kept, c->messages, (size_t)n_kept * sizeof *kept);
-    while ((n = llm_chat_tokenize(t, &c->options, kept, n_kept, NULL, 0, &err)) + room > context &&
+    while ((n = llm_chat_tokenize_new(t, &c->options, kept, n_kept, ids, &err)) + room > context &&
            n_kept - oldest >= 3) {
+        llm_free(*ids);
         n_kept -= 2; /* a question, and its answer */
         memmove(kept + oldest, kept + oldest + 2, (size_t)(n_kept - oldest) * sizeof *kept);
     }
@@ -83,11 +85,9 @@ static bool chat_prompt(chat *c, int32_t **ids) {
                 "llm: the oldest %d messages were forgotten, since the context holds %lld tokens\n",
                 c->n_messages - n_kept, (long long)context);
     while (n_kept < c->n_messages) chat_drop(c, oldest);
-    *ids = resize(NULL, (size_t)n * sizeof **ids);
-    c->request.n_prompt =
-        (int)llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, *ids, n, &err);
     c->request.prompt = *ids;
-    return c->request.n_prompt == n || !fail_with(&err);
+    c->request.n_prompt = (int)n;
+    return true;
 }
 
 static void chat_take(chat *c, const llm_event *event) {
@@ -95,7 +95,7 @@ static void chat_take(chat *c, const llm_event *event) {
     put_foreign(event->text, event->text_length);
     flush_output();
     if (event->finish == LLM_FINISH_LENGTH && !c->quiet) put_text(" ...");
-    if (event->error) fail("%s", event->error);
+    if (event->error) c->broken = !!fail("%s", event->error);
 }
 
 static void chat_figures(const chat *c, const llm_statistics *before, double start) {
@@ -119,9 +119,10 @@ static bool chat_answer(chat *c) {
     double start = llm_seconds();
     bool stopped = false, good = chat_prompt(c, &ids);
     c->answer.length = 0;
+    c->broken = false;
     c->request.sampling.seed = c->seed.value + (uint64_t)c->turn++;
     if (good && !llm_submit(c->running, &c->request, &id, &err)) good = !fail_with(&err);
-    free(ids);
+    llm_free(ids);
     if (!good) return chat_drop(c, c->n_messages - 1), false;
     for (;;) {
         if (!stopped && (stop_requested || output_error))
@@ -135,10 +136,11 @@ static bool chat_answer(chat *c) {
     if (stop_requested == SIGINT) forget_interrupt();
     flush_output();
     if (!c->quiet) chat_figures(c, &before, start);
-    return err.status == LLM_OK;
+    return err.status == LLM_OK && !c->broken;
 }
 
-/* As a JSON array of objects {"role": ..., "content": ...}, which other chat programs read, too. */
+/* Write a JSON array of objects {"role": ..., "content": ...}, which other chat programs also
+ * read. */
 static void chat_save(const chat *c, const char *path) {
     static const char *const roles[] = {"system", "user", "assistant"};
     text t = {0};
@@ -160,14 +162,14 @@ static void chat_save(const chat *c, const char *path) {
 }
 
 static const char chat_commands[] = "/reset         begin a new conversation\n"
-                                    "/system TEXT   begin a new one, with this message of the "
-                                    "system (without TEXT: show the one there is)\n"
-                                    "/save FILE     write the conversation into a file, as JSON\n"
-                                    "/help          this text\n"
+                                    "/system TEXT   begin a new one with this system message "
+                                    "(without TEXT: print the present one)\n"
+                                    "/save FILE     write the conversation to a file, as JSON\n"
+                                    "/help          print this text\n"
                                     "/quit          leave (or Ctrl-D)\n"
-                                    "A line that ends in \\ goes on with the next. // at its "
-                                    "beginning stands for a / that is no command.\n"
-                                    "Ctrl-C stops the answer, or drops what was typed.\n";
+                                    "A line that ends with \\ continues on the next line. // at the "
+                                    "beginning is a / and no command.\n"
+                                    "Ctrl-C stops the answer, or clears what was typed.\n";
 
 /* Run a line that begins with a slash. False: leave. */
 static bool chat_obey(chat *c, const char *line) {
@@ -181,7 +183,7 @@ static bool chat_obey(chat *c, const char *line) {
         chat_reset(c);
     } else if (length == 7 && !strncmp(line, "/system", 7) && bare) {
         if (c->system) fprintf(stderr, "%s\n", c->system);
-        else fputs("no message of the system\n", stderr);
+        else fputs("there is no system message\n", stderr);
     } else if (length == 7 && !strncmp(line, "/system", 7)) {
         free((char *)c->system);
         c->system = strcpy(resize(NULL, strlen(rest) + 1), rest);
@@ -189,7 +191,7 @@ static bool chat_obey(chat *c, const char *line) {
     } else if (length == 5 && !strncmp(line, "/save", 5) && !bare) {
         chat_save(c, rest);
     } else {
-        fprintf(stderr, "llm: there is no command %.*s of that form; /help tells which there are\n",
+        fprintf(stderr, "llm: there is no command %.*s of this form; /help lists the commands\n",
                 (int)length, line);
     }
     return true;
@@ -201,7 +203,7 @@ static ssize_t plain_line(char **line) {
 }
 
 #ifdef LLM_WITH_EDITLINE
-static struct { /* what the editor returned; its callback takes no argument of ours */
+static struct { /* what the editor returned: its callback has no argument for user data */
     char *line;
     bool done;
 } edited;
@@ -226,8 +228,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
     return edited.line ? (ssize_t)strlen(edited.line) : -1;
 }
 #else
-/* Wait for input or a signal, also for one that came before: getline would wait on after it.
- * pselect accepts signals, but only while it waits. */
+/* Wait for input or a signal, even one that came earlier: getline would continue to wait after it.
+ * pselect accepts signals only while it waits. */
 static void wait_for_typing(void) {
     sigset_t blocked, usual;
     fd_set typed;
@@ -247,8 +249,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
 }
 #endif
 
-/* A line of standard input without its end, appended to `line`; on a terminal (edits) after a
- * prompt. Ctrl-C there empties the line. False: there is no more. */
+/* Append a line of standard input, without its newline, to `line`; on a terminal (edits) after a
+ * prompt, where Ctrl-C empties the line. False: the input has ended. */
 static bool read_typed(const char *prompt, bool edits, text *line) {
     char *data = NULL;
     ssize_t n = edits ? terminal_line(prompt, &data) : plain_line(&data);
@@ -269,7 +271,7 @@ static bool read_typed(const char *prompt, bool edits, text *line) {
     return n >= 0;
 }
 
-/* A message of one line, or of more where lines end in a backslash; zero-terminated. */
+/* Read a message: a line, or several if lines end with a backslash; zero-terminated. */
 static bool chat_read(chat *c, text *line) {
     line->length = 0;
     bool more = read_typed("> ", c->edits, line);
@@ -308,7 +310,7 @@ static int chat_model(chat *c) {
     int longest = llm_model_config(c->loaded)->context_length;
     llm_error err;
     chat_reset(c);
-    chat_add(c, LLM_ROLE_USER, "?", 1); /* does the template take such a conversation? */
+    chat_add(c, LLM_ROLE_USER, "?", 1); /* can the template express such a conversation? */
     if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
         return fail("%s%s", err.message, name ? "" : " (--template NAME)");
     chat_reset(c);
@@ -329,7 +331,7 @@ static int chat_model(chat *c) {
     chosen.quiet = c->quiet;
     c->running = create_engine(c->loaded, &c->engine, &err);
     if (!c->running) return fail_with(&err);
-    if (!c->quiet) fprintf(stderr, "chat template: %s; /help tells the commands\n", name);
+    if (!c->quiet) fprintf(stderr, "chat template: %s; /help lists the commands\n", name);
     bool good = chat_talk(c);
     free_engine(c->running);
     return good && stop_requested != SIGTERM ? 0 : FAILED;
@@ -347,22 +349,22 @@ static int command_chat(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(c.model),
         {0, "template", "NAME", TEXT, &c.options.template_name, 0, 0,
-         "how the model writes down a conversation (default: the file's own; 'help' lists them)"},
-        {0, "system", "TEXT", TEXT, &c.system, 0, 0, "a message of the system, to begin with"},
+         "chat template (default: the one in the file; 'help' lists all)"},
+        {0, "system", "TEXT", TEXT, &c.system, 0, 0, "begin with this system message"},
         {0, "no-thinking", NULL, FLAG, &c.options.no_thinking, 0, 0,
-         "of models that think before they answer (qwen3): do not"},
+         "answer without thinking first (qwen3)"},
         {'n', "tokens", "N", WHOLE, &c.request.max_tokens, -1, INT_MAX,
-         "at most N tokens in an answer (-1, the default: to the end of the context)"},
+         "at most N tokens in an answer (default -1: to the end of the context)"},
         SAMPLING_OPTIONS(*s, "-"),
         {'s', "seed", "N", SEED, &c.seed, 0, 0,
-         "of the random draws (default: another one each time)"},
+         "seed of the random numbers (default: another one each time)"},
         STOP_OPTION(c.stop),
         THREADS_OPTION(c.engine.n_threads),
         {'c', "context", "N", WHOLE, &c.engine.context_length, 1, INT_MAX,
-         "longest conversation (default: 8192, or the model's where that is less)"},
+         "longest conversation (default: 8192, or the model's limit if that is less)"},
         SPECULATION_OPTIONS(c.speculation),
         CACHE_TYPE_OPTION(c.engine),
-        {'q', "quiet", NULL, FLAG, &c.quiet, 0, 0, "the answers alone: no figures"},
+        {'q', "quiet", NULL, FLAG, &c.quiet, 0, 0, "print only the answers: no figures"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED) status = check_speculation(self, &c.speculation);
@@ -390,15 +392,13 @@ static int command_chat(const command *self, int argc, char **argv) {
 }
 
 static const char chat_notes[] =
-    "Each line is a message; the answer goes to standard output as it is made, and a line of "
-    "figures to standard\n"
-    "error. Lines that begin with / are commands: /reset, /system TEXT, /save FILE, /help, /quit. "
-    "In a pipe\n"
-    "there is no prompt. The special tokens around the messages come from the model's chat "
-    "template, which must be\n"
-    "one of those that are known, or be named; nothing in a message can stand for them. What was "
-    "said before is\n"
-    "still in the cache, and is not computed again.\n"
+    "Each line is a message. The answer goes to standard output as it is generated, and a line of\n"
+    "figures to standard error. Lines that begin with / are commands: /reset, /system TEXT,\n"
+    "/save FILE, /help, /quit. In a pipe there is no prompt.\n"
+    "\n"
+    "The special tokens around the messages come from the model's chat template; if that is not\n"
+    "a known one, name one with --template. Nothing in a message can stand for a special token.\n"
+    "Earlier messages are in the cache and are not computed again.\n"
     "\n"
     "Examples:\n"
     "  llm chat -m some-instruct.gguf\n"

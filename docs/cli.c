@@ -98,33 +98,30 @@ int fail(const char *format, ...) {
 }
 
 words our_words(const llm_error *err) {
-    static const struct {
-        const char *theirs, *ours;
-    } dictionary[] = {
+    static const struct { const char *field, *option; } names[] = {
+        {"backend", "--device"},
+        {"block_size", "--block-size"},
         {"cache_bytes", "--cache-memory"},
+        {"cache_type", "--cache-type"},
+        {"context_length", "--context"},
+        {"draft", "--draft"},
         {"max_batch_tokens", "--max-batch-tokens"},
         {"max_sequences", "--max-sequences"},
-        {"context_length", "--context"},
         {"max_speculation", "--speculate"},
-        {"without chunked_prefill", "with --no-chunked-prefill"},
-        {"llm_engine_options.draft", "--draft"},
-        {"n_samples", "the number of samples"},
+        {"memory_share", "--gpu-memory"},
+        {"n_samples", "n"}, /* only llm batch has to check it */
+        {"n_threads", "--threads"},
+        {"swap_bytes", "--preempt"},
     };
     words out;
-    bool settings = err->status == LLM_ERROR_ARGUMENT || err->status == LLM_ERROR_MEMORY ||
-                    err->status == LLM_ERROR_CAPACITY;
-    size_t n = 0;
-    for (const char *p = err->message; *p && n + 32 < sizeof out.text;) {
-        int i = settings ? 0 : COUNT(dictionary);
-        while (i < COUNT(dictionary) &&
-               strncmp(p, dictionary[i].theirs, strlen(dictionary[i].theirs)))
-            i++;
-        if (i == COUNT(dictionary)) out.text[n++] = *p++;
-        else
-            n += (size_t)sprintf(out.text + n, "%s", dictionary[i].ours),
-                p += strlen(dictionary[i].theirs);
-    }
-    out.text[n] = 0;
+    const char *ours = NULL;
+    for (int i = 0; err->option && i < COUNT(names); i++)
+        if (!strcmp(names[i].field, err->option)) ours = names[i].option;
+    if (!ours) snprintf(out.text, sizeof out.text, "%s", err->message);
+    else if (err->status == LLM_ERROR_MEMORY)
+        snprintf(out.text, sizeof out.text, "%s; see %s", err->message, ours);
+    else
+        snprintf(out.text, sizeof out.text, "%s%s", ours, err->message + strlen(err->option));
     return out;
 }
 
@@ -158,12 +155,25 @@ void put_coloured(const char *colour, const char *data, size_t length) {
     if (coloured) put_text("\033[0m");
 }
 
+/* A line for a log, unless the last one (or the first call) was a short time ago. */
+static void log_progress(const char *what, double done, const char *note, double now) {
+    static double last = 0;
+    const char *interval = getenv("LLM_PROGRESS_SECONDS");
+    if (last == 0) last = now;
+    if (now - last < (interval ? atof(interval) : 10)) return;
+    last = now;
+    if (isnan(done)) fprintf(stderr, "%s: %s\n", what, note);
+    else fprintf(stderr, "%s: %.0f %%%s%s\n", what, 100 * done, *note ? ", " : "", note);
+}
+
 void show_progress(const char *what, double done, const char *note) {
     static double last = 0;
     double now = llm_seconds();
-    if (!is_terminal(STDERR_FILENO) || (!(done < 0) && now - last < 0.1)) return;
+    if (!(done < 0) && now - last < 0.1) return;
     last = now;
-    if (done < 0) {
+    if (!is_terminal(STDERR_FILENO)) {
+        if (!(done < 0)) log_progress(what, done, note, now);
+    } else if (done < 0) {
         fputs("\r\033[K", stderr);
     } else if (isnan(done)) {
         fprintf(stderr, "\r%s: %s\033[K", what, note);
@@ -179,7 +189,7 @@ void show_progress(const char *what, double done, const char *note) {
 /* ---- Memory, text and files -------------------------------------------------------------- */
 void *resize(void *memory, size_t bytes) {
     memory = realloc(memory, bytes ? bytes : 1);
-    if (!memory) exit(fail("out of memory (%zu bytes)", bytes));
+    if (!memory) exit(fail("out of memory: %s", HUMAN(bytes)));
     return memory;
 }
 
@@ -261,7 +271,7 @@ char *bundled_path(const char *name) {
     append(&path, name, strlen(name) + 1);
     if (access(path.data, R_OK) == 0) return path.data;
     free(path.data);
-    fail("the bundled %s is not here: work where it is, or give a model with -m FILE", name);
+    fail("the bundled %s is not here: run llm in the folder that has it, or give -m FILE", name);
     return NULL;
 }
 
@@ -270,20 +280,6 @@ char *model_path(const char *given) {
     if (!given) return bundled_path(DEFAULT_MODEL);
     append(&path, given, strlen(given) + 1);
     return path.data;
-}
-
-int64_t tokenize(const llm_tokenizer *t, const char *data, size_t length, unsigned flags,
-                 int32_t **ids) {
-    llm_error err;
-    int64_t capacity = (int64_t)length + 8, n;
-    *ids = NULL;
-    for (;;) {
-        *ids = resize(*ids, (size_t)capacity * sizeof **ids);
-        n = llm_tokenize(t, data, length, flags, *ids, capacity, &err);
-        if (n < 0) fail_with(&err);
-        if (n <= capacity) return n;
-        capacity = n;
-    }
 }
 
 const char *human_bytes(double bytes, char *buffer, size_t size) {
@@ -334,6 +330,24 @@ void put_ids(const int32_t *ids, int64_t n) {
     put_text("]");
 }
 
+const char *skip_space(const char *p, const char *end) {
+    while (p < end && (*p == ' ' || *p == '\t' || *p == '\r' || *p == '\n')) p++;
+    return p;
+}
+
+bool json_ids(const llm_json_node *array, int32_t **ids, int64_t *n) {
+    *n = 0;
+    if (!llm_json_has_kind(array, LLM_JSON_ARRAY)) return false;
+    *ids = resize(*ids, ((size_t)array->length + 1) * sizeof **ids);
+    for (const llm_json_node *item = llm_json_first(array); item;
+         item = llm_json_next(array, item)) {
+        int64_t id;
+        if (!llm_json_i64(item, &id) || id < INT32_MIN || id > INT32_MAX) return false;
+        (*ids)[(*n)++] = (int32_t)id;
+    }
+    return true;
+}
+
 /* ---- Options ----------------------------------------------------------------------------- */
 /* Levenshtein distance: the fewest letters to insert, delete or replace. */
 static int edit_distance(const char *a, const char *b) {
@@ -380,7 +394,21 @@ static int unknown_option(const command *self, const option *options, int n, con
     return misuse(self, "unknown option --%s", typed);
 }
 
+/* Words up to column 80; further lines begin at column `indent`. */
+static void put_wrapped(const char *words, int indent) {
+    for (int column = indent; *words; words += *words == ' ') {
+        int n = (int)strcspn(words, " ");
+        if (column > indent && column + 1 + n > 80) put("\n%*s", indent, ""), column = indent;
+        if (column > indent) put_text(" "), column++;
+        put_bytes(words, (size_t)n);
+        words += n;
+        column += n;
+    }
+    put_text("\n");
+}
+
 static void show_help(const command *self, const option *options, int n) {
+    enum { LEFT = 26 }; /* columns of an option and its argument */
     put("Usage: llm %s %s\n\n", self->name, self->usage);
     put_text(self->summary);
     put_text("\n\nOptions:\n");
@@ -389,11 +417,12 @@ static void show_help(const command *self, const option *options, int n) {
         char left[64];
         snprintf(left, sizeof left, o->letter ? "-%c, --%s %s" : "%c   --%s %s",
                  o->letter ? o->letter : ' ', o->name, o->argument ? o->argument : "");
-        put("  %-30s ", left);
-        put_text(o->help);
-        put_text("\n");
+        size_t n = strlen(left) - !o->argument;
+        put(n > LEFT ? "  %.*s\n%*s" : "  %.*s%*s", (int)n, left,
+            LEFT + 3 - (n > LEFT ? 0 : 2 + (int)n), "");
+        put_wrapped(o->help, LEFT + 3);
     }
-    put("  %-30s this text\n\n", "    --help");
+    put("  %-*s print this text\n\n", LEFT, "    --help");
     put_text(self->notes);
 }
 
@@ -480,9 +509,11 @@ bool parse_value(const option *o, const char *s) {
         if (!strcmp(s, "auto")) return *(int *)o->value = LLM_SPECULATE_AUTO, true;
         /* fallthrough */
     case WHOLE: {
-        long x = strtol(s, &end, 10);
-        *(int *)o->value = (double)x >= o->low && (double)x <= o->high ? (int)x : 0;
-        return end > s && !*end && !errno && (double)x >= o->low && (double)x <= o->high;
+        double x = strtod(s, &end); /* so that 1e9 is a whole number, too */
+        bool good = end > s && !*end && x >= o->low && x <= o->high && x == floor(x);
+        good = good && !s[strcspn(s, "xXpP")]; /* not in hexadecimal */
+        *(int *)o->value = good ? (int)x : 0;
+        return good;
     }
     case REAL: {
         double x = strtod(s, &end);
@@ -493,6 +524,11 @@ bool parse_value(const option *o, const char *s) {
         seed_value *seed = o->value;
         seed->given = true;
         seed->value = strtoull(s, &end, 10);
+        if (*end == '.' || *end == 'e' || *end == 'E') { /* perhaps a whole number, all the same */
+            double x = strtod(s, &end);
+            seed->value = x < 0x1p63 ? (uint64_t)x : 0;
+            if (x != floor(x) || x >= 0x1p63) return false;
+        }
         return isdigit((unsigned char)*s) && !*end && !errno;
     }
     case TYPE: {
@@ -598,7 +634,7 @@ int parse(const command *self, const option *options, int n_options, int *argc, 
 
 /* ---- Models and engines ------------------------------------------------------------------ */
 int check_speculation(const command *self, const speculation *s) {
-    if (s->path && s->lookup) return misuse(self, "--draft and --lookup: one of them is enough");
+    if (s->path && s->lookup) return misuse(self, "give only one of --draft and --lookup");
     if (s->depth != NO_DEPTH && s->depth != 0 && !s->path && !s->lookup)
         return misuse(self,
                       "--speculate needs something to propose tokens: --draft FILE, or --lookup");
@@ -620,33 +656,17 @@ bool load_models(const char *path, const char *draft_path, llm_model **model, ll
     return true;
 }
 
-bool open_device(llm_backend **backend, llm_error *err) {
-    const char *missing = NULL;
-    *backend = NULL;
-    if (chosen.device == DEVICE_AUTO || chosen.device == DEVICE_CUDA) {
-#ifdef LLM_WITH_CUDA
-        *backend = llm_cuda_backend(&chosen.gpu, err);
-        if (!*backend && chosen.device == DEVICE_CUDA) return false;
-        if (!*backend && err->status != LLM_ERROR_UNSUPPORTED && !chosen.quiet)
-            fprintf(stderr, "%s; using the CPU\n", err->message);
-#else
-        if (chosen.device == DEVICE_CUDA) missing = "CUDA: install the CUDA Toolkit (nvcc)";
-#endif
-    }
-    if (chosen.device == DEVICE_EMULATED) {
-#ifdef LLM_WITH_EMULATED
-        /* 1 GiB: all of it is filled, to expose reads of uninitialized memory. */
-        setenv("LLM_EMU_MEMORY", "1073741824", 0);
-        if (!(*backend = llm_emulated_backend(&chosen.gpu, err))) return false;
-#else
-        missing = "the emulated device: install a C++ compiler (g++)";
-#endif
-    }
-    err->status = missing ? LLM_ERROR_UNSUPPORTED : LLM_OK;
-    if (missing)
-        snprintf(err->message, sizeof err->message,
-                 "this program was built without %s, then make again", missing);
-    return !missing;
+llm_backend *open_device(const llm_engine_options *options, llm_error *err) {
+    static const char *const names[] = {"auto", "cpu", "cuda", "emulated"};
+    llm_engine_options o = *options;
+    o.max_isa = (llm_isa)chosen.isa;
+    o.pack_weights = chosen.pack_weights;
+    /* 1 GiB: all of it is filled, to expose reads of uninitialized memory. */
+    if (chosen.device == DEVICE_EMULATED) setenv("LLM_EMU_MEMORY", "1073741824", 0);
+    llm_backend *device = llm_backend_open(names[chosen.device], &o, &chosen.gpu, err);
+    if (device && err->message[0] && !chosen.quiet)
+        fprintf(stderr, "%s; using the CPU\n", err->message);
+    return device;
 }
 
 void print_host_time(const llm_statistics *s) {
@@ -679,21 +699,19 @@ llm_engine *create_engine(const llm_model *model, const llm_engine_options *opti
     llm_engine_options o = *options;
     o.memory_share = chosen.memory_share;
     o.host_sampling = chosen.host_sampling;
-    o.max_isa = (llm_isa)chosen.isa;
-    o.pack_weights = chosen.pack_weights;
     o.fusions &= chosen.fusions;
-    if (!open_device(&o.backend, err)) return NULL;
+    o.backend = open_device(&o, err);
+    if (!o.backend) return NULL;
     llm_engine *engine = llm_engine_create(model, &o, err);
-    if (engine && o.backend && !chosen.quiet) print_memory(engine, o.backend);
+    if (engine && !chosen.quiet) print_memory(engine, o.backend);
     if (!engine) llm_backend_free(o.backend);
     return engine;
 }
 
 void free_engine(llm_engine *engine) {
-    llm_backend *backend = engine ? llm_engine_settings(engine)->backend : NULL;
-    bool ours = backend && llm_cpu_threads(backend) == 0; /* the engine frees its own CPU backend */
+    llm_backend *device = engine ? llm_engine_settings(engine)->backend : NULL;
     llm_engine_free(engine);
-    if (ours) llm_backend_free(backend);
+    llm_backend_free(device);
 }
 
 int check_trace_name(const command *self, const char *path) {
@@ -712,7 +730,7 @@ bool check_trace(const char *path, const char *output) {
     if (file && fread(&first, 1, 1, file) == 0) first = '[';
     if (file) fclose(file);
     return first == '[' ||
-           !fail("%s is there, and is no trace: give another path to write to", path);
+           !fail("%s exists and is not a trace: give another path to write to", path);
 }
 
 bool open_trace(trace_writer **trace, const char *path, llm_engine_options *options) {
@@ -759,7 +777,9 @@ uint64_t chance_seed(void) {
 
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids) {
     unsigned flags = LLM_TOKENIZE_BOS | (special ? LLM_TOKENIZE_SPECIAL : 0);
-    int64_t n = tokenize(t, words->data ? words->data : "", words->length, flags, ids);
+    llm_error err;
+    int64_t n = llm_tokenize_new(t, words->data, words->length, flags, ids, &err);
+    if (n < 0) fail_with(&err);
     if (n == 0 && llm_tokenizer_bos(t) >= 0) (*ids)[n++] = llm_tokenizer_bos(t);
     return n;
 }

@@ -62,8 +62,9 @@ extern const char dim[], green[]; /* escape sequences */
 bool is_terminal(int descriptor);
 bool in_colour(int descriptor);
 
-/* Show a progress bar on standard error, if that is a terminal. done: the share that is done; NAN
- * if the total is unknown; negative to erase the bar. */
+/* Show a progress bar on standard error, or, if that is no terminal, a line every 10 seconds (or
+ * LLM_PROGRESS_SECONDS). done: the share that is done; NAN if the total is unknown; negative to
+ * erase the bar. */
 void show_progress(const char *what, double done, const char *note);
 
 /* "1.5 GiB" */
@@ -77,8 +78,8 @@ PRINTF(1, 2) int fail(const char *format, ...);                           /* ret
 int fail_with(const llm_error *err);                                      /* returns FAILED */
 PRINTF(2, 3) int misuse(const command *self, const char *format, ...);    /* returns MISUSED */
 
-/* The engine's message, with the names of our options instead of the engine's settings. */
-typedef struct words { char text[2 * sizeof ((llm_error *)0)->message]; } words;
+/* The engine's message, where an option has the name that it has on the command line. */
+typedef struct words { char text[sizeof ((llm_error *)0)->message + 64]; } words;
 words our_words(const llm_error *err);
 
 /* ---- JSON -------------------------------------------------------------------------------- */
@@ -87,6 +88,9 @@ void put_json_text(const char *text);
 void put_number(double x);                      /* null if it is not finite */
 void put_ids(const int32_t *ids, int64_t n);    /* an array */
 int utf8_length(const unsigned char *s, size_t n); /* of the character at s; 0: not UTF-8 */
+const char *skip_space(const char *p, const char *end); /* JSON's: space, tab, newline, return */
+/* Read the token ids of a JSON array into *ids (n), which grows. False: it is no array of ids. */
+bool json_ids(const llm_json_node *array, int32_t **ids, int64_t *n);
 
 /* ---- Files ------------------------------------------------------------------------------- */
 bool read_all(const char *path, text *t); /* "-": standard input */
@@ -189,95 +193,95 @@ void consider(suggestion *s, const char *name);
 
 #define MODEL_OPTION(value) \
     {'m', "model", "FILE", TEXT, &(value), 0, 0, \
-     "a GGUF file or a Hugging Face folder (default: " DEFAULT_MODEL ")"}
+     "GGUF file or Hugging Face folder (default: " DEFAULT_MODEL ")"}
 #define DEVICES "auto|cpu|cuda|emulated"
 #define ISAS "reference|plain|dotprod|avx2|avx512|amx" /* the words of enum llm_isa, in its order */
 #define FUSIONS "gate|rope|own-copies|side-by-side|all" /* LLM_FUSE_..., in their order */
 #define DEVICE_OPTIONS \
     {0, "device", DEVICES, CHOICE, &chosen.device, 0, 0, \
-     "where to compute (default auto: an NVIDIA GPU, or the CPU where there is none)"}, \
+     "where to compute (default auto: an NVIDIA GPU if there is one, or the CPU)"}, \
     {0, "isa", ISAS, CHOICE, &chosen.isa, 0, 0, \
-     "on the CPU: the best instruction set to use (default amx: all there is)"}, \
+     "CPU: the best instruction set to use (default amx: any that it has)"}, \
     {0, "no-packed-weights", NULL, OFF, &chosen.pack_weights, 0, 0, \
-     "... no second copy of the weights in the kernels' order: slower"}, \
+     "CPU: keep no second copy of the weights in the kernels' order (slower)"}, \
     {0, "no-fusion", FUSIONS, OMIT, &chosen.fusions, 0, 0, \
-     "do not plan these fusions of operations; the results are the same bits"}, \
-    {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "which GPU (default 0)"}, \
+     "do not fuse these operations (separated by commas); same results, bit for bit"}, \
+    {0, "gpu", "N", WHOLE, &chosen.gpu.device, 0, 1023, "GPU: which one (default 0)"}, \
     {0, "gpu-memory", "SHARE", REAL, &chosen.memory_share, 0.01, 1, \
-     "of the GPU's free memory for keys and values (default 0.9)"}, \
-    {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "on a GPU: launch kernels one by one"}, \
-    {0, "no-fused", NULL, OFF, &chosen.gpu.fused, 0, 0, "... one kernel for each operation"}, \
+     "GPU: share of its free memory for keys and values (default 0.9)"}, \
+    {0, "no-graphs", NULL, OFF, &chosen.gpu.graphs, 0, 0, "GPU: launch kernels one by one"}, \
+    {0, "no-fused", NULL, OFF, &chosen.gpu.fused, 0, 0, "GPU: one kernel for each operation"}, \
     {0, "no-split-attention", NULL, OFF, &chosen.gpu.split_attention, 0, 0, \
-     "... one block for each sequence, however long"}, \
+     "GPU: one thread block for each sequence, however long it is"}, \
     {0, "overlap", NULL, FLAG, &chosen.gpu.overlap, 0, 0, \
-     "... let a kernel begin before the last has ended (Hopper; not measured yet)"}, \
+     "GPU: let a kernel begin before the last one has ended (Hopper; not measured yet)"}, \
     {0, "plain-kernels", NULL, FLAG, &chosen.gpu.plain, 0, 0, \
-     "... the textbook kernels, for comparison"}, \
+     "GPU: plain kernels, for comparison"}, \
     {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, \
-     "... the same bits whatever else is in the batch"}, \
-    {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "... draw tokens on the CPU"}
+     "GPU: the same bits whatever else is in the batch"}, \
+    {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "GPU: choose tokens on the CPU"}
 /* For every command that makes an engine. */
 #define THREADS_OPTION(value) \
     {'t', "threads", "N", WHOLE, &(value), 0, 4096, \
-     "threads to compute with, on the CPU (0: one per processor)"}, DEVICE_OPTIONS
+     "CPU threads (default 0: one per processor)"}, DEVICE_OPTIONS
 #define JSON_OPTION(value) \
-    {0, "json", NULL, FLAG, &(value), 0, 0, "the result as JSON, for programs"}
+    {0, "json", NULL, FLAG, &(value), 0, 0, "print the result as JSON"}
 /* As options (_ is "-") and as keys of an input line of llm batch (_ is "_"). */
 #define SAMPLING_OPTIONS(s, _) \
     {0, "temperature", "T", REAL, &(s).temperature, 0, 100, \
-     "0: always the most likely token; 1: the model's own odds (default 0.8)"}, \
+     "0: always the most likely token; 1: the model's probabilities (default 0.8)"}, \
     {0, "top" _ "k", "K", WHOLE, &(s).top_k, 0, INT_MAX, \
-     "draw from the K most likely tokens only (0: all, the default)"}, \
+     "sample from the K most likely tokens (default 0: all)"}, \
     {0, "top" _ "p", "P", REAL, &(s).top_p, 1e-6, 1, \
-     "... from the fewest tokens that hold this much of the odds (default 0.95)"}, \
+     "sample from the fewest tokens whose probabilities add up to P (default 0.95)"}, \
     {0, "min" _ "p", "P", REAL, &(s).min_p, 0, 1, \
-     "... from tokens at least P times as likely as the likeliest (default 0)"}, \
+     "sample from tokens at least P times as likely as the most likely one (default 0)"}, \
     {0, "repetition" _ "penalty", "X", REAL, &(s).repetition_penalty, 0.01, 100, \
-     "make tokens of late less likely (1: do not, the default)"}, \
+     "make recent tokens less likely (default 1: no)"}, \
     {0, "penalty" _ "window", "N", WHOLE, &(s).penalty_window, 0, INT_MAX, \
-     "how many tokens are of late (0: all; default 64)"}
+     "how many tokens count as recent (0: all; default 64)"}
 #define STOP_OPTION(value) \
     {0, "stop", "TEXT", TEXTS, &(value), 0, 0, \
      "end before this text (may be given several times)"}
 #define SPECULATION_OPTIONS(s) \
     {'d', "draft", "FILE", TEXT, &(s).path, 0, 0, \
-     "a small model of the same vocabulary, that proposes tokens"}, \
+     "a small model with the same vocabulary, which proposes tokens"}, \
     {0, "speculate", "K|auto", DEPTH, &(s).depth, 0, MOST_PROPOSALS, \
-     "tokens to propose in a step (default: as many as pay)"}, \
+     "tokens to propose in each step (default: as many as pay)"}, \
     {0, "lookup", NULL, FLAG, &(s).lookup, 0, 0, \
-     "propose what stood behind the same words before; needs no draft"}
+     "propose what followed the same words before; needs no draft"}
 #define NAIVE_OPTION(e) \
     {0, "naive-attention", NULL, FLAG, &(e).naive_attention, 0, 0, \
-     "the plain attention loop, for comparison"}
+     "use the plain attention loop, for comparison"}
 #define CACHE_TYPE_OPTION(e) \
     {0, "cache-type", "f32|f16", CHOICE, &(e).cache_type, 0, 0, \
-     "of keys and values (default f16)"}
+     "type of keys and values (default f16)"}
 _Static_assert(LLM_F32 == 0 && LLM_F16 == 1 && sizeof(llm_type) == sizeof(int),
                "the choices of --cache-type have the values of llm_type");
 #define CACHE_OPTION(e, fallback) \
     {0, "cache-memory", "SIZE", SIZE, &(e).cache_bytes, 0, 0, \
-     "for keys and values (default: " fallback ", up to 1G; on a GPU see --gpu-memory)"}
+     "memory for keys and values (default: " fallback ", up to 1G; GPU: see --gpu-memory)"}
 #define BLOCK_OPTION(e) \
     {0, "block-size", "N", WHOLE, &(e).block_size, 1, 1 << 20, \
      "tokens in a block of the cache (default 16)"}
 #define STEP_OPTION(e) \
     {0, "max-batch-tokens", "N", WHOLE, &(e).max_batch_tokens, 1, 1 << 20, \
-     "tokens in one forward pass (default 512)"}
+     "tokens in a step (default 512)"}
 #define PREEMPTIONS "recompute|swap" /* the words of enum llm_preempt, in their order */
 #define SCHEDULE_OPTIONS(e) \
     {0, "max-sequences", "N", WHOLE, &(e).max_sequences, 1, 1 << 16, \
      "sequences that run at the same time (default 16)"}, \
     STEP_OPTION(e), \
     {0, "preempt", PREEMPTIONS, CHOICE, &(e).preempt, 0, 0, \
-     "out of blocks: forget and recompute (default), or copy away"}, \
+     "if blocks run out: recompute a sequence later (default), or copy it to host memory"}, \
     {0, "no-prefix-cache", NULL, OFF, &(e).prefix_cache, 0, 0, \
-     "prompts that begin alike share no blocks"}, \
+     "do not share blocks between prompts that begin alike"}, \
     {0, "no-chunked-prefill", NULL, OFF, &(e).chunked_prefill, 0, 0, \
-     "a prompt goes through the model in one step"}
+     "compute each prompt in one step"}
 
 #define TRACE_OPTION(path) \
     {0, "trace", "FILE", TEXT, &(path), 0, 0, \
-     "write what each step decided: Chrome trace events, for Perfetto"}
+     "write the decisions of each step as a Chrome trace (for Perfetto)"}
 /* ---- Models and engines --------------------------------------------------------------------
  * The device options fill `chosen`, which main sets to its defaults. */
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
@@ -295,16 +299,15 @@ extern device_choice chosen;
 
 /* A model and its draft (draft_path NULL: none). */
 bool load_models(const char *path, const char *draft_path, llm_model **model, llm_model **draft);
-/* The backend that --device names; *backend NULL: the CPU, whose backend the engine makes. */
-bool open_device(llm_backend **backend, llm_error *err);
+/* The device that --device names, with n_threads of the options. */
+llm_backend *open_device(const llm_engine_options *options, llm_error *err);
+/* An engine on this device; free_engine releases both. */
 llm_engine *create_engine(const llm_model *model, const llm_engine_options *options,
                           llm_error *err);
 void free_engine(llm_engine *engine);
 
-/* Token ids of a text; free them. -1: failed. */
-int64_t tokenize(const llm_tokenizer *t, const char *data, size_t length, unsigned flags,
-                 int32_t **ids);
-/* The same of a prompt: BOS alone if it is empty; 0 if there is no BOS either. */
+/* Token ids of a prompt, to be released with llm_free: BOS alone if it is empty; none if there is
+ * no BOS either. -1: failed. */
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids);
 
 /* What a request generates: a sample, or several. */
@@ -378,5 +381,5 @@ double processor_cache(void);           /* bytes of the largest cache; 0: unknow
 /* ---- The commands that are not in main.c ------------------------------------------------- */
 extern const command perplexity_command, quantize_command, synth_command; /* models/ */
 extern const command bench_command;                                       /* tests/bench.c */
-extern const command chat_command, lesson_command, ladder_command;        /* docs/ */
+extern const command batch_command, chat_command, lesson_command, ladder_command; /* docs/ */
 #endif

@@ -175,8 +175,11 @@ int32_t *lesson_tokens(const lesson *l, int start, int n) {
     char *path = bundled_path("models/eval.txt");
     text words = {0};
     int32_t *all = NULL, *ids = NULL;
-    int64_t count =
-        path && read_all(path, &words) ? tokenize(t, words.data, words.length, 0, &all) : -1;
+    llm_error err;
+    int64_t count = -1;
+    if (path && read_all(path, &words) &&
+        (count = llm_tokenize_new(t, words.data, words.length, 0, &all, &err)) < 0)
+        fail_with(&err);
     if (count == 0) fail("%s holds no text", path);
     if (count > 0) {
         ids = resize(NULL, (size_t)n * sizeof *ids);
@@ -184,7 +187,7 @@ int32_t *lesson_tokens(const lesson *l, int start, int n) {
         for (int i = 0; i < n; i++)
             ids[i] = i == 0 && bos ? llm_tokenizer_bos(t) : all[(start + i) % count];
     }
-    free(all);
+    llm_free(all);
     free(words.data);
     free(path);
     return ids;
@@ -216,6 +219,7 @@ bool submit_task(llm_engine *engine, task *t) {
 
 void take_task_event(const llm_event *event) {
     task *t = event->user;
+    if (event->error) fail("%s", event->error);
     if (event->finish != LLM_FINISH_NONE) t->ended = true;
     if (event->token < 0 || event->sample != 0) return;
     t->tokens = resize(t->tokens, (size_t)(t->n + 1) * sizeof *t->tokens);
@@ -230,9 +234,12 @@ int step_tasks(llm_engine *engine) {
     llm_error err;
     llm_event event;
     int status = stop_requested ? 0 : llm_step(engine, &err);
-    while (status > 0 && llm_next_event(engine, &event)) take_task_event(&event);
-    if (status < 0) fail_with(&err);
-    return status;
+    bool good = status >= 0 || !fail_with(&err);
+    while (status > 0 && llm_next_event(engine, &event)) {
+        take_task_event(&event);
+        good = good && !event.error;
+    }
+    return good ? status : -1;
 }
 
 bool run_tasks(llm_engine *engine, task *tasks, int n) {
@@ -245,12 +252,9 @@ bool run_tasks(llm_engine *engine, task *tasks, int n) {
 
 llm_backend *lesson_device(const lesson *l) {
     llm_error err;
-    llm_backend *device;
-    if (open_device(&device, &err) &&
-        (device || (device = llm_cpu_backend(l->engine.n_threads, (llm_isa)chosen.isa, &err))))
-        return device;
-    fail_with(&err);
-    return NULL;
+    llm_backend *device = open_device(&l->engine, &err);
+    if (!device) fail_with(&err);
+    return device;
 }
 
 llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options) {

@@ -41,5 +41,5 @@ static const char lesson_notes[] =
     "  llm lesson kv --png kv.png\n";
 
 const command lesson_command = {
-    "lesson", "Teach one idea, computed live; without a name, list the lessons.",
+    "lesson", "Teach one idea with live figures. Without a name: list them.",
     "[NAME] [options]", command_lesson, lesson_notes};

@@ -9,7 +9,7 @@ typedef struct info {
     bool program; /* show the program instead */
     program_view view;
     llm_engine_options engine;
-    uint64_t memory; /* tell what fits in so many bytes */
+    uint64_t memory; /* bytes of memory in which to say what fits */
     int context;
     llm_type cache_type;
     llm_file *file;

@@ -45,15 +45,16 @@ static bool perplexity_window(perplexity *p, uint64_t bytes_before, uint64_t doc
 bool perplexity_document(perplexity *p, const char *data, size_t length, uint64_t all_bytes) {
     const llm_tokenizer *t = llm_model_tokenizer(p->loaded);
     int32_t *words, bos = llm_tokenizer_bos(t), eos = llm_tokenizer_eos(t);
-    int64_t n = tokenize(t, data, length, 0, &words);
-    if (n < 0) return free(words), false;
+    llm_error err;
+    int64_t n = llm_tokenize_new(t, data, length, 0, &words, &err);
+    if (n < 0) return !fail_with(&err);
     p->ids = resize(NULL, (size_t)(n + 2) * sizeof *p->ids);
     p->n_ids = 0;
     if (bos >= 0) p->ids[p->n_ids++] = bos;
     memcpy(p->ids + p->n_ids, words, (size_t)n * sizeof *words);
     p->n_ids += n;
     if (eos >= 0) p->ids[p->n_ids++] = eos;
-    free(words);
+    llm_free(words);
 
     bool good = true;
     uint64_t before = p->bytes;
@@ -159,7 +160,7 @@ static int command_perplexity(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(p.model),
         {'c', "context", "N", WHOLE, &p.context, 1, INT_MAX,
-         "tokens of a window (default: the model's context, at most 2048)"},
+         "tokens in a window (default: the model's context, at most 2048)"},
         THREADS_OPTION(p.threads),
         JSON_OPTION(p.json),
     };
@@ -179,22 +180,19 @@ static int command_perplexity(const command *self, int argc, char **argv) {
 }
 
 static const char perplexity_notes[] =
-    "How well the model foresees a text: the fewer bits it needs for each byte, the better.\n"
-    "A line that holds only <|endoftext|> ends a document; newlines around a document do not "
-    "count. Each\n"
-    "document stands alone: BOS (if the model has one), its text, and EOS (if the model has one), "
-    "which is to be\n"
-    "predicted too. A document longer than the context is read in windows that advance by half a "
-    "context;\n"
-    "each token is predicted once, in the first window that has it, so from the second window on "
-    "with at\n"
-    "least half a context before it. Bits per byte = all the surprise, in bits, over all bytes of "
-    "text.\n"
+    "How well a model predicts a text: the fewer bits it needs for each byte, the better.\n"
+    "\n"
+    "A line with only <|endoftext|> ends a document; newlines around a document do not count.\n"
+    "Each document is predicted by itself: BOS (if the model has one), its text, and EOS (if the\n"
+    "model has one), which is predicted too. A document longer than the context is read in\n"
+    "windows that advance by half a context. Each token is predicted once, in the first window\n"
+    "that has it; so from the second window on, at least half a context comes before it.\n"
+    "Bits per byte: the sum of -log2(probability) over all tokens, divided by the bytes of text.\n"
     "\n"
     "Examples:\n"
     "  llm perplexity models/eval.txt\n"
     "  llm perplexity -m some.gguf --context 512 --json book.txt\n";
 
 const command perplexity_command = {
-    "perplexity", "How well a model foresees a text: bits per byte, and perplexity.",
+    "perplexity", "Measure how well a model predicts a text.",
     "[-m FILE] [options] TEXTFILE", command_perplexity, perplexity_notes};

@@ -323,6 +323,7 @@ static bool quantize_fail(llm_error *err, llm_status status, const char *format,
     va_list arguments;
     if (!err) return false;
     err->status = status;
+    err->option = NULL;
     va_start(arguments, format);
     vsnprintf(err->message, sizeof err->message, format, arguments);
     va_end(arguments);

@@ -1,4 +1,4 @@
-/* quantize_command.c - llm quantize: rewrite the weights of a model file in another type */
+/* quantize_command.c - llm quantize: convert the weights of a model file to another type */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -83,19 +83,17 @@ static int command_quantize(const command *self, int argc, char **argv) {
 }
 
 static const char quantize_notes[] =
-    "Rewrites the matrices of a model file in another type. Vectors stay as they are. The "
-    "embedding and the output\n"
-    "matrix decide the words, and are kept as q8_0 for q4_0, q4_1, q5_0 and q5_1, as q6_K for "
-    "q4_K and q5_K. q4_K_M and\n"
-    "q5_K_M keep half of attn_v and ffn_down as q6_K too. Rows that are not whole blocks of 256 "
-    "values become q5_0\n"
-    "instead of q4_K, q5_1 instead of q5_K, q8_0 instead of q6_K. The file appears only when it "
-    "is whole.\n"
+    "Converts the matrices of a model file to another type. Vectors stay as they are. The\n"
+    "embedding and the output matrix matter most, so they become q8_0 where the type is q4_0,\n"
+    "q4_1, q5_0 or q5_1, and q6_K where it is q4_K or q5_K. q4_K_M and q5_K_M also keep half of\n"
+    "attn_v and ffn_down as q6_K. A matrix whose rows are not whole blocks of 256 values becomes\n"
+    "q5_0 instead of q4_K, q5_1 instead of q5_K, or q8_0 instead of q6_K. The file appears only\n"
+    "when it is complete.\n"
     "\n"
     "Examples:\n"
     "  llm quantize model-f16.gguf model-q4_0.gguf --type q4_0\n"
     "  llm quantize model-f16.gguf model-q4_K_M.gguf --type q4_K_M\n"
     "  llm quantize model-f16.gguf model-q8_0.gguf --type q8_0\n";
 
-const command quantize_command = {"quantize", "Rewrite a model's weights in another type.",
+const command quantize_command = {"quantize", "Convert a model's weights to another type.",
                                   "IN OUT --type TYPE", command_quantize, quantize_notes};

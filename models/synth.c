@@ -152,7 +152,7 @@ typedef struct pool {
     bool output;     /* for the embedding and the output matrix */
     uint8_t *data;
     uint64_t place;  /* values from one place to the next */
-    uint64_t places; /* a power of two; behind the last one is room for the longest row */
+    uint64_t places; /* a power of two; after the last one is room for the longest row */
     uint64_t rows;   /* taken so far */
 } pool;
 
@@ -288,8 +288,8 @@ static int command_synth(const command *self, int argc, char **argv) {
         {0, "shape", "NAME|SIZES", TEXT, &s.shape_name, 0, 0,
          "a name from the list below, or sizes"},
         {0, "type", "TYPE", TYPE, &s.type, 0, 0,
-         "of the matrices: q4_0 (default), q4_K, f16 or any other that llm quantize knows"},
-        {'s', "seed", "N", SEED, &s.seed, 0, 0, "of the random weights (default 1)"},
+         "type of the matrices: q4_0 (default), q4_K, f16 or any other of llm quantize"},
+        {'s', "seed", "N", SEED, &s.seed, 0, 0, "seed of the random weights (default 1)"},
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status != PARSED) return status;
@@ -310,23 +310,20 @@ static int command_synth(const command *self, int argc, char **argv) {
 }
 
 static const char synth_notes[] =
-    "A model that says nothing sensible, but runs as fast as a real one of its shape, with a "
-    "vocabulary that decodes. As\n"
-    "`llm quantize` does, q4_0 keeps the embedding and the output matrix as q8_0, q4_K as q6_K, "
-    "and a matrix whose rows\n"
-    "are not whole blocks of the type is of another, which is said.\n"
+    "Writes a model that generates nonsense, but runs as fast as a real one of its shape, with a\n"
+    "vocabulary that can be decoded. As in llm quantize, the embedding and the output matrix are\n"
+    "q8_0 where the type is q4_0, and q6_K where it is q4_K. A matrix whose rows are not whole\n"
+    "blocks gets another type; a note says which.\n"
     "\n"
-    "Shapes: tales, qwen2.5-0.5b (the sizes of it, without its biases), tinyllama-1.1b, "
-    "llama-3.2-1b, llama-2-7b,\n"
-    "mistral-7b, llama-3.1-8b (both Llama 3 without the stretched frequencies), or sizes, such as\n"
-    "dim=256,layers=8,heads=8,kv-heads=4,hidden=768,vocab=4096,context=1024"
-    "[,head-dim=32][,rope-base=10000][,tied=1];\n"
-    "what is left out is as just shown.\n"
+    "Shapes: tales, qwen2.5-0.5b (without its biases), tinyllama-1.1b, llama-3.2-1b, llama-2-7b,\n"
+    "mistral-7b, llama-3.1-8b (the Llama 3 models without scaled RoPE frequencies). Or sizes,\n"
+    "such as dim=256,layers=8,heads=8,kv-heads=4,hidden=768,vocab=4096,context=1024, which are\n"
+    "also the defaults, with the optional ones ,head-dim=32 ,rope-base=10000 and ,tied=1.\n"
     "\n"
     "Examples:\n"
     "  llm synth --shape tinyllama-1.1b --type q4_0 tinyllama.gguf\n"
     "  llm synth --shape dim=512,layers=4,heads=8,kv-heads=2,hidden=1024 --type f16 small.gguf\n";
 
 const command synth_command = {
-    "synth", "Write a model of random weights, of a well-known shape, for benchmarks.",
+    "synth", "Write a model with random weights, for benchmarks.",
     "--shape NAME|SIZES --type TYPE OUT", command_synth, synth_notes};

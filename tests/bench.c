@@ -65,6 +65,7 @@ bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, do
         uint64_t after = p ? llm_engine_statistics(engine).prompt_tokens : 0;
         bool any = false;
         for (; llm_next_event(engine, &event); any = true) {
+            if (event.error) good = !fail("%s", event.error);
             last = now - spent;
             if (first == 0) first = last;
         }
@@ -72,7 +73,7 @@ bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, do
         before = after;
         spent += llm_seconds() - now;
     }
-    if (!good || status < 0) fail_with(&err);
+    if (err.status != LLM_OK) fail_with(&err);
     else if (stop_requested) llm_cancel(engine, id, &err);
     free(ids);
     *prefill = first - start;
@@ -368,12 +369,14 @@ bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64
         now = status > 0 ? llm_seconds() : now;
         int before = begun;
         while (llm_next_event(engine, &event)) {
+            if (event.error) good = !fail("%s", event.error);
             begun += event.index == 0;
             counted += before == n && event.token >= 0; /* all began in an earlier step */
         }
         if (begun == n && before < n) all_begun = now;
     }
-    if (!good || status < 0) return !fail_with(&err);
+    if (err.status != LLM_OK) fail_with(&err);
+    if (!good || status < 0) return false;
     *seconds = now - start;
     *rate = now > all_begun ? (double)counted / (now - all_begun) : 0;
     return true;
@@ -474,7 +477,7 @@ static int command_bench_batch(const command *self, int argc, char **argv) {
          "numbers of sequences to try (default 1,2,4,8,16,32,64)"},
         {'p', "prompt", "N", WHOLE, &b.prompt, 1, 1 << 20, "tokens of each prompt (default 128)"},
         {'g', "gen", "N", WHOLE, &b.generate, 1, 1 << 20,
-         "tokens to generate after each (default 64)"},
+         "tokens to generate after each prompt (default 64)"},
         {'r', "runs", "R", WHOLE, &b.runs, 1, 1000,
          "runs of each; medians are printed (default 3)"},
         THREADS_OPTION(b.engine.n_threads),
@@ -645,6 +648,7 @@ static bool serve_requests(serve *v, batcher *b, double *figures) {
             poll(NULL, 0, (int)fmin(100, fmax(1e3 * (v->requests[next].arrival - now), 0)));
         now = llm_seconds();
         while (batcher_next_event(b, &event)) {
+            if (event.error) return !fail("%s", event.error);
             serve_request *r = event.user;
             if (r->first == 0) r->first = now;
             r->last = now;
@@ -774,7 +778,7 @@ static int command_bench_serve(const command *self, int argc, char **argv) {
         {0, "rate", "R", REAL, &v.rate, 0, 1e6,
          "requests per second, at random times (default 0: all at once)"},
         {'p', "prompt", "LOW-HIGH", RANGE, &v.prompt, 1, 1 << 20,
-         "tokens of a prompt (default 16-128)"},
+         "tokens in a prompt (default 16-128)"},
         {'g', "gen", "LOW-HIGH", RANGE, &v.generate, 1, 1 << 20,
          "tokens to generate after it (default 10-200)"},
         {0, "ask", "N", WHOLE, &v.ask, 1, 1 << 20,
@@ -883,6 +887,7 @@ static bool speculate_once(bench_speculate *b, llm_engine *engine, int depth, sp
         if (!llm_submit(engine, &request, NULL, &err)) return !fail_with(&err);
         while (!stop_requested && (status = llm_step(engine, &err)) > 0)
             while (llm_next_event(engine, &event)) {
+                if (event.error) return !fail("%s", event.error);
                 last = llm_seconds();
                 if (first == 0) first = last;
                 sum->tokens += event.index > 0;
@@ -958,11 +963,12 @@ static bool speculate_read(bench_speculate *b) {
     b->ids = resize(NULL, (size_t)b->n_texts * sizeof *b->ids);
     while (b->n_prompts < b->n_texts &&
            next_document(&at, b->words.data + b->words.length, &document, &length)) {
-        int64_t n = tokenize(llm_model_tokenizer(b->loaded), document, length, LLM_TOKENIZE_BOS,
-                             &b->ids[b->n_prompts]);
+        llm_error err;
+        int64_t n = llm_tokenize_new(llm_model_tokenizer(b->loaded), document, length,
+                                     LLM_TOKENIZE_BOS, &b->ids[b->n_prompts], &err);
         if (n >= b->prompt) b->n_prompts++;
-        else free(b->ids[b->n_prompts]);
-        if (n < 0) return false;
+        else llm_free(b->ids[b->n_prompts]);
+        if (n < 0) return !fail_with(&err);
     }
     return b->n_prompts > 0 || !fail("%s holds no text of %d tokens", b->file, b->prompt);
 }
@@ -1039,11 +1045,11 @@ static int command_bench_speculate(const command *self, int argc, char **argv) {
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 0);
     if (status == PARSED && !b.speculation.path && !b.speculation.lookup)
-        status = misuse(self, "nothing proposes tokens: --draft FILE, or --lookup");
+        status = misuse(self, "nothing proposes tokens: give --draft FILE or --lookup");
     if (status == PARSED) status = check_speculation(self, &b.speculation);
     char *path = status == PARSED ? model_path(b.model) : NULL;
     if (status == PARSED) status = path ? speculate_model(&b, path) : FAILED;
-    for (int i = 0; i < b.n_prompts; i++) free(b.ids[i]);
+    for (int i = 0; i < b.n_prompts; i++) llm_free(b.ids[i]);
     free(b.ids);
     free(b.words.data);
     free(path);

@@ -33,6 +33,14 @@ same "--option=value is --option value" s.gguf equals.gguf
 # ---- help, version, usage errors ----------------------------------------------------------
 ok "--version" "^llm [0-9]" "$LLM" --version
 ok "--help" "perplexity" "$LLM" --help
+name="--help fits a screen of 24 lines and 80 columns"
+if [ "$(wc -l <out)" -lt 24 ] && ! grep -q '.\{81\}' out; then pass; else fail "at most 23 lines of 80 columns, not $(wc -l <out)"; fi
+for c in run chat batch demo info tokenize perplexity quantize bench "bench batch" "bench serve" "bench speculate" synth; do
+    # shellcheck disable=SC2086
+    ok "$c --help, width" "" "$LLM" $c --help
+    name="$c --help fits 96 columns"
+    if grep -q '.\{97\}' out; then fail "no longer line than: $(grep '.\{97\}' out | head -1)"; else pass; fi
+done
 for c in run demo info tokenize perplexity quantize bench synth; do
     ok "$c --help" "Usage: llm $c" "$LLM" $c --help
     [ $c = demo ] || { name="$c --help has examples"; judge 0 "" "Examples:"; }
@@ -40,7 +48,7 @@ for c in run demo info tokenize perplexity quantize bench synth; do
         "$LLM" $c --hepl
 done
 ok "help CMD" "Usage: llm run" "$LLM" help run
-name="no command"; run "$LLM"; judge 2 "a command is missing" "Commands:"
+name="no command"; run "$LLM"; judge 2 "a command is missing" "Usage: llm COMMAND"
 bad "unknown command" 2 "unknown command 'rnu'; did you mean 'run'\?" "$LLM" rnu
 bad "unknown command, nothing similar" 2 "unknown command 'xyzzy'$" "$LLM" xyzzy
 bad "unknown option" 2 "unknown option --temprature; did you mean --temperature\?" \
@@ -168,9 +176,16 @@ bad "a folder without a model" 1 "there is no config.json in this folder" \
     "$LLM" run -m "$TOP/docs" x
 ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prompt.txt
 same "... gives the same text" first out
-name="prompt from standard input"
-"$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end - <prompt.txt >out 2>err; status=$?; judge 0 "" ""
+piped "prompt from standard input" 'Hello' "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -
 same "... gives the same text" first out
+piped "prompt from standard input, as it is piped" 'Hello\n\n' '"prompt": "Hello\\n\\n"' "$LLM" run -m "$M" -n 1 -q --json -
+piped "... with -f -, too" 'Hello\n' '"prompt": "Hello\\n"' "$LLM" run -m "$M" -n 1 -q --json -f -
+ok "a whole number with an exponent" "" "$LLM" run -m "$M" -n 1.2e1 -s 3e0 -q --ignore-end "Hello"
+same "... is that number" first out
+bad "a number with an exponent that is not whole" 2 "tokens needs a whole number from -1 to 2147483647, not '15e-1'" "$LLM" run -m "$M" -n 15e-1 x
+bad "a number with an exponent, out of range" 2 "tokens needs a whole number from -1 to 2147483647, not '1e10'" "$LLM" run -m "$M" -n 1e10 x
+bad "a hexadecimal number" 2 "tokens needs a whole number" "$LLM" run -m "$M" -n 0x10 x
+bad "a seed that is not whole" 2 "seed needs a whole number" "$LLM" run -m "$M" -s 1.5 x
 printf 'Hello\n\n' >prompt.txt
 ok "prompt from a file: one newline is dropped" '"prompt": "Hello\\n"' \
     "$LLM" run -m "$M" -n 1 -q --json -f prompt.txt
@@ -189,25 +204,16 @@ trace "... writes a trace" t.json '"prefill 2"'
 ok "run --trace of several samples" "" \
     "$LLM" run -m "$M" -n 4 -s 3 -q --ignore-end --samples 3 --trace t.json "Hello"
 trace "... writes over the last one" t.json '"request 1, sample 3"'
-bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" \
-    "$LLM" run -m "$M" -n 4 --trace - Hello
-bad "run --trace over the prompt" 1 "prompt.txt is there, and is no trace: give another path" \
-    "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
-bad "run --trace over the model" 1 "s.gguf is there, and is no trace" \
-    "$LLM" run -m "$M" -n 4 --trace "$M" Hello
-bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" \
-    "$LLM" run -m "$M" -n 4 --trace "$T" Hello
-bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" \
-    "$LLM" run -m "$M" -q -f longer.txt
-bad "... than the requested context" 1 "context 8: shorten the prompt, or raise --context$" \
-    "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
+bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" "$LLM" run -m "$M" -n 4 --trace - Hello
+bad "run --trace over the prompt" 1 "prompt.txt exists and is not a trace: give another path" "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
+bad "run --trace over the model" 1 "s.gguf exists and is not a trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
+bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 --trace "$T" Hello
+bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
+bad "... than the context asked for" 1 "--context is 8, and the prompt has [0-9]+ tokens: shorten the prompt, or allow a longer context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
 bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
-bad "cache of an unsupported type" 2 "one of f32.f16, not 'q8_0'" \
-    "$LLM" run -m "$M" --cache-type q8_0 x
-bad "cache too small for the request" 1 "^llm: .*--cache-memory" \
-    "$LLM" run -m "$M" --cache-memory 4K -n 100 x
-ok "to the end of the context" "" \
-    "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
+bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type q8_0 x
+bad "cache too small for the request" 1 "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or give" "$LLM" run -m "$M" --cache-memory 4K -n 100 x
+ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
 json "run --json"
 name="run --json: greedy, to the end"; judge 0 "" '"finish": "length"'
 for o in "--naive-attention" "--cache-type f32" \
@@ -251,15 +257,11 @@ ok "info --program" "matmul +gate -> \+=x +ffn_down f16 64 x 96 +12.0 KiB" \
 ok "info --program, layers" "layers 1 to 1 are like layer 0" "$LLM" info --program "$M"
 ok "info --program --all" " 1  matmul +h -> up " "$LLM" info --program --all "$M"
 ok "info --program --plan" "barrier  attn_norm" "$LLM" info --program --plan -t 2 "$M"
-bad "info --program, too many tokens" 1 "--tokens is 65: they end at --context, 64" \
-    "$LLM" info --program "$M" --tokens 65 --context 64
-bad "info --program, a context beyond the model's" 1 "--context is 129: " \
-    "$LLM" info --program "$M" --context 129
-bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " \
-    "$LLM" info --program "$M" --tokens 0
-bad "info --tokens alone" 2 "go with --program" "$LLM" info "$M" --tokens 5
-ok "info --program --json" '"kind": "rope_store"' \
-    "$LLM" info "$M" --program --plan --json -t 2 --tokens 3 --context 20
+bad "info --program, too many tokens" 1 "--tokens is 65, more than --context, 64" "$LLM" info --program "$M" --tokens 65 --context 64
+bad "info --program, a context beyond the model's" 1 "--context is 129: " "$LLM" info --program "$M" --context 129
+bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " "$LLM" info --program "$M" --tokens 0
+bad "info --tokens alone" 2 "need --program" "$LLM" info "$M" --tokens 5
+ok "info --program --json" '"kind": "rope_store"' "$LLM" info "$M" --program --plan --json -t 2 --tokens 3 --context 20
 json "info --program --json"
 if [ -n "$python" ]; then
     name="info --program --json: contents"
@@ -379,6 +381,11 @@ ok "perplexity of invalid UTF-8" "^[0-9.]+ bits per byte" "$LLM" perplexity -m "
 ok "bench --json" '"complete": true' \
     "$LLM" bench -m "$M" --threads 1 --prompt 4,30 --gen 3 --runs 2 --json
 json "bench --json"
+for o in "" "batch --sequences 1" "serve --policy continuous --requests 2 --prompt 4 --gen 3" "speculate --lookup -f words.txt -p 2 -g 3"; do
+    if [ -n "$o" ]; then set -- $o; else set -- -t 1; fi
+    case $o in batch* | "") set -- "$@" -p 4 -g 3 ;; esac
+    name="bench $*, logits that are not numbers" && run "$LLM" bench "$@" -m broken.gguf && judge 1 "sample 0: the model's logits after position [0-9]+ are not finite" ""
+done
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
 ok "bench --profile" "^rope_store\+attention +6 " "$LLM" bench -m "$M" -t 1 -p 5 -g 3 --profile
@@ -511,8 +518,7 @@ if has_terminal; then
     for colour in yes no; do
         name="run on a terminal, colour: $colour"
         [ $colour = yes ] || export NO_COLOR=1
-        TERM=xterm script -qec "'$LLM' run -m '$M' -n 5 Hello" /dev/null >out 2>err </dev/null
-        status=$?
+        on_terminal "'$LLM' run -m '$M' -n 5 Hello"
         if LC_ALL=C grep -a -q "$(printf '\033')\[2mHello" out; then seen=yes; else seen=no; fi
         if [ $seen = $colour ]; then judge 0 "" "Hello"; else fail "colour: $colour"; fi
     done
@@ -542,14 +548,10 @@ done
 # ---- --device ---------------------------------------------------------------------------------
 bad "abbreviated values are refused" 2 "cache-type needs one of f32.f16, not 'f'" \
     "$LLM" run --cache-type f -m "$M" Hello
-bad "run on an unknown device" 2 'needs one of auto\|cpu\|cuda\|emulated' \
-    "$LLM" run --device gpu -m "$M" Hello
-"$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected \
-    2>err </dev/null
-run env LLM_EMU_MEMORY=50000000 \
-    "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
-if grep -q 'built without the emulated device' err; then
-    skip "the emulated device (no C++ compiler)"
+bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device gpu -m "$M" Hello
+"$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err </dev/null
+run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
+if grep -q 'built without a device "emulated"' err; then skip "the emulated device (no C++ compiler)"
 else
     name="run --device emulated"
     judge 0 "" ""
@@ -563,7 +565,7 @@ else
         env LLM_EMU_MEMORY=4096 "$LLM" run -q --device emulated -n 1 -m "$M" Hello
 fi
 run "$LLM" run -q --device cuda -n 1 -m "$M" Hello
-name="run --device cuda runs, or says why not"
-if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without CUDA' ""; fi
+name="run --device cuda, with a GPU or with a reason"
+if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without a device "cuda": it has auto, cpu' ""; fi
 
 end

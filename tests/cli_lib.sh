@@ -48,6 +48,14 @@ bad() { # name, status, pattern in stderr, command...: and nothing on stdout
     run "$@"
     if [ -s out ]; then fail "nothing on stdout"; else judge "$expected" "$pattern" ""; fi
 }
+piped() { # name, text for standard input (printf), pattern in stdout, command...
+    name=$1 text=$2 pattern=$3
+    shift 3
+    # shellcheck disable=SC2059
+    printf "$text" | "$@" >out 2>err
+    status=$?
+    judge 0 "" "$pattern"
+}
 same() { # name, file, file
     name=$1
     if cmp "$2" "$3" >log 2>err; then pass; else status=$?; fail "$2 and $3 are the same"; fi
@@ -100,6 +108,15 @@ closed() { # name, command...: with standard output a pipe whose reader has gone
 has_terminal() { # whether there are pseudo-terminals, and a `script` command with -e
     script --version 2>/dev/null | grep -q util-linux &&
         script -qec true /dev/null >/dev/null 2>&1 </dev/null
+}
+# Run a command line on a terminal: leaves status, out, err. (script sometimes misses the end of
+# its command and waits for ever.)
+on_terminal() {
+    for attempt in 1 2 3; do
+        TERM=xterm timeout 30 script -qec "$1" /dev/null >out 2>err </dev/null
+        status=$?
+        [ $status -eq 124 ] || break
+    done
 }
 end() { # print the summary line
     line="$passed passed, $failed failed"

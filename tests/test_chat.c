@@ -144,6 +144,11 @@ static void check_conversation(const llm_tokenizer *t, const llm_chat_options *o
     int64_t length = llm_chat_render(t, options, messages, n, text, sizeof text, &err);
     int64_t count = llm_chat_tokenize(t, options, messages, n, ids, 8000, &err);
     assert_true((count < 0) == (length < 0));
+    int32_t *own;
+    assert_int_equal(llm_chat_tokenize_new(t, options, messages, n, &own, &err), count);
+    if (count < 0) assert_null(own);
+    else assert_memory_equal(own, ids, (size_t)count * sizeof *own);
+    llm_free(own);
     if (renders && length < 0 && has_late_system(messages, n)) renders = false;
     if (renders != (length >= 0) ||
         (renders && ((size_t)length != wanted.length || memcmp(text, wanted.data, wanted.length))))

@@ -388,7 +388,8 @@ static bool run_with_failure(failure kind, long n, bool speculate, record **expe
             const char *end = strstr(err.message, "device memory") ? "free" : "locked memory";
             if (!strstr(err.message, "wanted for") || !strstr(err.message, end))
                 fail_msg("%s", err.message);
-            if (strstr(err.message, "device memory") && !strstr(err.message, "smaller"))
+            if (strstr(err.message, "device memory") && !strstr(err.message, " less") &&
+                !strstr(err.message, " more"))
                 fail_msg("%s", err.message);
         }
         if (kind == LOSS && !strstr(err.message, "lost")) fail_msg("%s", err.message);

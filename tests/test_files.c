@@ -32,7 +32,7 @@ static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_e
 
 /* The reader must refuse the file with a message that contains `expected`. Frees the bytes. */
 static void refuse_bytes(bytes b, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     uint8_t *copy;
     llm_file *file = open_bytes(b.data, b.length, &copy, &err);
     if (file || !strstr(err.message, expected))
@@ -556,7 +556,7 @@ static void test_many_tensors_take_linear_time(void **state) {
 /* ---- Opening --------------------------------------------------------------------------------- */
 
 static void refuse_path(const char *name, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     assert_null(llm_file_open(name, &err));
     if (!strstr(err.message, expected))
         print_error("expected \"%s\", got \"%s\"\n", expected, err.message);
@@ -710,7 +710,7 @@ static void test_copy_a_file(void **state) {
 }
 
 static void refuse_finish(llm_writer *w, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     assert_false(llm_writer_finish(w, &err));
     if (!strstr(err.message, expected))
         print_error("expected \"%s\", got \"%s\"\n", expected, err.message);
@@ -1009,7 +1009,7 @@ static void remove_parts(int count) {
 }
 
 static void refuse_parts(int opened, int count, llm_status status, const char *expected) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     llm_file *file = llm_file_open(part_path(opened, count), &err);
     if (file || !strstr(err.message, expected))
         print_error("expected \"%s\", got \"%s\"\n", expected, file ? "(no error)" : err.message);

@@ -226,7 +226,7 @@ static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, 
     uint64_t row_bytes = t->bytes / t->dims[1];
     size_t size = (size_t)(n * row_bytes);
     uint8_t *rows = (uint8_t *)malloc(size + 2 * MARGIN);
-    llm_error err = {LLM_ERROR_DEVICE, "old"};
+    llm_error err = {.status = LLM_ERROR_DEVICE, .message = "old"};
     memset(rows, 0xa5, size + 2 * MARGIN);
     if (!llm_tensor_rows(t, first, n, rows + MARGIN, &err)) fail_msg("%s", err.message);
     assert_int_equal(err.status, LLM_OK);
@@ -238,7 +238,7 @@ static void check_rows(const llm_tensor *t, const uint8_t *all, uint64_t first, 
 
 static void refuse_rows(const llm_tensor *t, uint64_t first, uint64_t n, void *out,
                          const char *words) {
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     if (llm_tensor_rows(t, first, n, out, &err))
         fail_msg("accepted: %llu rows from %llu", (unsigned long long)n, (unsigned long long)first);
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);

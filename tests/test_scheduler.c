@@ -938,7 +938,7 @@ static void test_refused_requests(void **state) {
     assert_refused(engine, r, LLM_ERROR_ARGUMENT, "draft");
     r.speculate = LLM_SPECULATE_AUTO;
     assert_refused(engine, r, LLM_ERROR_ARGUMENT, "draft");
-    assert_refused(engine, good, LLM_ERROR_CAPACITY, "chunked_prefill");
+    assert_refused(engine, good, LLM_ERROR_CAPACITY, "chunked prefill");
     llm_engine_free(engine);
 }
 

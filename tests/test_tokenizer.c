@@ -76,6 +76,11 @@ static tokens tokenize(const llm_tokenizer *t, const void *text, size_t n, unsig
     r.n = llm_tokenize(t, (const char *)text, n, flags, r.ids, capacity, &err);
     if (r.n < 0) print_error("%s\n", err.message);
     assert_true(r.n >= 0 && r.n <= capacity && err.status == LLM_OK);
+    int32_t *ids;
+    assert_int_equal(llm_tokenize_new(t, (const char *)text, n, flags, &ids, &err), r.n);
+    assert_non_null(ids);
+    assert_memory_equal(ids, r.ids, (size_t)r.n * sizeof *ids);
+    llm_free(ids);
     return r;
 }
 
@@ -102,6 +107,10 @@ static bytes detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n) {
     assert_true(length >= 0 && err.status == LLM_OK);
     bytes b = {(uint8_t *)malloc((size_t)length + 1), (size_t)length, (size_t)length + 1};
     assert_true(llm_detokenize(t, ids, n, (char *)b.data, (size_t)length, &err) == length);
+    char *text;
+    assert_true(llm_detokenize_new(t, ids, n, &text, &err) == length && text[length] == 0);
+    assert_memory_equal(text, b.data, (size_t)length);
+    llm_free(text);
     return b;
 }
 
@@ -623,7 +632,7 @@ static void check_special_tokens(const llm_tokenizer *t, const char *text, size_
     int32_t got[64], wanted[64];
     llm_error err;
     int64_t n_got =
-        llm__tokenize_ranges(t, text, n, trusted, n_trusted, false, false, got, 64, &err);
+        llm__tokenize_ranges(t, text, n, trusted, n_trusted, false, false, got, 64, NULL, &err);
     int64_t n_wanted = naive_special_tokens(text, n, trusted, n_trusted, wanted);
     if (n_got != n_wanted || memcmp(got, wanted, (size_t)n_wanted * sizeof *got))
         fail_msg("\"%.*s\" with %d trusted ranges", (int)n, text, (int)n_trusted);
@@ -640,11 +649,11 @@ static void test_longest_special_token(void **state) {
     /* a trusted "<x>" before an untrusted "<y>": together they would be another token */
     llm__range first = {0, 3}, last = {3, 6};
     int32_t ids[8];
-    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &first, 1, false, false, ids, 8, NULL),
-                     2);
+    int64_t n = llm__tokenize_ranges(v.t, "<x><y>", 6, &first, 1, false, false, ids, 8, NULL, NULL);
+    assert_int_equal(n, 2);
     assert_true(ids[0] == 256 + 1 && ids[1] == 256 + 4);
-    assert_int_equal(llm__tokenize_ranges(v.t, "<x><y>", 6, &last, 1, false, false, ids, 8, NULL),
-                     3);
+    n = llm__tokenize_ranges(v.t, "<x><y>", 6, &last, 1, false, false, ids, 8, NULL, NULL);
+    assert_int_equal(n, 3);
     assert_true(ids[0] == 256 + 2 && ids[1] == 'y' && ids[2] == '>');
     test_random random = {17};
     for (int round = 0; round < 20000; round++) {
@@ -1052,7 +1061,22 @@ static void test_capacity(void **state) {
     assert_int_equal(llm_tokenize(v.t, "", 0, 0, ids, 4, &err), 0);
     assert_int_equal(llm_tokenize(v.t, NULL, 0, 0, NULL, 0, NULL), 0);
     assert_int_equal(llm_tokenize(v.t, "x", (size_t)INT32_MAX, 0, ids, 4, &err), -1);
-    assert_non_null(strstr(err.message, "too long"));
+    assert_non_null(strstr(err.message, "a text of 2.0 GiB is too long"));
+    /* into memory of its own: a NULL on error, and something even for no tokens */
+    int32_t *own = ids;
+    char *words = text;
+    assert_int_equal(llm_tokenize_new(v.t, NULL, 4, 0, &own, &err), -1);
+    assert_null(own);
+    assert_int_equal(llm_tokenize_new(v.t, "", 0, 0, &own, &err), 0);
+    assert_non_null(own);
+    own[0] = 1; /* there is room for one */
+    llm_free(own);
+    assert_int_equal(llm_detokenize_new(v.t, ids, 2, &words, &err), -1);
+    assert_null(words);
+    assert_int_equal(llm_detokenize_new(v.t, ids, 0, &words, &err), 0);
+    assert_string_equal(words, "");
+    llm_free(words);
+    llm_free(NULL);
     close_vocab(&v);
 }
 
@@ -1331,6 +1355,22 @@ static void test_failed_allocations(void **state) {
             test_fail_in = -1;
             assert_true((n > 0) == done);
             if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            assert_int_equal(test_live, before);
+        }
+        done = false;
+        for (long i = 0; !done; i++) {
+            int32_t *ids;
+            char *text;
+            test_fail_in = i;
+            test_failed = false;
+            int64_t n = llm_tokenize_new(v.t, "a b abcd aaaaaaaaaaaa", 21, 0, &ids, &err);
+            if (n > 0) n = llm_detokenize_new(v.t, ids, n, &text, &err);
+            done = !test_failed;
+            test_fail_in = -1;
+            assert_true((n > 0) == done && (n < 0 || ids));
+            if (!done) assert_int_equal(err.status, LLM_ERROR_MEMORY);
+            else llm_free(text);
+            llm_free(ids);
             assert_int_equal(test_live, before);
         }
         close_vocab(&v);
