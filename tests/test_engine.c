@@ -927,31 +927,36 @@ static void test_device_draws(void **state) {
 static llm_engine *tested; /* the engine that must survive each mistake */
 
 /* The error is about an option (NULL: none), with whose name its message begins, and says `word`. */
-static void check_error(const llm_error *err, llm_status status, const char *option, const char *word) {
+static void check_error(const llm_error *err, llm_status status, const char *option,
+                        const char *word) {
     assert_int_equal(err->status, status);
     if (option) assert_string_equal(err->option, option);
     else assert_null(err->option);
-    if (option && strncmp(err->message, option, strlen(option))) fail_msg("\"%s\" does not begin with \"%s\"", err->message, option);
+    if (option && strncmp(err->message, option, strlen(option)))
+        fail_msg("\"%s\" does not begin with \"%s\"", err->message, option);
     if (!strstr(err->message, word)) fail_msg("\"%s\" does not say \"%s\"", err->message, word);
     assert_null(strchr(err->message, '\n'));
 }
 
-static void refuses_value(llm_request request, llm_status status, const char *option, const char *word) {
+static void assert_refused_saying(llm_request request, llm_status status, const char *option,
+                                  const char *word) {
     llm_error err;
     uint64_t id = 99;
     memset(&err, 0x55, sizeof err);
-    assert_false(llm_submit(mistaken, &request, &id, &err));
+    assert_false(llm_submit(tested, &request, &id, &err));
     check_error(&err, status, option, word);
-    assert_false(llm_submit(mistaken, &request, NULL, NULL)); /* nobody has to want the error */
-    record *r = record_new(llm_engine_model(mistaken)); /* and the engine goes on */
-    record_submit(mistaken, r, some_request(0, 2, 1), false);
-    record_drain(mistaken);
+    assert_false(llm_submit(tested, &request, NULL, NULL)); /* the error argument is optional */
+    record *r = record_new(llm_engine_model(tested)); /* the engine still works */
+    record_submit(tested, r, some_request(0, 2, 1), false);
+    record_drain(tested);
     assert_int_equal(r->samples[0].n_tokens, 1);
     record_free(r);
     assert_idle(tested);
 }
 
-static void refuses(llm_request request, llm_status status, const char *option) { refuses_value(request, status, option, option); }
+static void assert_refused(llm_request request, llm_status status, const char *option) {
+    assert_refused_saying(request, status, option, option);
+}
 
 static void test_refused_requests(void **state) {
     (void)state;
@@ -961,49 +966,106 @@ static void test_refused_requests(void **state) {
     tested = engine_new(model, &o);
     int32_t ids[CONTEXT + 1] = {0};
     llm_request good = some_request(0, 4, 4), r;
-    r = good; r.prompt = NULL;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.n_prompt = 0;                        refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.n_prompt = -1;                       refuses(r, LLM_ERROR_ARGUMENT, "prompt");
-    r = good; r.prompt = ids; ids[2] = VOCAB;        refuses_value(r, LLM_ERROR_ARGUMENT, "prompt", "288");
-    ids[2] = -1;                                     refuses_value(r, LLM_ERROR_ARGUMENT, "prompt", "-1");
-    ids[2] = 0; r.n_prompt = CONTEXT + 1;            refuses_value(r, LLM_ERROR_CAPACITY, "context_length", "context");
-    r.n_prompt = CONTEXT; r.max_tokens = 1;          refuses_value(r, LLM_ERROR_CAPACITY, "context_length", "context");
-    r.n_prompt = INT32_MAX; r.max_tokens = -1;       refuses_value(r, LLM_ERROR_CAPACITY, "context_length", "context");
-    r = good; r.max_tokens = -2;                     refuses(r, LLM_ERROR_ARGUMENT, "max_tokens");
-    r = good; r.max_tokens = -1;                     refuses_value(r, LLM_ERROR_CAPACITY, "cache_bytes", "blocks"); /* 128 tokens into 96 slots */
-    r = good; r.max_tokens = 93;                     refuses_value(r, LLM_ERROR_CAPACITY, "cache_bytes", "blocks");
+    r = good;
+    r.prompt = NULL;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good;
+    r.n_prompt = 0;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good;
+    r.n_prompt = -1;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "prompt");
+    r = good;
+    r.prompt = ids;
+    ids[2] = VOCAB;
+    assert_refused_saying(r, LLM_ERROR_ARGUMENT, "prompt", "288");
+    ids[2] = -1;
+    assert_refused_saying(r, LLM_ERROR_ARGUMENT, "prompt", "-1");
+    ids[2] = 0;
+    r.n_prompt = CONTEXT + 1;
+    assert_refused_saying(r, LLM_ERROR_CAPACITY, "context_length", "context");
+    r.n_prompt = CONTEXT;
+    r.max_tokens = 1;
+    assert_refused_saying(r, LLM_ERROR_CAPACITY, "context_length", "context");
+    r.n_prompt = INT32_MAX;
+    r.max_tokens = -1;
+    assert_refused_saying(r, LLM_ERROR_CAPACITY, "context_length", "context");
+    r = good;
+    r.max_tokens = -2;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "max_tokens");
+    r = good;
+    r.max_tokens = -1;
+    assert_refused_saying(r, LLM_ERROR_CAPACITY, "cache_bytes",
+                          "blocks"); /* 128 tokens into 96 slots */
+    r = good;
+    r.max_tokens = 93;
+    assert_refused_saying(r, LLM_ERROR_CAPACITY, "cache_bytes", "blocks");
     r.max_tokens = 92; /* all six blocks */
     record *whole = record_new(model);
     record_submit(tested, whole, r, false);
     record_drain(tested);
     assert_int_equal(whole->samples[0].n_tokens, 92);
     record_free(whole);
-    r = good; r.n_samples = 0;                       refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.n_samples = -3;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.n_samples = 17;                      refuses(r, LLM_ERROR_ARGUMENT, "n_samples");
-    r = good; r.sampling.temperature = NAN;          refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.temperature = -1;           refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.temperature = INFINITY;     refuses(r, LLM_ERROR_ARGUMENT, "temperature");
-    r = good; r.sampling.top_k = -1;                 refuses(r, LLM_ERROR_ARGUMENT, "top_k");
-    r = good; r.sampling.top_p = 0;                  refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.top_p = 1.5f;               refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.top_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "top_p");
-    r = good; r.sampling.min_p = -0.1f;              refuses(r, LLM_ERROR_ARGUMENT, "min_p");
-    r = good; r.sampling.min_p = NAN;                refuses(r, LLM_ERROR_ARGUMENT, "min_p");
-    r = good; r.sampling.repetition_penalty = 0;     refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.repetition_penalty = NAN;   refuses(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
-    r = good; r.sampling.penalty_window = -1;        refuses(r, LLM_ERROR_ARGUMENT, "penalty_window");
-    r = good; r.speculate = 1;                       refuses_value(r, LLM_ERROR_ARGUMENT, "speculate", "draft");
-    r = good; r.speculate = 99;                      refuses(r, LLM_ERROR_ARGUMENT, "speculate");
-    r = good; r.n_stop = 1;                          refuses(r, LLM_ERROR_ARGUMENT, "n_stop");
-    r = good; r.n_stop = 1; r.stop = (const char *const[]){""}; refuses(r, LLM_ERROR_ARGUMENT, "stop");
-    r = good; r.n_prompt = 90; r.prompt = ids; r.max_tokens = 30; /* sizes have units: 8 blocks of 16 tokens of 96 bytes */
-    ids[2] = 0;                                      refuses_value(r, LLM_ERROR_CAPACITY, "cache_bytes", " is 9.0 KiB (6 blocks of 16 tokens), and the request may need 12.0 KiB (8 blocks)");
-    llm_engine_free(mistaken);
+    r = good;
+    r.n_samples = 0;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good;
+    r.n_samples = -3;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good;
+    r.n_samples = 17;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "n_samples");
+    r = good;
+    r.sampling.temperature = NAN;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good;
+    r.sampling.temperature = -1;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good;
+    r.sampling.temperature = INFINITY;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "temperature");
+    r = good; r.sampling.top_k = -1;                 assert_refused(r, LLM_ERROR_ARGUMENT, "top_k");
+    r = good; r.sampling.top_p = 0;                  assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = 1.5f;               assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.top_p = NAN;                assert_refused(r, LLM_ERROR_ARGUMENT, "top_p");
+    r = good; r.sampling.min_p = -0.1f;              assert_refused(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good; r.sampling.min_p = NAN;                assert_refused(r, LLM_ERROR_ARGUMENT, "min_p");
+    r = good;
+    r.sampling.repetition_penalty = 0;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good;
+    r.sampling.repetition_penalty = NAN;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "repetition_penalty");
+    r = good;
+    r.sampling.penalty_window = -1;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "penalty_window");
+    r = good;
+    r.speculate = 1;
+    assert_refused_saying(r, LLM_ERROR_ARGUMENT, "speculate", "draft");
+    r = good;
+    r.speculate = 99;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "speculate");
+    r = good;
+    r.n_stop = 1;
+    assert_refused(r, LLM_ERROR_ARGUMENT, "n_stop");
+    r = good;
+    r.n_stop = 1;
+    r.stop = (const char *const[]){""};
+    assert_refused(r, LLM_ERROR_ARGUMENT, "stop");
+    r = good;
+    r.n_prompt = 90;
+    r.prompt = ids;
+    r.max_tokens = 30; /* sizes have units: 8 blocks of 16 tokens of 96 bytes */
+    ids[2] = 0;
+    assert_refused_saying(
+        r, LLM_ERROR_CAPACITY, "cache_bytes",
+        " is 9.0 KiB (6 blocks of 16 tokens), and the request may need 12.0 KiB (8 blocks)");
+    llm_engine_free(tested);
     llm_model_free(model);
 }
 
-static void refuses_engine(const llm_model *model, llm_engine_options o, llm_status status, const char *option, const char *word) {
+static void assert_engine_refused(const llm_model *model, llm_engine_options o, llm_status status,
+                                  const char *option, const char *word) {
     llm_error err;
     memset(&err, 0x55, sizeof err);
     assert_null(llm_engine_create(model, &o, &err));
@@ -1011,27 +1073,54 @@ static void refuses_engine(const llm_model *model, llm_engine_options o, llm_sta
     assert_null(llm_engine_create(model, &o, NULL));
 }
 
-static void refuses_options(const llm_model *model, llm_engine_options o, llm_status status, const char *option) {
-    refuses_engine(model, o, status, option, option);
+static void assert_options_refused(const llm_model *model, llm_engine_options o, llm_status status,
+                                   const char *option) {
+    assert_engine_refused(model, o, status, option, option);
 }
 
 static void test_refused_options(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
     llm_engine_options good = llm_engine_defaults(), o;
-    refuses_engine(NULL, good, LLM_ERROR_ARGUMENT, NULL, "model");
-    o = good; o.context_length = -1;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.context_length = CONTEXT + 1;   refuses_options(model, o, LLM_ERROR_ARGUMENT, "context_length");
-    o = good; o.block_size = 0;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.block_size = -16;               refuses_options(model, o, LLM_ERROR_ARGUMENT, "block_size");
-    o = good; o.cache_type = LLM_Q8_0;          refuses_engine(model, o, LLM_ERROR_UNSUPPORTED, "cache_type", "f16 or f32");
-    o = good; o.cache_bytes = 1;                refuses_engine(model, o, LLM_ERROR_ARGUMENT, "cache_bytes", " is 1 byte, and one block of 16 tokens takes 1.5 KiB: a context of 128 tokens needs 12.0 KiB");
-    o = good; o.preempt = (llm_preempt)2;       refuses_options(model, o, LLM_ERROR_ARGUMENT, "preempt");
-    o = good; o.memory_share = 1.5f;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "memory_share");
-    o = good; o.max_speculation = 0;            refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_speculation");
-    o = good; o.max_sequences = 0;              refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
-    o = good; o.max_batch_tokens = 0;           refuses_options(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
-    o = good; o.n_threads = -1;                 refuses_options(model, o, LLM_ERROR_ARGUMENT, "n_threads");
+    assert_engine_refused(NULL, good, LLM_ERROR_ARGUMENT, NULL, "model");
+    o = good;
+    o.context_length = -1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good;
+    o.context_length = CONTEXT + 1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "context_length");
+    o = good;
+    o.block_size = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good;
+    o.block_size = -16;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "block_size");
+    o = good;
+    o.cache_type = LLM_Q8_0;
+    assert_engine_refused(model, o, LLM_ERROR_UNSUPPORTED, "cache_type", "f16 or f32");
+    o = good;
+    o.cache_bytes = 1;
+    assert_engine_refused(model, o, LLM_ERROR_ARGUMENT, "cache_bytes",
+                          " is 1 byte, and one block of 16 tokens takes 1.5 KiB: a context of 128 "
+                          "tokens needs 12.0 KiB");
+    o = good;
+    o.preempt = (llm_preempt)2;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "preempt");
+    o = good;
+    o.memory_share = 1.5f;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "memory_share");
+    o = good;
+    o.max_speculation = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "max_speculation");
+    o = good;
+    o.max_sequences = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "max_sequences");
+    o = good;
+    o.max_batch_tokens = 0;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "max_batch_tokens");
+    o = good;
+    o.n_threads = -1;
+    assert_options_refused(model, o, LLM_ERROR_ARGUMENT, "n_threads");
     llm_model_free(model);
 }
 
