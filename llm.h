@@ -168,7 +168,8 @@ typedef struct llm_value { /* one key of a file's metadata */
 } llm_value;
 
 typedef struct llm_tensor { /* one tensor of a file */
-    llm_string name;
+    llm_string name;   /* GGUF's */
+    llm_string source; /* the name that the file has: in a Hugging Face folder another one */
     llm_type type;
     int n_dims;        /* 1 to 4 */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
@@ -208,6 +209,21 @@ const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
  * of 128 rows). False, with the error set, if there are no such rows. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
                      llm_error *err);
+
+typedef struct llm_faults { /* values that are not finite: NaN or infinite */
+    uint64_t count;
+    uint64_t first; /* index of the first: row x dims[0] + column */
+    float value;    /* the first */
+} llm_faults;
+
+/* Look for values that are not finite among `count` values. A block's scale that is not finite
+ * makes all of its values so. */
+llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
+/* The same for a whole tensor. False, with the error set: out of memory. */
+bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
+/* Read all weights. False, with the error set, if a value is not finite: damaged downloads and
+ * failed conversions have such values. To open a file reads almost none of them. */
+bool llm_file_check(const llm_file *file, llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
  * index is past its end, or the conversion would lose the value. */
@@ -5342,6 +5358,7 @@ static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offse
     if (n_dims < 1 || n_dims > 4)
         return llm__format_error(r, "%s at byte %llu has %u dimensions (1 to 4 are allowed)", what,
                                  (unsigned long long)start, n_dims);
+    tensor->source = tensor->name;
     tensor->n_dims = (int)n_dims;
     for (uint32_t i = 0; i < 4; i++) tensor->dims[i] = 1;
     for (uint32_t i = 0; i < n_dims; i++)
@@ -6896,14 +6913,15 @@ typedef struct llm__folder {
     int64_t n_files, paths_capacity, headers_capacity;
     llm__sources sources;     /* tensors of all safetensors files */
     llm_file *file;           /* the result */
-    char *names;              /* (n_tensors, LLM__TENSOR_NAME) names in `file`; a region of it */
+    char *names;              /* (n_tensors, 2, LLM__TENSOR_NAME) names in `file` and in the
+                               * safetensors files; a region of `file` */
     int64_t capacity;         /* unused */
     int n_layers, dim, n_heads, head_dim;
     bool int4, gptq;          /* 4-bit integers; of GPTQ, else of AWQ */
     llm_error *err;
 } llm__folder;
 
-enum { LLM__TENSOR_NAME = 64 };
+enum { LLM__TENSOR_NAME = 96 };
 
 LLM__PRINTF(3, 4)
 static bool llm__folder_error(const llm__folder *f, llm_status status, const char *format, ...) {
@@ -7068,7 +7086,7 @@ static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double
     }
     if (!llm__add_region(f->file, divisors, (uint64_t)n * sizeof *divisors, LLM__OWNED, f->err)) return false;
     llm_tensor *t = &f->file->tensors[f->file->n_tensors++];
-    t->name = llm__string("rope_freqs.weight");
+    t->name = t->source = llm__string("rope_freqs.weight");
     t->type = LLM_F32;
     t->n_dims = 1;
     t->dims[0] = (uint64_t)n;
@@ -7316,13 +7334,15 @@ static bool llm__folder_weights(llm__folder *f) {
     return ok;
 }
 
-/* Append a tensor with this GGUF name. */
-static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
+/* Append a tensor with this GGUF name and this name in the safetensors file. */
+static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name, llm_string source) {
     llm_tensor *t = &f->file->tensors[f->file->n_tensors];
-    char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
-    f->file->n_tensors++;
+    char *copy = f->names + 2 * f->file->n_tensors++ * LLM__TENSOR_NAME;
     snprintf(copy, LLM__TENSOR_NAME, "%s", name);
     t->name = llm__string(copy);
+    copy += LLM__TENSOR_NAME;
+    snprintf(copy, LLM__TENSOR_NAME, "%.*s", (int)source.length, source.data);
+    t->source = llm__string(copy);
     for (int i = 0; i < 4; i++) t->dims[i] = 1;
     return t;
 }
@@ -7342,7 +7362,7 @@ static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *
                                  llm__show(source->name).text, source->dtype);
     if (source->n_dims < 1)
         return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
-    llm_tensor *t = llm__folder_new_tensor(f, name);
+    llm_tensor *t = llm__folder_new_tensor(f, name, source->name);
     t->type = (llm_type)source->type;
     t->n_dims = source->n_dims;
     for (int i = 0; i < source->n_dims; i++) t->dims[i] = source->dims[source->n_dims - 1 - i];
@@ -7577,7 +7597,9 @@ static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *m
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
     llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
     if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
-    llm_tensor *t = llm__folder_new_tensor(f, name);
+    char source[160];
+    snprintf(source, sizeof source, "%s.qweight", module);
+    llm_tensor *t = llm__folder_new_tensor(f, name, llm__string(source));
     t->type = llm__int4_symmetric(m) ? LLM_Q4_0 : LLM_Q4_Z;
     t->n_dims = 2;
     t->dims[0] = (uint64_t)m->cols;
@@ -7613,12 +7635,66 @@ bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void 
 static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
     void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
     if (!rows) {
-        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s", (unsigned long long)tensor->bytes, llm__show(tensor->name).text);
+        llm__fail(err, LLM_ERROR_MEMORY, "out of memory: %llu bytes for %s",
+                  (unsigned long long)tensor->bytes, llm__show(tensor->source).text);
         return NULL;
     }
     llm__want_large_pages(rows, (size_t)tensor->bytes);
     llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
     return rows;
+}
+
+llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count) {
+    enum { STEP = 1024 };
+    const llm_type_info *info = llm_type_find(type);
+    llm_faults faults = {0, 0, 0};
+    int64_t n = info ? (int64_t)count : 0, bad = 0, first = n;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) reduction(+ : bad) reduction(min : first)
+#endif
+    for (int64_t at = 0; at < n; at += STEP) {
+        float values[STEP];
+        int64_t here = llm__min(STEP, n - at);
+        info->unpack((const char *)blocks + at / info->block_values * info->block_bytes, values,
+                     here);
+        for (int64_t i = 0; i < here; i++)
+            if (!(fabsf(values[i]) <= FLT_MAX)) bad++, first = llm__min(first, at + i);
+    }
+    if (bad) {
+        float values[LLM__SUPER];
+        int64_t block = first / info->block_values;
+        info->unpack((const char *)blocks + block * info->block_bytes, values, info->block_values);
+        faults.count = (uint64_t)bad;
+        faults.first = (uint64_t)first;
+        faults.value = values[first % info->block_values];
+    }
+    return faults;
+}
+
+bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err) {
+    llm__clear(err);
+    void *rows = tensor->int4 ? llm__new_rows(tensor, err) : NULL;
+    if (tensor->int4 && !rows) return false;
+    uint64_t count = tensor->dims[0] * tensor->dims[1] * tensor->dims[2] * tensor->dims[3];
+    *faults = llm_type_check(tensor->type, rows ? rows : tensor->data, count);
+    LLM_FREE(rows);
+    return true;
+}
+
+bool llm_file_check(const llm_file *file, llm_error *err) {
+    llm__clear(err);
+    for (int64_t i = 0; i < file->n_tensors; i++) {
+        llm_faults faults;
+        if (!llm_tensor_check(&file->tensors[i], &faults, err)) return false;
+        if (faults.count)
+            return llm__fail(err, LLM_ERROR_FORMAT,
+                             "%s: the tensor %s has %llu values that are not finite, the first is "
+                             "%g at index %llu: fetch the file again, or convert it again",
+                             file->path, llm__show(file->tensors[i].source).text,
+                             (unsigned long long)faults.count, (double)faults.value,
+                             (unsigned long long)faults.first);
+    }
+    return true;
 }
 
 /* See llm__file_forget. */
@@ -7739,7 +7815,7 @@ static bool llm__ends_with(llm_string s, const char *end) {
 }
 
 static bool llm__folder_tensors(llm__folder *f) {
-    uint64_t names = (uint64_t)(f->n_layers * LLM__N_PARTS + 4) * LLM__TENSOR_NAME;
+    uint64_t names = 2 * LLM__TENSOR_NAME * ((uint64_t)f->n_layers * LLM__N_PARTS + 4);
     f->names = (char *)llm__new((size_t)names, 1, "the names of the tensors", f->err);
     if (!f->names || !llm__add_region(f->file, f->names, names, LLM__OWNED, f->err)) return false;
     if (!llm__folder_ends_of_stack(f)) return false;

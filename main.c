@@ -971,6 +971,8 @@ static int command_info(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(in.model),
         {0, "tensors", NULL, FLAG, &in.tensors, 0, 0, "list the tensors too"},
+        {0, "check", NULL, FLAG, &in.check, 0, 0,
+         "instead: read all weights, and say which are not finite"},
         {0, "memory", "SIZE", SIZE, &in.memory, 0, 0,
          "tell what fits in so much memory, such as 8G (default: this machine's)"},
         {'c', "context", "N", WHOLE, &in.context, 1, INT_MAX,
@@ -989,6 +991,8 @@ static int command_info(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     if (!in.program && (in.view.tokens || in.view.plan || in.view.all))
         return misuse(self, "--tokens, --plan and --all go with --program");
+    if (in.check && (in.program || in.tensors))
+        return misuse(self, "--check goes without --program and --tensors");
     if (in.view.tokens == 0) in.view.tokens = 1;
     if (argc && in.model) return misuse(self, "two models: '%s' and '%s'", argv[0], in.model);
     if (in.memory == UINT64_MAX)
@@ -1008,6 +1012,7 @@ static int command_info(const command *self, int argc, char **argv) {
         else if (in.program && in.view.tokens > in.context)
             status = fail("--tokens is %d: they end at --context, %d", in.view.tokens, in.context);
         else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);
+        else if (in.check) status = info_check(&in);
         else if (in.json) info_print_json(&in), status = 0;
         else info_print(&in), status = 0;
     }
@@ -1025,6 +1030,7 @@ static const char info_notes[] =
     "  llm info\n"
     "  llm info some.gguf --tensors\n"
     "  llm info some.gguf --memory 8G --context 4096\n"
+    "  llm info some.gguf --check       (exit status 1: it is damaged, or cannot be run)\n"
     "  llm info some.gguf --program --plan --tokens 512\n";
 
 /* ---- llm tokenize -------------------------------------------------------------------------- */

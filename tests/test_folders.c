@@ -790,6 +790,42 @@ static void test_int4_formula(void **state) {
     }
 }
 
+/* A scale of a 4-bit matrix that is not finite is found, and not rewritten. */
+static void test_int4_not_finite(void **state) {
+    static const char *const models[] = {"awq_g32", "gptq_g32", "gptq_g32_act_sym"};
+    (void)state;
+    for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
+        char path[400], out[300];
+        llm_error err;
+        llm__sources sources = {0};
+        llm_json header;
+        copy_model(models[i]);
+        llm_file *file = llm_file_open(folder, &err);
+        if (!file || !llm_file_check(file, &err)) fail_msg("%s: %s", models[i], err.message);
+        llm_file_close(file);
+        path_of(path, folder, "model.safetensors");
+        bytes b = slurp(path);
+        assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, path, &err));
+        const llm__source *scales = source_of(&sources, "model.layers.0.self_attn.v_proj", "scales");
+        uint16_t bad = 0x7e00;
+        memcpy((void *)(uintptr_t)(scales->data + 2 * scales->dims[1]), &bad, 2); /* group 1, row 0 */
+        LLM_FREE(sources.items);
+        llm_json_free(&header);
+        spit("model.safetensors", b.data, b.length);
+        clear_bytes(&b);
+        file = llm_file_open(folder, &err);
+        assert_true(file && !llm_file_check(file, &err));
+        static const char words[] = "the tensor model.layers.0.self_attn.v_proj.qweight has 32 "
+                                    "values that are not finite, the first is nan at index 32";
+        if (!strstr(err.message, words)) fail_msg("%s: %s", models[i], err.message);
+        llm_file_close(file);
+        snprintf(out, sizeof out, "%s.gguf", folder);
+        assert_false(llm_quantize(folder, out, LLM_F32, false, NULL, NULL, &err));
+        if (!strstr(err.message, words)) fail_msg("%s: %s", models[i], err.message);
+        assert_true(access(out, F_OK) != 0);
+    }
+}
+
 /* One of the files of a folder, given as the model. */
 static void refused_file(const char *name, const char *words) {
     char path[400];
@@ -1049,7 +1085,7 @@ static void test_memory_of_rows(void **state) {
             if (!failed) break;
             if (good) continue; /* something that can do without */
             failures++;
-            of_rows += err.status == LLM_ERROR_MEMORY && strstr(err.message, "bytes for blk.") != NULL;
+            of_rows += err.status == LLM_ERROR_MEMORY && strstr(err.message, "bytes for model.layers.") != NULL;
             if (err.status == LLM_OK || (kind < 2 && err.status != LLM_ERROR_MEMORY)) /* (opening again may miss a file: test_memory) */
                 fail_msg("allocation %d: error %d: %s", i, (int)err.status, err.message);
         }
@@ -1147,6 +1183,7 @@ int main(void) {
         cmocka_unit_test(test_settings),
         cmocka_unit_test(test_end_ids),
         cmocka_unit_test(test_int4_formula),
+        cmocka_unit_test(test_int4_not_finite),
         cmocka_unit_test(test_incomplete),
         cmocka_unit_test(test_added_tokens),
         cmocka_unit_test(test_memory),
