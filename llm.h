@@ -423,6 +423,8 @@ void llm_model_free(llm_model *model); /* after the engines that use it, as targ
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
+/* Why context_length is less than config.json says, for messages; empty: it is not. */
+const char *llm_model_context_note(const llm_model *model);
 /* Bytes of weights that a decode step reads: all, but of the embedding only one row. */
 uint64_t llm_model_step_bytes(const llm_model *model);
 /* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes of the type. */
@@ -1226,6 +1228,7 @@ struct llm_model {
                                * them */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
+    char context_note[160];   /* see llm_model_context_note */
 };
 
 typedef struct llm__network {
@@ -2432,12 +2435,14 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
 }
 
 /* Check the options, and fill in what was left to the engine. */
-static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
+static bool llm__engine_options(llm_engine_options *o, const llm_model *model, llm_error *err) {
+    const llm_config *c = &model->config;
+    const char *note = model->context_note;
     if (o->context_length < 0 || o->context_length > c->context_length)
         return llm__fail(
             err, LLM_ERROR_ARGUMENT,
-            "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)",
-            o->context_length, c->context_length);
+            "context_length is %d: the model was trained for 1 to %d tokens (0: all of them)%s%s",
+            o->context_length, c->context_length, *note ? "; " : "", note);
     if (o->context_length == 0) o->context_length = c->context_length;
     if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
         return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the cache can be of type f16 or f32 only");
@@ -2574,7 +2579,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     const llm_config *c = llm_model_config(e->model);
     llm_engine_options *o = &e->options;
     int64_t n_blocks = 0;
-    if (!llm__engine_options(o, c, err)) return false;
+    if (!llm__engine_options(o, e->model, err)) return false;
     if (!o->backend) {
         o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
         if (!o->backend) return false;
@@ -2681,11 +2686,14 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
-    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
-        return llm__fail(
-            err, LLM_ERROR_CAPACITY,
-            "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
-            context, context < e->model->config.context_length ? ", or raise context_length" : "");
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0)) {
+        bool may_raise = context < e->model->config.context_length;
+        const char *note = may_raise ? "" : e->model->context_note;
+        return llm__fail(err, LLM_ERROR_CAPACITY,
+                         "the prompt has %d tokens, and the context %d: shorten the prompt%s%s%s",
+                         r->n_prompt, context, may_raise ? ", or raise context_length" : "",
+                         *note ? "; " : "", note);
+    }
     for (int i = 0; i < r->n_prompt; i++)
         if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
             return llm__fail(err, LLM_ERROR_ARGUMENT, "prompt token %d is %d: ids go from 0 to %d",
@@ -3169,9 +3177,10 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
     if (draft->config.context_length < o->context_length)
         return llm__fail(err, LLM_ERROR_ARGUMENT,
                          "%s: the draft was trained for %d tokens, and context_length is %d: set "
-                         "it to %d or less",
+                         "it to %d or less%s%s",
                          llm_file_path(draft->file), draft->config.context_length,
-                         o->context_length, draft->config.context_length);
+                         o->context_length, draft->config.context_length,
+                         *draft->context_note ? "; " : "", draft->context_note);
     sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits",
                                    err);
     sp->probabilities = (float *)llm__new(
@@ -6595,7 +6604,7 @@ static bool llm__model_architecture(llm_model *model, llm_error *err) {
     model->architecture = llm__find_architecture(name, false);
     llm__list_architectures(known, sizeof known, false);
     if (!model->architecture)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: %s",
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture \"%s\" is not supported; supported: %s",
                          llm_file_path(model->file), llm__show(name).text, known);
     memcpy(model->config.architecture, name.data, name.length);
     model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES : model->architecture->pairing;
@@ -6620,7 +6629,7 @@ static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
         "attention.sliding_window", "attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base",
         "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
         "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
+        "rope.scaling.yarn_beta_slow", "rope.scaling.llm.stated_context_length",
         "tensor_data_layout" /* the layout before conversion: no effect */};
     size_t prefix = strlen(model->config.architecture);
     for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
@@ -6646,6 +6655,7 @@ static bool llm__model_scaling(llm_model *model, llm_error *err) {
     llm_string name = {"linear", 6}; /* the default if there is only a factor */
     size_t cursor = 0;
     float factor = 1, magnitude = 1;
+    int stated = 0;
     if (type && !llm_value_string(type, &cursor, &name))
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
     if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older key */
@@ -6653,8 +6663,15 @@ static bool llm__model_scaling(llm_model *model, llm_error *err) {
         !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
         !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
         !llm__model_float(model, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow, err) ||
-        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err))
+        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err) ||
+        !llm__model_int(model, "rope.scaling.llm.stated_context_length", c->context_length, &stated,
+                        err))
         return false;
+    if (stated > c->context_length)
+        snprintf(model->context_note, sizeof model->context_note,
+                 "config.json says %d, but its YaRN scaling makes %d of %d, its "
+                 "original_max_position_embeddings",
+                 stated, c->context_length, c->rope_original_context);
     if (llm__is_text(name, "none")) factor = 1;
     else if (llm__is_text(name, "yarn")) c->rope_scaling = LLM_ROPE_YARN;
     else if (!llm__is_text(name, "linear"))
@@ -6744,14 +6761,16 @@ static const llm_tensor *llm__model_tensor(const llm_model *model, const char *n
     }
     if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1) {
         llm__fail(err, LLM_ERROR_FORMAT,
-                  "%s: the tensor %s is of shape (%llu, %llu), but the metadata asks for (%llu, %llu)", path,
-                  name, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
-                  (unsigned long long)rows, (unsigned long long)cols);
+                  "%s: the tensor %s is of shape (%llu, %llu), but %s asks for (%llu, %llu)", path,
+                  llm__show(t->source).text, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
+                  model->file->folder ? "config.json" : "the metadata", (unsigned long long)rows,
+                  (unsigned long long)cols);
         return NULL;
     }
     size_t alignment = t->type == LLM_F32 ? 4 : 2; /* kernels read the file in place */
     if ((uintptr_t)t->data % alignment) {
-        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
+        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path,
+                  llm__show(t->source).text);
         return NULL;
     }
     return t;
@@ -6760,6 +6779,16 @@ static const llm_tensor *llm__model_tensor(const llm_model *model, const char *n
 
 static void llm__part_name(char name[64], int layer, int part) {
     snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
+}
+
+/* The N of a tensor called "<prefix>N.<part>"; -1: it is called otherwise. */
+static int64_t llm__layer_of(llm_string name, const char *prefix) {
+    size_t i = strlen(prefix), start = i;
+    int64_t layer = 0;
+    if (name.length < i || memcmp(name.data, prefix, i)) return -1;
+    for (; i < name.length && name.data[i] >= '0' && name.data[i] <= '9' && i < start + 18; i++)
+        layer = layer * 10 + (name.data[i] - '0');
+    return i > start && i < name.length && name.data[i] == '.' ? layer : -1;
 }
 
 static int llm__compare_pointers(const void *a, const void *b) {
@@ -6774,8 +6803,14 @@ static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **u
     qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
     for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
         const llm_tensor *t = llm_file_tensor(model->file, i);
-        if (!bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers))
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+        if (bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers)) continue;
+        if (llm__layer_of(t->name, "blk.") >= model->config.n_layers)
+            return llm__fail(err, LLM_ERROR_FORMAT,
+                             "%s: %s.block_count is %d, but there are more layers, with the tensor "
+                             "%s: fetch the file again, or convert it again",
+                             llm_file_path(model->file), model->config.architecture,
+                             model->config.n_layers, llm__show(t->name).text);
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                              "%s: the tensor %s is unknown to the %s architecture here",
                              llm_file_path(model->file), llm__show(t->name).text, model->config.architecture);
     }
@@ -6790,10 +6825,14 @@ static bool llm__model_tensors(llm_model *model, llm_error *err) {
     if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
     if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
         return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: %s has %llu tokens, but the embedding (token_embd.weight) only %llu rows: tokens were added without resizing "
-                         "the model; give it the vocabulary of the model that it was made from",
-                         llm_file_path(model->file), model->file->folder ? "tokenizer.json (with what lies beside it)" : "the vocabulary",
-                         (unsigned long long)vocab, (unsigned long long)embedding->dims[1]);
+                         "%s: %s has %llu tokens, but the embedding (%s) only %llu rows: tokens "
+                         "were added without resizing the model; give it the vocabulary of the "
+                         "model that it was made from",
+                         llm_file_path(model->file),
+                         model->file->folder ? "tokenizer.json (with what lies beside it)"
+                                             : "the vocabulary",
+                         (unsigned long long)vocab, llm__show(embedding->source).text,
+                         (unsigned long long)embedding->dims[1]);
     c->vocab_size = (int)vocab;
 
     model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
@@ -6881,6 +6920,7 @@ void llm_model_free(llm_model *model) {
 const llm_config *llm_model_config(const llm_model *model) { return &model->config; }
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model->tokenizer; }
 const llm_file *llm_model_file(const llm_model *model) { return model->file; }
+const char *llm_model_context_note(const llm_model *model) { return model->context_note; }
 
 uint64_t llm_model_step_bytes(const llm_model *model) {
     /* a tied embedding is read in full, as the output matrix; otherwise one row of it is read */
@@ -7131,6 +7171,7 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int context) {
     const llm_json_node *config = f->config.nodes,
                         *rope = llm__folder_entry(config, "rope_parameters");
     double base, factor = 1, part;
+    int stated = context;
     char key[128];
     if (!rope) rope = llm__folder_entry(config, "rope_scaling");
     if (rope && !llm_json_has_kind(rope, LLM_JSON_OBJECT))
@@ -7166,8 +7207,9 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int context) {
         }
     }
     /* what is stretched was made for so many positions, and now takes that many times more */
-    llm__folder_write_int(f, m, "context_length",
-                          (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
+    context = (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX);
+    llm__folder_write_int(f, m, "context_length", context);
+    if (context < stated) llm__folder_write_int(f, m, "rope.scaling.llm.stated_context_length", stated);
     return true;
 }
 
@@ -7356,12 +7398,15 @@ static const void *llm__folder_aligned(const llm__folder *f, const llm__source *
     return llm__add_region(f->file, copy, source->bytes, LLM__OWNED, f->err) ? copy : NULL;
 }
 
-static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name) {
+/* Append a tensor with this GGUF name, which must have so many dimensions. */
+static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name, int n_dims) {
     if (source->type < 0)
         return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
                                  llm__show(source->name).text, source->dtype);
-    if (source->n_dims < 1)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
+    if (source->n_dims != n_dims)
+        return llm__folder_error(f, LLM_ERROR_FORMAT,
+                                 "the tensor %s has %d dimensions, but should have %d",
+                                 llm__show(source->name).text, source->n_dims, n_dims);
     llm_tensor *t = llm__folder_new_tensor(f, name, source->name);
     t->type = (llm_type)source->type;
     t->n_dims = source->n_dims;
@@ -7784,11 +7829,27 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
             source_name[length - (int)strlen(".weight")] = 0;
             return llm__folder_int4(f, name, source_name);
         }
-        if (source) return llm__folder_tensor(f, source, name);
+        if (source)
+            return llm__folder_tensor(f, source, name, llm__parts()[part].rows == LLM__ONE ? 1 : 2);
         return llm__folder_missing(f, source_name);
     }
     if (source && llm__all_zero(source)) source->used = true;
     return true;
+}
+
+/* Does vocab_size, if config.json has it, agree with the embedding? Both may be larger than the
+ * number of tokens. */
+static bool llm__folder_check_vocab(const llm__folder *f, const llm__source *embedding) {
+    const llm_json_node *config = f->config.nodes;
+    int vocab = 0;
+    if (!llm__folder_entry(config, "vocab_size")) return true;
+    if (!llm__folder_int(f, config, "vocab_size", 0, &vocab)) return false;
+    return embedding->dims[0] == (uint64_t)vocab ||
+           llm__folder_error(f, LLM_ERROR_FORMAT,
+                             "config.json says \"vocab_size\": %d, but %s has %llu rows: correct "
+                             "it, or fetch the files again",
+                             vocab, llm__show(embedding->name).text,
+                             (unsigned long long)embedding->dims[0]);
 }
 
 /* The tensors outside the layers. */
@@ -7804,7 +7865,8 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
             if (source) source->used = true;
         } else if (!source) {
             return llm__folder_missing(f, names[i][0]);
-        } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
+        } else if (!llm__folder_tensor(f, source, names[i][1], i == 1 ? 1 : 2) ||
+                   (i == 0 && !llm__folder_check_vocab(f, source))) return false;
     }
     return true;
 }
@@ -7825,8 +7887,15 @@ static bool llm__folder_tensors(llm__folder *f) {
         const llm__source *source = &f->sources.items[i];
         /* old files store this, which follows from config.json */
         if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
-                                     llm__show(source->name).text, f->architecture->model_type);
+            return llm__layer_of(source->name, "model.layers.") >= f->n_layers
+                       ? llm__folder_error(f, LLM_ERROR_FORMAT,
+                                           "config.json says \"num_hidden_layers\": %d, but there "
+                                           "are more layers, with the tensor %s: correct it",
+                                           f->n_layers, llm__show(source->name).text)
+                       : llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
+                                           "the tensor %s is unknown to the %s architecture here",
+                                           llm__show(source->name).text,
+                                           f->architecture->model_type);
     }
     f->file->tensor_index = llm__sorted_names(f->file->tensors, f->file->n_tensors, sizeof(llm_tensor), f->err);
     return f->file->tensor_index != NULL;
@@ -7841,7 +7910,7 @@ static bool llm__folder_architecture(llm__folder *f) {
         return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
     f->architecture = llm__find_architecture(type, true);
     llm__list_architectures(known, sizeof known, true);
-    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type is \"%s\"; supported: %s",
+    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type \"%s\" in config.json is not supported; supported: %s",
                                                 llm__show(type).text, known);
 }
 
@@ -9744,20 +9813,28 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
     return ok;
 }
 
-/* "eos_token_id" is one id or several. */
+/* "eos_token_id" is one id or several, and so may "bos_token_id" be, which is only checked. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
+    static const char *const keys[] = {"bos_token_id", "eos_token_id"};
     llm_json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
-    const llm_json_node *ends = ok ? llm_json_member(json.nodes, "eos_token_id") : NULL;
-    const llm_json_node *end =
-        llm_json_has_kind(ends, LLM_JSON_ARRAY) ? llm_json_first(ends) : ends;
-    while (ok && end) {
-        uint64_t id;
-        if (llm_json_u64(end, &id) && id < v->size) {
-            int32_t number = (int32_t)id;
-            ok = llm__append(&v->ids, &number, sizeof number, v->err);
+    for (int i = 0; ok && i < 2; i++) {
+        const llm_json_node *ids = llm_json_member(json.nodes, keys[i]);
+        bool list = llm_json_has_kind(ids, LLM_JSON_ARRAY);
+        const llm_json_node *node = list ? llm_json_first(ids) : llm__is_null(ids) ? NULL : ids;
+        for (; ok && node; node = list ? llm_json_next(ids, node) : NULL) {
+            uint64_t id;
+            if (!llm_json_u64(node, &id) || id >= v->size) {
+                ok = llm__fail(v->err, LLM_ERROR_FORMAT,
+                               "%s/%s: \"%s\" is %s, which is not the id of one of the %llu tokens: "
+                               "correct it, or remove the key if tokenizer_config.json says it",
+                               folder, name, keys[i], llm__show_node(node).text,
+                               (unsigned long long)v->size);
+            } else if (i == 1) {
+                int32_t number = (int32_t)id;
+                ok = llm__append(&v->ids, &number, sizeof number, v->err);
+            }
         }
-        end = end == ends ? NULL : llm_json_next(ends, end);
     }
     llm_json_free(&json);
     return ok;

@@ -1005,10 +1005,12 @@ static int command_info(const command *self, int argc, char **argv) {
     else {
         in.loaded = llm_model_load(path, &in.why);
         int most = in.loaded ? llm_model_config(in.loaded)->context_length : INT_MAX;
+        const char *note = in.loaded ? llm_model_context_note(in.loaded) : "";
         if (in.loaded && in.context == 0) in.context = in.program && most > 512 ? 512 : most;
         if (in.context > most)
             status =
-                fail("--context is %d: the model was trained for 1 to %d tokens", in.context, most);
+                fail("--context is %d: the model was trained for 1 to %d tokens%s%s", in.context,
+                     most, *note ? "; " : "", note);
         else if (in.program && in.view.tokens > in.context)
             status = fail("--tokens is %d: they end at --context, %d", in.view.tokens, in.context);
         else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);

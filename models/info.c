@@ -63,6 +63,8 @@ static void info_print_shape(const info *in) {
     if (c->window) put("  a sliding window of %d tokens\n", c->window);
     put("  vocabulary %d, context %d, ", c->vocab_size, c->context_length);
     put("%s output matrix\n", c->tied_output ? "tied" : "separate");
+    if (*llm_model_context_note(in->loaded))
+        put("  context: %s\n", llm_model_context_note(in->loaded));
     put("\nCache of keys and values, %s\n", llm_type_find(in->cache_type)->name);
     put("  a token                %s\n", HUMAN(token));
     put("  a sequence of %-8d %s\n", in->context, HUMAN(token * (uint64_t)in->context));
@@ -136,7 +138,12 @@ static void info_print_json_model(const info *in) {
     for (int i = 0; i < COUNT(shape); i++) put(", \"%s\": %d", shape[i].name, shape[i].value);
     put_text(", \"rope_base\": ");
     put_number(c->rope_base);
-    put(", \"tied_output\": %s}", c->tied_output ? "true" : "false");
+    put(", \"tied_output\": %s", c->tied_output ? "true" : "false");
+    if (*llm_model_context_note(in->loaded)) {
+        put_text(", \"context_note\": ");
+        put_json_text(llm_model_context_note(in->loaded));
+    }
+    put_text("}");
     put(",\n \"step_bytes\": %llu", (unsigned long long)llm_model_step_bytes(in->loaded));
     put(",\n \"cache\": {\"type\": \"%s\", \"bytes_per_token\": %llu, \"context\": %d, "
         "\"bytes_per_sequence\": %llu}",

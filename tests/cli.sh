@@ -201,6 +201,13 @@ ok "info --check" "all values and scales are finite" "$LLM" info "$M" --check
 ok "info --check of a folder" "21 tensors, .*finite" "$LLM" info --check "$TOP/tests/data/models/llama"
 ok "info --check --json" '"runs": true,' "$LLM" info --check --json "$M"
 json "info --check --json"
+cp -r "$TOP/tests/data/models/qwen3_yarn" yarn
+sed 's/"max_position_embeddings": 64/"max_position_embeddings": 99/' "$TOP/tests/data/models/qwen3_yarn/config.json" >yarn/config.json
+ok "info, a context that YaRN makes smaller" "context: config.json says 99, but its YaRN scaling makes 64 of 16" "$LLM" info yarn
+ok "info --json, a context that YaRN makes smaller" '"context_note": "config.json says 99' "$LLM" info yarn --json
+json "info --json, a context that YaRN makes smaller"
+bad "... and a larger one" 1 "trained for 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn -c 70 x
+bad "info, ... and a larger one" 1 "trained for 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
 bad "info --check --program" 2 "without --program" "$LLM" info --check --program "$M"
 cp "$M" nan.gguf
 printf '\000\176' | dd of=nan.gguf bs=2 seek=$(($(wc -c <nan.gguf) / 4)) conv=notrunc 2>/dev/null # a NaN of f16

@@ -113,7 +113,7 @@ static void test_damaged_settings(void **state) {
     static const damage cases[] = {
         {"llama_mha", "config.json", "{", "[", "config.json, line"},
         {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"", "does not say its model_type"},
-        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "the model_type is \"gemma\"; supported: llama, mistral, qwen2, qwen3"},
+        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "the model_type \"gemma\" in config.json is not supported; supported: llama, mistral, qwen2, qwen3"},
         {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null", "does not say \"hidden_size\""},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 0", "\"hidden_size\" in config.json is not a whole number"},
@@ -123,9 +123,26 @@ static void test_damaged_settings(void **state) {
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 99999999999", "\"hidden_size\" in config.json is not a whole number"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 48", "is of shape"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
-        {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21", "is of shape"},
+        {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21",
+         "the tensor model.layers.0.mlp.gate_proj.weight is of shape (20, 24), but config.json asks for (21, 24)"},
+        {"gptq_g32", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 1",
+         "the tensor model.layers.0.self_attn.k_proj.qweight is of shape (32, 64), but config.json asks for (16, 64)"},
+        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 97",
+         "config.json says \"vocab_size\": 97, but model.embed_tokens.weight has 96 rows: correct it"},
+        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 95", "config.json says \"vocab_size\": 95, but model.embed_tokens.weight has 96 rows"},
+        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 96.5", "\"vocab_size\" in config.json is not a whole number"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": -5",
+         "config.json: \"eos_token_id\" is -5, which is not the id of one of the 96 tokens: correct it, or remove the key"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": \"x\"", "\"eos_token_id\" is x, which is not the id of one of"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 1.5", "\"eos_token_id\" is 1.5, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 96", "\"eos_token_id\" is 96, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, 9999]", "\"eos_token_id\" is 9999, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, null]", "\"eos_token_id\" is null, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": {\"a\": 1}", "\"eos_token_id\" is {...}, which is not"},
+        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": -1", "\"bos_token_id\" is -1, which is not the id of one of the 96 tokens"},
+        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": [1, 96]", "\"bos_token_id\" is 96, which is not"},
         {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "the tensor model.layers.2.input_layernorm.weight is missing"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "model.layers.1."},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "config.json says \"num_hidden_layers\": 1, but there are more layers, with the tensor model.layers.1."},
         {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
         {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5", "is of shape"},
         {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 2147483647", "RoPE"},
@@ -163,7 +180,7 @@ static void test_damaged_settings(void **state) {
         {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
         {"llama_mha", "tokenizer.json", "\"added_tokens\":[", "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
-         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (token_embd.weight) only 96 rows"},
+         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (model.embed_tokens.weight) only 96 rows"},
         {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "gptq with 8 bits is not supported; supported: 4"},
         {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
@@ -210,8 +227,12 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,4]", "has an impossible shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]", "which is not their number"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96.0,24]", "has an impossible shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]", "is of shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]", "is of shape"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]", "has 1 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]", "has 3 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[1,96,24]", "has 3 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[24]", "\"shape\":[1,24]", "norm.weight has 2 dimensions, but should have 1"},
+        {"llama_mha", "", "\"shape\":[20,24]", "\"shape\":[1,20,24]", "mlp.gate_proj.weight has 3 dimensions, but should have 2"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[1,3,64]", "is of type F16 with 3 dimensions, but should be F16 with 2"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]", "has no shape of up to 4 dimensions"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":\"96x24\"", "has no shape"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,", "has no data_offsets of two numbers"},
@@ -429,6 +450,16 @@ static void test_accepted(void **state) {
     llm_model *model = llm_model_load(folder, &err);
     assert_true(llm_model_config(model)->tied_output);
     llm_model_free(model);
+    /* more rows of the embedding than tokens: vocab_size counts rows, ids count tokens */
+    copy_model("llama_mha");
+    replace("tokenizer.json",
+            "{\"id\":95,\"content\":\"<|end|>\",\"single_word\":false,\"lstrip\":false,"
+            "\"rstrip\":false,\"normalized\":false,\"special\":true}",
+            "");
+    replace("config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 94");
+    accepted("padded rows of the embedding");
+    replace("config.json", "\"eos_token_id\": 94", "\"eos_token_id\": 95");
+    refused("an end token in the padding", "\"eos_token_id\" is 95, which is not the id of one of the 95 tokens");
     /* data at odd addresses: the header one byte longer */
     copy_model("llama_mha");
     replace("model.safetensors", "", " ");
@@ -623,14 +654,14 @@ static void test_settings(void **state) {
 }
 
 /* The ids under eos_token_id of generation_config.json and config.json end an answer, one or
- * several. They need not be special tokens. Nothing else under that key counts. */
+ * several. They need not be special tokens. */
 static void test_end_ids(void **state) {
     static const struct {
         const char *generation;
         int32_t ends[4]; /* besides the one of config.json */
     } cases[] = {{"{\"eos_token_id\": 66}", {66, -1}},
                  {"{\"eos_token_id\": [66, 70, 95]}", {66, 70, -1}},
-                 {"{\"eos_token_id\": [66, \"67\", 9999, -1, null]}", {66, -1}},
+                 {"{\"eos_token_id\": []}", {-1}},
                  {"{\"eos_token_id\": null}", {-1}},
                  {"{\"bos_token_id\": 66}", {-1}}};
     (void)state;
@@ -652,6 +683,54 @@ static void test_end_ids(void **state) {
         llm_tokenizer_free(t);
         llm_file_close(file);
     }
+    spit("generation_config.json", "{\"eos_token_id\": [66, 9999]}", 28);
+    refused("an end token that is not there",
+            "generation_config.json: \"eos_token_id\" is 9999, which is not the id of one of the 96 "
+            "tokens");
+}
+
+/* Where YaRN covers less than max_position_embeddings, the errors about the context say so. */
+static void test_context_note(void **state) {
+    static const char note[] = "; config.json says 256, but its YaRN scaling makes 64 of 16, its "
+                               "original_max_position_embeddings";
+    llm_error err;
+    (void)state;
+    copy_model("qwen3_yarn");
+    llm_model *model = llm_model_load(folder, &err);
+    assert_true(model && !*llm_model_context_note(model));
+    llm_model_free(model);
+    replace("config.json", "\"max_position_embeddings\": 64", "\"max_position_embeddings\": 256");
+    model = llm_model_load(folder, &err);
+    assert_non_null(model);
+    assert_int_equal(llm_model_config(model)->context_length, 64);
+    assert_string_equal(llm_model_context_note(model), note + 2);
+    llm_engine_options o = llm_engine_defaults();
+    o.context_length = 65;
+    assert_null(llm_engine_create(model, &o, &err));
+    assert_non_null(strstr(err.message, "trained for 1 to 64 tokens (0: all of them)"));
+    assert_non_null(strstr(err.message, note));
+    for (o.context_length = 60; o.context_length <= 64; o.context_length += 4) {
+        int32_t ids[65] = {0};
+        llm_engine *engine = llm_engine_create(model, &o, &err);
+        llm_request r = llm_request_defaults();
+        r.prompt = ids;
+        r.n_prompt = 65;
+        assert_non_null(engine);
+        assert_false(llm_submit(engine, &r, NULL, &err));
+        assert_int_equal(err.status, LLM_ERROR_CAPACITY);
+        assert_int_equal(strstr(err.message, note) != NULL, o.context_length == 64);
+        llm_engine_free(engine);
+    }
+    /* also in the file that is made of the folder */
+    char out[300];
+    snprintf(out, sizeof out, "%s.gguf", folder);
+    llm_model_free(model);
+    assert_true(llm_quantize(folder, out, LLM_F16, false, NULL, NULL, &err));
+    model = llm_model_load(out, &err);
+    assert_non_null(model);
+    assert_string_equal(llm_model_context_note(model), note + 2);
+    llm_model_free(model);
+    unlink(out);
 }
 
 /* ---- 4-bit integers by their formula -------------------------------------------------------- */
@@ -1182,6 +1261,7 @@ int main(void) {
         cmocka_unit_test(test_values_as_converter),
         cmocka_unit_test(test_settings),
         cmocka_unit_test(test_end_ids),
+        cmocka_unit_test(test_context_note),
         cmocka_unit_test(test_int4_formula),
         cmocka_unit_test(test_int4_not_finite),
         cmocka_unit_test(test_incomplete),
