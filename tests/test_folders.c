@@ -113,7 +113,7 @@ static void test_damaged_settings(void **state) {
     static const damage cases[] = {
         {"llama_mha", "config.json", "{", "[", "config.json, line"},
         {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"", "does not say its model_type"},
-        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "the model_type \"gemma\" in config.json is not supported; supported: llama, mistral, qwen2, qwen3"},
+        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "config.json's model_type \"gemma\" is not supported; supported: llama, mistral, qwen2, qwen3"},
         {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null", "does not say \"hidden_size\""},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 0", "\"hidden_size\" in config.json is not a whole number"},
@@ -142,7 +142,7 @@ static void test_damaged_settings(void **state) {
         {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": -1", "\"bos_token_id\" is -1, which is not the id of one of the 96 tokens"},
         {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": [1, 96]", "\"bos_token_id\" is 96, which is not"},
         {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "the tensor model.layers.2.input_layernorm.weight is missing"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "config.json says \"num_hidden_layers\": 1, but there are more layers, with the tensor model.layers.1."},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "config.json's num_hidden_layers is 1, but there are more layers, with the tensor model.layers.1."},
         {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
         {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5", "is of shape"},
         {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 2147483647", "RoPE"},
@@ -181,22 +181,22 @@ static void test_damaged_settings(void **state) {
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
         {"llama_mha", "tokenizer.json", "\"added_tokens\":[", "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
          "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (model.embed_tokens.weight) only 96 rows"},
-        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "gptq with 8 bits is not supported; supported: 4"},
+        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "the number of bits \"8\" is not supported; supported: 4"},
         {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64", "do not fit together in groups of 64"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0", "do not fit together in groups of 0"},
         {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808", "do not fit together"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the format \"marlin\" of gptq is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the gptq format \"marlin\" is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the gptq format \"marlin\" is not supported"},
         {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
         {"gptq_g32", "config.json", "\"damp_percent\"", "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"", "\"dynamic\": {...} in the quantization_config"},
         {"gptq_g32", "config.json", "\"damp_percent\"", "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"", "gptq of the data_type \"fp\" is not supported"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"", "the data_type \"fp\" is not supported"},
         {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"", "the quantization_config in config.json does not say its quant_method"},
         {"llama_mha", "config.json", "\"hidden_act\"", "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"", "\"pruned_heads\": {...} in config.json"},
-        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the format \"gemv\" of awq is not supported"},
-        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the format \"gemm\" of gptq is not supported"},
+        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the awq format \"gemv\" is not supported"},
+        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the gptq format \"gemm\" is not supported"},
         {"awq_g32", "config.json", "\"quant_method\": \"awq\"", "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
         {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"", "q_proj.weight is missing"},
     };
@@ -209,6 +209,18 @@ static void test_damaged_settings(void **state) {
     }
 }
 
+/* The tensor "<module>.<part>" of a safetensors file. */
+static const llm_tensor *source_of(const llm_file *shard, const char *module, const char *part) {
+    char name[160];
+    snprintf(name, sizeof name, "%s.%s", module, part);
+    for (int64_t i = 0; i < llm_file_n_tensors(shard); i++) {
+        llm_string s = llm_file_tensor(shard, i)->name;
+        if (s.length == strlen(name) && !memcmp(s.data, name, s.length))
+            return llm_file_tensor(shard, i);
+    }
+    return NULL;
+}
+
 static void test_damaged_tensors(void **state) {
     (void)state;
     static const damage cases[] = {
@@ -216,7 +228,7 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"F32\"", "\"F33\"", "is of the type 'F33', which is unknown"},
         {"llama_mha", "", "\"F32\"", "\"I32\"", "is of the type I32; supported: F32, F16, BF16"},
         {"llama_mha", "", "\"F32\"", "\"F16\"", "which is not their number"},
-        {"llama_mha", "", "\"F32\"", "32", "is of the type '', which is unknown"},
+        {"llama_mha", "", "\"F32\"", "32", "is of the type '32', which is unknown"},
         {"llama_mha", "", "\"dtype\"", "\"type\"", "is of the type"},
         {"llama_mha", "", "\"shape\"", "\"form\"", "has no shape"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[24,96]", "is of shape"},
@@ -274,17 +286,11 @@ static void test_damaged_tensors(void **state) {
     char path[400];
     path_of(path, folder, "model.safetensors");
     bytes b = slurp(path);
-    llm__sources sources = {0};
-    llm_json header;
     llm_error err;
-    assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, "x", &err));
-    for (int64_t i = 0; i < sources.count; i++)
-        if (llm__ends_with(sources.items[i].name, "0.self_attn.q_proj.g_idx")) {
-            int32_t bad = -1;
-            memcpy((void *)(uintptr_t)sources.items[i].data, &bad, sizeof bad);
-        }
-    LLM_FREE(sources.items);
-    llm_json_free(&header);
+    llm_file *shard = llm__file_create(b.data, b.length, LLM__BORROWED, "x", llm__read_safetensors, &err);
+    int32_t bad = -1;
+    memcpy((void *)(uintptr_t)source_of(shard, "model.layers.0.self_attn.q_proj", "g_idx")->data, &bad, sizeof bad);
+    llm_file_close(shard);
     spit("model.safetensors", b.data, b.length);
     clear_bytes(&b);
     refused("a negative group", "q_proj.g_idx names the group -1 of 2");
@@ -740,51 +746,40 @@ typedef struct int4_model {
     bool awq, zeros_less_one;
 } int4_model;
 
-static const llm__source *source_of(const llm__sources *sources, const char *module,
-                                    const char *part) {
-    char name[160];
-    snprintf(name, sizeof name, "%s.%s", module, part);
-    for (int64_t i = 0; i < sources->count; i++)
-        if (sources->items[i].name.length == strlen(name) &&
-            !memcmp(sources->items[i].name.data, name, strlen(name)))
-            return &sources->items[i];
-    return NULL;
-}
-
-static uint32_t word_at(const llm__source *source, uint64_t i) {
+static uint32_t word_at(const llm_tensor *source, uint64_t i) {
     uint32_t word;
-    memcpy(&word, source->data + 4 * i, sizeof word);
+    memcpy(&word, (const uint8_t *)source->data + 4 * i, sizeof word);
     return word;
 }
 
 /* scale x (q - zero) for row r and column c of a matrix, from the tensors as stored */
-static float int4_value(const llm__sources *sources, const char *module, const int4_model *m,
+static float int4_value(const llm_file *sources, const char *module, const int4_model *m,
                         uint64_t r, uint64_t c) {
     /* where AWQ keeps each of eight rows in a word: their order there is 0 2 4 6 1 3 5 7 */
     static const int places[8] = {0, 4, 1, 5, 2, 6, 3, 7};
-    const llm__source *weights = source_of(sources, module, "qweight"),
+    const llm_tensor *weights = source_of(sources, module, "qweight"),
                       *zeros = source_of(sources, module, "qzeros"),
                       *scales = source_of(sources, module, "scales"),
                       *groups = source_of(sources, module, "g_idx");
-    uint64_t rows = scales->dims[1], cols = m->awq ? weights->dims[0] : 8 * weights->dims[0];
-    uint64_t group = groups ? word_at(groups, c) : c / (cols / scales->dims[0]);
+    uint64_t rows = scales->dims[0], cols = m->awq ? weights->dims[1] : 8 * weights->dims[1];
+    uint64_t group = groups ? word_at(groups, c) : c / (cols / scales->dims[1]);
     uint32_t q = m->awq ? word_at(weights, c * (rows / 8) + r / 8) >> 4 * places[r % 8] & 15
                         : word_at(weights, c / 8 * rows + r) >> 4 * (c % 8) & 15;
     int place = m->awq ? places[r % 8] : (int)(r % 8);
     uint32_t zero = word_at(zeros, group * (rows / 8) + r / 8) >> 4 * place & 15;
-    return llm__f16_to_f32(llm__read_u16(scales->data + 2 * (group * rows + r))) *
+    return llm__f16_to_f32(llm__read_u16((const uint8_t *)scales->data + 2 * (group * rows + r))) *
            (float)((int)q - (int)zero - m->zeros_less_one);
 }
 
 /* Is zero 8 everywhere? Then q4_0 holds the matrix. */
-static bool is_symmetric(const llm__sources *sources, const char *module, const int4_model *m) {
-    const llm__source *zeros = source_of(sources, module, "qzeros");
+static bool is_symmetric(const llm_file *sources, const char *module, const int4_model *m) {
+    const llm_tensor *zeros = source_of(sources, module, "qzeros");
     for (uint64_t i = 0; i < zeros->dims[0] * zeros->dims[1] * 8; i++)
         if ((word_at(zeros, i / 8) >> 4 * (i % 8) & 15) + m->zeros_less_one != 8) return false;
     return true;
 }
 
-static void check_int4(const llm_file *file, const llm__sources *sources, const char *module,
+static void check_int4(const llm_file *file, const llm_file *sources, const char *module,
                        const char *tensor, const int4_model *m) {
     const llm_tensor *t = llm_file_find_tensor(file, tensor);
     llm_error err;
@@ -810,7 +805,7 @@ static void check_int4(const llm_file *file, const llm__sources *sources, const 
 
 /* The same matrix in a file of f32 that was made of the folder: there the columns are in their own
  * order. */
-static void check_rewritten(const llm_file *file, const llm__sources *sources, const char *module,
+static void check_rewritten(const llm_file *file, const llm_file *sources, const char *module,
                             const char *tensor, const int4_model *m) {
     const llm_tensor *t = llm_file_find_tensor(file, tensor);
     assert_true(t && t->type == LLM_F32);
@@ -835,8 +830,6 @@ static void test_int4_formula(void **state) {
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         char path[300], out[300], module[100], tensor[100];
         llm_error err;
-        llm__sources sources = {0};
-        llm_json header;
         snprintf(path, sizeof path, "tests/data/models/%s", models[i].name);
         llm_file *file = llm_file_open(path, &err);
         if (!file) fail_msg("%s", err.message);
@@ -847,23 +840,24 @@ static void test_int4_formula(void **state) {
         if (!rewritten) fail_msg("%s", err.message);
         snprintf(path, sizeof path, "tests/data/models/%s/model.safetensors", models[i].name);
         bytes b = slurp(path);
-        assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, path, &err));
+        llm_file *sources =
+            llm__file_create(b.data, b.length, LLM__BORROWED, path, llm__read_safetensors, &err);
+        assert_non_null(sources);
         for (int layer = 0;; layer++) {
             snprintf(tensor, sizeof tensor, "blk.%d.attn_q.weight", layer);
             if (!llm_file_find_tensor(file, tensor)) break;
             for (size_t k = 0; k < sizeof parts / sizeof *parts; k++) {
                 snprintf(module, sizeof module, "model.layers.%d.%s", layer, parts[k][0]);
                 snprintf(tensor, sizeof tensor, "blk.%d.%s.weight", layer, parts[k][1]);
-                check_int4(file, &sources, module, tensor, &models[i]);
+                check_int4(file, sources, module, tensor, &models[i]);
                 /* (q changes places, see test_values_as_converter) */
                 if (strcmp(parts[k][1], "attn_q"))
-                    check_rewritten(rewritten, &sources, module, tensor, &models[i]);
+                    check_rewritten(rewritten, sources, module, tensor, &models[i]);
             }
         }
         llm_file_close(rewritten);
         unlink(out);
-        LLM_FREE(sources.items);
-        llm_json_free(&header);
+        llm_file_close(sources);
         clear_bytes(&b);
         llm_file_close(file);
     }
@@ -876,20 +870,18 @@ static void test_int4_not_finite(void **state) {
     for (size_t i = 0; i < sizeof models / sizeof *models; i++) {
         char path[400], out[300];
         llm_error err;
-        llm__sources sources = {0};
-        llm_json header;
         copy_model(models[i]);
         llm_file *file = llm_file_open(folder, &err);
         if (!file || !llm_file_check(file, &err)) fail_msg("%s: %s", models[i], err.message);
         llm_file_close(file);
         path_of(path, folder, "model.safetensors");
         bytes b = slurp(path);
-        assert_true(llm__read_safetensors(&sources, &header, b.data, b.length, path, &err));
-        const llm__source *scales = source_of(&sources, "model.layers.0.self_attn.v_proj", "scales");
-        uint16_t bad = 0x7e00;
-        memcpy((void *)(uintptr_t)(scales->data + 2 * scales->dims[1]), &bad, 2); /* group 1, row 0 */
-        LLM_FREE(sources.items);
-        llm_json_free(&header);
+        llm_file *shard =
+            llm__file_create(b.data, b.length, LLM__BORROWED, path, llm__read_safetensors, &err);
+        const llm_tensor *scales = source_of(shard, "model.layers.0.self_attn.v_proj", "scales");
+        uint16_t bad = 0x7e00; /* of group 1, row 0 */
+        memcpy((uint8_t *)(uintptr_t)scales->data + 2 * scales->dims[0], &bad, 2);
+        llm_file_close(shard);
         spit("model.safetensors", b.data, b.length);
         clear_bytes(&b);
         file = llm_file_open(folder, &err);
@@ -932,7 +924,7 @@ static void test_incomplete(void **state) {
     refused_file("tokenizer.json", lfs);
     copy_model("llama_mha");
     spit("model.safetensors", pointer, sizeof pointer - 1);
-    refused("a pointer instead of a model.safetensors", "come from git without LFS");
+    refused("a pointer instead of a model.safetensors", lfs);
     copy_model("llama_mha");
     path_of(path, folder, "tokenizer.json");
     unlink(path);
