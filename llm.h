@@ -5088,7 +5088,7 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  *
  * The file is mapped, not read: the system loads a page at its first access, drops it when memory
  * is short, and shares it between processes. So a large file opens at once, and tensors point into
- * the mapping. Do not shorten a mapped file: replace it by renaming, as the writer below does.
+ * the mapping. Do not shorten a mapped file: write another one, and rename it.
  *
  * Files are not trusted. Counts are checked against the bytes left, products against 64 bits, and
  * offsets against the end of the file, all when it is opened. Later code relies on these checks.
@@ -5178,8 +5178,8 @@ static int llm__compare_names(const void *a, const void *b) {
     return order ? order : (x > y) - (x < y);
 }
 
-/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. Two equal
- * names are an error: "<two> called 'NAME'". */
+/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. If two
+ * names are equal, the error is "<two> called 'NAME'". */
 static const llm_string **llm__index(const llm__input *in, const void *items, int64_t count,
                                      size_t stride, const char *two) {
     const llm_string **index = (const llm_string **)llm__new((size_t)count, sizeof *index,
@@ -5848,30 +5848,21 @@ typedef struct llm__number {
 static bool llm__value_number(const llm_value *value, uint64_t index, llm__number *out) {
     size_t size = value ? llm__value_size(value->element_type) : 0;
     if (!size || index >= value->count || index >= value->bytes / size) return false;
+    char kind = "uiuiuifu  uif"[value->element_type]; /* unsigned (or bool), signed, real */
     uint64_t bits = 0;
     memcpy(&bits, value->data + index * size, size);
     memset(out, 0, sizeof *out);
-    float single;
-    switch (value->element_type) {
-    case LLM_VALUE_F32:
+    out->fraction = kind == 'f';
+    if (kind == 'f' && size == 4) {
+        float single;
         memcpy(&single, &bits, sizeof single);
         out->real = single;
-        out->fraction = true;
-        return true;
-    case LLM_VALUE_F64:
+    } else if (kind == 'f') {
         memcpy(&out->real, &bits, sizeof bits);
-        out->fraction = true;
-        return true;
-    case LLM_VALUE_I8:
-    case LLM_VALUE_I16:
-    case LLM_VALUE_I32:
-    case LLM_VALUE_I64:
-        out->negative = bits >> (8 * size - 1) & 1;
-        if (out->negative) bits = (~bits + 1) & (UINT64_MAX >> (64 - 8 * size));
-        break;
-    default: break; /* unsigned or bool */
+    } else {
+        out->negative = kind == 'i' && bits >> (8 * size - 1);
+        out->magnitude = out->negative ? (~bits + 1) & (UINT64_MAX >> (64 - 8 * size)) : bits;
     }
-    out->magnitude = bits;
     return true;
 }
 
@@ -5988,9 +5979,8 @@ static bool llm__json_skip(llm__json_parser *p, int c) {
 }
 
 static void llm__json_space(llm__json_parser *p) {
-    while (llm__json_skip(p, ' ') || llm__json_skip(p, '\n') || llm__json_skip(p, '\r') ||
-           llm__json_skip(p, '\t')) {
-    }
+    int c;
+    while ((c = llm__json_peek(p)) == ' ' || c == '\n' || c == '\r' || c == '\t') p->at++;
 }
 
 /* -1: out of memory. */
@@ -7029,8 +7019,8 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
 }
 
 /* The names in which config.json speaks of the shape; how the model was trained, where it came from
- * and how others run it; and how to choose words, which was there before generation_config.json
- * was invented, and which is the request's to say. */
+ * and how others run it; and how to choose words, which older models say here instead of in
+ * generation_config.json, and which a request decides. */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
