@@ -5598,27 +5598,21 @@ static bool llm__is_directory(const char *path) {
 /* Sets *data to NULL for an empty file. */
 static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
+    int descriptor = open(path, O_RDONLY | O_NONBLOCK); /* does not wait for a pipe's writer */
+    bool known = descriptor >= 0 && !fstat(descriptor, &status),
+         file = known && S_ISREG(status.st_mode);
     *data = NULL;
-    /* before open(), which would wait for the writer of a pipe */
-    if (!stat(path, &status) && !S_ISREG(status.st_mode))
+    *size = file ? (uint64_t)status.st_size : 0;
+    if (*size > SIZE_MAX / 2) errno = EFBIG;
+    else if (*size) *data = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    int why = errno;
+    if (descriptor >= 0) close(descriptor); /* the mapping stays */
+    if (*data == MAP_FAILED) *data = NULL;
+    if (known && !file)
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
                          S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
-    int descriptor = open(path, O_RDONLY);
-    if (descriptor < 0)
-        return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno));
-    bool known = !fstat(descriptor, &status);
-    *size = known ? (uint64_t)status.st_size : 0;
-    if (known && *size > SIZE_MAX / 2) known = false, errno = EFBIG;
-    void *mapping = known && *size
-                        ? mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0)
-                        : MAP_FAILED;
-    int why = errno;
-    close(descriptor); /* the mapping stays */
-    if (mapping != MAP_FAILED) *data = mapping;
-    else if (!known || *size)
-        return llm__fail(err, LLM_ERROR_FILE, "cannot map the %llu bytes of %s: %s",
-                         (llm__big)*size, path, strerror(why));
-    return true;
+    return (file && (*data || !*size)) ||
+           llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(why));
 }
 
 static llm_file *llm__file_map(const char *path, bool (*read)(llm__reader *), llm_error *err) {
@@ -6974,8 +6968,8 @@ static const llm_json_node *llm__folder_entry(const llm_json_node *object, const
     return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
 }
 
-static bool llm__folder_flag(const llm_json_node *object, const char *key) {
-    bool flag = false;
+static bool llm__is_on(const llm_json_node *object, const char *key, bool otherwise) {
+    bool flag = otherwise;
     llm_json_bool(llm_json_member(object, key), &flag);
     return flag;
 }
@@ -7074,9 +7068,7 @@ static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_j
                              double factor, int *context) {
     double log_factor = factor > 1 ? log(factor) : 0, usual = 0.1 * log_factor + 1;
     double fast, slow, magnitude = usual, mscale = 0, all = 0;
-    bool truncate = true;
-    llm_json_bool(llm_json_member(rope, "truncate"), &truncate);
-    if (!truncate)
+    if (!llm__is_on(rope, "truncate", true))
         return llm__unsupported(&f->in, "YaRN with \"truncate\": false is not supported");
     if (llm_json_f64(llm__folder_entry(rope, "mscale"), &mscale) &&
         llm_json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) && mscale != 0 && all != 0)
@@ -7150,11 +7142,11 @@ static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     const llm_json_node *config = f->config.nodes,
                         *types = llm__folder_entry(config, "layer_types"),
                         *node = llm_json_member(config, "sliding_window");
-    bool qwen = a->pairing == LLM_ROPE_HALVES, uses = !qwen;
+    bool qwen = a->pairing == LLM_ROPE_HALVES;
     int window = 0, n_windows = 0;
     int64_t first = 0;
-    llm_json_bool(llm_json_member(config, "use_sliding_window"), &uses);
-    if (!uses || llm_json_has_kind(node, LLM_JSON_NULL) || (!node && !a->window && !types))
+    if (!llm__is_on(config, "use_sliding_window", !qwen) ||
+        llm_json_has_kind(node, LLM_JSON_NULL) || (!node && !a->window && !types))
         return true;
     if (!strcmp(a->model_type, "llama"))
         return llm__unsupported(&f->in,
@@ -7584,7 +7576,7 @@ static const llm_tensor *llm__folder_int4_sources(llm__folder *f, llm__int4 *m,
         return NULL;
     }
     snprintf(name, sizeof name, "%s.g_idx", module);
-    if (m->awq || (!llm__folder_flag(q, "desc_act") && !llm_file_find_tensor(f->file, name)))
+    if (m->awq || (!llm__is_on(q, "desc_act", false) && !llm_file_find_tensor(f->file, name)))
         return w;
     const llm_tensor *g = llm__folder_int4_source(f, module, "g_idx", "I32", 1, &groups);
     if (!g) return NULL;
@@ -7769,8 +7761,8 @@ static bool llm__all_zero(const llm_tensor *source) {
 static bool llm__folder_wants(const llm__folder *f, int part) {
     const llm_json_node *config = f->config.nodes;
     unsigned wanted = f->architecture->required, optional = f->architecture->optional;
-    if (llm__folder_flag(config, "attention_bias")) wanted |= optional & LLM__BIASES;
-    if (llm__folder_flag(config, "mlp_bias")) wanted |= optional & LLM__FFN_BIASES;
+    if (llm__is_on(config, "attention_bias", false)) wanted |= optional & LLM__BIASES;
+    if (llm__is_on(config, "mlp_bias", false)) wanted |= optional & LLM__FFN_BIASES;
     return wanted >> part & 1;
 }
 
@@ -7825,7 +7817,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
     static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
                                            {"model.norm.weight", "output_norm.weight"},
                                            {"lm_head.weight", "output.weight"}};
-    bool tied = llm__folder_flag(f->config.nodes, "tie_word_embeddings");
+    bool tied = llm__is_on(f->config.nodes, "tie_word_embeddings", false);
     for (int i = 0; i < 3; i++) {
         const llm_tensor *source = llm_file_find_tensor(f->file, names[i][0]);
         if (i == 2 && tied) { /* some files hold it nevertheless; ignore it */
@@ -9257,11 +9249,6 @@ static const llm_json_node *llm__setting(const llm__vocabulary *v, const char *k
 }
 
 static bool llm__is_null(const llm_json_node *node) { return !node || node->kind == LLM_JSON_NULL; }
-
-static bool llm__is_on(const llm_json_node *object, const char *key, bool otherwise) {
-    bool flag = otherwise;
-    return llm_json_bool(llm_json_member(object, key), &flag) ? flag : otherwise;
-}
 
 static bool llm__vocabulary_error(const llm__vocabulary *v, llm_status status, const char *what) {
     return llm__fail(v->err, status, "%s: %s", v->name, what);
