@@ -5967,9 +5967,9 @@ static int llm__json_peek(const llm__json_parser *p) { /* -1: the end */
 
 /* Skip the character if it is next. */
 static bool llm__json_skip(llm__json_parser *p, int c) {
-    bool next = llm__json_peek(p) == c;
-    p->at += next;
-    return next;
+    if (llm__json_peek(p) != c) return false;
+    p->at++;
+    return true;
 }
 
 static void llm__json_space(llm__json_parser *p) {
@@ -5980,12 +5980,15 @@ static void llm__json_space(llm__json_parser *p) {
 /* -1: out of memory. */
 static int64_t llm__json_add(llm__json_parser *p, llm_json_kind kind) {
     llm_json *json = p->json;
-    if (!llm__add_record(&json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON",
+    if (json->n_nodes == p->capacity &&
+        !llm__add_record(&json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON",
                          p->err))
         return -1;
-    json->nodes[json->n_nodes].text = json->text + p->at;
-    json->nodes[json->n_nodes].kind = kind;
-    json->nodes[json->n_nodes].span = 1;
+    llm_json_node *node = &json->nodes[json->n_nodes];
+    node->text = json->text + p->at;
+    node->length = 0;
+    node->kind = kind;
+    node->span = 1;
     return json->n_nodes++;
 }
 
