@@ -176,7 +176,8 @@ typedef struct llm_value { /* one key of a file's metadata */
 } llm_value;
 
 typedef struct llm_tensor { /* one tensor of a file */
-    llm_string name;
+    llm_string name;   /* GGUF's */
+    llm_string source; /* the name that the file has: in a Hugging Face folder another one */
     llm_type type;
     int n_dims;        /* 1 to 4 */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
@@ -216,6 +217,21 @@ const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
  * of 128 rows). False, with the error set, if there are no such rows. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
                      llm_error *err);
+
+typedef struct llm_faults { /* values that are not finite: NaN or infinite */
+    uint64_t count;
+    uint64_t first; /* index of the first: row x dims[0] + column */
+    float value;    /* the first */
+} llm_faults;
+
+/* Look for values that are not finite among `count` values. A block's scale that is not finite
+ * makes all of its values so. */
+llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
+/* The same for a whole tensor. False, with the error set: out of memory. */
+bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
+/* Read all weights. False, with the error set, if a value is not finite: damaged downloads and
+ * failed conversions have such values. To open a file reads almost none of them. */
+bool llm_file_check(const llm_file *file, llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
  * index is past its end, or the conversion would lose the value. */
@@ -426,6 +442,8 @@ void llm_model_free(llm_model *model); /* after the engines that use it, as targ
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
+/* Why context_length is less than config.json says, for messages; empty: it is not. */
+const char *llm_model_context_note(const llm_model *model);
 /* Bytes of weights that a decode step reads: all, but of the embedding only one row. */
 uint64_t llm_model_step_bytes(const llm_model *model);
 /* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes of the type. */
@@ -1284,6 +1302,7 @@ struct llm_model {
                                * them */
     const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
     uint64_t weight_bytes;    /* of all tensors */
+    char context_note[160];   /* see llm_model_context_note */
 };
 
 typedef struct llm__network {
@@ -2488,11 +2507,13 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
 }
 
 /* Check the options, and fill in what was left to the engine. */
-static bool llm__engine_options(llm_engine_options *o, const llm_config *c, llm_error *err) {
+static bool llm__engine_options(llm_engine_options *o, const llm_model *model, llm_error *err) {
+    const llm_config *c = &model->config;
+    const char *note = model->context_note;
     if (o->context_length < 0 || o->context_length > c->context_length)
         return llm__refuse(err, LLM_ERROR_ARGUMENT, "context_length",
-                           " is %d: the model was trained for 1 to %d tokens",
-                           o->context_length, c->context_length);
+                           " is %d: the model was trained for 1 to %d tokens%s%s",
+                           o->context_length, c->context_length, *note ? "; " : "", note);
     if (o->context_length == 0) o->context_length = c->context_length;
     if (o->cache_type != LLM_F16 && o->cache_type != LLM_F32)
         return llm__refuse(err, LLM_ERROR_UNSUPPORTED, "cache_type",
@@ -2635,7 +2656,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     const llm_config *c = llm_model_config(e->model);
     llm_engine_options *o = &e->options;
     int64_t n_blocks = 0;
-    if (!llm__engine_options(o, c, err)) return false;
+    if (!llm__engine_options(o, e->model, err)) return false;
     if (!o->backend) {
         o->backend = e->own_backend = llm_cpu_backend(o->n_threads, o->max_isa, err);
         if (!o->backend) return false;
@@ -2745,11 +2766,14 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
-    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0)) {
+        const char *note = context < longest ? "" : e->model->context_note;
         return llm__refuse(
             err, LLM_ERROR_CAPACITY, "context_length",
-            " is %d, and the prompt has %d tokens: shorten the prompt%s", context, r->n_prompt,
-            context < longest ? ", or allow a longer context" : " (the model has no longer context)");
+            " is %d, and the prompt has %d tokens: shorten the prompt%s%s%s", context, r->n_prompt,
+            context < longest ? ", or allow a longer context" : " (the model has no longer context)",
+            *note ? "; " : "", note);
+    }
     for (int i = 0; i < r->n_prompt; i++)
         if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
             return llm__refuse(err, LLM_ERROR_ARGUMENT, "prompt",
@@ -3231,9 +3255,10 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
     if (draft->config.context_length < o->context_length)
         return llm__refuse(err, LLM_ERROR_ARGUMENT, "context_length",
                            " is %d, and the draft, %s, was trained for %d tokens: set it to that "
-                           "or less",
+                           "or less%s%s",
                            o->context_length, llm_file_path(draft->file),
-                           draft->config.context_length);
+                           draft->config.context_length, *draft->context_note ? "; " : "",
+                           draft->context_note);
     sp->logits = (float *)llm__new((size_t)max_logits * vocab, sizeof(float), "the draft's logits",
                                    err);
     sp->probabilities = (float *)llm__new(
@@ -5142,7 +5167,7 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  *
  * The file is mapped, not read: the system loads a page at its first access, drops it when memory
  * is short, and shares it between processes. So a large file opens at once, and tensors point into
- * the mapping. Do not shorten a mapped file: replace it by renaming, as the writer below does.
+ * the mapping. Do not shorten a mapped file: write another one, and rename it.
  *
  * Files are not trusted. Counts are checked against the bytes left, products against 64 bits, and
  * offsets against the end of the file, all when it is opened. Later code relies on these checks.
@@ -5150,30 +5175,67 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
 
 typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
 
-/* Memory besides llm_file.data: mapped safetensors files, and what opening a folder allocates. */
-typedef struct llm__region {
-    const void *data;
-    uint64_t size;
-    llm__memory memory;
-} llm__region;
-
 struct llm_file {
     char *path;
-    const uint8_t *data;      /* (size) the GGUF file; of a folder: its settings as GGUF metadata */
-    uint64_t size;            /* bytes */
-    llm__memory memory;       /* of data */
-    int version;              /* of GGUF */
+    const uint8_t *data;      /* (size) the file; of a folder: its settings as GGUF metadata */
+    uint64_t size;       /* bytes */
+    llm__memory memory;  /* of data */
+    int version;         /* of GGUF */
     int64_t n_values, n_tensors;
-    llm_value *values;        /* (n_values) in file order */
-    llm_tensor *tensors;      /* (n_tensors) of all parts */
+    llm_value *values;               /* (n_values) in file order */
+    llm_tensor *tensors;             /* (n_tensors) of all parts */
     const llm_string **value_index;  /* (n_values) pointers to the values, sorted by key */
     const llm_string **tensor_index; /* (n_tensors) pointers to the tensors, sorted by name */
-    llm_file **parts;         /* (n_parts) files of the model besides this one */
+    llm_file **parts;                /* (n_parts) files of the model besides this one */
     int64_t n_parts;
-    llm__region *regions;     /* (n_regions) */
-    int64_t n_regions, regions_capacity;
+    int64_t parts_capacity;   /* 0: of n_parts */
+    void **memories;          /* (n_memories) what opening a folder allocates */
+    int64_t n_memories, memories_capacity;
+    llm_json header;          /* of a safetensors file: it holds the names of its tensors */
     bool folder;              /* a Hugging Face folder or a tokenizer.json */
 };
+
+/* ---- Errors ---------------------------------------------------------- */
+
+typedef unsigned long long llm__big; /* for "%llu" */
+
+typedef struct llm__input { /* what is being read; errors begin with "PATH: " */
+    const char *path;
+    llm_error *err;
+} llm__input;
+
+static bool llm__input_error(const llm__input *in, llm_status status, const char *format,
+                             va_list arguments) {
+    char text[440];
+    vsnprintf(text, sizeof text, format, arguments);
+    return llm__fail(in->err, status, "%s: %s", in->path, text);
+}
+
+/* The input is damaged or contradicts itself. */
+LLM__PRINTF(2, 3)
+static bool llm__bad(const llm__input *in, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    llm__input_error(in, LLM_ERROR_FORMAT, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+/* It may be sound, but this engine cannot use it. */
+LLM__PRINTF(2, 3)
+static bool llm__unsupported(const llm__input *in, const char *format, ...) {
+    va_list arguments;
+    va_start(arguments, format);
+    llm__input_error(in, LLM_ERROR_UNSUPPORTED, format, arguments);
+    va_end(arguments);
+    return false;
+}
+
+static bool llm__not_among(const llm__input *in, const char *what, llm__printable name,
+                           const char *known) {
+    return llm__unsupported(in, "%s \"%s\" is not supported; supported: %s", what, name.text,
+                            known);
+}
 
 /* ---- Names ----------------------------------------------------------- */
 
@@ -5195,18 +5257,27 @@ static int llm__compare_names(const void *a, const void *b) {
     return order ? order : (x > y) - (x < y);
 }
 
-/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. */
-static const llm_string **llm__sorted_names(const void *items, int64_t count, size_t stride, llm_error *err) {
-    const llm_string **index =
-        (const llm_string **)llm__new((size_t)count, sizeof *index, "an index of names", err);
+/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. If two
+ * names are equal, the error is "<two> called 'NAME'". */
+static const llm_string **llm__index(const llm__input *in, const void *items, int64_t count,
+                                     size_t stride, const char *two) {
+    const llm_string **index = (const llm_string **)llm__new((size_t)count, sizeof *index,
+                                                             "an index of names", in->err);
     if (!index) return NULL;
     for (int64_t i = 0; i < count; i++)
         index[i] = (const llm_string *)(const void *)((const char *)items + (size_t)i * stride);
     qsort(index, (size_t)count, sizeof *index, llm__compare_names);
+    for (int64_t i = 1; i < count; i++)
+        if (!llm__compare_strings(index[i - 1], index[i])) {
+            llm__bad(in, "%s called '%s'", two, llm__show(*index[i]).text);
+            LLM_FREE((void *)index);
+            return NULL;
+        }
     return index;
 }
 
-static const llm_string *llm__find_string(const llm_string *const *index, int64_t count, llm_string wanted) {
+static const void *llm__find_name(const llm_string *const *index, int64_t count,
+                                  llm_string wanted) {
     int64_t low = 0, high = count;
     while (low < high) {
         int64_t middle = low + (high - low) / 2;
@@ -5218,66 +5289,37 @@ static const llm_string *llm__find_string(const llm_string *const *index, int64_
     return NULL;
 }
 
-static const llm_string *llm__find_name(const llm_string *const *index, int64_t count, const char *name) {
-    return llm__find_string(index, count, llm__string(name));
-}
-
-static const llm_string *llm__duplicate(const llm_string *const *index, int64_t count) {
-    for (int64_t i = 1; i < count; i++)
-        if (!llm__compare_strings(index[i - 1], index[i])) return index[i];
-    return NULL;
-}
-
 /* ---- Reading the header ---------------------------------------------- */
 
 typedef struct llm__reader {
     llm_file *file;
     uint64_t at; /* offset of the next byte, at most file->size */
-    llm_error *err;
+    llm__input in;
 } llm__reader;
-
-LLM__PRINTF(2, 3)
-static bool llm__format_error(llm__reader *r, const char *format, ...) {
-    char text[400];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    return llm__fail(r->err, LLM_ERROR_FORMAT, "%s: %s", r->file->path, text);
-}
 
 static uint64_t llm__left(const llm__reader *r) { return r->file->size - r->at; }
 
-static bool llm__ends_inside(llm__reader *r, uint64_t wanted, const char *what) {
-    return llm__format_error(r,
-                             "%s at byte %llu needs %llu more bytes, but the file ends at byte %llu: it is "
-                             "damaged, or did not arrive whole; fetch it again",
-                             what, (unsigned long long)r->at, (unsigned long long)wanted,
-                             (unsigned long long)r->file->size);
-}
-
 static const uint8_t *llm__read_bytes(llm__reader *r, uint64_t n, const char *what) {
-    if (n > llm__left(r)) return llm__ends_inside(r, n, what), (const uint8_t *)NULL;
-    const uint8_t *bytes = r->file->data + r->at;
+    if (n > llm__left(r)) {
+        llm__bad(&r->in,
+                 "%s at byte %llu needs %llu more bytes, but the file ends at byte %llu: it is "
+                 "damaged, or did not arrive whole; fetch it again",
+                 what, (llm__big)r->at, (llm__big)n, (llm__big)r->file->size);
+        return NULL;
+    }
     r->at += n;
-    return bytes;
+    return r->file->data + (r->at - n);
 }
 
-static bool llm__read_u32(llm__reader *r, const char *what, uint32_t *out) {
-    const uint8_t *bytes = llm__read_bytes(r, sizeof *out, what);
-    if (bytes) memcpy(out, bytes, sizeof *out);
-    return bytes != NULL;
-}
-
-static bool llm__read_u64(llm__reader *r, const char *what, uint64_t *out) {
-    const uint8_t *bytes = llm__read_bytes(r, sizeof *out, what);
-    if (bytes) memcpy(out, bytes, sizeof *out);
+static bool llm__read_number(llm__reader *r, const char *what, void *out, size_t size) {
+    const uint8_t *bytes = llm__read_bytes(r, size, what);
+    if (bytes) memcpy(out, bytes, size);
     return bytes != NULL;
 }
 
 static bool llm__read_string(llm__reader *r, const char *what, llm_string *out) {
     uint64_t length = 0;
-    if (!llm__read_u64(r, what, &length)) return false;
+    if (!llm__read_number(r, what, &length, sizeof length)) return false;
     out->data = (const char *)llm__read_bytes(r, length, what);
     out->length = (size_t)length;
     return out->data != NULL;
@@ -5291,21 +5333,16 @@ static size_t llm__value_size(uint32_t type) {
 
 /* Check that all elements are inside the file, and set value->data and value->bytes. */
 static bool llm__read_elements(llm__reader *r, llm_value *value, const char *what) {
-    uint64_t start = r->at, bytes = 0;
-    if (value->element_type == LLM_VALUE_STRING) {
-        if (value->count > llm__left(r) / 8)
-            return llm__format_error(
-                r, "%s at byte %llu is said to hold %llu strings, more than the rest of the file can", what,
-                (unsigned long long)start, (unsigned long long)value->count);
-        llm_string skipped;
-        for (uint64_t i = 0; i < value->count; i++)
-            if (!llm__read_string(r, what, &skipped)) return false;
-    } else {
-        if (!llm__multiply(value->count, llm__value_size(value->element_type), &bytes))
-            return llm__format_error(r, "%s at byte %llu is said to hold %llu elements, which is impossible",
-                                     what, (unsigned long long)start, (unsigned long long)value->count);
-        if (!llm__read_bytes(r, bytes, what)) return false;
-    }
+    uint64_t start = r->at, bytes = 0, size = llm__value_size(value->element_type);
+    llm_string skipped;
+    bool strings = !size; /* at least 8 bytes each */
+    if (strings ? value->count > llm__left(r) / 8 : !llm__multiply(value->count, size, &bytes))
+        return llm__bad(&r->in, "%s at byte %llu is said to hold %llu %s, more than the file can",
+                        what, (llm__big)start, (llm__big)value->count,
+                        strings ? "strings" : "elements");
+    for (uint64_t i = 0; strings && i < value->count; i++)
+        if (!llm__read_string(r, what, &skipped)) return false;
+    if (!llm__read_bytes(r, bytes, what)) return false;
     value->data = r->file->data + start;
     value->bytes = (size_t)(r->at - start);
     return true;
@@ -5316,22 +5353,26 @@ static bool llm__read_value(llm__reader *r, llm_value *value) {
     uint32_t type = 0;
     if (!llm__read_string(r, "the key of a metadata value", &value->key)) return false;
     if (!value->key.length || value->key.length > 65535)
-        return llm__format_error(
-            r, "the metadata value at byte %llu has a key of %zu bytes (1 to 65535 are allowed)",
-            (unsigned long long)start, value->key.length);
+        return llm__bad(&r->in,
+                        "the metadata value at byte %llu has a key of %zu bytes (1 to 65535 "
+                        "are allowed)",
+                        (llm__big)start, value->key.length);
     char what[100];
     snprintf(what, sizeof what, "the value of '%s'", llm__show(value->key).text);
-    if (!llm__read_u32(r, what, &type)) return false;
+    if (!llm__read_number(r, what, &type, sizeof type)) return false;
     value->type = (llm_value_type)type;
     value->count = 1;
-    if (type == LLM_VALUE_ARRAY)
-        if (!llm__read_u32(r, what, &type) || !llm__read_u64(r, what, &value->count)) return false;
+    if (value->type == LLM_VALUE_ARRAY &&
+        (!llm__read_number(r, what, &type, sizeof type) ||
+         !llm__read_number(r, what, &value->count, sizeof value->count)))
+        return false;
     if (value->type == LLM_VALUE_ARRAY && type == LLM_VALUE_ARRAY)
-        return llm__format_error(r, "%s at byte %llu is an array of arrays, which GGUF readers do not take",
-                                 what, (unsigned long long)start);
+        return llm__bad(&r->in,
+                        "%s at byte %llu is an array of arrays, which GGUF readers do not take",
+                        what, (llm__big)start);
     if (type != LLM_VALUE_STRING && !llm__value_size(type))
-        return llm__format_error(r, "%s at byte %llu is of type %u, which does not exist", what,
-                                 (unsigned long long)start, type);
+        return llm__bad(&r->in, "%s at byte %llu is of type %u, which does not exist", what,
+                        (llm__big)start, type);
     value->element_type = (llm_value_type)type;
     return llm__read_elements(r, value, what);
 }
@@ -5354,113 +5395,108 @@ static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t siz
     return grown;
 }
 
-static bool llm__read_values(llm__reader *r, uint64_t count) {
-    llm_file *file = r->file;
-    int64_t capacity = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        void *grown =
-            llm__grow(file->values, file->n_values, &capacity, sizeof *file->values, "the metadata", r->err);
-        if (!grown) return false;
-        file->values = (llm_value *)grown;
-        memset(&file->values[file->n_values], 0, sizeof *file->values);
-        if (!llm__read_value(r, &file->values[file->n_values])) return false;
-        file->n_values++;
-    }
-    file->value_index = llm__sorted_names(file->values, file->n_values, sizeof *file->values, r->err);
-    if (!file->value_index) return false;
-    const llm_string *twice = llm__duplicate(file->value_index, file->n_values);
-    if (twice) return llm__format_error(r, "the metadata has the key '%s' twice", llm__show(*twice).text);
+/* The same, with a zeroed record. list: the address of the pointer to the records. */
+static bool llm__add_record(void *list, int64_t count, int64_t *capacity, size_t size,
+                            const char *what, llm_error *err) {
+    void *items;
+    memcpy(&items, list, sizeof items);
+    items = llm__grow(items, count, capacity, size, what, err);
+    if (!items) return false;
+    memcpy(list, &items, sizeof items);
+    memset((char *)items + (size_t)count * size, 0, size);
     return true;
 }
 
-/* The name of any GGUF type, supported or not, for error messages. */
-static const char *llm__type_name(uint32_t type) {
-    static const char *const names[] = {
-        "f32",    "f16",   "q4_0",  "q4_1",   NULL,    NULL,    "q5_0",    "q5_1",   "q8_0",    "q8_1",
-        "q2_k",   "q3_k",  "q4_k",  "q5_k",   "q6_k",  "q8_k",  "iq2_xxs", "iq2_xs", "iq3_xxs", "iq1_s",
-        "iq4_nl", "iq3_s", "iq2_s", "iq4_xs", "i8",    "i16",   "i32",     "i64",    "f64",     "iq1_m",
-        "bf16",   "q4_0_4_4", "q4_0_4_8", "q4_0_8_8", "tq1_0", "tq2_0", "iq4_nl_4_4", "iq4_nl_4_8", "iq4_nl_8_8", "mxfp4",
-        "nvfp4"};
-    const char *name = type < sizeof names / sizeof *names ? names[type] : NULL;
-    return name ? name : "unknown";
+static bool llm__read_values(llm__reader *r, uint64_t count) {
+    llm_file *file = r->file;
+    int64_t capacity = 0;
+    for (; (uint64_t)file->n_values < count; file->n_values++)
+        if (!llm__add_record(&file->values, file->n_values, &capacity, sizeof *file->values,
+                             "the metadata", r->in.err) ||
+            !llm__read_value(r, &file->values[file->n_values]))
+            return false;
+    file->value_index = llm__index(&r->in, file->values, file->n_values, sizeof *file->values,
+                                   "the metadata has two values");
+    return file->value_index != NULL;
 }
 
-static bool llm__unsupported_type(llm__reader *r, const llm_tensor *tensor, uint32_t type) {
+/* Refuse a type. Its name is in a list of the names of GGUF's types, by number. */
+static bool llm__unsupported_type(llm__reader *r, const char *what, uint32_t type) {
+    static const char names[] =
+        "f32 f16 q4_0 q4_1 unknown unknown q5_0 q5_1 q8_0 q8_1 q2_k q3_k q4_k q5_k q6_k q8_k "
+        "iq2_xxs iq2_xs iq3_xxs iq1_s iq4_nl iq3_s iq2_s iq4_xs i8 i16 i32 i64 f64 iq1_m bf16 "
+        "q4_0_4_4 q4_0_4_8 q4_0_8_8 tq1_0 tq2_0 iq4_nl_4_4 iq4_nl_4_8 iq4_nl_8_8 mxfp4 nvfp4 "
+        "unknown";
     char known[200] = "";
+    const char *name = names, *next;
     const llm_type_info *info;
-    for (int i = 0; (info = llm_type_at(i)) != NULL; i++) {
-        size_t used = strlen(known);
-        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", info->name);
-    }
-    llm__format_error(r, "the tensor '%s' is of type %u (%s), which is not supported; supported are %s",
-                      llm__show(tensor->name).text, type, llm__type_name(type), known);
-    if (r->err) r->err->status = LLM_ERROR_UNSUPPORTED;
-    return false;
+    size_t used = 0;
+    for (uint32_t i = 0; i < type && (next = strchr(name, ' ')) != NULL; i++) name = next + 1;
+    for (int i = 0; (info = llm_type_at(i)) != NULL && used < sizeof known; i++)
+        used += (size_t)snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "",
+                                 info->name);
+    return llm__unsupported(&r->in,
+                            "%s is of type %u (%.*s), which is not supported; supported are %s",
+                            what, type, (int)strcspn(name, " "), name, known);
 }
 
 /* False if no tensor of this type can have these dimensions. */
-static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint64_t *dims, uint64_t *bytes) {
-    if (n_dims < 1 || n_dims > 4 || dims[0] % (uint64_t)info->block_values) return false;
+static bool llm__tensor_bytes(const llm_type_info *info, int n_dims, const uint64_t *dims,
+                              uint64_t *bytes) {
     uint64_t values = 1;
+    if (dims[0] % (uint64_t)info->block_values) return false;
     for (int i = 0; i < n_dims; i++)
-        if (!dims[i] || !llm__multiply(values, dims[i], &values) || values > INT64_MAX) return false;
-    return llm__multiply(values / (uint64_t)info->block_values, (uint64_t)info->block_bytes, bytes) &&
+        if (!dims[i] || !llm__multiply(values, dims[i], &values) || values > INT64_MAX)
+            return false;
+    return llm__multiply(values / (uint64_t)info->block_values, (uint64_t)info->block_bytes,
+                         bytes) &&
            *bytes <= INT64_MAX;
 }
 
 /* tensor->data stays NULL: *offset counts from the start of the data, which is not known yet. */
 static bool llm__read_tensor(llm__reader *r, llm_tensor *tensor, uint64_t *offset) {
-    uint64_t start = r->at;
+    uint64_t start = r->at, *d = tensor->dims;
     uint32_t n_dims = 0, type = 0;
     if (!llm__read_string(r, "the name of a tensor", &tensor->name)) return false;
     if (!tensor->name.length)
-        return llm__format_error(r, "the tensor at byte %llu has no name", (unsigned long long)start);
+        return llm__bad(&r->in, "the tensor at byte %llu has no name", (llm__big)start);
     char what[100];
     snprintf(what, sizeof what, "the tensor '%s'", llm__show(tensor->name).text);
-    if (!llm__read_u32(r, what, &n_dims)) return false;
+    if (!llm__read_number(r, what, &n_dims, sizeof n_dims)) return false;
     if (n_dims < 1 || n_dims > 4)
-        return llm__format_error(r, "%s at byte %llu has %u dimensions (1 to 4 are allowed)", what,
-                                 (unsigned long long)start, n_dims);
+        return llm__bad(&r->in, "%s at byte %llu has %u dimensions (1 to 4 are allowed)", what,
+                        (llm__big)start, n_dims);
+    tensor->source = tensor->name;
     tensor->n_dims = (int)n_dims;
-    for (uint32_t i = 0; i < 4; i++) tensor->dims[i] = 1;
-    for (uint32_t i = 0; i < n_dims; i++)
-        if (!llm__read_u64(r, what, &tensor->dims[i])) return false;
-    if (!llm__read_u32(r, what, &type) || !llm__read_u64(r, what, offset)) return false;
+    for (uint32_t i = 0; i < 4; i++) d[i] = 1;
+    if (!llm__read_number(r, what, d, n_dims * sizeof *d) ||
+        !llm__read_number(r, what, &type, sizeof type) ||
+        !llm__read_number(r, what, offset, sizeof *offset))
+        return false;
     const llm_type_info *info = type < LLM_Q4_Z ? llm_type_find((llm_type)type) : NULL;
-    if (!info) return llm__unsupported_type(r, tensor, type);
+    if (!info) return llm__unsupported_type(r, what, type);
     tensor->type = info->type;
-    const uint64_t *d = tensor->dims;
-    if (!llm__tensor_bytes(info, tensor->n_dims, d, &tensor->bytes))
-        return llm__format_error(
-            r,
-            "%s at byte %llu has the impossible shape %llu x %llu x %llu x %llu (none may be zero, the first "
-            "a multiple of %d for %s)",
-            what, (unsigned long long)start, (unsigned long long)d[0], (unsigned long long)d[1],
-            (unsigned long long)d[2], (unsigned long long)d[3], info->block_values, info->name);
-    return true;
+    return llm__tensor_bytes(info, tensor->n_dims, d, &tensor->bytes) ||
+           llm__bad(&r->in,
+                    "%s at byte %llu has the impossible shape %llu x %llu x %llu x %llu (none "
+                    "may be zero, the first a multiple of %d for %s)",
+                    what, (llm__big)start, (llm__big)d[0], (llm__big)d[1], (llm__big)d[2],
+                    (llm__big)d[3], info->block_values, info->name);
 }
 
 static bool llm__read_tensors(llm__reader *r, uint64_t count, uint64_t **offsets) {
     llm_file *file = r->file;
-    int64_t capacity = 0, offsets_capacity = 0;
-    for (uint64_t i = 0; i < count; i++) {
-        void *grown = llm__grow(file->tensors, file->n_tensors, &capacity, sizeof *file->tensors,
-                                "the tensors", r->err);
-        if (!grown) return false;
-        file->tensors = (llm_tensor *)grown;
-        memset(&file->tensors[file->n_tensors], 0, sizeof *file->tensors);
-        grown =
-            llm__grow(*offsets, file->n_tensors, &offsets_capacity, sizeof **offsets, "the tensors", r->err);
-        if (!grown) return false;
-        *offsets = (uint64_t *)grown;
-        if (!llm__read_tensor(r, &file->tensors[file->n_tensors], &(*offsets)[file->n_tensors])) return false;
-        file->n_tensors++;
-    }
-    file->tensor_index = llm__sorted_names(file->tensors, file->n_tensors, sizeof *file->tensors, r->err);
-    if (!file->tensor_index) return false;
-    const llm_string *twice = llm__duplicate(file->tensor_index, file->n_tensors);
-    if (twice) return llm__format_error(r, "there are two tensors called '%s'", llm__show(*twice).text);
-    return true;
+    int64_t n, capacity = 0, offsets_capacity = 0;
+    for (; (uint64_t)(n = file->n_tensors) < count; file->n_tensors++)
+        if (!llm__add_record(&file->tensors, n, &capacity, sizeof *file->tensors, "the tensors",
+                             r->in.err) ||
+            !llm__add_record(offsets, n, &offsets_capacity, sizeof **offsets, "the tensors",
+                             r->in.err) ||
+            !llm__read_tensor(r, &file->tensors[n], &(*offsets)[n]))
+            return false;
+    file->tensor_index = llm__index(&r->in, file->tensors, file->n_tensors, sizeof *file->tensors,
+                                    "there are two tensors");
+    return file->tensor_index != NULL;
 }
 
 static int llm__compare_places(const void *a, const void *b) {
@@ -5469,20 +5505,22 @@ static int llm__compare_places(const void *a, const void *b) {
     return (p > q) - (p < q);
 }
 
-
-static bool llm__check_overlap(llm__reader *r) {
-    const llm_file *file = r->file;
-    const llm_tensor **order =
-        (const llm_tensor **)llm__new((size_t)file->n_tensors, sizeof *order, "the tensors' order", r->err);
+/* Check that no two tensors share bytes. */
+static bool llm__check_overlap(const llm__reader *r) {
+    size_t n = (size_t)r->file->n_tensors;
+    const llm_tensor **order = (const llm_tensor **)llm__new(n, sizeof *order, "the tensors' order",
+                                                             r->in.err);
     if (!order) return false;
-    for (int64_t i = 0; i < file->n_tensors; i++) order[i] = &file->tensors[i];
-    qsort(order, (size_t)file->n_tensors, sizeof *order, llm__compare_places);
+    for (size_t i = 0; i < n; i++) order[i] = &r->file->tensors[i];
+    qsort(order, n, sizeof *order, llm__compare_places);
     bool apart = true;
-    for (int64_t i = 1; apart && i < file->n_tensors; i++)
-        if ((const uint8_t *)order[i - 1]->data + order[i - 1]->bytes > (const uint8_t *)order[i]->data)
-            apart = llm__format_error(r, "the tensors '%s' and '%s' overlap, at byte %llu",
-                                      llm__show(order[i - 1]->name).text, llm__show(order[i]->name).text,
-                                      (unsigned long long)((const uint8_t *)order[i]->data - file->data));
+    for (size_t i = 1; apart && i < n; i++) {
+        const uint8_t *data = (const uint8_t *)order[i]->data;
+        if ((const uint8_t *)order[i - 1]->data + order[i - 1]->bytes > data)
+            apart = llm__bad(&r->in, "the tensors '%s' and '%s' overlap, at byte %llu",
+                             llm__show(order[i - 1]->name).text, llm__show(order[i]->name).text,
+                             (llm__big)(data - r->file->data));
+    }
     LLM_FREE((void *)order);
     return apart;
 }
@@ -5491,34 +5529,40 @@ static bool llm__place_tensors(llm__reader *r, const uint64_t *offsets) {
     llm_file *file = r->file;
     uint64_t alignment = 32, begin = 0;
     const llm_value *value = llm_file_find(file, "general.alignment");
-    if (value && (!llm_value_u64(value, 0, &alignment) || !alignment || (alignment & (alignment - 1))))
-        return llm__format_error(r, "general.alignment is %llu, but must be a power of two",
-                                 (unsigned long long)alignment);
+    if (value &&
+        (!llm_value_u64(value, 0, &alignment) || !alignment || (alignment & (alignment - 1))))
+        return llm__bad(&r->in, "general.alignment is %llu, but must be a power of two",
+                        (llm__big)alignment);
     if (!llm__add(r->at, alignment - 1, &begin)) begin = UINT64_MAX;
     begin &= ~(alignment - 1);
     for (int64_t i = 0; i < file->n_tensors; i++) {
         llm_tensor *tensor = &file->tensors[i];
         uint64_t place = 0, end = 0;
         if (offsets[i] & (alignment - 1))
-            return llm__format_error(
-                r, "the tensor '%s' has the offset %llu, which is no multiple of the alignment %llu",
-                llm__show(tensor->name).text, (unsigned long long)offsets[i], (unsigned long long)alignment);
-        if (!llm__add(begin, offsets[i], &place) || !llm__add(place, tensor->bytes, &end) || end > file->size)
-            return llm__format_error(
-                r,
-                "the tensor '%s' (%llu bytes at offset %llu from byte %llu) lies past the end of the file "
-                "at byte %llu: it is damaged, or did not arrive whole; fetch it again",
-                llm__show(tensor->name).text, (unsigned long long)tensor->bytes,
-                (unsigned long long)offsets[i], (unsigned long long)begin, (unsigned long long)file->size);
+            return llm__bad(&r->in,
+                            "the tensor '%s' has the offset %llu, which is no multiple of the "
+                            "alignment %llu",
+                            llm__show(tensor->name).text, (llm__big)offsets[i],
+                            (llm__big)alignment);
+        if (!llm__add(begin, offsets[i], &place) || !llm__add(place, tensor->bytes, &end) ||
+            end > file->size)
+            return llm__bad(&r->in,
+                            "the tensor '%s' (%llu bytes at offset %llu from byte %llu) lies "
+                            "past the end of the file at byte %llu: it is damaged, or did not "
+                            "arrive whole; fetch it again",
+                            llm__show(tensor->name).text, (llm__big)tensor->bytes,
+                            (llm__big)offsets[i], (llm__big)begin, (llm__big)file->size);
         tensor->data = file->data + place;
     }
     return llm__check_overlap(r);
 }
 
 /* Git without LFS checks out a few lines of text in place of a large file. */
-static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
+static bool llm__refuse_pointer(const llm__input *in, const void *data, uint64_t size) {
     static const char beginning[] = "version https://git-lfs";
-    return size >= sizeof beginning - 1 && !memcmp(data, beginning, sizeof beginning - 1);
+    return size < sizeof beginning - 1 || memcmp(data, beginning, sizeof beginning - 1) ||
+           llm__bad(in, "not the file, but what git without LFS brings in place of a large one; "
+                        "get the file itself (git lfs pull)");
 }
 
 /* A safetensors file starts with the length of its header (u64) and a JSON object. (So does a GGUF
@@ -5526,48 +5570,45 @@ static bool llm__is_lfs_pointer(const void *data, uint64_t size) {
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
-    return size > 8 && length <= size - 8 && ((const char *)data)[8] == '{' && memcmp(data, "GGUF", 4);
+    return size > 8 && length <= size - 8 && ((const char *)data)[8] == '{' &&
+           memcmp(data, "GGUF", 4);
 }
 
 static bool llm__read_magic(llm__reader *r) {
     const llm_file *file = r->file;
-    if (!file->size) return llm__format_error(r, "not a GGUF file: it is empty");
-    if (llm__is_lfs_pointer(file->data, file->size))
-        return llm__format_error(r, "not a GGUF file, but what git without LFS brings in place of a large one; get the file itself (git lfs pull)");
+    if (!file->size) return llm__bad(&r->in, "not a GGUF file: it is empty");
+    if (!llm__refuse_pointer(&r->in, file->data, file->size)) return false;
     if (llm__is_safetensors(file->data, file->size))
-        return llm__format_error(r, "a safetensors file is only a part of a model; give the folder that it lies in, which must also hold a "
-                                    "config.json and a tokenizer.json");
-    if (file->size < 4 || memcmp(file->data, "GGUF", 4)) {
-        llm_string beginning = {(const char *)file->data, file->size < 16 ? (size_t)file->size : 16};
-        return llm__format_error(r, "not a GGUF file: it starts with \"%s\" instead of \"GGUF\"",
-                                 llm__show(beginning).text);
-    }
+        return llm__bad(&r->in,
+                        "a safetensors file is only a part of a model; give the folder that it "
+                        "lies in, which must also hold a config.json and a tokenizer.json");
+    llm_string beginning = {(const char *)file->data, file->size < 16 ? (size_t)file->size : 16};
+    if (file->size < 4 || memcmp(file->data, "GGUF", 4))
+        return llm__bad(&r->in, "not a GGUF file: it starts with \"%s\" instead of \"GGUF\"",
+                        llm__show(beginning).text);
     r->at = 4;
     return true;
 }
 
 static bool llm__read_header(llm__reader *r) {
     uint32_t version = 0;
-    uint64_t n_tensors = 0, n_values = 0;
-    if (!llm__read_magic(r) || !llm__read_u32(r, "the version", &version)) return false;
-    if (version != 2 && version != 3) {
-        llm__format_error(r, "GGUF version %u is not supported (2 and 3 are)%s", version,
-                          version && !(version & 0xffff) ? "; this looks like a big-endian file" : "");
-        if (r->err) r->err->status = LLM_ERROR_UNSUPPORTED;
+    uint64_t n_tensors = 0, n_values = 0, *offsets = NULL;
+    if (!llm__read_magic(r) || !llm__read_number(r, "the version", &version, sizeof version))
         return false;
-    }
+    if (version != 2 && version != 3)
+        return llm__unsupported(
+            &r->in, "GGUF version %u is not supported (2 and 3 are)%s", version,
+            version && !(version & 0xffff) ? "; this looks like a big-endian file" : "");
     r->file->version = (int)version;
-    if (!llm__read_u64(r, "the number of tensors", &n_tensors) ||
-        !llm__read_u64(r, "the number of metadata values", &n_values))
+    if (!llm__read_number(r, "the number of tensors", &n_tensors, sizeof n_tensors) ||
+        !llm__read_number(r, "the number of metadata values", &n_values, sizeof n_values))
         return false;
     /* at least 14 bytes per value (1 of key, 1 of data), 33 per tensor (1 of name, 1 dimension) */
     if (n_values > llm__left(r) / 14 || n_tensors > llm__left(r) / 33)
-        return llm__format_error(
-            r,
-            "the header promises %llu metadata values and %llu tensors, more than the file's %llu bytes "
-            "can hold: it is damaged",
-            (unsigned long long)n_values, (unsigned long long)n_tensors, (unsigned long long)r->file->size);
-    uint64_t *offsets = NULL;
+        return llm__bad(&r->in,
+                        "the header promises %llu metadata values and %llu tensors, more than "
+                        "the file's %llu bytes can hold: it is damaged",
+                        (llm__big)n_values, (llm__big)n_tensors, (llm__big)r->file->size);
     bool read = llm__read_values(r, n_values) && llm__read_tensors(r, n_tensors, &offsets) &&
                 llm__place_tensors(r, offsets);
     LLM_FREE(offsets);
@@ -5577,13 +5618,8 @@ static bool llm__read_header(llm__reader *r) {
 /* ---- Opening and closing --------------------------------------------- */
 
 static char *llm__copy_text(const char *text, const char *after, llm_error *err) {
-    size_t length = strlen(text), more = strlen(after);
-    char *copy = (char *)llm__new(length + more + 1, 1, "a path", err);
-    if (copy) {
-        memcpy(copy, text, length);
-        memcpy(copy + length, after, more);
-    }
-    return copy;
+    char *copy = (char *)llm__new(strlen(text) + strlen(after) + 1, 1, "a path", err);
+    return copy ? strcat(strcpy(copy, text), after) : NULL;
 }
 
 static void llm__release(const void *data, uint64_t size, llm__memory memory) {
@@ -5598,62 +5634,39 @@ static bool llm__inside(const void *data, uint64_t bytes, const void *region, ui
 
 /* Drop mapped pages that a device has copied; the system reloads them if they are read again. */
 static void llm__file_forget(const llm_file *file, const void *data, uint64_t bytes) {
-    bool mapped = file->memory == LLM__MAPPED && llm__inside(data, bytes, file->data, file->size);
-    for (int64_t i = 0; i < file->n_regions && !mapped; i++)
-        mapped = file->regions[i].memory == LLM__MAPPED && llm__inside(data, bytes, file->regions[i].data, file->regions[i].size);
     for (int64_t i = 0; i < file->n_parts; i++) llm__file_forget(file->parts[i], data, bytes);
 #ifdef MADV_DONTNEED
-    uintptr_t page = 4096, first = ((uintptr_t)data + page - 1) / page * page, end = ((uintptr_t)data + bytes) / page * page;
-    if (mapped && end > first) madvise((void *)first, end - first, MADV_DONTNEED);
+    uintptr_t page = 4096, first = ((uintptr_t)data + page - 1) / page * page,
+              end = ((uintptr_t)data + bytes) / page * page;
+    if (file->memory == LLM__MAPPED && llm__inside(data, bytes, file->data, file->size) &&
+        end > first)
+        madvise((void *)first, end - first, MADV_DONTNEED);
 #endif
 }
 
-/* Give memory to the file: llm_file_close releases it. On failure it is released here. */
-static bool llm__add_region(llm_file *file, const void *data, uint64_t size, llm__memory memory, llm_error *err) {
-    void *grown = llm__grow(file->regions, file->n_regions, &file->regions_capacity, sizeof *file->regions, "a file", err);
-    if (!grown) return llm__release(data, size, memory), false;
-    file->regions = (llm__region *)grown;
-    llm__region region = {data, size, memory};
-    file->regions[file->n_regions++] = region;
+/* Give memory to the file: llm_file_close frees it. On failure it is freed here. */
+static bool llm__add_memory(llm_file *file, void *memory, llm_error *err) {
+    if (!llm__add_record(&file->memories, file->n_memories, &file->memories_capacity,
+                         sizeof *file->memories, "a file", err))
+        return LLM_FREE(memory), false;
+    file->memories[file->n_memories++] = memory;
     return true;
 }
 
-/* Takes ownership of the memory, even on failure. */
-static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory, const char *name,
-                                  llm_error *err) {
+/* read: llm__read_header or llm__read_safetensors. Takes ownership of the memory, even on
+ * failure. */
+static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory,
+                                  const char *name, bool (*read)(llm__reader *), llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
-    if (!file) {
-        llm__release(data, size, memory);
-        return NULL;
-    }
+    if (!file) return llm__release(data, size, memory), (llm_file *)NULL;
     file->data = (const uint8_t *)data;
     file->size = size;
     file->memory = memory;
     file->path = llm__copy_text(name, "", err);
-    llm__reader reader = {file, 0, err};
-    if (!file->path || !llm__read_header(&reader)) {
-        llm_file_close(file);
-        return NULL;
-    }
-    return file;
-}
-
-static bool llm__map_descriptor(const char *path, int descriptor, const void **data, uint64_t *size, llm_error *err) {
-    struct stat status;
-    if (fstat(descriptor, &status))
-        return llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
-    *size = (uint64_t)status.st_size;
-    *data = NULL;
-    if (!*size) return true; /* cannot be mapped; the header check reports it */
-    if (*size > SIZE_MAX / 2)
-        return llm__fail(err, LLM_ERROR_FILE,
-                         "cannot map %s: %s are more than this machine can address", path,
-                         llm__show_bytes(*size).text);
-    void *mapping = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
-    if (mapping == MAP_FAILED)
-        return llm__fail(err, LLM_ERROR_FILE, "cannot map %s: %s", path, strerror(errno));
-    *data = mapping;
-    return true;
+    llm__reader reader = {file, 0, {file->path, err}};
+    if (file->path && read(&reader)) return file;
+    llm_file_close(file);
+    return NULL;
 }
 
 static bool llm__is_directory(const char *path) {
@@ -5664,186 +5677,200 @@ static bool llm__is_directory(const char *path) {
 /* Sets *data to NULL for an empty file. */
 static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
-    /* before open(), which would wait for the writer of a pipe */
-    if (!stat(path, &status) && !S_ISREG(status.st_mode))
+    int descriptor = open(path, O_RDONLY | O_NONBLOCK); /* does not wait for a pipe's writer */
+    bool known = descriptor >= 0 && !fstat(descriptor, &status),
+         file = known && S_ISREG(status.st_mode);
+    *data = NULL;
+    *size = file ? (uint64_t)status.st_size : 0;
+    if (*size > SIZE_MAX / 2) errno = EFBIG;
+    else if (*size) *data = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
+    int why = errno;
+    if (descriptor >= 0) close(descriptor); /* the mapping stays */
+    if (*data == MAP_FAILED) *data = NULL;
+    if (known && !file)
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
                          S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
-    int descriptor = open(path, O_RDONLY);
-    if (descriptor < 0) return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno));
-    bool mapped = llm__map_descriptor(path, descriptor, data, size, err);
-    close(descriptor); /* the mapping stays */
-    return mapped;
+    return (file && (*data || !*size)) ||
+           llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(why));
 }
 
-/* One GGUF file, without its other parts. */
-static llm_file *llm__file_map(const char *path, llm_error *err) {
+static llm_file *llm__file_map(const char *path, bool (*read)(llm__reader *), llm_error *err) {
     const void *data = NULL;
     uint64_t size = 0;
-    return llm__map(path, &data, &size, err) ? llm__file_create(data, size, LLM__MAPPED, path, err) : NULL;
+    return llm__map(path, &data, &size, err)
+               ? llm__file_create(data, size, LLM__MAPPED, path, read, err)
+               : NULL;
 }
 
 /* ---- A model in several files ----------------------------------------
  * GGUF files NAME-00001-of-00003.gguf and so on. The first holds the metadata, each may hold
- * tensors, and each has the values of llm__file_part. The caller gets the first file, with the
+ * tensors, and each has the values of llm__split_keys. The caller gets the first file, with the
  * tensors of all. */
 
-typedef struct llm__file_part {
+typedef struct llm__split_keys {
     uint64_t number, count, n_tensors; /* split.no (from 0), split.count, split.tensors.count */
-} llm__file_part;
+} llm__split_keys;
 
 /* Without split.count, split->count is 1. */
-static bool llm__read_file_part(const llm_file *file, llm__file_part *split, llm_error *err) {
+static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split, llm_error *err) {
+    llm__input in = {file->path, err};
     const llm_value *count = llm_file_find(file, "split.count");
     split->number = 0;
     split->count = 1;
-    if (!count) return true;
-    if (!llm_value_u64(count, 0, &split->count) || split->count > 99999)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: split.count is no number from 0 to 99999", file->path);
+    if (count && (!llm_value_u64(count, 0, &split->count) || split->count > 99999))
+        return llm__bad(&in, "split.count is no number from 0 to 99999");
     if (split->count < 2) return split->count = 1, true;
-    if (!llm_value_u64(llm_file_find(file, "split.no"), 0, &split->number) || split->number >= split->count)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: it is one of %llu parts, but split.no does not say which", file->path,
-                         (unsigned long long)split->count);
-    if (!llm_value_u64(llm_file_find(file, "split.tensors.count"), 0, &split->n_tensors))
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: it is one of %llu parts, but has no split.tensors.count", file->path,
-                         (unsigned long long)split->count);
-    return true;
+    if (!llm_value_u64(llm_file_find(file, "split.no"), 0, &split->number) ||
+        split->number >= split->count)
+        return llm__bad(&in, "it is one of %u parts, but split.no does not say which",
+                        (unsigned)split->count);
+    return llm_value_u64(llm_file_find(file, "split.tensors.count"), 0, &split->n_tensors) ||
+           llm__bad(&in, "it is one of %u parts, but has no split.tensors.count",
+                    (unsigned)split->count);
 }
 
-/* The path of part `number`, derived from the path of the part `split`. */
-static char *llm__file_part_path(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
-    char ending[64], wanted[64];
-    snprintf(ending, sizeof ending, "-%05u-of-%05u.gguf", (unsigned)split->number + 1, (unsigned)split->count);
-    snprintf(wanted, sizeof wanted, "-%05u-of-%05u.gguf", (unsigned)number + 1, (unsigned)split->count);
-    size_t length = strlen(path), n = strlen(ending);
-    if (length < n || strcmp(path + length - n, ending)) {
-        llm__fail(err, LLM_ERROR_FORMAT,
-                  "%s: it says that it is part %u of %u; its name must end in %s, so that the others can be found beside it",
-                  path, (unsigned)split->number + 1, (unsigned)split->count, ending);
-        return NULL;
-    }
-    char *other = llm__copy_text(path, "", err);
-    if (other) memcpy(other + length - n, wanted, n);
-    return other;
-}
-
-/* Open part `number` of the model that `path` belongs to, and check that it is that part. */
-static llm_file *llm__file_part_open(const char *path, const llm__file_part *split, uint64_t number, llm_error *err) {
+/* Open part `number` of a model, and check that it is that part. ending: of its path; its digits
+ * are changed. split: of another part. */
+static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_keys *split,
+                                     unsigned number, llm_error *err) {
     llm_error why;
     llm__clear(&why);
-    llm__file_part found;
-    char *part_path = llm__file_part_path(path, split, number, err);
-    if (!part_path) return NULL;
-    llm_file *part = llm__file_map(part_path, &why);
-    LLM_FREE(part_path);
-    if (!part) {
-        llm__fail(err, why.status, "part %u of %u of the model is not there, or is damaged: %.420s", (unsigned)number + 1,
-                  (unsigned)split->count, why.message);
-        return NULL;
+    llm__split_keys found;
+    llm__input in = {path, err};
+    unsigned count = (unsigned)split->count;
+    sprintf(ending, "-%05u-of-%05u.gguf", number + 1, count);
+    llm_file *part = llm__file_map(path, llm__read_header, &why);
+    if (!part)
+        llm__fail(err, why.status, "part %u of %u of the model is not there, or is damaged: %.420s",
+                  number + 1, count, why.message);
+    else if (llm__read_split_keys(part, &found, err)) {
+        if (found.count == count && found.number == number && found.n_tensors == split->n_tensors)
+            return part;
+        llm__bad(&in,
+                 "by its name part %u of %u with %llu tensors in all, but inside it says part "
+                 "%u of %u with %llu: the parts are not of one model, or were renamed",
+                 number + 1, count, (llm__big)split->n_tensors, (unsigned)found.number + 1,
+                 (unsigned)found.count, (llm__big)found.n_tensors);
     }
-    bool good = llm__read_file_part(part, &found, err);
-    if (good && (found.count != split->count || found.number != number || found.n_tensors != split->n_tensors))
-        good = llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: by its name part %u of %u with %llu tensors in all, but inside it says part %u of %u with %llu: "
-                         "the parts are not of one model, or were renamed",
-                         part->path, (unsigned)number + 1, (unsigned)split->count, (unsigned long long)split->n_tensors,
-                         (unsigned)found.number + 1, (unsigned)found.count, (unsigned long long)found.n_tensors);
-    if (!good) llm_file_close(part);
-    return good ? part : NULL;
+    llm_file_close(part);
+    return NULL;
 }
 
-/* Take ownership of a part and append its tensors. */
-static bool llm__file_part_adopt(llm_file *file, llm_file *part, llm_error *err) {
-    file->parts[file->n_parts++] = part;
-    if (!part->n_tensors) return true;
-    size_t own = (size_t)file->n_tensors, more = (size_t)part->n_tensors;
-    llm_tensor *tensors = (llm_tensor *)llm__new(own + more, sizeof *tensors, "the tensors", err);
+/* Collect the tensors of all parts in the file. two: see llm__index. */
+static bool llm__file_join(llm_file *file, const char *two, llm_error *err) {
+    llm__input in = {file->path, err};
+    int64_t n = file->n_tensors;
+    for (int64_t i = 0; i < file->n_parts; i++) n += file->parts[i]->n_tensors;
+    llm_tensor *tensors = (llm_tensor *)llm__new((size_t)n, sizeof *tensors, "the tensors", err);
     if (!tensors) return false;
-    if (own) memcpy(tensors, file->tensors, own * sizeof *tensors);
-    memcpy(tensors + own, part->tensors, more * sizeof *tensors);
+    n = 0;
+    for (int64_t i = -1; i < file->n_parts; i++) {
+        const llm_file *part = i < 0 ? file : file->parts[i];
+        for (int64_t k = 0; k < part->n_tensors; k++) tensors[n++] = part->tensors[k];
+    }
     LLM_FREE(file->tensors);
-    file->tensors = tensors;
-    file->n_tensors += part->n_tensors;
-    return true;
-}
-
-static bool llm__file_parts_index(llm_file *file, const llm__file_part *split, llm_error *err) {
-    if ((uint64_t)file->n_tensors != split->n_tensors)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the %u parts hold %lld tensors, but should hold %llu: fetch them again",
-                         file->path, (unsigned)split->count, (long long)file->n_tensors, (unsigned long long)split->n_tensors);
     LLM_FREE((void *)file->tensor_index);
-    file->tensor_index = llm__sorted_names(file->tensors, file->n_tensors, sizeof *file->tensors, err);
-    const llm_string *twice = file->tensor_index ? llm__duplicate(file->tensor_index, file->n_tensors) : NULL;
-    if (twice)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: two parts have a tensor called '%s'", file->path, llm__show(*twice).text);
+    file->tensors = tensors;
+    file->n_tensors = n;
+    file->tensor_index = llm__index(&in, tensors, n, sizeof *tensors, two);
     return file->tensor_index != NULL;
 }
 
 /* Open the other parts, if any. Takes ownership of the file, even on failure. */
 static llm_file *llm__file_with_parts(llm_file *file, llm_error *err) {
-    llm__file_part split;
-    bool good = llm__read_file_part(file, &split, err);
+    llm__split_keys split;
+    char ending[40];
+    bool good = llm__read_split_keys(file, &split, err);
     if (good && split.count == 1) return file;
-    if (good && split.number > 0) { /* the first holds the metadata */
-        llm_file *first = llm__file_part_open(file->path, &split, 0, err);
+    unsigned number = (unsigned)split.number, count = (unsigned)split.count;
+    char *path = good ? llm__copy_text(file->path, "", err) : NULL, *end = path;
+    if (path) {
+        llm__input in = {file->path, err};
+        size_t n = (size_t)sprintf(ending, "-%05u-of-%05u.gguf", number + 1, count);
+        end += strlen(path) > n ? strlen(path) - n : 0;
+        good = !strcmp(end, ending) ||
+               llm__bad(&in,
+                        "it says that it is part %u of %u; its name must end in %s, so that the "
+                        "others can be found beside it",
+                        number + 1, count, ending);
+    }
+    good = good && path;
+    if (good && number > 0) { /* the first holds the metadata */
         llm_file_close(file);
-        if (!first) return NULL;
-        file = first;
-        split.number = 0;
+        file = llm__file_part_open(path, end, &split, 0, err);
+        good = file != NULL;
     }
-    if (good) file->parts = (llm_file **)llm__new((size_t)split.count, sizeof *file->parts, "the parts of a model", err);
+    if (good)
+        file->parts = (llm_file **)llm__new(count, sizeof *file->parts, "the parts of a model",
+                                            err);
     good = good && file->parts;
-    for (uint64_t number = 1; good && number < split.count; number++) {
-        llm_file *part = llm__file_part_open(file->path, &split, number, err);
-        good = part && llm__file_part_adopt(file, part, err);
+    uint64_t total = good ? (uint64_t)file->n_tensors : 0;
+    for (unsigned i = 1; good && i < count; i++) {
+        llm_file *part = llm__file_part_open(path, end, &split, i, err);
+        good = part != NULL;
+        if (part) file->parts[file->n_parts++] = part, total += (uint64_t)part->n_tensors;
     }
-    if (good && llm__file_parts_index(file, &split, err)) return file;
+    LLM_FREE(path);
+    if (good && total != split.n_tensors) {
+        llm__input in = {file->path, err};
+        good = llm__bad(&in,
+                        "the %u parts hold %llu tensors, but should hold %llu: fetch them again",
+                        count, (llm__big)total, (llm__big)split.n_tensors);
+    }
+    if (good && llm__file_join(file, "two parts have a tensor", err)) return file;
     llm_file_close(file);
     return NULL;
 }
 
 /* Defined below, and in chapter 9 (tokenizer.json). */
 static llm_file *llm__folder_open(const char *path, llm_error *err);
-static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err);
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path,
+                                      llm_error *err);
 
 llm_file *llm_file_open(const char *path, llm_error *err) {
-    llm__clear(err);
     const void *data = NULL;
     uint64_t size = 0;
-    if (!path || !*path)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given"), (llm_file *)NULL;
+    llm__clear(err);
+    if (!path || !*path) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "no path of a model file was given");
+        return NULL;
+    }
     if (llm__is_directory(path)) return llm__folder_open(path, err);
     if (!llm__map(path, &data, &size, err)) return NULL;
     bool json = size && *(const char *)data == '{';
     llm_file *file = json ? llm__vocabulary_open(data, size, path, err)
-                          : llm__file_create(data, size, LLM__MAPPED, path, err);
+                          : llm__file_create(data, size, LLM__MAPPED, path, llm__read_header, err);
     if (json) llm__release(data, size, LLM__MAPPED);
     return file && !json ? llm__file_with_parts(file, err) : file;
 }
 
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err) {
+    llm__split_keys split = {0, 1, 0};
     llm__clear(err);
-    if (!data && size)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_file_from_memory: data is NULL"), (llm_file *)NULL;
     if (!name) name = "memory";
+    llm__input in = {name, err};
+    if (!data && size) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_file_from_memory: data is NULL");
+        return NULL;
+    }
     if (size && *(const char *)data == '{') return llm__vocabulary_open(data, size, name, err);
-    llm_file *file = llm__file_create(data, size, LLM__BORROWED, name, err);
-    llm__file_part split;
-    if (!file || (llm__read_file_part(file, &split, err) && split.count == 1)) return file;
-    if (!err || err->status == LLM_OK)
-        llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: one of %u parts of a model, which only llm_file_open can find", file->path,
-                  (unsigned)split.count);
+    llm_file *file = llm__file_create(data, size, LLM__BORROWED, name, llm__read_header, err);
+    bool good = file && llm__read_split_keys(file, &split, err);
+    if (good && split.count == 1) return file;
+    if (good)
+        llm__unsupported(&in, "one of %u parts of a model, which only llm_file_open can find",
+                         (unsigned)split.count);
     llm_file_close(file);
     return NULL;
 }
-
 void llm_file_close(llm_file *file) {
     if (!file) return;
     for (int64_t i = 0; i < file->n_parts; i++) llm_file_close(file->parts[i]);
     LLM_FREE(file->parts);
     llm__release(file->data, file->size, file->memory);
-    for (int64_t i = 0; i < file->n_regions; i++)
-        llm__release(file->regions[i].data, file->regions[i].size, file->regions[i].memory);
-    LLM_FREE(file->regions);
+    for (int64_t i = 0; i < file->n_memories; i++) LLM_FREE(file->memories[i]);
+    LLM_FREE(file->memories);
+    llm_json_free(&file->header);
     LLM_FREE((void *)file->value_index);
     LLM_FREE((void *)file->tensor_index);
     LLM_FREE(file->values);
@@ -5854,13 +5881,13 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->folder && file->n_regions ? 0 : file->size; /* a folder: regions only */
+    uint64_t size = file->folder && file->n_parts ? 0 : file->size; /* a folder: its parts only */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
-    for (int64_t i = 0; i < file->n_regions; i++)
-        if (file->regions[i].memory == LLM__MAPPED) size += file->regions[i].size;
     return size;
 }
-int64_t llm_file_n_parts(const llm_file *file) { return file->n_parts + 1; }
+int64_t llm_file_n_parts(const llm_file *file) {
+    return file->n_parts + !(file->folder && file->n_parts);
+}
 int llm_file_version(const llm_file *file) { return file->folder ? 0 : file->version; }
 int64_t llm_file_n_values(const llm_file *file) { return file->n_values; }
 int64_t llm_file_n_tensors(const llm_file *file) { return file->n_tensors; }
@@ -5875,11 +5902,12 @@ const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index) {
 
 /* An index points to names, each the first member of its value or tensor. */
 const llm_value *llm_file_find(const llm_file *file, const char *key) {
-    return (const llm_value *)(const void *)llm__find_name(file->value_index, file->n_values, key);
+    return (const llm_value *)llm__find_name(file->value_index, file->n_values, llm__string(key));
 }
 
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name) {
-    return (const llm_tensor *)(const void *)llm__find_name(file->tensor_index, file->n_tensors, name);
+    return (const llm_tensor *)llm__find_name(file->tensor_index, file->n_tensors,
+                                              llm__string(name));
 }
 
 /* ---- Reading values -------------------------------------------------- */
@@ -5894,27 +5922,21 @@ typedef struct llm__number {
 static bool llm__value_number(const llm_value *value, uint64_t index, llm__number *out) {
     size_t size = value ? llm__value_size(value->element_type) : 0;
     if (!size || index >= value->count || index >= value->bytes / size) return false;
+    char kind = "uiuiuifu  uif"[value->element_type]; /* unsigned (or bool), signed, real */
     uint64_t bits = 0;
     memcpy(&bits, value->data + index * size, size);
     memset(out, 0, sizeof *out);
-    float single;
-    switch (value->element_type) {
-    case LLM_VALUE_F32:
+    out->fraction = kind == 'f';
+    if (kind == 'f' && size == 4) {
+        float single;
         memcpy(&single, &bits, sizeof single);
         out->real = single;
-        out->fraction = true;
-        return true;
-    case LLM_VALUE_F64:
+    } else if (kind == 'f') {
         memcpy(&out->real, &bits, sizeof bits);
-        out->fraction = true;
-        return true;
-    case LLM_VALUE_I8: case LLM_VALUE_I16: case LLM_VALUE_I32: case LLM_VALUE_I64:
-        out->negative = bits >> (8 * size - 1) & 1;
-        if (out->negative) bits = (~bits + 1) & (UINT64_MAX >> (64 - 8 * size));
-        break;
-    default: break; /* unsigned or bool */
+    } else {
+        out->negative = kind == 'i' && bits >> (8 * size - 1);
+        out->magnitude = out->negative ? (~bits + 1) & (UINT64_MAX >> (64 - 8 * size)) : bits;
     }
-    out->magnitude = bits;
     return true;
 }
 
@@ -5978,16 +6000,16 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
 /* ---- JSON ------------------------------------------------------------ */
 
 enum {
-    LLM__JSON_DEPTH = 64,         /* nesting */
-    LLM__JSON_BYTES = 1 << 27     /* large tokenizer.json: 2^25 */
+    LLM__JSON_DEPTH = 64,     /* nesting */
+    LLM__JSON_BYTES = 1 << 27 /* large tokenizer.json: 2^25 */
 };
 
 typedef struct llm__json_parser {
     llm_json *json;
-    size_t length, at;     /* bytes of text; read so far */
-    int64_t capacity;      /* of json->nodes */
+    size_t length, at; /* bytes of text; read so far */
+    int64_t capacity;  /* of json->nodes */
     int depth;
-    const char *original;  /* unmodified, to locate errors */
+    const char *original; /* unmodified, to locate errors */
     const char *name;
     llm_error *err;
 } llm__json_parser;
@@ -6013,13 +6035,21 @@ static bool llm__json_error(llm__json_parser *p, size_t at, const char *format, 
 }
 
 static bool llm__json_unexpected(llm__json_parser *p, const char *wanted) {
-    if (p->at == p->length) return llm__json_error(p, p->at, "the text ends where %s should be", wanted);
+    if (p->at == p->length)
+        return llm__json_error(p, p->at, "the text ends where %s should be", wanted);
     llm_string found = {p->original + p->at, 1};
     return llm__json_error(p, p->at, "'%s' where %s should be", llm__show(found).text, wanted);
 }
 
 static int llm__json_peek(const llm__json_parser *p) { /* -1: the end */
     return p->at < p->length ? (uint8_t)p->json->text[p->at] : -1;
+}
+
+/* Skip the character if it is next. */
+static bool llm__json_skip(llm__json_parser *p, int c) {
+    if (llm__json_peek(p) != c) return false;
+    p->at++;
+    return true;
 }
 
 static void llm__json_space(llm__json_parser *p) {
@@ -6030,13 +6060,15 @@ static void llm__json_space(llm__json_parser *p) {
 /* -1: out of memory. */
 static int64_t llm__json_add(llm__json_parser *p, llm_json_kind kind) {
     llm_json *json = p->json;
-    void *grown = llm__grow(json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON", p->err);
-    if (!grown) return -1;
-    json->nodes = (llm_json_node *)grown;
-    memset(&json->nodes[json->n_nodes], 0, sizeof *json->nodes);
-    json->nodes[json->n_nodes].text = json->text + p->at;
-    json->nodes[json->n_nodes].kind = kind;
-    json->nodes[json->n_nodes].span = 1;
+    if (json->n_nodes == p->capacity &&
+        !llm__add_record(&json->nodes, json->n_nodes, &p->capacity, sizeof *json->nodes, "JSON",
+                         p->err))
+        return -1;
+    llm_json_node *node = &json->nodes[json->n_nodes];
+    node->text = json->text + p->at;
+    node->length = 0;
+    node->kind = kind;
+    node->span = 1;
     return json->n_nodes++;
 }
 
@@ -6057,13 +6089,15 @@ static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     uint32_t low = 0;
     if (!llm__json_hex(p, code)) return false;
     if (*code < 0xD800 || *code > 0xDFFF) return true;
-    bool pair = *code < 0xDC00 && p->length - p->at >= 2 && p->original[p->at] == '\\' && p->original[p->at + 1] == 'u';
+    bool pair = *code < 0xDC00 && p->length - p->at >= 2 && p->original[p->at] == '\\' &&
+                p->original[p->at + 1] == 'u';
     if (pair) {
         p->at += 2;
         if (!llm__json_hex(p, &low)) return false;
     }
     if (!pair || low < 0xDC00 || low > 0xDFFF)
-        return llm__json_error(p, start, "half of a surrogate pair: \\u%04X without its other half", (unsigned)*code);
+        return llm__json_error(p, start, "half of a surrogate pair: \\u%04X without its other half",
+                               (unsigned)*code);
     *code = 0x10000 + ((*code - 0xD800) << 10) + (low - 0xDC00);
     return true;
 }
@@ -6081,7 +6115,8 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
     static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     int c = llm__json_peek(p);
     const char *name = c > 0 ? strchr(names, c) : NULL;
-    if (!name && c != 'u') return llm__json_unexpected(p, "an escape (\\\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)");
+    if (!name && c != 'u')
+        return llm__json_unexpected(p, "an escape (\\\" \\\\ \\/ \\b \\f \\n \\r \\t \\uXXXX)");
     p->at++;
     uint32_t code = name ? (uint8_t)meanings[name - names] : 0;
     if (!name && !llm__json_escaped_code(p, &code)) return false;
@@ -6091,7 +6126,8 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
 
 /* Bytes from here that are literal: no '"', '\\', control characters or invalid UTF-8. */
 static size_t llm__json_plain(const llm__json_parser *p) {
-    const uint8_t *start = (const uint8_t *)p->json->text + p->at, *end = start + (p->length - p->at), *at = start;
+    const uint8_t *start = (const uint8_t *)p->json->text + p->at,
+                  *end = start + (p->length - p->at), *at = start;
     while (at < end && *at >= ' ' && *at != '"' && *at != '\\') {
         uint32_t code = 0;
         size_t n = *at < 0x80 ? 1 : llm__utf8(at, (size_t)(end - at), &code);
@@ -6106,20 +6142,23 @@ static bool llm__json_parse_string(llm__json_parser *p) {
     if (node < 0) return false;
     size_t start = p->at++;
     char *first = p->json->text + p->at, *out = first;
-    for (;;) {
+    while (!llm__json_skip(p, '"')) {
         size_t plain = llm__json_plain(p);
         if (out != p->json->text + p->at) memmove(out, p->json->text + p->at, plain);
         out += plain;
         p->at += plain;
         int c = llm__json_peek(p);
-        if (c == '"') break;
+        if (c == '"') continue;
         if (c < 0) return llm__json_error(p, start, "the string that begins here does not end");
-        if (c < ' ') return llm__json_error(p, p->at, "the control character %d in a string; it must be escaped", c);
-        if (c >= 0x80) return llm__json_error(p, p->at, "the byte 0x%02X is not valid UTF-8 here", (unsigned)c);
+        if (c < ' ')
+            return llm__json_error(p, p->at,
+                                   "the control character %d in a string; it must be escaped", c);
+        if (c >= 0x80)
+            return llm__json_error(p, p->at, "the byte 0x%02X is not valid UTF-8 here",
+                                   (unsigned)c);
         p->at++;
         if (!llm__json_escape(p, &out)) return false;
     }
-    p->at++;
     p->json->nodes[node].text = first;
     p->json->nodes[node].length = (uint32_t)(out - first);
     return true;
@@ -6133,23 +6172,18 @@ static bool llm__json_digits(llm__json_parser *p) {
 
 static bool llm__json_parse_number(llm__json_parser *p) {
     int64_t node = llm__json_add(p, LLM_JSON_NUMBER);
-    if (node < 0) return false;
     size_t start = p->at;
-    if (llm__json_peek(p) == '-') p->at++;
-    bool zero = llm__json_peek(p) == '0';
+    llm__json_skip(p, '-');
     size_t whole = p->at;
-    if (!llm__json_digits(p)) return false;
-    if (zero && p->at > whole + 1) return llm__json_error(p, whole, "a number must not begin with a 0 before other digits");
-    if (llm__json_peek(p) == '.') {
-        p->at++;
+    bool zero = llm__json_peek(p) == '0';
+    if (node < 0 || !llm__json_digits(p)) return false;
+    if (zero && p->at > whole + 1)
+        return llm__json_error(p, whole, "a number must not begin with a 0 before other digits");
+    if (llm__json_skip(p, '.') && !llm__json_digits(p)) return false;
+    if (llm__json_skip(p, 'e') || llm__json_skip(p, 'E')) {
+        if (!llm__json_skip(p, '+')) llm__json_skip(p, '-');
         if (!llm__json_digits(p)) return false;
     }
-    if (llm__json_peek(p) == 'e' || llm__json_peek(p) == 'E') {
-        p->at++;
-        if (llm__json_peek(p) == '+' || llm__json_peek(p) == '-') p->at++;
-        if (!llm__json_digits(p)) return false;
-    }
-    p->json->nodes[node].text = p->json->text + start;
     p->json->nodes[node].length = (uint32_t)(p->at - start);
     return true;
 }
@@ -6170,7 +6204,8 @@ static bool llm__json_parse_word(llm__json_parser *p) {
 static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
     const llm_json_node *nodes = p->json->nodes, *node = nodes + object + 1,
                         *end = nodes + object + nodes[object].span;
-    uint64_t mask = 15, seed = llm__mix((uint64_t)(uintptr_t)nodes ^ (uint64_t)(llm_seconds() * 1e9));
+    uint64_t mask = 15,
+             seed = llm__mix((uint64_t)(uintptr_t)nodes ^ (uint64_t)(llm_seconds() * 1e9));
     while (mask < 2 * (uint64_t)nodes[object].length) mask = mask * 2 + 1;
     uint32_t *table = (uint32_t *)llm__new((size_t)mask + 1, sizeof *table, "JSON", p->err);
     if (!table) return false;
@@ -6181,7 +6216,8 @@ static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
             uint32_t other = table[slot & mask];
             if (!other) break;
             const llm_json_node *key = nodes + other - 1;
-            if (key->length == node->length && !memcmp(key->text, node->text, key->length)) twice = node;
+            if (key->length == node->length && !memcmp(key->text, node->text, key->length))
+                twice = node;
             if (twice) break;
         }
         table[slot & mask] = (uint32_t)(node - nodes) + 1;
@@ -6189,42 +6225,39 @@ static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
     LLM_FREE(table);
     if (!twice) return true;
     llm_string key = {twice->text, twice->length};
-    return llm__json_error(p, (size_t)(twice->text - p->json->text), "the key \"%s\" stands twice in its object",
-                           llm__show(key).text);
+    return llm__json_error(p, (size_t)(twice->text - p->json->text),
+                           "the key \"%s\" stands twice in its object", llm__show(key).text);
 }
 
 static bool llm__json_parse_value(llm__json_parser *p);
 
-static bool llm__json_parse_item(llm__json_parser *p, bool object) {
-    llm__json_space(p);
-    if (object) {
-        if (llm__json_peek(p) != '"') return llm__json_unexpected(p, "a key in quotation marks");
-        if (!llm__json_parse_string(p)) return false;
-        llm__json_space(p);
-        if (llm__json_peek(p) != ':') return llm__json_unexpected(p, "':'");
-        p->at++;
-    }
-    return llm__json_parse_value(p);
-}
-
 static bool llm__json_parse_container(llm__json_parser *p, bool object) {
     char close = object ? '}' : ']';
+    uint32_t count = 0;
     int64_t node = llm__json_add(p, object ? LLM_JSON_OBJECT : LLM_JSON_ARRAY);
     if (node < 0) return false;
     if (++p->depth > LLM__JSON_DEPTH)
-        return llm__json_error(p, p->at, "more than %d arrays or objects in each other", LLM__JSON_DEPTH);
-    uint32_t count = 0;
+        return llm__json_error(p, p->at, "more than %d arrays or objects in each other",
+                               LLM__JSON_DEPTH);
     p->at++;
     llm__json_space(p);
-    if (llm__json_peek(p) != close)
-        for (;; p->at++) {
-            if (!llm__json_parse_item(p, object)) return false;
+    if (!llm__json_skip(p, close)) {
+        do {
+            llm__json_space(p);
+            if (object) {
+                if (llm__json_peek(p) != '"')
+                    return llm__json_unexpected(p, "a key in quotation marks");
+                if (!llm__json_parse_string(p)) return false;
+                llm__json_space(p);
+                if (!llm__json_skip(p, ':')) return llm__json_unexpected(p, "':'");
+            }
+            if (!llm__json_parse_value(p)) return false;
             count++;
             llm__json_space(p);
-            if (llm__json_peek(p) != ',') break;
-        }
-    if (llm__json_peek(p) != close) return llm__json_unexpected(p, object ? "',' or '}'" : "',' or ']'");
-    p->at++;
+        } while (llm__json_skip(p, ','));
+        if (!llm__json_skip(p, close))
+            return llm__json_unexpected(p, object ? "',' or '}'" : "',' or ']'");
+    }
     p->depth--;
     p->json->nodes[node].length = count;
     p->json->nodes[node].span = (unsigned)(p->json->n_nodes - node) & 0x1FFFFFFF;
@@ -6248,21 +6281,17 @@ void llm_json_free(llm_json *json) {
 
 bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
                     llm_error *err) {
-    const char *shown = name ? name : "JSON";
     llm__clear(err);
     memset(json, 0, sizeof *json);
     llm__json_parser p = {json, length, 0, 0, 0, text, name, err};
+    llm__input in = {name ? name : "JSON", err};
     if (!text && length) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_json_parse: text is NULL");
     if (length > LLM__JSON_BYTES)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: %s of JSON are more than the %s that are read", shown,
-                         llm__show_bytes(length).text, llm__show_bytes(LLM__JSON_BYTES).text);
-    if (llm__is_lfs_pointer(text, length))
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: not the file, but what git without LFS brings in place of a large "
-                         "one; get the file itself (git lfs pull)", shown);
+        return llm__bad(&in, "%s of JSON are more than the %s that are read",
+                        llm__show_bytes(length).text, llm__show_bytes(LLM__JSON_BYTES).text);
+    if (!llm__refuse_pointer(&in, text, length)) return false;
     json->text = (char *)LLM_MALLOC(length + 1);
-    if (!json->text) return llm__no_memory(err, length, shown);
+    if (!json->text) return llm__no_memory(err, length, in.path);
     llm__want_large_pages(json->text, length);
     if (length) memcpy(json->text, text, length);
     bool ok = llm__json_parse_value(&p);
@@ -6332,7 +6361,8 @@ bool llm_json_f64(const llm_json_node *node, double *out) {
     bool negative = *s == '-', point = false, down = false;
     for (s += negative; s < end && (*s | 0x20) != 'e'; s++) {
         if (*s == '.') point = true;
-        else if (digits < UINT64_MAX / 10 - 1) digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
+        else if (digits < UINT64_MAX / 10 - 1)
+            digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
         else exponent += !point; /* digits beyond precision */
     }
     if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
@@ -6340,7 +6370,8 @@ bool llm_json_f64(const llm_json_node *node, double *out) {
     exponent += down ? -written : written;
     /* 10^22 is the largest power of ten exact in a double */
     double x = (double)digits;
-    if (digits >> 53 || exponent < -22 || exponent > 22) x = (double)((long double)digits * powl(10.0L, (long double)exponent));
+    if (digits >> 53 || exponent < -22 || exponent > 22)
+        x = (double)((long double)digits * powl(10.0L, (long double)exponent));
     else x = exponent < 0 ? x / pow(10, (double)-exponent) : x * pow(10, (double)exponent);
     if (!digits) x = 0;
     *out = negative ? -x : x;
@@ -6377,139 +6408,103 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out) {
  *
  * Offsets count from the end of the header. The last dimension of a shape is contiguous. */
 
-typedef struct llm__source { /* a safetensors tensor */
-    llm_string name;      /* points into the header */
-    const char *dtype;    /* such as "BF16" */
-    int type;             /* llm_type; -1: none */
-    int value_bytes;      /* of one value */
-    int n_dims;           /* 0: a scalar */
-    uint64_t dims[4];     /* in the file's order: the last is contiguous */
-    const uint8_t *data;  /* in the mapping, checked */
-    uint64_t bytes;       /* of data */
-    const char *path;     /* of its file */
-    bool used;            /* part of the model, or known to be unnecessary */
-} llm__source;
-
-typedef struct llm__sources { /* of all files of a model */
-    llm__source *items;
-    int64_t count, capacity;
-    const llm_string **index;  /* (count) pointers to the items, sorted by name */
-} llm__sources;
-
 enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* limit of the format, in bytes */
 
-static bool llm__source_dtype(llm__source *source, const llm_json_node *node) {
-    static const struct {
-        const char *name;
-        int bytes, type;
-    } types[] = {{"F32", 4, LLM_F32}, {"F16", 2, LLM_F16}, {"BF16", 2, LLM_BF16}, {"F64", 8, -1}, {"I64", 8, -1},
-                 {"U64", 8, -1},      {"I32", 4, -1},      {"U32", 4, -1},        {"I16", 2, -1}, {"U16", 2, -1},
-                 {"I8", 1, -1},       {"U8", 1, -1},       {"BOOL", 1, -1},       {"F8_E4M3", 1, -1}, {"F8_E5M2", 1, -1}};
-    for (size_t i = 0; i < sizeof types / sizeof *types; i++)
-        if (llm_json_is(node, types[i].name)) {
-            source->dtype = types[i].name;
-            source->value_bytes = types[i].bytes;
-            source->type = types[i].type;
-            return true;
-        }
-    return false;
+typedef struct llm__dtype {
+    const char *name;
+    int bytes;     /* of a value */
+    llm_type type; /* from 100 on: in the tensors of a safetensors file only */
+} llm__dtype;
+
+static const llm__dtype llm__dtypes[] = {
+    {"F32", 4, LLM_F32},        {"F16", 2, LLM_F16},           {"BF16", 2, LLM_BF16},
+    {"F64", 8, (llm_type)100},  {"I64", 8, (llm_type)101},     {"U64", 8, (llm_type)102},
+    {"I32", 4, (llm_type)103},  {"U32", 4, (llm_type)104},     {"I16", 2, (llm_type)105},
+    {"U16", 2, (llm_type)106},  {"I8", 1, (llm_type)107},      {"U8", 1, (llm_type)108},
+    {"BOOL", 1, (llm_type)109}, {"F8_E4M3", 1, (llm_type)110}, {"F8_E5M2", 1, (llm_type)111}};
+
+static const llm__dtype *llm__dtype_of(const llm_tensor *t) {
+    const llm__dtype *d = llm__dtypes;
+    while (d->type != t->type) d++;
+    return d;
 }
 
-/* Read type, shape and offsets, and check that they agree. data (size): what follows the header. */
-static bool llm__read_source(llm__source *source, const llm_json_node *node, const uint8_t *data, uint64_t size,
-                             llm_error *err) {
-    const llm_json_node *shape = llm_json_member(node, "shape"), *place = llm_json_member(node, "data_offsets");
-    char name[72];
-    uint64_t begin, end, values = 1;
-    source->name = llm_json_key(node);
-    snprintf(name, sizeof name, "%s", llm__show(source->name).text);
-    if (!llm__source_dtype(source, llm_json_member(node, "dtype"))) {
-        llm_string dtype = {"", 0};
-        llm_json_string(llm_json_member(node, "dtype"), &dtype);
-        return llm__fail(err, dtype.length ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT,
-                         "%s: the tensor '%s' is of the type '%s', which is unknown", source->path, name,
-                         llm__show(dtype).text);
-    }
+/* A JSON value, in printable form; NULL: "". */
+static llm__printable llm__show_node(const llm_json_node *node) {
+    static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
+    llm_string s = {node ? node->text : "", node ? node->length : 0};
+    return llm__show(node && *words[node->kind] ? llm__string(words[node->kind]) : s);
+}
+
+/* Read type, shape and offsets, and check that they agree. begin: where the data begins. The tensor
+ * may have 0 dimensions. */
+static bool llm__read_source(const llm__reader *r, llm_tensor *t, const llm_json_node *node,
+                             uint64_t begin) {
+    const llm_json_node *dtype = llm_json_member(node, "dtype"),
+                        *shape = llm_json_member(node, "shape"),
+                        *place = llm_json_member(node, "data_offsets");
+    const llm__dtype *d = llm__dtypes, *end = d + sizeof llm__dtypes / sizeof *llm__dtypes;
+    uint64_t first, last, values = 1, size = r->file->size - begin;
+    char what[100];
+    t->name = t->source = llm_json_key(node);
+    snprintf(what, sizeof what, "the tensor '%s'", llm__show(t->name).text);
+    while (d < end && !llm_json_is(dtype, d->name)) d++;
+    if (d == end)
+        return llm__unsupported(&r->in, "%s is of the type '%s', which is unknown", what,
+                                llm__show_node(dtype).text);
     if (!llm_json_has_kind(shape, LLM_JSON_ARRAY) || shape->length > 4)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no shape of up to 4 dimensions", source->path, name);
-    for (int i = 0; i < 4; i++) source->dims[i] = 1;
-    for (const llm_json_node *n = llm_json_first(shape); n; n = llm_json_next(shape, n)) {
-        uint64_t *dim = &source->dims[source->n_dims++];
-        if (!llm_json_u64(n, dim) || !*dim || !llm__multiply(values, *dim, &values))
-            return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has an impossible shape", source->path, name);
-    }
-    const llm_json_node *first =
-        llm_json_has_kind(place, LLM_JSON_ARRAY) && place->length == 2 ? place + 1 : NULL;
-    if (!llm_json_u64(first, &begin) || !llm_json_u64(llm_json_next(place, first), &end))
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor '%s' has no data_offsets of two numbers", source->path, name);
-    if (begin > end || end > size)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: the tensor '%s' has the place %llu to %llu, but there are %llu bytes of data: the file is "
-                         "damaged, or did not arrive whole; fetch it again",
-                         source->path, name, (unsigned long long)begin, (unsigned long long)end, (unsigned long long)size);
-    if (!llm__multiply(values, (uint64_t)source->value_bytes, &source->bytes) || source->bytes != end - begin)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: the tensor '%s' of %llu values of type %s has %llu bytes, which is not their number",
-                         source->path, name, (unsigned long long)values, source->dtype, (unsigned long long)(end - begin));
-    source->data = data + begin;
+        return llm__bad(&r->in, "%s has no shape of up to 4 dimensions", what);
+    t->type = d->type;
+    t->n_dims = (int)shape->length;
+    for (int i = 0; i < 4; i++) t->dims[i] = 1;
+    const llm_json_node *n = llm_json_first(shape);
+    for (int i = t->n_dims - 1; i >= 0; i--, n = llm_json_next(shape, n))
+        if (!llm_json_u64(n, &t->dims[i]) || !t->dims[i] ||
+            !llm__multiply(values, t->dims[i], &values))
+            return llm__bad(&r->in, "%s has an impossible shape", what);
+    if (!llm_json_has_kind(place, LLM_JSON_ARRAY) || place->length != 2 ||
+        !llm_json_u64(place + 1, &first) || !llm_json_u64(llm_json_next(place, place + 1), &last))
+        return llm__bad(&r->in, "%s has no data_offsets of two numbers", what);
+    if (first > last || last > size)
+        return llm__bad(&r->in,
+                        "%s has the place %llu to %llu, but there are %llu bytes of data: the file "
+                        "is damaged, or did not arrive whole; fetch it again",
+                        what, (llm__big)first, (llm__big)last, (llm__big)size);
+    if (!llm__multiply(values, (uint64_t)d->bytes, &t->bytes) || t->bytes != last - first)
+        return llm__bad(&r->in,
+                        "%s of %llu values of type %s has %llu bytes, which is not their number",
+                        what, (llm__big)values, d->name, (llm__big)(last - first));
+    t->data = r->file->data + begin + first;
     return true;
 }
 
-static int llm__compare_sources(const void *a, const void *b) {
-    const llm__source *x = *(const llm__source *const *)a, *y = *(const llm__source *const *)b;
-    return (x->data > y->data) - (x->data < y->data);
-}
-
-/* True if the last `count` tensors, those of one file, share no bytes; else sets the error. */
-static bool llm__sources_overlap(const llm__sources *sources, int64_t count, llm_error *err) {
-    const llm__source **order = (const llm__source **)llm__new((size_t)count, sizeof *order, "the tensors' order", err);
-    if (!order) return false;
-    for (int64_t i = 0; i < count; i++) order[i] = &sources->items[sources->count - count + i];
-    qsort(order, (size_t)count, sizeof *order, llm__compare_sources);
-    bool apart = true;
-    for (int64_t i = 1; apart && i < count; i++)
-        if (order[i - 1]->data + order[i - 1]->bytes > order[i]->data)
-            apart = llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensors '%s' and '%s' overlap", order[i]->path,
-                              llm__show(order[i - 1]->name).text, llm__show(order[i]->name).text);
-    LLM_FREE((void *)order);
-    return apart;
-}
-
-/* Append the tensors of a file. Their names point into `header`, which the caller frees, also after
- * a failure; `path` must live as long. */
-static bool llm__read_safetensors(llm__sources *sources, llm_json *header, const uint8_t *data, uint64_t size,
-                                  const char *path, llm_error *err) {
+static bool llm__read_safetensors(llm__reader *r) {
+    llm_file *file = r->file;
     uint64_t length = 0;
-    if (size >= 8) memcpy(&length, data, sizeof length);
-    if (size < 8 || length > size - 8)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: a header of %llu bytes does not fit into a file of %llu: this is no safetensors file, or it did not "
-                         "arrive whole; fetch it again (a few lines of text instead of a model come from git without LFS)",
-                         path, (unsigned long long)length, (unsigned long long)size);
+    int64_t capacity = 0;
+    if (!llm__refuse_pointer(&r->in, file->data, file->size)) return false;
+    if (file->size >= 8) memcpy(&length, file->data, sizeof length);
+    if (file->size < 8 || length > file->size - 8)
+        return llm__bad(&r->in,
+                        "a header of %llu bytes does not fit into a file of %llu: this is no "
+                        "safetensors file, or it did not arrive whole; fetch it again",
+                        (llm__big)length, (llm__big)file->size);
     if (length > LLM__SAFETENSORS_HEADER)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: a header of %llu bytes; the format allows %d", path,
-                         (unsigned long long)length, LLM__SAFETENSORS_HEADER);
-    if (!llm_json_parse(header, (const char *)data + 8, (size_t)length, path, err)) return false;
-    if (header->nodes->kind != LLM_JSON_OBJECT)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the header is not an object", path);
-    int64_t before = sources->count;
-    for (const llm_json_node *n = llm_json_first(header->nodes); n;
-         n = llm_json_next(header->nodes, n)) {
+        return llm__bad(&r->in, "a header of %llu bytes; the format allows %d", (llm__big)length,
+                        LLM__SAFETENSORS_HEADER);
+    const char *text = (const char *)file->data + 8;
+    if (!llm_json_parse(&file->header, text, (size_t)length, file->path, r->in.err)) return false;
+    const llm_json_node *root = file->header.nodes;
+    if (root->kind != LLM_JSON_OBJECT) return llm__bad(&r->in, "the header is not an object");
+    for (const llm_json_node *n = llm_json_first(root); n; n = llm_json_next(root, n)) {
         if (llm_json_is(n - 1, "__metadata__")) continue;
-        void *grown = llm__grow(sources->items, sources->count, &sources->capacity, sizeof *sources->items, "the tensors", err);
-        if (!grown) return false;
-        sources->items = (llm__source *)grown;
-        llm__source *source = &sources->items[sources->count];
-        memset(source, 0, sizeof *source);
-        source->path = path;
-        if (!llm__read_source(source, n, data + 8 + length, size - 8 - length, err)) return false;
-        sources->count++;
+        if (!llm__add_record(&file->tensors, file->n_tensors, &capacity, sizeof *file->tensors,
+                             "the tensors", r->in.err) ||
+            !llm__read_source(r, &file->tensors[file->n_tensors], n, 8 + length))
+            return false;
+        file->n_tensors++;
     }
-    return llm__sources_overlap(sources, sources->count - before, err);
-}
-
-static llm__source *llm__find_source(const llm__sources *sources, const char *name) {
-    return (llm__source *)(uintptr_t)llm__find_name(sources->index, sources->count, name);
+    return llm__check_overlap(r);
 }
 
 /* ---- Metadata that a loader makes -----------------------------------
@@ -6540,7 +6535,8 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
 typedef struct llm__metadata {
     llm__bytes bytes;
     uint64_t n_values;
-    llm_error err;    /* first failure; nothing is added after it */
+    const char *architecture; /* begins the keys that are noted as ".something" */
+    llm_error err;            /* first failure; nothing is added after it */
 } llm__metadata;
 
 static bool llm__note_bytes(llm__metadata *m, const void *data, size_t n) {
@@ -6554,28 +6550,35 @@ static bool llm__note_text(llm__metadata *m, llm_string s) {
 
 /* n elements follow; type: LLM_VALUE_ARRAY, or that of the one element. */
 static void llm__note_key(llm__metadata *m, const char *key, llm_value_type type,
-                         llm_value_type element, uint64_t n) {
+                          llm_value_type element, uint64_t n) {
     uint32_t numbers[2] = {(uint32_t)type, (uint32_t)element};
     bool array = type == LLM_VALUE_ARRAY;
+    const char *prefix = *key == '.' ? m->architecture : "";
+    uint64_t length = strlen(prefix) + strlen(key);
     m->n_values++;
-    llm__note_text(m, llm__string(key));
+    llm__note_bytes(m, &length, sizeof length);
+    llm__note_bytes(m, prefix, strlen(prefix));
+    llm__note_bytes(m, key, strlen(key));
     llm__note_bytes(m, numbers, array ? sizeof numbers : sizeof *numbers);
     if (array) llm__note_bytes(m, &n, sizeof n);
 }
 
+static void llm__note_scalar(llm__metadata *m, const char *key, llm_value_type type, const void *x,
+                             size_t size) {
+    llm__note_key(m, key, type, type, 1);
+    llm__note_bytes(m, x, size);
+}
+
 static void llm__note_u32(llm__metadata *m, const char *key, uint32_t x) {
-    llm__note_key(m, key, LLM_VALUE_U32, LLM_VALUE_U32, 1);
-    llm__note_bytes(m, &x, sizeof x);
+    llm__note_scalar(m, key, LLM_VALUE_U32, &x, sizeof x);
 }
 
 static void llm__note_f32(llm__metadata *m, const char *key, float x) {
-    llm__note_key(m, key, LLM_VALUE_F32, LLM_VALUE_F32, 1);
-    llm__note_bytes(m, &x, sizeof x);
+    llm__note_scalar(m, key, LLM_VALUE_F32, &x, sizeof x);
 }
 
 static void llm__note_bool(llm__metadata *m, const char *key, bool x) {
-    llm__note_key(m, key, LLM_VALUE_BOOL, LLM_VALUE_BOOL, 1);
-    llm__note_bytes(m, &x, 1);
+    llm__note_scalar(m, key, LLM_VALUE_BOOL, &x, 1);
 }
 
 static void llm__note_string(llm__metadata *m, const char *key, llm_string x) {
@@ -6599,7 +6602,7 @@ static bool llm__read_metadata(llm__metadata *m, llm_file *file, llm_error *err)
     file->memory = LLM__OWNED;
     file->version = 3;
     memset(&m->bytes, 0, sizeof m->bytes);
-    llm__reader r = {file, 0, err};
+    llm__reader r = {file, 0, {file->path, err}};
     return llm__read_values(&r, m->n_values);
 }
 
@@ -6608,60 +6611,68 @@ static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_err
 
 /* ---- Loading: the shape ------------------------------------------------------------- */
 
+typedef struct llm__loader {
+    llm_model *model;
+    llm__input in;
+    bool *used; /* (n_tensors of the file) Is it part of the model? */
+} llm__loader;
+
 /* Metadata keys begin with the name of the architecture: "llama.block_count". */
-static const llm_value *llm__model_value(const llm_model *model, const char *name) {
-    char key[128];
-    snprintf(key, sizeof key, "%s.%s", model->config.architecture, name);
-    return llm_file_find(model->file, key);
+static const llm_value *llm__model_value(const llm__loader *l, const char *name, char key[128]) {
+    snprintf(key, 128, "%s.%s", l->model->config.architecture, name);
+    return llm_file_find(l->model->file, key);
 }
 
 /* Read an integer from 1 to INT32_MAX. An absent key gives `fallback`, or an error if that is 0. */
-static bool llm__model_int(const llm_model *model, const char *name, int64_t fallback, int *out,
-                           llm_error *err) {
-    const llm_value *value = llm__model_value(model, name);
+static bool llm__model_int(const llm__loader *l, const char *name, int64_t fallback, int *out) {
+    char key[128];
+    const llm_value *value = llm__model_value(l, name, key);
     uint64_t x = (uint64_t)fallback;
     if (!value && !fallback)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: the metadata has no %s.%s, which this architecture needs",
-                         llm_file_path(model->file), model->config.architecture, name);
+        return llm__bad(&l->in, "the metadata has no %s, which this architecture needs", key);
     if (value && (value->type == LLM_VALUE_ARRAY || !llm_value_u64(value, 0, &x)))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: %s.%s is not one whole number (a value per layer is not supported)",
-                         llm_file_path(model->file), model->config.architecture, name);
+        return llm__unsupported(
+            &l->in, "%s is not one whole number (a value per layer is not supported)", key);
     if (x < 1 || x > INT32_MAX)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is %llu, which is impossible",
-                         llm_file_path(model->file), model->config.architecture, name, (unsigned long long)x);
+        return llm__bad(&l->in, "%s is %llu, which is impossible", key, (llm__big)x);
     *out = (int)x;
     return true;
 }
 
-static bool llm__model_float(const llm_model *model, const char *name, double fallback, float *out,
-                             llm_error *err) {
-    const llm_value *value = llm__model_value(model, name);
+static bool llm__model_float(const llm__loader *l, const char *name, double fallback, float *out) {
+    char key[128];
+    const llm_value *value = llm__model_value(l, name, key);
     double x = fallback;
     if ((value && !llm_value_f64(value, 0, &x)) || !(x > 0) || x > 1e30)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s.%s is not a positive number",
-                         llm_file_path(model->file), model->config.architecture, name);
+        return llm__bad(&l->in, "%s is not a positive number", key);
     *out = (float)x;
     return true;
 }
 
-static bool llm__model_architecture(llm_model *model, llm_error *err) {
+static bool llm__model_architecture(const llm__loader *l) {
+    llm_model *model = l->model;
     llm_string name = {"", 0};
     size_t cursor = 0;
     char known[128];
-    const llm_value *value = llm_file_find(model->file, "general.architecture");
-    if (!llm_value_string(value, &cursor, &name))
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: the metadata has no general.architecture; is this a model file?",
-                         llm_file_path(model->file));
+    if (!llm_value_string(llm_file_find(model->file, "general.architecture"), &cursor, &name))
+        return llm__bad(&l->in, "the metadata has no general.architecture; is this a model file?");
     model->architecture = llm__find_architecture(name, false);
     llm__list_architectures(known, sizeof known, false);
     if (!model->architecture)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: the architecture is \"%s\"; supported: %s",
-                         llm_file_path(model->file), llm__show(name).text, known);
+        return llm__not_among(&l->in, "the architecture", llm__show(name), known);
     memcpy(model->config.architecture, name.data, name.length);
-    model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES : model->architecture->pairing;
+    model->config.rope_pairing = model->file->folder ? LLM_ROPE_HALVES
+                                                     : model->architecture->pairing;
     return true;
+}
+
+/* Is it one of the words in `list`, which single spaces separate? */
+static bool llm__is_listed(llm_string word, const char *list) {
+    for (size_t n; *list; list += n + (list[n] == ' ')) {
+        n = strcspn(list, " ");
+        if (n == word.length && !memcmp(list, word.data, n)) return true;
+    }
+    return false;
 }
 
 /* False, 0 and an empty string are off. */
@@ -6675,250 +6686,245 @@ static bool llm__is_off(const llm_value *value) {
 }
 
 /* Refuse unknown options of the architecture that are not off: they may change the result. */
-static bool llm__model_known_keys(const llm_model *model, llm_error *err) {
-    static const char *const known[] = {
-        "block_count", "context_length", "embedding_length", "feed_forward_length", "vocab_size", "attention.head_count",
-        "attention.head_count_kv", "attention.key_length", "attention.value_length", "attention.layer_norm_rms_epsilon",
-        "attention.sliding_window", "attention.sliding_window_pattern", "rope.dimension_count", "rope.freq_base",
-        "rope.scale_linear", "rope.scaling.type", "rope.scaling.factor", "rope.scaling.attn_factor",
-        "rope.scaling.original_context_length", "rope.scaling.finetuned", "rope.scaling.yarn_beta_fast",
-        "rope.scaling.yarn_beta_slow",
-        "tensor_data_layout" /* the layout before conversion: no effect */};
-    size_t prefix = strlen(model->config.architecture);
-    for (int64_t i = 0; i < llm_file_n_values(model->file); i++) {
-        const llm_value *value = llm_file_value(model->file, i);
+static bool llm__model_known_keys(const llm__loader *l) {
+    static const char known[] = /* tensor_data_layout: before conversion, so without effect */
+        "block_count context_length embedding_length feed_forward_length vocab_size "
+        "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
+        "attention.layer_norm_rms_epsilon attention.sliding_window "
+        "attention.sliding_window_pattern rope.dimension_count rope.freq_base rope.scale_linear "
+        "rope.scaling.type rope.scaling.factor rope.scaling.attn_factor "
+        "rope.scaling.original_context_length rope.scaling.finetuned rope.scaling.yarn_beta_fast "
+        "rope.scaling.yarn_beta_slow rope.scaling.llm.stated_context_length tensor_data_layout";
+    const char *prefix = l->model->config.architecture;
+    size_t n = strlen(prefix);
+    for (int64_t i = 0; i < l->model->file->n_values; i++) {
+        const llm_value *value = &l->model->file->values[i];
         llm_string key = value->key;
-        if (key.length <= prefix || memcmp(key.data, model->config.architecture, prefix) || key.data[prefix] != '.')
-            continue;
-        key.data += prefix + 1;
-        key.length -= prefix + 1;
-        bool found = llm__is_off(value);
-        for (size_t k = 0; !found && k < sizeof known / sizeof *known; k++) found = llm__is_text(key, known[k]);
-        if (!found)
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s is an option of %s that is not supported",
-                             llm_file_path(model->file), llm__show(value->key).text, model->config.architecture);
+        if (key.length <= n || memcmp(key.data, prefix, n) || key.data[n] != '.') continue;
+        llm_string name = {key.data + n + 1, key.length - n - 1};
+        if (!llm__is_off(value) && !llm__is_listed(name, known))
+            return llm__unsupported(&l->in, "%s is an option of %s that is not supported",
+                                    llm__show(key).text, prefix);
     }
     return true;
 }
 
 /* RoPE scaling: how the model was extended to a longer context. */
-static bool llm__model_scaling(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    const llm_value *type = llm__model_value(model, "rope.scaling.type");
+static bool llm__model_scaling(const llm__loader *l) {
+    llm_config *c = &l->model->config;
+    char key[128];
+    const llm_value *type = llm__model_value(l, "rope.scaling.type", key);
     llm_string name = {"linear", 6}; /* the default if there is only a factor */
     size_t cursor = 0;
-    float factor = 1, magnitude = 1;
+    int stated = 0;
     if (type && !llm_value_string(type, &cursor, &name))
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: rope.scaling.type is not a name", llm_file_path(model->file));
-    if (!llm__model_float(model, "rope.scale_linear", 1, &factor, err) || /* the older key */
-        !llm__model_float(model, "rope.scaling.factor", factor, &factor, err) ||
-        !llm__model_float(model, "rope.scaling.attn_factor", 1, &magnitude, err) ||
-        !llm__model_float(model, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast, err) ||
-        !llm__model_float(model, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow, err) ||
-        !llm__model_int(model, "rope.scaling.original_context_length", c->context_length, &c->rope_original_context, err))
+        return llm__bad(&l->in, "%s is not a name", key);
+    if (!llm__model_float(l, "rope.scale_linear", 1, &c->rope_factor) || /* the older key */
+        !llm__model_float(l, "rope.scaling.factor", c->rope_factor, &c->rope_factor) ||
+        !llm__model_float(l, "rope.scaling.attn_factor", 1, &c->rope_magnitude) ||
+        !llm__model_float(l, "rope.scaling.yarn_beta_fast", 32, &c->rope_beta_fast) ||
+        !llm__model_float(l, "rope.scaling.yarn_beta_slow", 1, &c->rope_beta_slow) ||
+        !llm__model_int(l, "rope.scaling.original_context_length", c->context_length,
+                        &c->rope_original_context) ||
+        !llm__model_int(l, "rope.scaling.llm.stated_context_length", c->context_length, &stated))
         return false;
-    if (llm__is_text(name, "none")) factor = 1;
+    if (llm__is_text(name, "none")) c->rope_factor = 1;
     else if (llm__is_text(name, "yarn")) c->rope_scaling = LLM_ROPE_YARN;
     else if (!llm__is_text(name, "linear"))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: RoPE scaling \"%s\" is not supported; supported: linear, yarn",
-                         llm_file_path(model->file), llm__show(name).text);
-    else if (factor != 1) c->rope_scaling = LLM_ROPE_LINEAR;
-    c->rope_factor = factor;
-    c->rope_magnitude = magnitude;
-    if (c->rope_scaling == LLM_ROPE_YARN && factor > 1) c->rope_magnitude *= 1.0f + 0.1f * logf(factor);
+        return llm__not_among(&l->in, "RoPE scaling", llm__show(name), "linear, yarn");
+    else if (c->rope_factor != 1) c->rope_scaling = LLM_ROPE_LINEAR;
+    if (c->rope_scaling == LLM_ROPE_YARN && c->rope_factor > 1)
+        c->rope_magnitude *= 1.0f + 0.1f * logf(c->rope_factor);
+    if (stated > c->context_length)
+        snprintf(l->model->context_note, sizeof l->model->context_note,
+                 "config.json says %d, but its YaRN scaling makes %d of %d, its "
+                 "original_max_position_embeddings",
+                 stated, c->context_length, c->rope_original_context);
     return true;
 }
 
 /* Set model->windows: which layers have a sliding window. */
-static bool llm__model_windows(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
-    const llm_value *window = llm__model_value(model, "attention.sliding_window");
-    const llm_value *pattern = llm__model_value(model, "attention.sliding_window_pattern");
-    const char *path = llm_file_path(model->file);
+static bool llm__model_windows(const llm__loader *l) {
+    llm_config *c = &l->model->config;
+    char key[128], pattern_key[128];
+    const llm_value *window = llm__model_value(l, "attention.sliding_window", key);
+    const llm_value *pattern = llm__model_value(l, "attention.sliding_window_pattern", pattern_key);
+    int64_t n_tensors = l->model->file->n_tensors;
     uint64_t w = 0;
     if (window && (window->type == LLM_VALUE_ARRAY || !llm_value_u64(window, 0, &w)))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: attention.sliding_window is not one whole number", path);
-    if (pattern && (pattern->element_type != LLM_VALUE_BOOL || pattern->count != (uint64_t)c->n_layers))
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: attention.sliding_window_pattern is not a list of yes or no for each of the %d layers", path,
-                         c->n_layers);
+        return llm__unsupported(&l->in, "%s is not one whole number", key);
+    if (pattern &&
+        (pattern->element_type != LLM_VALUE_BOOL || pattern->count != (uint64_t)c->n_layers))
+        return llm__unsupported(&l->in, "%s is not a list of yes or no for each of the %d layers",
+                                pattern_key, c->n_layers);
     /* each layer has tensors; checked before memory is allocated for an absurd count */
-    if (c->n_layers > llm_file_n_tensors(model->file) || c->n_layers > INT32_MAX / LLM__N_PARTS)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d layers, but only %lld tensors%s", path, c->n_layers,
-                         (long long)llm_file_n_tensors(model->file),
-                         llm_file_n_tensors(model->file) ? "" : " (a vocabulary only?)");
-    model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *model->windows, "the windows of the layers", err);
-    if (!model->windows) return false;
+    if (c->n_layers > n_tensors || c->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__bad(&l->in, "%d layers, but only %llu tensors%s", c->n_layers,
+                        (llm__big)n_tensors, n_tensors ? "" : " (a vocabulary only?)");
+    int *windows = l->model->windows = (int *)llm__new((size_t)c->n_layers, sizeof *windows,
+                                                       "the windows of the layers", l->in.err);
+    if (!windows) return false;
     if (w > INT32_MAX) w = 0; /* no limit */
     for (int i = 0; i < c->n_layers; i++) {
         bool windowed = true;
         if (pattern && !llm_value_bool(pattern, (uint64_t)i, &windowed))
-            return llm__fail(err, LLM_ERROR_FORMAT, "%s: attention.sliding_window_pattern is neither yes nor no", path);
-        model->windows[i] = windowed ? (int)w : 0;
-        if (model->windows[i]) c->window = (int)w;
+            return llm__bad(&l->in, "%s is neither yes nor no", pattern_key);
+        windows[i] = windowed ? (int)w : 0;
+        if (windows[i]) c->window = (int)w;
     }
     return true;
 }
 
-static bool llm__model_config(llm_model *model, llm_error *err) {
-    llm_config *c = &model->config;
+static bool llm__model_config(const llm__loader *l) {
+    llm_config *c = &l->model->config;
     int value_length = 0;
-    if (!llm__model_architecture(model, err) || !llm__model_known_keys(model, err) ||
-        !llm__model_int(model, "block_count", 0, &c->n_layers, err) ||
-        !llm__model_int(model, "context_length", 0, &c->context_length, err) ||
-        !llm__model_int(model, "embedding_length", 0, &c->dim, err) ||
-        !llm__model_int(model, "feed_forward_length", 0, &c->hidden_dim, err) ||
-        !llm__model_int(model, "attention.head_count", 0, &c->n_heads, err) ||
-        !llm__model_int(model, "attention.head_count_kv", c->n_heads, &c->n_kv_heads, err) ||
-        !llm__model_int(model, "attention.key_length", llm__max(c->dim / c->n_heads, 1), &c->head_dim, err) ||
-        !llm__model_int(model, "attention.value_length", c->head_dim, &value_length, err) ||
-        !llm__model_int(model, "rope.dimension_count", c->head_dim, &c->rope_dim, err) ||
-        !llm__model_float(model, "rope.freq_base", 10000, &c->rope_base, err) ||
-        !llm__model_float(model, "attention.layer_norm_rms_epsilon", 1e-5, &c->norm_epsilon, err))
+    if (!llm__model_architecture(l) || !llm__model_known_keys(l) ||
+        !llm__model_int(l, "block_count", 0, &c->n_layers) ||
+        !llm__model_int(l, "context_length", 0, &c->context_length) ||
+        !llm__model_int(l, "embedding_length", 0, &c->dim) ||
+        !llm__model_int(l, "feed_forward_length", 0, &c->hidden_dim) ||
+        !llm__model_int(l, "attention.head_count", 0, &c->n_heads) ||
+        !llm__model_int(l, "attention.head_count_kv", c->n_heads, &c->n_kv_heads) ||
+        !llm__model_int(l, "attention.key_length", llm__max(c->dim / c->n_heads, 1),
+                        &c->head_dim) ||
+        !llm__model_int(l, "attention.value_length", c->head_dim, &value_length) ||
+        !llm__model_int(l, "rope.dimension_count", c->head_dim, &c->rope_dim) ||
+        !llm__model_float(l, "rope.freq_base", 10000, &c->rope_base) ||
+        !llm__model_float(l, "attention.layer_norm_rms_epsilon", 1e-5, &c->norm_epsilon))
         return false;
-    const char *path = llm_file_path(model->file);
     if (c->n_heads % c->n_kv_heads)
-        return llm__fail(err, LLM_ERROR_FORMAT, "%s: %d query heads cannot share %d key/value heads evenly",
-                         path, c->n_heads, c->n_kv_heads);
+        return llm__bad(&l->in, "%d query heads cannot share %d key/value heads evenly", c->n_heads,
+                        c->n_kv_heads);
     if (value_length != c->head_dim)
-        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: keys of %d and values of %d numbers per head; they must be alike", path,
-                         c->head_dim, value_length);
+        return llm__unsupported(&l->in,
+                                "keys of %d and values of %d numbers per head; they must be alike",
+                                c->head_dim, value_length);
     if (c->rope_dim > c->head_dim || c->rope_dim % 2)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: RoPE over %d dimensions of a head of %d: it must be even and not more", path,
-                         c->rope_dim, c->head_dim);
-    return llm__model_scaling(model, err) && llm__model_windows(model, err);
+        return llm__bad(&l->in,
+                        "RoPE over %d dimensions of a head of %d: it must be even and not more",
+                        c->rope_dim, c->head_dim);
+    return llm__model_scaling(l) && llm__model_windows(l);
 }
 
 /* ---- Loading: the tensors ------------------------------------------------------------ */
 
 /* Find a tensor, which must have the shape (rows, cols); a vector has 1 row. NULL, with the error
  * set, on failure. */
-static const llm_tensor *llm__model_tensor(const llm_model *model, const char *name, uint64_t rows,
-                                           uint64_t cols, llm_error *err) {
-    const llm_tensor *t = llm_file_find_tensor(model->file, name);
-    const char *path = llm_file_path(model->file);
+static const llm_tensor *llm__model_tensor(const llm__loader *l, const char *name, uint64_t rows,
+                                           uint64_t cols) {
+    const llm_file *file = l->model->file;
+    const llm_tensor *t = llm_file_find_tensor(file, name);
     if (!t) {
-        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s is missing%s", path, name,
-                  llm_file_n_tensors(model->file) ? "" : " (the file holds no tensors: a vocabulary only?)");
+        llm__bad(&l->in, "the tensor %s is missing%s", name,
+                 file->n_tensors ? "" : " (the file holds no tensors: a vocabulary only?)");
         return NULL;
     }
-    if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1) {
-        llm__fail(err, LLM_ERROR_FORMAT,
-                  "%s: the tensor %s is of shape (%llu, %llu), but the metadata asks for (%llu, %llu)", path,
-                  name, (unsigned long long)t->dims[1], (unsigned long long)t->dims[0],
-                  (unsigned long long)rows, (unsigned long long)cols);
-        return NULL;
-    }
-    size_t alignment = t->type == LLM_F32 ? 4 : 2; /* kernels read the file in place */
-    if ((uintptr_t)t->data % alignment) {
-        llm__fail(err, LLM_ERROR_FORMAT, "%s: the tensor %s starts at an odd address", path, name);
-        return NULL;
-    }
-    return t;
+    llm__printable source = llm__show(t->source);
+    if (t->dims[0] != cols || t->dims[1] != rows || t->dims[2] != 1 || t->dims[3] != 1)
+        llm__bad(&l->in, "the tensor %s is of shape (%llu, %llu), but %s asks for (%llu, %llu)",
+                 source.text, (llm__big)t->dims[1], (llm__big)t->dims[0],
+                 file->folder ? "config.json" : "the metadata", (llm__big)rows, (llm__big)cols);
+    else if ((uintptr_t)t->data % (t->type == LLM_F32 ? 4 : 2)) /* kernels read it in place */
+        llm__bad(&l->in, "the tensor %s starts at an odd address", source.text);
+    else return l->used[t - file->tensors] = true, t;
+    return NULL;
 }
-
 
 static void llm__part_name(char name[64], int layer, int part) {
     snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
 }
 
-static int llm__compare_pointers(const void *a, const void *b) {
-    const llm_tensor *x = *(const llm_tensor *const *)a, *y = *(const llm_tensor *const *)b;
-    return (x > y) - (x < y);
+/* The N of a tensor called "<prefix>N.<part>"; -1: it is called otherwise. */
+static int64_t llm__layer_of(llm_string name, const char *prefix) {
+    size_t start = strlen(prefix), i = start;
+    int64_t layer = 0;
+    if (name.length < start || memcmp(name.data, prefix, start)) return -1;
+    for (; i < name.length && name.data[i] >= '0' && name.data[i] <= '9' && i < start + 18; i++)
+        layer = layer * 10 + (name.data[i] - '0');
+    return i > start && i < name.length && name.data[i] == '.' ? layer : -1;
 }
 
-/* Refuse a model with a tensor that this engine does not use, since its output would be wrong.
- * used (n_used): the tensors that are used, in any order; entries may be NULL. */
-static bool llm__no_unknown_tensors(const llm_model *model, const llm_tensor **used, int64_t n_used,
-                                    llm_error *err) {
-    qsort(used, (size_t)n_used, sizeof *used, llm__compare_pointers);
-    for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
-        const llm_tensor *t = llm_file_tensor(model->file, i);
-        if (!bsearch(&t, used, (size_t)n_used, sizeof *used, llm__compare_pointers))
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                             "%s: the tensor %s is unknown to the %s architecture here",
-                             llm_file_path(model->file), llm__show(t->name).text, model->config.architecture);
+/* Refuse a model with a tensor that is not used, since its output would be wrong. key: what gives
+ * the number of layers. prefix: of the tensors in a layer. */
+static bool llm__all_used(const llm__input *in, const llm_file *file, const bool *used,
+                          const char *key, int n_layers, const char *prefix,
+                          const char *architecture) {
+    for (int64_t i = 0; i < file->n_tensors; i++) {
+        llm_string name = file->tensors[i].name;
+        if (used[i]) continue;
+        if (llm__layer_of(name, prefix) >= n_layers)
+            return llm__bad(in,
+                            "%s is %d, but there are more layers, with the tensor %s: correct it, "
+                            "or fetch the model again",
+                            key, n_layers, llm__show(name).text);
+        return llm__unsupported(in, "the tensor %s is unknown to the %s architecture here",
+                                llm__show(name).text, architecture);
     }
     return true;
 }
 
-static bool llm__model_tensors(llm_model *model, llm_error *err) {
+static bool llm__model_tensors(const llm__loader *l) {
+    llm_model *model = l->model;
     llm_config *c = &model->config;
-    const llm_tensor *embedding = llm_file_find_tensor(model->file, "token_embd.weight");
+    const llm_file *file = model->file;
+    const llm_tensor *t = llm_file_find_tensor(file, "token_embd.weight");
     /* some embeddings have more rows than the vocabulary has tokens */
     uint64_t vocab = (uint64_t)llm_tokenizer_size(model->tokenizer), dim = (uint64_t)c->dim;
-    if (embedding && embedding->dims[1] > vocab && embedding->dims[1] <= INT32_MAX) vocab = embedding->dims[1];
-    if (embedding && embedding->dims[0] == dim && embedding->dims[1] < vocab)
-        return llm__fail(err, LLM_ERROR_FORMAT,
-                         "%s: %s has %llu tokens, but the embedding (token_embd.weight) only %llu rows: tokens were added without resizing "
-                         "the model; give it the vocabulary of the model that it was made from",
-                         llm_file_path(model->file), model->file->folder ? "tokenizer.json (with what lies beside it)" : "the vocabulary",
-                         (unsigned long long)vocab, (unsigned long long)embedding->dims[1]);
+    if (t && t->dims[1] > vocab && t->dims[1] <= INT32_MAX) vocab = t->dims[1];
+    if (t && t->dims[0] == dim && t->dims[1] < vocab)
+        return llm__bad(&l->in,
+                        "%s has %llu tokens, but the embedding (%s) only %llu rows: tokens were "
+                        "added without resizing the model; give it the vocabulary of the model "
+                        "that it was made from",
+                        file->folder ? "tokenizer.json (with what lies beside it)"
+                                     : "the vocabulary",
+                        (llm__big)vocab, llm__show(t->source).text, (llm__big)t->dims[1]);
     c->vocab_size = (int)vocab;
-
-    model->embedding = llm__model_tensor(model, "token_embd.weight", vocab, dim, err);
-    if (!model->embedding) return false;
-    model->output_norm = llm__model_tensor(model, "output_norm.weight", 1, dim, err);
-    if (!model->output_norm) return false;
-    c->tied_output = !llm_file_find_tensor(model->file, "output.weight");
-    model->output =
-        c->tied_output ? model->embedding : llm__model_tensor(model, "output.weight", vocab, dim, err);
-    if (!model->output) return false;
-    if (llm_file_find_tensor(model->file, "rope_freqs.weight")) {
-        model->rope_divisors = llm__model_tensor(model, "rope_freqs.weight", 1, (uint64_t)c->rope_dim / 2, err);
-        if (!model->rope_divisors) return false;
-    }
-
-    model->parts = (const llm_tensor **)llm__new((size_t)c->n_layers * LLM__N_PARTS, sizeof *model->parts,
-                                                 "the table of tensors", err);
+    c->tied_output = !llm_file_find_tensor(file, "output.weight");
+    bool divisors = llm_file_find_tensor(file, "rope_freqs.weight");
+    if (!(model->embedding = llm__model_tensor(l, "token_embd.weight", vocab, dim)) ||
+        !(model->output_norm = llm__model_tensor(l, "output_norm.weight", 1, dim)) ||
+        !(model->output = c->tied_output ? model->embedding
+                                         : llm__model_tensor(l, "output.weight", vocab, dim)) ||
+        (divisors && !(model->rope_divisors = llm__model_tensor(l, "rope_freqs.weight", 1,
+                                                                (uint64_t)c->rope_dim / 2))))
+        return false;
+    int n_parts = c->n_layers * LLM__N_PARTS;
+    model->parts = (const llm_tensor **)llm__new((size_t)n_parts, sizeof *model->parts,
+                                                 "the table of tensors", l->in.err);
     if (!model->parts) return false;
-    for (int i = 0; i < c->n_layers * LLM__N_PARTS; i++) {
+    for (int i = 0; i < n_parts; i++) {
         const llm__part_row *row = &llm__parts()[i % LLM__N_PARTS];
+        unsigned part = 1u << (i % LLM__N_PARTS);
         char name[64];
         llm__part_name(name, i / LLM__N_PARTS, i % LLM__N_PARTS);
-        unsigned part = 1u << (i % LLM__N_PARTS);
         if (!(model->architecture->required & part) &&
-            !(model->architecture->optional & part && llm_file_find_tensor(model->file, name)))
+            !(model->architecture->optional & part && llm_file_find_tensor(file, name)))
             continue;
-        model->parts[i] =
-            llm__model_tensor(model, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols), err);
-        if (!model->parts[i]) return false;
-        if (model->parts[i]->columns && model->parts[i]->dims[0] > model->ordered_cols)
-            model->ordered_cols = model->parts[i]->dims[0];
+        t = llm__model_tensor(l, name, llm__width_of(c, row->rows), llm__width_of(c, row->cols));
+        if (!t) return false;
+        model->parts[i] = t;
+        if (t->columns && t->dims[0] > model->ordered_cols) model->ordered_cols = t->dims[0];
     }
-
-    int64_t n_used = (int64_t)c->n_layers * LLM__N_PARTS + 4;
-    const llm_tensor **used =
-        (const llm_tensor **)llm__new((size_t)n_used, sizeof *used, "the table of tensors", err);
-    if (!used) return false;
-    memcpy(used, model->parts, (size_t)(n_used - 4) * sizeof *used);
-    used[n_used - 4] = model->rope_divisors;
-    used[n_used - 3] = model->embedding;
-    used[n_used - 2] = model->output;
-    used[n_used - 1] = model->output_norm;
-    bool known = llm__no_unknown_tensors(model, used, n_used, err);
-    LLM_FREE(used);
-    return known;
+    char key[128];
+    llm__model_value(l, "block_count", key);
+    return llm__all_used(&l->in, file, l->used, key, c->n_layers, "blk.", c->architecture);
 }
 
 /* Takes ownership of the file, even on failure. */
 static llm_model *llm__model_create(llm_file *file, llm_error *err) {
     llm_model *model = file ? (llm_model *)llm__new(1, sizeof *model, "a model", err) : NULL;
-    if (!model) {
-        llm_file_close(file);
-        return NULL;
-    }
+    if (!model) return llm_file_close(file), (llm_model *)NULL;
+    llm__loader l = {model, {file->path, err}, NULL};
     model->file = file;
-    if (!llm__model_config(model, err) || !(model->tokenizer = llm_tokenizer_create(file, err)) ||
-        !llm__model_tensors(model, err)) {
-        llm_model_free(model);
-        return NULL;
-    }
-    for (int64_t i = 0; i < llm_file_n_tensors(file); i++)
-        model->weight_bytes += llm_file_tensor(file, i)->bytes;
-    return model;
+    l.used = (bool *)llm__new((size_t)file->n_tensors, 1, "the table of tensors", err);
+    bool ok = l.used && llm__model_config(&l) &&
+              (model->tokenizer = llm_tokenizer_create(file, err)) && llm__model_tensors(&l);
+    LLM_FREE(l.used);
+    for (int64_t i = 0; i < file->n_tensors; i++) model->weight_bytes += file->tensors[i].bytes;
+    if (ok) return model;
+    llm_model_free(model);
+    return NULL;
 }
 
 llm_model *llm_model_load(const char *path, llm_error *err) {
@@ -6943,11 +6949,13 @@ void llm_model_free(llm_model *model) {
 const llm_config *llm_model_config(const llm_model *model) { return &model->config; }
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model) { return model->tokenizer; }
 const llm_file *llm_model_file(const llm_model *model) { return model->file; }
+const char *llm_model_context_note(const llm_model *model) { return model->context_note; }
 
 uint64_t llm_model_step_bytes(const llm_model *model) {
     /* a tied embedding is read in full, as the output matrix; otherwise one row of it is read */
     uint64_t unread = model->config.tied_output ? 0 : model->embedding->bytes;
-    return model->weight_bytes - unread + (unread ? unread / (uint64_t)model->config.vocab_size : 0);
+    return model->weight_bytes - unread +
+           (unread ? unread / (uint64_t)model->config.vocab_size : 0);
 }
 
 uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type) {
@@ -6967,60 +6975,68 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
  * the model gets rope_pairing = LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
-    const char *path;         /* of the folder */
+    llm__input in; /* path of the folder */
     const llm__architecture *architecture;
-    llm_json config;         /* config.json */
-    char **paths;             /* (n_files) paths of the safetensors files */
-    llm_json *headers;       /* (n_files) headers of the safetensors files */
-    int64_t n_files, paths_capacity, headers_capacity;
-    llm__sources sources;     /* tensors of all safetensors files */
-    llm_file *file;           /* the result */
-    char *names;              /* (n_tensors, LLM__TENSOR_NAME) names in `file`; a region of it */
-    int64_t capacity;         /* unused */
+    llm_json config;     /* config.json */
+    llm_file *file;      /* the result. Its parts are the safetensors files, and at first it has
+                          * their tensors */
+    bool *used;          /* (n_tensors of file) part of the model, or known to be unnecessary */
+    llm_tensor *tensors; /* (n_tensors) which the result will have, with GGUF's names */
+    int64_t n_tensors;
+    char *names; /* (n_tensors, LLM__TENSOR_NAME) these names; a memory of `file` */
     int n_layers, dim, n_heads, head_dim;
-    bool int4, gptq;          /* 4-bit integers; of GPTQ, else of AWQ */
-    llm_error *err;
+    bool int4, gptq; /* 4-bit integers; of GPTQ, else of AWQ */
 } llm__folder;
 
 enum { LLM__TENSOR_NAME = 64 };
 
-LLM__PRINTF(3, 4)
-static bool llm__folder_error(const llm__folder *f, llm_status status, const char *format, ...) {
-    char text[400];
-    va_list arguments;
-    va_start(arguments, format);
-    vsnprintf(text, sizeof text, format, arguments);
-    va_end(arguments);
-    return llm__fail(f->err, status, "%s: %s", f->path, text);
-}
-
 /* The caller frees the path. */
-static char *llm__folder_path(const llm__folder *f, const char *name, llm_error *err) {
-    size_t length = strlen(f->path);
+static char *llm__join(const char *folder, const char *name, llm_error *err) {
+    size_t length = strlen(folder);
     char *path = (char *)llm__new(length + strlen(name) + 2, 1, "a path", err);
-    if (path) sprintf(path, "%s%s%s", f->path, length && f->path[length - 1] == '/' ? "" : "/", name);
+    if (path) sprintf(path, "%s%s%s", folder, length && folder[length - 1] == '/' ? "" : "/", name);
     return path;
 }
 
-static bool llm__folder_has(const llm__folder *f, const char *name) {
-    char *path = llm__folder_path(f, name, NULL);
+static bool llm__folder_has(const char *folder, const char *name) {
+    char *path = llm__join(folder, name, NULL);
     bool there = path && !access(path, F_OK);
     LLM_FREE(path);
     return there;
 }
 
-/* Parse a JSON file of the folder, which must be an object. On failure there is nothing to free. */
-static bool llm__folder_json(const llm__folder *f, const char *name, llm_json *json) {
+/* Map a file of at most LLM__JSON_BYTES. *found: false if there is none, which is not an error. */
+static bool llm__map_text(const char *path, llm_string *text, bool *found, llm_error *err) {
+    struct stat status;
     const void *data = NULL;
     uint64_t size = 0;
-    char *path = llm__folder_path(f, name, f->err);
-    bool ok = path && llm__map(path, &data, &size, f->err);
+    *found = !stat(path, &status) && S_ISREG(status.st_mode);
+    bool ok = !*found || llm__map(path, &data, &size, err);
+    if (size > LLM__JSON_BYTES) {
+        ok = llm__fail(err, LLM_ERROR_FORMAT, "%s is larger than the %d bytes that are read", path,
+                       LLM__JSON_BYTES);
+        llm__release(data, size, LLM__MAPPED);
+    }
+    text->data = ok ? (const char *)data : NULL;
+    text->length = ok ? (size_t)size : 0;
+    return ok;
+}
+
+/* Parse a JSON file of the folder, which must be an object. found: as above. */
+static bool llm__read_json(llm_json *json, const char *folder, const char *name, bool *found,
+                           llm_error *err) {
+    llm_string text;
+    char *path = llm__join(folder, name, err);
+    llm__input in = {path, err};
     memset(json, 0, sizeof *json);
-    if (ok) ok = llm_json_parse(json, (const char *)data, (size_t)size, path, f->err);
-    llm__release(data, size, LLM__MAPPED);
-    if (ok && json->nodes->kind != LLM_JSON_OBJECT) {
-        ok = llm__fail(f->err, LLM_ERROR_FORMAT, "%s: it holds no object, but something else", path);
-        llm_json_free(json);
+    bool ok = path && llm__map_text(path, &text, found, err);
+    if (ok && *found) {
+        ok = llm_json_parse(json, text.data, text.length, path, err);
+        llm__release(text.data, text.length, LLM__MAPPED);
+        if (ok && json->nodes->kind != LLM_JSON_OBJECT) {
+            ok = llm__bad(&in, "it holds no object, but something else");
+            llm_json_free(json);
+        }
     }
     LLM_FREE(path);
     return ok;
@@ -7034,14 +7050,21 @@ static const llm_json_node *llm__folder_entry(const llm_json_node *object, const
     return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
 }
 
+static bool llm__is_on(const llm_json_node *object, const char *key, bool otherwise) {
+    bool flag = otherwise;
+    llm_json_bool(llm_json_member(object, key), &flag);
+    return flag;
+}
+
 /* A positive whole number; `fallback` (unless 0) where there is none. */
 static bool llm__folder_int(const llm__folder *f, const llm_json_node *object, const char *key,
                             int64_t fallback, int *out) {
     const llm_json_node *node = llm__folder_entry(object, key);
     int64_t x = fallback;
-    if (!node && !fallback) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if (!node && !fallback) return llm__bad(&f->in, "config.json does not say \"%s\"", key);
     if ((node && !llm_json_i64(node, &x)) || x < 1 || x > INT32_MAX)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a whole number from 1 to %d", key, INT32_MAX);
+        return llm__bad(&f->in, "\"%s\" in config.json is not a whole number from 1 to %d", key,
+                        INT32_MAX);
     *out = (int)x;
     return true;
 }
@@ -7050,79 +7073,47 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
                                double fallback, double *out) {
     const llm_json_node *node = llm__folder_entry(object, key);
     *out = fallback;
-    if (!node && !(fallback > 0)) return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say \"%s\"", key);
+    if (!node && !(fallback > 0)) return llm__bad(&f->in, "config.json does not say \"%s\"", key);
     if ((node && !llm_json_f64(node, out)) || !(*out > 0) || *out > 1e30)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "\"%s\" in config.json is not a positive number", key);
+        return llm__bad(&f->in, "\"%s\" in config.json is not a positive number", key);
     return true;
 }
 
-/* A JSON value, in printable form. */
-static llm__printable llm__show_node(const llm_json_node *node) {
-    static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
-    llm_string s = {node->text, node->length};
-    return llm__show(*words[node->kind] ? llm__string(words[node->kind]) : s);
-}
-
-/* Off: null, false, or a list or an object of nothing. */
-static bool llm__node_is_off(const llm_json_node *node) {
-    bool holds = node->kind == LLM_JSON_ARRAY || node->kind == LLM_JSON_OBJECT;
-    return node->kind == LLM_JSON_NULL || node->kind == LLM_JSON_FALSE || (holds && !node->length);
-}
-
-/* An entry that is not known here would change the result, so it is refused by its name, unless it
- * is off. `known` ends with a NULL. */
+/* An entry that is not in `known` might change the result, so it is refused, unless it is off:
+ * null, false, or an empty list or object. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
-                              const char *const *known) {
+                              const char *known) {
     for (const llm_json_node *n = llm_json_first(object); n; n = llm_json_next(object, n)) {
         llm_string key = llm_json_key(n);
-        bool found = llm__node_is_off(n) || (key.length && key.data[0] == '_');
-        for (int i = 0; !found && known[i]; i++) found = llm__is_text(key, known[i]);
-        if (!found)
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"%s\": %s in %s is an option that is not supported",
-                                     llm__show(key).text, llm__show_node(n).text, where);
+        bool holds = n->kind == LLM_JSON_ARRAY || n->kind == LLM_JSON_OBJECT;
+        bool off = n->kind == LLM_JSON_NULL || n->kind == LLM_JSON_FALSE || (holds && !n->length);
+        if (!off && !(key.length && key.data[0] == '_') && !llm__is_listed(key, known))
+            return llm__unsupported(&f->in, "\"%s\": %s in %s is an option that is not supported",
+                                    llm__show(key).text, llm__show_node(n).text, where);
     }
     return true;
 }
 
-/* The names in which config.json speaks of the shape, and those that say nothing of the result. */
-static bool llm__folder_known_config(const llm__folder *f) {
-    static const char *const known[] = {
-        "model_type", "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads",
-        "num_key_value_heads", "head_dim", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling",
-        "rope_parameters", "hidden_act", "tie_word_embeddings", "attention_bias", "mlp_bias", "sliding_window",
-        "use_sliding_window", "max_window_layers", "layer_types", "partial_rotary_factor", "quantization_config",
-        "bos_token_id", "eos_token_id",
-        /* how it was trained, where it came from, how others run it */
-        "architectures", "attention_dropout", "attn_pdrop", "auto_map", "chunk_size_feed_forward", "decoder_start_token_id", "dtype",
-        "embd_pdrop", "finetuning_task", "hidden_dropout", "id2label", "initializer_range", "is_decoder", "is_encoder_decoder",
-        "is_llama_config", "label2id", "max_sequence_length", "model_max_length", "name_or_path", "neftune_noise_alpha", "pad_token_id",
-        "prefix", "pretraining_tp", "problem_type", "resid_pdrop", "return_dict", "rope_interleaved", "sep_token_id", "seq_length",
-        "task_specific_params", "tokenizer_class", "tokenizer_model_max_length", "tokenizer_name", "tokenizer_padding_side", "torch_dtype",
-        "transformers.js_config", "transformers_version", "unk_token_id", "unsloth_fixed", "unsloth_version", "use_cache",
-        /* how to choose words, which stood here before generation_config.json was invented: that is
-         * the request's to say */
-        "diversity_penalty", "do_sample", "early_stopping", "encoder_no_repeat_ngram_size", "length_penalty", "max_length",
-        "max_new_tokens", "min_length", "no_repeat_ngram_size", "num_beam_groups", "num_beams", "num_return_sequences",
-        "repetition_penalty", "temperature", "top_k", "top_p", "typical_p", NULL};
-    return llm__folder_known(f, f->config.nodes, "config.json", known);
-}
-
-/* "llama.name" */
-static const char *llm__folder_key(const llm__folder *f, const char *name, char key[128]) {
-    snprintf(key, 128, "%s.%s", f->architecture->name, name);
-    return key;
-}
-
-static void llm__folder_write_int(const llm__folder *f, llm__metadata *m, const char *name, int x) {
-    char key[128];
-    llm__note_u32(m, llm__folder_key(f, name, key), (uint32_t)x);
-}
-
-static void llm__folder_write_float(const llm__folder *f, llm__metadata *m, const char *name,
-                                    double x) {
-    char key[128];
-    llm__note_f32(m, llm__folder_key(f, name, key), (float)x);
-}
+/* The names in which config.json speaks of the shape; how the model was trained, where it came from
+ * and how others run it; and how to choose words, which older models say here instead of in
+ * generation_config.json, and which a request decides. */
+static const char llm__config_keys[] =
+    "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
+    "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
+    "rope_parameters hidden_act tie_word_embeddings attention_bias mlp_bias sliding_window "
+    "use_sliding_window max_window_layers layer_types partial_rotary_factor quantization_config "
+    "bos_token_id eos_token_id "
+    "architectures attention_dropout attn_pdrop auto_map chunk_size_feed_forward "
+    "decoder_start_token_id dtype embd_pdrop finetuning_task hidden_dropout id2label "
+    "initializer_range is_decoder is_encoder_decoder is_llama_config label2id max_sequence_length "
+    "model_max_length name_or_path neftune_noise_alpha pad_token_id prefix pretraining_tp "
+    "problem_type resid_pdrop return_dict rope_interleaved sep_token_id seq_length "
+    "task_specific_params tokenizer_class tokenizer_model_max_length tokenizer_name "
+    "tokenizer_padding_side torch_dtype transformers.js_config transformers_version unk_token_id "
+    "unsloth_fixed unsloth_version use_cache "
+    "diversity_penalty do_sample early_stopping encoder_no_repeat_ngram_size length_penalty "
+    "max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams "
+    "num_return_sequences repetition_penalty temperature top_k top_p typical_p";
 
 /* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that
  * make fewer than low_freq_factor turns over the original context are divided by the factor, those
@@ -7131,13 +7122,16 @@ static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double
                                int context) {
     double factor, low, high;
     int original, n = f->head_dim / 2;
-    if (!llm__folder_number(f, rope, "factor", 0, &factor) || !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
+    if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
+        !llm__folder_number(f, rope, "low_freq_factor", 0, &low) ||
         !llm__folder_number(f, rope, "high_freq_factor", 0, &high) ||
         !llm__folder_int(f, rope, "original_max_position_embeddings", context, &original))
         return false;
     if (!(high > low))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "high_freq_factor in config.json is not above low_freq_factor");
-    float *divisors = (float *)llm__new((size_t)n, sizeof *divisors, "the RoPE frequencies", f->err);
+        return llm__bad(&f->in, "high_freq_factor in config.json is not above low_freq_factor");
+    llm_tensor t = {llm__string("rope_freqs.weight"), {NULL, 0}, LLM_F32, 1, {1, 1, 1, 1}, NULL,
+                    (uint64_t)n * sizeof(float),      NULL,      NULL};
+    float *divisors = (float *)llm__new((size_t)n, sizeof *divisors, t.name.data, f->in.err);
     if (!divisors) return false;
     for (int i = 0; i < n; i++) {
         double turns = original * pow(base, -2.0 * i / f->head_dim) / (2 * 3.14159265358979323846);
@@ -7145,172 +7139,171 @@ static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double
         blend = blend > 0 ? blend < 1 ? blend : 1 : 0;
         divisors[i] = (float)(1 / ((1 - blend) / factor + blend));
     }
-    if (!llm__add_region(f->file, divisors, (uint64_t)n * sizeof *divisors, LLM__OWNED, f->err)) return false;
-    llm_tensor *t = &f->file->tensors[f->file->n_tensors++];
-    t->name = llm__string("rope_freqs.weight");
-    t->type = LLM_F32;
-    t->n_dims = 1;
-    t->dims[0] = (uint64_t)n;
-    t->dims[1] = t->dims[2] = t->dims[3] = 1;
-    t->data = divisors;
-    t->bytes = (uint64_t)n * sizeof *divisors;
-    return true;
+    t.source = t.name;
+    t.dims[0] = (uint64_t)n;
+    t.data = divisors;
+    f->tensors[f->n_tensors++] = t;
+    return llm__add_memory(f->file, divisors, f->in.err);
 }
 
 static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_json_node *rope,
                              double factor, int *context) {
-    double usual = factor > 1 ? 0.1 * log(factor) + 1 : 1, mscale = 0, all = 0;
-    double fast, slow, magnitude;
-    int original;
-    bool truncate = true;
-    llm_json_bool(llm_json_member(rope, "truncate"), &truncate);
-    if (!truncate) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "YaRN with \"truncate\": false is not supported");
+    double log_factor = factor > 1 ? log(factor) : 0, usual = 0.1 * log_factor + 1;
+    double fast, slow, magnitude = usual, mscale = 0, all = 0;
+    if (!llm__is_on(rope, "truncate", true))
+        return llm__unsupported(&f->in, "YaRN with \"truncate\": false is not supported");
     if (llm_json_f64(llm__folder_entry(rope, "mscale"), &mscale) &&
-        llm_json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) &&
-        mscale != 0 && all != 0 && factor > 1)
-        usual = (0.1 * mscale * log(factor) + 1) / (0.1 * all * log(factor) + 1);
-    if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) || !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
-        !llm__folder_number(f, rope, "attention_factor", usual, &magnitude) ||
-        !llm__folder_int(f, rope, "original_max_position_embeddings", *context, &original))
+        llm_json_f64(llm__folder_entry(rope, "mscale_all_dim"), &all) && mscale != 0 && all != 0)
+        magnitude = (0.1 * mscale * log_factor + 1) / (0.1 * all * log_factor + 1);
+    if (!llm__folder_number(f, rope, "beta_fast", 32, &fast) ||
+        !llm__folder_number(f, rope, "beta_slow", 1, &slow) ||
+        !llm__folder_number(f, rope, "attention_factor", magnitude, &magnitude) ||
+        !llm__folder_int(f, rope, "original_max_position_embeddings", *context, context))
         return false;
-    llm__folder_write_int(f, m, "rope.scaling.original_context_length", original);
-    llm__folder_write_float(f, m, "rope.scaling.yarn_beta_fast", fast);
-    llm__folder_write_float(f, m, "rope.scaling.yarn_beta_slow", slow);
+    llm__note_u32(m, ".rope.scaling.original_context_length", (uint32_t)*context);
+    llm__note_f32(m, ".rope.scaling.yarn_beta_fast", (float)fast);
+    llm__note_f32(m, ".rope.scaling.yarn_beta_slow", (float)slow);
     /* GGUF's readers multiply it by the usual magnitude */
-    llm__folder_write_float(f, m, "rope.scaling.attn_factor",
-                            magnitude / (factor > 1 ? 0.1 * log(factor) + 1 : 1));
-    *context = original;
+    llm__note_f32(m, ".rope.scaling.attn_factor", (float)(magnitude / usual));
     return true;
 }
 
 /* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and
- * "rope_scaling". */
-static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int context) {
-    static const char *const known[] = {"rope_type", "type", "rope_theta", "factor", "low_freq_factor", "high_freq_factor",
-                                        "original_max_position_embeddings", "beta_fast", "beta_slow", "attention_factor",
-                                        "mscale", "mscale_all_dim", "truncate", "partial_rotary_factor", "finetuned", NULL};
+ * "rope_scaling". stated: config.json's max_position_embeddings. */
+static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
+    static const char known[] =
+        "rope_type type rope_theta factor low_freq_factor high_freq_factor "
+        "original_max_position_embeddings beta_fast beta_slow attention_factor mscale "
+        "mscale_all_dim truncate partial_rotary_factor finetuned";
     const llm_json_node *config = f->config.nodes,
                         *rope = llm__folder_entry(config, "rope_parameters");
     double base, factor = 1, part;
-    char key[128];
+    int context = stated;
     if (!rope) rope = llm__folder_entry(config, "rope_scaling");
     if (rope && !llm_json_has_kind(rope, LLM_JSON_OBJECT))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json is no object");
+        return llm__bad(&f->in, "the RoPE scaling in config.json is no object");
     if (!llm__folder_known(f, rope, "the RoPE scaling of config.json", known) ||
-        !llm__folder_number(f, config, "rope_theta", 10000, &base) || !llm__folder_number(f, rope, "rope_theta", base, &base) ||
+        !llm__folder_number(f, config, "rope_theta", 10000, &base) ||
+        !llm__folder_number(f, rope, "rope_theta", base, &base) ||
         !llm__folder_number(f, config, "partial_rotary_factor", 1, &part) ||
         !llm__folder_number(f, rope, "partial_rotary_factor", part, &part))
         return false;
-    if (part != 1) return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "partial_rotary_factor %g is not supported", part);
-    llm__folder_write_float(f, m, "rope.freq_base", base);
+    if (part != 1)
+        return llm__unsupported(&f->in, "partial_rotary_factor %g is not supported", part);
+    llm__note_f32(m, ".rope.freq_base", (float)base);
     base = (float)base;
 
     const llm_json_node *type = llm__folder_entry(rope, "rope_type");
     if (!type) type = llm__folder_entry(rope, "type");
-    if (rope && llm__folder_entry(rope, "factor") && !type)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the RoPE scaling in config.json does not say its rope_type");
-    if (type && !llm_json_is(type, "default")) {
-        bool yarn = llm_json_is(type, "yarn");
-        if (llm_json_is(type, "llama3")) {
-            if (!llm__folder_llama3(f, rope, base, context)) return false;
-        } else if (!yarn && !llm_json_is(type, "linear")) {
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED,
-                                     "RoPE scaling \"%s\" is not supported; supported: default, linear, yarn, llama3",
-                                     llm__show_node(type).text);
-        } else {
-            if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
-                (yarn && !llm__folder_yarn(f, m, rope, factor, &context)))
-                return false;
-            llm__note_string(m, llm__folder_key(f, "rope.scaling.type", key),
-                             llm__string(yarn ? "yarn" : "linear"));
-            llm__folder_write_float(f, m, "rope.scaling.factor", factor);
-        }
+    bool yarn = llm_json_is(type, "yarn");
+    if (!type && llm__folder_entry(rope, "factor"))
+        return llm__bad(&f->in, "the RoPE scaling in config.json does not say its rope_type");
+    if (llm_json_is(type, "llama3")) {
+        if (!llm__folder_llama3(f, rope, base, context)) return false;
+    } else if (yarn || llm_json_is(type, "linear")) {
+        if (!llm__folder_number(f, rope, "factor", 0, &factor) ||
+            (yarn && !llm__folder_yarn(f, m, rope, factor, &context)))
+            return false;
+        llm__note_string(m, ".rope.scaling.type", llm__string(yarn ? "yarn" : "linear"));
+        llm__note_f32(m, ".rope.scaling.factor", (float)factor);
+    } else if (type && !llm_json_is(type, "default")) {
+        return llm__not_among(&f->in, "RoPE scaling", llm__show_node(type),
+                              "default, linear, yarn, llama3");
     }
     /* what is stretched was made for so many positions, and now takes that many times more */
-    llm__folder_write_int(f, m, "context_length",
-                          (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX));
+    context = (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX);
+    llm__note_u32(m, ".context_length", (uint32_t)context);
+    if (context < stated)
+        llm__note_u32(m, ".rope.scaling.llm.stated_context_length", (uint32_t)stated);
     return true;
 }
 
 /* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
 static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
+    const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes,
-                        *types = llm__folder_entry(config, "layer_types");
-    const llm_json_node *node = llm_json_member(config, "sliding_window");
-    bool uses = true, windowed[2] = {false, false}; /* does any layer see everything, does any have
-                                                     * a window? */
-    bool qwen = f->architecture->pairing == LLM_ROPE_HALVES;
-    int window = 0;
+                        *types = llm__folder_entry(config, "layer_types"),
+                        *node = llm_json_member(config, "sliding_window");
+    bool qwen = a->pairing == LLM_ROPE_HALVES;
+    int window = 0, n_windows = 0;
     int64_t first = 0;
-    char key[128];
-    if (!llm_json_bool(llm_json_member(config, "use_sliding_window"), &uses)) uses = !qwen;
-    if (!uses || llm_json_has_kind(node, LLM_JSON_NULL) ||
-        (!node && !f->architecture->window && !types))
+    if (!llm__is_on(config, "use_sliding_window", !qwen) ||
+        llm_json_has_kind(node, LLM_JSON_NULL) || (!node && !a->window && !types))
         return true;
-    if (!strcmp(f->architecture->model_type, "llama"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "\"sliding_window\" in config.json is not supported for llama");
-    if (!llm__folder_int(f, config, "sliding_window", f->architecture->window, &window)) return false;
+    if (!strcmp(a->model_type, "llama"))
+        return llm__unsupported(&f->in,
+                                "\"sliding_window\" in config.json is not supported for llama");
+    if (!llm__folder_int(f, config, "sliding_window", a->window, &window)) return false;
     if (qwen && !types &&
         (!llm_json_i64(llm_json_member(config, "max_window_layers"), &first) || first < 0))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say from which layer on the window is used (max_window_layers)");
+        return llm__bad(&f->in, "config.json does not say from which layer on the window is used "
+                                "(max_window_layers)");
     if (types &&
         (!llm_json_has_kind(types, LLM_JSON_ARRAY) || types->length != (uint32_t)f->n_layers))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "layer_types in config.json is not a list of %d types", f->n_layers);
-    uint8_t *pattern = (uint8_t *)llm__new((size_t)f->n_layers, 1, "the windows of the layers", f->err);
-    if (!pattern) return false;
-    bool ok = true;
+        return llm__bad(&f->in, "layer_types in config.json is not a list of %d types",
+                        f->n_layers);
+    size_t n = (size_t)f->n_layers;
+    uint8_t *pattern = (uint8_t *)llm__new(n, 1, "the windows of the layers", f->in.err);
+    bool ok = pattern != NULL;
     const llm_json_node *type = llm_json_first(types);
-    for (int i = 0; ok && i < f->n_layers; i++, type = type ? llm_json_next(types, type) : NULL) {
+    for (int i = 0; ok && i < f->n_layers; i++, type = llm_json_next(types, type)) {
         pattern[i] = types ? llm_json_is(type, "sliding_attention") : i >= first;
-        windowed[pattern[i]] = true;
+        n_windows += pattern[i];
         if (types && !pattern[i] && !llm_json_is(type, "full_attention"))
-            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the layer type \"%s\" in config.json is not supported",
-                                   llm__show_node(type).text);
+            ok = llm__not_among(&f->in, "the layer type", llm__show_node(type),
+                                "sliding_attention, full_attention");
     }
-    if (windowed[1]) llm__folder_write_int(f, m, "attention.sliding_window", window);
-    if (windowed[1] && windowed[0])
-        llm__note_array(m, llm__folder_key(f, "attention.sliding_window_pattern", key),
-                        LLM_VALUE_BOOL, pattern, (uint64_t)f->n_layers, (size_t)f->n_layers);
+    if (n_windows) llm__note_u32(m, ".attention.sliding_window", (uint32_t)window);
+    if (n_windows && n_windows < f->n_layers)
+        llm__note_array(m, ".attention.sliding_window_pattern", LLM_VALUE_BOOL, pattern, n, n);
     LLM_FREE(pattern);
     return ok;
 }
 
+/* Read a positive whole number of config.json, and note it as metadata. */
+static bool llm__folder_copy(const llm__folder *f, llm__metadata *m, const char *from,
+                             int64_t fallback, const char *to, int *x) {
+    if (!llm__folder_int(f, f->config.nodes, from, fallback, x)) return false;
+    llm__note_u32(m, to, (uint32_t)*x);
+    return true;
+}
+
 /* config.json into metadata. */
 static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
+    const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
     int hidden, kv_heads, context;
     double epsilon;
     if (act && !llm_json_is(act, "silu") && !llm_json_is(act, "swish"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the activation \"%s\" is not supported; supported: silu",
-                                 llm__show_node(act).text);
-    if (!llm__folder_known_config(f) || !llm__folder_int(f, config, "hidden_size", 0, &f->dim) ||
-        !llm__folder_int(f, config, "intermediate_size", 0, &hidden) ||
-        !llm__folder_int(f, config, "num_hidden_layers", 0, &f->n_layers) ||
-        !llm__folder_int(f, config, "num_attention_heads", 0, &f->n_heads) ||
-        !llm__folder_int(f, config, "num_key_value_heads", f->architecture->kv_heads ? f->n_heads : 0, &kv_heads) ||
+        return llm__not_among(&f->in, "the activation", llm__show_node(act), "silu");
+    m->architecture = a->name;
+    llm__note_string(m, "general.architecture", llm__string(a->name));
+    if (!llm__folder_known(f, config, "config.json", llm__config_keys) ||
+        !llm__folder_copy(f, m, "hidden_size", 0, ".embedding_length", &f->dim) ||
+        !llm__folder_copy(f, m, "intermediate_size", 0, ".feed_forward_length", &hidden) ||
+        !llm__folder_copy(f, m, "num_hidden_layers", 0, ".block_count", &f->n_layers) ||
+        !llm__folder_copy(f, m, "num_attention_heads", 0, ".attention.head_count", &f->n_heads) ||
+        !llm__folder_copy(f, m, "num_key_value_heads", a->kv_heads ? f->n_heads : 0,
+                          ".attention.head_count_kv", &kv_heads) ||
+        !llm__folder_copy(f, m, "head_dim",
+                          a->head_dim ? a->head_dim : llm__max(f->dim / f->n_heads, 1),
+                          ".attention.key_length", &f->head_dim) ||
         !llm__folder_int(f, config, "max_position_embeddings", 0, &context) ||
         !llm__folder_number(f, config, "rms_norm_eps", 1e-6, &epsilon))
         return false;
-    int usual = f->architecture->head_dim ? f->architecture->head_dim : (int)llm__max(f->dim / f->n_heads, 1);
-    if (!llm__folder_int(f, config, "head_dim", usual, &f->head_dim)) return false;
     /* each layer has tensors; asked before allocating what an absurd count wants */
-    if (f->n_layers > f->sources.count || f->n_layers > INT32_MAX / LLM__N_PARTS)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says %d layers, but there are only %lld tensors", f->n_layers,
-                                 (long long)f->sources.count);
+    if (f->n_layers > f->file->n_tensors || f->n_layers > INT32_MAX / LLM__N_PARTS)
+        return llm__bad(&f->in, "config.json says %d layers, but there are only %llu tensors",
+                        f->n_layers, (llm__big)f->file->n_tensors);
     if (f->head_dim > 1 << 20)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json says heads of %d numbers, which is absurd", f->head_dim);
-    llm__note_string(m, "general.architecture", llm__string(f->architecture->name));
-    llm__folder_write_int(f, m, "block_count", f->n_layers);
-    llm__folder_write_int(f, m, "embedding_length", f->dim);
-    llm__folder_write_int(f, m, "feed_forward_length", hidden);
-    llm__folder_write_int(f, m, "attention.head_count", f->n_heads);
-    llm__folder_write_int(f, m, "attention.head_count_kv", kv_heads);
-    llm__folder_write_int(f, m, "attention.key_length", f->head_dim);
-    llm__folder_write_int(f, m, "attention.value_length", f->head_dim);
-    llm__folder_write_int(f, m, "rope.dimension_count", f->head_dim);
-    llm__folder_write_float(f, m, "attention.layer_norm_rms_epsilon", epsilon);
-    f->file->tensors = (llm_tensor *)llm__new((size_t)(f->n_layers * LLM__N_PARTS + 4), sizeof(llm_tensor), "the tensors", f->err);
-    return f->file->tensors && llm__folder_rope(f, m, context) && llm__folder_window(f, m);
+        return llm__bad(&f->in, "config.json says heads of %d numbers, which is absurd",
+                        f->head_dim);
+    llm__note_u32(m, ".attention.value_length", (uint32_t)f->head_dim);
+    llm__note_u32(m, ".rope.dimension_count", (uint32_t)f->head_dim);
+    llm__note_f32(m, ".attention.layer_norm_rms_epsilon", (float)epsilon);
+    f->tensors = (llm_tensor *)llm__new((size_t)f->file->n_tensors + 1, sizeof *f->tensors,
+                                        "the tensors", f->in.err); /* 1: rope_freqs */
+    return f->tensors && llm__folder_rope(f, m, context) && llm__folder_window(f, m);
 }
 
 /* ---- The tensors ---------------------------------------------------------------------------- */
@@ -7318,116 +7311,117 @@ static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
 /* Map a safetensors file of the folder and read its header. */
 static bool llm__folder_shard(llm__folder *f, llm_string name) {
     char copy[256];
-    const void *data = NULL;
-    uint64_t size = 0;
-    if (!name.length || name.length >= sizeof copy || memchr(name.data, '/', name.length) || memchr(name.data, 0, name.length))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the index names the file '%s', which is no name of a file in this folder",
-                                 llm__show(name).text);
+    llm_file *file = f->file;
+    if (!name.length || name.length >= sizeof copy || memchr(name.data, '/', name.length) ||
+        memchr(name.data, 0, name.length))
+        return llm__bad(&f->in,
+                        "the index names the file '%s', which is no name of a file in this folder",
+                        llm__show(name).text);
     memcpy(copy, name.data, name.length);
     copy[name.length] = 0;
-    void *grown = llm__grow(f->paths, f->n_files, &f->paths_capacity, sizeof *f->paths, "the files", f->err);
-    if (!grown) return false;
-    f->paths = (char **)grown;
-    grown = llm__grow(f->headers, f->n_files, &f->headers_capacity, sizeof *f->headers, "the files", f->err);
-    if (!grown) return false;
-    f->headers = (llm_json *)grown;
-    char *path = llm__folder_path(f, copy, f->err);
-    if (!path) return false;
-    int64_t i = f->n_files++;
-    f->paths[i] = path;
-    memset(&f->headers[i], 0, sizeof *f->headers);
-    return llm__map(path, &data, &size, f->err) && llm__add_region(f->file, data, size, LLM__MAPPED, f->err) &&
-           llm__read_safetensors(&f->sources, &f->headers[i], (const uint8_t *)data, size, path, f->err);
+    if (!llm__add_record(&file->parts, file->n_parts, &file->parts_capacity, sizeof *file->parts,
+                         "the files", f->in.err))
+        return false;
+    char *path = llm__join(f->in.path, copy, f->in.err);
+    llm_file *part = path ? llm__file_map(path, llm__read_safetensors, f->in.err) : NULL;
+    LLM_FREE(path);
+    if (part) file->parts[file->n_parts++] = part;
+    return part != NULL;
 }
 
-/* Does the path end in this file name? */
-static bool llm__folder_is_file(const char *path, llm_string name) {
-    size_t length = strlen(path);
-    return length > name.length && path[length - name.length - 1] == '/' &&
-           !memcmp(path + length - name.length, name.data, name.length);
+/* The part with this file name; NULL: none yet. */
+static const llm_file *llm__folder_find_shard(const llm__folder *f, llm_string name) {
+    for (int64_t i = 0; i < f->file->n_parts; i++) {
+        const char *slash = strrchr(f->file->parts[i]->path, '/');
+        llm_string own = llm__string(slash + 1); /* llm__join made it */
+        if (!llm__compare_strings(&own, &name)) return f->file->parts[i];
+    }
+    return NULL;
 }
 
 /* Map each file that the index names. */
 static bool llm__folder_shards(llm__folder *f, const llm_json_node *map) {
     if (!llm_json_first(map) || map->kind != LLM_JSON_OBJECT)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "model.safetensors.index.json has no weight_map");
+        return llm__bad(&f->in, "model.safetensors.index.json has no weight_map");
     for (const llm_json_node *n = llm_json_first(map); n; n = llm_json_next(map, n)) {
         llm_string name = {"", 0};
         if (!llm_json_string(n, &name))
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "the weight_map of model.safetensors.index.json names no file for '%s'",
-                                     llm__show(llm_json_key(n)).text);
-        int64_t i = 0;
-        while (i < f->n_files && !llm__folder_is_file(f->paths[i], name)) i++;
-        if (i == f->n_files && !llm__folder_shard(f, name)) return false;
-    }
-    return true;
-}
-
-/* Each tensor must be in the file that the index names for it. */
-static bool llm__folder_check_index(const llm__folder *f, const llm_json_node *map) {
-    for (const llm_json_node *n = llm_json_first(map); n; n = llm_json_next(map, n)) {
-        llm_string name = llm_json_key(n), file = {n->text, n->length};
-        const llm__source *source = (const llm__source *)(const void *)llm__find_string(f->sources.index, f->sources.count, name);
-        if (!source || !llm__folder_is_file(source->path, file))
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' is not in the file that the index names for it",
-                                     llm__show(name).text);
+            return llm__bad(&f->in,
+                            "the weight_map of model.safetensors.index.json names no file for '%s'",
+                            llm__show(llm_json_key(n)).text);
+        if (!llm__folder_find_shard(f, name) && !llm__folder_shard(f, name)) return false;
     }
     return true;
 }
 
 static bool llm__folder_weights(llm__folder *f) {
+    static const char one[] = "model.safetensors", list[] = "model.safetensors.index.json";
+    const char *folder = f->in.path;
     llm_json index;
     memset(&index, 0, sizeof index);
-    bool single = llm__folder_has(f, "model.safetensors");
-    if (!single && !llm__folder_has(f, "model.safetensors.index.json"))
-        return llm__folder_error(f, LLM_ERROR_FILE, "there is neither model.safetensors nor model.safetensors.index.json%s",
-                                 llm__folder_has(f, "pytorch_model.bin") || llm__folder_has(f, "pytorch_model.bin.index.json")
-                                     ? "; its pytorch_model.bin is not read: such files may run programs" : "");
-    if (!single && !llm__folder_json(f, "model.safetensors.index.json", &index)) return false;
+    bool found, single = llm__folder_has(folder, one);
+    bool ok = single || llm__read_json(&index, folder, list, &found, f->in.err);
+    if (ok && !single && !found)
+        return llm__fail(f->in.err, LLM_ERROR_FILE, "%s: there is neither %s nor %s%s", folder, one,
+                         list,
+                         llm__folder_has(folder, "pytorch_model.bin") ||
+                                 llm__folder_has(folder, "pytorch_model.bin.index.json")
+                             ? "; its pytorch_model.bin is not read: such files may run programs"
+                             : "");
     const llm_json_node *map = llm_json_member(index.nodes, "weight_map");
-    bool ok = single ? llm__folder_shard(f, llm__string("model.safetensors")) : llm__folder_shards(f, map);
-    if (ok) f->sources.index = llm__sorted_names(f->sources.items, f->sources.count, sizeof *f->sources.items, f->err);
-    ok = ok && f->sources.index;
-    const llm_string *twice = ok ? llm__duplicate(f->sources.index, f->sources.count) : NULL;
-    if (twice) ok = llm__folder_error(f, LLM_ERROR_FORMAT, "two of the files have a tensor called '%s'", llm__show(*twice).text);
-    if (ok && !single) ok = llm__folder_check_index(f, map);
+    ok = ok && (single ? llm__folder_shard(f, llm__string(one)) : llm__folder_shards(f, map));
+    ok = ok && llm__file_join(f->file, "two of the files have a tensor", f->in.err);
+    /* each tensor must be in the file that the index names for it */
+    const llm_json_node *n = ok ? llm_json_first(map) : NULL;
+    for (; ok && n; n = llm_json_next(map, n)) {
+        llm_string name = llm_json_key(n), file = {n->text, n->length};
+        const llm_tensor *t = (const llm_tensor *)llm__find_name(f->file->tensor_index,
+                                                                 f->file->n_tensors, name);
+        const llm_file *part = llm__folder_find_shard(f, file);
+        if (!t || !llm__inside(t->data, t->bytes, part->data, part->size))
+            ok = llm__bad(&f->in, "the tensor '%s' is not in the file that the index names for it",
+                          llm__show(name).text);
+    }
     llm_json_free(&index);
     return ok;
 }
 
-/* Append a tensor with this GGUF name. */
-static llm_tensor *llm__folder_new_tensor(llm__folder *f, const char *name) {
-    llm_tensor *t = &f->file->tensors[f->file->n_tensors];
-    char *copy = f->names + f->file->n_tensors * LLM__TENSOR_NAME;
-    f->file->n_tensors++;
+static void llm__folder_use(const llm__folder *f, const llm_tensor *source) {
+    f->used[source - f->file->tensors] = true;
+}
+
+/* Append a copy of a tensor with this GGUF name. */
+static llm_tensor *llm__folder_rename(llm__folder *f, const llm_tensor *source, const char *name) {
+    llm_tensor *t = &f->tensors[f->n_tensors];
+    char *copy = f->names + f->n_tensors++ * LLM__TENSOR_NAME;
     snprintf(copy, LLM__TENSOR_NAME, "%s", name);
+    *t = *source;
     t->name = llm__string(copy);
-    for (int i = 0; i < 4; i++) t->dims[i] = 1;
     return t;
 }
 
 /* The data of a tensor. Kernels need aligned values, so it is copied if they are not. */
-static const void *llm__folder_aligned(const llm__folder *f, const llm__source *source) {
-    if ((uintptr_t)source->data % (uintptr_t)source->value_bytes == 0) return source->data;
-    void *copy = llm__new((size_t)source->bytes, 1, "a tensor that lies at an odd place", f->err);
+static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *source) {
+    if ((uintptr_t)source->data % (uintptr_t)llm__dtype_of(source)->bytes == 0) return source->data;
+    void *copy = llm__new((size_t)source->bytes, 1, "a tensor at an odd address", f->in.err);
     if (!copy) return NULL;
     memcpy(copy, source->data, (size_t)source->bytes);
-    return llm__add_region(f->file, copy, source->bytes, LLM__OWNED, f->err) ? copy : NULL;
+    return llm__add_memory(f->file, copy, f->in.err) ? copy : NULL;
 }
 
-static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *name) {
-    if (source->type < 0)
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
-                                 llm__show(source->name).text, source->dtype);
-    if (source->n_dims < 1)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor '%s' has no dimensions", llm__show(source->name).text);
-    llm_tensor *t = llm__folder_new_tensor(f, name);
-    t->type = (llm_type)source->type;
-    t->n_dims = source->n_dims;
-    for (int i = 0; i < source->n_dims; i++) t->dims[i] = source->dims[source->n_dims - 1 - i];
-    t->bytes = source->bytes;
+/* Append a tensor with this GGUF name, which must have so many dimensions. */
+static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const char *name,
+                               int n_dims) {
+    if (!llm_type_find(source->type))
+        return llm__unsupported(&f->in,
+                                "the tensor '%s' is of the type %s; supported: F32, F16, BF16",
+                                llm__show(source->name).text, llm__dtype_of(source)->name);
+    if (source->n_dims != n_dims)
+        return llm__bad(&f->in, "the tensor %s has %d dimensions, but should have %d",
+                        llm__show(source->name).text, source->n_dims, n_dims);
+    llm__folder_use(f, source);
+    llm_tensor *t = llm__folder_rename(f, source, name);
     t->data = llm__folder_aligned(f, source);
-    source->used = true;
     return t->data != NULL;
 }
 
@@ -7450,12 +7444,12 @@ static bool llm__folder_tensor(llm__folder *f, llm__source *source, const char *
  * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
 
 typedef struct llm__int4 {
-    bool awq, zeros_less_one;  /* AWQ, else GPTQ; zeros are stored as zero - 1 */
+    bool awq, zeros_less_one; /* AWQ, else GPTQ; zeros are stored as zero - 1 */
     int64_t rows, cols, n_groups;
     const uint32_t *weights, *zeros; /* qweight, qzeros */
-    const uint16_t *scales;    /* (n_groups, rows) f16 */
-    const int32_t *columns;    /* (cols) columns sorted by group; NULL: 0, 1, 2, ... */
-    const int32_t *groups;     /* (cols) group of each column; NULL: consecutive, of equal size */
+    const uint16_t *scales;          /* (n_groups, rows) f16 */
+    const int32_t *columns;          /* (cols) columns sorted by group; NULL: 0, 1, 2, ... */
+    const int32_t *groups; /* (cols) group of each column; NULL: consecutive, of equal size */
 } llm__int4;
 
 /* The bit at which row i begins in a word of AWQ. */
@@ -7463,19 +7457,22 @@ static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 &
 
 static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
     uint32_t word = m->zeros[group * (m->rows / 8) + row / 8];
-    return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) + m->zeros_less_one;
+    return (int)(word >> (m->awq ? llm__awq_shift(row % 8) : 4 * (row % 8)) & 15) +
+           m->zeros_less_one;
 }
 
 enum {
-    LLM__INT4_ROWS = 128,               /* rows in a tile: 16 words of AWQ, a cache line */
-    LLM__INT4_PAIRS = LLM__BLOCK / 2    /* pairs of columns (k, k + 16) in a block, a byte each */
+    LLM__INT4_ROWS = 128,            /* rows in a tile: 16 words of AWQ, a cache line */
+    LLM__INT4_PAIRS = LLM__BLOCK / 2 /* pairs of columns (k, k + 16) in a block, a byte each */
 };
 
 /* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, byte
  * (k, row) has column k in its low nibble and k + 16 in its high one. An AWQ word holds eight rows;
  * to process whole words, a line has first all rows in even nibbles, then all in odd ones. */
-static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
-    const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8, *high = low + LLM__INT4_PAIRS * m->rows / 8;
+static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
+                               uint8_t *tile) {
+    const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8,
+                   *high = low + LLM__INT4_PAIRS * m->rows / 8;
     for (int k = 0; k < LLM__INT4_PAIRS; k++, low += m->rows / 8, high += m->rows / 8) {
         LLM__PREFETCH(low + 2 * LLM__BLOCK * m->rows / 8); /* too far apart for hardware prefetch */
         LLM__PREFETCH(high + 2 * LLM__BLOCK * m->rows / 8);
@@ -7496,17 +7493,20 @@ static int llm__int4_place_awq(int i) {
 }
 
 /* The same tile from GPTQ, with the rows in order. */
-static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column, uint8_t *tile) {
+static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
+                                uint8_t *tile) {
     for (int k = 0; k < LLM__INT4_PAIRS; k++) {
         int64_t a = column + k, b = a + LLM__INT4_PAIRS;
         if (m->columns) a = m->columns[a], b = m->columns[b];
-        const uint32_t *low = m->weights + a / 8 * m->rows + first, *high = m->weights + b / 8 * m->rows + first;
+        const uint32_t *low = m->weights + a / 8 * m->rows + first,
+                       *high = m->weights + b / 8 * m->rows + first;
         for (int64_t i = 0; k % 8 == 0 && i < n; i += 16) {
             LLM__PREFETCH(low + 8 * m->rows + i);
             LLM__PREFETCH(high + 8 * m->rows + i);
         }
         for (int64_t i = 0; i < n; i++)
-            tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) | (high[i] >> (4 * (b & 7)) & 15) << 4);
+            tile[k * LLM__INT4_ROWS + i] = (uint8_t)((low[i] >> (4 * (a & 7)) & 15) |
+                                                     (high[i] >> (4 * (b & 7)) & 15) << 4);
     }
 }
 
@@ -7524,7 +7524,8 @@ static void llm__int4_transpose(uint8_t *tile) {
 }
 
 /* The first bytes of the blocks of n rows in a group: scale and zero point, 16 bits each. */
-static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group, uint8_t heads[LLM__INT4_ROWS][4]) {
+static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group,
+                            uint8_t heads[LLM__INT4_ROWS][4]) {
     for (int64_t i = 0; i < n; i++) {
         llm__write_u16(heads[i], m->scales[group * m->rows + first + i]);
         llm__write_u16(heads[i] + 2, (uint16_t)llm__int4_zero(m, group, first + i));
@@ -7534,14 +7535,16 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
 /* Convert n rows (between two multiples of LLM__INT4_ROWS) to blocks of q4_0 or q4_Z. The matrix is
  * stored transposed, so one block of columns at a time is converted for all rows, in whole eights,
  * since words hold eight. Only the n rows are written. */
-static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type, uint8_t *out) {
+static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type,
+                           uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
     size_t row_bytes = llm__row_bytes(type, m->cols), block_bytes = (size_t)head + LLM__INT4_PAIRS;
     uint8_t tile[LLM__INT4_ROWS * LLM__INT4_PAIRS] = {0}, heads[LLM__INT4_ROWS][4];
     first -= skipped;
     n = llm__divide_up(end, 8) * 8;
     for (int64_t column = 0, last = -1; column < m->cols; column += LLM__BLOCK) {
-        int64_t group = m->columns ? m->groups[m->columns[column]] : column / (m->cols / m->n_groups);
+        int64_t group = m->columns ? m->groups[m->columns[column]]
+                                   : column / (m->cols / m->n_groups);
         if (group != last) llm__int4_heads(m, first, n, last = group, heads);
         if (m->awq) llm__int4_tile_awq(m, first, n, column, tile);
         else llm__int4_tile_gptq(m, first, n, column, tile);
@@ -7550,57 +7553,66 @@ static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_typ
         for (int i = skipped; i < end; i++, to += row_bytes) {
             LLM__PREFETCH_FAR(to + 128);
             memcpy(to, heads[i], 4); /* q4_0: the integers overwrite the zero point */
-            memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS, LLM__INT4_PAIRS);
+            memcpy(to + head, tile + (m->awq ? llm__int4_place_awq(i) : i) * LLM__INT4_PAIRS,
+                   LLM__INT4_PAIRS);
         }
     }
 }
-
 static bool llm__int4_symmetric(const llm__int4 *m) {
-    uint32_t differs = 0;
-    for (int64_t i = 0; i < m->n_groups * (m->rows / 8); i++) differs |= m->zeros[i] ^ (m->zeros_less_one ? 0x77777777 : 0x88888888);
+    uint32_t differs = 0, eights = m->zeros_less_one ? 0x77777777 : 0x88888888;
+    for (int64_t i = 0; i < m->n_groups * (m->rows / 8); i++) differs |= m->zeros[i] ^ eights;
     return !differs;
 }
 
-/* Find "<module>.<part>" and check its type. NULL, with the error set, on failure. */
-static llm__source *llm__folder_int4_source(llm__folder *f, const char *module, const char *part, const char *dtype, int n_dims) {
+/* Find "<module>.<part>", check its type, and set *data to its values. NULL, with the error set, on
+ * failure. */
+static const llm_tensor *llm__folder_int4_source(llm__folder *f, const char *module,
+                                                 const char *part, const char *dtype, int n_dims,
+                                                 const void **data) {
     char name[160];
     snprintf(name, sizeof name, "%s.%s", module, part);
-    llm__source *source = llm__find_source(&f->sources, name);
-    if (!source) return llm__folder_error(f, LLM_ERROR_FORMAT, "the tensor %s is missing", name), (llm__source *)NULL;
-    if (strcmp(source->dtype, dtype) || source->n_dims != n_dims) {
-        llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is of type %s with %d dimensions, but should be %s with %d", name,
-                          source->dtype, source->n_dims, dtype, n_dims);
-        return NULL;
+    const llm_tensor *source = llm_file_find_tensor(f->file, name);
+    const char *type = source ? llm__dtype_of(source)->name : "";
+    if (!source) {
+        llm__bad(&f->in, "the tensor %s is missing", name);
+    } else if (strcmp(type, dtype) || source->n_dims != n_dims) {
+        llm__unsupported(&f->in,
+                         "the tensor %s is of type %s with %d dimensions, but should be %s with %d",
+                         name, type, source->n_dims, dtype, n_dims);
+    } else {
+        llm__folder_use(f, source);
+        if ((*data = llm__folder_aligned(f, source)) != NULL) return source;
     }
-    source->used = true;
-    return source;
+    return NULL;
 }
 
 /* Set m->columns, unless the columns are in order already. The file owns the array. */
 static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module) {
     int64_t size = m->cols / m->n_groups;
-    bool ordered = true;
+    bool ok = true, ordered = true;
     for (int64_t c = 0; c < m->cols; c++) {
         if (m->groups[c] < 0 || m->groups[c] >= m->n_groups)
-            return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx names the group %d of %lld", module, m->groups[c], (long long)m->n_groups);
+            return llm__bad(&f->in, "%s.g_idx names the group %d of %d", module, m->groups[c],
+                            (int)m->n_groups);
         ordered = ordered && m->groups[c] == c / size;
     }
     if (ordered) return true;
-    int64_t *next = (int64_t *)llm__new((size_t)m->n_groups + 1, sizeof *next, "the groups", f->err);
-    int32_t *columns = next ? (int32_t *)llm__new((size_t)m->cols, sizeof *columns, "the order of columns", f->err) : NULL;
-    bool ok = columns != NULL;
-    for (int64_t c = 0; ok && c < m->cols; c++) next[m->groups[c] + 1]++;
+    size_t bytes = (size_t)m->cols * sizeof(int32_t);
+    int32_t *columns = (int32_t *)llm__new(bytes, 1, "the order of columns", f->in.err);
+    if (!columns || !llm__add_memory(f->file, columns, f->in.err)) return false;
+    int *next = (int *)llm__new((size_t)m->n_groups + 1, sizeof *next, "the groups", f->in.err);
+    if (!next) return false;
+    m->columns = columns;
+    for (int64_t c = 0; c < m->cols; c++) next[m->groups[c] + 1]++;
     for (int64_t g = 0; ok && g < m->n_groups; g++) {
         if (next[g + 1] % LLM__BLOCK)
-            ok = llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "a group of %s has %lld columns, no multiple of %d", module,
-                                   (long long)next[g + 1], LLM__BLOCK);
+            ok = llm__unsupported(&f->in, "a group of %s has %d columns, no multiple of %d", module,
+                                  next[g + 1], LLM__BLOCK);
         next[g + 1] += next[g];
     }
     for (int64_t c = 0; ok && c < m->cols; c++) columns[next[m->groups[c]]++] = (int32_t)c;
     LLM_FREE(next);
-    if (!ok) return LLM_FREE(columns), false;
-    m->columns = columns;
-    return llm__add_region(f->file, columns, (uint64_t)m->cols * sizeof *columns, LLM__OWNED, f->err);
+    return ok;
 }
 
 /* The entry that names the packing; tools use different keys. NULL: absent. */
@@ -7611,54 +7623,61 @@ static const llm_json_node *llm__int4_format(const llm_json_node *quantization) 
     return format;
 }
 
-/* Find the three or four tensors of a matrix, and check that their shapes agree. */
-static bool llm__folder_int4_sources(llm__folder *f, llm__int4 *m, const char *module) {
+/* Find the three or four tensors of a matrix, and check that their shapes agree. Returns qweight;
+ * NULL, with the error set, on failure. */
+static const llm_tensor *llm__folder_int4_sources(llm__folder *f, llm__int4 *m,
+                                                  const char *module) {
     const llm_json_node *q = llm_json_member(f->config.nodes, "quantization_config");
+    const void *weights, *zeros, *scales, *groups;
+    const llm_tensor *w = llm__folder_int4_source(f, module, "qweight", "I32", 2, &weights);
+    const llm_tensor *z = w ? llm__folder_int4_source(f, module, "qzeros", "I32", 2, &zeros) : w;
+    const llm_tensor *s = z ? llm__folder_int4_source(f, module, "scales", "F16", 2, &scales) : z;
+    if (!s) return NULL;
     int64_t group = 0;
-    bool descending = false;
     char name[160];
-    llm__source *weights = llm__folder_int4_source(f, module, "qweight", "I32", 2);
-    llm__source *zeros = weights ? llm__folder_int4_source(f, module, "qzeros", "I32", 2) : NULL;
-    llm__source *scales = zeros ? llm__folder_int4_source(f, module, "scales", "F16", 2) : NULL;
-    if (!scales) return false;
-    m->awq = llm_json_is(llm_json_member(q, "quant_method"), "awq");
-    m->zeros_less_one = !m->awq && !llm_json_is(llm__int4_format(q), "gptq_v2");
-    m->rows = (int64_t)weights->dims[1] * (m->awq ? 8 : 1);
-    m->cols = (int64_t)weights->dims[0] * (m->awq ? 1 : 8);
-    m->n_groups = (int64_t)scales->dims[0];
+    m->awq = !f->gptq;
+    m->zeros_less_one = f->gptq && !llm_json_is(llm__int4_format(q), "gptq_v2");
+    m->rows = (int64_t)w->dims[0] * (m->awq ? 8 : 1);
+    m->cols = (int64_t)w->dims[1] * (m->awq ? 1 : 8);
+    m->n_groups = (int64_t)s->dims[1];
+    m->weights = (const uint32_t *)weights;
+    m->zeros = (const uint32_t *)zeros;
+    m->scales = (const uint16_t *)scales;
     llm_json_i64(llm_json_member(q, "group_size"), &group);
     if (group == -1) group = m->cols;
-    if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 || group % LLM__BLOCK || m->cols % group ||
-        m->n_groups != m->cols / group || (int64_t)scales->dims[1] != m->rows || (int64_t)zeros->dims[0] != m->n_groups ||
-        (int64_t)zeros->dims[1] != m->rows / 8)
-        return llm__folder_error(f, LLM_ERROR_FORMAT,
-                                 "%s: qweight (%llu, %llu), qzeros (%llu, %llu) and scales (%llu, %llu) do not fit together in groups "
-                                 "of %lld, which must be a multiple of %d", module, (unsigned long long)weights->dims[0],
-                                 (unsigned long long)weights->dims[1], (unsigned long long)zeros->dims[0], (unsigned long long)zeros->dims[1],
-                                 (unsigned long long)scales->dims[0], (unsigned long long)scales->dims[1], (long long)group, LLM__BLOCK);
-    m->weights = (const uint32_t *)llm__folder_aligned(f, weights);
-    m->zeros = m->weights ? (const uint32_t *)llm__folder_aligned(f, zeros) : NULL;
-    m->scales = m->zeros ? (const uint16_t *)llm__folder_aligned(f, scales) : NULL;
-    if (!m->scales) return false;
+    if (group < 1 || m->cols > INT32_MAX || m->cols % LLM__BLOCK || m->rows % 8 ||
+        group % LLM__BLOCK || m->cols % group || m->n_groups != m->cols / group ||
+        (int64_t)s->dims[0] != m->rows || (int64_t)z->dims[1] != m->n_groups ||
+        (int64_t)z->dims[0] != m->rows / 8) {
+        llm__bad(&f->in,
+                 "%s: qweight (%llu, %llu), qzeros (%llu, %llu) and scales (%llu, %llu) do not fit "
+                 "together in groups of %lld, which must be a multiple of %d",
+                 module, (llm__big)w->dims[1], (llm__big)w->dims[0], (llm__big)z->dims[1],
+                 (llm__big)z->dims[0], (llm__big)s->dims[1], (llm__big)s->dims[0], (long long)group,
+                 LLM__BLOCK);
+        return NULL;
+    }
     snprintf(name, sizeof name, "%s.g_idx", module);
-    llm_json_bool(llm_json_member(q, "desc_act"), &descending);
-    if (m->awq || (!descending && !llm__find_source(&f->sources, name))) return true;
-    llm__source *groups = llm__folder_int4_source(f, module, "g_idx", "I32", 1);
-    if (!groups) return false;
-    if ((int64_t)groups->dims[0] != m->cols)
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "%s.g_idx has %llu entries for %lld columns", module,
-                                 (unsigned long long)groups->dims[0], (long long)m->cols);
-    m->groups = (const int32_t *)llm__folder_aligned(f, groups);
-    return m->groups && llm__folder_columns(f, m, module);
+    if (m->awq || (!llm__is_on(q, "desc_act", false) && !llm_file_find_tensor(f->file, name)))
+        return w;
+    const llm_tensor *g = llm__folder_int4_source(f, module, "g_idx", "I32", 1, &groups);
+    if (!g) return NULL;
+    m->groups = (const int32_t *)groups;
+    if ((int64_t)g->dims[0] == m->cols) return llm__folder_columns(f, m, module) ? w : NULL;
+    llm__bad(&f->in, "%s has %llu entries for %d columns", name, (llm__big)g->dims[0],
+             (int)m->cols);
+    return NULL;
 }
 
 /* Append a 4-bit matrix. llm_tensor_rows converts it when its rows are needed. */
 static bool llm__folder_int4(llm__folder *f, const char *name, const char *module) {
-    llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->err);
-    if (!m || !llm__add_region(f->file, m, sizeof *m, LLM__OWNED, f->err) || !llm__folder_int4_sources(f, m, module)) return false;
-    llm_tensor *t = llm__folder_new_tensor(f, name);
+    llm__int4 *m = (llm__int4 *)llm__new(1, sizeof *m, "a 4-bit matrix", f->in.err);
+    if (!m || !llm__add_memory(f->file, m, f->in.err)) return false;
+    const llm_tensor *source = llm__folder_int4_sources(f, m, module);
+    if (!source) return false;
+    llm_tensor *t = llm__folder_rename(f, source, name);
     t->type = llm__int4_symmetric(m) ? LLM_Q4_0 : LLM_Q4_Z;
-    t->n_dims = 2;
+    t->data = NULL;
     t->dims[0] = (uint64_t)m->cols;
     t->dims[1] = (uint64_t)m->rows;
     t->bytes = (uint64_t)m->rows * llm__row_bytes(t->type, m->cols); /* cannot overflow */
@@ -7667,24 +7686,34 @@ static bool llm__folder_int4(llm__folder *f, const char *name, const char *modul
     return true;
 }
 
-bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out, llm_error *err) {
+bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
+                     llm_error *err) {
     llm__clear(err);
-    if (!tensor || (n && !out)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %s is NULL", tensor ? "out" : "the tensor");
-    uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3], row_bytes = tensor->bytes / rows;
+    if (!tensor || (n && !out))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %s is NULL",
+                         tensor ? "out" : "the tensor");
+    uint64_t rows = tensor->dims[1] * tensor->dims[2] * tensor->dims[3],
+             row_bytes = tensor->bytes / rows;
     if (first > rows || n > rows - first)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_tensor_rows: %llu rows of %s from row %llu on, but it has %llu",
-                         (unsigned long long)n, llm__show(tensor->name).text, (unsigned long long)first, (unsigned long long)rows);
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "llm_tensor_rows: %llu rows of %s from row %llu on, but it has %llu",
+                         (llm__big)n, llm__show(tensor->name).text, (llm__big)first,
+                         (llm__big)rows);
     if (!tensor->int4) {
-        if (n) memcpy(out, (const uint8_t *)tensor->data + first * row_bytes, (size_t)(n * row_bytes));
+        if (n)
+            memcpy(out, (const uint8_t *)tensor->data + first * row_bytes, (size_t)(n * row_bytes));
         return true;
     }
     int64_t begin = (int64_t)first, end = (int64_t)(first + n);
 #ifdef _OPENMP
 #pragma omp parallel for schedule(static)
 #endif
-    for (int64_t tile = begin / LLM__INT4_ROWS; tile < llm__divide_up(end, LLM__INT4_ROWS); tile++) {
-        int64_t from = llm__max(tile * LLM__INT4_ROWS, begin), to = llm__min((tile + 1) * LLM__INT4_ROWS, end);
-        llm__int4_rows(tensor->int4, from, to - from, tensor->type, (uint8_t *)out + (uint64_t)(from - begin) * row_bytes);
+    for (int64_t tile = begin / LLM__INT4_ROWS; tile < llm__divide_up(end, LLM__INT4_ROWS);
+         tile++) {
+        int64_t from = llm__max(tile * LLM__INT4_ROWS, begin),
+                to = llm__min((tile + 1) * LLM__INT4_ROWS, end);
+        llm__int4_rows(tensor->int4, from, to - from, tensor->type,
+                       (uint8_t *)out + (uint64_t)(from - begin) * row_bytes);
     }
     return true;
 }
@@ -7692,12 +7721,64 @@ bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void 
 static void *llm__new_rows(const llm_tensor *tensor, llm_error *err) {
     void *rows = LLM_MALLOC((size_t)tensor->bytes); /* filled below */
     if (!rows) {
-        llm__no_memory(err, tensor->bytes, llm__show(tensor->name).text);
+        llm__no_memory(err, tensor->bytes, llm__show(tensor->source).text);
         return NULL;
     }
     llm__want_large_pages(rows, (size_t)tensor->bytes);
     llm_tensor_rows(tensor, 0, tensor->dims[1] * tensor->dims[2] * tensor->dims[3], rows, NULL);
     return rows;
+}
+
+llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count) {
+    enum { STEP = 1024 };
+    const llm_type_info *info = llm_type_find(type);
+    llm_faults faults = {0, 0, 0};
+    int64_t n = info ? (int64_t)count : 0, bad = 0, first = n;
+#ifdef _OPENMP
+#pragma omp parallel for schedule(static) reduction(+ : bad) reduction(min : first)
+#endif
+    for (int64_t at = 0; at < n; at += STEP) {
+        float values[STEP];
+        int64_t here = llm__min(STEP, n - at);
+        info->unpack((const char *)blocks + at / info->block_values * info->block_bytes, values,
+                     here);
+        for (int64_t i = 0; i < here; i++)
+            if (!(fabsf(values[i]) <= FLT_MAX)) bad++, first = llm__min(first, at + i);
+    }
+    if (bad) {
+        float values[LLM__SUPER];
+        int64_t block = first / info->block_values;
+        info->unpack((const char *)blocks + block * info->block_bytes, values, info->block_values);
+        faults.count = (uint64_t)bad;
+        faults.first = (uint64_t)first;
+        faults.value = values[first % info->block_values];
+    }
+    return faults;
+}
+
+bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err) {
+    llm__clear(err);
+    void *rows = tensor->int4 ? llm__new_rows(tensor, err) : NULL;
+    if (tensor->int4 && !rows) return false;
+    uint64_t count = tensor->dims[0] * tensor->dims[1] * tensor->dims[2] * tensor->dims[3];
+    *faults = llm_type_check(tensor->type, rows ? rows : tensor->data, count);
+    LLM_FREE(rows);
+    return true;
+}
+
+bool llm_file_check(const llm_file *file, llm_error *err) {
+    llm__clear(err);
+    for (int64_t i = 0; i < file->n_tensors; i++) {
+        llm_faults faults;
+        if (!llm_tensor_check(&file->tensors[i], &faults, err)) return false;
+        if (faults.count)
+            return llm__fail(err, LLM_ERROR_FORMAT,
+                             "%s: the tensor %s has %llu values that are not finite, the first is "
+                             "%g at index %llu: fetch the file again, or convert it again",
+                             file->path, llm__show(file->tensors[i].source).text,
+                             (llm__big)faults.count, (double)faults.value, (llm__big)faults.first);
+    }
+    return true;
 }
 
 /* See llm__file_forget. */
@@ -7711,87 +7792,105 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
     llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
-
 /* Read quantization_config; refuse what is not supported. */
 static bool llm__folder_quantization(llm__folder *f) {
-    static const char *const known[] = {
-        "quant_method", "bits", "group_size", "desc_act", "sym", "checkpoint_format", "zero_point", "version", "data_type",
+    static const char known[] =
+        "quant_method bits group_size desc_act sym checkpoint_format zero_point version data_type "
         /* ignored: how it was made, and how other programs run it */
-        "act_group_aware", "amp", "autoround_version", "backend", "batch_size", "block_name_to_quantize", "cache_block_outputs",
-        "damp_percent", "dataset", "disable_exllama", "do_fuse", "enable_minmax_tuning", "enable_norm_bias_tuning", "enable_quanted_input",
-        "exllama_config", "format", "fuse_max_seq_len", "gradient_accumulate_steps", "iters", "lm_head", "low_cpu_mem_usage",
-        "low_gpu_mem_usage", "lr", "max_input_length", "meta", "method", "minmax_lr", "model_file_base_name", "model_name_or_path",
-        "model_seqlen", "module_name_preceding_first_block", "modules_in_block_to_quantize", "modules_to_fuse", "modules_to_not_convert",
-        "nsamples", "pack_dtype", "pack_impl", "pad_token_id", "provider", "quant_block_list", "quantizer", "scale_dtype", "seqlen",
-        "static_groups", "to_quant_block_names", "tokenizer", "train_bs", "true_sequential", "use_cuda_fp16", "use_exllama", NULL};
+        "act_group_aware amp autoround_version backend batch_size block_name_to_quantize "
+        "cache_block_outputs damp_percent dataset disable_exllama do_fuse enable_minmax_tuning "
+        "enable_norm_bias_tuning enable_quanted_input exllama_config format fuse_max_seq_len "
+        "gradient_accumulate_steps iters lm_head low_cpu_mem_usage low_gpu_mem_usage lr "
+        "max_input_length meta method minmax_lr model_file_base_name model_name_or_path "
+        "model_seqlen module_name_preceding_first_block modules_in_block_to_quantize "
+        "modules_to_fuse "
+        "modules_to_not_convert nsamples pack_dtype pack_impl pad_token_id provider "
+        "quant_block_list quantizer scale_dtype seqlen static_groups to_quant_block_names "
+        "tokenizer train_bs true_sequential use_cuda_fp16 use_exllama";
     const llm_json_node *q = llm__folder_entry(f->config.nodes, "quantization_config");
     const llm_json_node *method = llm_json_member(q, "quant_method"), *format = llm__int4_format(q),
-                        *type = llm__folder_entry(q, "data_type");
-    int64_t bits = 0;
+                        *type = llm__folder_entry(q, "data_type"),
+                        *bits = llm_json_member(q, "bits");
+    int64_t n = 0;
     if (!q) return true;
     f->gptq = llm_json_is(method, "gptq");
     f->int4 = f->gptq || llm_json_is(method, "awq");
+    if (!method)
+        return llm__bad(&f->in,
+                        "the quantization_config in config.json does not say its quant_method");
     if (!f->int4)
-        return method ? llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the quantization \"%s\" is not supported; supported: gptq, awq",
-                                          llm__show_node(method).text)
-                      : llm__folder_error(f, LLM_ERROR_FORMAT, "the quantization_config in config.json does not say its quant_method");
+        return llm__not_among(&f->in, "the quantization", llm__show_node(method), "gptq, awq");
     if (type && !llm_json_is(type, "int")) /* a key of AutoRound */
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s of the data_type \"%s\" is not supported; supported: int", f->gptq ? "gptq" : "awq",
-                                 llm__show_node(type).text);
-    if (!llm_json_i64(llm_json_member(q, "bits"), &bits) || bits != 4)
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "%s with %lld bits is not supported; supported: 4", f->gptq ? "gptq" : "awq",
-                                 (long long)bits);
+        return llm__not_among(&f->in, "the data_type", llm__show_node(type), "int");
+    if (!llm_json_i64(bits, &n) || n != 4)
+        return llm__not_among(&f->in, "the number of bits", llm__show_node(bits), "4");
     if (format && !llm_json_is(format, f->gptq ? "gptq" : "gemm") &&
         !llm_json_is(format, f->gptq ? "gptq_v2" : "GEMM"))
-        return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the format \"%s\" of %s is not supported; supported: %s", llm__show_node(format).text,
-                                 f->gptq ? "gptq" : "awq", f->gptq ? "gptq, gptq_v2" : "gemm");
+        return llm__not_among(&f->in, f->gptq ? "the gptq format" : "the awq format",
+                              llm__show_node(format), f->gptq ? "gptq, gptq_v2" : "gemm");
     return llm__folder_known(f, q, "the quantization_config", known);
 }
 
 /* Some tools write biases of zeros that config.json does not declare. */
-static bool llm__all_zero(const llm__source *source) {
+static bool llm__all_zero(const llm_tensor *source) {
     for (uint64_t i = 0; i < source->bytes; i++)
-        if (source->data[i]) return false;
+        if (((const char *)source->data)[i]) return false;
     return true;
 }
 
 /* Does the model have this part, by its architecture or by config.json? */
 static bool llm__folder_wants(const llm__folder *f, int part) {
-    bool attention = false, mlp = false;
-    llm_json_bool(llm_json_member(f->config.nodes, "attention_bias"), &attention);
-    llm_json_bool(llm_json_member(f->config.nodes, "mlp_bias"), &mlp);
-    return (f->architecture->required >> part & 1) || (attention && (f->architecture->optional & LLM__BIASES) >> part & 1) ||
-           (mlp && (f->architecture->optional & LLM__FFN_BIASES) >> part & 1);
+    const llm_json_node *config = f->config.nodes;
+    unsigned wanted = f->architecture->required, optional = f->architecture->optional;
+    if (llm__is_on(config, "attention_bias", false)) wanted |= optional & LLM__BIASES;
+    if (llm__is_on(config, "mlp_bias", false)) wanted |= optional & LLM__FFN_BIASES;
+    return wanted >> part & 1;
 }
 
 /* Report that a tensor is missing. If it is X.weight, X.qweight may be there instead. */
 static bool llm__folder_missing(const llm__folder *f, const char *name) {
     char quantized[160];
-    snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")), name);
-    const char *why = !llm__find_source(&f->sources, quantized) ? ""
-                      : f->int4 ? "; it is quantized, which is supported for the matrices of the layers only"
-                      : llm__folder_has(f, "quantize_config.json")
-                          ? "; it is quantized, but config.json has no quantization_config: put what stands in quantize_config.json there, "
-                            "with a \"quant_method\" of \"gptq\" or \"awq\""
-                          : "; it is quantized, but config.json has no quantization_config, which says how";
-    return llm__folder_error(f, *why ? LLM_ERROR_UNSUPPORTED : LLM_ERROR_FORMAT, "the tensor %s is missing%s", name, why);
+    snprintf(quantized, sizeof quantized, "%.*s.qweight", (int)(strlen(name) - strlen(".weight")),
+             name);
+    if (!llm_file_find_tensor(f->file, quantized))
+        return llm__bad(&f->in, "the tensor %s is missing", name);
+    return llm__unsupported(
+        &f->in, "the tensor %s is missing; it is quantized, %s", name,
+        f->int4 ? "which is supported for the matrices of the layers only"
+        : llm__folder_has(f->in.path, "quantize_config.json")
+            ? "but config.json has no quantization_config: put what stands in quantize_config.json "
+              "there, with a \"quant_method\" of \"gptq\" or \"awq\""
+            : "but config.json has no quantization_config, which says how");
 }
 
 static bool llm__folder_part(llm__folder *f, int layer, int part) {
+    const llm__part_row *row = &llm__parts()[part];
+    bool vector = row->rows == LLM__ONE;
     char name[LLM__TENSOR_NAME], source_name[128];
     llm__part_name(name, layer, part);
-    int length = snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, llm__parts()[part].source);
-    llm__source *source = llm__find_source(&f->sources, source_name);
-    if (llm__folder_wants(f, part)) {
-        if (!source && f->int4 && llm__parts()[part].rows != LLM__ONE) {
-            source_name[length - (int)strlen(".weight")] = 0;
-            return llm__folder_int4(f, name, source_name);
-        }
-        if (source) return llm__folder_tensor(f, source, name);
-        return llm__folder_missing(f, source_name);
+    int n = snprintf(source_name, sizeof source_name, "model.layers.%d.%s", layer, row->source);
+    const llm_tensor *source = llm_file_find_tensor(f->file, source_name);
+    if (!llm__folder_wants(f, part)) {
+        if (source && llm__all_zero(source)) llm__folder_use(f, source);
+        return true;
     }
-    if (source && llm__all_zero(source)) source->used = true;
-    return true;
+    if (source) return llm__folder_tensor(f, source, name, vector ? 1 : 2);
+    if (!f->int4 || vector) return llm__folder_missing(f, source_name);
+    source_name[n - (int)strlen(".weight")] = 0;
+    return llm__folder_int4(f, name, source_name);
+}
+
+/* Does vocab_size, if config.json has it, agree with the embedding? Both may be larger than the
+ * number of tokens. */
+static bool llm__folder_check_vocab(const llm__folder *f, const llm_tensor *embedding) {
+    int vocab = 0;
+    if (!llm__folder_entry(f->config.nodes, "vocab_size")) return true;
+    if (!llm__folder_int(f, f->config.nodes, "vocab_size", 0, &vocab)) return false;
+    return embedding->dims[1] == (uint64_t)vocab ||
+           llm__bad(&f->in,
+                    "config.json says \"vocab_size\": %d, but %s has %llu rows: correct it, or "
+                    "fetch the files again",
+                    vocab, llm__show(embedding->name).text, (llm__big)embedding->dims[1]);
 }
 
 /* The tensors outside the layers. */
@@ -7799,15 +7898,17 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
     static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
                                            {"model.norm.weight", "output_norm.weight"},
                                            {"lm_head.weight", "output.weight"}};
-    bool tied = false;
-    llm_json_bool(llm_json_member(f->config.nodes, "tie_word_embeddings"), &tied);
+    bool tied = llm__is_on(f->config.nodes, "tie_word_embeddings", false);
     for (int i = 0; i < 3; i++) {
-        llm__source *source = llm__find_source(&f->sources, names[i][0]);
+        const llm_tensor *source = llm_file_find_tensor(f->file, names[i][0]);
         if (i == 2 && tied) { /* some files hold it nevertheless; ignore it */
-            if (source) source->used = true;
-        } else if (!source) {
-            return llm__folder_missing(f, names[i][0]);
-        } else if (!llm__folder_tensor(f, source, names[i][1])) return false;
+            if (source) llm__folder_use(f, source);
+            continue;
+        }
+        if (!source) return llm__folder_missing(f, names[i][0]);
+        if (!llm__folder_tensor(f, source, names[i][1], i == 1 ? 1 : 2) ||
+            (i == 0 && !llm__folder_check_vocab(f, source)))
+            return false;
     }
     return true;
 }
@@ -7818,21 +7919,27 @@ static bool llm__ends_with(llm_string s, const char *end) {
 }
 
 static bool llm__folder_tensors(llm__folder *f) {
-    uint64_t names = (uint64_t)(f->n_layers * LLM__N_PARTS + 4) * LLM__TENSOR_NAME;
-    f->names = (char *)llm__new((size_t)names, 1, "the names of the tensors", f->err);
-    if (!f->names || !llm__add_region(f->file, f->names, names, LLM__OWNED, f->err)) return false;
-    if (!llm__folder_ends_of_stack(f)) return false;
+    llm_file *file = f->file;
+    size_t n = (size_t)file->n_tensors;
+    f->used = (bool *)llm__new(n, 1, "the tensors", f->in.err);
+    f->names = (char *)llm__new(n + 1, LLM__TENSOR_NAME, "the names of the tensors", f->in.err);
+    if (!f->used || !f->names) return LLM_FREE(f->names), false;
+    if (!llm__add_memory(file, f->names, f->in.err) || !llm__folder_ends_of_stack(f)) return false;
     for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
         if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
-    for (int64_t i = 0; i < f->sources.count; i++) {
-        const llm__source *source = &f->sources.items[i];
-        /* old files store this, which follows from config.json */
-        if (!source->used && !llm__ends_with(source->name, ".rotary_emb.inv_freq"))
-            return llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the tensor %s is unknown to the %s architecture here",
-                                     llm__show(source->name).text, f->architecture->model_type);
-    }
-    f->file->tensor_index = llm__sorted_names(f->file->tensors, f->file->n_tensors, sizeof(llm_tensor), f->err);
-    return f->file->tensor_index != NULL;
+    for (size_t i = 0; i < n; i++) /* old files store inv_freq, which follows from config.json */
+        f->used[i] |= llm__ends_with(file->tensors[i].name, ".rotary_emb.inv_freq");
+    if (!llm__all_used(&f->in, file, f->used, "config.json's num_hidden_layers", f->n_layers,
+                       "model.layers.", f->architecture->model_type))
+        return false;
+    LLM_FREE(file->tensors);
+    LLM_FREE((void *)file->tensor_index);
+    file->tensors = f->tensors;
+    file->n_tensors = f->n_tensors;
+    f->tensors = NULL;
+    file->tensor_index = llm__index(&f->in, file->tensors, file->n_tensors, sizeof(llm_tensor),
+                                    "there are two tensors");
+    return file->tensor_index != NULL;
 }
 
 /* ---- Opening a folder ------------------------------------------------------------------------ */
@@ -7841,53 +7948,51 @@ static bool llm__folder_architecture(llm__folder *f) {
     llm_string type = {"", 0};
     char known[128];
     if (!llm_json_string(llm_json_member(f->config.nodes, "model_type"), &type))
-        return llm__folder_error(f, LLM_ERROR_FORMAT, "config.json does not say its model_type");
+        return llm__bad(&f->in, "config.json does not say its model_type");
     f->architecture = llm__find_architecture(type, true);
     llm__list_architectures(known, sizeof known, true);
-    return f->architecture || llm__folder_error(f, LLM_ERROR_UNSUPPORTED, "the model_type is \"%s\"; supported: %s",
-                                                llm__show(type).text, known);
+    return f->architecture ||
+           llm__not_among(&f->in, "config.json's model_type", llm__show(type), known);
 }
 
 /* A folder without config.json may still hold a vocabulary. */
 static bool llm__folder_read(llm__folder *f, llm__metadata *m) {
-    if (!llm__folder_has(f, "config.json")) {
-        bool weights = llm__folder_has(f, "model.safetensors") || llm__folder_has(f, "model.safetensors.index.json");
-        if (!weights && llm__folder_has(f, "tokenizer.json"))
-            return llm__folder_vocabulary(m, f->path, f->err);
-        return llm__folder_error(f, LLM_ERROR_FILE, "there is no config.json in this folder: it holds no Hugging Face model%s",
-                                 "; to run a GGUF file, give its own path");
-    }
-    return llm__folder_json(f, "config.json", &f->config) && llm__folder_architecture(f) && llm__folder_quantization(f) &&
-           llm__folder_weights(f) && llm__folder_config(f, m) && llm__folder_tensors(f) &&
-           llm__folder_vocabulary(m, f->path, f->err);
+    const char *path = f->in.path;
+    bool found;
+    if (!llm__read_json(&f->config, path, "config.json", &found, f->in.err)) return false;
+    if (!found && llm__folder_has(path, "tokenizer.json") &&
+        !llm__folder_has(path, "model.safetensors") &&
+        !llm__folder_has(path, "model.safetensors.index.json"))
+        return llm__folder_vocabulary(m, path, f->in.err);
+    if (!found)
+        return llm__fail(f->in.err, LLM_ERROR_FILE,
+                         "%s: there is no config.json in this folder: it holds no Hugging Face "
+                         "model; to run a GGUF file, give its own path",
+                         path);
+    return llm__folder_architecture(f) && llm__folder_quantization(f) && llm__folder_weights(f) &&
+           llm__folder_config(f, m) && llm__folder_tensors(f) &&
+           llm__folder_vocabulary(m, path, f->in.err);
 }
 
 static llm_file *llm__folder_open(const char *path, llm_error *err) {
     llm__folder f;
-    memset(&f, 0, sizeof f);
-    f.path = path;
-    f.err = err;
-    f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
     llm__metadata m;
+    memset(&f, 0, sizeof f);
     memset(&m, 0, sizeof m);
+    f.in.path = path;
+    f.in.err = err;
+    f.file = (llm_file *)llm__new(1, sizeof *f.file, "a file", err);
     bool ok = f.file && (f.file->path = llm__copy_text(path, "", err)) != NULL;
     if (ok) f.file->folder = true;
     ok = ok && llm__folder_read(&f, &m) && llm__read_metadata(&m, f.file, err);
     LLM_FREE(m.bytes.data);
-    for (int64_t i = 0; i < f.n_files; i++) {
-        llm_json_free(&f.headers[i]);
-        LLM_FREE(f.paths[i]);
-    }
-    LLM_FREE(f.headers);
-    LLM_FREE(f.paths);
-    LLM_FREE(f.sources.items);
-    LLM_FREE((void *)f.sources.index);
+    LLM_FREE(f.tensors);
+    LLM_FREE(f.used);
     llm_json_free(&f.config);
     if (ok) return f.file;
     llm_file_close(f.file);
     return NULL;
 }
-
 /* =====================================================================================
  * [9] Text: tokenizers and conversations
  *
@@ -9047,11 +9152,6 @@ static const llm_json_node *llm__setting(const llm__vocabulary *v, const char *k
 
 static bool llm__is_null(const llm_json_node *node) { return !node || node->kind == LLM_JSON_NULL; }
 
-static bool llm__is_on(const llm_json_node *object, const char *key, bool otherwise) {
-    bool flag = otherwise;
-    return llm_json_bool(llm_json_member(object, key), &flag) ? flag : otherwise;
-}
-
 static bool llm__vocabulary_error(const llm__vocabulary *v, llm_status status, const char *what) {
     return llm__fail(v->err, status, "%s: %s", v->name, what);
 }
@@ -9532,62 +9632,28 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
 
 /* ---- The folder of a tokenizer.json ---------------------------------- */
 
-/* Read a whole file. *found: false if there is none, which is not an error. */
-static bool llm__read_text(const char *folder, const char *name, llm__bytes *text, bool *found, llm_error *err) {
-    char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
-    struct stat status;
-    LLM_FREE(start);
-    *found = path && !stat(path, &status) && S_ISREG(status.st_mode);
-    text->length = 0;
-    bool ok = path != NULL;
-    int descriptor = *found ? open(path, O_RDONLY) : -1;
-    if (*found && descriptor < 0) ok = llm__fail(err, LLM_ERROR_FILE, "cannot open %s: %s", path, strerror(errno));
-    for (ssize_t n = 1; ok && descriptor >= 0 && n > 0;) {
-        char part[1 << 16];
-        n = read(descriptor, part, sizeof part);
-        if (n < 0) ok = llm__fail(err, LLM_ERROR_FILE, "cannot read %s: %s", path, strerror(errno));
-        else ok = llm__append(text, part, (size_t)n, err);
-        if (ok && text->length > LLM__JSON_BYTES)
-            ok = llm__fail(err, LLM_ERROR_FORMAT, "%s is larger than the %d bytes that are read", path, LLM__JSON_BYTES);
-    }
-    if (descriptor >= 0) close(descriptor);
-    LLM_FREE(path);
-    return ok;
-}
-
-static bool llm__read_json(llm_json *json, const char *folder, const char *name, bool *found,
-                           llm_error *err) {
-    llm__bytes text = {NULL, 0, 0};
-    char *start = llm__copy_text(folder, "/", err), *path = start ? llm__copy_text(start, name, err) : NULL;
-    memset(json, 0, sizeof *json);
-    bool ok = path && llm__read_text(folder, name, &text, found, err) &&
-              (!*found || llm_json_parse(json, (const char *)text.data, text.length, path, err));
-    LLM_FREE(start);
-    LLM_FREE(path);
-    LLM_FREE(text.data);
-    return ok;
-}
-
-static bool llm__has_id(const llm__bytes *ids, int32_t id) {
-    for (size_t at = 0; at < ids->length; at += sizeof id)
-        if (!memcmp(ids->data + at, &id, sizeof id)) return true;
-    return false;
-}
-
-/* "eos_token_id" is one id or several; generation_config.json and config.json may both have it. */
+/* "eos_token_id" is one id or several, and so may "bos_token_id" be, which is only checked. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
+    static const char *const keys[] = {"bos_token_id", "eos_token_id"};
     llm_json json;
     bool found, ok = llm__read_json(&json, folder, name, &found, v->err);
-    const llm_json_node *ends = ok ? llm_json_member(json.nodes, "eos_token_id") : NULL;
-    const llm_json_node *end =
-        llm_json_has_kind(ends, LLM_JSON_ARRAY) ? llm_json_first(ends) : ends;
-    while (ok && end) {
-        uint64_t id;
-        if (llm_json_u64(end, &id) && id < v->size && !llm__has_id(&v->ids, (int32_t)id)) {
-            int32_t number = (int32_t)id;
-            ok = llm__append(&v->ids, &number, sizeof number, v->err);
+    for (int i = 0; ok && i < 2; i++) {
+        const llm_json_node *ids = llm__folder_entry(json.nodes, keys[i]);
+        bool list = llm_json_has_kind(ids, LLM_JSON_ARRAY);
+        const llm_json_node *node = list ? llm_json_first(ids) : ids;
+        for (; ok && node; node = list ? llm_json_next(ids, node) : NULL) {
+            uint64_t id;
+            if (!llm_json_u64(node, &id) || id >= v->size) {
+                ok =
+                    llm__fail(v->err, LLM_ERROR_FORMAT,
+                              "%s/%s: \"%s\" is %s, which is not the id of one of the %llu tokens: "
+                              "correct it, or remove the key if tokenizer_config.json says it",
+                              folder, name, keys[i], llm__show_node(node).text, (llm__big)v->size);
+            } else if (i == 1) {
+                int32_t number = (int32_t)id;
+                ok = llm__append(&v->ids, &number, sizeof number, v->err);
+            }
         }
-        end = end == ends ? NULL : llm_json_next(ends, end);
     }
     llm_json_free(&json);
     return ok;
@@ -9595,18 +9661,20 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
 
 /* Read further end tokens and the chat template from the other files of the folder. */
 static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
-    llm__bytes jinja = {NULL, 0, 0};
-    llm_string text = {NULL, 0};
+    llm_string jinja, text;
     bool found = false;
-    if (!llm__add_ends(v, folder, "generation_config.json") || !llm__add_ends(v, folder, "config.json")) return false;
+    if (!llm__add_ends(v, folder, "generation_config.json") ||
+        !llm__add_ends(v, folder, "config.json"))
+        return false;
     llm__put_ids(v, "tokenizer.llm.end_token_ids");
-    if (!llm__read_text(folder, "chat_template.jinja", &jinja, &found, v->err)) return LLM_FREE(jinja.data), false;
-    if (found) {
-        text.data = (const char *)jinja.data;
-        text.length = jinja.length;
-    } else found = llm__config_template(llm_json_member(v->config.nodes, "chat_template"), &text);
-    if (found) llm__note_string(v->m, "tokenizer.chat_template", text);
-    LLM_FREE(jinja.data);
+    char *path = llm__join(folder, "chat_template.jinja", v->err);
+    bool ok = path && llm__map_text(path, &jinja, &found, v->err);
+    LLM_FREE(path);
+    if (!ok) return false;
+    text = jinja;
+    if (found || llm__config_template(llm_json_member(v->config.nodes, "chat_template"), &text))
+        llm__note_string(v->m, "tokenizer.chat_template", text);
+    llm__release(jinja.data, jinja.length, LLM__MAPPED);
     return true;
 }
 
@@ -9636,19 +9704,22 @@ static bool llm__translate_vocabulary(llm__metadata *m, const void *text, size_t
 }
 
 static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_error *err) {
-    llm__bytes text = {NULL, 0, 0};
-    char *path = llm__copy_text(folder, "/tokenizer.json", err);
-    bool found = false, ok = path && llm__read_text(folder, "tokenizer.json", &text, &found, err);
-    if (ok && !found) {
-        char *pieces = llm__copy_text(folder, "/tokenizer.model", err);
-        ok = pieces && llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is a directory without a tokenizer.json%s", folder,
-                                 access(pieces, F_OK) ? "" : "; there is a tokenizer.model, which is not read: with Hugging Face's transformers, "
-                                 "AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) makes a tokenizer.json of it");
-        LLM_FREE(pieces);
-    }
+    llm_string text = {NULL, 0};
+    bool found = false;
+    char *path = llm__join(folder, "tokenizer.json", err);
+    bool ok = path && llm__map_text(path, &text, &found, err);
+    if (ok && !found)
+        ok = llm__fail(
+            err, LLM_ERROR_FILE, "cannot open %s: it is a directory without a tokenizer.json%s",
+            folder,
+            llm__folder_has(folder, "tokenizer.model")
+                ? "; there is a tokenizer.model, which is not read: with Hugging Face's "
+                  "transformers, AutoTokenizer.from_pretrained(FOLDER).save_pretrained(FOLDER) "
+                  "makes a tokenizer.json of it"
+                : "");
     ok = ok && llm__translate_vocabulary(m, text.data, text.length, path, folder, err);
+    llm__release(text.data, text.length, LLM__MAPPED);
     LLM_FREE(path);
-    LLM_FREE(text.data);
     return ok;
 }
 

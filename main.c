@@ -393,6 +393,8 @@ static int command_info(const command *self, int argc, char **argv) {
     const option options[] = {
         MODEL_OPTION(in.model),
         {0, "tensors", NULL, FLAG, &in.tensors, 0, 0, "also list the tensors"},
+        {0, "check", NULL, FLAG, &in.check, 0, 0,
+         "instead: read all weights, and say which are not finite"},
         {0, "memory", "SIZE", SIZE, &in.memory, 0, 0,
          "what fits into this much memory, such as 8G (default: that of this machine)"},
         {'c', "context", "N", WHOLE, &in.context, 1, INT_MAX,
@@ -413,6 +415,8 @@ static int command_info(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     if (!in.program && (in.view.tokens || in.view.plan || in.view.all))
         return misuse(self, "--tokens, --plan and --all need --program");
+    if (in.check && (in.program || in.tensors))
+        return misuse(self, "--check cannot go with --program or --tensors");
     if (in.view.tokens == 0) in.view.tokens = 1;
     if (argc && in.model) return misuse(self, "two models: '%s' and '%s'", argv[0], in.model);
     if (in.memory == UINT64_MAX)
@@ -425,13 +429,16 @@ static int command_info(const command *self, int argc, char **argv) {
     else {
         in.loaded = llm_model_load(path, &in.why);
         int most = in.loaded ? llm_model_config(in.loaded)->context_length : INT_MAX;
+        const char *note = in.loaded ? llm_model_context_note(in.loaded) : "";
         if (in.loaded && in.context == 0) in.context = in.program && most > 512 ? 512 : most;
         if (in.context > most)
             status =
-                fail("--context is %d: the model was trained for 1 to %d tokens", in.context, most);
+                fail("--context is %d: the model was trained for 1 to %d tokens%s%s", in.context,
+                     most, *note ? "; " : "", note);
         else if (in.program && in.view.tokens > in.context)
             status = fail("--tokens is %d, more than --context, %d", in.view.tokens, in.context);
         else if (in.program) status = in.loaded ? info_program(&in) : fail_with(&in.why);
+        else if (in.check) status = info_check(&in);
         else if (in.json) info_print_json(&in), status = 0;
         else info_print(&in), status = 0;
     }
@@ -449,6 +456,7 @@ static const char info_notes[] =
     "  llm info\n"
     "  llm info some.gguf --tensors\n"
     "  llm info some.gguf --memory 8G --context 4096\n"
+    "  llm info some.gguf --check       (exit status 1: it is damaged, or cannot be run)\n"
     "  llm info some.gguf --program --plan --tokens 512\n";
 
 /* ---- llm tokenize -------------------------------------------------------------------------- */

@@ -63,6 +63,8 @@ static void info_print_shape(const info *in) {
     if (c->window) put("  a sliding window of %d tokens\n", c->window);
     put("  vocabulary %d, context %d, ", c->vocab_size, c->context_length);
     put("%s output matrix\n", c->tied_output ? "tied" : "separate");
+    if (*llm_model_context_note(in->loaded))
+        put("  context: %s\n", llm_model_context_note(in->loaded));
     put("\nCache of keys and values, %s\n", llm_type_find(in->cache_type)->name);
     put("  a token                %s\n", HUMAN(token));
     put("  a sequence of %-8d %s\n", in->context, HUMAN(token * (uint64_t)in->context));
@@ -136,7 +138,12 @@ static void info_print_json_model(const info *in) {
     for (int i = 0; i < COUNT(shape); i++) put(", \"%s\": %d", shape[i].name, shape[i].value);
     put_text(", \"rope_base\": ");
     put_number(c->rope_base);
-    put(", \"tied_output\": %s}", c->tied_output ? "true" : "false");
+    put(", \"tied_output\": %s", c->tied_output ? "true" : "false");
+    if (*llm_model_context_note(in->loaded)) {
+        put_text(", \"context_note\": ");
+        put_json_text(llm_model_context_note(in->loaded));
+    }
+    put_text("}");
     put(",\n \"step_bytes\": %llu", (unsigned long long)llm_model_step_bytes(in->loaded));
     put(",\n \"cache\": {\"type\": \"%s\", \"bytes_per_token\": %llu, \"context\": %d, "
         "\"bytes_per_sequence\": %llu}",
@@ -195,4 +202,58 @@ void info_print_json(const info *in) {
     if (in->loaded) info_print_json_model(in);
     else put_text(",\n \"why\": "), put_json_text(in->why.message);
     put_text("}\n");
+}
+
+/* What is wrong with a tensor, as a line of text or as an object. */
+static void put_faults(const info *in, const llm_tensor *t, const llm_faults *faults, bool first) {
+    uint64_t values = tensor_values(t);
+    bool scale = llm_type_find(t->type)->block_values > 1;
+    if (in->json) {
+        put_text(first ? "\n  {\"tensor\": " : ",\n  {\"tensor\": ");
+        put_json(t->source.data, t->source.length);
+        put(", \"count\": %llu, \"values\": %llu, \"first\": %llu}",
+            (unsigned long long)faults->count, (unsigned long long)values,
+            (unsigned long long)faults->first);
+    } else {
+        put_foreign(t->source.data, t->source.length);
+        put(": %llu of %llu values are not finite%s, the first is %g at index %llu (row %llu)\n",
+            (unsigned long long)faults->count, (unsigned long long)values,
+            scale ? ", by a scale that is not" : "", (double)faults->value,
+            (unsigned long long)faults->first, (unsigned long long)(faults->first / t->dims[0]));
+    }
+}
+
+int info_check(const info *in) {
+    type_sum all = sum_type(in->file, NULL);
+    int64_t n = llm_file_n_tensors(in->file), bad = 0, i = 0;
+    char what[] = "check";
+    uint64_t done = 0;
+    llm_error err = {LLM_OK, ""};
+    if (in->json) {
+        put_text("{\"path\": ");
+        put_json_text(llm_file_path(in->file));
+        put(", \"tensors\": %lld, \"bytes\": %llu, \"runs\": %s,\n \"faults\": [", (long long)n,
+            (unsigned long long)all.bytes, in->loaded ? "true" : "false");
+    }
+    for (; i < n && !stop_requested && err.status == LLM_OK; i++) {
+        const llm_tensor *t = llm_file_tensor(in->file, i);
+        llm_faults faults;
+        show_progress(what, (double)done / (double)all.bytes, "");
+        if (llm_tensor_check(t, &faults, &err) && faults.count)
+            put_faults(in, t, &faults, bad++ == 0);
+        done += t->bytes;
+    }
+    show_progress(what, -1, "");
+    if (in->json) put_text("]}\n");
+    if (err.status != LLM_OK) return fail_with(&err);
+    if (i < n)
+        return fail("interrupted: %lld of %lld tensors were read", (long long)i, (long long)n);
+    if (bad)
+        return fail("%s: %lld of %lld tensors have values that are not finite: fetch the file "
+                    "again, or convert it again",
+                    llm_file_path(in->file), (long long)bad, (long long)n);
+    if (!in->json)
+        put("%s: %lld tensors, %s: all values and scales are finite\n", llm_file_path(in->file),
+            (long long)n, HUMAN(all.bytes));
+    return in->loaded ? 0 : fail_with(&in->why);
 }

@@ -6,6 +6,7 @@
 typedef struct info {
     const char *model;
     bool tensors, json;
+    bool check;   /* check the weights instead */
     bool program; /* show the program instead */
     program_view view;
     llm_engine_options engine;
@@ -19,4 +20,7 @@ typedef struct info {
 
 void info_print(const info *in);
 void info_print_json(const info *in);
+/* Read all weights. Returns the exit status: FAILED if a value is not finite, or if the engine
+ * cannot run the model. */
+int info_check(const info *in);
 #endif

@@ -799,9 +799,43 @@ static uint64_t quantize_count_rows(const llm_tensor *tensor) {
     return tensor->dims[1] * tensor->dims[2] * tensor->dims[3];
 }
 
+/* Refuse a tensor with a value that is not finite: it would spoil all values of its block. */
+static bool quantize_check(quantizer *q, const llm_tensor *tensor, const void *data) {
+    char shown[72];
+    llm_faults faults =
+        llm_type_check(tensor->type, data, quantize_count_rows(tensor) * tensor->dims[0]);
+    return !faults.count ||
+           quantize_fail(&q->writer->err, LLM_ERROR_FORMAT,
+                         "%s: the tensor %s has %llu values that are not finite, the first is %g "
+                         "at index %llu: fetch the model again, or convert it again",
+                         llm_file_path(q->in), writer_show(tensor->source, shown),
+                         (unsigned long long)faults.count, (double)faults.value,
+                         (unsigned long long)faults.first);
+}
+
+/* Refuse q->packed (n values in blocks, from index `first` of the tensor) if a value or a scale in
+ * it is not finite: it was too large for the type. */
+static bool quantize_check_packed(quantizer *q, const llm_tensor *tensor, llm_type type,
+                                  uint64_t first, uint64_t n) {
+    char shown[72];
+    uint64_t block = (uint64_t)llm_type_find(type)->block_values;
+    llm_faults faults = llm_type_check(type, q->packed, n);
+    if (!faults.count) return true;
+    uint64_t largest = faults.first; /* that of its block is to blame */
+    for (uint64_t i = faults.first / block * block, end = i + block; i < end; i++)
+        if (fabsf(q->values[i]) > fabsf(q->values[largest])) largest = i;
+    return quantize_fail(&q->writer->err, LLM_ERROR_ARGUMENT,
+                         "%s: the tensor %s has the value %g at index %llu, which is too large for "
+                         "%s: choose another type, such as bf16",
+                         llm_file_path(q->in), writer_show(tensor->source, shown),
+                         (double)q->values[largest], (unsigned long long)(first + largest),
+                         llm_type_find(type)->name);
+}
+
 /* data: the rows of the tensor. Works on a few rows at a time. */
 static bool quantize_rows(quantizer *q, const llm_tensor *tensor, const void *data, llm_type type) {
     int64_t head_dim = reordered_head(q->in, tensor);
+    if (!quantize_check(q, tensor, data)) return false;
     if (type == tensor->type && !head_dim && !tensor->columns)
         return llm_writer_data(q->writer, data, (size_t)tensor->bytes) &&
                quantize_progress(q, tensor->bytes);
@@ -828,7 +862,9 @@ static bool quantize_rows(quantizer *q, const llm_tensor *tensor, const void *da
 #endif
         for (int64_t r = 0; r < n; r++)
             llm_pack(type, q->values + r * cols, q->packed + r * out_bytes, cols);
-        if (!llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
+        if (!quantize_check_packed(q, tensor, type, (uint64_t)(first * cols),
+                                   (uint64_t)(n * cols)) ||
+            !llm_writer_data(q->writer, q->packed, (size_t)(n * out_bytes)) ||
             !quantize_progress(q, (uint64_t)(n * in_bytes)))
             return false;
     }
@@ -840,7 +876,7 @@ static bool quantize_tensor(quantizer *q, const llm_tensor *tensor, llm_type typ
     /* 4-bit integers of AWQ or GPTQ: bring them into the form of llm_tensor first */
     llm_error *err = &q->writer->err;
     char shown[72];
-    void *rows = quantize_memory(tensor->bytes, writer_show(tensor->name, shown), err);
+    void *rows = quantize_memory(tensor->bytes, writer_show(tensor->source, shown), err);
     bool good = rows && llm_tensor_rows(tensor, 0, quantize_count_rows(tensor), rows, err) &&
                 quantize_rows(q, tensor, rows, type);
     LLM_FREE(rows);

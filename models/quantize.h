@@ -39,7 +39,8 @@ void llm_writer_abandon(llm_writer *w);
 /* Rewrite a model (a GGUF file, or a Hugging Face folder) as one GGUF file with its matrices as
  * `type`. One-dimensional tensors stay as they are. The token embedding and the output matrix
  * decide the words, so they keep q8_0 where `type` is q4_0, q4_1, q5_0 or q5_1, and q6_K where it
- * is q4_K or q5_K. progress may be NULL; it returns false to stop.
+ * is q4_K or q5_K. progress may be NULL; it returns false to stop. A value that is not finite, or
+ * that is too large for its new type, is an error; on any error, nothing is written.
  *
  * mixed: a q4_K or q5_K file keeps at q6_K also half of the matrices that rounding hurts most
  * (attn_v, ffn_down), but not an embedding beside an output matrix. Files called Q4_K_M and Q5_K_M

@@ -133,6 +133,8 @@ if LC_ALL=C sed 's/llama/mamba/' "$M" >other.gguf 2>/dev/null &&
     [ "$(wc -c <other.gguf)" -eq "$size" ]; then
     bad "another architecture" 1 "other.gguf.*mamba" "$LLM" run -m other.gguf x
     ok "info of another architecture" "cannot run it: .*mamba" "$LLM" info other.gguf
+    name="info --check of another architecture"; run "$LLM" info --check other.gguf
+    judge 1 "mamba" "all values and scales are finite"
     run "$LLM" info --json other.gguf
     json "info --json of another architecture"
     LC_ALL=C sed 's/ggml\.bos_token_id/ggml.xxx_token_id/; s/add_bos_token/add_xxx_token/' "$M" \
@@ -245,9 +247,27 @@ ok "info" "a sequence of 128 " "$LLM" info "$M"
 ok "info --tensors" "blk.1.ffn_down.weight +f16 +96 x 64" "$LLM" info -m "$M" --tensors
 ok "info --memory" "In 1.0 GiB of memory" "$LLM" info "$M" --memory 1G
 ok "info, no memory" "In 0 B of memory" "$LLM" info "$M" --memory 0
-bad "info, a context beyond the model's" 1 \
-    "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
+bad "info, a context beyond the model's" 1 "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
 ok "info, memory too small for the weights" "the weights do not fit" "$LLM" info "$M" --memory 1k
+ok "info --check" "all values and scales are finite" "$LLM" info "$M" --check
+ok "info --check of a folder" "21 tensors, .*finite" "$LLM" info --check "$TOP/tests/data/models/llama"
+ok "info --check --json" '"runs": true,' "$LLM" info --check --json "$M"
+json "info --check --json"
+cp -r "$TOP/tests/data/models/qwen3_yarn" yarn
+sed 's/"max_position_embeddings": 64/"max_position_embeddings": 99/' "$TOP/tests/data/models/qwen3_yarn/config.json" >yarn/config.json
+ok "info, a context that YaRN makes smaller" "context: config.json says 99, but its YaRN scaling makes 64 of 16" "$LLM" info yarn
+ok "info --json, a context that YaRN makes smaller" '"context_note": "config.json says 99' "$LLM" info yarn --json
+json "info --json, a context that YaRN makes smaller"
+bad "... and a larger one" 1 "trained for 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn -c 70 x
+bad "info, ... and a larger one" 1 "trained for 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
+bad "info --check --program" 2 "cannot go with --program" "$LLM" info --check --program "$M"
+cp "$M" nan.gguf
+printf '\000\176' | dd of=nan.gguf bs=2 seek=$(($(wc -c <nan.gguf) / 4)) conv=notrunc 2>/dev/null # a NaN of f16
+name="info --check of a NaN"; run "$LLM" info --check nan.gguf; judge 1 "nan.gguf: 1 of [0-9]* tensors have values" "weight: 1 of [0-9]* values are not finite, the first is nan at index"
+name="info --check --json of a NaN"; run "$LLM" info --check --json nan.gguf; judge 1 "values that are not finite" '"count": 1,'
+json "info --check --json of a NaN"
+bad "quantize a NaN" 1 "nan.gguf: the tensor .*weight has 1 values that are not finite, the first is nan at index [0-9]*" "$LLM" quantize nan.gguf q.gguf --type q8_0
+name="... writes no file"; if [ -e q.gguf ] || [ -e q.gguf.tmp ]; then fail "no q.gguf"; else pass; fi
 ok "info --json" '"bytes_per_token": 256,' "$LLM" info "$M" --json --tensors --memory 1.5GiB
 json "info --json"
 

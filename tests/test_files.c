@@ -415,7 +415,7 @@ static void test_hostile_values(void **state) {
     gguf_u32(&g, "twice", 1);
     gguf_u32(&g, "once", 1);
     gguf_u32(&g, "twice", 2);
-    refuse(&g, "the metadata has the key 'twice' twice");
+    refuse(&g, "the metadata has two values called 'twice'");
     gguf_value(&g, "odd", 13, &huge, 8);
     refuse(&g, "the value of 'odd' at byte 24 is of type 13, which does not exist");
     gguf_value(&g, "odd", UINT32_MAX, &huge, 8);
@@ -426,10 +426,10 @@ static void test_hostile_values(void **state) {
     refuse(&g, "of type 99");
     gguf_array(&g, "long", T_U64, UINT64_MAX / 4, &huge, 8);
     refuse(&g, "the value of 'long' at byte");
-    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 overflows to 2 */
-    refuse(&g, "which is impossible");
+    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 is 2, if it overflows */
+    refuse(&g, "more than the file can");
     gguf_array(&g, "long", T_STRING, UINT64_MAX / 8 + 1, &huge, 8);
-    refuse(&g, "more than the rest of the file can");
+    refuse(&g, "more than the file can");
     gguf_array(&g, "long", T_STRING, 1, &huge, 8); /* a string of 2^64 - 1 bytes */
     refuse(&g, "needs 18446744073709551615 more bytes");
     gguf_value(&g, "s", T_STRING, &huge, 8);
@@ -1140,8 +1140,128 @@ static void test_damaged_split_models(void **state) {
     remove_parts(3);
 }
 
-/* A GGUF file of 123 tensors begins with bytes that could also be the length of a safetensors
- * header (14 GB) and its '{'. */
+/* ---- Values that are not finite -------------------------------------------------------------- */
+
+/* In each type: a scale, a minimum or a value that is not finite is found, with its index. */
+static void test_check_types(void **state) {
+    static const struct {
+        llm_type type;
+        int bits[2]; /* bytes of a block that hold an f16, or the value; -1: none */
+    } cases[] = {{LLM_F32, {2, -1}},    {LLM_F16, {0, -1}},    {LLM_BF16, {0, -1}},
+                 {LLM_Q8_0, {0, -1}},   {LLM_Q4_0, {0, -1}},   {LLM_Q4_1, {0, 2}},
+                 {LLM_Q5_0, {0, -1}},   {LLM_Q5_1, {0, 2}},    {LLM_Q4_K, {0, 2}},
+                 {LLM_Q5_K, {0, 2}},    {LLM_Q6_K, {208, -1}}, {LLM_Q4_Z, {0, -1}}};
+    enum { VALUES = 3 * 1024 + 512 };
+    static float values[VALUES];
+    static uint8_t blocks[4 * VALUES];
+    test_random r = {5};
+    (void)state;
+    for (int i = 0; i < VALUES; i++) values[i] = (float)random_below(&r, 2001) / 1000 - 1;
+    for (size_t c = 0; c < sizeof cases / sizeof *cases; c++) {
+        const llm_type_info *info = llm_type_find(cases[c].type);
+        llm_pack(cases[c].type, values, blocks, VALUES);
+        assert_int_equal(llm_type_check(cases[c].type, blocks, VALUES).count, 0);
+        for (int k = 0; k < 4; k++) {
+            int at = cases[c].bits[k / 2];
+            if (at < 0) continue;
+            /* infinite and NaN; in an f32 and a bf16 these are the upper bytes of it */
+            bool brain = cases[c].type == LLM_F32 || cases[c].type == LLM_BF16;
+            uint16_t bad = brain ? k % 2 ? 0x7fc0 : 0xff80 : k % 2 ? 0x7e00 : 0xfc00, good[2];
+            uint64_t n = VALUES / (uint64_t)info->block_values, first = n / 2, last = n - 1;
+            uint8_t *p = blocks + first * (uint64_t)info->block_bytes + at,
+                    *q = blocks + last * (uint64_t)info->block_bytes + at;
+            memcpy(good, p, 2);
+            memcpy(good + 1, q, 2);
+            memcpy(q, &bad, 2);
+            llm_faults faults = llm_type_check(cases[c].type, blocks, VALUES);
+            assert_int_equal(faults.count, info->block_values);
+            assert_int_equal(faults.first, last * (uint64_t)info->block_values);
+            memcpy(p, &bad, 2);
+            faults = llm_type_check(cases[c].type, blocks, VALUES);
+            assert_int_equal(faults.count, 2 * info->block_values);
+            assert_int_equal(faults.first, first * (uint64_t)info->block_values);
+            assert_true(isnan(faults.value) || isinf(faults.value));
+            if (cases[c].type == LLM_F16) assert_true(k % 2 ? isnan(faults.value) : isinf(faults.value));
+            memcpy(p, good, 2);
+            memcpy(q, good + 1, 2);
+        }
+    }
+}
+
+static void test_check_files(void **state) {
+    (void)state;
+    llm_error err;
+    write_parts(3);
+    llm_file *file = llm_file_open(part_path(0, 3), &err);
+    assert_true(file && llm_file_check(file, &err) && err.status == LLM_OK);
+    llm_file_close(file);
+    /* ... in the last part */
+    float x[4] = {2, 1, 2, -INFINITY};
+    bytes b = slurp(part_path(2, 3));
+    size_t at = 0;
+    for (float good[4] = {2, 1, 2, 3}; memcmp(b.data + at, good, sizeof good);) at += 4;
+    memcpy(b.data + at, x, sizeof x);
+    write_part(2, 3, b);
+    file = llm_file_open(part_path(0, 3), &err);
+    assert_non_null(file);
+    assert_false(llm_file_check(file, &err));
+    assert_int_equal(err.status, LLM_ERROR_FORMAT);
+    assert_non_null(strstr(err.message, "the tensor u.2 has 1 values that are not finite, the first is -inf at index 3"));
+    llm_file_close(file);
+    remove_parts(3);
+    assert_int_equal(test_live, 0);
+}
+
+/* A matrix of 2 rows of 256 values, all 1 but for the one at `index`. */
+static void write_matrix(const char *name, float value, uint64_t index) {
+    float x[512];
+    gguf g = {0};
+    for (int i = 0; i < 512; i++) x[i] = 1;
+    x[index] = value;
+    gguf_tensor(&g, "m", 2, 256, LLM_F32, x, sizeof x);
+    bytes b = gguf_finish(&g);
+    write_file(name, b.data, b.length);
+    clear_bytes(&b);
+}
+
+/* llm_quantize refuses what is not finite, and what becomes so, and leaves no file. */
+static void test_quantize_not_finite(void **state) {
+    static const struct {
+        float value;
+        llm_type type;
+        const char *words; /* NULL: accepted */
+    } cases[] = {
+        {NAN, LLM_Q4_0, "the tensor m has 1 values that are not finite, the first is nan at index 300"},
+        {INFINITY, LLM_F16, "the first is inf at index 300"},
+        {-INFINITY, LLM_F32, "the first is -inf at index 300"}, /* copied as it is */
+        {NAN, LLM_Q6_K, "the first is nan at index 300"},
+        {65504, LLM_F16, NULL},
+        {-1e5f, LLM_F16, "the tensor m has the value -100000 at index 300, which is too large for f16"},
+        {1e5f, LLM_BF16, NULL},
+        {1e5f, LLM_Q8_0, NULL},
+        {1e7f, LLM_Q8_0, "the value 1e+07 at index 300, which is too large for q8_0"},
+        {1e7f, LLM_Q5_1, "the value 1e+07 at index 300, which is too large for q5_1"},
+    };
+    char in[1010];
+    (void)state;
+    snprintf(in, sizeof in, "%s.in", path);
+    unlink(path);
+    for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
+        llm_error err = {.status = LLM_OK};
+        write_matrix(in, cases[i].value, 300);
+        bool ok = llm_quantize(in, path, cases[i].type, false, NULL, NULL, &err);
+        if (ok != !cases[i].words || (!ok && !strstr(err.message, cases[i].words)))
+            fail_msg("case %zu: %s", i, err.message);
+        assert_true(ok || strstr(err.message, in));
+        assert_int_equal(access(path, F_OK) == 0, ok);
+        assert_true(access(temporary, F_OK) != 0);
+        unlink(path);
+    }
+    unlink(in);
+    assert_int_equal(test_live, 0);
+}
+
+/* The beginning of a GGUF file of 123 tensors is also the length of a safetensors header, of 14 GB, and its '{'. */
 static void test_large_file_of_123_tensors(void **state) {
     static const unsigned char start[16] = {'G', 'G', 'U', 'F', 3, 0, 0, 0, 123};
     size_t size = (size_t)15000000000u;
@@ -1175,6 +1295,8 @@ int main(void) {
         cmocka_unit_test(test_full_disk),      cmocka_unit_test(test_failed_allocations),
         cmocka_unit_test(test_mixed_types),    cmocka_unit_test(test_split_model),
         cmocka_unit_test(test_damaged_split_models),
+        cmocka_unit_test(test_check_types),    cmocka_unit_test(test_check_files),
+        cmocka_unit_test(test_quantize_not_finite),
         cmocka_unit_test(test_large_file_of_123_tensors),
     };
     return cmocka_run_group_tests(tests, NULL, NULL);

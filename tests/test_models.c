@@ -351,7 +351,7 @@ static void test_mismatched_parts(void **state) {
         {"blk.0.ffn_up.weight", LETTER, 'T', "blk.0.ffn_up.weigh"},
         {"output_norm.weight", LETTER, 'T', "output_norm.weight"},
         {"llama.block_count", TYPE, 0, "block_count"},
-        {"llama.block_count", TYPE, 1, "blk.1."},
+        {"llama.block_count", TYPE, 1, "llama.block_count is 1, but there are more layers, with the tensor blk.1."},
         {"llama.block_count", TYPE, 1u << 30, "1073741824 layers, but only 21 tensors"},
         {"llama.attention.head_count", TYPE, 0, "head_count"},
         {"llama.attention.head_count", TYPE, 3, "a head of 5"},

@@ -531,9 +531,9 @@ static void check_folder_rope(const char *config, int head_dim, const double *ex
     llm__metadata m;
     assert_non_null(file);
     memset(&f, 0, sizeof f), memset(&model, 0, sizeof model), memset(&m, 0, sizeof m);
-    file->tensors = (llm_tensor *)calloc(1, sizeof *file->tensors); /* for the divisors */
-    f.path = "a folder", f.err = &err, f.head_dim = head_dim, f.file = file,
-    f.architecture = llm__architecture_at(0);
+    f.tensors = (llm_tensor *)calloc(1, sizeof *f.tensors); /* for the divisors */
+    f.in.path = "a folder", f.in.err = &err, f.head_dim = head_dim, f.file = file;
+    m.architecture = "llama";
     if (!llm_json_parse(&f.config, config, strlen(config), "config.json", &err))
         fail_msg("%s", err.message);
     if (!llm__folder_rope(&f, &m, 131072) || !llm__read_metadata(&m, file, &err))
@@ -542,18 +542,20 @@ static void check_folder_rope(const char *config, int head_dim, const double *ex
     model.file = file;
     strcpy(c->architecture, "llama");
     c->rope_dim = head_dim;
-    assert_true(llm__model_int(&model, "context_length", 0, &c->context_length, &err));
-    assert_true(llm__model_float(&model, "rope.freq_base", 1, &c->rope_base, &err));
-    assert_true(llm__model_scaling(&model, &err));
+    llm__loader l = {&model, {"a folder", &err}, NULL};
+    assert_true(llm__model_int(&l, "context_length", 0, &c->context_length));
+    assert_true(llm__model_float(&l, "rope.freq_base", 1, &c->rope_base));
+    assert_true(llm__model_scaling(&l));
     assert_int_equal(c->context_length, context);
     assert_true(fabs(c->rope_magnitude - magnitude) <= 1e-6);
-    const float *divisors = file->n_tensors ? (const float *)file->tensors[0].data : NULL;
+    const float *divisors = f.n_tensors ? (const float *)f.tensors[0].data : NULL;
     float got[128];
     for (int i = 0; i < head_dim / 2; i++)
         got[i] = (float)llm__frequency(c, i, divisors ? (double)divisors[i] : 1);
     check_frequencies(config, got, expected, head_dim / 2);
     LLM_FREE(m.bytes.data);
     llm_json_free(&f.config);
+    free(f.tensors);
     llm_file_close(file);
 }
 
