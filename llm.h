@@ -10960,8 +10960,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
 }
 
 /* x as int8, with a scale per 32 values, or per 256 for weights with multipliers. A tile of x has
- * `height` rows: 16, or all n if there are fewer (above 4, rounded up to a multiple of 4). Per
- * stripe:
+ * `height` rows: 16, or all n if there are at most 8. Per stripe:
  *
  *   values  (height, 64)    int8
  *   scales  (height, 2)     f32   per block; with multipliers: one, then
@@ -12101,6 +12100,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_job *job, const
     const int64_t blocks = 2 * llm__stripes(job->w->cols);
     const bool whole = l.multipliers;
     llm__tile_job tile, before;
+    memset(&before, 0, sizeof before); /* gcc 12 at -O1 does not see that it is set before use */
     __m512 floats[LLM__X_TILE];
     __m512i sums[LLM__X_TILE];
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++) floats[t] = _mm512_setzero_ps(), sums[t] = _mm512_setzero_si512();
