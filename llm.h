@@ -9632,6 +9632,12 @@ static bool llm__put_vocabulary(llm__vocabulary *v) {
 
 /* ---- The folder of a tokenizer.json ---------------------------------- */
 
+static bool llm__has_id(const llm__bytes *ids, int32_t id) {
+    for (size_t at = 0; at < ids->length; at += sizeof id)
+        if (!memcmp(ids->data + at, &id, sizeof id)) return true;
+    return false;
+}
+
 /* "eos_token_id" is one id or several, and so may "bos_token_id" be, which is only checked. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     static const char *const keys[] = {"bos_token_id", "eos_token_id"};
@@ -9649,7 +9655,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
                               "%s/%s: \"%s\" is %s, which is not the id of one of the %llu tokens: "
                               "correct it, or remove the key if tokenizer_config.json says it",
                               folder, name, keys[i], llm__show_node(node).text, (llm__big)v->size);
-            } else if (i == 1) {
+            } else if (i == 1 && !llm__has_id(&v->ids, (int32_t)id)) {
                 int32_t number = (int32_t)id;
                 ok = llm__append(&v->ids, &number, sizeof number, v->err);
             }
@@ -11004,8 +11010,7 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
 }
 
 /* x as int8, with a scale per 32 values, or per 256 for weights with multipliers. A tile of x has
- * `height` rows: 16, or all n if there are fewer (above 4, rounded up to a multiple of 4). Per
- * stripe:
+ * `height` rows: 16, or all n if there are at most 8. Per stripe:
  *
  *   values  (height, 64)    int8
  *   scales  (height, 2)     f32   per block; with multipliers: one, then
@@ -12309,6 +12314,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
     const int64_t blocks = 2 * llm__stripes(args->w->cols);
     const bool whole = l.multipliers;
     llm__tile_args tile, before;
+    memset(&before, 0, sizeof before); /* gcc 12 at -O1 does not see that it is set before use */
     __m512 floats[LLM__X_TILE];
     __m512i sums[LLM__X_TILE];
     LLM__UNROLL for (int t = 0; t < LLM__X_TILE; t++)

@@ -127,9 +127,11 @@ for page in $all; do
         done ;;
     esac >"$work/log"
     [ ! -s "$work/log" ] || { cat "$work/log"; wrong=$((wrong + 1)); }
-    # the options of the commands that a page shows: llm lesson NAME --option
-    grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //' |
-        sort -u | while read -r line; do
+    # the options of the commands that a page shows: llm lesson NAME --option, also in indented code
+    {
+        grep -o '\(`\|<!-- run \)llm [a-z][^`]*' "$page" | sed 's/ -->.*//; s/^`//; s/^<!-- run //'
+        sed -n 's/  *#.*//; s/^    \(\$ \)*\(\.\/\)*llm \([a-z].*\)/llm \3/p' "$page"
+    } | sort -u | while read -r line; do
         # shellcheck disable=SC2086
         set -- $line
         shift

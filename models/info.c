@@ -228,7 +228,7 @@ int info_check(const info *in) {
     int64_t n = llm_file_n_tensors(in->file), bad = 0, i = 0;
     char what[] = "check";
     uint64_t done = 0;
-    llm_error err = {LLM_OK, ""};
+    llm_error err = {.status = LLM_OK};
     if (in->json) {
         put_text("{\"path\": ");
         put_json_text(llm_file_path(in->file));

@@ -26,6 +26,14 @@ has_parts() { # PAGE
 }
 
 check 'quotes, links, symbols, commands and options of the book' sh docs/make.sh check
+check 'README.md: at most 100 lines' awk 'END { exit NR > 100 }' README.md
+for page in README.md docs/features.md docs/command.md docs/models.md docs/types.md docs/text.md \
+    docs/bench.md models/README.md models/SOURCES.md; do
+    check "$page: at most 100 columns, except in tables, quoted text and code" env LC_ALL=C awk '
+        /^```/ { code = !code } code || /^ *\|/ || /^>/ { next }
+        { line = $0; gsub(/[\200-\277]/, "", line) }
+        length(line) > 100 { print; bad = 1 } END { exit bad }' "$page"
+done
 for lesson in docs/[0-9]*.c; do
     page=${lesson%.c}
     check "$page.md: a page with its parts" has_parts "$page.md"
@@ -58,7 +66,7 @@ for mistake in '09-prefix s/<!-- quote llm.h llm__table_match/<!-- quote llm.h l
     '09-prefix s/`llm__table_match`/`llm__table_mutch`/' \
     '13-tokens s/`tokens_by_hand`/`tokens_by_feet`/' \
     '04-attention s/`[*]total [*]= shrink;`/`*total *= shrank;`/' \
-    'models s/](types.md)/](tipes.md)/'; do
+    'models s/](types.md)/](tipes.md)/' 'command s/tokenize --pieces/tokenize --pisces/'; do
     page=${mistake%% *}.md
     mkdir -p "$work/docs"
     cp -r docs/. "$work/docs/"
