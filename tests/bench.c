@@ -1144,5 +1144,5 @@ static const char bench_notes[] =
 
 const command bench_command = {
     "bench",
-    "Measure prefill and decode against memory speed; or batches, serving, speculation.",
+    "Measure prefill and decode, batches, serving or speculation.",
     "[batch|serve|speculate] [-m FILE] [options]", command_bench, bench_notes};
