@@ -552,6 +552,9 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int n_samples;          /* independent continuations; they share the prompt's blocks; default
                              * 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
+    bool embedding;         /* generate nothing (max_tokens is not used): the last event has hidden
+                             * states of the prompt. Alone: without further samples, a hook or
+                             * speculation */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
     const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
     int n_stop;
@@ -575,7 +578,7 @@ typedef enum llm_finish {
     LLM_FINISH_LENGTH,    /* max_tokens, or the end of the context */
     LLM_FINISH_STOP,      /* one of the request's stop texts */
     LLM_FINISH_CANCELLED,
-    LLM_FINISH_ERROR      /* the model's logits were not finite: see llm_event.error */
+    LLM_FINISH_ERROR      /* logits or hidden states were not finite: see llm_event.error */
 } llm_finish;
 
 const char *llm_finish_name(llm_finish finish); /* "none", "end", "length", "stop", "cancelled",
@@ -597,6 +600,9 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     llm_finish finish;    /* not NONE: the last event of this sample */
     const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else
                            * NULL */
+    const float *last_hidden; /* (dim) llm_request.embedding: the hidden state of the prompt's last
+                               * token after the final norm; valid like text. Else NULL */
+    const float *mean_hidden; /* (dim) the same, averaged over all tokens of the prompt */
 } llm_event;
 
 /* options NULL: the defaults. The model must outlive the engine; several engines may share it. */
@@ -1234,6 +1240,8 @@ typedef struct llm__network {
     llm_program program;
     float *activations;     /* device: the memory of all its buffers */
     size_t activation_bytes;
+    float *x;               /* device: (max_batch_tokens, dim), the buffer with the residual
+                             * stream */
     float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
     int max_logits;         /* rows in a slice of the head */
     void **rows;            /* (n_rows) converted weights that the device reads from host memory */
@@ -1298,8 +1306,8 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_tokens;      /* known: the prompt and what was generated */
     int n_cached;      /* in the cache: n_cached < n_tokens; in DECODE, n_cached = n_tokens - 1 */
     int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
-    int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <=
-                        * n_tokens */
+    int n_seen;        /* positions whose logits its hook has seen, or whose hidden states are in
+                        * request->hidden_sum: n_cached <= n_seen <= n_tokens */
     llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or
                         * DECODE */
     int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next;
@@ -1339,6 +1347,8 @@ struct llm__request { /* from llm_submit to its last event; one allocation */
     bool forked;              /* its prompt has been through the model, and all samples have
                                * started */
     bool restored;            /* from a session */
+    double *hidden_sum;       /* (dim) of the hidden states so far; NULL: it wants no embedding */
+    float *hidden;            /* (2, dim) the last hidden state; in the end, their mean */
     llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked
                                * from it */
     llm__request *previous, *next;
@@ -1436,6 +1446,8 @@ struct llm_engine {
     llm__tracer tracer;
     float *logits;     /* (network.max_logits, vocab_size) host */
     float *hooked;     /* (vocab_size) a copy that a hook may change */
+    float *hidden;     /* (max_batch_tokens + 1, dim) host: rows of network.x, for embeddings, and
+                        * the weights of the final norm */
     llm_event *events; /* (max_events) of the last step, and of llm_cancel since */
     int n_events, next_event, max_events;
     uint64_t last_id;
@@ -1493,6 +1505,8 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
 static void llm__network_free(llm__network *net);
 /* [6] The operations */
 static int llm__first_seen(const llm_attention_shape *shape, int position);
+static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
+                               float epsilon, float *out);
 static size_t llm__value_bytes(llm_type type);
 /* [7] Numbers */
 static size_t llm__row_bytes(llm_type type, int64_t cols);
@@ -1851,6 +1865,11 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
+/* Must each of its positions go through the model, whatever is in the prefix cache? */
+static bool llm__sees_all(const llm__request *request) {
+    return request->params.logits_hook || request->hidden;
+}
+
 /* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop:
  * newer ones must not starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
@@ -1860,9 +1879,9 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* with a hook, only positions that it has seen need not be computed */
+        } else { /* what a hook or an embedding has not seen must be computed */
             int known = seq->n_tokens - 1;
-            if (seq->request->params.logits_hook) known = (int)llm__min(known, seq->n_seen);
+            if (llm__sees_all(seq->request)) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
                                                               known);
         }
@@ -1896,7 +1915,7 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
             spare = llm__blocks_spare(s);
             continue;
         }
-        if (!request->params.logits_hook) { /* a hook must see the logits of the whole prompt */
+        if (!llm__sees_all(request)) {
             seq->n_cached = seq->n_drafted =
                 llm__table_match(&s->pool, &seq->table, seq->tokens, n_prompt - 1);
             s->statistics->prefix_tokens += (uint64_t)n_prompt;
@@ -2177,9 +2196,25 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     seq->logprobs[seq->n_chosen++] = logprob;
 }
 
+/* Copy the residual stream of requests that want an embedding to the host. */
+static bool llm__fetch_hidden(llm_engine *e, llm_error *err) {
+    const llm__scheduler *s = &e->scheduler;
+    llm_backend *b = e->options.backend;
+    int64_t dim = e->model->config.dim;
+    for (int i = 0; i < s->batch.n_sequences; i++) {
+        int64_t at = s->seq_first[i] * dim;
+        if (s->batch_sequences[i]->request->hidden &&
+            !b->download(b->context, e->hidden + at, e->network.x + at,
+                         (size_t)(s->seq_count[i] * dim) * sizeof(float), err))
+            return false;
+    }
+    return true;
+}
+
 static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     double start = llm_seconds();
     llm_backend *b = e->options.backend;
+    if (first == 0 && !llm__fetch_hidden(e, err)) return false;
     /* only parts of prompts: wait for the device */
     if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err);
     int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
@@ -2243,7 +2278,7 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
         llm__trace(s->tracer,
                    llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
     if (seq->broken && !finish) finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_ERROR);
-    if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
+    else if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
         finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
     if (finish) {
         llm__end(s, seq, finish);
@@ -2270,12 +2305,33 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
         llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
 }
 
+/* Add the hidden states of a sequence's tokens in the step. x: their residual stream */
+static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x) {
+    llm__request *request = seq->request;
+    const llm_config *c = &e->model->config;
+    const float *norm = e->hidden + (int64_t)e->options.max_batch_tokens * c->dim;
+    for (int p = seq->n_cached; p < seq->n_cached + seq->n_scheduled; p++, x += c->dim) {
+        if (p < seq->n_seen) continue; /* again, after a preemption */
+        seq->n_seen++;
+        llm__plain_rmsnorm(x, norm, 1, c->dim, c->norm_epsilon, request->hidden);
+        for (int i = 0; i < c->dim; i++) {
+            request->hidden_sum[i] += request->hidden[i];
+            request->hidden[c->dim + i] = (float)(request->hidden_sum[i] / seq->n_seen);
+            seq->broken = seq->broken || !(fabsf(request->hidden[i]) <= FLT_MAX);
+        }
+    }
+}
+
 /* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen
  * advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     double start = llm_seconds();
     bool any = false;
+    for (int i = 0; ok && i < s->batch.n_sequences; i++)
+        if (s->batch_sequences[i]->request->hidden)
+            llm__commit_hidden(e, s->batch_sequences[i],
+                               e->hidden + (int64_t)s->seq_first[i] * e->model->config.dim);
     for (int i = 0; i < s->n_sequences; i++) { /* a fork adds some */
         llm__sequence *seq = s->sequences[i];
         if (seq->n_scheduled) {
@@ -2348,12 +2404,17 @@ static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t tok
     bool stopped = llm__event_text(e, seq, event);
     if (stopped && finish != LLM_FINISH_CANCELLED && finish != LLM_FINISH_ERROR)
         event->finish = LLM_FINISH_STOP;
+    if (request->hidden && finish == LLM_FINISH_LENGTH) {
+        event->last_hidden = request->hidden;
+        event->mean_hidden = request->hidden + e->model->config.dim;
+    }
     if (finish != LLM_FINISH_ERROR) return event->finish;
     event->error = seq->error;
     snprintf(seq->error, sizeof seq->error,
-             "request %llu, sample %d: the model's logits after position %d are not finite: its "
-             "file may be damaged",
-             (unsigned long long)request->id, seq->sample, seq->n_tokens - 1);
+             "request %llu, sample %d: the model's %s position %d are not finite: its file may be "
+             "damaged",
+             (unsigned long long)request->id, seq->sample,
+             request->hidden ? "hidden states up to" : "logits after", seq->n_tokens - 1);
     return event->finish;
 }
 
@@ -2622,8 +2683,13 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float),
                                   "logits", err);
     e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
+    size_t rows = (size_t)o->max_batch_tokens, dim = (size_t)c->dim;
+    e->hidden = (float *)llm__new((rows + 1) * dim, sizeof(float), "hidden states", err);
+    if (!e->logits || !e->hooked || !e->hidden) return false;
+    const llm_tensor *norm = e->model->output_norm;
+    llm_type_find(norm->type)->unpack(norm->data, e->hidden + rows * dim, c->dim);
     e->device = llm__device_state(o->backend);
-    return e->logits && e->hooked;
+    return true;
 }
 
 llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options,
@@ -2661,6 +2727,7 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(e->events);
     LLM_FREE(e->logits);
     LLM_FREE(e->hooked);
+    LLM_FREE(e->hidden);
     LLM_FREE(e);
 }
 
@@ -2706,7 +2773,11 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
-    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0))
+    if (r->embedding && (r->n_samples > 1 || r->logits_hook || r->speculate))
+        return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                         "an embedding cannot run with further samples, a logits hook or "
+                         "speculation");
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0 && !r->embedding))
         return llm__fail(
             err, LLM_ERROR_CAPACITY,
             "the prompt has %d tokens, and the context %d: shorten the prompt%s", r->n_prompt,
@@ -2745,7 +2816,8 @@ static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size)
 
 /* Lay out, after the request, everything that its samples will need, so that steps allocate
  * nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
-static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks) {
+static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks,
+                                    int dim) {
     const llm_request *r = &request->params;
     uint64_t used = (sizeof *request + 7) / 8 * 8,
              n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
@@ -2764,6 +2836,10 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
         seq->logprobs = (float *)llm__carve(base, &used, (uint64_t)request->depth + 1,
                                             sizeof(float));
         seq->text = (char *)llm__carve(base, &used, text, 1);
+    }
+    if (r->embedding) {
+        request->hidden_sum = (double *)llm__carve(base, &used, (uint64_t)dim, sizeof(double));
+        request->hidden = (float *)llm__carve(base, &used, 2 * (uint64_t)dim, sizeof(float));
     }
     request->sequences = all;
     if (base) request->params.stop = (const char *const *)stop;
@@ -2788,6 +2864,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     memset(&plan, 0, sizeof plan);
     plan.params = *r;
     plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
+    if (r->embedding) plan.limit = r->n_prompt;
     plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
     plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
     plan.n_live = r->n_samples;
@@ -2810,12 +2887,13 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
     /* the options keep it below 2^60 */
-    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks);
+    int dim = e->model->config.dim;
+    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks, dim);
     llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes,
                                                      "a request", err);
     if (!request) return NULL;
     *request = plan;
-    llm__request_layout(request, (char *)request, text, (int)blocks);
+    llm__request_layout(request, (char *)request, text, (int)blocks, dim);
     for (int i = 0; i < r->n_samples; i++) {
         llm__sequence *seq = &request->sequences[i];
         seq->request = request;
@@ -2960,6 +3038,10 @@ void *llm_session_save(llm_engine *e, uint64_t id, size_t *size, llm_error *err)
         return NULL;
     }
     llm__request *request = llm__find_request(e, id, err);
+    if (request && request->hidden) {
+        llm__fail(err, LLM_ERROR_UNSUPPORTED, "a request for an embedding cannot be saved");
+        return NULL;
+    }
     if (!request || !llm__save(e, request, &m, err)) return NULL;
     *size = m.used;
     m.data = (char *)llm__new(m.used, 1, "a session", err);
@@ -4551,6 +4633,7 @@ static bool llm__network_prepare(llm__network *net, const llm_engine_options *o,
     net->max_logits = max_logits;
     if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err))
         return false;
+    net->x = net->program.buffers[LLM__X].data;
     net->logits = net->program.buffers[LLM__LOGITS].data;
     return net->backend->prepare(net->backend->context, &net->program, &limits, err);
 }
