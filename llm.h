@@ -627,8 +627,9 @@ bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each of its samples that has not ended gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-/* Save a request that has not ended, as a session of *size bytes, most of them its cache. NULL on
- * failure. The request continues, unless you cancel it. Events are not saved: read them first. */
+/* Save a request that has not ended, as a session of *size bytes, most of them the full blocks of
+ * its cache (in an engine with a draft, if it speculates). NULL on failure. The request continues,
+ * unless you cancel it. Events are not saved: read them first. */
 void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
 void llm_session_free(void *session); /* NULL is fine */
 /* Submit it again, under a new id, to this engine or one with the same models, cache_type,

@@ -166,6 +166,31 @@ static void test_company(void **state) {
     check_together(o);
 }
 
+/* A prompt that is preempted in the middle, and computed again, is counted once. */
+static void test_preempted(void **state) {
+    (void)state;
+    for (int prefix_cache = 0; prefix_cache < 2; prefix_cache++) {
+        llm_error err;
+        llm_engine_options o = some_options();
+        o.prefix_cache = prefix_cache;
+        o.max_batch_tokens = 2; /* one for the older request, one for the prompt */
+        o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * 4 * 16; /* 16 blocks */
+        llm_engine *engine = engine_new(model, &o);
+        embedding got = make_text(4);
+        llm_request r = llm_request_defaults();
+        r.prompt = got.prompt;
+        r.n_prompt = 1;
+        r.max_tokens = 50;
+        r.ignore_end = true;
+        assert_true(llm_submit(engine, &r, NULL, &err));
+        submit(engine, &got);
+        assert_int_equal(drain(engine), 0);
+        assert_true(llm_engine_statistics(engine).preemptions > 0);
+        check(&got, 4);
+        llm_engine_free(engine);
+    }
+}
+
 /* The rows of the output matrix, times the last hidden state, are the logits. */
 static void last_logits(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request, (void)sample;
@@ -309,7 +334,8 @@ static void test_not_finite(void **state) {
 
 int main(void) {
     const struct CMUnitTest tests[] = {
-        cmocka_unit_test(test_company),        cmocka_unit_test(test_logits),
+        cmocka_unit_test(test_company),        cmocka_unit_test(test_preempted),
+        cmocka_unit_test(test_logits),
         cmocka_unit_test(test_refused),        cmocka_unit_test(test_failing_device),
         cmocka_unit_test(test_not_finite),
     };

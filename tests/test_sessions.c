@@ -330,6 +330,44 @@ static void test_full_pool(void **state) {
     record_free(right), record_free(got), record_free(first);
 }
 
+/* A preempted request is saved from host memory, and not computed again. */
+static void test_swapped(void **state) {
+    (void)state;
+    int32_t prompts[2][MAX_PROMPT];
+    llm_engine_options o = some_options(), ample = some_options();
+    record *got[2], *right[2];
+    size_t size;
+    o.preempt = LLM_PREEMPT_SWAP;
+    o.swap_bytes = 1 << 16;
+    o.cache_bytes = llm_model_cache_bytes_per_token(target, LLM_F16) * 4 * 20; /* 20 blocks */
+    llm_engine *engine = engine_new(target, &o), *other = engine_new(target, &ample);
+    for (int i = 0; i < 2; i++) {
+        llm_request r = some_request(5 + i, prompts[i]);
+        r.n_samples = 1;
+        r.max_tokens = 20;
+        r.priority = 0;
+        right[i] = uninterrupted(&ample, r);
+        record_submit(engine, got[i] = record_new(target), r, false);
+    }
+    while (engine->scheduler.n_preempted == 0) step(engine);
+    const llm__sequence *newest = engine->scheduler.sequences[1];
+    int cached = newest->n_cached / 4 * 4;
+    assert_true(newest->state == LLM_PREEMPTED && newest->n_saved > 4);
+    void *session = save(engine, got[1], &size);
+    cancel(engine, got[1]);
+    restore(other, got[1], false, session, size);
+    llm_session_free(session);
+    record_drain(engine);
+    record_drain(other);
+    assert_int_equal(llm_engine_statistics(other).prompt_tokens, cached < 41 ? 41 - cached : 0);
+    for (int i = 0; i < 2; i++) {
+        assert_same(right[i], got[i]);
+        record_free(right[i]), record_free(got[i]);
+    }
+    llm_engine_free(engine);
+    llm_engine_free(other);
+}
+
 /* It waits like every request: for a place, and behind those that came before it. */
 static void test_waits(void **state) {
     (void)state;
@@ -560,7 +598,8 @@ static void test_forged(void **state) {
     llm_engine_free(engine);
 }
 
-/* A session whose only sample has ended would be a request that never ends. */
+/* A session whose only sample has ended would be a request that never ends. And nothing may follow
+ * the blocks. */
 static void test_ended(void **state) {
     (void)state;
     size_t size;
@@ -569,7 +608,7 @@ static void test_ended(void **state) {
     char *session = (char *)some_session(&o, 0, &size, NULL);
     llm_engine *engine = engine_new(target, &o);
     int finish, length = LLM_FINISH_LENGTH;
-    size_t at = sizeof(llm__session_head) + 7 * sizeof(int) + sizeof(llm_sampling) + 5 * sizeof(int);
+    size_t at = sizeof(llm__session_head) + sizeof(llm_sampling) + (7 + 5) * sizeof(int);
     memcpy(&finish, session + at, sizeof finish);
     assert_int_equal(finish, LLM_FINISH_NONE);
     memcpy(session + at, &length, sizeof length);
@@ -581,6 +620,14 @@ static void test_ended(void **state) {
     record_drain(engine);
     record_free(other);
     refuse(engine, session, size, LLM_ERROR_FORMAT, "damaged");
+    memcpy(session + at, &finish, sizeof finish); /* now the right one, but longer */
+    char *longer = (char *)calloc(1, size + 4);
+    assert_non_null(longer);
+    memcpy(longer, session, size);
+    head = llm__head_of(&engine->scheduler, longer, size + 4);
+    memcpy(longer, &head, sizeof head);
+    refuse(engine, longer, size + 4, LLM_ERROR_FORMAT, "damaged");
+    free(longer);
     llm_session_free(session);
     llm_engine_free(engine);
 }
@@ -686,8 +733,8 @@ static void test_failing_device(void **state) {
         record_submit(engine, got, r, false);
         calls = 0;
         fail_call = k;
-        for (int i = 0; i < 4; i++) {
-            llm_step(engine, &err);
+        for (int i = 0, more = 1; i < 4 && more > 0; i++) { /* perhaps with copies still to do */
+            more = llm_step(engine, &err);
             record_events(engine);
         }
         size_t size;
@@ -736,6 +783,7 @@ int main(void) {
         cmocka_unit_test(test_damaged),         cmocka_unit_test(test_forged),
         cmocka_unit_test(test_ended),           cmocka_unit_test(test_not_for_others),
         cmocka_unit_test(test_failing_allocations), cmocka_unit_test(test_failing_device),
+        cmocka_unit_test(test_swapped),
     };
     return cmocka_run_group_tests_name("sessions", tests, load_models, free_models);
 }
