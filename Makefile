@@ -61,7 +61,7 @@ TESTS    = $(sort $(wildcard tests/test_*.c tests/test_*.cpp))
 FUZZERS  = $(sort $(wildcard tests/fuzz_*.c))
 PROGRAMS = $(patsubst tests/%,$(B)/%,$(basename $(TESTS)))
 # What takes long comes first, so that no processor has nothing to do while the last one runs.
-SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh tests/races.sh) tests/cli_batch.sh tests/cli.sh
+SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh tests/races.sh tests/python.sh) tests/cli_batch.sh tests/cli.sh
 # The kernels once more, with matrix tiles that an emulator plays (tests/tiles_on_cpu.c).
 TILES    = $(if $(DEVICE),,$(if $(findstring x86_64-linux,$(subst -pc-,-,$(shell $(CC) -dumpmachine))),$(B)/tiles_kernels))
 LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels) $(TILES)

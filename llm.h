@@ -603,6 +603,9 @@ typedef struct llm_request { /* start from llm_request_defaults() */
     int n_samples;          /* independent continuations; they share the prompt's blocks; default
                              * 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
+    bool embedding;         /* generate nothing (max_tokens is not used): the last event has hidden
+                             * states of the prompt. Alone: without further samples, a hook or
+                             * speculation */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
     const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
     int n_stop;
@@ -626,7 +629,7 @@ typedef enum llm_finish {
     LLM_FINISH_LENGTH,    /* max_tokens, or the end of the context */
     LLM_FINISH_STOP,      /* one of the request's stop texts */
     LLM_FINISH_CANCELLED,
-    LLM_FINISH_ERROR      /* the model's logits were not finite: see llm_event.error */
+    LLM_FINISH_ERROR      /* logits or hidden states were not finite: see llm_event.error */
 } llm_finish;
 
 const char *llm_finish_name(llm_finish finish); /* "none", "end", "length", "stop", "cancelled",
@@ -648,6 +651,9 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     llm_finish finish;    /* not NONE: the last event of this sample */
     const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else
                            * NULL */
+    const float *last_hidden; /* (dim) llm_request.embedding: the hidden state of the prompt's last
+                               * token after the final norm; valid like text. Else NULL */
+    const float *mean_hidden; /* (dim) the same, averaged over all tokens of the prompt */
 } llm_event;
 
 /* options NULL: the defaults. The model must outlive the engine; several engines may share it. */
@@ -671,6 +677,18 @@ int llm_step(llm_engine *engine, llm_error *err);
 bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each of its samples that has not ended gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
+
+/* Save a request that has not ended, as a session of *size bytes, most of them the full blocks of
+ * its cache (in an engine with a draft, if it speculates). NULL on failure. The request continues,
+ * unless you cancel it. Events are not saved: read them first. */
+void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
+void llm_session_free(void *session); /* NULL is fine */
+/* Submit it again, under a new id, to this engine or one with the same models, cache_type,
+ * block_size and kind of device. It continues with the same tokens and logits as without the
+ * interruption. `user` and the hook are those of `callbacks` (NULL: none). The data are copied. They
+ * are not trusted: damaged ones are refused, and forged ones affect no other request. */
+bool llm_session_restore(llm_engine *engine, const void *session, size_t size,
+                         const llm_request *callbacks, uint64_t *id, llm_error *err);
 
 typedef struct llm_statistics {    /* since the engine was created, unless it says `now` */
     uint64_t steps;                /* completed */
@@ -1316,6 +1334,8 @@ typedef struct llm__network {
     llm_program program;
     float *activations;     /* device: the memory of all its buffers */
     size_t activation_bytes;
+    float *x;               /* device: (max_batch_tokens, dim), the buffer with the residual
+                             * stream */
     float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
     int max_logits;         /* rows in a slice of the head */
     void **rows;            /* (n_rows) converted weights that the device reads from host memory */
@@ -1359,7 +1379,9 @@ typedef struct llm__table { /* the block table of one sequence */
     int n_blocks;
     int capacity;
     int n_kept;        /* leading full blocks whose content the prefix cache knows */
-    uint64_t identity; /* of the last of them; 0: none */
+    uint64_t identity; /* of the last of them; `root`: none */
+    uint64_t root;     /* 0; of a restored request, an identity of its own: only its samples find
+                        * its blocks, since nobody knows whether they are right */
     uint64_t request;  /* whose table it is, for the trace */
     int sample;
 } llm__table;
@@ -1378,8 +1400,8 @@ typedef struct llm__sequence { /* one sample of a request */
     int n_tokens;      /* known: the prompt and what was generated */
     int n_cached;      /* in the cache: n_cached < n_tokens; in DECODE, n_cached = n_tokens - 1 */
     int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
-    int n_seen;        /* positions whose logits its hook has seen: n_cached <= n_seen <=
-                        * n_tokens */
+    int n_seen;        /* positions whose logits its hook has seen, or whose hidden states are in
+                        * request->hidden_sum: n_cached <= n_seen <= n_tokens */
     llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or
                         * DECODE */
     int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next;
@@ -1418,6 +1440,9 @@ struct llm__request { /* from llm_submit to its last event; one allocation */
     bool admitted;            /* it is in llm__scheduler.running, no longer in waiting */
     bool forked;              /* its prompt has been through the model, and all samples have
                                * started */
+    bool restored;            /* from a session */
+    double *hidden_sum;       /* (dim) of the hidden states so far; NULL: it wants no embedding */
+    float *hidden;            /* (2, dim) the last hidden state; in the end, their mean */
     llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked
                                * from it */
     llm__request *previous, *next;
@@ -1515,6 +1540,8 @@ struct llm_engine {
     llm__tracer tracer;
     float *logits;     /* (network.max_logits, vocab_size) host */
     float *hooked;     /* (vocab_size) a copy that a hook may change */
+    float *hidden;     /* (max_batch_tokens + 1, dim) host: rows of network.x, for embeddings, and
+                        * the weights of the final norm */
     llm_event *events; /* (max_events) of the last step, and of llm_cancel since */
     int n_events, next_event, max_events;
     uint64_t last_id;
@@ -1572,6 +1599,8 @@ static bool llm__load_cache(llm__network *net, llm_type type, int block_size, in
 static void llm__network_free(llm__network *net);
 /* [6] The operations */
 static int llm__first_seen(const llm_attention_shape *shape, int position);
+static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
+                               float epsilon, float *out);
 static size_t llm__value_bytes(llm_type type);
 /* [7] Numbers */
 static size_t llm__row_bytes(llm_type type, int64_t cols);
@@ -1614,6 +1643,7 @@ static double llm__sum_exp(const float *x, int n, float shift);
  *
  *     WAITING   -> PREFILL    its request is admitted; the first sample computes the prompt
  *               -> DECODE     (further samples) the prompt is in the cache: the request is forked
+ *               -> PREEMPTED  a restored request is admitted; it is resumed at once if it fits
  *     PREFILL   -> DECODE     all known tokens but the last are in the cache
  *     PREFILL, DECODE -> PREEMPTED    its blocks are needed for an older sequence
  *     PREEMPTED -> PREFILL    there is room again
@@ -1771,6 +1801,7 @@ static void llm__remove_ended(llm__scheduler *s) {
 static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_error *err);
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err);
 static llm__request *llm__request_create(const llm_engine *e, const llm_request *r, llm_error *err);
+static void llm__wait(llm_engine *e, llm__request *request);
 
 bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *err) {
     llm__clear(err);
@@ -1779,20 +1810,25 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
     if (!llm__check_request(e, r, err) || !llm__reserve_events(e, r->n_samples, err)) return false;
     llm__request *request = llm__request_create(e, r, err);
     if (!request) return false;
+    llm__wait(e, request);
+    if (id) *id = request->id;
+    return true;
+}
+
+/* A new request waits. */
+static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    if (id) *id = request->id;
     /* ids grow, so none starves */
-    request->rank = (int64_t)request->id - 64 * (int64_t)r->priority;
+    request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
-    s->n_live += r->n_samples;
+    s->n_live += request->n_live;
     e->statistics.requests_submitted++;
-    for (int i = 0; i < r->n_samples; i++) {
+    for (int i = 0; i < request->params.n_samples; i++) {
         request->sequences[i].table.request = request->id;
         llm__set_state(s, &request->sequences[i], LLM_WAITING, 0);
     }
-    return true;
 }
 
 bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request, uint64_t *id,
@@ -1816,7 +1852,7 @@ bool llm_submit_text(llm_engine *e, const char *text, const llm_request *request
 /* ---- Schedule: resume, admit, select, secure ------------------------------------------------- */
 
 static bool llm__resume(llm__scheduler *s, llm_error *err);
-static void llm__admit(llm__scheduler *s);
+static bool llm__admit(llm__scheduler *s, llm_error *err);
 static void llm__select(llm__scheduler *s);
 static bool llm__secure(llm__scheduler *s, llm_error *err);
 static bool llm__run_copies(llm_engine *e, llm_error *err);
@@ -1824,9 +1860,8 @@ static bool llm__run_copies(llm_engine *e, llm_error *err);
 static bool llm__schedule(llm_engine *e, llm_error *err) {
     double start = llm_seconds();
     llm__scheduler *s = &e->scheduler;
-    bool ok = llm__run_copies(e, err) && llm__resume(s, err);
+    bool ok = llm__run_copies(e, err) && llm__resume(s, err) && llm__admit(s, err);
     if (ok) {
-        llm__admit(s);
         llm__select(s);
         ok = llm__secure(s, err) && llm__run_copies(e, err);
     }
@@ -1834,10 +1869,13 @@ static bool llm__schedule(llm_engine *e, llm_error *err) {
     return ok;
 }
 
-/* Copy a block of all caches to block `host` of host memory, or back. */
-static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool out,
+static char *llm__swap_place(const llm__scheduler *s, int32_t host) {
+    return s->swap + (size_t)host * s->swap_block_bytes;
+}
+
+/* Copy a block of all caches to host memory (swap_block_bytes), or back. */
+static bool llm__swap_copy(llm__scheduler *s, int32_t block, char *memory, bool out,
                            llm_error *err) {
-    char *memory = s->swap + (size_t)host * s->swap_block_bytes;
     s->statistics->blocks_swapped++;
     for (int i = 0; i < 2; i++) {
         if (!s->networks[i]) continue;
@@ -1851,7 +1889,8 @@ static bool llm__swap_copy(llm__scheduler *s, int32_t block, int32_t host, bool 
 static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_error *err) {
     int32_t host = s->swap_free, last = -1;
     for (int i = 0; i < n; i++) {
-        if (!llm__swap_copy(s, seq->table.blocks[i], host, true, err)) return false;
+        if (!llm__swap_copy(s, seq->table.blocks[i], llm__swap_place(s, host), true, err))
+            return false;
         last = host;
         host = s->swap_next[host];
     }
@@ -1878,7 +1917,7 @@ static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) 
     bool ok = llm__table_grow(&s->pool, &seq->table, 0, seq->n_cached);
     int32_t host = seq->saved;
     for (int i = 0; ok && i < seq->n_saved; i++, host = s->swap_next[host])
-        ok = llm__swap_copy(s, seq->table.blocks[i], host, false, err);
+        ok = llm__swap_copy(s, seq->table.blocks[i], llm__swap_place(s, host), false, err);
     if (ok) llm__free_saved(s, seq);
     else llm__table_clear(&s->pool, &seq->table);
     return ok;
@@ -1918,6 +1957,11 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
+/* Must each of its positions go through the model, whatever is in the prefix cache? */
+static bool llm__sees_all(const llm__request *request) {
+    return request->params.logits_hook || request->hidden;
+}
+
 /* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop:
  * newer ones must not starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
@@ -1927,9 +1971,9 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* with a hook, only positions that it has seen need not be computed */
+        } else { /* what a hook or an embedding has not seen must be computed */
             int known = seq->n_tokens - 1;
-            if (seq->request->params.logits_hook) known = (int)llm__min(known, seq->n_seen);
+            if (llm__sees_all(seq->request)) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
                                                               known);
         }
@@ -1941,21 +1985,29 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
 
 /* Let waiting requests enter, in rank order, while there is room for the next one's prompt and a
  * token after it. A request enters with all its samples; the first one computes the prompt. */
-static void llm__admit(llm__scheduler *s) {
-    if (s->n_preempted > 0) return;
+static bool llm__admit(llm__scheduler *s, llm_error *err) {
+    if (s->n_preempted > 0) return true;
     int64_t spare = llm__blocks_spare(s);
     for (llm__request *request; (request = s->waiting.first) != NULL;) {
         llm__sequence *seq = &request->sequences[0];
         int n_prompt = request->params.n_prompt;
         int64_t before = s->pool.n_free, wanted = llm__blocks_for(&s->pool, n_prompt + 1);
-        if (s->n_places + request->n_live > s->options->max_sequences) return;
-        if (wanted > spare && s->n_sequences > 0) return;
+        if (s->n_places + request->n_live > s->options->max_sequences) return true;
+        if (wanted > spare && s->n_sequences > 0) return true;
         llm__queue_remove(&s->waiting, request);
         s->n_waiting--;
         llm__queue_insert(&s->running, request);
         request->admitted = true;
         s->n_places += request->n_live;
-        if (!request->params.logits_hook) { /* a hook must see the logits of the whole prompt */
+        if (request->restored) { /* its samples continue as after a preemption */
+            for (int i = 0; i < (request->forked ? request->params.n_samples : 1); i++)
+                if (!seq[i].finish) llm__enter(s, &seq[i], LLM_PREEMPTED, 0);
+            if (!llm__resume(s, err)) return false;
+            if (s->n_preempted > 0) return true;
+            spare = llm__blocks_spare(s);
+            continue;
+        }
+        if (!llm__sees_all(request)) {
             seq->n_cached = seq->n_drafted =
                 llm__table_match(&s->pool, &seq->table, seq->tokens, n_prompt - 1);
             s->statistics->prefix_tokens += (uint64_t)n_prompt;
@@ -1965,6 +2017,7 @@ static void llm__admit(llm__scheduler *s) {
         /* a matched block that is in use costs nothing, one that was free costs one */
         spare -= wanted - seq->table.n_blocks + (before - s->pool.n_free);
     }
+    return true;
 }
 
 /* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep
@@ -2235,9 +2288,25 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     seq->logprobs[seq->n_chosen++] = logprob;
 }
 
+/* Copy the residual stream of requests that want an embedding to the host. */
+static bool llm__fetch_hidden(llm_engine *e, llm_error *err) {
+    const llm__scheduler *s = &e->scheduler;
+    llm_backend *b = e->options.backend;
+    int64_t dim = e->model->config.dim;
+    for (int i = 0; i < s->batch.n_sequences; i++) {
+        int64_t at = s->seq_first[i] * dim;
+        if (s->batch_sequences[i]->request->hidden &&
+            !b->download(b->context, e->hidden + at, e->network.x + at,
+                         (size_t)(s->seq_count[i] * dim) * sizeof(float), err))
+            return false;
+    }
+    return true;
+}
+
 static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     double start = llm_seconds();
     llm_backend *b = e->options.backend;
+    if (first == 0 && !llm__fetch_hidden(e, err)) return false;
     /* only parts of prompts: wait for the device */
     if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err);
     int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
@@ -2250,11 +2319,14 @@ static bool llm__choose(llm_engine *e, int first, llm_error *err) {
 
 /* ---- Commit ---------------------------------------------------------------------------------- */
 
-/* Let the prefix cache find the full blocks of what a sequence has in the cache. With a draft, both
- * caches must have it. */
+/* Tokens of a sequence that are in the cache: with a draft, in both. */
+static int llm__tokens_known(const llm__scheduler *s, const llm__sequence *seq) {
+    return s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
+}
+
+/* Let the prefix cache find the full blocks of what a sequence has in the cache. */
 static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
-    int known = s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
-    llm__table_keep(&s->pool, &seq->table, seq->tokens, known);
+    llm__table_keep(&s->pool, &seq->table, seq->tokens, llm__tokens_known(s, seq));
 }
 
 /* The prompt is in the cache: all samples start from its blocks. */
@@ -2298,7 +2370,7 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
         llm__trace(s->tracer,
                    llm__trace_event(LLM_TRACE_ACCEPT, request->id, seq->sample, 0, n_accepted));
     if (seq->broken && !finish) finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_ERROR);
-    if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
+    else if (request->forked && request->limit == r->n_prompt) /* max_tokens was 0 */
         finish = llm__emit_event(e, seq, -1, 0, false, LLM_FINISH_LENGTH);
     if (finish) {
         llm__end(s, seq, finish);
@@ -2325,12 +2397,33 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
         llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
 }
 
+/* Add the hidden states of a sequence's tokens in the step. x: their residual stream */
+static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x) {
+    llm__request *request = seq->request;
+    const llm_config *c = &e->model->config;
+    const float *norm = e->hidden + (int64_t)e->options.max_batch_tokens * c->dim;
+    for (int p = seq->n_cached; p < seq->n_cached + seq->n_scheduled; p++, x += c->dim) {
+        if (p < seq->n_seen) continue; /* again, after a preemption */
+        seq->n_seen++;
+        llm__plain_rmsnorm(x, norm, 1, c->dim, c->norm_epsilon, request->hidden);
+        for (int i = 0; i < c->dim; i++) {
+            request->hidden_sum[i] += request->hidden[i];
+            request->hidden[c->dim + i] = (float)(request->hidden_sum[i] / seq->n_seen);
+            seq->broken = seq->broken || !(fabsf(request->hidden[i]) <= FLT_MAX);
+        }
+    }
+}
+
 /* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen
  * advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
     double start = llm_seconds();
     bool any = false;
+    for (int i = 0; ok && i < s->batch.n_sequences; i++)
+        if (s->batch_sequences[i]->request->hidden)
+            llm__commit_hidden(e, s->batch_sequences[i],
+                               e->hidden + (int64_t)s->seq_first[i] * e->model->config.dim);
     for (int i = 0; i < s->n_sequences; i++) { /* a fork adds some */
         llm__sequence *seq = s->sequences[i];
         if (seq->n_scheduled) {
@@ -2403,12 +2496,17 @@ static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t tok
     bool stopped = llm__event_text(e, seq, event);
     if (stopped && finish != LLM_FINISH_CANCELLED && finish != LLM_FINISH_ERROR)
         event->finish = LLM_FINISH_STOP;
+    if (request->hidden && finish == LLM_FINISH_LENGTH) {
+        event->last_hidden = request->hidden;
+        event->mean_hidden = request->hidden + e->model->config.dim;
+    }
     if (finish != LLM_FINISH_ERROR) return event->finish;
     event->error = seq->error;
     snprintf(seq->error, sizeof seq->error,
-             "request %llu, sample %d: the model's logits after position %d are not finite: its "
-             "file may be damaged",
-             (unsigned long long)request->id, seq->sample, seq->n_tokens - 1);
+             "request %llu, sample %d: the model's %s position %d are not finite: its file may be "
+             "damaged",
+             (unsigned long long)request->id, seq->sample,
+             request->hidden ? "hidden states up to" : "logits after", seq->n_tokens - 1);
     return event->finish;
 }
 
@@ -2418,17 +2516,22 @@ bool llm_next_event(llm_engine *e, llm_event *event) {
     return true;
 }
 
-bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
-    llm__clear(err);
-    if (!e) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_cancel: the engine is NULL");
+static llm__request *llm__find_request(const llm_engine *e, uint64_t id, llm_error *err) {
     llm__request *request = e->scheduler.running.first;
     while (request && request->id != id) request = request->next;
     if (!request) request = e->scheduler.waiting.first;
     while (request && request->id != id) request = request->next;
     if (!request)
-        return llm__fail(err, LLM_ERROR_ARGUMENT,
-                         "no request %llu runs or waits here (it may have ended)",
-                         (unsigned long long)id);
+        llm__fail(err, LLM_ERROR_ARGUMENT, "no request %llu runs or waits here (it may have ended)",
+                  (unsigned long long)id);
+    return request;
+}
+
+bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
+    llm__clear(err);
+    if (!e) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_cancel: the engine is NULL");
+    llm__request *request = llm__find_request(e, id, err);
+    if (!request) return false;
     if (e->next_event == e->n_events) e->next_event = e->n_events = 0;
     for (int i = 0; i < request->params.n_samples; i++) {
         llm__sequence *seq = &request->sequences[i];
@@ -2598,9 +2701,9 @@ static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) 
 /* Host memory for preempted blocks, taken once so that a step allocates nothing. */
 static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
     const llm_engine_options *o = s->options;
-    if (o->preempt != LLM_PREEMPT_SWAP) return true;
     for (int i = 0; i < 2; i++)
         if (s->networks[i]) s->swap_block_bytes += llm__block_bytes(&s->networks[i]->cache);
+    if (o->preempt != LLM_PREEMPT_SWAP) return true;
     uint64_t n = o->swap_bytes / s->swap_block_bytes;
     s->n_swap = s->n_swap_free = n > INT32_MAX ? INT32_MAX : (int64_t)n;
     s->swap = (char *)llm__aligned_new((size_t)s->n_swap * s->swap_block_bytes,
@@ -2679,8 +2782,13 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     e->logits = (float *)llm__new((size_t)max_logits * (size_t)c->vocab_size, sizeof(float),
                                   "logits", err);
     e->hooked = (float *)llm__new((size_t)c->vocab_size, sizeof(float), "logits", err);
+    size_t rows = (size_t)o->max_batch_tokens, dim = (size_t)c->dim;
+    e->hidden = (float *)llm__new((rows + 1) * dim, sizeof(float), "hidden states", err);
+    if (!e->logits || !e->hooked || !e->hidden) return false;
+    const llm_tensor *norm = e->model->output_norm;
+    llm_type_find(norm->type)->unpack(norm->data, e->hidden + rows * dim, c->dim);
     e->device = llm__device_state(o->backend);
-    return e->logits && e->hooked;
+    return true;
 }
 
 llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *options,
@@ -2718,6 +2826,7 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(e->events);
     LLM_FREE(e->logits);
     LLM_FREE(e->hooked);
+    LLM_FREE(e->hidden);
     LLM_FREE(e);
 }
 
@@ -2766,7 +2875,11 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
         !llm__sampling_check(&r->sampling, err) || !llm__check_stops(r, err) ||
         !llm__check_speculation(e, r, err))
         return false;
-    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0)) {
+    if (r->embedding && (r->n_samples > 1 || r->logits_hook || r->speculate))
+        return llm__refuse(err, LLM_ERROR_UNSUPPORTED, "embedding",
+                           " cannot be combined with further samples, a logits hook or "
+                           "speculation");
+    if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0 && !r->embedding)) {
         const char *note = context < longest ? "" : e->model->context_note;
         return llm__refuse(
             err, LLM_ERROR_CAPACITY, "context_length",
@@ -2807,7 +2920,8 @@ static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size)
 
 /* Lay out, after the request, everything that its samples will need, so that steps allocate
  * nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
-static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks) {
+static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks,
+                                    int dim) {
     const llm_request *r = &request->params;
     uint64_t used = (sizeof *request + 7) / 8 * 8,
              n_tokens = (uint64_t)request->limit + (uint64_t)request->depth;
@@ -2826,6 +2940,10 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
         seq->logprobs = (float *)llm__carve(base, &used, (uint64_t)request->depth + 1,
                                             sizeof(float));
         seq->text = (char *)llm__carve(base, &used, text, 1);
+    }
+    if (r->embedding) {
+        request->hidden_sum = (double *)llm__carve(base, &used, (uint64_t)dim, sizeof(double));
+        request->hidden = (float *)llm__carve(base, &used, 2 * (uint64_t)dim, sizeof(float));
     }
     request->sequences = all;
     if (base) request->params.stop = (const char *const *)stop;
@@ -2850,6 +2968,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     memset(&plan, 0, sizeof plan);
     plan.params = *r;
     plan.limit = r->n_prompt + (r->max_tokens < 0 ? room : (int)llm__min(r->max_tokens, room));
+    if (r->embedding) plan.limit = r->n_prompt;
     plan.depth = r->speculate == LLM_SPECULATE_AUTO ? o->max_speculation : r->speculate;
     plan.depth = (int)llm__min(plan.depth, o->max_batch_tokens - 1);
     plan.n_live = r->n_samples;
@@ -2873,12 +2992,13 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
     /* the options keep it below 2^60 */
-    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks);
+    int dim = e->model->config.dim;
+    uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks, dim);
     llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes,
                                                      "a request", err);
     if (!request) return NULL;
     *request = plan;
-    llm__request_layout(request, (char *)request, text, (int)blocks);
+    llm__request_layout(request, (char *)request, text, (int)blocks, dim);
     for (int i = 0; i < r->n_samples; i++) {
         llm__sequence *seq = &request->sequences[i];
         seq->request = request;
@@ -2893,6 +3013,243 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
     }
     request->params.prompt = request->sequences[0].tokens;
     return request;
+}
+
+/* ---- Sessions --------------------------------------------------------------------------------
+ * A session is a head, a request's settings and, for each sample, its tokens, some counts and its
+ * full blocks. (The others may still hold what other requests have written.) The functions named
+ * llm__move write it or read it. A restored request continues like one that was preempted, and
+ * finds its blocks in the prefix cache; what did not fit into the pool is computed again. */
+
+typedef struct llm__session {
+    char *data;  /* NULL: it is written only to count its bytes */
+    size_t used; /* bytes written or read */
+    size_t size; /* of what is read; 0: it is written */
+} llm__session;
+
+typedef struct llm__session_head {
+    char name[8];      /* with the version of the format */
+    uint64_t engine;   /* a hash of what must be the same */
+    uint64_t checksum; /* of all that follows */
+} llm__session_head;
+
+/* The right head. `engine` is about the shapes of the models, the first bytes of their tensors, and
+ * the layout of their caches. */
+static llm__session_head llm__head_of(const llm__scheduler *s, const char *data, size_t size) {
+    llm__session_head head = {"llm 1", s->swap_block_bytes, 0};
+    for (int k = 0; k < 2 && s->networks[k]; k++) {
+        const llm_model *model = s->networks[k]->model;
+        llm_cache cache = s->networks[k]->cache;
+        int layout[] = {(int)cache.type, cache.block_size, cache.keys_transposed};
+        head.engine = llm__hash_bytes(head.engine, (const char *)layout, sizeof layout);
+        head.engine = llm__hash_bytes(head.engine, (const char *)&model->config,
+                                      sizeof model->config);
+        for (int64_t i = 0; i < llm_file_n_tensors(model->file); i++) {
+            const llm_tensor *t = llm_file_tensor(model->file, i);
+            size_t n = t->data ? (size_t)llm__min((int64_t)t->bytes, 64) : 0;
+            head.engine = llm__hash_bytes(head.engine, (const char *)t->data, n);
+        }
+    }
+    if (data) head.checksum = llm__hash_bytes(0, data + sizeof head, size - sizeof head);
+    return head;
+}
+
+/* False: there are fewer bytes. */
+static bool llm__move(llm__session *m, void *item, size_t n) {
+    if (m->size && n > m->size - m->used) return false;
+    if (m->data && n)
+        memcpy(m->size ? item : m->data + m->used, m->size ? m->data + m->used : item, n);
+    m->used += n;
+    return true;
+}
+
+static bool llm__move_ints(llm__session *m, int *const *ints, int n) {
+    bool ok = true;
+    for (int i = 0; i < n; i++) ok = ok && llm__move(m, ints[i], sizeof(int));
+    return ok;
+}
+
+static bool llm__move_settings(llm__session *m, llm_request *r, bool *forked) {
+    int flags = r->ignore_end | r->lookup << 1 | *forked << 2;
+    int *const ints[] = {&flags,     &r->n_prompt, &r->max_tokens, &r->n_samples,
+                         &r->n_stop, &r->priority, &r->speculate};
+    bool ok = llm__move_ints(m, ints, 7) && llm__move(m, &r->sampling, sizeof r->sampling);
+    r->ignore_end = flags & 1;
+    r->lookup = flags & 2;
+    *forked = flags & 4;
+    return ok;
+}
+
+/* A sample but for its blocks, of which there are *n_blocks. False: that cannot be. */
+static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq, int *n_blocks) {
+    const llm__request *request = seq->request;
+    const llm_request *r = &request->params;
+    int finish = (int)seq->finish, held = (int)seq->text_held, longest = 1, n = r->n_prompt;
+    int *const ints[] = {&finish, &seq->n_tokens, &seq->n_seen, &held, &seq->stream.n_held,
+                         n_blocks};
+    if (!llm__move_ints(m, ints, 6) || !llm__move(m, seq->stream.held, sizeof seq->stream.held) ||
+        !llm__move(m, &seq->acceptance, sizeof seq->acceptance))
+        return false;
+    bool live = !finish, forked = request->forked;
+    for (int i = 0; i < r->n_stop; i++) longest = (int)llm__max(longest, (int)strlen(r->stop[i]));
+    if (finish < 0 || finish > (forked ? LLM_FINISH_ERROR : LLM_FINISH_NONE) ||
+        seq->n_tokens < n + (live && forked) ||
+        seq->n_tokens > (forked ? request->limit - live : n) || *n_blocks < 0 ||
+        *n_blocks > (live ? (seq->n_tokens - 1) / e->options.block_size : 0) || seq->n_seen < 0 ||
+        seq->n_seen > seq->n_tokens || held < 0 || held >= longest ||
+        !(seq->acceptance >= 0 && seq->acceptance <= 1) ||
+        !llm__move(m, seq->tokens + n, (size_t)(seq->n_tokens - n) * sizeof(int)) ||
+        !llm__move(m, seq->text + seq->text_used, (size_t)held))
+        return false;
+    seq->finish = (llm_finish)finish;
+    seq->text_held = (size_t)held;
+    while (n < seq->n_tokens && (uint32_t)seq->tokens[n] < (uint32_t)e->sampler.vocab_size) n++;
+    return n == seq->n_tokens;
+}
+
+static bool llm__save(llm_engine *e, llm__request *request, llm__session *m, llm_error *err) {
+    llm__scheduler *s = &e->scheduler;
+    llm_request r = request->params;
+    r.max_tokens = request->limit - r.n_prompt;
+    m->used = sizeof(llm__session_head);
+    llm__move_settings(m, &r, &request->forked);
+    llm__move(m, request->sequences[0].tokens, (size_t)r.n_prompt * sizeof(int));
+    for (int i = 0; i < r.n_stop; i++)
+        llm__move(m, (void *)(uintptr_t)r.stop[i], strlen(r.stop[i]) + 1);
+    for (int i = 0; i < 2 * r.n_samples; i++) { /* the blocks come last */
+        llm__sequence *seq = &request->sequences[i % r.n_samples];
+        int32_t host = seq->saved;
+        int n = seq->finish ? 0 : llm__tokens_known(s, seq) / e->options.block_size;
+        if (i < r.n_samples) llm__move_sample(e, m, seq, &n);
+        for (int k = 0; i >= r.n_samples && k < n; k++, m->used += s->swap_block_bytes) {
+            char *to = m->data + m->used, *from = seq->n_saved ? llm__swap_place(s, host) : NULL;
+            if (from) host = s->swap_next[host];
+            if (m->data && from) memcpy(to, from, s->swap_block_bytes);
+            if (m->data && !from && !llm__swap_copy(s, seq->table.blocks[k], to, true, err))
+                return false;
+        }
+    }
+    if (!m->data) return true;
+    llm__session_head head = llm__head_of(s, m->data, m->used);
+    memcpy(m->data, &head, sizeof head);
+    return true;
+}
+
+void *llm_session_save(llm_engine *e, uint64_t id, size_t *size, llm_error *err) {
+    llm__session m = {NULL, 0, 0};
+    llm__clear(err);
+    if (!e || !size) {
+        llm__fail(err, LLM_ERROR_ARGUMENT, "llm_session_save: the engine or the size is NULL");
+        return NULL;
+    }
+    llm__request *request = llm__find_request(e, id, err);
+    if (request && request->hidden) {
+        llm__fail(err, LLM_ERROR_UNSUPPORTED, "a request for an embedding cannot be saved");
+        return NULL;
+    }
+    if (!request || !llm__save(e, request, &m, err)) return NULL;
+    *size = m.used;
+    m.data = (char *)llm__new(m.used, 1, "a session", err);
+    if (m.data && llm__save(e, request, &m, err)) return m.data;
+    LLM_FREE(m.data);
+    return NULL;
+}
+
+void llm_session_free(void *session) { LLM_FREE(session); }
+
+/* Put n saved blocks into the prefix cache, as far as there are free ones. */
+static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *saved, int n) {
+    llm__pool *pool = &s->pool;
+    llm__table *table = &seq->table;
+    int size = pool->block_size, i = llm__table_match(pool, table, seq->tokens, n * size) / size;
+    while (i < n && llm__table_grow(pool, table, i * size, (i + 1) * size) &&
+           llm__swap_copy(s, table->blocks[i], saved + (size_t)i * s->swap_block_bytes, false,
+                          NULL))
+        i++;
+    llm__table_keep(pool, table, seq->tokens, i * size);
+    llm__table_clear(pool, table);
+}
+
+/* Make a request of a session but for its blocks; r has what cannot be saved. NULL: it is damaged,
+ * or the error is set. */
+static llm__request *llm__restore(llm_engine *e, llm__session *m, llm_request r, llm_error *err) {
+    bool forked = false, ok = llm__move_settings(m, &r, &forked);
+    size_t left = m->size - m->used, n_blocks = 0;
+    if (!ok || r.n_prompt < 1 || (size_t)r.n_prompt > left / sizeof(int) || r.n_stop < 0 ||
+        (size_t)r.n_stop > left)
+        return NULL;
+    r.prompt = (const int32_t *)(void *)(m->data + m->used);
+    m->used += (size_t)r.n_prompt * sizeof(int);
+    const char **stop = (const char **)llm__new((size_t)r.n_stop, sizeof *stop, "a session", err);
+    r.stop = stop;
+    ok = stop != NULL;
+    for (int i = 0; ok && i < r.n_stop; i++) {
+        const char *end = (const char *)memchr(m->data + m->used, 0, m->size - m->used);
+        stop[i] = m->data + m->used;
+        ok = end != NULL;
+        m->used += ok ? (size_t)(end + 1 - stop[i]) : 0;
+    }
+    llm__request *request = NULL;
+    if (ok && llm__check_request(e, &r, err) && llm__reserve_events(e, r.n_samples, err))
+        request = llm__request_create(e, &r, err);
+    LLM_FREE(stop);
+    if (!request) return NULL;
+    request->restored = true;
+    request->forked = forked;
+    for (int i = 0; ok && i < r.n_samples; i++) {
+        llm__sequence *seq = &request->sequences[i];
+        ok = llm__move_sample(e, m, seq, &seq->n_saved);
+        n_blocks += (size_t)seq->n_saved;
+        request->n_live -= seq->finish != LLM_FINISH_NONE;
+    }
+    left = m->size - m->used;
+    size_t block = e->scheduler.swap_block_bytes;
+    if (ok && request->n_live > 0 && left / block == n_blocks && left % block == 0) return request;
+    LLM_FREE(request);
+    return NULL;
+}
+
+bool llm_session_restore(llm_engine *e, const void *session, size_t size,
+                         const llm_request *callbacks, uint64_t *id, llm_error *err) {
+    llm__clear(err);
+    if (!e || !session)
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "llm_session_restore: the engine or the session is NULL");
+    llm__scheduler *s = &e->scheduler;
+    llm_request r = llm_request_defaults();
+    if (callbacks) r.logits_hook = callbacks->logits_hook, r.user = callbacks->user;
+    llm__session_head head, right;
+    llm__session m = {(char *)llm__new(size, 1, "a session", err), sizeof head, size};
+    llm__request *request = NULL;
+    /* the copies of a failed step must not come after what is put into free blocks here */
+    if (m.data && size > sizeof head && llm__run_copies(e, err)) {
+        memcpy(m.data, session, size); /* also to align it */
+        memcpy(&head, session, sizeof head);
+        right = llm__head_of(s, m.data, size);
+        bool whole = !memcmp(head.name, right.name, 8) && head.checksum == right.checksum;
+        if (whole && head.engine == right.engine) request = llm__restore(e, &m, r, err);
+        else if (whole)
+            llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                      "the session is of an engine with another model, draft model, cache_type, "
+                      "block_size or kind of device");
+    }
+    if (request) llm__wait(e, request);
+    else if (err && err->status == LLM_OK)
+        llm__fail(err, LLM_ERROR_FORMAT, "this is no session of this version, or it is damaged");
+    if (request && id) *id = request->id;
+    uint64_t root = ++s->pool.last_identity;
+    for (int i = 0; request && i < request->params.n_samples; i++) {
+        llm__sequence *seq = &request->sequences[i];
+        int n = seq->n_saved;
+        seq->n_saved = 0;
+        seq->table.root = seq->table.identity = root;
+        llm__restore_blocks(s, seq, m.data + m.used, n);
+        m.used += (size_t)n * s->swap_block_bytes;
+        if (seq->finish)
+            llm__set_state(s, seq, LLM_ENDED, seq->n_tokens - request->params.n_prompt);
+    }
+    LLM_FREE(m.data);
+    return request != NULL;
 }
 
 /* ---- Statistics ------------------------------------------------------------------------------ */
@@ -3782,7 +4139,7 @@ static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
 static void llm__table_clear(llm__pool *pool, llm__table *table) {
     llm__table_trim(pool, table, 0);
     table->n_kept = 0;
-    table->identity = 0;
+    table->identity = table->root;
 }
 
 /* Let `copy` (of capacity >= table->n_blocks) share all blocks of `table`. */
@@ -3801,7 +4158,8 @@ static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table
  * length in tokens. */
 static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens,
                             int n_tokens) {
-    while (pool->keeps_prefixes && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
+    bool looks = pool->keeps_prefixes || table->root;
+    while (looks && (table->n_blocks + 1) * (int64_t)pool->block_size <= n_tokens) {
         int32_t block = llm__pool_find(pool, table->identity,
                                        tokens + (int64_t)table->n_blocks * pool->block_size);
         if (block < 0) break;
@@ -3817,7 +4175,7 @@ static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *t
 /* The first n_tokens are in the cache: add their full blocks to the prefix cache. */
 static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens,
                             int n_tokens) {
-    if (!pool->keeps_prefixes) return;
+    if (!pool->keeps_prefixes && !table->root) return;
     for (; (table->n_kept + 1) * (int64_t)pool->block_size <= n_tokens; table->n_kept++)
         table->identity = llm__pool_keep(pool, table->blocks[table->n_kept], table->identity,
                                          tokens + (int64_t)table->n_kept * pool->block_size);
@@ -4379,6 +4737,7 @@ static bool llm__network_prepare(llm__network *net, const llm_engine_options *o,
     net->max_logits = max_logits;
     if (!llm__compile(net, o, err) || !llm__allocate_buffers(net, o->max_batch_tokens, err))
         return false;
+    net->x = net->program.buffers[LLM__X].data;
     net->logits = net->program.buffers[LLM__LOGITS].data;
     return net->backend->prepare(net->backend->context, &net->program, &limits, err) ||
            llm__blame(err, "max_batch_tokens");

@@ -87,7 +87,7 @@ if echo 'int main(void) { return 0; }' | $cc -fopenmp -x c - -o /dev/null 2>/dev
 fi
 kernels= library= # LLM_KERNELS: a library of compiled kernels, which saves time
 if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
-for example in embed chat batch; do
+for example in embed chat batch embeddings; do
     check "docs/examples/$example.c compiles without a warning" \
         $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp $kernels \
         -I. "docs/examples/$example.c" $library -o "$work/$example" -lm
@@ -119,6 +119,8 @@ runs 'batch.c: all answers, in fewer steps than tokens' '^90 tokens in [34][0-9]
 runs 'chat.c answers' '[a-z]' sh -c "printf 'There was a king\nThe queen\n' | '$work/chat' $model"
 if grep -q '^\[[1-9][0-9]* prompt tokens so far' "$work/err" 2>/dev/null; then ok
 else no 'chat.c: the second turn finds the first in the cache'; fi
+runs 'embeddings.c: two sentences of three are alike' '^ 0[.][89][0-9]* 1.000 0[.][67]' \
+    "$work/embeddings" $model
 check 'embed.c: a missing model is an error' sh -c "! '$work/embed' no.gguf"
 if echo 'int main() { return 0; }' | g++ -x c++ - -o /dev/null 2>/dev/null; then
     printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' >"$work/llm.c"

@@ -29,6 +29,8 @@ tests_of() { # chapter: its tests, the most effective or fastest first
     scheduler) echo test_states test_scheduler ;;
     speculation) echo test_speculation ;;
     engine) echo test_states test_engine test_scheduler test_faults ;;
+    sessions) echo test_sessions ;;
+    embedding) echo test_embeddings test_transformer ;;
     cuda) echo test_device test_device_sampling test_cuda_kernels test_device_engine ;;
     command) echo tests/cli.sh tests/cli_batch.sh tests/cli_chat.sh ;;
     *) return 1 ;;

@@ -325,6 +325,84 @@ static void test_captured_steps(void **state) {
     llm_backend_free(b);
 }
 
+/* A request that is saved after some steps and restored in another engine on the device gives the
+ * same tokens and logits. */
+static void test_sessions(void **state) {
+    (void)state;
+    llm_error err;
+    llm_gpu_options gpu = gpu_options();
+    llm_backend *b = device_open(device, &gpu);
+    llm_engine_options o = options_on(b);
+    record *expected[N_REQUESTS];
+    run_requests(&o, false, SOME_HOOKS, expected);
+    for (int i = 0; i < N_REQUESTS; i++) {
+        int32_t prompt[64];
+        size_t size;
+        bool hook = i % 3 == 1;
+        llm_request r = make_request(i, prompt), callbacks = llm_request_defaults();
+        llm_engine *engine = engine_on(&o), *other = engine_on(&o);
+        record *got = record_new(target);
+        record_submit(engine, got, r, hook);
+        for (int n = 0; n < 3; n++, record_events(engine))
+            if (llm_step(engine, &err) != 1) fail_msg("%s", err.message);
+        void *session = llm_session_save(engine, got->id, &size, &err);
+        if (!session) fail_msg("%s", err.message);
+        llm_engine_free(engine);
+        callbacks.user = got;
+        callbacks.logits_hook = hook ? record_hook : NULL;
+        if (!llm_session_restore(other, session, size, &callbacks, &got->id, &err))
+            fail_msg("%s", err.message);
+        llm_session_free(session);
+        record_drain(other);
+        assert_same_tokens(expected[i], got);
+        assert_in_range(llm_engine_statistics(other).prompt_tokens, 0, 7); /* of no full block */
+        assert_idle(other);
+        llm_engine_free(other);
+        record_free(got);
+    }
+    free_records(expected);
+    llm_backend_free(b);
+}
+
+/* The hidden states of a prompt in several steps, next to a request that generates, are near those
+ * of the textbook loops. */
+static void test_embeddings(void **state) {
+    (void)state;
+    llm_error err;
+    llm_backend *backends[2] = {llm_cpu_backend(1, LLM_ISA_REFERENCE, &err),
+                                device_open(device, NULL)};
+    float hidden[2][2][64]; /* backend; last, mean */
+    int dim = llm_model_config(target)->dim;
+    assert_true(dim <= 64);
+    for (int k = 0; k < 2; k++) {
+        int32_t prompt[64], other_prompt[64];
+        llm_engine_options o = options_on(backends[k]);
+        llm_engine *engine = engine_on(&o);
+        llm_request r = make_request(3, prompt), other = make_request(0, other_prompt);
+        llm_event event;
+        uint64_t id;
+        bool found = false;
+        r.n_prompt = 40;
+        for (int i = 0; i < 40; i++) prompt[i] = (int32_t)(llm_random(4, 5, (uint64_t)i) * 280);
+        r.embedding = true;
+        assert_true(llm_submit(engine, &other, NULL, &err) && llm_submit(engine, &r, &id, &err));
+        while (llm_step(engine, &err) > 0)
+            while (llm_next_event(engine, &event)) {
+                assert_true((event.last_hidden != NULL) == (event.request == id));
+                if (event.request != id) continue;
+                memcpy(hidden[k][0], event.last_hidden, (size_t)dim * sizeof(float));
+                memcpy(hidden[k][1], event.mean_hidden, (size_t)dim * sizeof(float));
+                found = true;
+            }
+        assert_int_equal(err.status, LLM_OK);
+        assert_true(found);
+        llm_engine_free(engine);
+        llm_backend_free(backends[k]);
+    }
+    for (int i = 0; i < 2; i++)
+        assert_true(relative_error(hidden[1][i], hidden[0][i], dim) < 1e-2);
+}
+
 /* ---- Failures (only on the emulated device) -------------------------------------------------- */
 
 static void skip_unless_emulated(void) {
@@ -849,6 +927,8 @@ int main(void) {
         cmocka_unit_test(test_logits),
         cmocka_unit_test(test_transformers),
         cmocka_unit_test(test_batch_composition),
+        cmocka_unit_test(test_sessions),
+        cmocka_unit_test(test_embeddings),
         cmocka_unit_test(test_speculation),
         cmocka_unit_test(test_sampled_speculation),
         cmocka_unit_test(test_failures),

@@ -281,8 +281,10 @@ static void oracle_attention(const shape *s, int layer, int head, int t, const d
     free(shares);
 }
 
-/* The logits (n, VOCAB) after each of n tokens. */
-static float *oracle_logits(const shape *s, const weights *w, const int32_t *tokens, int n) {
+/* The logits (n, VOCAB) after each of n tokens, and the hidden states (n, dim) of the last layer
+ * after the final norm. */
+static float *oracle_logits(const shape *s, const weights *w, const int32_t *tokens, int n,
+                            double *hidden) {
     enum { MOST = 256 };
     int q_width = s->heads * s->head_dim, kv = s->kv_heads * s->head_dim;
     double frequencies[MOST], magnitude, h[MOST], q[MOST], attended[MOST], gate[MOST], up[MOST],
@@ -318,9 +320,9 @@ static float *oracle_logits(const shape *s, const weights *w, const int32_t *tok
         }
     }
     for (int t = 0; t < n; t++) {
-        double row[VOCAB];
-        oracle_norm(x + t * s->dim, w->output_norm, s->dim, s->epsilon, h);
-        oracle_product(s->tied ? w->embedding : w->output, NULL, h, VOCAB, s->dim, row);
+        double row[VOCAB], *state = hidden + t * s->dim;
+        oracle_norm(x + t * s->dim, w->output_norm, s->dim, s->epsilon, state);
+        oracle_product(s->tied ? w->embedding : w->output, NULL, state, VOCAB, s->dim, row);
         for (int i = 0; i < VOCAB; i++) logits[t * VOCAB + i] = (float)row[i];
     }
     free(x), free(keys), free(values);
@@ -386,16 +388,60 @@ static void check_engine(const shape *s, const llm_model *model, llm_engine_opti
     }
 }
 
+/* Embeddings, next to a request that generates: the last hidden state and the mean of all. */
+static void check_embeddings(const shape *s, const llm_model *model, llm_engine_options o,
+                             int32_t tokens[REQUESTS][LENGTH], double *const hidden[REQUESTS]) {
+    llm_error err;
+    llm_event event;
+    int n_checked = 0;
+    llm_engine *engine = engine_new(model, &o);
+    for (int i = 0; i <= REQUESTS; i++) {
+        llm_request r = llm_request_defaults();
+        r.embedding = i < REQUESTS;
+        r.prompt = tokens[i % REQUESTS];
+        r.n_prompt = lengths[i % REQUESTS];
+        r.max_tokens = i < REQUESTS ? -1 : 4;
+        if (!llm_submit(engine, &r, NULL, &err)) fail_msg("%s", err.message);
+    }
+    while (llm_step(engine, &err) > 0)
+        while (llm_next_event(engine, &event)) {
+            if (event.request == REQUESTS + 1) {
+                assert_null(event.last_hidden);
+                continue;
+            }
+            int i = (int)event.request - 1, n = lengths[i];
+            float last[64], mean[64];
+            for (int k = 0; k < s->dim; k++) {
+                double sum = 0;
+                for (int t = 0; t < n; t++) sum += hidden[i][t * s->dim + k];
+                mean[k] = (float)(sum / n);
+                last[k] = (float)hidden[i][(n - 1) * s->dim + k];
+            }
+            assert_int_equal(event.finish, LLM_FINISH_LENGTH);
+            assert_int_equal(event.token, -1);
+            assert_true(relative_error(event.last_hidden, last, s->dim) <= 1e-4);
+            assert_true(relative_error(event.mean_hidden, mean, s->dim) <= 1e-4);
+            n_checked++;
+        }
+    assert_int_equal(n_checked, REQUESTS);
+    assert_int_equal(err.status, LLM_OK);
+    assert_idle(engine);
+    llm_engine_free(engine);
+}
+
 static void check_shape(const shape *s) {
     weights w;
     bytes file = make_file(s, &w);
     llm_model *model = load_file(&file);
     int32_t tokens[REQUESTS][LENGTH];
     float *expected[REQUESTS];
+    double *hidden[REQUESTS];
     for (int i = 0; i < REQUESTS; i++) {
+        hidden[i] = (double *)malloc((size_t)(LENGTH * s->dim) * sizeof *hidden[i]);
+        assert_non_null(hidden[i]);
         for (int t = 0; t < LENGTH; t++)
             tokens[i][t] = (int32_t)(llm_random(9, (uint64_t)i, (uint64_t)t) * VOCAB);
-        expected[i] = oracle_logits(s, &w, tokens[i], lengths[i]);
+        expected[i] = oracle_logits(s, &w, tokens[i], lengths[i], hidden[i]);
     }
     /* the reference loops, with whole prompts and in small chunks; the best kernels; the plain
      * kernels */
@@ -413,9 +459,10 @@ static void check_shape(const shape *s) {
         o.block_size = kind == 1 ? 5 : 16;
         o.cache_bytes = 4 << 20;
         check_engine(s, model, o, kind % 2 == 0, kind == 2 ? 5 : 1000, tokens, expected);
+        check_embeddings(s, model, o, tokens, hidden);
         llm_backend_free(o.backend);
     }
-    for (int i = 0; i < REQUESTS; i++) free(expected[i]);
+    for (int i = 0; i < REQUESTS; i++) free(expected[i]), free(hidden[i]);
     llm_model_free(model);
     clear_bytes(&file);
     free_weights(&w);
