@@ -685,8 +685,8 @@ void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error 
 void llm_session_free(void *session); /* NULL is fine */
 /* Submit it again, under a new id, to this engine or one with the same models, cache_type,
  * block_size and kind of device. It continues with the same tokens and logits as without the
- * interruption. `user` and the hook are those of `callbacks` (NULL: none). The data are copied. They
- * are not trusted: damaged ones are refused, and forged ones affect no other request. */
+ * interruption. `user` and the hook are those of `callbacks` (NULL: none). The data are copied.
+ * They are not trusted: damaged ones are refused, and forged ones affect no other request. */
 bool llm_session_restore(llm_engine *engine, const void *session, size_t size,
                          const llm_request *callbacks, uint64_t *id, llm_error *err);
 
@@ -2881,11 +2881,12 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
                            "speculation");
     if (r->n_prompt > context || (r->n_prompt == context && r->max_tokens > 0 && !r->embedding)) {
         const char *note = context < longest ? "" : e->model->context_note;
-        return llm__refuse(
-            err, LLM_ERROR_CAPACITY, "context_length",
-            " is %d, and the prompt has %d tokens: shorten the prompt%s%s%s", context, r->n_prompt,
-            context < longest ? ", or allow a longer context" : " (the model has no longer context)",
-            *note ? "; " : "", note);
+        return llm__refuse(err, LLM_ERROR_CAPACITY, "context_length",
+                           " is %d, and the prompt has %d tokens: shorten the prompt%s%s%s",
+                           context, r->n_prompt,
+                           context < longest ? ", or allow a longer context"
+                                             : " (the model has no longer context)",
+                           *note ? "; " : "", note);
     }
     for (int i = 0; i < r->n_prompt; i++)
         if (r->prompt[i] < 0 || r->prompt[i] >= vocab)
@@ -5007,7 +5008,8 @@ static void llm__plain_rope_store(const llm__rope_args *args) {
             int64_t row = (token * n_kv_heads + head) * head_dim;
             llm__plain_rope(args->k + row, turn, op->rope_dim, op->pairing);
             llm__plain_store(args->cache, args->cache->keys, op->layer, slot, head, args->k + row);
-            llm__plain_store(args->cache, args->cache->values, op->layer, slot, head, args->v + row);
+            llm__plain_store(args->cache, args->cache->values, op->layer, slot, head,
+                             args->v + row);
         }
     }
 }
@@ -5048,8 +5050,9 @@ static void llm__plain_attention_row(const llm__attention_args *args, int sequen
     for (int p = first; p <= position; p++) total += scores[p] = expf(scores[p] - largest);
     for (int i = 0; i < head_dim; i++) out[i] = 0.0f;
     for (int p = first; p <= position; p++) {
-        int64_t at = llm__cache_place(
-            cache, cache->values, llm__cache_row(args->batch, cache, sequence, kv_head, p), &stride);
+        int64_t at = llm__cache_place(cache, cache->values,
+                                      llm__cache_row(args->batch, cache, sequence, kv_head, p),
+                                      &stride);
         float share = (float)(scores[p] / total);
         for (int i = 0; i < head_dim; i++)
             out[i] += share * llm__cache_value(cache, values, at + i * stride);
@@ -5279,7 +5282,8 @@ static uint16_t llm__f32_to_f16(float x) {
     /* denormal: the fraction, with its implicit 1, in steps of 2^-24 */
     uint32_t fraction = (magnitude & 0x7fffff) | 0x800000;
     uint32_t shift = 126 - (magnitude >> 23);
-    uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1), half = 1u << (shift - 1);
+    uint32_t steps = fraction >> shift, rest = fraction & ((1u << shift) - 1),
+             half = 1u << (shift - 1);
     return (uint16_t)(sign | (steps + (rest > half || (rest == half && (steps & 1)))));
 }
 
@@ -5302,11 +5306,13 @@ static void llm__unpack_f32(const void *blocks, float *values, int64_t count) {
 }
 
 static void llm__unpack_f16(const void *blocks, float *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+    for (int64_t i = 0; i < count; i++)
+        values[i] = llm__f16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
 }
 
 static void llm__unpack_bf16(const void *blocks, float *values, int64_t count) {
-    for (int64_t i = 0; i < count; i++) values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
+    for (int64_t i = 0; i < count; i++)
+        values[i] = llm__bf16_to_f32(llm__read_u16((const char *)blocks + 2 * i));
 }
 
 enum {
@@ -5321,19 +5327,22 @@ static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__BLOCK, block += LLM__Q8_0_BYTES) {
         float scale = llm__f16_to_f32(llm__read_u16(block));
-        for (int i = 0; i < LLM__BLOCK; i++) values[first + i] = scale * (float)(int8_t)block[2 + i];
+        for (int i = 0; i < LLM__BLOCK; i++)
+            values[first + i] = scale * (float)(int8_t)block[2 + i];
     }
 }
 
 /* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero */
 
-static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits, bool has_minimum) {
+static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits,
+                                bool has_minimum) {
     const uint8_t *block = (const uint8_t *)blocks;
     int zero = has_minimum ? 0 : 1 << (bits - 1);
     for (int64_t first = 0; first < count; first += LLM__BLOCK) {
         float scale = llm__f16_to_f32(llm__read_u16(block));
         float minimum = has_minimum ? llm__f16_to_f32(llm__read_u16(block + 2)) : 0.0f;
-        const uint8_t *fifth = block + (has_minimum ? 4 : 2), *nibbles = fifth + (bits == 5 ? 4 : 0);
+        const uint8_t *fifth = block + (has_minimum ? 4 : 2),
+                      *nibbles = fifth + (bits == 5 ? 4 : 0);
         for (int i = 0; i < LLM__BLOCK; i++) {
             int q = nibbles[i % 16] >> (i / 16 * 4) & 15;
             if (bits == 5) q |= (fifth[i / 8] >> (i % 8) & 1) << 4;
@@ -5344,10 +5353,18 @@ static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count
     }
 }
 
-static void llm__unpack_q4_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, false); }
-static void llm__unpack_q4_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 4, true); }
-static void llm__unpack_q5_0(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, false); }
-static void llm__unpack_q5_1(const void *b, float *x, int64_t n) { llm__unpack_nibbles(b, x, n, 5, true); }
+static void llm__unpack_q4_0(const void *b, float *x, int64_t n) {
+    llm__unpack_nibbles(b, x, n, 4, false);
+}
+static void llm__unpack_q4_1(const void *b, float *x, int64_t n) {
+    llm__unpack_nibbles(b, x, n, 4, true);
+}
+static void llm__unpack_q5_0(const void *b, float *x, int64_t n) {
+    llm__unpack_nibbles(b, x, n, 5, false);
+}
+static void llm__unpack_q5_1(const void *b, float *x, int64_t n) {
+    llm__unpack_nibbles(b, x, n, 5, true);
+}
 /* ---- q4_K and q5_K: 8 groups of 32 with a scale and a minimum of 6 bits each */
 
 /* 8 scales and 8 minimums of 6 bits are packed into 12 bytes. For i = 0 .. 3, high bits first:
@@ -5365,7 +5382,8 @@ static void llm__group_scales(const uint8_t *packed, int group, int *scale, int 
 static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
     const uint8_t *block = (const uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__SUPER) {
-        float scale = llm__f16_to_f32(llm__read_u16(block)), minimum = llm__f16_to_f32(llm__read_u16(block + 2));
+        float scale = llm__f16_to_f32(llm__read_u16(block)),
+              minimum = llm__f16_to_f32(llm__read_u16(block + 2));
         const uint8_t *fifth = block + 16, *nibbles = fifth + (bits == 5 ? 32 : 0);
         for (int group = 0; group < 8; group++) {
             int s, m;
@@ -5417,7 +5435,8 @@ static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     }
 }
 
-static const llm_type_info llm__own_type = {LLM_Q4_Z, "q4_Z", LLM__BLOCK, LLM__Q4_Z_BYTES, 0, llm__unpack_q4_Z};
+static const llm_type_info llm__own_type = {LLM_Q4_Z,        "q4_Z", LLM__BLOCK,
+                                            LLM__Q4_Z_BYTES, 0,      llm__unpack_q4_Z};
 
 /* ---- Unscaled integers, for the layouts of chapter 10 ---------------- */
 
@@ -5435,7 +5454,8 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
         int half = (int)(block % 8 / 4), quarter = (int)(block % 4);
         const uint8_t *low = p + 64 * half + 32 * (quarter % 2), *high = p + 128 + 32 * half;
         for (int i = 0; i < LLM__BLOCK; i++)
-            out->q[i] = (uint8_t)((low[i] >> (quarter / 2 * 4) & 15) | (high[i] >> (2 * quarter) & 3) << 4);
+            out->q[i] = (uint8_t)((low[i] >> (quarter / 2 * 4) & 15) |
+                                  (high[i] >> (2 * quarter) & 3) << 4);
         memcpy(out->group, p + 192 + block % 8 * 2, 2);
         out->scale = llm__read_u16(p + 208);
     } else if (type == LLM_Q4_K || type == LLM_Q5_K) {
@@ -5443,16 +5463,19 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
         int group = (int)(block % 8), scale, minimum;
         const uint8_t *nibbles = p + (type == LLM_Q5_K ? 48 : 16) + group / 2 * 32;
         for (int i = 0; i < LLM__BLOCK; i++) out->q[i] = nibbles[i] >> (group % 2 * 4) & 15;
-        for (int i = 0; type == LLM_Q5_K && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[16 + i] >> group & 1) << 4);
+        for (int i = 0; type == LLM_Q5_K && i < LLM__BLOCK; i++)
+            out->q[i] |= (uint8_t)((p[16 + i] >> group & 1) << 4);
         llm__group_scales(p + 4, group, &scale, &minimum);
         out->group[0] = (uint8_t)scale;
         out->group[1] = (uint8_t)minimum;
         out->scale = llm__read_u16(p);
         out->minimum = llm__read_u16(p + 2);
     } else {
-        bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z, fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
+        bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z,
+             fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
         int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes */
-        const uint8_t *p = row + block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
+        const uint8_t *p = row +
+                           block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
         out->scale = llm__read_u16(p);
         if (has_minimum) out->minimum = llm__read_u16(p + 2);
         p += head + bits;
@@ -5462,7 +5485,8 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
                 out->q[i] = p[i] & 15;
                 out->q[i + LLM__BLOCK / 2] = p[i] >> 4;
             }
-        for (int i = 0; fifth && i < LLM__BLOCK; i++) out->q[i] |= (uint8_t)((p[i / 8 - bits] >> (i % 8) & 1) << 4);
+        for (int i = 0; fifth && i < LLM__BLOCK; i++)
+            out->q[i] |= (uint8_t)((p[i / 8 - bits] >> (i % 8) & 1) << 4);
     }
 }
 
@@ -8411,9 +8435,9 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
  * a character of 0-9 A-Z a-z; all but the last digit of a number have 31 added.
  *     letters, numbers   code points to skip, code points in the category (L, N)
  *     combining          code points to skip, code points in the class, combining class
- *     decompositions     2 x the step to the next code point (+ 1: NFC never composes it), the first
- *                        part as a difference from the previous one (zigzag), the second part less
- *                        767 (0: none) */
+ *     decompositions     2 x the step to the next code point (+ 1: NFC never composes it), the
+ *                        first part as a difference from the previous one (zigzag), the second
+ *                        part less 767 (0: none) */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 enum { LLM__N_LETTERS = 1354 };
 static const char *const llm__letters[] = {
@@ -8598,8 +8622,8 @@ static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
 /* Unicode property White_Space */
 static bool llm__is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
-           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F || c == 0x205F ||
-           c == 0x3000;
+           (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
+           c == 0x205F || c == 0x3000;
 }
 
 /* ---- Normal form C ---------------------------------------------------
@@ -8637,7 +8661,8 @@ static void llm__set_unstable(llm__normalizer *n, uint32_t begin, uint32_t end) 
 }
 
 static llm__normalizer *llm__normalizer_create(llm_error *err) {
-    llm__normalizer *n = (llm__normalizer *)llm__new(1, sizeof *n, "the tables of Unicode's NFC", err);
+    llm__normalizer *n = (llm__normalizer *)llm__new(1, sizeof *n, "the tables of Unicode's NFC",
+                                                     err);
     if (!n) return NULL;
     uint32_t c = 0, first = 0;
     llm__packed_numbers combining = {llm__combining, *llm__combining};
@@ -8688,7 +8713,8 @@ typedef struct llm__codes { /* characters to normalize */
 } llm__codes;
 
 static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
-    void *grown = llm__grow(codes->data, 2 * codes->n + 1, &codes->capacity, sizeof *codes->data, "text in NFC", err);
+    void *grown = llm__grow(codes->data, 2 * codes->n + 1, &codes->capacity, sizeof *codes->data,
+                            "text in NFC", err);
     if (!grown) return false;
     codes->data = (uint32_t *)grown;
     codes->data[codes->n++] = llm__with_class(n, c);
@@ -8696,12 +8722,14 @@ static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t 
 }
 
 /* Recursive: only the first part can have parts itself (four levels at most). */
-static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c, llm_error *err) {
+static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c,
+                                llm_error *err) {
     uint32_t syllable = c - LLM__HANGUL, per_lead = LLM__HANGUL_N_V * LLM__HANGUL_N_T;
     if (syllable < LLM__HANGUL_N_L * per_lead) {
         uint32_t tail = syllable % LLM__HANGUL_N_T;
         return llm__add_code(n, codes, LLM__HANGUL_L + syllable / per_lead, err) &&
-               llm__add_code(n, codes, LLM__HANGUL_V + syllable % per_lead / LLM__HANGUL_N_T, err) &&
+               llm__add_code(n, codes, LLM__HANGUL_V + syllable % per_lead / LLM__HANGUL_N_T,
+                             err) &&
                (!tail || llm__add_code(n, codes, LLM__HANGUL_T + tail, err));
     }
     int low = 0, high = LLM__N_DECOMPOSITIONS;
@@ -8710,7 +8738,8 @@ static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uin
         if (n->apart[middle].whole < c) low = middle + 1;
         else high = middle;
     }
-    if (low == LLM__N_DECOMPOSITIONS || n->apart[low].whole != c) return llm__add_code(n, codes, c, err);
+    if (low == LLM__N_DECOMPOSITIONS || n->apart[low].whole != c)
+        return llm__add_code(n, codes, c, err);
     return llm__add_decomposed(n, codes, n->apart[low].first, err) &&
            (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
 }
@@ -8730,12 +8759,13 @@ static void llm__sort_marks(llm__codes *codes) {
 
 /* The character composed of the two; 0: none. */
 static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t second) {
-    uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V, tail = second - LLM__HANGUL_T;
+    uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V,
+             tail = second - LLM__HANGUL_T;
     if (lead < LLM__HANGUL_N_L && vowel < LLM__HANGUL_N_V)
         return LLM__HANGUL + (lead * LLM__HANGUL_N_V + vowel) * LLM__HANGUL_N_T;
     uint32_t syllable = first - LLM__HANGUL;
-    if (syllable < LLM__HANGUL_N_L * LLM__HANGUL_N_V * LLM__HANGUL_N_T && syllable % LLM__HANGUL_N_T == 0 &&
-        tail > 0 && tail < LLM__HANGUL_N_T)
+    if (syllable < LLM__HANGUL_N_L * LLM__HANGUL_N_V * LLM__HANGUL_N_T &&
+        syllable % LLM__HANGUL_N_T == 0 && tail > 0 && tail < LLM__HANGUL_N_T)
         return first + tail;
     llm__decomposition wanted = {0, first, second};
     const llm__decomposition *found = (const llm__decomposition *)bsearch(
@@ -8764,8 +8794,8 @@ static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
 }
 
 /* Append text in NFC. Invalid UTF-8 is copied unchanged. */
-static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length, llm__codes *codes,
-                           llm__bytes *out, llm_error *err) {
+static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length,
+                           llm__codes *codes, llm__bytes *out, llm_error *err) {
     size_t copied = 0, before = 0; /* start of the last stable character */
     for (size_t at = 0, bytes; at < length;) {
         uint32_t c = text[at];
@@ -8788,7 +8818,8 @@ static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t
         llm__compose(n, codes);
         for (int64_t i = 0; i < codes->n; i++) {
             char utf8[4];
-            if (!llm__append(out, utf8, llm__put_utf8(codes->data[i] & 0xFFFFFF, utf8), err)) return false;
+            if (!llm__append(out, utf8, llm__put_utf8(codes->data[i] & 0xFFFFFF, utf8), err))
+                return false;
         }
     }
     return llm__append(out, text + copied, length - copied, err);
@@ -8797,11 +8828,20 @@ static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t
 /* ---- The vocabulary -------------------------------------------------- */
 
 enum { /* kinds of tokens, numbered as in GGUF */
-    LLM__TOKEN_NORMAL = 1, LLM__TOKEN_UNKNOWN, LLM__TOKEN_CONTROL, LLM__TOKEN_USER, LLM__TOKEN_UNUSED,
-    LLM__TOKEN_BYTE
+       LLM__TOKEN_NORMAL = 1,
+       LLM__TOKEN_UNKNOWN,
+       LLM__TOKEN_CONTROL,
+       LLM__TOKEN_USER,
+       LLM__TOKEN_UNUSED,
+       LLM__TOKEN_BYTE
 };
 /* STRIP_LEFT, STRIP_RIGHT: white space before or after the token is removed. */
-enum { LLM__MARK_END = 1, LLM__MARK_SPECIAL = 2, LLM__MARK_STRIP_LEFT = 4, LLM__MARK_STRIP_RIGHT = 8 };
+enum {
+    LLM__MARK_END = 1,
+    LLM__MARK_SPECIAL = 2,
+    LLM__MARK_STRIP_LEFT = 4,
+    LLM__MARK_STRIP_RIGHT = 8
+};
 
 typedef struct llm__merge_rule { /* entry of the hash table of merges */
     uint64_t pair;   /* left id << 32 | right id */
@@ -8866,7 +8906,9 @@ static uint64_t llm__token_slot(const llm_tokenizer *t, llm_string text) {
     uint64_t slot = llm__hash_bytes(t->seed, text.data, text.length);
     for (;; slot++) {
         int32_t id = t->ids[slot & t->ids_mask] - 1;
-        if (id < 0 || (t->texts[id].length == text.length && !memcmp(t->texts[id].data, text.data, text.length))) break;
+        if (id < 0 || (t->texts[id].length == text.length &&
+                       !memcmp(t->texts[id].data, text.data, text.length)))
+            break;
     }
     return slot & t->ids_mask;
 }
@@ -8875,14 +8917,19 @@ static int32_t llm__find_token(const llm_tokenizer *t, llm_string text) {
     return text.length <= t->longest ? t->ids[llm__token_slot(t, text)] - 1 : -1;
 }
 
-static int32_t llm__find_text(const llm_tokenizer *t, const char *text) { return llm__find_token(t, llm__string(text)); }
+static int32_t llm__find_text(const llm_tokenizer *t, const char *text) {
+    return llm__find_token(t, llm__string(text));
+}
 
-static uint64_t llm__pair(int32_t left, int32_t right) { return (uint64_t)(uint32_t)left << 32 | (uint32_t)right; }
+static uint64_t llm__pair(int32_t left, int32_t right) {
+    return (uint64_t)(uint32_t)left << 32 | (uint32_t)right;
+}
 
 static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t left, int32_t right) {
     uint64_t pair = llm__pair(left, right);
     uint64_t slot = llm__mix(pair ^ t->seed);
-    while (t->merges[slot & t->merges_mask].rank && t->merges[slot & t->merges_mask].pair != pair) slot++;
+    while (t->merges[slot & t->merges_mask].rank && t->merges[slot & t->merges_mask].pair != pair)
+        slot++;
     return &t->merges[slot & t->merges_mask];
 }
 
@@ -8896,8 +8943,9 @@ static uint64_t llm__table_size(uint64_t entries) {
 static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
     const llm_value *tokens = llm_file_find(t->file, "tokenizer.ggml.tokens");
     if (!tokens || tokens->type != LLM_VALUE_ARRAY || tokens->element_type != LLM_VALUE_STRING)
-        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
-                                    "there is no vocabulary (tokenizer.ggml.tokens, an array of strings)");
+        return llm__tokenizer_error(
+            t, err, LLM_ERROR_FORMAT,
+            "there is no vocabulary (tokenizer.ggml.tokens, an array of strings)");
     if (!tokens->count || tokens->count > INT32_MAX / 2)
         return llm__fail(err, LLM_ERROR_FORMAT, "%s: a vocabulary of %llu tokens is impossible",
                          t->name, (unsigned long long)tokens->count);
@@ -8905,7 +8953,8 @@ static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
     t->size = (int32_t)tokens->count;
     t->ids_mask = slots - 1;
     t->texts = (llm_string *)llm__new((size_t)t->size, sizeof *t->texts, "the vocabulary", err);
-    t->ids = t->texts ? (int32_t *)llm__new((size_t)slots, sizeof *t->ids, "the vocabulary's hash table", err)
+    t->ids = t->texts ? (int32_t *)llm__new((size_t)slots, sizeof *t->ids,
+                                            "the vocabulary's hash table", err)
                       : NULL;
     if (!t->ids) return false;
     size_t cursor = 0;
@@ -8944,19 +8993,23 @@ static bool llm__load_kinds(llm_tokenizer *t, llm_error *err) {
     if (kinds && kinds->count != (uint64_t)t->size)
         return llm__wrong_length(t, "tokenizer.ggml.token_type", kinds, err);
     t->kinds = (uint8_t *)llm__new((size_t)t->size, 1, "the kinds of tokens", err);
-    t->marks = t->kinds ? (uint8_t *)llm__new((size_t)t->size, 1, "the kinds of tokens", err) : NULL;
+    t->marks = t->kinds ? (uint8_t *)llm__new((size_t)t->size, 1, "the kinds of tokens", err)
+                        : NULL;
     if (!t->marks) return false;
     for (int32_t id = 0; id < t->size; id++) {
         int64_t kind = LLM__TOKEN_NORMAL;
         int byte = t->byte_level ? -1 : llm__parse_byte(t->texts[id]);
         if (kinds && !llm_value_i64(kinds, (uint64_t)id, &kind))
-            return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
-                                        "tokenizer.ggml.token_type is not an array of whole numbers");
+            return llm__tokenizer_error(
+                t, err, LLM_ERROR_FORMAT,
+                "tokenizer.ggml.token_type is not an array of whole numbers");
         if (!kinds && byte >= 0) kind = LLM__TOKEN_BYTE;
-        if (kind < LLM__TOKEN_NORMAL || kind > LLM__TOKEN_BYTE || (kind == LLM__TOKEN_BYTE && byte < 0))
+        if (kind < LLM__TOKEN_NORMAL || kind > LLM__TOKEN_BYTE ||
+            (kind == LLM__TOKEN_BYTE && byte < 0))
             kind = LLM__TOKEN_NORMAL;
         t->kinds[id] = (uint8_t)kind;
-        if (kind == LLM__TOKEN_CONTROL || kind == LLM__TOKEN_UNKNOWN) t->marks[id] = LLM__MARK_SPECIAL;
+        if (kind == LLM__TOKEN_CONTROL || kind == LLM__TOKEN_UNKNOWN)
+            t->marks[id] = LLM__MARK_SPECIAL;
         if (kind == LLM__TOKEN_BYTE && t->bytes[byte] < 0) t->bytes[byte] = id;
     }
     return true;
@@ -8965,8 +9018,10 @@ static bool llm__load_kinds(llm_tokenizer *t, llm_error *err) {
 static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
     const llm_value *scores = llm_file_find(t->file, "tokenizer.ggml.scores");
     if (!scores)
-        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "the vocabulary has no tokenizer.ggml.scores");
-    if (scores->count != (uint64_t)t->size) return llm__wrong_length(t, "tokenizer.ggml.scores", scores, err);
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "the vocabulary has no tokenizer.ggml.scores");
+    if (scores->count != (uint64_t)t->size)
+        return llm__wrong_length(t, "tokenizer.ggml.scores", scores, err);
     t->scores = (float *)llm__new((size_t)t->size, sizeof *t->scores, "the scores of tokens", err);
     if (!t->scores) return false;
     for (int32_t id = 0; id < t->size; id++) {
@@ -9008,13 +9063,15 @@ static void llm__load_bytes(llm_tokenizer *t) {
 
 /* Parse "left right". In some files, a part or the result is not a token; such a rule gets rank 0
  * and is skipped. joined: (t->longest) scratch. */
-static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, int32_t rank, char *joined) {
+static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, int32_t rank,
+                                       char *joined) {
     llm__merge_rule merge = {0, 0, -1};
     /* the left part can be a space */
-    const char *gap = rule.length > 1 ? (const char *)memchr(rule.data + 1, ' ', rule.length - 1) : NULL;
+    const char *gap = rule.length > 1 ? (const char *)memchr(rule.data + 1, ' ', rule.length - 1)
+                                      : NULL;
     if (!gap || rule.length - 1 > t->longest) return merge;
-    llm_string left = {rule.data, (size_t)(gap - rule.data)}, right = {gap + 1, rule.length - left.length - 1},
-               both = {joined, rule.length - 1};
+    llm_string left = {rule.data, (size_t)(gap - rule.data)},
+               right = {gap + 1, rule.length - left.length - 1}, both = {joined, rule.length - 1};
     memcpy(joined, left.data, left.length);
     memcpy(joined + left.length, right.data, right.length);
     int32_t a = llm__find_token(t, left), b = llm__find_token(t, right);
@@ -9027,8 +9084,10 @@ static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, 
 /* The table is larger than the CPU caches, so slots are prefetched. */
 static void llm__fill_merges(llm_tokenizer *t, const llm__merge_rule *rules, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
-        if (i + 16 < n) LLM__PREFETCH(&t->merges[llm__mix(rules[i + 16].pair ^ t->seed) & t->merges_mask]);
-        llm__merge_rule *slot = (llm__merge_rule *)llm__find_merge(t, (int32_t)(rules[i].pair >> 32), (int32_t)rules[i].pair);
+        if (i + 16 < n)
+            LLM__PREFETCH(&t->merges[llm__mix(rules[i + 16].pair ^ t->seed) & t->merges_mask]);
+        llm__merge_rule *slot = (llm__merge_rule *)llm__find_merge(
+            t, (int32_t)(rules[i].pair >> 32), (int32_t)rules[i].pair);
         if (rules[i].rank && !slot->rank) *slot = rules[i];
     }
 }
@@ -9036,15 +9095,19 @@ static void llm__fill_merges(llm_tokenizer *t, const llm__merge_rule *rules, uin
 static bool llm__load_merges(llm_tokenizer *t, const char *key, llm_error *err) {
     const llm_value *merges = llm_file_find(t->file, key);
     if (!merges || merges->type != LLM_VALUE_ARRAY || merges->element_type != LLM_VALUE_STRING)
-        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
-                                    "the vocabulary has no tokenizer.ggml.merges (an array of strings)");
+        return llm__tokenizer_error(
+            t, err, LLM_ERROR_FORMAT,
+            "the vocabulary has no tokenizer.ggml.merges (an array of strings)");
     if (merges->count > INT32_MAX / 2)
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
                                     "the vocabulary has an impossible number of merges");
     uint64_t slots = llm__table_size(merges->count), n = 0;
     t->merges_mask = slots - 1;
     t->merges = (llm__merge_rule *)llm__new((size_t)slots, sizeof *t->merges, "the merges", err);
-    llm__merge_rule *rules = t->merges ? (llm__merge_rule *)llm__new((size_t)merges->count, sizeof *rules, "the merges", err) : NULL;
+    llm__merge_rule *rules = t->merges
+                                 ? (llm__merge_rule *)llm__new((size_t)merges->count, sizeof *rules,
+                                                               "the merges", err)
+                                 : NULL;
     char *joined = rules ? (char *)llm__new(t->longest, 1, "the merges", err) : NULL;
     llm_string rule;
     for (size_t cursor = 0; joined && llm_value_string(merges, &cursor, &rule); n++)
@@ -9075,18 +9138,22 @@ static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
     t->marks[id] |= marks;
-    if (s.length > 2 && s.data[0] == '<' && s.data[s.length - 1] == '>') t->marks[id] |= LLM__MARK_SPECIAL;
+    if (s.length > 2 && s.data[0] == '<' && s.data[s.length - 1] == '>')
+        t->marks[id] |= LLM__MARK_SPECIAL;
 }
 
 static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
-    static const char *const spellings[] = {"<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",    "<|eom_id|>",
-                                            "<|im_end|>",    "<|end|>",         "<end_of_turn>", "</s>"};
+    static const char *const spellings[] = {
+        "<|endoftext|>", "<|end_of_text|>", "<|eot_id|>",    "<|eom_id|>",
+        "<|im_end|>",    "<|end|>",         "<end_of_turn>", "</s>"};
     bool sp = !t->byte_level;
     int32_t eot, eom;
-    if (!llm__load_named(t, "tokenizer.ggml.bos_token_id", sp ? 1 : -1, LLM__TOKEN_CONTROL, &t->bos, err) ||
-        !llm__load_named(t, "tokenizer.ggml.eos_token_id", sp ? 2 : -1, LLM__TOKEN_CONTROL, &t->eos, err) ||
-        !llm__load_named(t, "tokenizer.ggml.unknown_token_id", sp ? 0 : -1, LLM__TOKEN_UNKNOWN, &t->unknown,
+    if (!llm__load_named(t, "tokenizer.ggml.bos_token_id", sp ? 1 : -1, LLM__TOKEN_CONTROL, &t->bos,
                          err) ||
+        !llm__load_named(t, "tokenizer.ggml.eos_token_id", sp ? 2 : -1, LLM__TOKEN_CONTROL, &t->eos,
+                         err) ||
+        !llm__load_named(t, "tokenizer.ggml.unknown_token_id", sp ? 0 : -1, LLM__TOKEN_UNKNOWN,
+                         &t->unknown, err) ||
         !llm__load_named(t, "tokenizer.ggml.eot_token_id", -1, 0, &eot, err) ||
         !llm__load_named(t, "tokenizer.ggml.eom_token_id", -1, 0, &eom, err))
         return false;
@@ -9097,7 +9164,8 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
         int32_t id = llm__find_text(t, spellings[i]);
         /* In byte-level vocabularies, a normal "</s>" is an HTML tag. */
-        if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>")) continue;
+        if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>"))
+            continue;
         llm__mark_special(t, id, LLM__MARK_END);
     }
     return true;
@@ -9107,12 +9175,13 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
 static bool llm__load_specials(llm_tokenizer *t, bool all, llm_error *err) {
     int64_t n = 0;
     for (int pass = 0; pass < 2; pass++) {
-        if (pass && !(t->specials[all] = (const llm_string **)llm__new((size_t)n, sizeof(llm_string *),
-                                                                       "the special tokens", err)))
+        if (pass && !(t->specials[all] = (const llm_string **)llm__new(
+                          (size_t)n, sizeof(llm_string *), "the special tokens", err)))
             return false;
         n = 0;
         for (int32_t id = 0; id < t->size; id++) {
-            bool wanted = t->kinds[id] == LLM__TOKEN_USER || (all && (t->marks[id] & LLM__MARK_SPECIAL));
+            bool wanted = t->kinds[id] == LLM__TOKEN_USER ||
+                          (all && (t->marks[id] & LLM__MARK_SPECIAL));
             if (!wanted || !t->texts[id].length) continue;
             if (pass) t->specials[all][n] = &t->texts[id];
             t->special_begins[all][(uint8_t)t->texts[id].data[0]] = true;
@@ -9141,7 +9210,8 @@ typedef enum llm__class {
 } llm__class;
 
 /* Class of the first character (n >= 1). An invalid byte counts as a character. */
-static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *length) {
+static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n,
+                                size_t *length) {
     uint32_t c;
     *length = llm__utf8(text, n, &c);
     if (c < 0x80) {
@@ -9165,7 +9235,8 @@ static size_t llm__space_run(const llm_tokenizer *t, const uint8_t *text, size_t
     return at;
 }
 
-static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const uint8_t *text, size_t n) {
+static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const uint8_t *text,
+                             size_t n) {
     size_t at = 0, length;
     while (at < n && llm__classify(t, text + at, n - at, &length) == class_) at += length;
     return at;
@@ -9175,7 +9246,8 @@ static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const ui
  * letters, numbers or others after an optional space; else white space, whose last character goes
  * to the next word. digits_alone: each digit is a word, and text between digits is split
  * separately. */
-static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n, bool digits_alone) {
+static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n,
+                             bool digits_alone) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
     for (size_t i = 0; text[0] == '\'' && i < sizeof endings / sizeof *endings; i++) {
         size_t length = strlen(endings[i]);
@@ -9187,7 +9259,9 @@ static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t
     if (first != LLM__CLASS_SPACE) return space + llm__class_run(t, first, text + space, n - space);
     size_t run = llm__space_run(t, text, n, &last);
     if (run == n || !last) return run;
-    return digits_alone && llm__classify(t, text + run, n - run, &length) == LLM__CLASS_NUMBER ? run : last;
+    return digits_alone && llm__classify(t, text + run, n - run, &length) == LLM__CLASS_NUMBER
+               ? run
+               : last;
 }
 
 static size_t llm__split_gpt2(const llm_tokenizer *t, const uint8_t *text, size_t n) {
@@ -9220,11 +9294,15 @@ static size_t llm__llama3_word(const llm_tokenizer *t, const uint8_t *text, size
     if (first == LLM__CLASS_LETTER) return llm__class_run(t, first, text, n);
     if (first == LLM__CLASS_NUMBER) {
         size_t at = length;
-        while (--digits && at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_NUMBER) at += length;
+        while (--digits && at < n &&
+               llm__classify(t, text + at, n - at, &length) == LLM__CLASS_NUMBER)
+            at += length;
         return at;
     }
-    llm__class second = length < n ? llm__classify(t, text + length, n - length, &next) : LLM__CLASS_SPACE;
-    if (second == LLM__CLASS_LETTER && !line_end) return length + llm__class_run(t, second, text + length, n - length);
+    llm__class second = length < n ? llm__classify(t, text + length, n - length, &next)
+                                   : LLM__CLASS_SPACE;
+    if (second == LLM__CLASS_LETTER && !line_end)
+        return length + llm__class_run(t, second, text + length, n - length);
     if (first == LLM__CLASS_OTHER || (text[0] == ' ' && second == LLM__CLASS_OTHER)) {
         size_t at = text[0] == ' ';
         at += llm__class_run(t, LLM__CLASS_OTHER, text + at, n - at);
@@ -9247,14 +9325,16 @@ static size_t llm__split_qwen2(const llm_tokenizer *t, const uint8_t *text, size
 
 /* Can text become this token by merging? */
 static bool llm__is_piece(const llm_tokenizer *t, int32_t id) {
-    return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN && t->kinds[id] != LLM__TOKEN_BYTE;
+    return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN &&
+           t->kinds[id] != LLM__TOKEN_BYTE;
 }
 
 /* The next U+2581, or the end. SentencePiece does not split text. But if no token has a U+2581
  * after a different character, no merge crosses such a place, and splitting there gives the same
  * tokens faster. */
 static const uint8_t *llm__next_space(const uint8_t *text, size_t n) {
-    for (const uint8_t *p = text, *end = text + n; (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
+    for (const uint8_t *p = text, *end = text + n;
+         (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
         if (end - p >= 3 && p[1] == 0x96 && p[2] == 0x81) return p;
     return text + n;
 }
@@ -9323,7 +9403,8 @@ static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     /* Early Llama 3 files have none. A guessed rule would silently split some words wrongly. */
     if (!value || llm__is_text(name, "default"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
-                         "%s: the vocabulary does not say by which rule words are split (tokenizer.ggml.pre is %s), as in files that early "
+                         "%s: the vocabulary does not say by which rule words are split "
+                         "(tokenizer.ggml.pre is %s), as in files that early "
                          "converters made; get a newer conversion of the model",
                          t->name, value ? "'default', whatever the model" : "missing");
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
@@ -9363,7 +9444,8 @@ static bool llm__load_marks(llm_tokenizer *t, const char *key, uint8_t mark, llm
     for (uint64_t i = 0; ids && i < ids->count; i++) {
         uint64_t id;
         if (!llm_value_u64(ids, i, &id) || id >= (uint64_t)t->size)
-            return llm__fail(err, LLM_ERROR_FORMAT, "%s: %s has an element that is no id of a token", t->name, key);
+            return llm__fail(err, LLM_ERROR_FORMAT,
+                             "%s: %s has an element that is no id of a token", t->name, key);
         t->marks[id] |= mark;
     }
     return true;
@@ -9372,18 +9454,23 @@ static bool llm__load_marks(llm_tokenizer *t, const char *key, uint8_t mark, llm
 static bool llm__load_prefix(llm_tokenizer *t, llm_error *err) {
     const llm_value *value = llm_file_find(t->file, "tokenizer.llm.prefix");
     uint64_t prefix = LLM__PREFIX_NONE;
-    if (!t->byte_level && llm__flag(t, "tokenizer.ggml.add_space_prefix", true)) prefix = LLM__PREFIX_START;
+    if (!t->byte_level && llm__flag(t, "tokenizer.ggml.add_space_prefix", true))
+        prefix = LLM__PREFIX_START;
     if (value && (!llm_value_u64(value, 0, &prefix) || prefix > LLM__PREFIX_EACH))
-        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.llm.prefix is out of range");
+        return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT,
+                                    "tokenizer.llm.prefix is out of range");
     t->prefix = (llm__prefix)prefix;
-    t->drops_space = !t->byte_level && llm__flag(t, "tokenizer.llm.drops_space", prefix != LLM__PREFIX_NONE);
+    t->drops_space = !t->byte_level &&
+                     llm__flag(t, "tokenizer.llm.drops_space", prefix != LLM__PREFIX_NONE);
     return true;
 }
 
 /* Pieces are joined by token scores or, from a tokenizer.json, by merges. */
 static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     static const char merges[] = "tokenizer.llm.merges";
-    if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err) : !llm__load_scores(t, err)) return false;
+    if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err)
+                                       : !llm__load_scores(t, err))
+        return false;
     t->adds_bos = true;
     t->fuses_unknown = llm__flag(t, "tokenizer.llm.fuse_unknown", false);
     t->split = llm__flag(t, "tokenizer.llm.split_spaces", false) ? llm__split_each_space
@@ -9396,12 +9483,16 @@ static bool llm__load_chat(llm_tokenizer *t, llm_error *err);
 
 static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
     bool composes = false;
-    if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err)) return false;
+    if (!llm__load_model(t, err) || !llm__load_texts(t, err) || !llm__load_kinds(t, err))
+        return false;
     if (t->byte_level) llm__load_bytes(t);
-    if (t->byte_level ? !llm__load_split(t, &composes, err) || !llm__load_merges(t, "tokenizer.ggml.merges", err)
+    if (t->byte_level ? !llm__load_split(t, &composes, err) ||
+                            !llm__load_merges(t, "tokenizer.ggml.merges", err)
                       : !llm__load_pieces(t, err))
         return false;
-    if (llm__flag(t, "tokenizer.llm.nfc", composes) && !(t->normalizer = llm__normalizer_create(err))) return false;
+    if (llm__flag(t, "tokenizer.llm.nfc", composes) &&
+        !(t->normalizer = llm__normalizer_create(err)))
+        return false;
     t->ignores_merges = llm__flag(t, "tokenizer.llm.ignore_merges", t->ignores_merges);
     t->adds_bos = llm__flag(t, "tokenizer.ggml.add_bos_token", t->adds_bos);
     t->adds_eos = llm__flag(t, "tokenizer.ggml.add_eos_token", false);
@@ -9409,7 +9500,8 @@ static bool llm__load_tokenizer(llm_tokenizer *t, llm_error *err) {
            llm__load_marks(t, "tokenizer.llm.end_token_ids", LLM__MARK_END, err) &&
            llm__load_marks(t, "tokenizer.llm.strip_left", LLM__MARK_STRIP_LEFT, err) &&
            llm__load_marks(t, "tokenizer.llm.strip_right", LLM__MARK_STRIP_RIGHT, err) &&
-           llm__load_specials(t, false, err) && llm__load_specials(t, true, err) && llm__load_chat(t, err);
+           llm__load_specials(t, false, err) && llm__load_specials(t, true, err) &&
+           llm__load_chat(t, err);
 }
 
 static llm_tokenizer *llm__tokenizer_new(const char *name, llm_error *err) {
@@ -9499,7 +9591,8 @@ typedef struct llm__vocabulary {
     llm__splitter split;     /* NULL: none yet */
     /* digits: each digit is a word; escapes: spaces become U+2581; byte_fallback: the tokens <0x00>
      * to <0xFF> are bytes */
-    bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos, adds_eos;
+    bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos,
+        adds_eos;
     llm__prefix prefix;
     int32_t bos, eos, unknown; /* ids; -1: none */
     llm__bytes ids;          /* int32_t list being built */
@@ -9519,7 +9612,8 @@ static bool llm__refuse_step(const llm__vocabulary *v, const char *step, const l
                              const char *known) {
     llm_string type = {"(none)", 6};
     llm_json_string(llm_json_member(node, "type"), &type);
-    return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the %s '%s' is not supported; supported: %s", v->name, step,
+    return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
+                     "%s: the %s '%s' is not supported; supported: %s", v->name, step,
                      llm__show(type).text, known);
 }
 
@@ -9546,8 +9640,10 @@ static bool llm__read_normalizer(llm__vocabulary *v, const llm_json_node *node) 
     if (llm__is_step(node, "Prepend") &&
         llm_json_is(llm_json_member(node, "prepend"), "\xE2\x96\x81"))
         return v->prefix = LLM__PREFIX_STRETCH, true;
-    if (llm__is_step(node, "Replace") && llm__replaces(node, " ", "\xE2\x96\x81")) return v->escapes = true;
-    return llm__refuse_step(v, "normalizer", node, "NFC, Prepend (of U+2581), Replace (of a space by U+2581), Sequence");
+    if (llm__is_step(node, "Replace") && llm__replaces(node, " ", "\xE2\x96\x81"))
+        return v->escapes = true;
+    return llm__refuse_step(v, "normalizer", node,
+                            "NFC, Prepend (of U+2581), Replace (of a space by U+2581), Sequence");
 }
 
 static bool llm__read_metaspace(llm__vocabulary *v, const llm_json_node *node, const char *step) {
@@ -9567,11 +9663,16 @@ static bool llm__read_split(llm__vocabulary *v, const llm_json_node *node) {
         const char *regex;
         llm__splitter split; /* NULL: each digit is a word */
     } rules[] = {
-        {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+", llm__split_gpt2},
-        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", llm__split_llama3},
-        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| ?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
-         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+", llm__split_qwen2},
+        {"'s|'t|'re|'ve|'m|'ll|'d| ?\\p{L}+| ?\\p{N}+| ?[^\\s\\p{L}\\p{N}]+|\\s+(?!\\S)|\\s+",
+         llm__split_gpt2},
+        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}{1,3}| "
+         "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+         llm__split_llama3},
+        {"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\\r\\n\\p{L}\\p{N}]?\\p{L}+|\\p{N}| "
+         "?[^\\s\\p{L}\\p{N}]+[\\r\\n]*|"
+         "\\s*[\\r\\n]+|\\s+(?!\\S)|\\s+",
+         llm__split_qwen2},
         {"\\p{N}", NULL},
     };
     const llm_json_node *regex = llm_json_member(llm_json_member(node, "pattern"), "Regex"),
@@ -9587,13 +9688,15 @@ static bool llm__read_split(llm__vocabulary *v, const llm_json_node *node) {
     llm_string text = {"", 0};
     llm_json_string(regex, &text);
     return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
-                     "%s: the pre_tokenizer 'Split' by '%s' is not supported; supported: the regular expressions of GPT-2, "
+                     "%s: the pre_tokenizer 'Split' by '%s' is not supported; supported: the "
+                     "regular expressions of GPT-2, "
                      "Llama 3 and Qwen2, and \\p{N}, isolated",
                      v->name, llm__show(text).text);
 }
 
 static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm_json_node *node) {
-    static const char known[] = "ByteLevel, Split, Digits (individual), Metaspace, Sequence, in the orders of GPT-2, Llama, "
+    static const char known[] = "ByteLevel, Split, Digits (individual), Metaspace, Sequence, in "
+                                "the orders of GPT-2, Llama, "
                                 "Qwen2 and SmolLM";
     const llm_json_node *steps = llm_json_member(node, "pretokenizers");
     if (llm__is_null(node)) return true;
@@ -9603,18 +9706,21 @@ static bool llm__read_pre_tokenizer(llm__vocabulary *v, const llm_json_node *nod
             if (!llm__read_pre_tokenizer(v, step)) return false;
         return true;
     }
-    if (v->byte_level) return llm__refuse_step(v, "pre_tokenizer (behind ByteLevel)", node, "none there");
+    if (v->byte_level)
+        return llm__refuse_step(v, "pre_tokenizer (behind ByteLevel)", node, "none there");
     if (llm__is_step(node, "ByteLevel")) {
         bool splits = llm__is_on(node, "use_regex", true);
         if ((splits && v->split) || (!splits && (!v->split || v->digits)))
-            return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED,
-                                         "the pre_tokenizer ByteLevel is supported with use_regex, or behind one Split");
+            return llm__vocabulary_error(
+                v, LLM_ERROR_UNSUPPORTED,
+                "the pre_tokenizer ByteLevel is supported with use_regex, or behind one Split");
         if (splits) v->split = v->digits ? llm__split_digits_gpt2 : llm__split_gpt2;
         if (llm__is_on(node, "add_prefix_space", true)) v->prefix = LLM__PREFIX_EACH;
         return v->byte_level = true;
     }
     if (llm__is_step(node, "Split") && !v->digits) return llm__read_split(v, node);
-    if (llm__is_step(node, "Digits") && llm__is_on(node, "individual_digits", false) && !v->split) return v->digits = true;
+    if (llm__is_step(node, "Digits") && llm__is_on(node, "individual_digits", false) && !v->split)
+        return v->digits = true;
     if (llm__is_step(node, "Metaspace") && !v->split && !v->digits && !v->escapes) {
         v->escapes = true;
         v->split_spaces = llm__is_on(node, "split", true);
@@ -9640,16 +9746,20 @@ static bool llm__read_decoder(llm__vocabulary *v, const llm_json_node *node) {
         v->prefix = prefix;
         return ok;
     }
-    if (!v->byte_level && (llm__is_step(node, "ByteFallback") || llm__is_step(node, "Fuse"))) return true;
-    if (!v->byte_level && llm__is_step(node, "Replace") && llm__replaces(node, "\xE2\x96\x81", " ")) return true;
+    if (!v->byte_level && (llm__is_step(node, "ByteFallback") || llm__is_step(node, "Fuse")))
+        return true;
+    if (!v->byte_level && llm__is_step(node, "Replace") && llm__replaces(node, "\xE2\x96\x81", " "))
+        return true;
     if (!v->byte_level && llm__is_step(node, "Strip") &&
         llm_json_is(llm_json_member(node, "content"), " ") &&
         llm_json_u64(llm_json_member(node, "start"), &start) && start <= 1 &&
         llm_json_u64(llm_json_member(node, "stop"), &stop) && !stop)
         return v->drops_space = start == 1, true;
     return llm__refuse_step(v, "decoder", node,
-                            v->byte_level ? "ByteLevel" : "Metaspace, Replace (of U+2581 by a space), ByteFallback, Fuse, "
-                                                          "Strip (of one space in front), Sequence");
+                            v->byte_level
+                                ? "ByteLevel"
+                                : "Metaspace, Replace (of U+2581 by a space), ByteFallback, Fuse, "
+                                  "Strip (of one space in front), Sequence");
 }
 
 /* -1: no such token. */
@@ -9677,7 +9787,9 @@ static bool llm__read_template(llm__vocabulary *v, const llm_json_node *node) {
         else if (!text) ok = id >= 0 && !v->adds_bos && (v->adds_bos = true) && (v->bos = id) >= 0;
         else ok = id >= 0 && !v->adds_eos && (v->adds_eos = true) && (v->eos = id) >= 0;
     }
-    return (ok && text) || llm__refuse_step(v, "post_processor", node, "one that puts at most a token in front and one behind");
+    return (ok && text) ||
+           llm__refuse_step(v, "post_processor", node,
+                            "one that puts at most a token in front and one behind");
 }
 
 /* ByteLevel only changes offsets, which are not used. */
@@ -9686,7 +9798,8 @@ static bool llm__read_post_processor(llm__vocabulary *v, const llm_json_node *no
     if (llm__is_null(node) || llm__is_step(node, "ByteLevel")) return true;
     if (llm__is_step(node, "TemplateProcessing")) return llm__read_template(v, node);
     if (!llm__is_step(node, "Sequence"))
-        return llm__refuse_step(v, "post_processor", node, "TemplateProcessing, ByteLevel, Sequence");
+        return llm__refuse_step(v, "post_processor", node,
+                                "TemplateProcessing, ByteLevel, Sequence");
     for (const llm_json_node *step = llm_json_first(steps); step; step = llm_json_next(steps, step))
         if (!llm__read_post_processor(v, step)) return false;
     return true;
@@ -9710,46 +9823,60 @@ static uint64_t llm__key_id(llm_string key) {
 
 static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int32_t kind) {
     if (id >= v->size)
-        return llm__fail(v->err, LLM_ERROR_FORMAT,
-                         "%s: the token '%s' has no id, or one that leaves most ids below it without a token", v->name,
-                         llm__show(text).text);
+        return llm__fail(
+            v->err, LLM_ERROR_FORMAT,
+            "%s: the token '%s' has no id, or one that leaves most ids below it without a token",
+            v->name, llm__show(text).text);
     if (v->kinds[id] && (kind == LLM__TOKEN_NORMAL || llm__compare_strings(&v->texts[id], &text)))
-        return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: the tokens '%s' and '%s' have the same id, %llu", v->name,
-                         llm__show(v->texts[id]).text, llm__show(text).text, (unsigned long long)id);
+        return llm__fail(
+            v->err, LLM_ERROR_FORMAT, "%s: the tokens '%s' and '%s' have the same id, %llu",
+            v->name, llm__show(v->texts[id]).text, llm__show(text).text, (unsigned long long)id);
     v->texts[id] = text;
-    v->kinds[id] = kind == LLM__TOKEN_NORMAL && v->byte_fallback && llm__parse_byte(text) >= 0 ? LLM__TOKEN_BYTE : kind;
+    v->kinds[id] = kind == LLM__TOKEN_NORMAL && v->byte_fallback && llm__parse_byte(text) >= 0
+                       ? LLM__TOKEN_BYTE
+                       : kind;
     return true;
 }
 
 /* token: settings of the added token; NULL: defaults. */
-static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text, const llm_json_node *token) {
+static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
+                           const llm_json_node *token) {
     int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
-    if (!text.length) return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "an entry of added_tokens has no content");
+    if (!text.length)
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT,
+                                     "an entry of added_tokens has no content");
     if (llm__is_on(token, "single_word", false))
-        return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: the added token '%s' is single_word, which is not supported",
-                         v->name, llm__show(text).text);
-    /* Hugging Face would search for it with a U+2581 in front. */
-    if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH && llm__is_on(token, "normalized", true))
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
-                         "%s: the added token '%s' is normalized, which is not supported behind Prepend", v->name,
+                         "%s: the added token '%s' is single_word, which is not supported", v->name,
                          llm__show(text).text);
+    /* Hugging Face would search for it with a U+2581 in front. */
+    if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH &&
+        llm__is_on(token, "normalized", true))
+        return llm__fail(
+            v->err, LLM_ERROR_UNSUPPORTED,
+            "%s: the added token '%s' is normalized, which is not supported behind Prepend",
+            v->name, llm__show(text).text);
     if (!llm__add_entry(v, id, text, kind)) return false;
-    v->strips[id] = (uint8_t)(llm__is_on(token, "lstrip", false) | llm__is_on(token, "rstrip", false) << 1);
+    v->strips[id] = (uint8_t)(llm__is_on(token, "lstrip", false) |
+                              llm__is_on(token, "rstrip", false) << 1);
     return true;
 }
 
 /* Add a token of another file in the folder. An added token of tokenizer.json keeps its settings;
  * an ordinary one becomes an added token. */
-static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text, const llm_json_node *token) {
+static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text,
+                            const llm_json_node *token) {
     bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
     int32_t found = same ? (int32_t)id : llm__vocabulary_find_text(v, text);
-    if (found >= 0 && (v->kinds[found] == LLM__TOKEN_CONTROL || v->kinds[found] == LLM__TOKEN_USER)) return true;
+    if (found >= 0 && (v->kinds[found] == LLM__TOKEN_CONTROL || v->kinds[found] == LLM__TOKEN_USER))
+        return true;
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
 /* decoder: of tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder: older tools'
  * added_tokens.json, {"<|x|>": 96}. */
-static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder, const llm_json_node *encoder) {
+static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
+                             const llm_json_node *encoder) {
     uint64_t first = v->size, end;
     while (first && !v->kinds[first - 1]) first--;
     for (const llm_json_node *token = llm_json_first(decoder); token;
@@ -9764,8 +9891,10 @@ static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder, c
     for (; first < end; first++)
         if (!v->kinds[first])
             return llm__fail(v->err, LLM_ERROR_FORMAT,
-                             "%s: the token '%s' of %s beside it has the id %llu, but there is none with the id %llu", v->name,
-                             llm__show(v->texts[end - 1]).text, decoder ? "tokenizer_config.json" : "added_tokens.json",
+                             "%s: the token '%s' of %s beside it has the id %llu, but there is "
+                             "none with the id %llu",
+                             v->name, llm__show(v->texts[end - 1]).text,
+                             decoder ? "tokenizer_config.json" : "added_tokens.json",
                              (unsigned long long)end - 1, (unsigned long long)first);
     return true;
 }
@@ -9780,7 +9909,9 @@ static bool llm__read_entries(llm__vocabulary *v, const llm_json_node *vocab,
     /* leaves room for some unused ids */
     v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256;
     v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
-    v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary", v->err) : NULL;
+    v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary",
+                                              v->err)
+                        : NULL;
     v->strips = v->kinds ? (uint8_t *)llm__new((size_t)v->size, 1, "the vocabulary", v->err) : NULL;
     if (!v->strips) return false;
     for (const llm_json_node *id = llm_json_first(vocab); id; id = llm_json_next(vocab, id))
@@ -9809,18 +9940,21 @@ static bool llm__read_model(llm__vocabulary *v, const llm_json_node *model) {
                         *unknown = llm_json_member(model, "unk_token");
     double dropout = 0;
     if (!llm_json_has_kind(model, LLM_JSON_OBJECT))
-        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "there is no tokenizer in this file (the object \"model\")");
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT,
+                                     "there is no tokenizer in this file (the object \"model\")");
     if (type && !llm_json_is(type, "BPE")) return llm__refuse_step(v, "model", model, "BPE");
     for (int i = 0; i < 2; i++) {
         const llm_json_node *part = llm_json_member(model, parts[i]);
         if (!llm__is_null(part) && !llm_json_is(part, ""))
-            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: BPE with a %s is not supported", v->name, parts[i]);
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: BPE with a %s is not supported",
+                             v->name, parts[i]);
     }
     if (llm_json_f64(llm_json_member(model, "dropout"), &dropout) && dropout != 0)
         return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED, "BPE with dropout is not supported");
     if (!llm_json_has_kind(vocab, LLM_JSON_OBJECT) ||
         !llm_json_has_kind(llm_json_member(model, "merges"), LLM_JSON_ARRAY))
-        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "the model has no vocab (an object) or no merges (an array)");
+        return llm__vocabulary_error(v, LLM_ERROR_FORMAT,
+                                     "the model has no vocab (an object) or no merges (an array)");
     if (!llm__is_null(added) && !llm_json_has_kind(added, LLM_JSON_ARRAY))
         return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "added_tokens is not an array");
     v->byte_fallback = llm__is_on(model, "byte_fallback", false);
@@ -9849,7 +9983,8 @@ static bool llm__put_merges(llm__vocabulary *v, const llm_json_node *merges) {
                  !memchr(right.data, ' ', right.length);
         n++;
         if (!ok)
-            return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: merge %llu is not a pair of tokens", v->name, (unsigned long long)n);
+            return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: merge %llu is not a pair of tokens",
+                             v->name, (unsigned long long)n);
         length = left.length + !one + right.length;
         llm__note_bytes(v->m, &length, sizeof length);
         llm__note_bytes(v->m, left.data, left.length);
@@ -9865,7 +10000,9 @@ static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
         const struct llm__split *rule = &llm__splits[i];
         bool same = rule->composes == v->nfc && rule->ignores_merges == ignores_merges;
-        if (rule->split == v->split && (!best || (same && (best->composes != v->nfc || best->ignores_merges != ignores_merges))))
+        if (rule->split == v->split &&
+            (!best ||
+             (same && (best->composes != v->nfc || best->ignores_merges != ignores_merges))))
             best = rule;
     }
     if (v->byte_level && best)
@@ -9885,7 +10022,8 @@ static void llm__put_ids(llm__vocabulary *v, const char *key) {
 static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
     for (uint64_t id = 0; id < v->size; id++) {
         int32_t number = (int32_t)id;
-        if (v->strips[id] & side && !llm__append(&v->ids, &number, sizeof number, v->err)) return false;
+        if (v->strips[id] & side && !llm__append(&v->ids, &number, sizeof number, v->err))
+            return false;
     }
     llm__put_ids(v, key);
     return true;
@@ -9894,9 +10032,11 @@ static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
 /* Scores for other programs. Earlier merges usually make tokens of lower ids, so the score is -id,
  * as in SentencePiece's own files. */
 static bool llm__put_scores(llm__vocabulary *v) {
-    float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens", v->err);
+    float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens",
+                                      v->err);
     if (!scores) return false;
-    for (uint64_t id = 0; id < v->size; id++) scores[id] = v->kinds[id] == LLM__TOKEN_NORMAL ? -(float)id : 0;
+    for (uint64_t id = 0; id < v->size; id++)
+        scores[id] = v->kinds[id] == LLM__TOKEN_NORMAL ? -(float)id : 0;
     llm__note_array(v->m, "tokenizer.ggml.scores", LLM_VALUE_F32, scores, v->size,
                     (size_t)v->size * sizeof *scores);
     LLM_FREE(scores);
@@ -9910,15 +10050,18 @@ static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *
     int32_t found = llm__vocabulary_find(v, node);
     if (llm_json_has_kind(node, LLM_JSON_OBJECT)) node = llm_json_member(node, "content");
     if (found < 0 && llm_json_string(node, &text) && text.length)
-        return llm__fail(v->err, LLM_ERROR_FORMAT, "%s: the %s of tokenizer_config.json beside it, '%s', is not one of the tokens", v->name,
-                         key, llm__show(text).text);
+        return llm__fail(
+            v->err, LLM_ERROR_FORMAT,
+            "%s: the %s of tokenizer_config.json beside it, '%s', is not one of the tokens",
+            v->name, key, llm__show(text).text);
     if (found >= 0) *id = found;
     return true;
 }
 
 static bool llm__read_config(llm__vocabulary *v) {
     const llm_json_node *config = v->config.nodes;
-    if (!llm__read_named(v, "bos_token", &v->bos) || !llm__read_named(v, "eos_token", &v->eos)) return false;
+    if (!llm__read_named(v, "bos_token", &v->bos) || !llm__read_named(v, "eos_token", &v->eos))
+        return false;
     v->adds_bos = llm__is_on(config, "add_bos_token", v->adds_bos) && v->bos >= 0;
     v->adds_eos = llm__is_on(config, "add_eos_token", v->adds_eos) && v->eos >= 0;
     return true;
@@ -9926,8 +10069,9 @@ static bool llm__read_config(llm__vocabulary *v) {
 
 /* node: the template, or several with names, of which "default" is used. */
 static bool llm__config_template(const llm_json_node *node, llm_string *text) {
-    for (const llm_json_node *item = llm_json_has_kind(node, LLM_JSON_ARRAY) ? llm_json_first(node) : NULL; item;
-         item = llm_json_next(node, item))
+    for (const llm_json_node *item = llm_json_has_kind(node, LLM_JSON_ARRAY) ? llm_json_first(node)
+                                                                             : NULL;
+         item; item = llm_json_next(node, item))
         if (llm_json_is(llm_json_member(item, "name"), "default"))
             return llm_json_string(llm_json_member(item, "template"), text);
     return llm_json_string(node, text);
@@ -9948,31 +10092,37 @@ static bool llm__put_named(llm__vocabulary *v) {
                        llm__is_on(llm__setting(v, "model"), "fuse_unk", false));
     }
     llm__note_u32(v->m, "tokenizer.llm.prefix", (uint32_t)v->prefix);
-    return llm__put_strips(v, 1, "tokenizer.llm.strip_left") && llm__put_strips(v, 2, "tokenizer.llm.strip_right");
+    return llm__put_strips(v, 1, "tokenizer.llm.strip_left") &&
+           llm__put_strips(v, 2, "tokenizer.llm.strip_right");
 }
 
 static bool llm__put_vocabulary(llm__vocabulary *v) {
-    static const char *const known[] = {"version", "truncation", "padding", "added_tokens", "normalizer", "pre_tokenizer",
-                                        "post_processor", "decoder", "model"};
+    static const char *const known[] = {"version",        "truncation", "padding",
+                                        "added_tokens",   "normalizer", "pre_tokenizer",
+                                        "post_processor", "decoder",    "model"};
     const llm_json_node *root = v->json.nodes, *model = llm__setting(v, "model");
     if (!model && (llm__setting(v, "model_type") || llm__setting(v, "weight_map")))
-        return llm__vocabulary_error(v, LLM_ERROR_FORMAT, "this file is only a part of a model; give the folder that it lies in");
+        return llm__vocabulary_error(
+            v, LLM_ERROR_FORMAT,
+            "this file is only a part of a model; give the folder that it lies in");
     for (const llm_json_node *item = llm_json_has_kind(root, LLM_JSON_OBJECT) ? llm_json_first(root)
                                                                               : NULL;
          item; item = llm_json_next(root, item)) {
         size_t i = 0;
         while (i < sizeof known / sizeof *known && !llm_json_is(item - 1, known[i])) i++;
         if (i == sizeof known / sizeof *known)
-            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED, "%s: '%s' is not a known part of a tokenizer.json", v->name,
+            return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
+                             "%s: '%s' is not a known part of a tokenizer.json", v->name,
                              llm__show(llm_json_key(item)).text);
     }
     if (!llm__read_normalizer(v, llm__setting(v, "normalizer")) ||
         !llm__read_pre_tokenizer(v, llm__setting(v, "pre_tokenizer")) || !llm__read_model(v, model))
         return false;
     if (v->byte_level ? v->escapes || v->byte_fallback : !v->escapes || v->split || v->digits)
-        return llm__vocabulary_error(v, LLM_ERROR_UNSUPPORTED,
-                                     "this combination of normalizer and pre_tokenizer is not supported; supported: "
-                                     "byte-level BPE (ByteLevel), and SentencePiece BPE (U+2581 for spaces)");
+        return llm__vocabulary_error(
+            v, LLM_ERROR_UNSUPPORTED,
+            "this combination of normalizer and pre_tokenizer is not supported; supported: "
+            "byte-level BPE (ByteLevel), and SentencePiece BPE (U+2581 for spaces)");
     if (!llm__read_decoder(v, llm__setting(v, "decoder")) ||
         !llm__read_post_processor(v, llm__setting(v, "post_processor")) || !llm__read_config(v))
         return false;
@@ -10089,7 +10239,8 @@ static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_err
 }
 
 /* Open a tokenizer.json, and the other files in its folder, as a file without tensors. */
-static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path, llm_error *err) {
+static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const char *path,
+                                      llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
     llm__metadata m;
     memset(&m, 0, sizeof m);
@@ -10161,12 +10312,13 @@ static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
 }
 
 static bool llm__heap_push(llm__tokenizing *z, llm__candidate c) {
-    void *grown =
-        llm__grow(z->heap, z->n_heap, &z->heap_capacity, sizeof *z->heap, "pairs of tokens", z->err);
+    void *grown = llm__grow(z->heap, z->n_heap, &z->heap_capacity, sizeof *z->heap,
+                            "pairs of tokens", z->err);
     if (!grown) return false;
     z->heap = (llm__candidate *)grown;
     int64_t i = z->n_heap++;
-    for (; i && llm__before(&c, &z->heap[(i - 1) / 2]); i = (i - 1) / 2) z->heap[i] = z->heap[(i - 1) / 2];
+    for (; i && llm__before(&c, &z->heap[(i - 1) / 2]); i = (i - 1) / 2)
+        z->heap[i] = z->heap[(i - 1) / 2];
     z->heap[i] = c;
     return true;
 }
@@ -10243,7 +10395,8 @@ static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int
 
 /* Emit a character without a token as byte tokens or, if one is missing, as the unknown token.
  * *unknown: is the last piece unknown? Updated. */
-static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length, bool *unknown) {
+static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length,
+                            bool *unknown) {
     const llm_tokenizer *t = z->t;
     if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* U+2581 is a space */
         text = (const uint8_t *)" ";
@@ -10255,9 +10408,10 @@ static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t len
             if (!*unknown || !t->fuses_unknown) llm__emit(z, t->unknown);
             return *unknown = true;
         }
-        return llm__fail(z->err, LLM_ERROR_UNSUPPORTED,
-                         "%s: the vocabulary has no token for the byte 0x%02X, and none for the unknown",
-                         t->name, text[i]);
+        return llm__fail(
+            z->err, LLM_ERROR_UNSUPPORTED,
+            "%s: the vocabulary has no token for the byte 0x%02X, and none for the unknown",
+            t->name, text[i]);
     }
     for (int32_t i = 0; i < length; i++) llm__emit(z, t->bytes[text[i]]);
     *unknown = false;
@@ -10269,7 +10423,8 @@ static bool llm__emit_symbols(llm__tokenizing *z) {
     for (int32_t i = z->n_symbols ? 0 : -1; i >= 0; i = z->symbols[i].next) {
         const llm__symbol *symbol = &z->symbols[i];
         if (symbol->id < 0) {
-            if (!llm__emit_bytes(z, z->word + symbol->start, symbol->length, &unknown)) return false;
+            if (!llm__emit_bytes(z, z->word + symbol->start, symbol->length, &unknown))
+                return false;
             continue;
         }
         llm__emit(z, symbol->id);
@@ -10320,7 +10475,8 @@ static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t 
         length = z->t->split(z->t, text + at, n - at);
         llm__known_word *known = NULL;
         if (length <= sizeof known->text)
-            known = &z->known[llm__hash_bytes(z->t->seed, (const char *)text + at, length) & z->known_mask];
+            known = &z->known[llm__hash_bytes(z->t->seed, (const char *)text + at, length) &
+                              z->known_mask];
         if (known && known->length == length && !memcmp(known->text, text + at, length)) {
             for (int i = 0; i < known->n_ids; i++) llm__emit(z, known->ids[i]);
             continue;
@@ -10328,7 +10484,9 @@ static bool llm__tokenize_words(llm__tokenizing *z, const uint8_t *text, size_t 
         int64_t first = z->n_ids;
         if (!llm__tokenize_word(z, text + at, length)) return false;
         int64_t n_ids = z->n_ids - first;
-        if (!known || n_ids > (int64_t)(sizeof known->ids / sizeof *known->ids) || z->n_ids > z->capacity) continue;
+        if (!known || n_ids > (int64_t)(sizeof known->ids / sizeof *known->ids) ||
+            z->n_ids > z->capacity)
+            continue;
         known->length = (uint8_t)length;
         known->n_ids = (uint8_t)n_ids;
         memcpy(known->text, text + at, length);
@@ -10354,7 +10512,8 @@ static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool 
 }
 
 /* first: at the start of the text. after_control: at the start or after a control token. */
-static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first, bool after_control) {
+static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first,
+                                  bool after_control) {
     const llm_tokenizer *t = z->t;
     if (t->normalizer) {
         z->normal.length = 0;
@@ -10362,12 +10521,15 @@ static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_
         text = z->normal.data;
         n = z->normal.length;
     }
-    bool has_space = n && (text[0] == ' ' || (!t->byte_level && n >= 3 && !memcmp(text, "\xE2\x96\x81", 3)));
-    bool space_in_front = t->prefix == LLM__PREFIX_STRETCH || (t->prefix == LLM__PREFIX_START && after_control) ||
+    bool has_space = n && (text[0] == ' ' ||
+                           (!t->byte_level && n >= 3 && !memcmp(text, "\xE2\x96\x81", 3)));
+    bool space_in_front = t->prefix == LLM__PREFIX_STRETCH ||
+                          (t->prefix == LLM__PREFIX_START && after_control) ||
                           (t->prefix == LLM__PREFIX_EACH && !has_space) ||
                           (t->prefix == LLM__PREFIX_FIRST && first && !has_space);
     if (t->byte_level && !space_in_front) return llm__tokenize_words(z, text, n);
-    return llm__escape(z, text, n, space_in_front) && llm__tokenize_words(z, z->escaped.data, z->escaped.length);
+    return llm__escape(z, text, n, space_in_front) &&
+           llm__tokenize_words(z, z->escaped.data, z->escaped.length);
 }
 
 /* Length of the longest token of specials[all] that the text begins with, or 0. The tokens that
@@ -10405,8 +10567,8 @@ typedef struct llm__range {
 } llm__range;
 
 /* Special tokens are recognized in the trusted ranges, user-defined tokens everywhere. */
-static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n, const llm__range *trusted,
-                               int64_t n_trusted) {
+static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n,
+                               const llm__range *trusted, int64_t n_trusted) {
     const llm_tokenizer *t = z->t;
     bool after_control = true;
     size_t begin = 0, at = 0;
@@ -10427,7 +10589,9 @@ static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n
             while (end > begin && llm__is_space(text[end - 1])) end--;
         if (length && (t->marks[special] & LLM__MARK_STRIP_RIGHT))
             while (next < n && llm__is_space(text[next])) next++;
-        if (end > begin && !llm__tokenize_stretch(z, text + begin, end - begin, !begin, after_control)) return false;
+        if (end > begin &&
+            !llm__tokenize_stretch(z, text + begin, end - begin, !begin, after_control))
+            return false;
         if (length) llm__emit(z, special);
         after_control = length && t->kinds[special] != LLM__TOKEN_USER;
         begin = next;
@@ -10541,8 +10705,8 @@ static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
 
-int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text, size_t capacity,
-                       llm_error *err) {
+int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text,
+                       size_t capacity, llm_error *err) {
     llm__clear(err);
     if (!t || (!ids && n > 0) || (!text && capacity))
         return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_detokenize: an argument is NULL"), -1;
@@ -10551,8 +10715,8 @@ int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, ch
     for (int64_t i = 0; i < n; i++) {
         if (!llm__is_id(t, ids[i]))
             return llm__fail(err, LLM_ERROR_ARGUMENT,
-                             "token %lld is %ld, but the vocabulary has ids from 0 to %ld", (long long)i,
-                             (long)ids[i], (long)t->size - 1),
+                             "token %lld is %ld, but the vocabulary has ids from 0 to %ld",
+                             (long long)i, (long)ids[i], (long)t->size - 1),
                    -1;
         llm__decode(t, ids[i], !started && llm__drops_space(t, ids[i]), &out);
         started = started || !(t->marks[ids[i]] & LLM__MARK_SPECIAL);
@@ -10637,33 +10801,48 @@ typedef struct llm__chat_format {
 } llm__chat_format;
 
 #define LLM__CHATML(role) "<|im_start|>" role "\n%s<|im_end|>\n"
-#define LLM__CHATML_MESSAGES LLM__CHATML("system"), NULL, LLM__CHATML("user"), LLM__CHATML("assistant")
+#define LLM__CHATML_MESSAGES LLM__CHATML("system"), NULL, LLM__CHATML("user"), \
+    LLM__CHATML("assistant")
 #define LLM__LLAMA3(role) "<|start_header_id|>" role "<|end_header_id|>\n\n%s<|eot_id|>"
-#define LLM__LLAMA3_MESSAGES LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"), LLM__LLAMA3("assistant")
+#define LLM__LLAMA3_MESSAGES LLM__LLAMA3("system"), NULL, LLM__LLAMA3("user"), \
+    LLM__LLAMA3("assistant")
 #define LLM__LLAMA3_OPEN "<|start_header_id|>assistant<|end_header_id|>\n\n"
-#define LLM__LLAMA3_DATED "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n" \
+#define LLM__LLAMA3_DATED \
+    "<|start_header_id|>system<|end_header_id|>\n\nCutting Knowledge Date: December 2023\n" \
                           "Today Date: %d\n\n%s<|eot_id|>"
 static const llm__chat_format llm__chat_formats[] = {
-    {"chatml", LLM__CHAT_KEEPS_USUAL, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
-    {"qwen3", LLM__CHAT_FORGETS | LLM__CHAT_THINKS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
-    {"qwen3-instruct", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
-    {"qwen3-thinking", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n<think>\n", NULL, "<|im_end|>", NULL},
-    {"llama3", LLM__CHAT_TRIMS, "%b", NULL, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, NULL, "<|eot_id|>", NULL},
-    {"llama3.1", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", "26 Jul 2024"},
-    {"llama3.1-unsloth", 0, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", "26 July 2024"},
-    {"llama3.2", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "", "<|eot_id|>", NULL},
-    {"llama2", LLM__CHAT_TRIMS | LLM__CHAT_ALTERNATES, "", NULL, NULL, "<<SYS>>\n%s\n<</SYS>>\n\n", "%b[INST] %s [/INST]",
-     " %s %e", "", NULL, "%e", NULL},
-    {"mistral-v0.1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e ", "", NULL, "%e", NULL},
-    {"mistral-v0.2", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e", "", NULL, "%e", NULL},
-    {"mistral-v1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, "%s\n\n", " [INST] %s [/INST]", " %s%e", "", NULL, "%e", NULL},
-    {"mistral-v3", LLM__CHAT_ALTERNATES | LLM__CHAT_TRIMS_ANSWERS | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n",
-     "[INST] %s[/INST]", " %s%e", "", NULL, "%e", NULL},
-    {"mistral-v3-tekken", LLM__CHAT_ALTERNATES | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n", "[INST]%s[/INST]", "%s%e",
-     "", NULL, "%e", NULL},
-    {"mistral-v7", 0, "%b", NULL, "[SYSTEM_PROMPT] %s[/SYSTEM_PROMPT]", NULL, "[INST] %s[/INST]", " %s%e", "", NULL, "%e", NULL},
-    {"zephyr", LLM__CHAT_PRINTS, "", NULL, "<|system|>\n%s%e\n", NULL, "<|user|>\n%s%e\n", "<|assistant|>\n%s%e\n", "<|assistant|>\n",
+    {"chatml", LLM__CHAT_KEEPS_USUAL, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n",
+     NULL, "<|im_end|>", NULL},
+    {"qwen3", LLM__CHAT_FORGETS | LLM__CHAT_THINKS, "", NULL, LLM__CHATML_MESSAGES,
+     "<|im_start|>assistant\n", NULL, "<|im_end|>", NULL},
+    {"qwen3-instruct", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES, "<|im_start|>assistant\n",
+     NULL, "<|im_end|>", NULL},
+    {"qwen3-thinking", LLM__CHAT_FORGETS, "", NULL, LLM__CHATML_MESSAGES,
+     "<|im_start|>assistant\n<think>\n", NULL, "<|im_end|>", NULL},
+    {"llama3", LLM__CHAT_TRIMS, "%b", NULL, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, NULL,
+     "<|eot_id|>", NULL},
+    {"llama3.1", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN,
+     "", "<|eot_id|>", "26 Jul 2024"},
+    {"llama3.1-unsloth", 0, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN, "",
+     "<|eot_id|>", "26 July 2024"},
+    {"llama3.2", LLM__CHAT_TRIMS, "%b", LLM__LLAMA3_DATED, LLM__LLAMA3_MESSAGES, LLM__LLAMA3_OPEN,
+     "", "<|eot_id|>", NULL},
+    {"llama2", LLM__CHAT_TRIMS | LLM__CHAT_ALTERNATES, "", NULL, NULL, "<<SYS>>\n%s\n<</SYS>>\n\n",
+     "%b[INST] %s [/INST]", " %s %e", "", NULL, "%e", NULL},
+    {"mistral-v0.1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e ", "",
      NULL, "%e", NULL},
+    {"mistral-v0.2", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, NULL, "[INST] %s [/INST]", "%s%e", "",
+     NULL, "%e", NULL},
+    {"mistral-v1", LLM__CHAT_ALTERNATES, "%b", NULL, NULL, "%s\n\n", " [INST] %s [/INST]", " %s%e",
+     "", NULL, "%e", NULL},
+    {"mistral-v3", LLM__CHAT_ALTERNATES | LLM__CHAT_TRIMS_ANSWERS | LLM__CHAT_JOINS_LAST, "%b",
+     NULL, NULL, "%s\n\n", "[INST] %s[/INST]", " %s%e", "", NULL, "%e", NULL},
+    {"mistral-v3-tekken", LLM__CHAT_ALTERNATES | LLM__CHAT_JOINS_LAST, "%b", NULL, NULL, "%s\n\n",
+     "[INST]%s[/INST]", "%s%e", "", NULL, "%e", NULL},
+    {"mistral-v7", 0, "%b", NULL, "[SYSTEM_PROMPT] %s[/SYSTEM_PROMPT]", NULL, "[INST] %s[/INST]",
+     " %s%e", "", NULL, "%e", NULL},
+    {"zephyr", LLM__CHAT_PRINTS, "", NULL, "<|system|>\n%s%e\n", NULL, "<|user|>\n%s%e\n",
+     "<|assistant|>\n%s%e\n", "<|assistant|>\n", NULL, "%e", NULL},
 };
 #undef LLM__CHATML
 #undef LLM__CHATML_MESSAGES
@@ -10680,66 +10859,110 @@ typedef struct llm__chat_marks {
     const char *marks[9]; /* all occur in the output of llm__skeleton; "!x": x does not */
 } llm__chat_marks;
 
-#define LLM__QWEN3_USER(content) "{%if(message.role=='user')or(message.role=='system'andnotloop.first)%}" \
-                                 "{{'<|im_start|>'+message.role+'\n'+" content "+'<|im_end|>\n'}}{%elifmessage.role=='assistant'%}"
-#define LLM__QWEN3_MESSAGES "{%formessageinmessages%}{%ifmessage.contentisstring%}{%setcontent=message.content%}" \
+#define LLM__QWEN3_USER(content)                                                                   \
+    "{%if(message.role=='user')or(message.role=='system'andnotloop.first)%}"                       \
+    "{{'<|im_start|>'+message.role+'\n'+" content                                                  \
+    "+'<|im_end|>\n'}}{%elifmessage.role=='assistant'%}"
+#define LLM__QWEN3_MESSAGES \
+    "{%formessageinmessages%}{%ifmessage.contentisstring%}{%setcontent=message.content%}" \
                             "{%else%}{%setcontent=''%}{%endif%}" LLM__QWEN3_USER("content")
-#define LLM__QWEN3_THOUGHT(is) "{%setreasoning_content=''%}{%ifmessage.reasoning_content" is "%}" \
-                               "{%setreasoning_content=message.reasoning_content%}{%else%}{%if'</think>'in"
-#define LLM__QWEN3_LAST "{%ifns.multi_step_toolandmessage.role=='user'and", "{%endif%}{%endif%}{%ifloop.index0>ns.last_query_index%}"
-#define LLM__QWEN3_SPLIT LLM__QWEN3_MESSAGES LLM__QWEN3_THOUGHT("isstring") "content%}", LLM__QWEN3_LAST, \
-                         "{%setcontent=content.split('</think>')[-1].lstrip('\n')%}{%endif%}{%endif%}"
-#define LLM__QWEN3_GGUF(split) "{%formessageinmessages%}" LLM__QWEN3_USER("message.content") "{%setcontent=message.content%}" \
-                               LLM__QWEN3_THOUGHT("isdefinedandmessage.reasoning_contentisnotnone") "message.content%}" \
+#define LLM__QWEN3_THOUGHT(is)                                                                     \
+    "{%setreasoning_content=''%}{%ifmessage.reasoning_content" is "%}"                             \
+    "{%setreasoning_content=message.reasoning_content%}{%else%}{%if'</think>'in"
+#define LLM__QWEN3_LAST "{%ifns.multi_step_toolandmessage.role=='user'and", \
+    "{%endif%}{%endif%}{%ifloop.index0>ns.last_query_index%}"
+#define LLM__QWEN3_SPLIT                                                                           \
+    LLM__QWEN3_MESSAGES LLM__QWEN3_THOUGHT("isstring") "content%}", LLM__QWEN3_LAST,               \
+        "{%setcontent=content.split('</think>')[-1].lstrip('\n')%}{%endif%}{%endif%}"
+#define LLM__QWEN3_GGUF(split) "{%formessageinmessages%}" LLM__QWEN3_USER("message.content") \
+    "{%setcontent=message.content%}" \
+LLM__QWEN3_THOUGHT("isdefinedandmessage.reasoning_contentisnotnone") "message.content%}" \
                                "{%setcontent=" split ".lstrip('\n')%}", LLM__QWEN3_LAST
 #define LLM__QWEN3_ANSWER "{{'<|im_start|>'+message.role+'\n'+content}}"
-#define LLM__QWEN3_FORGETS "{%else%}" LLM__QWEN3_ANSWER "{%endif%}{%else%}" LLM__QWEN3_ANSWER "{%endif%}"
-#define LLM__QWEN3(open) "{%ifmessages[0].role=='system'%}{{'<|im_start|>system\n'+messages[0].content+'<|im_end|>\n'}}{%endif%}", \
-                         "{%endif%}{{'<|im_end|>\n'}}{%e", "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n" open "{%endif%}", "!trim"
-#define LLM__QWEN3_MAY_THINK "'}}{%ifenable_thinkingisdefinedandenable_thinkingisfalse%}{{'<think>\n\n</think>\n\n'}}{%endif%}"
-#define LLM__LLAMA3_MARK(content) "'<|start_header_id|>'+message.role+'<|end_header_id|>\n\n'+" content "+'<|eot_id|>'"
-#define LLM__LLAMA3(trim) \
-    "{%ifmessages[0].role=='system'%}{%setsystem_message=messages[0].content" trim "%}{%setmessages=messages[1:]%}" \
-    "{%else%}{%setsystem_message=''%}{%endif%}{{'<|start_header_id|>system<|end_header_id|>\n\n'}}{%", \
-    "{%endif%}{{'Cutting Knowledge Date: December 2023\n'}}{{'Today Date: '+date_string+'\n\n'}}", "{{system_message}}{{'<|eot_id|>'}}{%", \
-    "{%formessageinmessages%}{%ifnot(message.role=='ipython'ormessage.role=='tool'or'tool_calls'inmessage)%}" \
-    "{{" LLM__LLAMA3_MARK("message.content" trim) "}}{%e", \
-    "{%ifadd_generation_prompt%}{{'<|start_header_id|>assistant<|end_header_id|>\n\n'}}{%endif%}", "{{bos_token}}{%"
+#define LLM__QWEN3_FORGETS "{%else%}" LLM__QWEN3_ANSWER "{%endif%}{%else%}" LLM__QWEN3_ANSWER \
+    "{%endif%}"
+#define LLM__QWEN3(open)                                                                           \
+    "{%ifmessages[0].role=='system'%}{{'<|im_start|>system\n'+messages[0].content+'<|im_end|>\n'}" \
+    "}{%endif%}",                                                                                  \
+        "{%endif%}{{'<|im_end|>\n'}}{%e",                                                          \
+        "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n" open "{%endif%}", "!trim"
+#define LLM__QWEN3_MAY_THINK \
+    "'}}{%ifenable_thinkingisdefinedandenable_thinkingisfalse%}{{'<think>\n\n</think>\n\n'" \
+    "}}{%endif%}"
+#define LLM__LLAMA3_MARK(content) "'<|start_header_id|>'+message.role+'<|end_header_id|>\n\n'+" \
+    content "+'<|eot_id|>'"
+#define LLM__LLAMA3(trim)                                                                          \
+    "{%ifmessages[0].role=='system'%}{%setsystem_message=messages[0].content" trim                 \
+    "%}{%setmessages=messages[1:]%}"                                                               \
+    "{%else%}{%setsystem_message=''%}{%endif%}{{'<|start_header_id|>system<|end_header_id|>\n\n'}" \
+    "}{%",                                                                                         \
+        "{%endif%}{{'Cutting Knowledge Date: December 2023\n'}}{{'Today Date: "                    \
+        "'+date_string+'\n\n'}}",                                                                  \
+        "{{system_message}}{{'<|eot_id|>'}}{%",                                                    \
+        "{%formessageinmessages%}{%ifnot(message.role=='ipython'ormessage.role=='tool'or'tool_"    \
+        "calls'inmessage)%}"                                                                       \
+        "{{" LLM__LLAMA3_MARK("message.content" trim) "}}{%e",                                     \
+        "{%ifadd_generation_prompt%}{{'<|start_header_id|>assistant<|end_header_id|>\n\n'}}{%"     \
+        "endif%}",                                                                                 \
+        "{{bos_token}}{%"
 static const llm__chat_marks llm__chat_marked[] = {
-    {"chatml", {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'", "'<|im_start|>assistant\n'", "!trim", "!strip(", "!think>"}},
+    {"chatml",
+     {"'<|im_start|>'+message.role+'\n'+message.content+'<|im_end|>\n'",
+      "'<|im_start|>assistant\n'", "!trim", "!strip(", "!think>"}},
     {"chatml", /* Qwen3-Instruct-2507 */
      {LLM__QWEN3_MESSAGES LLM__QWEN3_ANSWER "{%", LLM__QWEN3("'}}"), "!strip(", "!think>"}},
     {"chatml", /* with a branch for each role */
-     {"{%formessageinmessages%}{%ifmessage.role=='user'%}{{'<|im_start|>user\n'+message.content+'<|im_end|>\n'}}"
-      "{%elifmessage.role=='assistant'%}{{'<|im_start|>assistant\n'+message.content+'<|im_end|>\n'}}"
+     {"{%formessageinmessages%}{%ifmessage.role=='user'%}{{'<|im_start|>user\n'+message.content+'<|"
+      "im_end|>\n'}}"
+      "{%elifmessage.role=='assistant'%}{{'<|im_start|>assistant\n'+message.content+'<|im_end|>\n'}"
+      "}"
       "{%else%}{{'<|im_start|>system\n'+message.content+'<|im_end|>\n'}}{%endif%}{%endfor%}"
-      "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n'}}{%endif%}", "!trim", "!strip(", "!think>"}},
+      "{%ifadd_generation_prompt%}{{'<|im_start|>assistant\n'}}{%endif%}",
+      "!trim", "!strip(", "!think>"}},
     {"qwen3", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3", /* Qwen's own GGUF files */
-     {LLM__QWEN3_GGUF("message.content.split('</think>')[-1]"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
+     {LLM__QWEN3_GGUF("message.content.split('</think>')[-1]"), LLM__QWEN3_FORGETS,
+      LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3", /* Unsloth's files */
-     {LLM__QWEN3_GGUF("(message.content.split('</think>')|last)"), LLM__QWEN3_FORGETS, LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
+     {LLM__QWEN3_GGUF("(message.content.split('</think>')|last)"), LLM__QWEN3_FORGETS,
+      LLM__QWEN3(LLM__QWEN3_MAY_THINK)}},
     {"qwen3-instruct", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("'}}")}},
     {"qwen3-thinking", {LLM__QWEN3_SPLIT, LLM__QWEN3_FORGETS, LLM__QWEN3("<think>\n'}}")}},
-    {"llama3", {LLM__LLAMA3_MARK("message.content|trim"), "!Cutting Knowledge Date", "!date_string"}},
-    {"llama3.1", {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%setdate_string='26 Jul 2024'%}{%endif%}"}},
-    {"llama3.1-unsloth", {LLM__LLAMA3(""), "{%ifnotdate_stringisdefined%}{%setdate_string='26 July 2024'%}{%endif%}"}},
+    {"llama3",
+     {LLM__LLAMA3_MARK("message.content|trim"), "!Cutting Knowledge Date", "!date_string"}},
+    {"llama3.1",
+     {LLM__LLAMA3("|trim"),
+      "{%ifnotdate_stringisdefined%}{%setdate_string='26 Jul 2024'%}{%endif%}"}},
+    {"llama3.1-unsloth",
+     {LLM__LLAMA3(""), "{%ifnotdate_stringisdefined%}{%setdate_string='26 July 2024'%}{%endif%}"}},
     {"llama3.2",
-     {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%ifstrftime_nowisdefined%}{%setdate_string=strftime_now('%d %b %Y')%}{%else%}"}},
-    {"llama2", {"'<<SYS>>\n'+system_message+'\n<</SYS>>\n\n'+message.content", "bos_token+'[INST] '+content.strip()+' [/INST]'",
-                "' '+content.strip()+' '+eos_token", "!setsystem_message='"}},
+     {LLM__LLAMA3("|trim"), "{%ifnotdate_stringisdefined%}{%ifstrftime_nowisdefined%}{%setdate_"
+                            "string=strftime_now('%d %b %Y')%}{%else%}"}},
+    {"llama2",
+     {"'<<SYS>>\n'+system_message+'\n<</SYS>>\n\n'+message.content",
+      "bos_token+'[INST] '+content.strip()+' [/INST]'", "' '+content.strip()+' '+eos_token",
+      "!setsystem_message='"}},
     {"mistral-v0.1", {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token+' '}"}},
     {"mistral-v0.2", {"{'[INST] '+message.content+' [/INST]'}", "{message.content+eos_token}"}},
-    {"mistral-v1", {"' [INST] '+message.content+' [/INST]'", "' [INST] '+system_message+'\n\n'+message.content+' [/INST]'",
-                    "' '+message.content+eos_token", "loop.firstandsystem_messageisdefined"}},
-    {"mistral-v3", {"'[INST] '+message.content+'[/INST]'", "'[INST] '+system_message+'\n\n'+message.content+'[/INST]'",
-                    "' '+message.content|trim+eos_token", "loop.lastandsystem_messageisdefined"}},
-    {"mistral-v3-tekken", {"'[INST]'+message.content+'[/INST]'", "'[INST]'+system_message+'\n\n'+message.content+'[/INST]'",
-                           "message.content+eos_token", "loop.lastandsystem_messageisdefined"}},
-    {"mistral-v7", {"'[SYSTEM_PROMPT] '+message.content+'[/SYSTEM_PROMPT]'", "'[INST] '+message.content+'[/INST]'",
-                    "' '+message.content+eos_token"}},
-    {"zephyr", {"{{'<|user|>\n'+message.content+eos_token}}\n{%", "{{'<|system|>\n'+message.content+eos_token}}\n{%",
-                "{{'<|assistant|>\n'+message.content+eos_token}}\n{%", "{{'<|assistant|>'}}\n{%"}},
+    {"mistral-v1",
+     {"' [INST] '+message.content+' [/INST]'",
+      "' [INST] '+system_message+'\n\n'+message.content+' [/INST]'",
+      "' '+message.content+eos_token", "loop.firstandsystem_messageisdefined"}},
+    {"mistral-v3",
+     {"'[INST] '+message.content+'[/INST]'",
+      "'[INST] '+system_message+'\n\n'+message.content+'[/INST]'",
+      "' '+message.content|trim+eos_token", "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v3-tekken",
+     {"'[INST]'+message.content+'[/INST]'",
+      "'[INST]'+system_message+'\n\n'+message.content+'[/INST]'", "message.content+eos_token",
+      "loop.lastandsystem_messageisdefined"}},
+    {"mistral-v7",
+     {"'[SYSTEM_PROMPT] '+message.content+'[/SYSTEM_PROMPT]'",
+      "'[INST] '+message.content+'[/INST]'", "' '+message.content+eos_token"}},
+    {"zephyr",
+     {"{{'<|user|>\n'+message.content+eos_token}}\n{%",
+      "{{'<|system|>\n'+message.content+eos_token}}\n{%",
+      "{{'<|assistant|>\n'+message.content+eos_token}}\n{%", "{{'<|assistant|>'}}\n{%"}},
 };
 #undef LLM__QWEN3_USER
 #undef LLM__QWEN3_MESSAGES
@@ -10767,7 +10990,8 @@ static llm_string llm__template_text(llm_string s, char before, char after) {
     const char *line = s.data + s.length;
     while (line > s.data && (line[-1] == ' ' || line[-1] == '\t')) line--;
     if (after == '-') s.length = end;
-    else if (after == '%' && (line == s.data ? before != '{' : line[-1] == '\n')) s.length = (size_t)(line - s.data);
+    else if (after == '%' && (line == s.data ? before != '{' : line[-1] == '\n'))
+        s.length = (size_t)(line - s.data);
     else if (!after && s.length && s.data[s.length - 1] == '\n') s.length--;
     if (before == '%' && s.length && *s.data == '\n') s.data++, s.length--;
     while (before == '-' && s.length && strchr(" \t\r\n", *s.data)) s.data++, s.length--;
@@ -10794,14 +11018,16 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
         char c = s.data[i], next = i + 1 < s.length ? s.data[i + 1] : 0;
         bool end = !quote && i > 1 && c == close && next == '}';
         if (!quote && (c == ' ' || c == '\n' || c == '\t' || c == '\r')) continue;
-        if (!quote && c == '-' && (i == 2 || (next == close && i + 2 < s.length && s.data[i + 2] == '}'))) {
+        if (!quote && c == '-' &&
+            (i == 2 || (next == close && i + 2 < s.length && s.data[i + 2] == '}'))) {
             *dash = i > 2;
             continue;
         }
         if (quote ? c == quote : c == '\'' || c == '"') {
             quote = quote ? 0 : c;
             c = '\'';
-            if (quote && out->length > 1 && out->data[out->length - 1] == '+' && out->data[out->length - 2] == '\'') {
+            if (quote && out->length > 1 && out->data[out->length - 1] == '+' &&
+                out->data[out->length - 2] == '\'') {
                 out->length -= 2;
                 continue;
             }
@@ -10810,7 +11036,8 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
             c = next == 'n' ? '\n' : next == 't' ? '\t' : next;
         }
         if (!llm__append(out, &c, 1, err)) return 0;
-        if (!quote && c == ']' && out->length > 4 && out->data[out->length - 2] == '\'') llm__fold_member(out);
+        if (!quote && c == ']' && out->length > 4 && out->data[out->length - 2] == '\'')
+            llm__fold_member(out);
         if (end) return llm__append(out, "}", 1, err) ? i + 2 : 0;
     }
     return i;
@@ -10823,17 +11050,23 @@ static bool llm__skeleton(llm_string source, llm__bytes *out, size_t *printed, l
     *printed = 0;
     for (size_t at = 0, next; at < source.length || !at; at = next) {
         const char *begin = source.data + at, *end = source.data + source.length, *tag = begin;
-        while (tag < end && !(*tag == '{' && tag + 1 < end && strchr("{%#", tag[1]) && tag[1])) tag++;
+        while (tag < end && !(*tag == '{' && tag + 1 < end && strchr("{%#", tag[1]) && tag[1]))
+            tag++;
         bool minus = end - tag > 2 && tag[2] == '-', dash = false;
         llm_string text = {begin, (size_t)(tag - begin)}, code = {tag, (size_t)(end - tag)};
-        text = llm__template_text(text, before, tag == end ? 0 : minus ? '-' : tag[1] == '#' ? '%' : tag[1]);
+        text = llm__template_text(text, before,
+                                  tag == end      ? 0
+                                  : minus         ? '-'
+                                  : tag[1] == '#' ? '%'
+                                                  : tag[1]);
         next = (size_t)(tag - source.data);
         if (!llm__append(out, text.data, text.length, err)) return false;
         *printed += text.length;
         if (tag == end) break;
         before = tag[1] == '{' ? '{' : '%';
         if (tag[1] == '#') {
-            while (tag < end && !(tag[0] == '#' && tag + 1 < end && tag[1] == '}' && tag > begin)) tag++;
+            while (tag < end && !(tag[0] == '#' && tag + 1 < end && tag[1] == '}' && tag > begin))
+                tag++;
             dash = tag > begin && tag[-1] == '-';
             next = (size_t)(tag - source.data) + 2;
         } else {
@@ -10861,7 +11094,8 @@ static const llm__chat_format *llm__find_format(const char *skeleton, size_t pri
         size_t line = (format->flags & LLM__CHAT_KEEPS_USUAL) && *skeleton == '\n';
         bool fits = format->flags & LLM__CHAT_PRINTS ? *skeleton == '{' : printed == line;
         for (int k = 0; k < 9 && marks[k] && fits; k++)
-            fits = *marks[k] == '!' ? !strstr(skeleton, marks[k] + 1) : strstr(skeleton, marks[k]) != NULL;
+            fits = *marks[k] == '!' ? !strstr(skeleton, marks[k] + 1)
+                                    : strstr(skeleton, marks[k]) != NULL;
         if (fits) return format;
     }
     return NULL;
@@ -10889,7 +11123,8 @@ static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
     llm__bytes skeleton = {NULL, 0, 0};
     llm_error none;
     size_t cursor = 0, printed;
-    t->has_chat = llm_value_string(llm_file_find(t->file, "tokenizer.chat_template"), &cursor, &t->chat_source);
+    t->has_chat = llm_value_string(llm_file_find(t->file, "tokenizer.chat_template"), &cursor,
+                                   &t->chat_source);
     if (!t->has_chat || t->chat_source.length > 1 << 20) return true;
     bool ok = llm__skeleton(t->chat_source, &skeleton, &printed, err);
     const char *text = (const char *)skeleton.data;
@@ -10900,8 +11135,8 @@ static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
         t->chat_begins_line = *text == '\n';
         t->chat_begins_bos = found && !strncmp(text, bos, strlen(bos));
         llm__clear(&none);
-        bool clear = llm__usual_system(text, &t->chat_usual, &none) && (!found || t->chat_begins_bos) &&
-                     !(found && strstr(found + 1, "bos_token"));
+        bool clear = llm__usual_system(text, &t->chat_usual, &none) &&
+                     (!found || t->chat_begins_bos) && !(found && strstr(found + 1, "bos_token"));
         if (!clear) t->chat = NULL;
         if (none.status != LLM_OK && err) *err = none, ok = false;
         else if (none.status != LLM_OK) ok = false;
@@ -10910,7 +11145,9 @@ static bool llm__load_chat(llm_tokenizer *t, llm_error *err) {
     return ok;
 }
 
-const char *llm_chat_template(const llm_tokenizer *t) { return t && t->chat ? t->chat->name : NULL; }
+const char *llm_chat_template(const llm_tokenizer *t) {
+    return t && t->chat ? t->chat->name : NULL;
+}
 llm_string llm_chat_template_source(const llm_tokenizer *t) { return t->chat_source; }
 
 llm_chat_options llm_chat_defaults(void) {
@@ -10928,23 +11165,27 @@ typedef struct llm__rendering { /* conversation being converted to text */
     llm_error *err;
 } llm__rendering;
 
-static const llm__chat_format *llm__chat_of(const llm_tokenizer *t, const llm_chat_options *options, llm_error *err) {
+static const llm__chat_format *llm__chat_of(const llm_tokenizer *t, const llm_chat_options *options,
+                                            llm_error *err) {
     const char *name = options ? options->template_name : NULL;
     const llm__chat_format *format = name ? llm__format_called(name) : t->chat;
     char known[400] = "";
     if (format) return format;
     for (int i = 0; i < LLM__N_CHAT_FORMATS; i++) {
         size_t used = strlen(known);
-        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "", llm__chat_formats[i].name);
+        snprintf(known + used, sizeof known - used, "%s%s", i ? ", " : "",
+                 llm__chat_formats[i].name);
     }
     if (name)
         llm__fail(err, LLM_ERROR_ARGUMENT, "there is no chat template called '%s'; there are %s",
                   llm__show(llm__string(name)).text, known);
     else
-        llm__fail(err, LLM_ERROR_UNSUPPORTED, "%s: %s; choose one by name: %s", t->name,
-                  t->has_chat ? "the file's chat template is none of those that are known"
-                              : "the file has no chat template, so this model may not be made for conversations",
-                  known);
+        llm__fail(
+            err, LLM_ERROR_UNSUPPORTED, "%s: %s; choose one by name: %s", t->name,
+            t->has_chat
+                ? "the file's chat template is none of those that are known"
+                : "the file has no chat template, so this model may not be made for conversations",
+            known);
     return NULL;
 }
 
@@ -10957,7 +11198,8 @@ static bool llm__write_text(llm__rendering *r, llm_string s, bool trusted) {
         r->trusted[r->n_trusted - 1].end = range.end;
         return true;
     }
-    void *grown = llm__grow(r->trusted, r->n_trusted, &r->capacity, sizeof *r->trusted, "a conversation", r->err);
+    void *grown = llm__grow(r->trusted, r->n_trusted, &r->capacity, sizeof *r->trusted,
+                            "a conversation", r->err);
     if (!grown) return false;
     r->trusted = (llm__range *)grown;
     r->trusted[r->n_trusted++] = range;
@@ -10971,7 +11213,8 @@ static size_t llm__trailing_space(const char *text, size_t n) {
         uint32_t c;
         if (!end) return n;
         while (begin > 0 && end - begin < 4 && ((uint8_t)text[--begin] & 0xC0) == 0x80) {}
-        if (llm__utf8((const uint8_t *)text + begin, end - begin, &c) != end - begin) return n - end;
+        if (llm__utf8((const uint8_t *)text + begin, end - begin, &c) != end - begin)
+            return n - end;
         if (!llm__is_space(c) && !(c >= 0x1C && c <= 0x1F)) return n - end;
         end = begin;
     }
@@ -10992,7 +11235,8 @@ static llm_string llm__trim(llm_string s) {
 /* part 0: before %s; 1: after it. */
 static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part) {
     const char *cut = strstr(pattern, "%s");
-    const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern, *end = part || !cut ? p + strlen(p) : cut;
+    const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern,
+               *end = part || !cut ? p + strlen(p) : cut;
     while (p < end) {
         const char *percent = (const char *)memchr(p, '%', (size_t)(end - p));
         llm_string literal = {p, (size_t)((percent ? percent : end) - p)};
@@ -11008,7 +11252,8 @@ static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part)
 }
 
 static bool llm__write_message(llm__rendering *r, const char *pattern, llm_string text) {
-    return llm__write_pattern(r, pattern, 0) && llm__write_text(r, text, false) && llm__write_pattern(r, pattern, 1);
+    return llm__write_pattern(r, pattern, 0) && llm__write_text(r, text, false) &&
+           llm__write_pattern(r, pattern, 1);
 }
 
 /* system: text to join to the user's, or NULL. Both are trimmed as one text. */
@@ -11018,9 +11263,13 @@ static bool llm__write_user(llm__rendering *r, llm_string text, const llm_string
     if (!system) return llm__write_message(r, f->user, trims ? llm__trim(text) : text);
     if (!llm__write_pattern(r, f->user, 0)) return false;
     size_t start = r->text.length;
-    if (!llm__write_message(r, f->joined, *system) || !llm__write_text(r, text, false)) return false;
-    if (trims) r->text.length -= llm__trailing_space((const char *)r->text.data + start, r->text.length - start);
-    if (r->n_trusted && r->trusted[r->n_trusted - 1].end > r->text.length) r->trusted[r->n_trusted - 1].end = r->text.length;
+    if (!llm__write_message(r, f->joined, *system) || !llm__write_text(r, text, false))
+        return false;
+    if (trims)
+        r->text.length -= llm__trailing_space((const char *)r->text.data + start,
+                                              r->text.length - start);
+    if (r->n_trusted && r->trusted[r->n_trusted - 1].end > r->text.length)
+        r->trusted[r->n_trusted - 1].end = r->text.length;
     return llm__write_pattern(r, f->user, 1);
 }
 
@@ -11035,23 +11284,31 @@ static llm_string llm__after_thinking(llm_string s) {
     return s;
 }
 
-static bool llm__check_conversation(const llm__chat_format *f, const llm_message *messages, int n, llm_error *err) {
+static bool llm__check_conversation(const llm__chat_format *f, const llm_message *messages, int n,
+                                    llm_error *err) {
     for (int i = 0; i < n; i++) {
         const llm_message *m = &messages[i];
         if (m->role != LLM_ROLE_SYSTEM && m->role != LLM_ROLE_USER && m->role != LLM_ROLE_ASSISTANT)
-            return llm__fail(err, LLM_ERROR_ARGUMENT, "message %d has the role %d, which does not exist", i + 1, (int)m->role);
-        if (!m->text && m->length) return llm__fail(err, LLM_ERROR_ARGUMENT, "message %d is NULL", i + 1);
+            return llm__fail(err, LLM_ERROR_ARGUMENT,
+                             "message %d has the role %d, which does not exist", i + 1,
+                             (int)m->role);
+        if (!m->text && m->length)
+            return llm__fail(err, LLM_ERROR_ARGUMENT, "message %d is NULL", i + 1);
         if (m->role == LLM_ROLE_SYSTEM && !f->system && !f->joined)
-            return llm__fail(err, LLM_ERROR_UNSUPPORTED, "the chat template %s has no place for a system message", f->name);
+            return llm__fail(err, LLM_ERROR_UNSUPPORTED,
+                             "the chat template %s has no place for a system message", f->name);
         int turn = i - (messages[0].role == LLM_ROLE_SYSTEM);
         llm_role due = turn < 0 ? LLM_ROLE_SYSTEM : turn % 2 ? LLM_ROLE_ASSISTANT : LLM_ROLE_USER;
         if ((f->flags & LLM__CHAT_ALTERNATES) && m->role != due)
             return llm__fail(err, LLM_ERROR_ARGUMENT,
-                             "message %d: the chat template %s wants user and assistant in turn, after at most one message of "
-                             "the system", i + 1, f->name);
+                             "message %d: the chat template %s wants user and assistant in turn, "
+                             "after at most one message of "
+                             "the system",
+                             i + 1, f->name);
     }
     if (n < 1 || messages[n - 1].role != LLM_ROLE_USER)
-        return llm__fail(err, LLM_ERROR_ARGUMENT, "the last message of a conversation must be the user's, to be answered");
+        return llm__fail(err, LLM_ERROR_ARGUMENT,
+                         "the last message of a conversation must be the user's, to be answered");
     return true;
 }
 
@@ -11061,8 +11318,13 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     const char *usual = own && r->t->chat_usual ? r->t->chat_usual : f->usual;
     int joined_at = !has_system || f->system ? -1 : f->flags & LLM__CHAT_JOINS_LAST ? n - 1 : 1;
     llm_string first = {messages[0].text, messages[0].length};
-    bool ok = llm__write_pattern(r, own && r->t->chat_begins_bos ? "%b" : own && r->t->chat_begins_line ? "\n" : f->begin, 0);
-    if (ok && !has_system && usual) ok = llm__write_message(r, f->first ? f->first : f->system, llm__string(usual));
+    bool ok = llm__write_pattern(r,
+                                 own && r->t->chat_begins_bos    ? "%b"
+                                 : own && r->t->chat_begins_line ? "\n"
+                                                                 : f->begin,
+                                 0);
+    if (ok && !has_system && usual)
+        ok = llm__write_message(r, f->first ? f->first : f->system, llm__string(usual));
     for (int i = 0; ok && i < n; i++) {
         llm_string text = {messages[i].text, messages[i].length};
         if (messages[i].role == LLM_ROLE_USER) {
@@ -11071,7 +11333,8 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
         }
         bool answer = messages[i].role == LLM_ROLE_ASSISTANT;
         if (answer && (f->flags & LLM__CHAT_FORGETS)) text = llm__after_thinking(text);
-        if ((f->flags & LLM__CHAT_TRIMS) || (answer && (f->flags & LLM__CHAT_TRIMS_ANSWERS))) text = llm__trim(text);
+        if ((f->flags & LLM__CHAT_TRIMS) || (answer && (f->flags & LLM__CHAT_TRIMS_ANSWERS)))
+            text = llm__trim(text);
         if (answer) ok = llm__write_message(r, f->assistant, text);
         else if (f->system) ok = llm__write_message(r, !i && f->first ? f->first : f->system, text);
     }
@@ -11092,11 +11355,12 @@ static void llm__today(char *text, size_t size) {
 }
 
 /* The caller frees r->text and r->trusted, also on failure. */
-static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages,
-                        int n, llm_error *err) {
+static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options,
+                        const llm_message *messages, int n, llm_error *err) {
     char today[40];
     memset(r, 0, sizeof *r);
-    if (!t || (!messages && n > 0)) return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_chat: an argument is NULL");
+    if (!t || (!messages && n > 0))
+        return llm__fail(err, LLM_ERROR_ARGUMENT, "llm_chat: an argument is NULL");
     r->t = t;
     r->err = err;
     r->format = llm__chat_of(t, options, err);
@@ -11110,12 +11374,14 @@ static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_cha
     return ok;
 }
 
-int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options, const llm_message *messages, int n, char *text,
-                        size_t capacity, llm_error *err) {
+int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
+                        const llm_message *messages, int n, char *text, size_t capacity,
+                        llm_error *err) {
     llm__rendering r;
     llm__clear(err);
     bool ok = llm__render(&r, t, options, messages, n, err);
-    if (ok && r.text.length && capacity) memcpy(text, r.text.data, r.text.length < capacity ? r.text.length : capacity);
+    if (ok && r.text.length && capacity)
+        memcpy(text, r.text.data, r.text.length < capacity ? r.text.length : capacity);
     LLM_FREE(r.text.data);
     LLM_FREE(r.trusted);
     return ok ? (int64_t)r.text.length : -1;
@@ -11129,10 +11395,11 @@ static int64_t llm__chat_tokenize(const llm_tokenizer *t, const llm_chat_options
     llm__clear(err);
     if (llm__render(&r, t, options, messages, n, err)) {
         llm_string bos = llm_tokenizer_text(t, t->bos);
-        bool has_bos = bos.length && r.n_trusted && !r.trusted->begin && r.trusted->end >= bos.length &&
-                       !memcmp(r.text.data, bos.data, bos.length);
-        count = llm__tokenize_ranges(t, (const char *)r.text.data, r.text.length, r.trusted, r.n_trusted,
-                                     t->adds_bos && !has_bos, false, ids, capacity, owned, err);
+        bool has_bos = bos.length && r.n_trusted && !r.trusted->begin &&
+                       r.trusted->end >= bos.length && !memcmp(r.text.data, bos.data, bos.length);
+        count = llm__tokenize_ranges(t, (const char *)r.text.data, r.text.length, r.trusted,
+                                     r.n_trusted, t->adds_bos && !has_bos, false, ids, capacity,
+                                     owned, err);
     }
     LLM_FREE(r.text.data);
     LLM_FREE(r.trusted);

@@ -161,15 +161,16 @@ static void chat_save(const chat *c, const char *path) {
     free(t.data);
 }
 
-static const char chat_commands[] = "/reset         begin a new conversation\n"
-                                    "/system TEXT   begin a new one with this system message "
-                                    "(without TEXT: print the present one)\n"
-                                    "/save FILE     write the conversation to a file, as JSON\n"
-                                    "/help          print this text\n"
-                                    "/quit          leave (or Ctrl-D)\n"
-                                    "A line that ends with \\ continues on the next line. // at the "
-                                    "beginning is a / and no command.\n"
-                                    "Ctrl-C stops the answer, or clears what was typed.\n";
+static const char chat_commands[] =
+    "/reset         begin a new conversation\n"
+    "/system TEXT   begin a new one with this system message "
+    "(without TEXT: print the present one)\n"
+    "/save FILE     write the conversation to a file, as JSON\n"
+    "/help          print this text\n"
+    "/quit          leave (or Ctrl-D)\n"
+    "A line that ends with \\ continues on the next line. // at the "
+    "beginning is a / and no command.\n"
+    "Ctrl-C stops the answer, or clears what was typed.\n";
 
 /* Run a line that begins with a slash. False: leave. */
 static bool chat_obey(chat *c, const char *line) {

@@ -35,7 +35,8 @@ static void round_rows(const float *x, int64_t cols, int group, int height, int 
     }
 }
 
-static void matmul(const llm__matmul_args *args, int64_t first_row, int64_t end_row, void *scratch) {
+static void matmul(const llm__matmul_args *args, int64_t first_row, int64_t end_row,
+                   void *scratch) {
     *(char *)scratch = 1;
     for (int i = 0; i < args->n; i++) {
         float sum = 0;

@@ -1181,7 +1181,8 @@ static void test_check_types(void **state) {
             assert_int_equal(faults.count, 2 * info->block_values);
             assert_int_equal(faults.first, first * (uint64_t)info->block_values);
             assert_true(isnan(faults.value) || isinf(faults.value));
-            if (cases[c].type == LLM_F16) assert_true(k % 2 ? isnan(faults.value) : isinf(faults.value));
+            if (cases[c].type == LLM_F16)
+                assert_true(k % 2 ? isnan(faults.value) : isinf(faults.value));
             memcpy(p, good, 2);
             memcpy(q, good + 1, 2);
         }
@@ -1206,7 +1207,9 @@ static void test_check_files(void **state) {
     assert_non_null(file);
     assert_false(llm_file_check(file, &err));
     assert_int_equal(err.status, LLM_ERROR_FORMAT);
-    assert_non_null(strstr(err.message, "the tensor u.2 has 1 values that are not finite, the first is -inf at index 3"));
+    assert_non_null(
+        strstr(err.message,
+               "the tensor u.2 has 1 values that are not finite, the first is -inf at index 3"));
     llm_file_close(file);
     remove_parts(3);
     assert_int_equal(test_live, 0);
@@ -1231,12 +1234,14 @@ static void test_quantize_not_finite(void **state) {
         llm_type type;
         const char *words; /* NULL: accepted */
     } cases[] = {
-        {NAN, LLM_Q4_0, "the tensor m has 1 values that are not finite, the first is nan at index 300"},
+        {NAN, LLM_Q4_0,
+         "the tensor m has 1 values that are not finite, the first is nan at index 300"},
         {INFINITY, LLM_F16, "the first is inf at index 300"},
         {-INFINITY, LLM_F32, "the first is -inf at index 300"}, /* copied as it is */
         {NAN, LLM_Q6_K, "the first is nan at index 300"},
         {65504, LLM_F16, NULL},
-        {-1e5f, LLM_F16, "the tensor m has the value -100000 at index 300, which is too large for f16"},
+        {-1e5f, LLM_F16,
+         "the tensor m has the value -100000 at index 300, which is too large for f16"},
         {1e5f, LLM_BF16, NULL},
         {1e5f, LLM_Q8_0, NULL},
         {1e7f, LLM_Q8_0, "the value 1e+07 at index 300, which is too large for q8_0"},

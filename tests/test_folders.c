@@ -120,8 +120,11 @@ static void test_damaged_settings(void **state) {
     (void)state;
     static const damage cases[] = {
         {"llama_mha", "config.json", "{", "[", "config.json, line"},
-        {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"", "does not say its model_type"},
-        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"", "config.json's model_type \"gemma\" is not supported; supported: llama, mistral, qwen2, qwen3"},
+        {"llama_mha", "config.json", "\"model_type\"", "\"modeltype\"",
+         "does not say its model_type"},
+        {"llama_mha", "config.json", "\"llama\"", "\"gemma\"",
+         "config.json's model_type \"gemma\" is not supported; supported: llama, mistral, qwen2, "
+         "qwen3"},
         {"llama_mha", "config.json", "\"llama\"", "17", "does not say its model_type"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": null",
          "does not say \"hidden_size\""},
@@ -136,31 +139,53 @@ static void test_damaged_settings(void **state) {
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 99999999999",
          "\"hidden_size\" in config.json is not a whole number"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 48", "is of shape"},
-        {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
+        {"llama_mha", "config.json", "\"hidden_size\": 24",
+         "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
         {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21",
-         "the tensor model.layers.0.mlp.gate_proj.weight is of shape (20, 24), but config.json asks for (21, 24)"},
+         "the tensor model.layers.0.mlp.gate_proj.weight is of shape (20, 24), but config.json "
+         "asks for (21, 24)"},
         {"gptq_g32", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 1",
-         "the tensor model.layers.0.self_attn.k_proj.qweight is of shape (32, 64), but config.json asks for (16, 64)"},
+         "the tensor model.layers.0.self_attn.k_proj.qweight is of shape (32, 64), but config.json "
+         "asks for (16, 64)"},
         {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 97",
-         "config.json says \"vocab_size\": 97, but model.embed_tokens.weight has 96 rows: correct it"},
-        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 95", "config.json says \"vocab_size\": 95, but model.embed_tokens.weight has 96 rows"},
-        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 96.5", "\"vocab_size\" in config.json is not a whole number"},
+         "config.json says \"vocab_size\": 97, but model.embed_tokens.weight has 96 rows: correct "
+         "it"},
+        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 95",
+         "config.json says \"vocab_size\": 95, but model.embed_tokens.weight has 96 rows"},
+        {"llama_mha", "config.json", "\"vocab_size\": 96", "\"vocab_size\": 96.5",
+         "\"vocab_size\" in config.json is not a whole number"},
         {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": -5",
-         "config.json: \"eos_token_id\" is -5, which is not the id of one of the 96 tokens: correct it, or remove the key"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": \"x\"", "\"eos_token_id\" is x, which is not the id of one of"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 1.5", "\"eos_token_id\" is 1.5, which is not"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 96", "\"eos_token_id\" is 96, which is not"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, 9999]", "\"eos_token_id\" is 9999, which is not"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, null]", "\"eos_token_id\" is null, which is not"},
-        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": {\"a\": 1}", "\"eos_token_id\" is {...}, which is not"},
-        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": -1", "\"bos_token_id\" is -1, which is not the id of one of the 96 tokens"},
-        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": [1, 96]", "\"bos_token_id\" is 96, which is not"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3", "the tensor model.layers.2.input_layernorm.weight is missing"},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1", "config.json's num_hidden_layers is 1, but there are more layers, with the tensor model.layers.1."},
-        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
-        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5", "is of shape"},
-        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 2147483647", "RoPE"},
-        {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3", "cannot share"},
+         "config.json: \"eos_token_id\" is -5, which is not the id of one of the 96 tokens: "
+         "correct it, or remove the key"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": \"x\"",
+         "\"eos_token_id\" is x, which is not the id of one of"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 1.5",
+         "\"eos_token_id\" is 1.5, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 96",
+         "\"eos_token_id\" is 96, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, 9999]",
+         "\"eos_token_id\" is 9999, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": [95, null]",
+         "\"eos_token_id\" is null, which is not"},
+        {"llama_mha", "config.json", "\"eos_token_id\": 95", "\"eos_token_id\": {\"a\": 1}",
+         "\"eos_token_id\" is {...}, which is not"},
+        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": -1",
+         "\"bos_token_id\" is -1, which is not the id of one of the 96 tokens"},
+        {"llama_mha", "config.json", "\"bos_token_id\": null", "\"bos_token_id\": [1, 96]",
+         "\"bos_token_id\" is 96, which is not"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 3",
+         "the tensor model.layers.2.input_layernorm.weight is missing"},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2", "\"num_hidden_layers\": 1",
+         "config.json's num_hidden_layers is 1, but there are more layers, with the tensor "
+         "model.layers.1."},
+        {"llama_mha", "config.json", "\"num_hidden_layers\": 2",
+         "\"num_hidden_layers\": 2147483647", "config.json says 2147483647 layers"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2", "\"num_attention_heads\": 5",
+         "is of shape"},
+        {"llama_mha", "config.json", "\"num_attention_heads\": 2",
+         "\"num_attention_heads\": 2147483647", "RoPE"},
+        {"llama", "config.json", "\"num_key_value_heads\": 2", "\"num_key_value_heads\": 3",
+         "cannot share"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 7", "RoPE over 7"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 2000000000", "which is absurd"},
         {"llama", "config.json", "\"head_dim\": 8", "\"head_dim\": 16", "is of shape"},
@@ -223,26 +248,48 @@ static void test_damaged_settings(void **state) {
         {"qwen3", "config.json", "\"qwen3\"", "\"qwen2\"", "is missing"},
         {"qwen2", "config.json", "\"qwen2\"", "\"llama\"", "is unknown to the llama architecture"},
         {"llama_mha", "tokenizer.json", "{", "", "tokenizer.json"},
-        {"llama_mha", "tokenizer.json", "\"added_tokens\":[", "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
-         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding (model.embed_tokens.weight) only 96 rows"},
-        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8", "the number of bits \"8\" is not supported; supported: 4"},
-        {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"", "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48", "do not fit together in groups of 48"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64", "do not fit together in groups of 64"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0", "do not fit together in groups of 0"},
-        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808", "do not fit together"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"checkpoint_format\": \"marlin\"", "the gptq format \"marlin\" is not supported"},
-        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"", "the gptq format \"marlin\" is not supported"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"", "\"rotation\": 0.01 in the quantization_config"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"", "\"dynamic\": {...} in the quantization_config"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
-        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"", "the data_type \"fp\" is not supported"},
-        {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"", "the quantization_config in config.json does not say its quant_method"},
-        {"llama_mha", "config.json", "\"hidden_act\"", "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"", "\"pruned_heads\": {...} in config.json"},
-        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"", "the awq format \"gemv\" is not supported"},
-        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"", "the gptq format \"gemm\" is not supported"},
-        {"awq_g32", "config.json", "\"quant_method\": \"awq\"", "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
-        {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"", "q_proj.weight is missing"},
+        {"llama_mha", "tokenizer.json", "\"added_tokens\":[",
+         "\"added_tokens\":[{\"id\":96,\"content\":\"[PAD]\",\"special\":true},",
+         "tokenizer.json (with what lies beside it) has 97 tokens, but the embedding "
+         "(model.embed_tokens.weight) only 96 rows"},
+        {"gptq_g32", "config.json", "\"bits\": 4", "\"bits\": 8",
+         "the number of bits \"8\" is not supported; supported: 4"},
+        {"gptq_g32", "config.json", "\"gptq\"", "\"bitsandbytes\"",
+         "the quantization \"bitsandbytes\" is not supported; supported: gptq, awq"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 48",
+         "do not fit together in groups of 48"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 64",
+         "do not fit together in groups of 64"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": 0",
+         "do not fit together in groups of 0"},
+        {"gptq_g32", "config.json", "\"group_size\": 32", "\"group_size\": -9223372036854775808",
+         "do not fit together"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"",
+         "\"checkpoint_format\": \"marlin\"", "the gptq format \"marlin\" is not supported"},
+        {"gptq_g32", "config.json", "\"checkpoint_format\": \"gptq\"", "\"format\": \"marlin\"",
+         "the gptq format \"marlin\" is not supported"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"rotation\"",
+         "\"rotation\": 0.01 in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"",
+         "\"dynamic\": {\"-:.*gate\": {}}, \"damp_percent\"",
+         "\"dynamic\": {...} in the quantization_config"},
+        {"gptq_g32", "config.json", "\"damp_percent\"",
+         "\"is_marlin_format\": true, \"damp_percent\"", "\"is_marlin_format\": true in the"},
+        {"gptq_g32", "config.json", "\"damp_percent\"", "\"data_type\": \"fp\", \"damp_percent\"",
+         "the data_type \"fp\" is not supported"},
+        {"gptq_g32", "config.json", "\"quant_method\"", "\"method\"",
+         "the quantization_config in config.json does not say its quant_method"},
+        {"llama_mha", "config.json", "\"hidden_act\"",
+         "\"pruned_heads\": {\"0\": [1]}, \"hidden_act\"",
+         "\"pruned_heads\": {...} in config.json"},
+        {"awq_g32", "config.json", "\"gemm\"", "\"gemv\"",
+         "the awq format \"gemv\" is not supported"},
+        {"awq_g32", "config.json", "\"awq\"", "\"gptq\"",
+         "the gptq format \"gemm\" is not supported"},
+        {"awq_g32", "config.json", "\"quant_method\": \"awq\"",
+         "\"quant_method\": \"gptq\", \"format\": \"gptq\"", "do not fit together"},
+        {"gptq_g32", "config.json", "\"quantization_config\"", "\"_quantization_config\"",
+         "q_proj.weight is missing"},
     };
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         copy_model(cases[i].model);
@@ -286,13 +333,20 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[4611686018427387904,2]",
          "which is not their number"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[96.0,24]", "has an impossible shape"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]", "has 1 dimensions, but should have 2"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]", "has 3 dimensions, but should have 2"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[1,96,24]", "has 3 dimensions, but should have 2"},
-        {"llama_mha", "", "\"shape\":[24]", "\"shape\":[1,24]", "norm.weight has 2 dimensions, but should have 1"},
-        {"llama_mha", "", "\"shape\":[20,24]", "\"shape\":[1,20,24]", "mlp.gate_proj.weight has 3 dimensions, but should have 2"},
-        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[1,3,64]", "is of type F16 with 3 dimensions, but should be F16 with 2"},
-        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]", "has no shape of up to 4 dimensions"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2304]",
+         "has 1 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,48,24]",
+         "has 3 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[1,96,24]",
+         "has 3 dimensions, but should have 2"},
+        {"llama_mha", "", "\"shape\":[24]", "\"shape\":[1,24]",
+         "norm.weight has 2 dimensions, but should have 1"},
+        {"llama_mha", "", "\"shape\":[20,24]", "\"shape\":[1,20,24]",
+         "mlp.gate_proj.weight has 3 dimensions, but should have 2"},
+        {"awq_g32", "", "\"F16\",\"shape\":[3,64]", "\"F16\",\"shape\":[1,3,64]",
+         "is of type F16 with 3 dimensions, but should be F16 with 2"},
+        {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":[2,2,2,12,24]",
+         "has no shape of up to 4 dimensions"},
         {"llama_mha", "", "\"shape\":[96,24]", "\"shape\":\"96x24\"", "has no shape"},
         {"llama_mha", "", "\"data_offsets\":[0,", "\"data_offsets\":[18446744073709551615,",
          "has no data_offsets of two numbers"},
@@ -356,9 +410,11 @@ static void test_damaged_tensors(void **state) {
     path_of(path, folder, "model.safetensors");
     bytes b = slurp(path);
     llm_error err;
-    llm_file *shard = llm__file_create(b.data, b.length, LLM__BORROWED, "x", llm__read_safetensors, &err);
+    llm_file *shard = llm__file_create(b.data, b.length, LLM__BORROWED, "x", llm__read_safetensors,
+                                       &err);
     int32_t bad = -1;
-    memcpy((void *)(uintptr_t)source_of(shard, "model.layers.0.self_attn.q_proj", "g_idx")->data, &bad, sizeof bad);
+    memcpy((void *)(uintptr_t)source_of(shard, "model.layers.0.self_attn.q_proj", "g_idx")->data,
+           &bad, sizeof bad);
     llm_file_close(shard);
     write_file("model.safetensors", b.data, b.length);
     clear_bytes(&b);
@@ -554,7 +610,8 @@ static void test_settings_without_effect(void **state) {
     replace("config.json", "\"eos_token_id\": 95", "\"eos_token_id\": 94");
     check_accepted("padded rows of the embedding");
     replace("config.json", "\"eos_token_id\": 94", "\"eos_token_id\": 95");
-    check_refused("an end token in the padding", "\"eos_token_id\" is 95, which is not the id of one of the 95 tokens");
+    check_refused("an end token in the padding",
+                  "\"eos_token_id\" is 95, which is not the id of one of the 95 tokens");
     /* data at odd addresses: the header one byte longer */
     copy_model("llama_mha");
     replace("model.safetensors", "", " ");
@@ -783,9 +840,10 @@ static void test_end_ids(void **state) {
         llm_file_close(file);
     }
     write_file("generation_config.json", "{\"eos_token_id\": [66, 9999]}", 28);
-    check_refused("an end token that is not there",
-            "generation_config.json: \"eos_token_id\" is 9999, which is not the id of one of the 96 "
-            "tokens");
+    check_refused(
+        "an end token that is not there",
+        "generation_config.json: \"eos_token_id\" is 9999, which is not the id of one of the 96 "
+        "tokens");
 }
 
 /* Where YaRN covers less than max_position_embeddings, the errors about the context say so. */

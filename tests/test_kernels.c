@@ -169,7 +169,9 @@ static void check_matmul(llm_type type, int rows, int cols, int n) {
     size_t bytes = (size_t)n * (size_t)rows * sizeof(float);
     float *expected = malloc(bytes), *exact = malloc(bytes);
     float *out = malloc(bytes), *other = malloc(bytes);
-    float *x_seen = blocks ? rounded_to_int8(x, n, cols, llm__layout_of(type).multipliers ? 256 : 32) : x;
+    float *x_seen = blocks
+                        ? rounded_to_int8(x, n, cols, llm__layout_of(type).multipliers ? 256 : 32)
+                        : x;
     float *w_seen = weights_seen(type, data, rows, cols);
     llm_weight seen = {LLM_F32, rows, cols, w_seen, NULL, NULL, false};
 
