@@ -926,7 +926,7 @@ static void test_device_draws(void **state) {
 
 static llm_engine *tested; /* the engine that must survive each mistake */
 
-/* The error is about an option (NULL: none), with whose name its message begins, and says `word`. */
+/* The error is about an option (NULL: none), with whose name its message begins; it says `word`. */
 static void check_error(const llm_error *err, llm_status status, const char *option,
                         const char *word) {
     assert_int_equal(err->status, status);

@@ -32,7 +32,7 @@ c_void_p, c_char_p, c_size_t = ctypes.c_void_p, ctypes.c_char_p, ctypes.c_size_t
 
 class Error(ctypes.Structure):
     c_name = "llm_error"
-    _fields_ = [("status", c_int), ("message", ctypes.c_char * 512)]
+    _fields_ = [("status", c_int), ("message", ctypes.c_char * 512), ("option", ctypes.c_char_p)]
 
 
 class Config(ctypes.Structure):
