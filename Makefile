@@ -65,7 +65,6 @@ SCRIPTS  = $(if $(SANITIZE),,tests/lessons.sh tests/embed.sh tests/docs.sh tests
 # The kernels once more, with matrix tiles that an emulator plays (tests/tiles_on_cpu.c).
 TILES    = $(if $(DEVICE),,$(if $(findstring x86_64-linux,$(subst -pc-,-,$(shell $(CC) -dumpmachine))),$(B)/tiles_kernels))
 LONG     = $(addprefix $(B)/test_,kernels speculation engine device cuda_kernels) $(TILES)
-SHARED  := $(if $(shell command -v $(OBJCOPY) 2>/dev/null),$(B)/libkernels.a)
 
 # The program: an object for each file, in a folder for each set of devices. docs/course.c holds
 # the implementation of llm.h; the others read only its declarations.
@@ -73,24 +72,22 @@ COMMAND  = $(B)/command$(if $(NVCC),_cuda)$(if $(EMULATED),_emulated)$(if $(OBSE
 IN_COURSE = docs/04-attention.c docs/13-tokens.c docs/14-sampling.c
 SOURCES  = main.c tests/bench.c $(wildcard models/*.c) \
 	$(filter-out $(IN_COURSE),$(wildcard docs/*.c))
-llm $(B)/llm: $(SOURCES:%.c=$(COMMAND)/%.o) $(SHARED) $(DEVICES) $(B)/linked
+llm $(B)/llm: $(SOURCES:%.c=$(COMMAND)/%.o) $(B)/libkernels.a $(DEVICES) $(B)/linked
 	$(COMPILE) $(filter-out %/linked,$^) -o $@ $(LDFLAGS) -lm $(DEVICE_LIBS) $(EDIT_LIBS)
 
 $(COMMAND)/docs/course.o: llm.h $(IN_COURSE)
 HEADERS  = $(wildcard docs/*.h docs/stb/*.h models/*.h) tests/bench.h tests/emulator.h
 $(COMMAND)/%.o: %.c $(B)/declarations $(HEADERS) $(B)/flags
 	@mkdir -p $(@D)
-	$(COMPILE) $(if $(SHARED),-DLLM_KERNELS_EXTERN) $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
+	$(COMPILE) -DLLM_KERNELS_HERE=-1 $(DEVICE_FLAGS) $(EDIT_FLAGS) -c $< -o $@
 
 # The kernels take the compiler most of its time, so they are compiled once, for the program and for
-# all tests: an object per instruction set (2, AVX-512, takes longest), all names but theirs hidden.
-KERNELS  = $(addprefix $(B)/$(1)kernels_,2.o 1.o 0.o 3.o)
-KEEP     = $(addprefix --keep-global-symbol=llm__, \
-	base_kernels avx2_kernels avx512_kernels dotprod_kernels base_softmax_row)
+# all tests: an object per instruction set. 2, AVX-512, takes longest.
+KERNELS  = $(addprefix $(B)/$(1)kernels_,2.o 1.o 0.o)
 COMPILE_KERNELS = $(1) -Wno-unused-function -DLLM_IMPLEMENTATION -DLLM_FILE_NAME='"kernels.h"' \
-	-DLLM_KERNELS_SHARED=$* -x c -c $< -o $@ && $(OBJCOPY) $(KEEP) $@
+	-DLLM_KERNELS_HERE=$* -x c -c $< -o $@
 LIBRARY  = printf '\043define LLM_IMPLEMENTATION\n\043include "llm.h"\n' | \
-	$(1) -DLLM_KERNELS_EXTERN -x c -c - -o $@
+	$(1) -DLLM_KERNELS_HERE=-1 -x c -c - -o $@
 
 $(B)/kernels_%.o: $(B)/kernels.h $(B)/flags
 	$(call COMPILE_KERNELS,$(COMPILE))
@@ -108,12 +105,12 @@ $(B)/lib%.a:
 # when its text does. llm.cu reads the declarations. The flags are such a file, too: when they change,
 # everything is compiled again.
 CHANGE   = if cmp -s $@.new $@; then rm $@.new; else mv $@.new $@; fi
-$(B)/declarations: llm.h
+$(B)/declarations: llm.h tests/parts.awk
 	@mkdir -p $(B)
-	@sed '/^#endif .* LLM_H /q' llm.h >$@.new; $(CHANGE)
-$(B)/kernels.h: llm.h tests/kernels.awk
+	@awk -v part=api -f tests/parts.awk llm.h >$@.new; $(CHANGE)
+$(B)/kernels.h: llm.h tests/parts.awk
 	@mkdir -p $(B)
-	@awk -f tests/kernels.awk llm.h >$@.new; $(CHANGE)
+	@awk -v part=kernels -f tests/parts.awk llm.h >$@.new; $(CHANGE)
 $(B)/flags: FORCE | $(B)/have-cc
 	@echo '$(call QUOTED,$(COMPILE) $(CXX) $(EDIT_FLAGS))' >$@.new; $(CHANGE)
 $(B)/linked: FORCE | $(B)/have-cc
@@ -149,7 +146,7 @@ demo: $(B)/have-cc
 # the library, and of which the compiler (if it is gcc) leaves out what the test does not reach, but where a device's object wants it.
 CMOCKA   = -lcmocka
 REACHED  = $(if $(DEVICE),,$(shell echo 'int main(void){return 0;}' | $(CC) -Werror -fwhole-program -x c - -o /dev/null 2>/dev/null && echo -fwhole-program))
-COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_EXTERN -Itests
+COMPILE_TEST = $(COMPILE) -O1 -DLLM_KERNELS_HERE=-1 -Itests
 
 $(B)/test_%.o: tests/test_%.c llm.h models/quantize.c models/quantize.h $(wildcard tests/*.h tests/cross/*.h) $(B)/flags | $(if $(CMOCKA),$(B)/have-cmocka,$(B)/have-cc)
 	$(COMPILE_TEST) $(REACHED) -c $< -o $@
@@ -202,7 +199,7 @@ $(B)/fuzzed-llm.o: llm.h | $(B)/have-fuzzer
 	$(call LIBRARY,$(call FUZZ,-no-link))
 $(B)/libfuzzed.a: $(call KERNELS,fuzzed-) $(B)/fuzzed-llm.o
 $(B)/fuzz_%.o: tests/fuzz_%.c llm.h models/quantize.c $(wildcard tests/*.h) | $(B)/have-fuzzer
-	$(FUZZ) -DLLM_KERNELS_EXTERN -c $< -o $@
+	$(FUZZ) -DLLM_KERNELS_HERE=-1 -c $< -o $@
 $(B)/fuzz_%: $(B)/fuzz_%.o $(B)/libfuzzed.a
 	$(FUZZ) $^ -o $@ -lm
 
@@ -219,7 +216,7 @@ mutants: $(B)/have-cmocka $(B)/have-c++
 # ---- Soak: random workloads, also on the emulated device where there is a C++ compiler. SEED: of the first round. ----
 SEED     =
 $(B)/soak.o: tests/soak.c llm.h models/quantize.c $(wildcard tests/*.h tests/cross/*.h) $(B)/flags
-	$(COMPILE) -O2 -DLLM_KERNELS_EXTERN -Itests -c $< -o $@
+	$(COMPILE) -O2 -DLLM_KERNELS_HERE=-1 -Itests -c $< -o $@
 $(B)/soak: $(B)/soak.o $(B)/libkernels.a $(if $(EMULATED),$(EMULATOR))
 	$(COMPILE) $(filter %.o,$^) -o $@ $(LDFLAGS) $(B)/libkernels.a -lm $(if $(EMULATED),-lstdc++)
 

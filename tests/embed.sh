@@ -162,7 +162,7 @@ if echo 'int main(void) { return 0; }' | gcc -fopenmp -x c - -o /dev/null 2>/dev
     openmp=-fopenmp
 fi
 kernels= library= # LLM_KERNELS: a library of compiled kernels, which saves time
-if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
+if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_HERE=-1 library=$LLM_KERNELS; fi
 
 quick() { # quick TITLE COMPILE...: compile and run greedy; its text must equal the normal build's
     quick_title=$1
