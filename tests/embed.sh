@@ -214,6 +214,15 @@ else
     no 'make compiles again when the flags change, and only then'
 fi
 
+# ---- A change in Part I compiles no kernels, and their objects redefine no public function ----
+awk -v part=kernels -f tests/parts.awk llm.h >"$work/before"
+awk '{ print } /^ \* \[[1-5]\] |^ \* \[DATA\] / { print " * (changed)" }' llm.h |
+    awk -v part=kernels -f tests/parts.awk >"$work/after"
+check 'a change in Part I compiles no kernels' cmp "$work/before" "$work/after"
+if [ -z "${LLM_KERNELS:-}" ]; then skip 'public functions of kernel objects: no LLM_KERNELS'
+elif nm "$LLM_KERNELS" | grep -E ' T _?llm_[a-z]'; then no 'public functions of kernels are weak'
+else ok 'public functions of kernels are weak'; fi
+
 line="$passed passed, $failed failed"
 [ "$skipped" -eq 0 ] || line="$line, $skipped skipped"
 echo "$line"
