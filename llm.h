@@ -14045,25 +14045,20 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* The passes take most of the compile time, so one file of a program can compile them for all:
- * LLM_KERNELS_SHARED there, LLM_KERNELS_EXTERN in the others. */
+/* The passes take most of the compile time, so a program can compile each in a file of its own, with
+ * LLM_KERNELS_HERE its level: 0 (baseline), 1 (AVX2, or NEON's dot products) or 2 (AVX-512). In its
+ * other files LLM_KERNELS_HERE is -1. */
 #ifdef LLM_NO_FAST_KERNELS
-#elif defined(LLM_KERNELS_EXTERN)
-extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels,
-    llm__dotprod_kernels;
-void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest,
-                           float *total, float *sums, int padded_dim);
-#else
-
-#ifdef LLM_KERNELS_SHARED
-#define LLM__HAS_PASS(pass) (LLM_KERNELS_SHARED == (pass))
+#define LLM__COMPILES(level) 0
+#elif defined(LLM_KERNELS_HERE)
+#define LLM__COMPILES(level) (LLM_KERNELS_HERE == (level))
 #define LLM__KERNELS
 extern const llm__kernels llm__base_kernels, llm__avx2_kernels, llm__avx512_kernels,
     llm__dotprod_kernels;
 void llm__base_softmax_row(float *scores, int from, int seen, float scale, float *largest,
                            float *total, float *sums, int padded_dim);
 #else
-#define LLM__HAS_PASS(pass) 1
+#define LLM__COMPILES(level) 1
 #define LLM__KERNELS static
 #endif
 
@@ -14072,7 +14067,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM_FILE_NAME "llm.h"
 #endif
 
-#if LLM__HAS_PASS(0)
+#if LLM__COMPILES(0)
 #define LLM__KERNEL_PASS 0
 #define LLM__W 4
 #define LLM__ROWS 2
@@ -14082,7 +14077,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #undef LLM__KERNEL_PASS
 #endif
 
-#if defined(LLM__X86) && LLM__HAS_PASS(1)
+#if defined(LLM__X86) && LLM__COMPILES(1)
 #define LLM__KERNEL_PASS 1
 #define LLM__W 8
 #define LLM__ROWS 2
@@ -14103,7 +14098,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #undef LLM__KERNEL_PASS
 #endif
 
-#if defined(LLM__X86) && LLM__HAS_PASS(2)
+#if defined(LLM__X86) && LLM__COMPILES(2)
 #define LLM__KERNEL_PASS 2
 #define LLM__W 16
 #define LLM__ROWS 4
@@ -14124,7 +14119,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #undef LLM__KERNEL_PASS
 #endif
 
-#if defined(LLM__DOTPROD) && LLM__HAS_PASS(3)
+#if defined(LLM__DOTPROD) && LLM__COMPILES(1)
 #define LLM__KERNEL_PASS 3
 #define LLM__W 4
 #define LLM__ROWS 2
@@ -14140,7 +14135,6 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #endif
 #undef LLM__KERNEL_PASS
 #endif
-#endif /* LLM_KERNELS_EXTERN */
 
 /* Linux lets a process use AMX only on request. */
 static bool llm__has_matrix_tiles(void) {

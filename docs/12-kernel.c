@@ -351,7 +351,7 @@ static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
 static bool kernel_teach(lesson *l, int n_prompt, const char *kernel) {
     (void)l, (void)n_prompt, (void)kernel;
     return !fail("this program was built without the emulated device, which counts the accesses: "
-                 "install a C++ compiler (g++) and objcopy (binutils), then run make again");
+                 "install g++, then run make again");
 }
 #endif
 

@@ -86,7 +86,7 @@ if echo 'int main(void) { return 0; }' | $cc -fopenmp -x c - -o /dev/null 2>/dev
     openmp=-fopenmp
 fi
 kernels= library= # LLM_KERNELS: a library of compiled kernels, which saves time
-if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
+if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_HERE=-1 library=$LLM_KERNELS; fi
 for example in embed chat batch embeddings; do
     check "docs/examples/$example.c compiles without a warning" \
         $cc -std=c11 -O1 -Wall -Wextra -Wpedantic -Werror $openmp $kernels \

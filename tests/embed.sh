@@ -162,7 +162,7 @@ if echo 'int main(void) { return 0; }' | gcc -fopenmp -x c - -o /dev/null 2>/dev
     openmp=-fopenmp
 fi
 kernels= library= # LLM_KERNELS: a library of compiled kernels, which saves time
-if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_EXTERN library=$LLM_KERNELS; fi
+if [ -n "${LLM_KERNELS:-}" ]; then kernels=-DLLM_KERNELS_HERE=-1 library=$LLM_KERNELS; fi
 
 quick() { # quick TITLE COMPILE...: compile and run greedy; its text must equal the normal build's
     quick_title=$1
@@ -204,16 +204,24 @@ fi
 
 # ---- make compiles an object again when the flags change, and only then ----
 compiles() { # compiles FLAGS: print the number of files compiled
-    make B="$work/build" NVCC= OPTIMIZE="$1" "$work/build/tiles_on_cpu.o" 2>&1 | grep -c -e ' -c '
+    make B="$work/build" NVCC= EMULATED= OBSERVED= OPTIMIZE="$1" \
+        "$work/build/command/docs/chat.o" 2>&1 | grep -c -e ' -c '
 }
-if [ "$(uname -m)" != x86_64 ]; then
-    skip 'make compiles again when the flags change: no matrix tiles to compile'
-elif [ "$(compiles -O1) $(compiles -O1) $(compiles '-O0 -g') $(compiles '-O0 -g')" = \
+if [ "$(compiles -O1) $(compiles -O1) $(compiles '-O0 -g') $(compiles '-O0 -g')" = \
     '1 0 1 0' ]; then
     ok 'make compiles again when the flags change, and only then'
 else
     no 'make compiles again when the flags change, and only then'
 fi
+
+# ---- A change in Part I compiles no kernels, and their objects redefine no public function ----
+awk -v part=kernels -f tests/parts.awk llm.h >"$work/before"
+awk '{ print } /^ \* \[[1-5]\] |^ \* \[DATA\] / { print " * (changed)" }' llm.h |
+    awk -v part=kernels -f tests/parts.awk >"$work/after"
+check 'a change in Part I compiles no kernels' cmp "$work/before" "$work/after"
+if [ -z "${LLM_KERNELS:-}" ]; then skip 'public functions of kernel objects: no LLM_KERNELS'
+elif nm "$LLM_KERNELS" | grep -E ' T _?llm_[a-z]'; then no 'public functions of kernels are weak'
+else ok 'public functions of kernels are weak'; fi
 
 line="$passed passed, $failed failed"
 [ "$skipped" -eq 0 ] || line="$line, $skipped skipped"

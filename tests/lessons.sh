@@ -310,7 +310,7 @@ bad "cpu: on another device" 1 "is about the CPU" "$LLM" lesson cpu --device emu
 name="kernel: no such kernel"
 run "$LLM" lesson kernel -m tiny-q4_0.gguf --kernel cooking
 if grep -q 'built without the emulated device' err; then
-    skip "lesson kernel (built without a C++ compiler or objcopy)"
+    skip "lesson kernel (built without g++)"
 else
     if [ "$status" -eq 1 ] && grep -q "launches no kernel named 'cooking'; it launches embed" err; then pass
     else fail "an error that names the kernels"; fi

@@ -12,7 +12,7 @@ if ! echo 'int main(void) { return 0; }' | "$CC" -fsanitize=thread -x c - -o "$T
     exit 0
 fi
 passed=0 failed=0
-"$CC" -std=gnu11 -g1 -O1 -fopenmp -fsanitize=thread -DLLM_KERNELS_EXTERN -I. \
+"$CC" -std=gnu11 -g1 -O1 -fopenmp -fsanitize=thread -DLLM_KERNELS_HERE=-1 -I. \
     -Itests tests/races.c "${LLM_KERNELS:-build/libkernels.a}" \
     -lm -o "$T/races" || { echo "0 passed, 1 failed"; exit 1; }
 if "$T/races" >"$T/log" 2>&1; then passed=$((passed + 1)); else

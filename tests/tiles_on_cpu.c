@@ -1,9 +1,9 @@
 /* tests/tiles_on_cpu.c: emulates matrix tiles (AMX) on an x86-64 processor that has none, so that
  * the kernels that use them are checked on every machine.
  *
- * Link it with a test that is compiled with -DLLM_EMULATED_TILES. The processor does not know the
- * tile instructions, so the system sends SIGILL; the handler below decodes the instruction, carries
- * it out and continues after it. The code under test is exactly the library that users get. The
+ * test_tiles.c includes it, and llm.h with LLM_EMULATED_TILES defined. The processor does not know
+ * the tile instructions, so the system sends SIGILL; the handler below decodes the instruction,
+ * carries it out and continues after it. The kernels are exactly those that users get. The
  * emulator also checks more than a processor does: the address sanitizer sees each row that a tile
  * reads or writes, and a product of tiles whose shapes do not match ends the test with a message.
  *
@@ -210,8 +210,9 @@ __attribute__((constructor)) static void install(void) {
 }
 
 /* Replaces libc's function: cmocka installs handlers for its crash reports, and must not replace
- * the one for SIGILL. */
-void (*signal(int number, void (*handler)(int)))(int) {
+ * the one for SIGILL. Visible to cmocka even with gcc's -fwhole-program. */
+#pragma GCC diagnostic ignored "-Wattributes" /* clang does not know this attribute */
+__attribute__((externally_visible)) void (*signal(int number, void (*handler)(int)))(int) {
     struct sigaction before, now = {.sa_handler = handler, .sa_flags = SA_RESTART};
     if (number == SIGILL) return SIG_DFL;
     return sigaction(number, &now, &before) == 0 ? before.sa_handler : SIG_ERR;
