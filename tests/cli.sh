@@ -34,12 +34,15 @@ same "--option=value is --option value" s.gguf equals.gguf
 ok "--version" "^llm [0-9]" "$LLM" --version
 ok "--help" "perplexity" "$LLM" --help
 name="--help fits a screen of 24 lines and 80 columns"
-if [ "$(wc -l <out)" -lt 24 ] && ! grep -q '.\{81\}' out; then pass; else fail "at most 23 lines of 80 columns, not $(wc -l <out)"; fi
-for c in run chat batch demo info tokenize perplexity quantize bench "bench batch" "bench serve" "bench speculate" synth; do
+if [ "$(wc -l <out)" -lt 24 ] && ! grep -q '.\{81\}' out; then pass; else fail \
+    "at most 23 lines of 80 columns, not $(wc -l <out)"; fi
+for c in run chat batch demo info tokenize perplexity quantize bench "bench batch" "bench serve" \
+    "bench speculate" synth; do
     # shellcheck disable=SC2086
     ok "$c --help, width" "" "$LLM" $c --help
     name="$c --help fits 96 columns"
-    if grep -q '.\{97\}' out; then fail "no longer line than: $(grep '.\{97\}' out | head -1)"; else pass; fi
+    if grep -q '.\{97\}' out; then fail "no longer line than: $(grep '.\{97\}' out | head -1)"; \
+        else pass; fi
 done
 for c in run demo info tokenize perplexity quantize bench synth; do
     ok "$c --help" "Usage: llm $c" "$LLM" $c --help
@@ -180,12 +183,15 @@ ok "prompt from a file" "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -f prom
 same "... gives the same text" first out
 piped "prompt from standard input" 'Hello' "" "$LLM" run -m "$M" -n 12 -s 3 -q --ignore-end -
 same "... gives the same text" first out
-piped "prompt from standard input, as it is piped" 'Hello\n\n' '"prompt": "Hello\\n\\n"' "$LLM" run -m "$M" -n 1 -q --json -
+piped "prompt from standard input, as it is piped" 'Hello\n\n' '"prompt": "Hello\\n\\n"' "$LLM" \
+    run -m "$M" -n 1 -q --json -
 piped "... with -f -, too" 'Hello\n' '"prompt": "Hello\\n"' "$LLM" run -m "$M" -n 1 -q --json -f -
 ok "a whole number with an exponent" "" "$LLM" run -m "$M" -n 1.2e1 -s 3e0 -q --ignore-end "Hello"
 same "... is that number" first out
-bad "a number with an exponent that is not whole" 2 "tokens needs a whole number from -1 to 2147483647, not '15e-1'" "$LLM" run -m "$M" -n 15e-1 x
-bad "a number with an exponent, out of range" 2 "tokens needs a whole number from -1 to 2147483647, not '1e10'" "$LLM" run -m "$M" -n 1e10 x
+bad "a number with an exponent that is not whole" 2 \
+    "tokens needs a whole number from -1 to 2147483647, not '15e-1'" "$LLM" run -m "$M" -n 15e-1 x
+bad "a number with an exponent, out of range" 2 \
+    "tokens needs a whole number from -1 to 2147483647, not '1e10'" "$LLM" run -m "$M" -n 1e10 x
 bad "a hexadecimal number" 2 "tokens needs a whole number" "$LLM" run -m "$M" -n 0x10 x
 bad "a seed that is not whole" 2 "seed needs a whole number" "$LLM" run -m "$M" -s 1.5 x
 printf 'Hello\n\n' >prompt.txt
@@ -206,16 +212,27 @@ trace "... writes a trace" t.json '"prefill 2"'
 ok "run --trace of several samples" "" \
     "$LLM" run -m "$M" -n 4 -s 3 -q --ignore-end --samples 3 --trace t.json "Hello"
 trace "... writes over the last one" t.json '"request 1, sample 3"'
-bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" "$LLM" run -m "$M" -n 4 --trace - Hello
-bad "run --trace over the prompt" 1 "prompt.txt exists and is not a trace: give another path" "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
-bad "run --trace over the model" 1 "s.gguf exists and is not a trace" "$LLM" run -m "$M" -n 4 --trace "$M" Hello
-bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 --trace "$T" Hello
-bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" run -m "$M" -q -f longer.txt
-bad "... than the context asked for" 1 "--context is 8, and the prompt has [0-9]+ tokens: shorten the prompt, or allow a longer context$" "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
+bad "run --trace -" 2 "trace needs the name of a file: standard output is for the text" "$LLM" \
+    run -m "$M" -n 4 --trace - Hello
+bad "run --trace over the prompt" 1 "prompt.txt exists and is not a trace: give another path" \
+    "$LLM" run -m "$M" -n 4 -f prompt.txt --trace prompt.txt
+bad "run --trace over the model" 1 "s.gguf exists and is not a trace" "$LLM" run -m "$M" -n 4 \
+    --trace "$M" Hello
+bad "run --trace to a directory" 1 "cannot write to .*: Is a directory" "$LLM" run -m "$M" -n 4 \
+    --trace "$T" Hello
+bad "prompt longer than the context" 1 "[0-9]+ tokens.*context.*128|context.*128.*tokens" "$LLM" \
+    run -m "$M" -q -f longer.txt
+bad "... than the context asked for" 1 \
+    "--context is 8, and the prompt has [0-9]+ tokens: shorten the prompt, or allow a longer context$" \
+    "$LLM" run -m "$M" -q -c 8 "Hello, and good evening to you"
 bad "context longer than the model's" 1 "128" "$LLM" run -m "$M" -c 1000 x
-bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type q8_0 x
-bad "cache too small for the request" 1 "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or give" "$LLM" run -m "$M" --cache-memory 4K -n 100 x
-ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q --temperature 0 "Hello"
+bad "cache of an impossible type" 2 "one of f32.f16, not 'q8_0'" "$LLM" run -m "$M" --cache-type \
+    q8_0 x
+bad "cache too small for the request" 1 \
+    "^llm: --cache-memory is 4.0 KiB \(1 blocks of 16 tokens\), and the request may need 28.0 KiB \(7 blocks\): ask for fewer tokens, or give" \
+    "$LLM" run -m "$M" --cache-memory 4K -n 100 x
+ok "to the end of the context" "" "$LLM" run -m "$M" -n -1 -c 20 --ignore-end --json -q \
+    --temperature 0 "Hello"
 json "run --json"
 name="run --json: greedy, to the end"; judge 0 "" '"finish": "length"'
 for o in "--naive-attention" "--cache-type f32" \
@@ -247,27 +264,42 @@ ok "info" "a sequence of 128 " "$LLM" info "$M"
 ok "info --tensors" "blk.1.ffn_down.weight +f16 +96 x 64" "$LLM" info -m "$M" --tensors
 ok "info --memory" "In 1.0 GiB of memory" "$LLM" info "$M" --memory 1G
 ok "info, no memory" "In 0 B of memory" "$LLM" info "$M" --memory 0
-bad "info, a context beyond the model's" 1 "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
+bad "info, a context beyond the model's" 1 \
+    "--context is 129: the model was trained for 1 to 128 tokens" "$LLM" info "$M" --context 129
 ok "info, memory too small for the weights" "the weights do not fit" "$LLM" info "$M" --memory 1k
 ok "info --check" "all values and scales are finite" "$LLM" info "$M" --check
-ok "info --check of a folder" "21 tensors, .*finite" "$LLM" info --check "$TOP/tests/data/models/llama"
+ok "info --check of a folder" "21 tensors, .*finite" "$LLM" info --check \
+    "$TOP/tests/data/models/llama"
 ok "info --check --json" '"runs": true,' "$LLM" info --check --json "$M"
 json "info --check --json"
 cp -r "$TOP/tests/data/models/qwen3_yarn" yarn
-sed 's/"max_position_embeddings": 64/"max_position_embeddings": 99/' "$TOP/tests/data/models/qwen3_yarn/config.json" >yarn/config.json
-ok "info, a context that YaRN makes smaller" "context: config.json says 99, but its YaRN scaling makes 64 of 16" "$LLM" info yarn
-ok "info --json, a context that YaRN makes smaller" '"context_note": "config.json says 99' "$LLM" info yarn --json
+sed 's/"max_position_embeddings": 64/"max_position_embeddings": 99/' \
+    "$TOP/tests/data/models/qwen3_yarn/config.json" >yarn/config.json
+ok "info, a context that YaRN makes smaller" \
+    "context: config.json says 99, but its YaRN scaling makes 64 of 16" "$LLM" info yarn
+ok "info --json, a context that YaRN makes smaller" '"context_note": "config.json says 99' "$LLM" \
+    info yarn --json
 json "info --json, a context that YaRN makes smaller"
-bad "... and a larger one" 1 "trained for 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn -c 70 x
-bad "info, ... and a larger one" 1 "trained for 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
+bad "... and a larger one" 1 \
+    "trained for 1 to 64 tokens.*; config.json says 99, but its YaRN scaling" "$LLM" run -m yarn \
+    -c 70 x
+bad "info, ... and a larger one" 1 \
+    "trained for 1 to 64 tokens; config.json says 99, but its YaRN scaling" "$LLM" info yarn -c 70
 bad "info --check --program" 2 "cannot go with --program" "$LLM" info --check --program "$M"
 cp "$M" nan.gguf
-printf '\000\176' | dd of=nan.gguf bs=2 seek=$(($(wc -c <nan.gguf) / 4)) conv=notrunc 2>/dev/null # a NaN of f16
-name="info --check of a NaN"; run "$LLM" info --check nan.gguf; judge 1 "nan.gguf: 1 of [0-9]* tensors have values" "weight: 1 of [0-9]* values are not finite, the first is nan at index"
-name="info --check --json of a NaN"; run "$LLM" info --check --json nan.gguf; judge 1 "values that are not finite" '"count": 1,'
+# a NaN of f16
+printf '\000\176' | dd of=nan.gguf bs=2 seek=$(($(wc -c <nan.gguf) / 4)) conv=notrunc 2>/dev/null
+name="info --check of a NaN"; run "$LLM" info --check nan.gguf; judge 1 \
+    "nan.gguf: 1 of [0-9]* tensors have values" \
+    "weight: 1 of [0-9]* values are not finite, the first is nan at index"
+name="info --check --json of a NaN"; run "$LLM" info --check --json nan.gguf; judge 1 \
+    "values that are not finite" '"count": 1,'
 json "info --check --json of a NaN"
-bad "quantize a NaN" 1 "nan.gguf: the tensor .*weight has 1 values that are not finite, the first is nan at index [0-9]*" "$LLM" quantize nan.gguf q.gguf --type q8_0
-name="... writes no file"; if [ -e q.gguf ] || [ -e q.gguf.tmp ]; then fail "no q.gguf"; else pass; fi
+bad "quantize a NaN" 1 \
+    "nan.gguf: the tensor .*weight has 1 values that are not finite, the first is nan at index [0-9]*" \
+    "$LLM" quantize nan.gguf q.gguf --type q8_0
+name="... writes no file"; if [ -e q.gguf ] || [ -e q.gguf.tmp ]; then fail "no q.gguf"; else \
+    pass; fi
 ok "info --json" '"bytes_per_token": 256,' "$LLM" info "$M" --json --tensors --memory 1.5GiB
 json "info --json"
 
@@ -277,11 +309,15 @@ ok "info --program" "matmul +gate -> \+=x +ffn_down f16 64 x 96 +12.0 KiB" \
 ok "info --program, layers" "layers 1 to 1 are like layer 0" "$LLM" info --program "$M"
 ok "info --program --all" " 1  matmul +h -> up " "$LLM" info --program --all "$M"
 ok "info --program --plan" "barrier  attn_norm" "$LLM" info --program --plan -t 2 "$M"
-bad "info --program, too many tokens" 1 "--tokens is 65, more than --context, 64" "$LLM" info --program "$M" --tokens 65 --context 64
-bad "info --program, a context beyond the model's" 1 "--context is 129: " "$LLM" info --program "$M" --context 129
-bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " "$LLM" info --program "$M" --tokens 0
+bad "info --program, too many tokens" 1 "--tokens is 65, more than --context, 64" "$LLM" info \
+    --program "$M" --tokens 65 --context 64
+bad "info --program, a context beyond the model's" 1 "--context is 129: " "$LLM" info --program \
+    "$M" --context 129
+bad "info --program, no tokens" 2 "--tokens needs a whole number from 1 " "$LLM" info --program \
+    "$M" --tokens 0
 bad "info --tokens alone" 2 "need --program" "$LLM" info "$M" --tokens 5
-ok "info --program --json" '"kind": "rope_store"' "$LLM" info "$M" --program --plan --json -t 2 --tokens 3 --context 20
+ok "info --program --json" '"kind": "rope_store"' "$LLM" info "$M" --program --plan --json -t 2 \
+    --tokens 3 --context 20
 json "info --program --json"
 if [ -n "$python" ]; then
     name="info --program --json: contents"
@@ -401,10 +437,12 @@ ok "perplexity of invalid UTF-8" "^[0-9.]+ bits per byte" "$LLM" perplexity -m "
 ok "bench --json" '"complete": true' \
     "$LLM" bench -m "$M" --threads 1 --prompt 4,30 --gen 3 --runs 2 --json
 json "bench --json"
-for o in "" "batch --sequences 1" "serve --policy continuous --requests 2 --prompt 4 --gen 3" "speculate --lookup -f words.txt -p 2 -g 3"; do
+for o in "" "batch --sequences 1" "serve --policy continuous --requests 2 --prompt 4 --gen 3" \
+    "speculate --lookup -f words.txt -p 2 -g 3"; do
     if [ -n "$o" ]; then set -- $o; else set -- -t 1; fi
     case $o in batch* | "") set -- "$@" -p 4 -g 3 ;; esac
-    name="bench $*, logits that are not numbers" && run "$LLM" bench "$@" -m broken.gguf && judge 1 "sample 0: the model's logits after position [0-9]+ are not finite" ""
+    name="bench $*, logits that are not numbers" && run "$LLM" bench "$@" -m broken.gguf && judge \
+        1 "sample 0: the model's logits after position [0-9]+ are not finite" ""
 done
 ok "bench" "^ +1 +5 .* %$" "$LLM" bench -m "$M" -t 1 -p 5 -g 2 -r 1
 bad "bench beyond the context" 1 "context of 128" "$LLM" bench -m "$M" --prompt 500
@@ -568,10 +606,14 @@ done
 # ---- --device ---------------------------------------------------------------------------------
 bad "abbreviated values are refused" 2 "cache-type needs one of f32.f16, not 'f'" \
     "$LLM" run --cache-type f -m "$M" Hello
-bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device gpu -m "$M" Hello
-"$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err </dev/null
-run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end -m "$M" Hello
-if grep -q 'built without a device "emulated"' err; then skip "the emulated device (no C++ compiler)"
+bad "run on a device of no kind" 2 'needs one of auto\|cpu\|cuda\|emulated' "$LLM" run --device \
+    gpu -m "$M" Hello
+"$LLM" run -q --device cpu --temperature 0 -n 4 --ignore-end -m "$M" Hello >expected 2>err \
+    </dev/null
+run env LLM_EMU_MEMORY=50000000 "$LLM" run -q --device emulated --temperature 0 -n 4 --ignore-end \
+    -m "$M" Hello
+if grep -q 'built without a device "emulated"' err; then skip \
+    "the emulated device (no C++ compiler)"
 else
     name="run --device emulated"
     judge 0 "" ""
@@ -586,6 +628,7 @@ else
 fi
 run "$LLM" run -q --device cuda -n 1 -m "$M" Hello
 name="run --device cuda, with a GPU or with a reason"
-if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 'cuda: |built without a device "cuda": it has auto, cpu' ""; fi
+if [ "$status" -eq 0 ]; then judge 0 "" ""; else judge 1 \
+    'cuda: |built without a device "cuda": it has auto, cpu' ""; fi
 
 end

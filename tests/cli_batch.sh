@@ -47,7 +47,8 @@ bad "--speculate without a source of proposals" 2 \
 bad "--speculate of a word" 2 "speculate needs a whole number from 0 to 64, or auto, not 'some'" \
     "$LLM" run -m "$M" --speculate some x
 bad "--speculate -1" 2 "speculate needs a whole number" "$LLM" run -m "$M" --speculate -1 x
-bad "--draft and --lookup" 2 "only one of --draft and --lookup" "$LLM" run -m "$M" --draft "$D" --lookup x
+bad "--draft and --lookup" 2 "only one of --draft and --lookup" "$LLM" run -m "$M" --draft "$D" \
+    --lookup x
 bad "a draft of another vocabulary" 1 "^llm: .*vocabular" "$LLM" run -m "$M" --draft v.gguf x
 bad "a missing draft" 1 "nowhere.gguf.*No such file" \
     "$LLM" run -m "$M" --draft nowhere.gguf x
@@ -202,25 +203,41 @@ name="bad lines are reported again when nothing is left to do"
 run batch -f wrong.jsonl -o o.jsonl; judge 1 "" ""
 same "... and not written again" o.jsonl p.jsonl
 printf '{"prompt": "\377"}\n{"prompt": "a", "\377": 1}\n' >invalid.jsonl
-name="lines that are not UTF-8"; run batch -f invalid.jsonl; judge 1 "line 1: not JSON: column 13: the byte 0xFF is not valid UTF-8" '"error": "not JSON: column 13: the byte 0xFF is not valid UTF-8'
-printf '{"prompt": "a", "max_tokens": 3e0, "seed": 1.0e1, "n": 1.0, "ignore_end": true}\n{"prompt": "a", "max_tokens": 1e9, "ignore_end": true}\n' >exponent.jsonl
-name="whole numbers with a point or an exponent"; run batch -f exponent.jsonl; judge 0 "" '"line": 1, .*"seed": 10}'
-name="... mean the same"; if [ "$(sed -n '1s/.*"tokens": \[\([^]]*\)\].*/\1/p' out | wc -w)" -eq 3 ]; then judge 0 "" '"line": 2, .*"finish_reason": "length"'; else fail "3 tokens"; fi
+name="lines that are not UTF-8"; run batch -f invalid.jsonl; judge 1 \
+    "line 1: not JSON: column 13: the byte 0xFF is not valid UTF-8" \
+    '"error": "not JSON: column 13: the byte 0xFF is not valid UTF-8'
+printf \
+    '{"prompt": "a", "max_tokens": 3e0, "seed": 1.0e1, "n": 1.0, "ignore_end": true}\n{"prompt": "a", "max_tokens": 1e9, "ignore_end": true}\n' \
+    >exponent.jsonl
+name="whole numbers with a point or an exponent"; run batch -f exponent.jsonl; judge 0 "" \
+    '"line": 1, .*"seed": 10}'
+name="... mean the same"; if [ "$(sed -n '1s/.*"tokens": \[\([^]]*\)\].*/\1/p' out | wc -w)" -eq \
+    3 ]; then judge 0 "" '"line": 2, .*"finish_reason": "length"'; else fail "3 tokens"; fi
 printf '{"prompt": "a", "max_tokens": 2.5}\n' >exponent.jsonl
-name="a number that is not whole"; run batch -f exponent.jsonl; judge 1 "line 1: max_tokens needs a whole number from -1 to 2147483647, not 2.5" ""
-name="a prompt longer than the context"; awk 'BEGIN { printf "{\"prompt\": \""; for (i = 0; i < 500; i++) printf "Q%dZ ", i; print "\"}" }' >longer.jsonl
+name="a number that is not whole"; run batch -f exponent.jsonl; judge 1 \
+    "line 1: max_tokens needs a whole number from -1 to 2147483647, not 2.5" ""
+name="a prompt longer than the context"; awk \
+    'BEGIN { printf "{\"prompt\": \""; for (i = 0; i < 500; i++) printf "Q%dZ ", i; print "\"}" }' \
+    >longer.jsonl
 run batch -f longer.jsonl; judge 1 "line 1: .*context.*128" '"error"'
 
 { for i in 1 2 3; do cat longer.jsonl; done; head -n 2 many.jsonl; } >unfit.jsonl
 name="most lines are too long: a warning before anything else"; run batch -f unfit.jsonl
-if head -n 1 err | grep -q '^llm: warning: 3 of the first 5 lines do not fit into the context or the cache'; then judge 1 "line 3: --context is 128, and the prompt has [0-9]+ tokens" '"line": 5, .*"samples"'; else fail "the warning, on line 1"; fi
-name="... also if the cache is too small"; run batch -f many.jsonl --cache-memory 4K -o -; judge 1 "^llm: warning: 200 of the first 200 lines do not fit" ""
+if head -n 1 err | grep -q \
+    '^llm: warning: 3 of the first 5 lines do not fit into the context or the cache'; then judge \
+    1 "line 3: --context is 128, and the prompt has [0-9]+ tokens" '"line": 5, .*"samples"'; else \
+    fail "the warning, on line 1"; fi
+name="... also if the cache is too small"; run batch -f many.jsonl --cache-memory 4K -o -; judge \
+    1 "^llm: warning: 200 of the first 200 lines do not fit" ""
 { cat longer.jsonl; head -n 2 many.jsonl; } >unfit.jsonl
-name="... and none if most fit"; run batch -f unfit.jsonl; if grep -q warning err; then fail "no warning"; else judge 1 "line 1: --context" ""; fi
+name="... and none if most fit"; run batch -f unfit.jsonl; if grep -q warning err; then fail \
+    "no warning"; else judge 1 "line 1: --context" ""; fi
 rm -f p.jsonl
-name="progress in a log"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -m "$M" -f many.jsonl -o p.jsonl; judge 0 "^batch: [0-9]+ %, [0-9]+ lines, [0-9.]+ tokens/s$" ""
+name="progress in a log"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -m "$M" -f many.jsonl -o \
+    p.jsonl; judge 0 "^batch: [0-9]+ %, [0-9]+ lines, [0-9.]+ tokens/s$" ""
 rm -f p.jsonl
-name="... but not with --quiet"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -q -m "$M" -f many.jsonl -o p.jsonl; judge 0 "" ""
+name="... but not with --quiet"; run env LLM_PROGRESS_SECONDS=0 "$LLM" batch -q -m "$M" -f \
+    many.jsonl -o p.jsonl; judge 0 "" ""
 rm -f p.jsonl
 name="... nor in a short run"; run "$LLM" batch -m "$M" -f b.jsonl -o p.jsonl
 if [ "$(wc -l <err)" -eq 1 ]; then judge 0 "^\[2 lines; " ""; else fail "one line of figures"; fi
@@ -267,7 +284,8 @@ done
 bad "another model" 1 "many.jsonl, line 1 is not what the result" \
     "$LLM" batch -m "$D" -q -f many.jsonl -o o.jsonl
 head -n 99 many.jsonl >shorter.jsonl
-bad "a shorter input" 1 "o.jsonl has a result for line 100, and shorter.jsonl has no such line" batch -f shorter.jsonl -o o.jsonl
+bad "a shorter input" 1 "o.jsonl has a result for line 100, and shorter.jsonl has no such line" \
+    batch -f shorter.jsonl -o o.jsonl
 same "... leave the output as it was" o.jsonl p.jsonl
 sed '150s/wolf/bear/' many.jsonl >changed.jsonl
 name="a change after the last result"; run batch -f changed.jsonl -o o.jsonl; judge 0 "" ""
@@ -280,9 +298,13 @@ bad "input and output are the same" 1 "the same file" batch -f many.jsonl -o ./m
 bad "no input" 2 "the prompts are missing: -f FILE" batch
 bad "a missing input" 1 "cannot read nowhere.jsonl: No such file" batch -f nowhere.jsonl
 bad "an input that is a directory" 1 "cannot read .*: Is a directory" batch -f "$T"
-bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch -f many.jsonl -o nowhere/o.jsonl
-bad "a cache of one byte" 1 "^llm: --cache-memory is 1 byte, and one block of 16 tokens takes 4.0 KiB: a context of 128 tokens needs 32.0 KiB" batch -f many.jsonl --cache-memory 1
-bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch -f many.jsonl --context 1000000
+bad "an output in no directory" 1 "cannot write to nowhere/o.jsonl: No such file" batch -f \
+    many.jsonl -o nowhere/o.jsonl
+bad "a cache of one byte" 1 \
+    "^llm: --cache-memory is 1 byte, and one block of 16 tokens takes 4.0 KiB: a context of 128 tokens needs 32.0 KiB" \
+    batch -f many.jsonl --cache-memory 1
+bad "a context that no model has" 1 "^llm: --context is 1000000: the model was trained for" batch \
+    -f many.jsonl --context 1000000
 bad "a policy: batch has none" 2 "unknown option --policy" batch -f many.jsonl --policy static
 bad "a window: batch has none" 2 "unknown option --window" batch -f many.jsonl --window 1
 
@@ -303,14 +325,20 @@ ok "batch --trace, with proposals" "" batch -f greedy.jsonl -o - --trace t.json 
     --speculate 3
 trace "... has them" t.json '"verify 1\+3", "args": .*"accepted": 3'
 cp many.jsonl p.jsonl
-bad "a trace over the prompts" 1 "^llm: p.jsonl exists and is not a trace: give another path to write to$" batch -f many.jsonl --trace p.jsonl
+bad "a trace over the prompts" 1 \
+    "^llm: p.jsonl exists and is not a trace: give another path to write to$" batch -f many.jsonl \
+    --trace p.jsonl
 same "... leaves them as they were" p.jsonl many.jsonl
 rm -f o.jsonl
-bad "a trace over the results" 1 "the same file, o.jsonl: give another" batch -f many.jsonl -o o.jsonl --trace o.jsonl
-bad "a trace over the model" 1 "d.gguf exists and is not a trace" "$LLM" batch -m "$D" -q -f many.jsonl --trace d.gguf
+bad "a trace over the results" 1 "the same file, o.jsonl: give another" batch -f many.jsonl -o \
+    o.jsonl --trace o.jsonl
+bad "a trace over the model" 1 "d.gguf exists and is not a trace" "$LLM" batch -m "$D" -q -f \
+    many.jsonl --trace d.gguf
 bad "a trace to standard output" 2 "trace needs the name of a file" batch -f many.jsonl --trace -
-bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f many.jsonl --trace nowhere/t.json
-bad "a trace of no engine" 1 "cache-memory is 1 byte, and one block" batch -f many.jsonl --cache-memory 1 --trace t.json
+bad "a trace in no directory" 1 "cannot write to nowhere/t.json: No such file" batch -f \
+    many.jsonl --trace nowhere/t.json
+bad "a trace of no engine" 1 "cache-memory is 1 byte, and one block" batch -f many.jsonl \
+    --cache-memory 1 --trace t.json
 trace "... is a trace all the same" t.json steps
 
 mkfifo fifo
@@ -320,9 +348,12 @@ pid=$!
 exec 3>fifo
 head -n 3 many.jsonl >&3
 i=0
-while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -lt 3 ] && kill -0 $pid 2>/dev/null && [ $i -lt 1000 ]; do sleep 0.01; i=$((i + 1)); done
-name="lines are answered as they come"; if [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass; else status=0; fail "3 results while the input is open"; fi
-name="two at once"; "$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null; status=$?; cp err.2 err; judge 1 "another llm is writing to o.jsonl" ""
+while [ "$(wc -l 2>/dev/null <o.jsonl || echo 0)" -lt 3 ] && kill -0 $pid 2>/dev/null && [ $i -lt \
+    1000 ]; do sleep 0.01; i=$((i + 1)); done
+name="lines are answered as they come"; if [ "$(wc -l <o.jsonl)" -eq 3 ]; then pass; else \
+    status=0; fail "3 results while the input is open"; fi
+name="two at once"; "$LLM" batch -m "$M" -q -f many.jsonl -o o.jsonl >out 2>err.2 </dev/null; \
+    status=$?; cp err.2 err; judge 1 "another llm is writing to o.jsonl" ""
 kill -INT $pid
 wait $pid
 status=$?
@@ -344,7 +375,8 @@ for signal in INT TERM; do
     kill -$signal $pid
     wait $pid
     status=$?
-    name="stopped by SIG$signal"; judge 1 "stopped, with [0-9]+ lines done; the same command continues from there" ""
+    name="stopped by SIG$signal"; judge 1 \
+        "stopped, with [0-9]+ lines done; the same command continues from there" ""
     trace "... with a whole trace" t.json decode
 done
 name="... continues"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
@@ -363,15 +395,20 @@ name="... continues"; run batch -f many.jsonl -o o.jsonl; judge 0 "" ""
 same "... to the same end" full.jsonl o.jsonl
 printf 'a line of before\n' >appended.txt
 name="batch to a full standard output that is a file"
-(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) >whole.txt 2>err </dev/null
+(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) >whole.txt \
+    2>err </dev/null
 status=$?
 : >out
 judge 1 "cannot write to standard output: .*(too large|No space)" ""
 head -c "$(wc -c <whole.txt)" full.jsonl >part
 same "... leaves whole lines" whole.txt part
-name="... a newline at the end"; if [ -s whole.txt ] && [ -z "$(tail -c 1 whole.txt)" ]; then pass; else fail "a newline at the end"; fi
-(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) >>appended.txt 2>err </dev/null
-name="... also where it is appended to"; if [ "$(head -n 1 appended.txt)" = "a line of before" ] && [ "$(wc -l <appended.txt)" -gt 5 ] && [ -z "$(tail -c 1 appended.txt)" ]; then pass; else fail "whole lines"; fi
+name="... a newline at the end"; if [ -s whole.txt ] && [ -z "$(tail -c 1 whole.txt)" ]; then \
+    pass; else fail "a newline at the end"; fi
+(ulimit -f 16 2>/dev/null && exec "$LLM" batch -m "$M" -q --no-timings -f many.jsonl) \
+    >>appended.txt 2>err </dev/null
+name="... also where it is appended to"; if [ "$(head -n 1 appended.txt)" = "a line of before" ] \
+    && [ "$(wc -l <appended.txt)" -gt 5 ] && [ -z "$(tail -c 1 appended.txt)" ]; then pass; else \
+    fail "whole lines"; fi
 if [ -w /dev/full ]; then
     name="batch --trace /dev/full"; run batch -f greedy.jsonl --trace /dev/full
     judge 1 "^llm: cannot write to /dev/full: No space left on device$" '"line": 40'
@@ -393,7 +430,8 @@ if has_terminal; then
     rm -f o.jsonl
     name="a bar on a terminal"; on_terminal "'$LLM' batch -m '$M' -f many.jsonl -o o.jsonl"
     judge 0 "" "batch \[#*\.*\] +[0-9]+ %  [0-9]+ lines, [0-9.]+ tokens/s"
-    name="accepted tokens on a terminal"; on_terminal "'$LLM' run -m '$M' -n 20 --temperature 0 --ignore-end --draft '$M' Hello"
+    name="accepted tokens on a terminal"; on_terminal \
+        "'$LLM' run -m '$M' -n 20 --temperature 0 --ignore-end --draft '$M' Hello"
     if LC_ALL=C grep -a -q "$(printf '\033')\[32m" out; then pass; else fail "green"; fi
 else
     skip "a terminal (no script command, or no pseudo-terminals)"

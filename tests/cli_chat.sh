@@ -24,11 +24,14 @@ answers() { # the number of answers in the last chat; each ends in a line of sta
 chat "nothing is said" 0 "chat template: chatml; /help lists the commands" ""
 answers 0
 printf 'Who is there?' >typed
-"$LLM" synth --shape dim=64,layers=1,heads=2,kv-heads=1,hidden=64,vocab=600,context=128,tied=1 --type f32 broken.gguf >log 2>&1
+"$LLM" synth --shape dim=64,layers=1,heads=2,kv-heads=1,hidden=64,vocab=600,context=128,tied=1 \
+    --type f32 broken.gguf >log 2>&1
 printf '\377\377\377\377\377\377\377\377' >nan # the last values are not numbers
 dd if=nan of=broken.gguf bs=1 seek=$(($(wc -c <broken.gguf) - 8)) conv=notrunc 2>/dev/null
-chat "logits that are not numbers" 1 "sample 0: the model's logits after position [0-9]+ are not finite" "" -m broken.gguf
-chat "a message without the end of its line" 0 "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
+chat "logits that are not numbers" 1 \
+    "sample 0: the model's logits after position [0-9]+ are not finite" "" -m broken.gguf
+chat "a message without the end of its line" 0 \
+    "prompt tokens \(0 from the cache\), [0-9]+ tokens in" "^..*"
 answers 1
 printf '/system Be kind.\n/save whole.json' >typed
 chat "a command without a newline" 0 "1 messages are in whole\.json$" ""
@@ -67,7 +70,8 @@ chat "--system" 0 "^Be kind\.$" "" --system "Be kind."
 chat "/system where there is none" 0 "^there is no system message$" ""
 printf '/help\n/nonsense\n/save\n/save no/such/folder.json\nHello\n' >typed
 chat "/help" 0 "^/save FILE " ""
-chat "an unknown command" 0 "there is no command /nonsense of this form; /help lists the commands" ""
+chat "an unknown command" 0 \
+    "there is no command /nonsense of this form; /help lists the commands" ""
 chat "/save without a name" 0 "there is no command /save of this form" ""
 chat "/save where nothing can be written" 0 "cannot write no/such/folder.json: No such file" ""
 answers 1

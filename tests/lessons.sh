@@ -312,7 +312,8 @@ run "$LLM" lesson kernel -m tiny-q4_0.gguf --kernel cooking
 if grep -q 'built without the emulated device' err; then
     skip "lesson kernel (built without g++)"
 else
-    if [ "$status" -eq 1 ] && grep -q "launches no kernel named 'cooking'; it launches embed" err; then pass
+    if [ "$status" -eq 1 ] && grep -q "launches no kernel named 'cooking'; it launches embed" \
+        err; then pass
     else fail "an error that names the kernels"; fi
     lesson_text kernel -m tiny-q4_0.gguf
     lesson_json kernel

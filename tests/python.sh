@@ -1,6 +1,7 @@
 #!/bin/sh
-# tests/python.sh [./llm]: docs/examples/llm.py, the Python binding. Its structs and declarations are those of llm.h, it generates what
-# the command does, and errors, streams, embeddings and sessions arrive. LLM_LIBRARY: a shared library of llm.h that exists already.
+# tests/python.sh [./llm]: docs/examples/llm.py, the Python binding. Its structs and declarations are
+# those of llm.h, it generates what the command does, and errors, streams, embeddings and sessions
+# arrive. LLM_LIBRARY: a shared library of llm.h that exists already.
 set -u
 . tests/cli_lib.sh
 python=$(command -v python3) || python=
@@ -19,7 +20,8 @@ if [ ! -f "$model" ]; then skip "the Python binding: $model is not there"; line;
 # Without the fast kernels, which take a minute to compile; the text is the same (tests/embed.sh).
 if [ -z "${LLM_LIBRARY:-}" ]; then
     LLM_LIBRARY=$T/libllm.so
-    if ! $cc -O1 -shared -fPIC -DLLM_NO_FAST_KERNELS -DLLM_IMPLEMENTATION -x c "$TOP/llm.h" -o "$LLM_LIBRARY" -lm 2>err; then
+    if ! $cc -O1 -shared -fPIC -DLLM_NO_FAST_KERNELS -DLLM_IMPLEMENTATION -x c "$TOP/llm.h" -o \
+        "$LLM_LIBRARY" -lm 2>err; then
         skip "the Python binding: $cc builds no shared library: $(head -c 200 err)"
         line
     fi
@@ -47,14 +49,16 @@ for struct in llm.STRUCTS:
         at = getattr(struct, field[0])
         print(at.offset, at.size, struct.c_name + "." + field[0])
 END
-ok 'the functions are those of llm.h' '' $cc -std=c11 -Wall -Werror -I"$TOP" declarations.c -o declarations
+ok 'the functions are those of llm.h' '' $cc -std=c11 -Wall -Werror -I"$TOP" declarations.c -o \
+    declarations
 if [ -x declarations ]; then
     ./declarations >sizes
     same 'the structs are those of llm.h' expected sizes
 fi
 
 # ---- The same text as the command's ----
-"$LLM" run -m "$model" -n 40 --temperature 0 --quiet "Once upon a time" >command 2>/dev/null </dev/null
+"$LLM" run -m "$model" -n 40 --temperature 0 --quiet "Once upon a time" >command 2>/dev/null \
+    </dev/null
 cat >greedy.py <<'END'
 import llm, sys
 with llm.Engine(sys.argv[1], n_threads=1) as engine:
@@ -63,8 +67,10 @@ END
 ok 'a greedy text' '' "$python" greedy.py "$model"
 printf 'Once upon a time' | cat - out | tr -d '\n' >text
 tr -d '\n' <command >command.text
-if [ "$(wc -c <text)" -lt 80 ] || [ "$(wc -c <command.text)" -lt 60 ]; then name='a text of some length' && fail '80 bytes'; fi
-case $(cat text) in *"$(cat command.text)"*) pass ;; *) name="the command's text" && fail "$(cat command.text)" ;; esac
+if [ "$(wc -c <text)" -lt 80 ] || [ "$(wc -c <command.text)" -lt 60 ]; then \
+    name='a text of some length' && fail '80 bytes'; fi
+case $(cat text) in *"$(cat command.text)"*) pass ;; *) name="the command's text" && fail \
+    "$(cat command.text)" ;; esac
 
 cat >behaviour.py <<'END'
 import llm, sys
@@ -157,6 +163,7 @@ check(list(open_one) == [], "a generation of a closed engine")
 print("all is well")
 END
 ok 'streams, embeddings, sessions, errors' '^all is well$' "$python" behaviour.py "$model"
-ok 'the example itself' '^Once upon a time there' "$python" "$TOP/docs/examples/llm.py" "$model" "Once upon a time"
+ok 'the example itself' '^Once upon a time there' "$python" "$TOP/docs/examples/llm.py" "$model" \
+    "Once upon a time"
 bad 'a missing model' 1 '^file: ' "$python" "$TOP/docs/examples/llm.py" no.gguf
 line

@@ -1266,7 +1266,8 @@ static void test_quantize_not_finite(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* The beginning of a GGUF file of 123 tensors is also the length of a safetensors header, of 14 GB, and its '{'. */
+/* A GGUF file of 123 tensors begins with bytes that could also be the length of a safetensors
+ * header (14 GB) and its '{'. */
 static void test_large_file_of_123_tensors(void **state) {
     static const unsigned char start[16] = {'G', 'G', 'U', 'F', 3, 0, 0, 0, 123};
     size_t size = (size_t)15000000000u;
