@@ -125,9 +125,10 @@ static bool chat_answer(chat *c) {
     llm_free(ids);
     if (!good) return chat_drop(c, c->n_messages - 1), false;
     for (;;) {
-        if (!stopped && (stop_requested || output_error))
-            stopped = llm_cancel(c->running, id, &err);
-        else if (llm_step(c->running, &err) <= 0) break;
+        if (!stopped && (stop_requested || output_error)) {
+            stopped = true;
+            llm_cancel(c->running, id, NULL); /* fails if the request has just ended */
+        } else if (llm_step(c->running, &err) <= 0) break;
         while (llm_next_event(c->running, &event)) chat_take(c, &event);
     }
     put_text("\n");
