@@ -11932,18 +11932,24 @@ static int32_t LLM__K(argmax)(const float *x, int n) {
     return index;
 }
 
+/* exp(x), but NaN if x is */
+LLM__INLINE llm__vf LLM__K(exp_or_nan)(llm__vf x) {
+    return LLM__K(exp)(x) + LLM__K(where)((llm__vi)(x != x), x);
+}
+
 /* sum(exp(x - shift)), shift = max x. A lane adds 64 floats, which then go to the double. */
 static double LLM__K(sum_exp)(const float *x, int n, float shift) {
     double sum = 0;
     for (int first = 0; first < n; first += 64 * LLM__W) {
         int end = (int)llm__min(first + 64 * LLM__W, n), i = first;
         llm__vf part = {0};
-        for (; i + LLM__W <= end; i += LLM__W) part += LLM__K(exp)(LLM__K(load)(x + i) - shift);
+        for (; i + LLM__W <= end; i += LLM__W)
+            part += LLM__K(exp_or_nan)(LLM__K(load)(x + i) - shift);
         if (i < end) {
             float rest[LLM__W];
             for (int lane = 0; lane < LLM__W; lane++)
                 rest[lane] = i + lane < end ? x[i + lane] - shift : -INFINITY;
-            part += LLM__K(exp)(LLM__K(load)(rest));
+            part += LLM__K(exp_or_nan)(LLM__K(load)(rest));
         }
         sum += (double)LLM__K(sum)(part);
     }
