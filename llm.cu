@@ -476,7 +476,7 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
     llm__cuda *cuda = llm__cuda_of(context);
     cuda->last.x = NULL;
     llm__cuda_clear(err);
-    /* For less, pinning takes longer than the copy. */
+    /* For smaller copies, pinning memory takes longer than the copy. */
     if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda);
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
@@ -1701,7 +1701,7 @@ typedef struct llm__input { /* the input of a matmul: x (n, cols) */
     int n, stride;       /* stride: n rounded up to 8, with rows of zeros */
 } llm__input;
 
-/* The first chunk of a segment. That of segment + 1 is its end. */
+/* The first chunk of a segment. The segment ends where segment + 1 begins. */
 __device__ static inline int llm__segment_chunk(const llm__packed *w, int segment) {
     int chunk = segment * w->segment_chunks;
     return chunk < w->n_chunks ? chunk : w->n_chunks;

@@ -177,7 +177,7 @@ typedef struct llm_value { /* one key of a file's metadata */
 
 typedef struct llm_tensor { /* one tensor of a file */
     llm_string name;   /* GGUF's */
-    llm_string source; /* the name that the file has: in a Hugging Face folder another one */
+    llm_string source; /* its name in the file; in a Hugging Face folder not the same as `name` */
     llm_type type;
     int n_dims;        /* 1 to 4 */
     uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
@@ -192,9 +192,9 @@ typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
  * tokenizer.json). A folder looks like a GGUF file from then on: its settings become GGUF metadata,
- * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. Of a model in
- * several files (NAME-00001-of-00003.gguf), pass any one; all are mapped. Every count, offset, size
- * and type is checked here, so that nothing read later can lie outside of the file. */
+ * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. If a model is split
+ * into several files (NAME-00001-of-00003.gguf), pass any one of them; all are mapped. Every count,
+ * offset, size and type is checked here, so that nothing read later can lie outside of the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
 /* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
@@ -224,13 +224,13 @@ typedef struct llm_faults { /* values that are not finite: NaN or infinite */
     float value;    /* the first */
 } llm_faults;
 
-/* Look for values that are not finite among `count` values. A block's scale that is not finite
- * makes all of its values so. */
+/* Look for values that are not finite among `count` values. If the scale of a block is not finite,
+ * none of the block's values is. */
 llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
 /* The same for a whole tensor. False, with the error set: out of memory. */
 bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
-/* Read all weights. False, with the error set, if a value is not finite: damaged downloads and
- * failed conversions have such values. To open a file reads almost none of them. */
+/* Check all weights, of which llm_file_open reads almost none. False, with the error set, if a
+ * value is not finite, as happens in damaged downloads and failed conversions. */
 bool llm_file_check(const llm_file *file, llm_error *err);
 
 /* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
@@ -442,7 +442,7 @@ void llm_model_free(llm_model *model); /* after the engines that use it, as targ
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
-/* Why context_length is less than config.json says, for messages; empty: it is not. */
+/* Why context_length is less than config.json says, for messages; empty if it is the same. */
 const char *llm_model_context_note(const llm_model *model);
 /* Bytes of weights that a decode step reads: all, but of the embedding only one row. */
 uint64_t llm_model_step_bytes(const llm_model *model);
@@ -481,7 +481,7 @@ typedef enum llm_state { /* of a sequence, which is one sample of a request */
 
 typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields that it uses */
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
-    LLM_TRACE_STEP_END,        /* and ends. count: 1 worked, 0 nothing to do, -1 failed */
+    LLM_TRACE_STEP_END,        /* the call ends. count: 1 worked, 0 nothing to do, -1 failed */
     LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted,
                                 * both are LLM_WAITING). count: on leaving LLM_WAITING or
                                 * LLM_PREEMPTED, tokens that are in the cache already; on
@@ -604,7 +604,7 @@ typedef struct llm_request { /* start from llm_request_defaults() */
                              * 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
     bool embedding;         /* generate nothing (max_tokens is not used): the last event has hidden
-                             * states of the prompt. Alone: without further samples, a hook or
+                             * states of the prompt. Not together with n_samples > 1, a hook or
                              * speculation */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
     const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
@@ -678,9 +678,9 @@ bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each of its samples that has not ended gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-/* Save a request that has not ended, as a session of *size bytes, most of them the full blocks of
- * its cache (in an engine with a draft, if it speculates). NULL on failure. The request continues,
- * unless you cancel it. Events are not saved: read them first. */
+/* Save a request that has not ended, as a session of *size bytes. Most of them are the full blocks
+ * of its cache (in an engine with a draft, only if the request speculates). NULL on failure. The
+ * request continues, unless you cancel it. Events are not saved: read them first. */
 void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
 void llm_session_free(void *session); /* NULL is fine */
 /* Submit it again, under a new id, to this engine or one with the same models, cache_type,
@@ -885,7 +885,7 @@ typedef struct llm_limits {    /* the largest step */
     int max_tokens;            /* in a batch */
     int max_sequences;
     int max_context;           /* positions of one sequence */
-    int max_logits;            /* rows in a slice of the head */
+    int max_logits;            /* most rows of logits computed at a time */
 } llm_limits;
 
 typedef struct llm_cost {      /* what an operation moves and computes */
@@ -1337,7 +1337,7 @@ typedef struct llm__network {
     float *x;               /* device: (max_batch_tokens, dim), the buffer with the residual
                              * stream */
     float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
-    int max_logits;         /* rows in a slice of the head */
+    int max_logits;         /* most rows of logits computed at a time */
     void **rows;            /* (n_rows) converted weights that the device reads from host memory */
     int64_t n_rows, rows_capacity;
 } llm__network;
@@ -1379,9 +1379,9 @@ typedef struct llm__table { /* the block table of one sequence */
     int n_blocks;
     int capacity;
     int n_kept;        /* leading full blocks whose content the prefix cache knows */
-    uint64_t identity; /* of the last of them; `root`: none */
-    uint64_t root;     /* 0; of a restored request, an identity of its own: only its samples find
-                        * its blocks, since nobody knows whether they are right */
+    uint64_t identity; /* of the last of them; equal to `root` if there is none */
+    uint64_t root;     /* 0, or unique for a restored request: its blocks may be forged, so only
+                        * its own samples can find them in the prefix cache */
     uint64_t request;  /* whose table it is, for the trace */
     int sample;
 } llm__table;
@@ -1441,8 +1441,8 @@ struct llm__request { /* from llm_submit to its last event; one allocation */
     bool forked;              /* its prompt has been through the model, and all samples have
                                * started */
     bool restored;            /* from a session */
-    double *hidden_sum;       /* (dim) of the hidden states so far; NULL: it wants no embedding */
-    float *hidden;            /* (2, dim) the last hidden state; in the end, their mean */
+    double *hidden_sum;       /* (dim) sum of the hidden states so far; NULL: no embedding */
+    float *hidden;            /* (2, dim) the last hidden state; the mean of all so far */
     llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked
                                * from it */
     llm__request *previous, *next;
@@ -1815,7 +1815,7 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
     return true;
 }
 
-/* A new request waits. */
+/* Give a new request its id, and add it to the waiting requests in rank order. */
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
@@ -1957,7 +1957,7 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
-/* Must each of its positions go through the model, whatever is in the prefix cache? */
+/* Must the model compute each position of the request, even if the prefix cache has it? */
 static bool llm__sees_all(const llm__request *request) {
     return request->params.logits_hook || request->hidden;
 }
@@ -1971,7 +1971,7 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
         if (llm__blocks_wanted(s, seq) > llm__blocks_spare(s)) break;
         if (seq->n_saved > 0) {
             if (!llm__swap_in(s, seq, err)) return false;
-        } else { /* what a hook or an embedding has not seen must be computed */
+        } else { /* positions that a hook or an embedding has not seen must be computed */
             int known = seq->n_tokens - 1;
             if (llm__sees_all(seq->request)) known = (int)llm__min(known, seq->n_seen);
             seq->n_cached = seq->n_drafted = llm__table_match(&s->pool, &seq->table, seq->tokens,
@@ -2175,8 +2175,8 @@ static bool llm__forward(llm_engine *e, int first, llm_error *err) {
  * sampled speculation, which compares whole distributions. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
-    int tested = r->lookup ? seq->n_proposed : seq->depth; /* a draft will make all that are
-                                                            * wanted */
+    /* proposals to verify; while a draft makes them, n_proposed still grows to depth */
+    int tested = r->lookup ? seq->n_proposed : seq->depth;
     return !r->logits_hook && (r->sampling.temperature == 0 || tested == 0);
 }
 
@@ -2319,12 +2319,12 @@ static bool llm__choose(llm_engine *e, int first, llm_error *err) {
 
 /* ---- Commit ---------------------------------------------------------------------------------- */
 
-/* Tokens of a sequence that are in the cache: with a draft, in both. */
+/* Tokens of a sequence that are in the cache (with a draft: in both caches). */
 static int llm__tokens_known(const llm__scheduler *s, const llm__sequence *seq) {
     return s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
 }
 
-/* Let the prefix cache find the full blocks of what a sequence has in the cache. */
+/* Add the full blocks that a sequence has in the cache to the prefix cache. */
 static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
     llm__table_keep(&s->pool, &seq->table, seq->tokens, llm__tokens_known(s, seq));
 }
@@ -2397,13 +2397,14 @@ static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
         llm__commit_tokens(e, fork ? &request->sequences[i] : seq);
 }
 
-/* Add the hidden states of a sequence's tokens in the step. x: their residual stream */
+/* Add the final hidden states of a sequence's tokens in this step to its request's sum. x: the
+ * residual stream of these tokens */
 static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x) {
     llm__request *request = seq->request;
     const llm_config *c = &e->model->config;
     const float *norm = e->hidden + (int64_t)e->options.max_batch_tokens * c->dim;
     for (int p = seq->n_cached; p < seq->n_cached + seq->n_scheduled; p++, x += c->dim) {
-        if (p < seq->n_seen) continue; /* again, after a preemption */
+        if (p < seq->n_seen) continue; /* added before a preemption or a failure */
         seq->n_seen++;
         llm__plain_rmsnorm(x, norm, 1, c->dim, c->norm_epsilon, request->hidden);
         for (int i = 0; i < c->dim; i++) {
@@ -3007,7 +3008,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
         seq->saved = -1;
         seq->table.capacity = (int)blocks;
         seq->table.sample = i;
-        seq->acceptance = 0.7;      /* a guess, until some are counted */
+        seq->acceptance = 0.7;      /* initial estimate */
         seq->stream.started = true; /* the text continues a prompt: its first space is part of it */
         seq->n_tokens = r->n_prompt;
         memcpy(seq->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
@@ -3018,24 +3019,26 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
 
 /* ---- Sessions --------------------------------------------------------------------------------
  * A session is a head, a request's settings and, for each sample, its tokens, some counts and its
- * full blocks. (The others may still hold what other requests have written.) The functions named
- * llm__move write it or read it. A restored request continues like one that was preempted, and
- * finds its blocks in the prefix cache; what did not fit into the pool is computed again. */
+ * full blocks. (A partly filled block may still hold data of other requests, so it is not saved.)
+ * Each llm__move function can write its part of a session or read it. A restored request continues
+ * like one that was preempted, and finds its blocks in the prefix cache; blocks that did not fit
+ * into the pool are computed again. */
 
 typedef struct llm__session {
-    char *data;  /* NULL: it is written only to count its bytes */
+    char *data;  /* NULL: only count the bytes to write */
     size_t used; /* bytes written or read */
-    size_t size; /* of what is read; 0: it is written */
+    size_t size; /* bytes of the session to read; 0: write one */
 } llm__session;
 
 typedef struct llm__session_head {
-    char name[8];      /* with the version of the format */
-    uint64_t engine;   /* a hash of what must be the same */
-    uint64_t checksum; /* of all that follows */
+    char name[8];      /* of the format, with its version */
+    uint64_t engine;   /* hash of what must match in the restoring engine */
+    uint64_t checksum; /* hash of all bytes after the head */
 } llm__session_head;
 
-/* The right head. `engine` is about the shapes of the models, the first bytes of their tensors, and
- * the layout of their caches. */
+/* The head that a session must have to fit this engine. `engine` is a hash of the models' shapes,
+ * the first bytes of their tensors, and the layout of their caches. data: the whole session, for
+ * the checksum; NULL: none */
 static llm__session_head llm__head_of(const llm__scheduler *s, const char *data, size_t size) {
     llm__session_head head = {"llm 1", s->swap_block_bytes, 0};
     for (int k = 0; k < 2 && s->networks[k]; k++) {
@@ -3055,7 +3058,7 @@ static llm__session_head llm__head_of(const llm__scheduler *s, const char *data,
     return head;
 }
 
-/* False: there are fewer bytes. */
+/* Write or read n bytes. False: fewer are left to read. */
 static bool llm__move(llm__session *m, void *item, size_t n) {
     if (m->size && n > m->size - m->used) return false;
     if (m->data && n)
@@ -3081,7 +3084,7 @@ static bool llm__move_settings(llm__session *m, llm_request *r, bool *forked) {
     return ok;
 }
 
-/* A sample but for its blocks, of which there are *n_blocks. False: that cannot be. */
+/* Write or read a sample, except its *n_blocks blocks. False: the values read are not valid. */
 static bool llm__move_sample(llm_engine *e, llm__session *m, llm__sequence *seq, int *n_blocks) {
     const llm__request *request = seq->request;
     const llm_request *r = &request->params;
@@ -3158,7 +3161,7 @@ void *llm_session_save(llm_engine *e, uint64_t id, size_t *size, llm_error *err)
 
 void llm_session_free(void *session) { LLM_FREE(session); }
 
-/* Put n saved blocks into the prefix cache, as far as there are free ones. */
+/* Put up to n saved blocks into the prefix cache, as long as there are free blocks for them. */
 static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *saved, int n) {
     llm__pool *pool = &s->pool;
     llm__table *table = &seq->table;
@@ -3171,8 +3174,8 @@ static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *sav
     llm__table_clear(pool, table);
 }
 
-/* Make a request of a session but for its blocks; r has what cannot be saved. NULL: it is damaged,
- * or the error is set. */
+/* Create the request of a session, without its blocks. r holds the settings that are not saved: the
+ * hook and `user`. NULL: the session is damaged, or the error is set. */
 static llm__request *llm__restore(llm_engine *e, llm__session *m, llm_request r, llm_error *err) {
     bool forked = false, ok = llm__move_settings(m, &r, &forked);
     size_t left = m->size - m->used, n_blocks = 0;
@@ -3222,9 +3225,9 @@ bool llm_session_restore(llm_engine *e, const void *session, size_t size,
     llm__session_head head, right;
     llm__session m = {(char *)llm__new(size, 1, "a session", err), sizeof head, size};
     llm__request *request = NULL;
-    /* the copies of a failed step must not come after what is put into free blocks here */
+    /* Run the pending copies of a failed step now: later they would overwrite restored blocks. */
     if (m.data && size > sizeof head && llm__run_copies(e, err)) {
-        memcpy(m.data, session, size); /* also to align it */
+        memcpy(m.data, session, size); /* the copy is aligned */
         memcpy(&head, session, sizeof head);
         right = llm__head_of(s, m.data, size);
         bool whole = !memcmp(head.name, right.name, 8) && head.checksum == right.checksum;
@@ -5560,7 +5563,7 @@ typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
 
 struct llm_file {
     char *path;
-    const uint8_t *data;      /* (size) the file; of a folder: its settings as GGUF metadata */
+    const uint8_t *data;      /* (size) the file; for a folder: its settings as GGUF metadata */
     uint64_t size;       /* bytes */
     llm__memory memory;  /* of data */
     int version;         /* of GGUF */
@@ -5571,10 +5574,10 @@ struct llm_file {
     const llm_string **tensor_index; /* (n_tensors) pointers to the tensors, sorted by name */
     llm_file **parts;                /* (n_parts) files of the model besides this one */
     int64_t n_parts;
-    int64_t parts_capacity;   /* 0: of n_parts */
+    int64_t parts_capacity;   /* entries allocated for `parts`; 0: n_parts */
     void **memories;          /* (n_memories) what opening a folder allocates */
     int64_t n_memories, memories_capacity;
-    llm_json header;          /* of a safetensors file: it holds the names of its tensors */
+    llm_json header;          /* of a safetensors file; the tensors' names point into it */
     bool folder;              /* a Hugging Face folder or a tokenizer.json */
 };
 
@@ -5604,7 +5607,7 @@ static bool llm__bad(const llm__input *in, const char *format, ...) {
     return false;
 }
 
-/* It may be sound, but this engine cannot use it. */
+/* The input may be valid, but this engine cannot use it. */
 LLM__PRINTF(2, 3)
 static bool llm__unsupported(const llm__input *in, const char *format, ...) {
     va_list arguments;
@@ -5803,7 +5806,8 @@ static bool llm__read_values(llm__reader *r, uint64_t count) {
     return file->value_index != NULL;
 }
 
-/* Refuse a type. Its name is in a list of the names of GGUF's types, by number. */
+/* Refuse a type. The message has its name, from a list of GGUF's types in the order of their
+ * numbers. */
 static bool llm__unsupported_type(llm__reader *r, const char *what, uint32_t type) {
     static const char names[] =
         "f32 f16 q4_0 q4_1 unknown unknown q5_0 q5_1 q8_0 q8_1 q2_k q3_k q4_k q5_k q6_k q8_k "
@@ -6112,8 +6116,8 @@ static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split, l
                     (unsigned)split->count);
 }
 
-/* Open part `number` of a model, and check that it is that part. ending: of its path; its digits
- * are changed. split: of another part. */
+/* Open part `number` of a model, and check that it is that part. ending: the end of `path`, where
+ * the part's name is written. split: the keys of another part, which must agree */
 static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_keys *split,
                                      unsigned number, llm_error *err) {
     llm_error why;
@@ -6139,7 +6143,7 @@ static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_
     return NULL;
 }
 
-/* Collect the tensors of all parts in the file. two: see llm__index. */
+/* Copy the tensors of all parts to the file's own list. two: see llm__index */
 static bool llm__file_join(llm_file *file, const char *two, llm_error *err) {
     llm__input in = {file->path, err};
     int64_t n = file->n_tensors;
@@ -6466,7 +6470,8 @@ static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     return true;
 }
 
-/* After "\u". Above U+FFFF: two escapes, a "surrogate pair". */
+/* Read the code point after "\u". One above U+FFFF is written as two escapes, a "surrogate
+ * pair". */
 static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     size_t start = p->at - 2;
     uint32_t low = 0;
@@ -6796,7 +6801,7 @@ enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* limit of the format, in bytes *
 typedef struct llm__dtype {
     const char *name;
     int bytes;     /* of a value */
-    llm_type type; /* from 100 on: in the tensors of a safetensors file only */
+    llm_type type; /* 100 and more: types that only safetensors files have */
 } llm__dtype;
 
 static const llm__dtype llm__dtypes[] = {
@@ -6918,7 +6923,7 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
 typedef struct llm__metadata {
     llm__bytes bytes;
     uint64_t n_values;
-    const char *architecture; /* begins the keys that are noted as ".something" */
+    const char *architecture; /* prefix of the keys that are passed as ".name" */
     llm_error err;            /* first failure; nothing is added after it */
 } llm__metadata;
 
@@ -7049,7 +7054,7 @@ static bool llm__model_architecture(const llm__loader *l) {
     return true;
 }
 
-/* Is it one of the words in `list`, which single spaces separate? */
+/* Is it one of the words in `list`? Single spaces separate them. */
 static bool llm__is_listed(llm_string word, const char *list) {
     for (size_t n; *list; list += n + (list[n] == ' ')) {
         n = strcspn(list, " ");
@@ -7070,7 +7075,7 @@ static bool llm__is_off(const llm_value *value) {
 
 /* Refuse unknown options of the architecture that are not off: they may change the result. */
 static bool llm__model_known_keys(const llm__loader *l) {
-    static const char known[] = /* tensor_data_layout: before conversion, so without effect */
+    static const char known[] = /* tensor_data_layout only matters before conversion */
         "block_count context_length embedding_length feed_forward_length vocab_size "
         "attention.head_count attention.head_count_kv attention.key_length attention.value_length "
         "attention.layer_norm_rms_epsilon attention.sliding_window "
@@ -7217,7 +7222,7 @@ static void llm__part_name(char name[64], int layer, int part) {
     snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
 }
 
-/* The N of a tensor called "<prefix>N.<part>"; -1: it is called otherwise. */
+/* The N of a tensor called "<prefix>N.<part>"; -1: it has another name. */
 static int64_t llm__layer_of(llm_string name, const char *prefix) {
     size_t start = strlen(prefix), i = start;
     int64_t layer = 0;
@@ -7227,8 +7232,8 @@ static int64_t llm__layer_of(llm_string name, const char *prefix) {
     return i > start && i < name.length && name.data[i] == '.' ? layer : -1;
 }
 
-/* Refuse a model with a tensor that is not used, since its output would be wrong. key: what gives
- * the number of layers. prefix: of the tensors in a layer. */
+/* Refuse a model with a tensor that is not used, since its output would be wrong. key: the setting
+ * that gives the number of layers. prefix: how the names of tensors in a layer begin */
 static bool llm__all_used(const llm__input *in, const llm_file *file, const bool *used,
                           const char *key, int n_layers, const char *prefix,
                           const char *architecture) {
@@ -7364,11 +7369,11 @@ typedef struct llm__folder {
     llm_file *file;      /* the result. Its parts are the safetensors files, and at first it has
                           * their tensors */
     bool *used;          /* (n_tensors of file) part of the model, or known to be unnecessary */
-    llm_tensor *tensors; /* (n_tensors) which the result will have, with GGUF's names */
+    llm_tensor *tensors; /* (n_tensors) of the result, with GGUF's names */
     int64_t n_tensors;
-    char *names; /* (n_tensors, LLM__TENSOR_NAME) these names; a memory of `file` */
+    char *names; /* (n_tensors, LLM__TENSOR_NAME) these names; `file` frees them */
     int n_layers, dim, n_heads, head_dim;
-    bool int4, gptq; /* 4-bit integers; of GPTQ, else of AWQ */
+    bool int4, gptq; /* weights are 4-bit integers, of GPTQ (else of AWQ) */
 } llm__folder;
 
 enum { LLM__TENSOR_NAME = 64 };
@@ -7462,8 +7467,8 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
     return true;
 }
 
-/* An entry that is not in `known` might change the result, so it is refused, unless it is off:
- * null, false, or an empty list or object. */
+/* Refuse an entry that is not in `known`, since it might change the result, unless it is off: null,
+ * false, or an empty list or object. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
                               const char *known) {
     for (const llm_json_node *n = llm_json_first(object); n; n = llm_json_next(object, n)) {
@@ -7477,9 +7482,9 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
     return true;
 }
 
-/* The names in which config.json speaks of the shape; how the model was trained, where it came from
- * and how others run it; and how to choose words, which older models say here instead of in
- * generation_config.json, and which a request decides. */
+/* The known keys of config.json: the model's shape; how it was trained, where it came from, and
+ * settings for other programs; and settings for sampling, which a request decides. (Older models
+ * have these here instead of in generation_config.json.) */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
@@ -7685,7 +7690,7 @@ static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
     llm__note_u32(m, ".rope.dimension_count", (uint32_t)f->head_dim);
     llm__note_f32(m, ".attention.layer_norm_rms_epsilon", (float)epsilon);
     f->tensors = (llm_tensor *)llm__new((size_t)f->file->n_tensors + 1, sizeof *f->tensors,
-                                        "the tensors", f->in.err); /* 1: rope_freqs */
+                                        "the tensors", f->in.err); /* + 1: rope_freqs */
     return f->tensors && llm__folder_rope(f, m, context) && llm__folder_window(f, m);
 }
 
@@ -7716,7 +7721,7 @@ static bool llm__folder_shard(llm__folder *f, llm_string name) {
 static const llm_file *llm__folder_find_shard(const llm__folder *f, llm_string name) {
     for (int64_t i = 0; i < f->file->n_parts; i++) {
         const char *slash = strrchr(f->file->parts[i]->path, '/');
-        llm_string own = llm__string(slash + 1); /* llm__join made it */
+        llm_string own = llm__string(slash + 1); /* llm__join wrote the slash */
         if (!llm__compare_strings(&own, &name)) return f->file->parts[i];
     }
     return NULL;
@@ -7792,7 +7797,7 @@ static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *s
     return llm__add_memory(f->file, copy, f->in.err) ? copy : NULL;
 }
 
-/* Append a tensor with this GGUF name, which must have so many dimensions. */
+/* Append a tensor with this GGUF name. It must have n_dims dimensions. */
 static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const char *name,
                                int n_dims) {
     if (!llm_type_find(source->type))
@@ -7827,7 +7832,7 @@ static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const c
  * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
 
 typedef struct llm__int4 {
-    bool awq, zeros_less_one; /* AWQ, else GPTQ; zeros are stored as zero - 1 */
+    bool awq, zeros_less_one; /* true: AWQ, false: GPTQ; zeros are stored as zero - 1 */
     int64_t rows, cols, n_groups;
     const uint32_t *weights, *zeros; /* qweight, qzeros */
     const uint16_t *scales;          /* (n_groups, rows) f16 */
@@ -8594,7 +8599,7 @@ static const char *const llm__decompositions[] = {
 
 typedef struct llm__packed_numbers { /* a place in one of these tables */
     const char *const *line; /* the current line */
-    const char *at;          /* in it */
+    const char *at;          /* next character in it */
 } llm__packed_numbers;
 
 static uint32_t llm__next_number(llm__packed_numbers *p) {
@@ -9849,7 +9854,7 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
                          "%s: the added token '%s' is single_word, which is not supported", v->name,
                          llm__show(text).text);
-    /* Hugging Face would search for it with a U+2581 in front. */
+    /* Hugging Face would search for it with U+2581 before it. */
     if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH &&
         llm__is_on(token, "normalized", true))
         return llm__fail(
@@ -10147,7 +10152,8 @@ static bool llm__has_id(const llm__bytes *ids, int32_t id) {
     return false;
 }
 
-/* "eos_token_id" is one id or several, and so may "bos_token_id" be, which is only checked. */
+/* Add the end tokens of "eos_token_id": one id or a list. "bos_token_id" has the same form, and is
+ * only checked. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     static const char *const keys[] = {"bos_token_id", "eos_token_id"};
     llm_json json;
@@ -11450,7 +11456,7 @@ enum {
     LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an item of attention */
     LLM__PADDING = 32,      /* head_dim is padded to a multiple: the depth of a bf16 tile product */
     LLM__FEW_ROWS = 8,      /* most rows of x to convert f16 weights on the fly */
-    LLM__FEW_X = 32,        /* most rows of x to unpack weights for each 16: see "Matrix tiles" */
+    LLM__FEW_X = 32,        /* most rows of x for the form "alone": see "Matrix tiles" */
     LLM__FEW_X_Q4_0 = 64,   /* the same for q4_0 weights */
     LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
     LLM__FAR_BYTES = 4096,  /* prefetch distance */
@@ -11507,12 +11513,12 @@ enum {
     LLM__X_TILE = 16        /* most rows of x in a tile */
 };
 
-/* How panels of a type are laid out */
+/* How the panels of a weight type are laid out */
 typedef struct llm__layout {
     int quads;        /* words per block and row; 0: no panels */
     int zero;         /* the stored level that means zero, if there is no minimum (8: q4_0) */
-    bool multipliers; /* block scales are multiples of one per 256 columns */
-    bool groups;      /* ... in the type itself, too: the K formats */
+    bool multipliers; /* each block scale is an integer times a common scale per 256 columns */
+    bool groups;      /* the type itself stores its scales like that: the K formats */
     bool minimum;     /* there are minimums or zero points */
 } llm__layout;
 
@@ -11646,8 +11652,8 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
 enum { /* sizes for the matrix tiles */
-    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; by halves, half as many */
-    LLM__TILE_PANELS = 4,  /* panels unpacked together; block by block, half as many */
+    LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; half as many "by halves" (see below) */
+    LLM__TILE_PANELS = 4,  /* panels unpacked together; half as many "in chunks" */
     LLM__GROUP = 4,        /* blocks that the tile unit multiplies together */
     /* bytes of scratch, without the sums */
     LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
@@ -12003,8 +12009,8 @@ LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmu
             LLM__K(finish)(args, i0 + t, row + r, LLM__K(sum)(sums[r][t]));
 }
 
-/* `count` rows of weights, which the L2 cache holds, times all rows of x: 4 rows of x stay in the
- * L1 cache while weights are read. */
+/* Multiply `count` rows of weights, which fit in the L2 cache, by all rows of x: 4 rows of x at a
+ * time, which stay in the L1 cache while the weights are read. */
 LLM__INLINE void LLM__K(dot_rows)(llm_type type, const llm__matmul_args *args, const char *weights,
                                   size_t row_bytes, int64_t row, int64_t count) {
     for (int64_t i = 0, together; i < args->n; i += together) {
@@ -12641,9 +12647,9 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__mat
  * In chunks, for more rows and types without multipliers: the same, but a chunk of two panels is
  * unpacked once for all tiles of x.
  *
- * By halves, for more rows and types with multipliers: weight times multiplier, 16 bits, is cut
- * into a high and a low byte. Both are multiplied, in full tiles of 64 columns. C goes to memory
- * once per 256 columns:
+ * By halves, for more rows and types with multipliers: the 16-bit product of weight and multiplier
+ * is split into a high and a low byte. Both are multiplied, in full tiles of 64 columns. C goes to
+ * memory once per 256 columns:
  *
  *   sum of w x  =  256 (sum of high x)  +  (sum of low x)    high: -128 .. 127, low: 0 .. 255
  *
@@ -12691,7 +12697,7 @@ typedef struct llm__tile_args { /* a chunk of a panel times one tile of x */
     const float *others;      /* (blocks, 16) minimums, or 2 x i16 factors of x's half-sums */
     const uint8_t *span;      /* the panel's span head, from the chunk's columns on */
     int32_t *products;        /* (group, 16, 16) scratch */
-    float *kept;              /* (16, 16) sums of rows of x, carried between chunks */
+    float *kept;              /* (16, 16) sums so far, kept from one chunk to the next */
     const uint8_t *ahead;     /* weights to prefetch meanwhile */
     int lines;                /* cache lines to prefetch per block */
 } llm__tile_args;
@@ -12937,9 +12943,9 @@ LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args 
     return tile;
 }
 
-/* A panel times the tile of x from row i on. While the tile unit multiplies a group of blocks, the
- * previous group is added up and the next unpacked. Tile loads wait for earlier loads, so
- * prefetches come early. */
+/* Multiply a panel by the tile of x from row i on. While the tile unit multiplies a group of
+ * blocks, the previous group is added up and the next unpacked. Tile loads wait for earlier loads,
+ * so prefetches come early. */
 LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel,
                                 int64_t i, int32_t *products, int8_t *w, float *scales,
                                 float *others, float *kept) {
@@ -12976,7 +12982,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
             _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
-/* Make what differs most a constant. */
+/* Pass constants for what differs most, so that the compiler specializes the code. */
 LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args,
                                    const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                    float *scales, float *others, float *kept) {
@@ -13225,7 +13231,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
 static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end,
                            void *scratch) {
     llm__layout l = llm__layout_of(args->w->type);
-    /* Constants give a kernel of its own to: q8_0, q4_0, q4_K and q4_Z together, all others. */
+    /* Constants make separate kernels for q8_0, for q4_0, for q4_K with q4_Z, and for the rest. */
     if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
 #if LLM__KERNEL_PASS != 0
     else if (l.quads == 8) {
@@ -13729,7 +13735,7 @@ static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     return t;
 }
 
-/* Pack the queries, times the scale. */
+/* Multiply the queries by the scale, split them into bf16 parts, and pack them. */
 static void llm__amx_begin(const llm__attention_args *args, const LLM__K(query_rows) *rows,
                            const LLM__K(attention_scratch) *a, const llm__amx_tile *t) {
     __m512 scale = _mm512_set1_ps(args->shape.scale);
@@ -14051,9 +14057,9 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* The passes take most of the compile time, so a program can compile each in a file of its own, with
- * LLM_KERNELS_HERE its level: 0 (baseline), 1 (AVX2, or NEON's dot products) or 2 (AVX-512). In its
- * other files LLM_KERNELS_HERE is -1. */
+/* The passes take most of the compile time, so a program can compile each in a file of its own,
+ * where LLM_KERNELS_HERE is its level: 0 (baseline), 1 (AVX2, or NEON's dot products) or 2
+ * (AVX-512). In its other files LLM_KERNELS_HERE is -1. */
 #ifdef LLM_NO_FAST_KERNELS
 #define LLM__COMPILES(level) 0
 #elif defined(LLM_KERNELS_HERE)
@@ -14261,8 +14267,8 @@ typedef struct llm__stage {
     bool rounds;            /* it only rounds the input of op, a product */
     bool barrier;           /* the threads wait for each other before it */
     bool each;              /* every thread does all of it, in its own memory */
-    bool own_x;             /* its input (of a norm: its output) is the thread's own copy */
-    bool own_tiles;         /* its rounded rows are the thread's own copy */
+    bool own_x;             /* each thread has its own copy of the input (norm: of the output) */
+    bool own_tiles;         /* each thread has its own copy of the rounded rows */
 } llm__stage;
 
 typedef struct llm__deal {  /* a stage in one run: how its items are dealt out */
@@ -14309,7 +14315,7 @@ static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
 
-/* Rows in a tile of x. More than 8 may go to matrix tiles, which are full. */
+/* Rows in a tile of x. With more than 8 the tile unit may multiply it, which takes all 16. */
 static int llm__tile_height(int64_t n) { return n <= 8 ? (int)n : LLM__X_TILE; }
 
 static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {

@@ -10,8 +10,8 @@ enum { PROGRAM_SIZES = 2, PROGRAM_VARIANTS = 6, PROGRAM_ROUNDS = 9, PROGRAM_REPE
 typedef struct program_row { /* all operations of one name */
     const llm_op *op; /* the first of them */
     int n;            /* how many there are */
-    double seconds[PROGRAM_SIZES]; /* of one, for each size of step: the median */
-    llm_cost costs[PROGRAM_SIZES]; /* of one */
+    double seconds[PROGRAM_SIZES]; /* median time of one, for each size of step */
+    llm_cost costs[PROGRAM_SIZES]; /* of one, for each size of step */
 } program_row;
 
 typedef struct program_timing {

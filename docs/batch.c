@@ -17,7 +17,7 @@
 
 enum { MOST_COMPLAINTS = 20 }; /* bad lines that are reported on standard error */
 
-typedef struct batch_line { /* one line, from the input to the output */
+typedef struct batch_line { /* a line of the input, kept until its result is written */
     struct batch_line *next;
     uint64_t number; /* of the line, from 1 */
     uint64_t hash;   /* see hash_line */

@@ -90,7 +90,7 @@ bool submit_task(llm_engine *engine, task *t);
 void take_task_event(const llm_event *event);
 /* Run one step and pass its events to their tasks. 1: worked; 0: nothing to do; -1: failed. */
 int step_tasks(llm_engine *engine);
-/* Submit all tasks and run them to their ends. */
+/* Submit all tasks and run steps until all have ended. */
 bool run_tasks(llm_engine *engine, task *tasks, int n);
 
 /* A backend for --device that the lesson owns, for lessons that call backends directly. NULL:

@@ -33,7 +33,8 @@ double arithmetic_peak(const llm_model *model, llm_backend *b);
 
 /* ---- A model's program ------------------------------------------------------------------- */
 
-/* The name of the weight of a norm or a product, without ".weight"; otherwise the kind. */
+/* For a norm or a matrix product: the name of its weight, without ".weight". For any other
+ * operation: its kind. */
 const char *op_name(const llm_op *op, char name[48]);
 #define OP_NAME(op) op_name(op, (char[48]){0})
 const char *op_flow(const llm_program *p, const llm_op *op, char out[160]); /* "gate,up -> gate" */

@@ -293,7 +293,7 @@ static void test_nan_is_zero(void **state) {
 }
 
 /* q4_Z, the format for AWQ and GPTQ weights: 16 levels with one scale and an integer zero point
- * from 0 to 15 per block. Values that are such levels come back exactly. */
+ * from 0 to 15 per block. Values at these levels come back exactly. */
 static void test_q4_Z(void **state) {
     (void)state;
     for (int zero = 0; zero < 16; zero++) {

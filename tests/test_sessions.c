@@ -514,7 +514,7 @@ static void test_other_weights(void **state) {
 
 /* ---- Damage --------------------------------------------------------------------------------- */
 
-/* Every damaged byte and every length. */
+/* A session that is cut short or has a damaged byte is refused. */
 static void test_damaged(void **state) {
     (void)state;
     size_t size;
@@ -524,7 +524,7 @@ static void test_damaged(void **state) {
     char *exact = (char *)malloc(size);
     assert_non_null(exact);
     for (size_t n = 0; n < size; n += n < 300 ? 1 : 1 + size / 200) {
-        char *shorter = (char *)malloc(n ? n : 1); /* of just these bytes, for the sanitizer */
+        char *shorter = (char *)malloc(n ? n : 1); /* so that the sanitizer detects reads past n */
         memcpy(shorter, session, n);
         refuse(engine, shorter, n, LLM_ERROR_FORMAT, "damaged");
         free(shorter);
@@ -538,8 +538,8 @@ static void test_damaged(void **state) {
     llm_engine_free(engine);
 }
 
-/* The same where the checksum is right: whatever the numbers say, the engine refuses them, or runs
- * a request that ends. The invariants are checked after each step. */
+/* Damaged sessions with a correct checksum: the engine refuses them, or runs a request that ends.
+ * The invariants are checked after each step. */
 static void test_forged(void **state) {
     (void)state;
     size_t size;

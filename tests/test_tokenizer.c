@@ -1281,7 +1281,7 @@ static void test_odd_vocabularies(void **state) {
     v = open_vocab(&g);
     assert_true(llm_tokenizer_bos(v.t) == 1 && llm_tokenizer_eos(v.t) == 2 &&
                 llm_tokenizer_is_end(v.t, 2));
-    EXPECT(v.t, "q", 0, 0, 0); /* for the space and for the letter */
+    EXPECT(v.t, "q", 0, 0, 0); /* unknown tokens: the added space and the letter */
     close_vocab(&v);
 }
 
