@@ -343,7 +343,7 @@ static void test_sessions(void **state) {
         llm_engine *engine = engine_on(&o), *other = engine_on(&o);
         record *got = record_new(target);
         record_submit(engine, got, r, hook);
-        for (int n = 0; n < 3; n++, record_events(engine))
+        for (int n = 0; n < 2; n++, record_events(engine))
             if (llm_step(engine, &err) != 1) fail_msg("%s", err.message);
         void *session = llm_session_save(engine, got->id, &size, &err);
         if (!session) fail_msg("%s", err.message);
