@@ -5,7 +5,7 @@
  *     #define LLM_IMPLEMENTATION
  *     #include "llm.h"
  *
- * and include it plainly everywhere else. It needs C11, libc, libm and, where the compiler
+ * and only the #include in all other files. The header needs C11, libc, libm and, if the compiler
  * has it, OpenMP:  cc -O2 -fopenmp app.c -lm
  *
  * It maps GGUF files and Hugging Face folders into memory as they are, and runs many requests at
@@ -56,13 +56,14 @@
  *     with the functions that it calls. If you have a day: all of Part I, with a debugger
  *     (LLM_ISA_REFERENCE).
  *
- * Overridable before the include: LLM_MALLOC, LLM_REALLOC, LLM_FREE (all three together).
- * #define LLM_WITH_CUDA there if you also link llm.cu, so that llm_backend_open finds it.
- * #define LLM_NO_FAST_KERNELS to compile in seconds, as for sanitizers or a debugger: the program
- * then runs on the loops of chapter 6, on one thread, much more slowly.
+ * Macros that you may define before the include:
+ *     LLM_MALLOC, LLM_REALLOC, LLM_FREE  your allocator (define all three)
+ *     LLM_WITH_CUDA                      you also link llm.cu; llm_backend_open then finds it
+ *     LLM_NO_FAST_KERNELS                compile in seconds, for sanitizers or a debugger. A model
+ *                                        then runs on the loops of chapter 6, on one thread, slowly
  *
  * Threads: a model is read-only after loading and may be shared by any number of threads.
- * An engine belongs to one thread at a time (it uses as many as you allow inside a step).
+ * Only one thread at a time may use an engine. Inside a step, the engine uses several threads.
  * The library keeps no global mutable state, never prints, and never exits.
  *
  * License: public domain or MIT, as you prefer; see the end of this file.
@@ -82,19 +83,19 @@
 extern "C" {
 #endif
 
-#define LLM_VERSION "1.0.0" /* of this header */
-const char *llm_version(void); /* of the implementation that is linked */
+#define LLM_VERSION "1.0.0" /* version of this header */
+const char *llm_version(void); /* version of the linked implementation */
 
 /* ---- Errors -------------------------------------------------------------------------
- * Every call that can fail takes a last argument `llm_error *err` (NULL if you do not
- * care), and sets it: to LLM_OK when the call went well, else to what was wrong, where
- * (file, tensor, offset), and what to do about it. */
+ * Every call that can fail has a last argument `llm_error *err` (may be NULL), and sets its
+ * status. On success that is LLM_OK. On failure, the message says what was wrong, where (file,
+ * tensor, offset), and what to do. */
 typedef enum llm_status {
     LLM_OK = 0,
-    LLM_ERROR_ARGUMENT,    /* the caller passed something impossible */
+    LLM_ERROR_ARGUMENT,    /* an argument is invalid */
     LLM_ERROR_FILE,        /* a file could not be opened, read, mapped or written */
-    LLM_ERROR_FORMAT,      /* a file is damaged, or is not what it says it is */
-    LLM_ERROR_UNSUPPORTED, /* valid, but not something this engine can run */
+    LLM_ERROR_FORMAT,      /* a file is damaged, or not of the format that it claims */
+    LLM_ERROR_UNSUPPORTED, /* the input is valid, but this engine cannot run it */
     LLM_ERROR_MEMORY,      /* an allocation failed */
     LLM_ERROR_CAPACITY,    /* the request can never fit the context or the cache */
     LLM_ERROR_DEVICE       /* the device (GPU) failed */
@@ -103,10 +104,10 @@ typedef enum llm_status {
 typedef struct llm_error {
     llm_status status;
     char message[512];  /* one line, no newline at the end */
-    const char *option; /* the field of llm_engine_options, llm_request or llm_sampling that the
-                         * error is about, such as "cache_bytes"; NULL: none. Unless status is
-                         * LLM_ERROR_MEMORY, the message begins with this name, so a program whose
-                         * users know the option by another name can print that in its place. */
+    const char *option; /* name of the field of llm_engine_options, llm_request or llm_sampling that
+                         * the error is about ("cache_bytes"); NULL: none. Unless status is
+                         * LLM_ERROR_MEMORY, the message begins with this name, so a program that
+                         * names its options differently can replace it. */
 } llm_error;
 
 const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ... */
@@ -115,7 +116,7 @@ const char *llm_status_name(llm_status status); /* "ok", "argument", "file", ...
 void llm_free(void *memory);
 
 /* ---- Numbers: the storage types of weights and of the cache ------------------------
- * The values are GGUF's own numbers. A "block" is the group of values that shares one
+ * The enum constants are GGUF's numbers. A "block" is a group of values that share one
  * scale; a row of a tensor is a whole number of blocks. */
 typedef enum llm_type {
     LLM_F32 = 0,
@@ -129,81 +130,81 @@ typedef enum llm_type {
     LLM_Q5_K = 13, /* the same, with 5 bits                                       = 176 bytes */
     LLM_Q6_K = 14, /* 256 6-bit integers in 16 groups with an 8-bit scale each    = 210 bytes */
     LLM_BF16 = 30,
-    LLM_Q4_Z = 0x1000 /* the engine's own, for AWQ and GPTQ; not in GGUF files, nor in llm_type_at.
-                       * 32 values: one f16 scale, a zero point (0 to 16), 32 4-bit integers = 20
-                       * bytes */
+    LLM_Q4_Z = 0x1000 /* internal type for AWQ and GPTQ weights, absent from GGUF files and from
+                       * llm_type_at. 32 values: one f16 scale, a zero point (0 to 16), 32 4-bit
+                       * integers = 20 bytes */
 } llm_type;
 
 typedef struct llm_type_info {
     llm_type type;
-    const char *name;  /* "f32", "q4_0", ... as the command line spells it */
-    int block_values;  /* values in a block */
-    int block_bytes;   /* bytes of a block */
-    int file_type;     /* GGUF's general.file_type of a file that is mostly of this type */
-    /* count: values, a multiple of block_values */
+    const char *name;  /* name on the command line: "f32", "q4_0", ... */
+    int block_values;  /* values per block */
+    int block_bytes;   /* bytes per block */
+    int file_type;     /* GGUF's general.file_type for a file mostly of this type */
+    /* Convert `count` values, a multiple of block_values, to f32. */
     void (*unpack)(const void *blocks, float *values, int64_t count);
 } llm_type_info;
 
-/* The description of a type; NULL: unknown. */
+/* Find the description of a type. NULL: unknown type. */
 const llm_type_info *llm_type_find(llm_type type);
-const llm_type_info *llm_type_by_name(const char *name); /* "q4_k" and "Q4_K" too */
+const llm_type_info *llm_type_by_name(const char *name); /* name: "q4_k" or "Q4_K" */
 /* All types, by index; NULL past the end. */
 const llm_type_info *llm_type_at(int index);
 
-/* f16, as scales are stored: rounded to nearest, ties to even. */
+/* Convert between f32 and f16; f32 is rounded to nearest, ties to even. */
 uint16_t llm_f32_to_f16(float x);
 float llm_f16_to_f32(uint16_t half);
 
 /* ---- Files: GGUF, and Hugging Face folders ----------------------------------------- */
-typedef struct llm_string { /* not zero-terminated; borrowed from the file's mapping */
+typedef struct llm_string { /* borrowed bytes, not zero-terminated */
     const char *data;
     size_t length;
 } llm_string;
 
-typedef enum llm_value_type { /* GGUF's numbers */
+typedef enum llm_value_type { /* with GGUF's numbering */
     LLM_VALUE_U8 = 0, LLM_VALUE_I8, LLM_VALUE_U16, LLM_VALUE_I16, LLM_VALUE_U32,
     LLM_VALUE_I32, LLM_VALUE_F32, LLM_VALUE_BOOL, LLM_VALUE_STRING, LLM_VALUE_ARRAY,
     LLM_VALUE_U64, LLM_VALUE_I64, LLM_VALUE_F64
 } llm_value_type;
 
-typedef struct llm_value { /* one key of a file's metadata */
+typedef struct llm_value { /* one key of a file's metadata, with its value */
     llm_string key;
     llm_value_type type;
-    llm_value_type element_type; /* of an array: the type of its elements (never an array) */
-    uint64_t count;              /* elements; 1 if not an array */
-    const uint8_t *data;         /* little-endian, unaligned, inside the mapping, checked */
-    size_t bytes;                /* of data */
+    llm_value_type element_type; /* arrays: type of the elements (never an array) */
+    uint64_t count;              /* number of elements; 1 if not an array */
+    const uint8_t *data;         /* the value: little-endian, unaligned, bounds checked */
+    size_t bytes;                /* size of data */
 } llm_value;
 
 typedef struct llm_tensor { /* one tensor of a file */
-    llm_string name;   /* GGUF's */
-    llm_string source; /* its name in the file; in a Hugging Face folder not the same as `name` */
+    llm_string name;   /* name in GGUF */
+    llm_string source; /* name in the file; in a Hugging Face folder it differs from `name` */
     llm_type type;
     int n_dims;        /* 1 to 4 */
-    uint64_t dims[4];  /* dims[0] is contiguous; unused ones are 1 */
-    const void *data;  /* inside the mapping, checked; NULL: see llm_tensor_rows */
-    uint64_t bytes;    /* of data, or of all rows that llm_tensor_rows gives */
-    const int32_t *columns; /* (dims[0]) entry j of a row belongs to input columns[j]; NULL: to
-                             * input j */
-    const struct llm__int4 *int4; /* internal: how AWQ and GPTQ store it; NULL: as `data` */
+    uint64_t dims[4];  /* sizes; dims[0] is contiguous; unused dimensions are 1 */
+    const void *data;  /* values in the mapping, bounds checked; NULL: see llm_tensor_rows */
+    uint64_t bytes;    /* size of data, or of all rows as llm_tensor_rows returns them */
+    const int32_t *columns; /* (dims[0]) input column for entry j of a row; NULL: column j */
+    const struct llm__int4 *int4; /* internal: AWQ or GPTQ storage; NULL: stored as `data` */
 } llm_tensor;
 
 typedef struct llm_file llm_file;
 
 /* Map a GGUF file (version 2 or 3) or a Hugging Face folder (config.json, safetensors,
- * tokenizer.json). A folder looks like a GGUF file from then on: its settings become GGUF metadata,
- * and its tensors get GGUF's names. A tokenizer.json alone gives metadata only. If a model is split
- * into several files (NAME-00001-of-00003.gguf), pass any one of them; all are mapped. Every count,
- * offset, size and type is checked here, so that nothing read later can lie outside of the file. */
+ * tokenizer.json). A folder then looks like a GGUF file: its settings become GGUF metadata, and its
+ * tensors get GGUF's names. A tokenizer.json alone gives metadata only. If a model is split into
+ * several files (NAME-00001-of-00003.gguf), pass any one of them; all are mapped. Every count,
+ * offset, size and type is checked here, so later reads stay inside the file. */
 llm_file *llm_file_open(const char *path, llm_error *err);
-/* The same over memory that the caller keeps alive and unchanged; `name` is for errors. */
+/* The same for a file in memory, which the caller keeps alive and unchanged. `name` is for
+ * errors. */
 llm_file *llm_file_from_memory(const void *data, size_t size, const char *name, llm_error *err);
 void llm_file_close(llm_file *file);
 
 const char *llm_file_path(const llm_file *file);
-uint64_t llm_file_size(const llm_file *file); /* of all parts */
-int64_t llm_file_n_parts(const llm_file *file); /* files that the model consists of */
-int llm_file_version(const llm_file *file); /* of GGUF; 0: a Hugging Face folder, or a
+uint64_t llm_file_size(const llm_file *file); /* size of all parts in bytes */
+int64_t llm_file_n_parts(const llm_file *file); /* number of files that make up the model */
+int llm_file_version(const llm_file *file); /* GGUF version; 0: a Hugging Face folder or a
                                              * tokenizer.json */
 int64_t llm_file_n_values(const llm_file *file);
 const llm_value *llm_file_value(const llm_file *file, int64_t index);
@@ -212,44 +213,44 @@ int64_t llm_file_n_tensors(const llm_file *file);
 const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index);
 const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name);
 
-/* Copy the rows first .. first + n - 1 of a tensor, of dims[0] values each, to out, in the tensor's
- * type. The 4-bit integers of AWQ and GPTQ are converted to it (by all cores; fastest in multiples
- * of 128 rows). False, with the error set, if there are no such rows. */
+/* Copy the rows first to first + n - 1 of a tensor (dims[0] values each) to out, in the tensor's
+ * type. The 4-bit integers of AWQ and GPTQ are converted to that type (on all cores; fastest in
+ * multiples of 128 rows). False, with the error set, if these rows do not exist. */
 bool llm_tensor_rows(const llm_tensor *tensor, uint64_t first, uint64_t n, void *out,
                      llm_error *err);
 
-typedef struct llm_faults { /* values that are not finite: NaN or infinite */
+typedef struct llm_faults { /* non-finite values of a tensor: NaN or infinite */
     uint64_t count;
-    uint64_t first; /* index of the first: row x dims[0] + column */
-    float value;    /* the first */
+    uint64_t first; /* index of the first one: row x dims[0] + column */
+    float value;    /* value of the first one */
 } llm_faults;
 
-/* Look for values that are not finite among `count` values. If the scale of a block is not finite,
- * none of the block's values is. */
+/* Find the non-finite values among `count` values. If a block's scale is not finite, neither is any
+ * of its values. */
 llm_faults llm_type_check(llm_type type, const void *blocks, uint64_t count);
 /* The same for a whole tensor. False, with the error set: out of memory. */
 bool llm_tensor_check(const llm_tensor *tensor, llm_faults *faults, llm_error *err);
-/* Check all weights, of which llm_file_open reads almost none. False, with the error set, if a
- * value is not finite, as happens in damaged downloads and failed conversions. */
+/* Check all weights of a file (llm_file_open reads almost none of them). False, with the error set,
+ * if a value is not finite, as in damaged downloads and failed conversions. */
 bool llm_file_check(const llm_file *file, llm_error *err);
 
-/* Read a scalar, or element `index` of an array, as another type. False if value is NULL,
- * index is past its end, or the conversion would lose the value. */
+/* Read a scalar, or element `index` of an array, as another type. False if value is NULL, index is
+ * out of range, or the conversion would lose the value. */
 bool llm_value_u64(const llm_value *value, uint64_t index, uint64_t *out);
 bool llm_value_i64(const llm_value *value, uint64_t index, int64_t *out);
 bool llm_value_f64(const llm_value *value, uint64_t index, double *out);
 bool llm_value_bool(const llm_value *value, uint64_t index, bool *out);
-/* Strings are stored one after another: start with *cursor = 0 and walk. False at the end. */
+/* Read the next string of a value. Set *cursor to 0 before the first call. False at the end. */
 bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out);
 
 /* ---- JSON ---------------------------------------------------------------------------
- * A strict reader (RFC 8259) for texts of up to 128 MB: one value, read to its last byte; strings
- * are valid UTF-8, surrogates come in pairs, and an object's keys are unique, since programs
- * disagree on which of two counts. At most 64 arrays and objects may be inside each other.
+ * A strict reader (RFC 8259) for texts of up to 128 MB. A text is one value and nothing else.
+ * Strings must be valid UTF-8, with surrogates in pairs. The keys of an object must be unique,
+ * since programs disagree on which duplicate counts. Arrays and objects nest at most 64 deep.
  *
- * The result is an array of nodes in the order of the text. An array is followed by its elements,
- * an object by key, value, key, value ... The functions that take a node accept NULL, which stands
- * for an absent value, so a path needs no checks:
+ * The result is an array of nodes in the order of the text. The node of an array is followed by its
+ * elements, that of an object by key, value, key, value ... The functions that take a node accept
+ * NULL as an absent value, so a path needs no checks:
  *     llm_json_i64(llm_json_member(llm_json_member(json.nodes, "model"), "layers"), &n) */
 typedef enum llm_json_kind {
     LLM_JSON_NULL, LLM_JSON_FALSE, LLM_JSON_TRUE, LLM_JSON_NUMBER, LLM_JSON_STRING, LLM_JSON_ARRAY,
@@ -257,38 +258,39 @@ typedef enum llm_json_kind {
 } llm_json_kind;
 
 typedef struct llm_json_node {
-    const char *text;    /* a string, unescaped, or a number as written; not zero-terminated */
-    uint32_t length;     /* bytes of text; of an array or object: elements or members */
+    const char *text;    /* text of a string (unescaped) or number (as written); not
+                          * zero-terminated */
+    uint32_t length;     /* bytes of text; arrays, objects: number of elements or members */
     unsigned kind : 3;   /* llm_json_kind */
-    unsigned span : 29;  /* nodes of this value, with those inside it */
+    unsigned span : 29;  /* number of nodes of this value, including nested ones */
 } llm_json_node;
 
 typedef struct llm_json {
-    char *text;           /* a copy; strings are unescaped in place */
-    llm_json_node *nodes; /* (n_nodes) the first is the whole value */
+    char *text;           /* copy of the parsed text, with strings unescaped in place */
+    llm_json_node *nodes; /* (n_nodes) nodes[0] is the whole value */
     int64_t n_nodes;
 } llm_json;
 
-/* Errors begin with "NAME, line 2, column 7: ", or with "column 7: " where name is NULL, for a text
- * of one line. On failure there is nothing to free. */
+/* Error messages begin with "NAME, line 2, column 7: ", or with "column 7: " if name is NULL, which
+ * is meant for a text of one line. On failure there is nothing to free. */
 bool llm_json_parse(llm_json *json, const char *text, size_t length, const char *name,
                     llm_error *err);
 void llm_json_free(llm_json *json);
-/* Offset of the value's first byte in the text that was parsed. */
+/* Offset of the value's first byte in the parsed text. */
 size_t llm_json_offset(const llm_json *json, const llm_json_node *node);
 bool llm_json_has_kind(const llm_json_node *node, llm_json_kind kind);
-/* The value of a member; NULL: no object, or no such key. Searches from the first member on. */
+/* Find the value of the member `key`, by linear search. NULL: not an object, or no such key. */
 const llm_json_node *llm_json_member(const llm_json_node *object, const char *key);
-/* The first element of an array or value of an object, the one after `value`, and its key. NULL:
- * there is none. */
+/* llm_json_first: the first element of an array, or the first value of an object. llm_json_next:
+ * the element or value after `value`. NULL: none. */
 const llm_json_node *llm_json_first(const llm_json_node *container);
 const llm_json_node *llm_json_next(const llm_json_node *container, const llm_json_node *value);
-llm_string llm_json_key(const llm_json_node *value); /* of a member's value */
-/* False: the value is of another kind, or (i64, u64) not a whole number of this range. A number
- * with a point or an exponent is no whole number. f64: within one unit of the nearest double; false
- * also where it is too large. */
+llm_string llm_json_key(const llm_json_node *value); /* key of the member with this value */
+/* Read a value. False if it has another kind or, for i64 and u64, is not an integer in range (a
+ * number with a point or an exponent is not an integer). f64: the result is within one unit of the
+ * nearest double; false also if the number is too large. */
 bool llm_json_string(const llm_json_node *node, llm_string *out);
-bool llm_json_is(const llm_json_node *node, const char *text); /* is it this string? */
+bool llm_json_is(const llm_json_node *node, const char *text); /* whether it is this string */
 bool llm_json_bool(const llm_json_node *node, bool *out);
 bool llm_json_f64(const llm_json_node *node, double *out);
 bool llm_json_i64(const llm_json_node *node, int64_t *out);
@@ -297,51 +299,52 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out);
 /* ---- Tokenizer ---------------------------------------------------------------------- */
 typedef struct llm_tokenizer llm_tokenizer;
 
-/* From the vocabulary in a GGUF file, a tokenizer.json or a folder with one ("gpt2": byte-level
- * BPE; "llama": SentencePiece BPE with byte fallback). It uses the file: close that after the
- * tokenizer. */
+/* Create a tokenizer from the vocabulary in a GGUF file, a tokenizer.json or a folder that contains
+ * one ("gpt2": byte-level BPE; "llama": SentencePiece BPE with byte fallback). The tokenizer uses
+ * the file, so close the file last. */
 llm_tokenizer *llm_tokenizer_create(const llm_file *file, llm_error *err);
 void llm_tokenizer_free(llm_tokenizer *tokenizer);
 
 int32_t llm_tokenizer_size(const llm_tokenizer *t);
 int32_t llm_tokenizer_bos(const llm_tokenizer *t); /* -1: none */
 int32_t llm_tokenizer_eos(const llm_tokenizer *t); /* -1: none */
-bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* does the file ask for BOS before a text? */
-bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* and for EOS after it? */
-bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* EOS, EOT and the like */
-bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* a control token */
-llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* as stored in the file */
+bool llm_tokenizer_adds_bos(const llm_tokenizer *t); /* whether the file asks for a leading BOS */
+bool llm_tokenizer_adds_eos(const llm_tokenizer *t); /* whether it asks for a trailing EOS */
+bool llm_tokenizer_is_end(const llm_tokenizer *t, int32_t id); /* whether it ends an output */
+bool llm_tokenizer_is_special(const llm_tokenizer *t, int32_t id); /* is it a control token? */
+llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id); /* its text in the file */
 
 enum {
-    LLM_TOKENIZE_BOS = 1,    /* begin with BOS, if the model's file asks for it */
-    LLM_TOKENIZE_SPECIAL = 2, /* read "<|endoftext|>" and the like in the text as special
-                                tokens. Leave it off for text that you did not write. */
-    LLM_TOKENIZE_EOS = 4     /* end with EOS, if the model's file asks for it: only for a whole
+    LLM_TOKENIZE_BOS = 1,    /* begin with BOS if the model's file asks for it */
+    LLM_TOKENIZE_SPECIAL = 2, /* parse special tokens ("<|endoftext|>") in the text. Leave it off
+                               * for text that you did not write. */
+    LLM_TOKENIZE_EOS = 4     /* end with EOS if the model's file asks for it; only for a whole
                               * text */
 };
 
-/* Text to ids. The text may have any bytes: invalid UTF-8 is taken byte by byte, and llm_detokenize
- * returns it unchanged if the vocabulary has bytes. Returns the number of tokens, even if it is
- * more than `capacity` (only that many are written); -1 on error. */
+/* Convert text to ids. The text may contain any bytes: invalid UTF-8 is converted byte by byte, and
+ * llm_detokenize returns it unchanged if the vocabulary has byte tokens. Returns the number of
+ * tokens, even if it exceeds `capacity` (at most `capacity` are written); -1 on error. */
 int64_t llm_tokenize(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                      int32_t *ids, int64_t capacity, llm_error *err);
-/* The same into memory that the call allocates: *ids (n, but at least one), to be released with
- * llm_free. Returns n; -1 on error, with *ids NULL. */
+/* The same, but the call allocates *ids (n, but at least one), to be released with llm_free.
+ * Returns n; -1 on error, with *ids NULL. */
 int64_t llm_tokenize_new(const llm_tokenizer *t, const char *text, size_t length, unsigned flags,
                          int32_t **ids, llm_error *err);
 
-/* Ids to text, without special tokens. Returns the number of bytes, even if it is more than
+/* Convert ids to text, without special tokens. Returns the number of bytes, even if it exceeds
  * `capacity`; -1 on error (an id out of range). */
 int64_t llm_detokenize(const llm_tokenizer *t, const int32_t *ids, int64_t n, char *text,
                        size_t capacity, llm_error *err);
-/* The same into memory that the call allocates: *text, zero-terminated, to be released with
- * llm_free. Returns its bytes, without the zero; -1 on error, with *text NULL. */
+/* The same, but the call allocates *text, zero-terminated, to be released with llm_free. Returns
+ * its length in bytes, without the zero; -1 on error, with *text NULL. */
 int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n, char **text,
                            llm_error *err);
 
-/* Ids to text, one token at a time. No UTF-8 character is cut: the stream (zero it before the first
- * call) holds back the bytes of an incomplete one. `text` must have room for llm_stream_capacity(t)
- * bytes; returns how many were written. A token of -1 flushes. */
+/* Convert ids to text, one token per call. The output never ends inside a UTF-8 character: the
+ * stream (zero it before the first call) holds back the bytes of an incomplete one. `text` must
+ * have room for llm_stream_capacity(t) bytes. Returns the number of bytes written. An id of -1
+ * flushes the stream. */
 typedef struct llm_stream {
     unsigned char held[4];
     int n_held;
@@ -360,93 +363,95 @@ typedef struct llm_message {
 } llm_message;
 
 typedef struct llm_chat_options { /* start from llm_chat_defaults() */
-    const char *template_name; /* one of llm_chat_template_at; NULL: the one in the model's file */
-    const char *date;  /* for templates with a date, "26 Jul 2024"; NULL: the template's own, or
-                        * today */
-    bool no_thinking;  /* "qwen3": begin the answer with an empty thought */
+    const char *template_name; /* name from llm_chat_template_at; NULL: the template in the model's
+                                * file */
+    const char *date;  /* date for templates that state one, "26 Jul 2024"; NULL: the template's
+                        * default, or today */
+    bool no_thinking;  /* "qwen3": begin the answer with an empty thinking section */
 } llm_chat_options;
 
 llm_chat_options llm_chat_defaults(void);
 /* The names of all known templates, by index; NULL past the end. */
 const char *llm_chat_template_at(int index);
-/* The name of the template in the vocabulary's file; NULL: it has none, or an unknown one. */
+/* The name of the template in the vocabulary's file; NULL: no template, or an unknown one. */
 const char *llm_chat_template(const llm_tokenizer *t);
-/* The template itself (Jinja), as the file has it; empty: none. */
+/* The source of that template (Jinja), as stored in the file; empty: none. */
 llm_string llm_chat_template_source(const llm_tokenizer *t);
 
-/* A conversation, whose last message is the user's, as the tokens of a prompt: BOS if the model
- * wants it, the messages in the template, and the beginning of the answer. Special tokens come from
- * the template alone; the text of a message cannot forge them. Returns the number of tokens, even
- * if it is more than `capacity`; -1 on error: the template is unknown, or has no form for these
- * messages (most want user and assistant in turn). */
+/* Convert a conversation, whose last message is the user's, to the tokens of a prompt: BOS if the
+ * model wants it, the messages in the template, and the beginning of the answer. Special tokens
+ * come from the template alone; the text of a message cannot forge them. Returns the number of
+ * tokens, even if it exceeds `capacity`; -1 on error: the template is unknown, or does not allow
+ * these messages (most require user and assistant to alternate). */
 int64_t llm_chat_tokenize(const llm_tokenizer *t, const llm_chat_options *options,
                           const llm_message *messages, int n, int32_t *ids, int64_t capacity,
                           llm_error *err);
-/* The same into memory that the call allocates: see llm_tokenize_new. */
+/* The same, but the call allocates the ids: see llm_tokenize_new. */
 int64_t llm_chat_tokenize_new(const llm_tokenizer *t, const llm_chat_options *options,
                               const llm_message *messages, int n, int32_t **ids, llm_error *err);
-/* The same as text, to look at: exactly what the model's own template makes of the conversation.
- * Returns its bytes, even if they are more than `capacity`. */
+/* The same as text, for inspection: exactly what the model's own template renders. Returns the
+ * number of bytes, even if it exceeds `capacity`. */
 int64_t llm_chat_render(const llm_tokenizer *t, const llm_chat_options *options,
                         const llm_message *messages, int n, char *text, size_t capacity,
                         llm_error *err);
-/* The text at which to stop (llm_request.stop), if the end of an answer is not an end token of this
- * vocabulary; else NULL. */
+/* The text at which to stop (for llm_request.stop) if the template does not end an answer with an
+ * end token of this vocabulary; otherwise NULL. */
 const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *options);
 
 /* ---- Model -------------------------------------------------------------------------- */
 typedef enum llm_rope_pairing {
-    LLM_ROPE_ADJACENT, /* dimension 2i turns with 2i+1 ("llama" in GGUF) */
-    LLM_ROPE_HALVES    /* dimension i turns with i + rope_dim/2 (NeoX, Hugging Face) */
+    LLM_ROPE_ADJACENT, /* dimension 2i is rotated with 2i+1 ("llama" in GGUF) */
+    LLM_ROPE_HALVES    /* dimension i is rotated with i + rope_dim/2 (NeoX, Hugging Face) */
 } llm_rope_pairing;
 
 typedef enum llm_rope_scaling { /* how a model was extended to a longer context */
     LLM_ROPE_UNSCALED,
     LLM_ROPE_LINEAR,   /* all positions divided by the factor */
-    LLM_ROPE_YARN      /* the same for slow dimensions only (Peng et al. 2023, arXiv 2309.00071) */
-} llm_rope_scaling;    /* (Llama 3 has a divisor for each frequency: the tensor
+    LLM_ROPE_YARN      /* the same, for slow dimensions only (Peng et al. 2023, arXiv 2309.00071) */
+} llm_rope_scaling;    /* (Llama 3 stores one divisor per frequency, in the tensor
                         * rope_freqs.weight) */
 
 typedef struct llm_config { /* the shape of a model */
     char architecture[32];
     int vocab_size;
-    int context_length; /* tokens the model was trained for */
+    int context_length; /* longest context that the model supports, in tokens */
     int n_layers;
     int dim;            /* width of the residual stream */
     int hidden_dim;     /* width inside the feed-forward block */
     int n_heads;        /* query heads */
     int n_kv_heads;     /* key/value heads; each serves n_heads / n_kv_heads query heads */
     int head_dim;
-    int rope_dim;       /* dimensions of a head that turn (the rest stay) */
+    int rope_dim;       /* dimensions of a head that RoPE rotates */
     float rope_base;
     llm_rope_pairing rope_pairing;
     llm_rope_scaling rope_scaling;
-    float rope_factor;          /* 1 where unscaled */
-    int rope_original_context;  /* YaRN: the context before it was extended */
-    float rope_beta_fast, rope_beta_slow; /* YaRN: blends frequencies of so many turns over that
-                                           * context */
-    float rope_magnitude;       /* YaRN: scales rotated queries and keys; else 1 */
+    float rope_factor;          /* divisor of the frequencies; 1: unscaled */
+    int rope_original_context;  /* YaRN: context length before the extension */
+    float rope_beta_fast, rope_beta_slow; /* YaRN: frequencies that make rope_beta_slow to
+                                           * rope_beta_fast turns over that context are blended */
+    float rope_magnitude;       /* YaRN: factor of rotated queries and keys; otherwise 1 */
     float norm_epsilon;
-    int window;         /* positions that a token sees, itself included, in layers with a window; 0:
-                         * all */
-    bool tied_output;   /* the output matrix is the token embedding */
+    int window;         /* layers with a window: positions that a token attends to, including its
+                         * own; 0: all */
+    bool tied_output;   /* whether the output matrix is the token embedding */
 } llm_config;
 
 typedef struct llm_model llm_model;
 
-/* Map a model (a GGUF file or a Hugging Face folder): its weights, which are not copied, its shape
- * and its tokenizer. */
+/* Load a model (a GGUF file or a Hugging Face folder): map its weights without copying them, and
+ * read its shape and its tokenizer. */
 llm_model *llm_model_load(const char *path, llm_error *err);
 llm_model *llm_model_from_memory(const void *data, size_t size, const char *name, llm_error *err);
-void llm_model_free(llm_model *model); /* after the engines that use it, as target or draft */
+void llm_model_free(llm_model *model); /* free it after the engines that use it, as target or
+                                        * draft */
 const llm_config *llm_model_config(const llm_model *model);
 const llm_tokenizer *llm_model_tokenizer(const llm_model *model);
 const llm_file *llm_model_file(const llm_model *model);
-/* Why context_length is less than config.json says, for messages; empty if it is the same. */
+/* Why context_length is less than in config.json, for messages; empty if it is the same. */
 const char *llm_model_context_note(const llm_model *model);
-/* Bytes of weights that a decode step reads: all, but of the embedding only one row. */
+/* Bytes of weights that a decode step reads: all, but only one row of an untied embedding. */
 uint64_t llm_model_step_bytes(const llm_model *model);
-/* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes of the type. */
+/* Bytes of cache per token: 2 x n_layers x n_kv_heads x head_dim x bytes per value. */
 uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_type);
 
 /* ---- Engine ------------------------------------------------------------------------- */
@@ -454,53 +459,53 @@ typedef struct llm_engine llm_engine;
 typedef struct llm_backend llm_backend;
 
 typedef enum llm_isa { /* instruction sets, in ascending order */
-    LLM_ISA_REFERENCE, /* the plain loops of chapter 6 on one thread: slow; the others are tested
-                        * against it */
-    LLM_ISA_PLAIN,   /* what the compiler makes of C for the baseline machine */
+    LLM_ISA_REFERENCE, /* plain loops of chapter 6 on one thread: slow; the reference in tests of
+                        * the others */
+    LLM_ISA_PLAIN,   /* C code compiled for the baseline processor */
     LLM_ISA_DOTPROD, /* arm64: NEON with dot products of int8 */
-    LLM_ISA_AVX2,    /* with FMA and F16C */
-    LLM_ISA_AVX512,  /* F, BW, DQ, VL, VNNI */
-    LLM_ISA_AMX,     /* and matrix tiles, of int8 and bf16 */
+    LLM_ISA_AVX2,    /* AVX2 with FMA and F16C */
+    LLM_ISA_AVX512,  /* AVX-512 F, BW, DQ, VL and VNNI */
+    LLM_ISA_AMX,     /* the same, and matrix tiles of int8 and bf16 */
     LLM_ISA_BEST = LLM_ISA_AMX
 } llm_isa;
 
 typedef enum llm_preempt { /* what happens to the cache of a sequence that is preempted */
-    LLM_PREEMPT_RECOMPUTE, /* it is dropped, and computed again later */
-    LLM_PREEMPT_SWAP       /* it is copied to host memory and back, or recomputed if swap_bytes are
-                            * used up */
+    LLM_PREEMPT_RECOMPUTE, /* the cache is dropped, and recomputed later */
+    LLM_PREEMPT_SWAP       /* the cache is copied to host memory and back, or recomputed if
+                            * swap_bytes are used up */
 } llm_preempt;
 
-typedef enum llm_state { /* of a sequence, which is one sample of a request */
-    LLM_WAITING,   /* not admitted yet; a further sample waits until the prompt has been computed */
-    LLM_PREFILL,   /* its known tokens go through the model: the prompt, or all of them after a
-                    * preemption */
-    LLM_DECODE,    /* all known tokens but the last are in the cache: a step gives the next one */
-    LLM_PREEMPTED, /* its blocks were taken for an older sequence; it goes on when there is room */
+typedef enum llm_state { /* state of a sequence (one sample of a request) */
+    LLM_WAITING,   /* not admitted yet; further samples wait until the prompt has been computed */
+    LLM_PREFILL,   /* the model processes its known tokens: the prompt or, after a preemption, all
+                    * of them */
+    LLM_DECODE,    /* all known tokens but the last are in the cache: each step generates more */
+    LLM_PREEMPTED, /* its blocks were taken for an older sequence; it resumes when there is room */
     LLM_ENDED
 } llm_state;
 
-typedef enum llm_trace_kind {  /* what llm_trace_event reports, and the fields that it uses */
+typedef enum llm_trace_kind {  /* kinds of llm_trace_event, and the fields that each uses */
     LLM_TRACE_STEP_BEGIN,      /* a call of llm_step begins */
     LLM_TRACE_STEP_END,        /* the call ends. count: 1 worked, 0 nothing to do, -1 failed */
-    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (when submitted,
-                                * both are LLM_WAITING). count: on leaving LLM_WAITING or
-                                * LLM_PREEMPTED, tokens that are in the cache already; on
-                                * preemption, blocks saved in host memory; at the end, tokens
-                                * generated, without an end token; else 0 */
-    LLM_TRACE_SCHEDULE,        /* `count` tokens from position `first` on are in this step */
-    LLM_TRACE_PROPOSE,         /* `count` proposals follow them */
+    LLM_TRACE_STATE,           /* the sequence changes from state `from` to `state` (at submit, both
+                                * are LLM_WAITING). count: on leaving LLM_WAITING or LLM_PREEMPTED:
+                                * tokens already in the cache; on preemption: blocks saved in host
+                                * memory; at the end: tokens generated, without an end token;
+                                * otherwise 0 */
+    LLM_TRACE_SCHEDULE,        /* this step processes `count` tokens from position `first` on */
+    LLM_TRACE_PROPOSE,         /* `count` proposals follow these tokens */
     LLM_TRACE_ACCEPT,          /* `count` of the proposals were accepted */
-    /* About a block. count: block tables that name it now. kept: the prefix cache can find its
-     * content. */
+    /* Events about a block. count: block tables that contain it after the event. kept: the prefix
+     * cache can find its content. */
     LLM_TRACE_TAKE,            /* a free block becomes entry `first` of the sequence's block
                                 * table */
-    LLM_TRACE_SHARE,           /* a block that holds the right tokens already becomes entry
+    LLM_TRACE_SHARE,           /* a block that already holds the right tokens becomes entry
                                 * `first` */
-    LLM_TRACE_COPY,            /* entry `first` is shared: it becomes `block`, a copy of `source`,
-                                * which it gives up */
+    LLM_TRACE_COPY,            /* entry `first` was shared: `block`, a copy of `source`, replaces
+                                * `source` in it */
     LLM_TRACE_RELEASE,         /* the sequence gives up a block */
-    LLM_TRACE_EVICT            /* the content of a free block is forgotten, since the block is about
-                                * to be taken */
+    LLM_TRACE_EVICT            /* the prefix cache forgets the content of a free block, which is
+                                * about to be taken */
 } llm_trace_kind;
 
 typedef struct llm_trace_event {
@@ -514,82 +519,86 @@ typedef struct llm_trace_event {
     bool kept;             /* see llm_trace_kind */
 } llm_trace_event;
 
-/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. It must not
- * call the engine. After a failed step (count -1), only sequences with a LLM_TRACE_STATE, a
- * LLM_TRACE_ACCEPT or an llm_event have advanced. */
+/* Called for each decision of the engine, inside llm_submit, llm_step and llm_cancel. The function
+ * must not call the engine. After a failed step (count -1), only sequences with a LLM_TRACE_STATE,
+ * a LLM_TRACE_ACCEPT or an llm_event have advanced. */
 typedef void (*llm_trace)(void *user, const llm_trace_event *event);
 
 typedef struct llm_engine_options { /* start from llm_engine_defaults() */
-    const llm_model *draft; /* for speculation: a small model with the same vocabulary, which must
-                             * outlive the engine; NULL: none */
-    llm_backend *backend;  /* NULL: a CPU backend that the engine owns. Yours stays yours: free it
-                            * after the engine */
-    int n_threads;         /* of the engine's own CPU backend; 0: one per processor */
-    llm_isa max_isa;       /* of the same: the best instruction set that it may use; default
+    const llm_model *draft; /* draft for speculation: a small model with the same vocabulary, which
+                             * must outlive the engine; NULL: none */
+    llm_backend *backend;  /* device; NULL: a CPU backend that the engine owns. You own any other:
+                            * free it after the engine */
+    int n_threads;         /* threads of the engine's own CPU backend; 0: one per processor */
+    llm_isa max_isa;       /* best instruction set that this CPU backend may use; default
                             * LLM_ISA_BEST */
-    bool pack_weights;     /* of the same: see llm_cpu_pack_weights; default true */
-    int context_length;    /* longest sequence; 0: the model's */
+    bool pack_weights;     /* same backend: see llm_cpu_pack_weights; default true */
+    int context_length;    /* longest sequence in tokens; 0: the model's context_length */
     int block_size;        /* tokens in a block of the cache; default 16 */
     llm_type cache_type;   /* LLM_F16 (default) or LLM_F32 */
-    uint64_t cache_bytes;  /* of the pool. 0: max_sequences whole contexts, but at most 1 GiB (and
-                            * at least one context). 0 on a device with memory of its own:
-                            * memory_share of what is free there, but at most a million blocks or
-                            * max_sequences whole contexts. A draft's cache has as many blocks; it
-                            * is extra, but within a memory_share. */
-    float memory_share;    /* share of the device memory left by weights and activations; default
-                            * 0.9 */
-    int max_sequences;     /* sequences that run at the same time; default 16 */
-    int max_batch_tokens;  /* tokens in a step: a longer prompt is spread over steps; default 512 */
-    int max_speculation;   /* most proposals for a sequence in a step; default 8 */
+    uint64_t cache_bytes;  /* size of the pool. 0: max_sequences whole contexts, but at most 1 GiB
+                            * (and at least one context). 0 on a device with memory of its own:
+                            * memory_share of its free memory, but at most a million blocks or
+                            * max_sequences whole contexts, whichever is more. A draft's cache has
+                            * as many blocks; it is added to cache_bytes, but included in
+                            * memory_share. */
+    float memory_share;    /* the cache's share of the device memory that weights and activations
+                            * leave free; default 0.9 */
+    int max_sequences;     /* most sequences that run at the same time; default 16 */
+    int max_batch_tokens;  /* most tokens in a step: longer prompts take several; default 512 */
+    int max_speculation;   /* most proposals per sequence and step; default 8 */
     llm_preempt preempt;   /* default LLM_PREEMPT_RECOMPUTE */
     uint64_t swap_bytes;   /* host memory for LLM_PREEMPT_SWAP; default 256 MiB */
-    bool prefix_cache;     /* texts that begin alike share blocks; default true. With a draft, only
-                            * requests that speculate with it can be found: the draft must have read
-                            * them, too. */
-    bool chunked_prefill;  /* default true. false: prompts are computed whole and before anything
-                            * else, and prompt and output together must fit into max_batch_tokens */
-    bool naive_attention;  /* the plain loop with all scores in memory, for comparison */
-    unsigned fusions;      /* LLM_FUSE_...: operations that may be done together; default
-                            * LLM_FUSE_ALL */
-    bool host_sampling;    /* draw tokens on the CPU even if the device can: the same tokens, but
-                            * the logits are copied to the host */
-    llm_trace trace;       /* NULL (default): none */
-    void *trace_user;      /* passed to it */
+    bool prefix_cache;     /* texts with the same beginning share blocks; default true. With a
+                            * draft, only the blocks of requests that speculate with it are shared,
+                            * since the draft must have read them, too. */
+    bool chunked_prefill;  /* long prompts are split over steps; default true. false: a prompt is
+                            * computed whole and before anything else, and prompt and output
+                            * together must fit into max_batch_tokens */
+    bool naive_attention;  /* use the plain loop, with all scores in memory, for comparison */
+    unsigned fusions;      /* fusions that are allowed: LLM_FUSE_...; default LLM_FUSE_ALL */
+    bool host_sampling;    /* draw tokens on the CPU even if the device can: same tokens, but the
+                            * logits are copied to the host */
+    llm_trace trace;       /* function to call for each decision; NULL (default): none */
+    void *trace_user;      /* first argument of trace */
 } llm_engine_options;
 
 llm_engine_options llm_engine_defaults(void);
 
-/* Open a device, for llm_engine_options.backend, by its name:
+/* Open a device by name, for llm_engine_options.backend:
  *     "cpu"       the CPU, with n_threads, max_isa and pack_weights of `options` (NULL: defaults)
  *     "cuda"      an NVIDIA GPU, with `gpu` (NULL: llm_gpu_defaults). Needs llm.cu, and
  *                 LLM_WITH_CUDA defined where LLM_IMPLEMENTATION is
  *     "emulated"  the same kernels, run slowly by the CPU (LLM_WITH_EMULATED)
- *     "auto"      "cuda", or "cpu" where there is no GPU or "cuda" is not in this program. If a GPU
- *                 is there but cannot be used, the CPU is opened too, and err->message says why
- *                 (err->status is LLM_OK)
- * NULL, with the error set: the device cannot be opened, or is not in this program; the message
- * lists those that are. Release it with llm_backend_free, after the engine. */
+ *     "auto"      "cuda", or "cpu" if there is no GPU or this program does not include "cuda". If
+ *                 there is a GPU that cannot be used, the CPU is opened too, and err->message says
+ *                 why (err->status is LLM_OK)
+ * Returns NULL, with the error set, if the device cannot be opened or is not in this program; the
+ * message lists the included devices. Release the backend with llm_backend_free, after the
+ * engine. */
 struct llm_gpu_options;
 llm_backend *llm_backend_open(const char *name, const llm_engine_options *options,
                               const struct llm_gpu_options *gpu, llm_error *err);
 
 typedef struct llm_sampling { /* start from llm_sampling_defaults(): greedy */
-    float temperature;        /* 0: greedy (the most likely token); to 1e6 */
-    int top_k;                /* keep the k most likely; 0: all */
-    float top_p;              /* then the fewest whose probabilities add up to p; 1: all */
-    float min_p;              /* then those of at least min_p times the most likely; 0: all */
-    float repetition_penalty; /* divides (or multiplies, below 0) the logits of recent tokens; 1:
-                               * none; to 1e6 */
-    int penalty_window;       /* how many recent tokens (prompt included); 0: all of them; default
-                               * 64 */
-    uint64_t seed;            /* of this request's own random stream */
+    float temperature;        /* 0: greedy (the most likely token); at most 1e6 */
+    int top_k;                /* keep the k most likely tokens; 0: all */
+    float top_p;              /* then keep the fewest tokens whose probabilities add up to p; 1:
+                               * all */
+    float min_p;              /* then keep tokens of at least min_p x the top probability; 0: all */
+    float repetition_penalty; /* divisor of the logits of recent tokens (multiplier of those below
+                               * 0); 1: none; at most 1e6 */
+    int penalty_window;       /* number of recent tokens to penalize, including the prompt's; 0:
+                               * all; default 64 */
+    uint64_t seed;            /* seed of this request's random stream */
 } llm_sampling;
 
 llm_sampling llm_sampling_defaults(void);
 
 /* Called with the logits (vocab_size) after the token at `position`, before a token is drawn from
- * them. It may change them (to force a grammar, say), but must not call the engine. It sees every
- * position of the prompt, in order: once, as sample 0; the last one once for each sample. */
+ * them. The hook may change them (to force a grammar, for example), but must not call the engine.
+ * It is called for every position of the prompt, in order: once, as sample 0, but for the last
+ * position once for each sample. */
 typedef void (*llm_logits_hook)(void *user, uint64_t request, int sample, int position,
                                 float *logits);
 
@@ -597,37 +606,36 @@ enum { LLM_SPECULATE_AUTO = -1 };
 
 typedef struct llm_request { /* start from llm_request_defaults() */
     const int32_t *prompt;  /* (n_prompt) token ids; copied by llm_submit */
-    int n_prompt;           /* at least 1 */
-    int max_tokens;         /* tokens to generate; 0: none (only the logits hook runs); -1
-                             * (default): to the end of the context */
-    int n_samples;          /* independent continuations; they share the prompt's blocks; default
-                             * 1 */
+    int n_prompt;           /* number of prompt tokens; at least 1 */
+    int max_tokens;         /* most tokens to generate; 0: none (only the logits hook runs); -1
+                             * (default): up to the end of the context */
+    int n_samples;          /* number of independent continuations, which share the prompt's blocks;
+                             * default 1 */
     llm_sampling sampling;  /* sample s uses the random stream (seed, s) */
-    bool embedding;         /* generate nothing (max_tokens is not used): the last event has hidden
-                             * states of the prompt. Not together with n_samples > 1, a hook or
+    bool embedding;         /* generate nothing (max_tokens is ignored): the last event has hidden
+                             * states of the prompt. Not allowed with n_samples > 1, a hook or
                              * speculation */
     bool ignore_end;        /* do not stop at an end token (benchmarks) */
-    const char *const *stop; /* (n_stop) texts that end the output and are not part of it; copied */
+    const char *const *stop; /* (n_stop) the output ends before the first of these texts; copied */
     int n_stop;
-    int priority;           /* it is admitted before the 64 x priority requests that came before it;
-                             * default 0 */
-    int speculate;          /* proposals per step: 0: none; 1 to max_speculation, of which at most
-                             * max_batch_tokens - 1 are made; LLM_SPECULATE_AUTO: as many as pay.
-                             * Needs a draft model or lookup. Greedy output is the same as without;
-                             * sampled output has the same distribution. */
-    bool lookup;            /* propose what followed the last words where they occurred before,
-                             * without a draft */
+    int priority;           /* the request is queued 64 x priority places earlier; default 0 */
+    int speculate;          /* proposals per step. 0: none; 1 to max_speculation: that many, but at
+                             * most max_batch_tokens - 1; LLM_SPECULATE_AUTO: the engine adapts the
+                             * number. Needs a draft model or lookup. Greedy output is the same as
+                             * without speculation; sampled output has the same distribution. */
+    bool lookup;            /* without a draft: propose the tokens that followed an earlier
+                             * occurrence of the latest ones */
     llm_logits_hook logits_hook; /* NULL: none */
-    void *user;             /* passed to the hook, and returned in events */
+    void *user;             /* argument of the hook, and llm_event.user */
 } llm_request;
 
 llm_request llm_request_defaults(void);
 
 typedef enum llm_finish {
     LLM_FINISH_NONE = 0,  /* still running */
-    LLM_FINISH_END,       /* the model said so (an end token) */
-    LLM_FINISH_LENGTH,    /* max_tokens, or the end of the context */
-    LLM_FINISH_STOP,      /* one of the request's stop texts */
+    LLM_FINISH_END,       /* the model generated an end token */
+    LLM_FINISH_LENGTH,    /* max_tokens or the end of the context was reached */
+    LLM_FINISH_STOP,      /* the output reached one of the request's stop texts */
     LLM_FINISH_CANCELLED,
     LLM_FINISH_ERROR      /* logits or hidden states were not finite: see llm_event.error */
 } llm_finish;
@@ -639,20 +647,22 @@ typedef struct llm_event { /* one token, or the end, of one sample of one reques
     uint64_t request;
     int sample;           /* 0 to n_samples - 1 */
     void *user;
-    int32_t token;        /* -1 in an event that only ends */
-    int index;            /* 0: the first generated token; without a token: how many there were */
-    float logprob;        /* ln p(token), of the model itself: before penalties, temperature and
+    int32_t token;        /* generated token; -1: none (the event only ends the sample) */
+    int index;            /* number of tokens generated before this one; without a token: their
+                           * total */
+    float logprob;        /* ln p(token) under the model itself, before penalties, temperature and
                            * filters */
-    bool accepted;        /* the token was proposed by speculation, and accepted */
-    const char *text;     /* whole UTF-8 characters, without a possible beginning of a stop text;
-                           * perhaps none yet. Not zero-terminated; valid until the next llm_step or
-                           * llm_engine_free */
+    bool accepted;        /* whether the token is an accepted proposal */
+    const char *text;     /* new text: whole UTF-8 characters, without a possible beginning of a
+                           * stop text; may be empty. Not zero-terminated; valid until the next
+                           * llm_step or llm_engine_free */
     size_t text_length;
-    llm_finish finish;    /* not NONE: the last event of this sample */
-    const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid like text. Else
-                           * NULL */
-    const float *last_hidden; /* (dim) llm_request.embedding: the hidden state of the prompt's last
-                               * token after the final norm; valid like text. Else NULL */
+    llm_finish finish;    /* not LLM_FINISH_NONE: this is the sample's last event */
+    const char *error;    /* LLM_FINISH_ERROR: what is wrong, and where; valid as long as text.
+                           * Otherwise NULL */
+    const float *last_hidden; /* (dim) for llm_request.embedding: hidden state of the prompt's last
+                               * token after the final norm; valid as long as text. Otherwise
+                               * NULL */
     const float *mean_hidden; /* (dim) the same, averaged over all tokens of the prompt */
 } llm_event;
 
@@ -661,89 +671,91 @@ llm_engine *llm_engine_create(const llm_model *model, const llm_engine_options *
                               llm_error *err);
 void llm_engine_free(llm_engine *engine);
 
-/* Queue a request. *id (may be NULL) names it in events and for llm_cancel. A request that can
- * never fit (longer than the context, more blocks than the pool has) is refused. */
+/* Queue a request. *id identifies it in events and for llm_cancel (id may be NULL). A request that
+ * can never fit (longer than the context, or more blocks than the pool has) is refused. */
 bool llm_submit(llm_engine *engine, const llm_request *request, uint64_t *id, llm_error *err);
-/* The same from text, with BOS if the model's file asks for it; special tokens are not parsed. The
- * prompt of `request` (NULL: defaults) is ignored. */
+/* The same for a prompt in text form, with BOS if the model's file asks for it; special tokens are
+ * not parsed. `request` may be NULL (defaults); its prompt is ignored. */
 bool llm_submit_text(llm_engine *engine, const char *text, const llm_request *request, uint64_t *id,
                      llm_error *err);
-/* One forward pass over what is due. 1: worked, call again; 0: nothing left to do; -1: error. Read
- * all events before the next call (those of llm_cancel, too), which forgets them. After an error
- * nothing is lost: the next call repeats what the device failed to do (though a lost GPU fails
- * every time). */
+/* Run one step. Returns 1: worked, call again; 0: nothing left to do; -1: error. Read all events,
+ * including those of llm_cancel, before the next call, which discards them. An error loses no work:
+ * the next call repeats what the device failed to do (though a lost GPU fails every time). */
 int llm_step(llm_engine *engine, llm_error *err);
-/* The oldest event that has not been read. False: none. */
+/* Get the oldest unread event. False: none. */
 bool llm_next_event(llm_engine *engine, llm_event *event);
 /* End a request now. Each of its samples that has not ended gets an event LLM_FINISH_CANCELLED. */
 bool llm_cancel(llm_engine *engine, uint64_t id, llm_error *err);
 
-/* Save a request that has not ended, as a session of *size bytes. Most of them are the full blocks
- * of its cache (in an engine with a draft, only if the request speculates). NULL on failure. The
+/* Save an unfinished request as a session of *size bytes. It contains the full blocks of the
+ * request's cache (in an engine with a draft, only if the request speculates). NULL on failure. The
  * request continues, unless you cancel it. Events are not saved: read them first. */
 void *llm_session_save(llm_engine *engine, uint64_t id, size_t *size, llm_error *err);
 void llm_session_free(void *session); /* NULL is fine */
-/* Submit it again, under a new id, to this engine or one with the same models, cache_type,
+/* Submit a saved request, under a new id, to this engine or one with the same models, cache_type,
  * block_size and kind of device. It continues with the same tokens and logits as without the
- * interruption. `user` and the hook are those of `callbacks` (NULL: none). The data are copied.
- * They are not trusted: damaged ones are refused, and forged ones affect no other request. */
+ * interruption. `user` and the hook come from `callbacks` (NULL: none). The session is copied. It
+ * is not trusted: a damaged session is refused, and a forged one affects no other request. */
 bool llm_session_restore(llm_engine *engine, const void *session, size_t size,
                          const llm_request *callbacks, uint64_t *id, llm_error *err);
 
-typedef struct llm_statistics {    /* since the engine was created, unless it says `now` */
-    uint64_t steps;                /* completed */
-    uint64_t prompt_tokens;        /* prompt tokens put through the model; again after a
-                                    * preemption */
+typedef struct llm_statistics {    /* totals since the engine was created, except those marked
+                                    * `now` */
+    uint64_t steps;                /* completed steps */
+    uint64_t prompt_tokens;        /* prompt tokens processed; those recomputed after a preemption
+                                    * count again */
     uint64_t generated_tokens;
     uint64_t requests_submitted, requests_finished;
-    int running;                   /* sequences, now */
-    int waiting;                   /* requests, now */
-    double step_seconds;           /* in llm_step, all included */
-    double forward_seconds;        /* of these: forward passes */
-    double draft_seconds;          /* of these: the draft's proposals */
-    double sampling_seconds;       /* of these: choosing tokens, and committing them with their
-                                    * text */
-    double schedule_seconds;       /* of these: deciding what to do */
-    double wait_seconds;           /* of these: waiting for a device that works by itself (a GPU) */
+    int running;                   /* running sequences, now */
+    int waiting;                   /* waiting requests, now */
+    double step_seconds;           /* total time in llm_step */
+    double forward_seconds;        /* part of step_seconds: forward passes */
+    double draft_seconds;          /* part of step_seconds: the draft's proposals */
+    double sampling_seconds;       /* part of step_seconds: choosing tokens, and committing them
+                                    * with their text */
+    double schedule_seconds;       /* part of step_seconds: scheduling */
+    double wait_seconds;           /* part of step_seconds: waiting for an asynchronous device (a
+                                    * GPU) */
     uint64_t device_launches;      /* kernels launched one by one */
     uint64_t device_replays;       /* graphs replayed: see llm.cu, chapter [8] */
-    uint64_t device_bytes;         /* of the device's own memory; 0: it has none */
-    uint64_t device_free_bytes;    /* of it, not allocated, now */
+    uint64_t device_bytes;         /* size of the device's own memory; 0: it has none */
+    uint64_t device_free_bytes;    /* free part of device_bytes, now */
     uint64_t preemptions;
-    uint64_t blocks_swapped;       /* to host memory and back, each way */
+    uint64_t blocks_swapped;       /* blocks copied to host memory, plus blocks copied back */
     uint64_t prefix_tokens;        /* prompt tokens of admitted requests without a hook */
-    uint64_t prefix_hits;          /* of these, found in the prefix cache */
-    int64_t blocks_shared;         /* blocks that more than one sequence holds, now */
-    uint64_t sequence_steps;       /* sequences in a step, added up over the steps */
-    double kv_waste;               /* share of the slots of blocks in use that hold no token, now */
-    uint64_t decode_steps;         /* sequences for which a step chose tokens, added up over the
+    uint64_t prefix_hits;          /* those of prefix_tokens found in the prefix cache */
+    int64_t blocks_shared;         /* blocks in more than one block table, now */
+    uint64_t sequence_steps;       /* sequences in each step, summed over the steps */
+    double kv_waste;               /* share of empty slots in the blocks in use, now */
+    uint64_t decode_steps;         /* sequences for which a step chose tokens, summed over the
                                     * steps */
-    uint64_t proposed, accepted;   /* proposals tested, and accepted */
-    uint64_t proposed_at[16], accepted_at[16]; /* the same by position in the proposal; 15: and
-                                                * later */
-    int64_t blocks_total;          /* of the pool */
-    int64_t blocks_free;           /* now */
-    int64_t blocks_peak;           /* most in use at once */
+    uint64_t proposed, accepted;   /* proposals verified, and proposals accepted */
+    uint64_t proposed_at[16], accepted_at[16]; /* the same by index in the proposal; [15]: index 15
+                                                * and later */
+    int64_t blocks_total;          /* blocks in the pool */
+    int64_t blocks_free;           /* free blocks, now */
+    int64_t blocks_peak;           /* most blocks in use at once */
     int block_size;                /* slots in a block */
-    int64_t slots_used;            /* slots that hold a token, shared ones counted once, now */
-    uint64_t weight_bytes;         /* of the files' tensors */
-    uint64_t cache_bytes;          /* of the pool */
-    uint64_t arena_bytes;          /* activations, logits and tables of a step */
+    int64_t slots_used;            /* slots that hold a token, each shared slot counted once, now */
+    uint64_t weight_bytes;         /* size of all tensors in the model files */
+    uint64_t cache_bytes;          /* size of the caches, the draft's included */
+    uint64_t arena_bytes;          /* size of the activations, logits and tables of a step */
 } llm_statistics;
 
 llm_statistics llm_engine_statistics(const llm_engine *engine);
-/* The program that the engine runs in each step, or its draft model's (NULL: none). The caller may
- * set its `seconds`. */
+/* The program that the engine runs in each step, or the draft model's program (NULL: no draft). The
+ * caller may set the program's `seconds`. */
 struct llm_program *llm_engine_program(llm_engine *engine, bool draft);
 const llm_model *llm_engine_model(const llm_engine *engine);
-/* The options in effect: what was left to the engine is filled in. */
+/* The options in effect, including the values that the engine chose. */
 const llm_engine_options *llm_engine_settings(const llm_engine *engine);
 
-/* ---- Small tools that embedders ask for ------------------------------------------- */
-double llm_seconds(void); /* a clock that only moves forward */
+/* ---- Small tools for embedders ---------------------------------------------------- */
+double llm_seconds(void); /* time in seconds from a monotonic clock */
 /* ln of the softmax probability of `id` under `logits` (n). */
 float llm_logprob(const float *logits, int n, int32_t id);
-/* Number `index` of stream `stream` of `seed`, uniform in [0, 1): the same on every platform. */
+/* Random number `index` of stream `stream` of `seed`, uniform in [0, 1): the same on every
+ * platform. */
 double llm_random(uint64_t seed, uint64_t stream, uint64_t index);
 
 /* =====================================================================================
@@ -753,72 +765,75 @@ double llm_random(uint64_t seed, uint64_t stream, uint64_t index);
  * step runs the program over a batch. A device (struct llm_backend) keeps memory and weights,
  * prepares a program, and runs it; there is nothing else between the scheduler and the arithmetic.
  *
- * Pointers named "device" are memory that the backend allocated: on the CPU, ordinary memory. All
- * activations are f32. Below, T = tokens in the batch, R = rows whose logits are wanted; a matrix
- * (rows, cols) has its cols contiguous.
+ * Pointers marked "device" point to memory that the backend allocated: on the CPU, ordinary memory.
+ * All activations are f32. Below, T = tokens in the batch, R = rows whose logits are wanted; a
+ * matrix (rows, cols) is stored row by row.
  * ================================================================================== */
 
-typedef struct llm_weight { /* a matrix on a device, as the backend keeps it */
+typedef struct llm_weight { /* a matrix in a backend's memory */
     llm_type type;
-    int64_t rows, cols;     /* (rows, cols) = (output width, input width) */
-    const void *data;       /* device; on the CPU, the mapped file itself */
-    void *packed;           /* the backend's own: the matrix as its kernels read it; NULL: none */
-    const int32_t *columns; /* device (cols): gather_columns permutes its input like this; NULL: it
-                             * does not */
-    bool only_rows;         /* embed alone reads it: no matmul does */
+    int64_t rows, cols;     /* rows: output width; cols: input width */
+    const void *data;       /* device: the values; on the CPU, the mapped file itself */
+    void *packed;           /* the backend's copy in the layout of its kernels; NULL: none */
+    const int32_t *columns; /* device (cols): the permutation that gather_columns applies to the
+                             * input; NULL: none */
+    bool only_rows;         /* only embed reads it, no matmul does */
 } llm_weight;
 
 /* The ragged batch: all tokens of one step, of any number of sequences. A decode step has one token
- * per sequence, a prefill chunk many; the program does not know which is which. Host memory, filled
- * by the engine. Sequence s owns the tokens seq_first[s] .. + seq_count[s] - 1, whose positions
- * ascend by one. Token t is written to slot slots[t] of the cache; the key of position p of
- * sequence s is in block block_tables[s * table_stride + p / block_size], slot p % block_size. No
- * sequence reads what another one writes in the same step. */
+ * per sequence, a prefill chunk many; the program does not distinguish them. The arrays are host
+ * memory, filled by the engine. Sequence s owns the tokens seq_first[s] to seq_first[s] +
+ * seq_count[s] - 1, at consecutive positions. Token t is written to slot slots[t] of the cache. The
+ * key of position p of sequence s is in block block_tables[s * table_stride + p / block_size], at
+ * slot p % block_size. No sequence reads what another one writes in the same step. */
 typedef struct llm_batch {
     int n_tokens;
     int n_sequences;
-    const int32_t *tokens;       /* (T) ids */
-    const int32_t *positions;    /* (T) */
-    const int32_t *slots;        /* (T) block * block_size + offset in the block */
-    const int32_t *seq_first;    /* (n_sequences) */
-    const int32_t *seq_count;    /* (n_sequences) */
-    const int32_t *block_tables; /* (n_sequences, table_stride) */
+    const int32_t *tokens;       /* (T) token ids */
+    const int32_t *positions;    /* (T) position of each token in its sequence */
+    const int32_t *slots;        /* (T) slot of each token: block * block_size + offset in the
+                                  * block */
+    const int32_t *seq_first;    /* (n_sequences) index of each sequence's first token */
+    const int32_t *seq_count;    /* (n_sequences) number of tokens of each sequence */
+    const int32_t *block_tables; /* (n_sequences, table_stride) blocks of each sequence */
     int table_stride;
     int block_size;
     int n_logits;
-    const int32_t *logit_rows;   /* (n_logits) the tokens whose logits are wanted, ascending */
+    const int32_t *logit_rows;   /* (n_logits) indexes of the tokens whose logits are wanted,
+                                  * ascending */
 } llm_batch;
 
-/* The cache of one model: keys and values (layer, block, kv head, slot, head_dim); if the backend
- * wants keys transposed, these are (layer, block, kv head, head_dim, slot). */
+/* The cache of one model. Keys and values are (layer, block, kv head, slot, head_dim); transposed
+ * keys are (layer, block, kv head, head_dim, slot). */
 typedef struct llm_cache {
     llm_type type;         /* LLM_F16 or LLM_F32 */
     int n_layers, n_kv_heads, head_dim, block_size;
     int64_t n_blocks;
-    size_t layer_bytes;    /* of the keys (or the values) of one layer */
+    size_t layer_bytes;    /* size of the keys (or the values) of one layer */
     void *keys, *values;   /* device */
     bool keys_transposed;
 } llm_cache;
 
 typedef struct llm_attention_shape {
     int n_heads, n_kv_heads, head_dim;
-    float scale;           /* on q.k, 1/sqrt(head_dim) */
-    bool naive;            /* the plain loop, for comparison */
-    int window;            /* the token at position p sees the positions p - window + 1 to p; 0: all
-                            * up to p */
+    float scale;           /* factor of q.k: 1/sqrt(head_dim) */
+    bool naive;            /* use the plain loop, for comparison */
+    int window;            /* the token at position p attends to positions p - window + 1 to p; 0:
+                            * to all up to p */
 } llm_attention_shape;
 
 /* ---- The program --------------------------------------------------------------------- */
 
 typedef enum llm_op_kind {
-    LLM_OP_EMBED,          /* out (T, cols) = the rows of `weight` that the tokens name */
+    LLM_OP_EMBED,          /* out (T, cols) = for each token, the row of `weight` with its id */
     LLM_OP_ROPE_ANGLES,    /* out (T, rope_dim/2, 2) = scale x (cos, sin) of position x frequency;
                             * `weight` (rope_dim/2) holds the frequencies */
-    LLM_OP_RMSNORM,        /* out = in[0] / sqrt(mean(in[0]^2) + epsilon) x `weight`, row by row */
+    LLM_OP_RMSNORM,        /* out = in[0] / sqrt(mean(in[0]^2) + epsilon) x `weight`, per row */
     LLM_OP_MATMUL,         /* out (n, rows) = in[0] (n, cols) x transposed `weight`, + `bias`,
                             * + out if `add` */
     LLM_OP_ROPE_STORE,     /* in: angles, q, k, v, cache. Per head: normalise q and k (q_norm and
-                            * k_norm), turn them by the angles, in place; store k and v */
+                            * k_norm) and rotate them by the angles, in place; store k and v in the
+                            * cache */
     LLM_OP_ATTENTION,      /* in: q, cache. out (T, n_heads, head_dim): each token's query attends
                             * to the cached positions of its sequence up to its own */
     LLM_OP_SWIGLU,         /* out = silu(in[0]) x in[1], elementwise */
@@ -831,146 +846,149 @@ const char *llm_op_name(llm_op_kind kind); /* "embed", "rmsnorm", ... */
 
 enum { LLM_OP_INPUTS = 5 };
 
-typedef struct llm_op { /* one operation; rmsnorm and swiglu may be in place: out = in[0] */
+typedef struct llm_op { /* one operation; rmsnorm and swiglu may work in place: out = in[0] */
     llm_op_kind kind;
-    int layer;                 /* -1: none */
-    int in[LLM_OP_INPUTS];     /* the buffers that it reads; -1: no more */
-    int out;                   /* the buffer that it writes; -1: none but in[] (rope_store) */
-    bool add;                  /* matmul: adds to `out`, so it reads that too */
-    const llm_weight *weight;  /* a matrix, or a vector (a matrix of one row, f32); NULL: none */
-    const llm_weight *bias;    /* (weight->rows); NULL: none */
+    int layer;                 /* layer of the model; -1: none */
+    int in[LLM_OP_INPUTS];     /* indexes of the buffers that it reads; -1: unused */
+    int out;                   /* index of the buffer that it writes; -1: it writes to in[]
+                                * (rope_store) */
+    bool add;                  /* matmul: whether to add to `out`, which it then also reads */
+    const llm_weight *weight;  /* matrix, or vector (a matrix of one row, f32); NULL: none */
+    const llm_weight *bias;    /* (weight->rows) vector added to each row of the output; NULL:
+                                * none */
     const llm_weight *q_norm, *k_norm; /* rope_store: (head_dim); NULL: none */
-    const char *name;          /* of the weight, for people: "attn_q"; "": none */
-    llm_attention_shape attention; /* rope_store and attention */
-    llm_rope_pairing pairing;  /* rope_store */
-    int rope_dim;              /* rope_angles and rope_store */
-    float scale;               /* rope_angles: 1, or the factor by which YaRN stretches q and k */
-    float epsilon;             /* rmsnorm and rope_store */
+    const char *name;          /* name of the weight, for display: "attn_q"; "": none */
+    llm_attention_shape attention; /* parameters of rope_store and attention */
+    llm_rope_pairing pairing;  /* rope_store: which dimensions are rotated together */
+    int rope_dim;              /* rope_angles and rope_store: rotated dimensions of a head */
+    float scale;               /* rope_angles: factor of cos and sin; 1 except with YaRN */
+    float epsilon;             /* rmsnorm and rope_store: term added to the mean square */
 } llm_op;
 
 typedef struct llm_buffer {
-    const char *name;          /* for people: "x", "q", ... */
-    int64_t width;             /* values in a row; 0: not memory (the cache) */
-    bool head;                 /* a row for each row of logits; else a row for each token */
+    const char *name;          /* name for display: "x", "q", ... */
+    int64_t width;             /* values per row; 0: the cache, which has no `data` */
+    bool head;                 /* one row per row of logits; otherwise one row per token */
     float *data;               /* device (rows, width) */
 } llm_buffer;
 
-typedef enum llm_part {        /* of a program */
+typedef enum llm_part {        /* part of a program */
     LLM_BODY = 1,              /* all layers: fills the cache and the residual stream */
-    LLM_HEAD = 2,              /* logits of a slice of the wanted rows */
+    LLM_HEAD = 2,              /* logits for a slice of the wanted rows */
     LLM_WHOLE = LLM_BODY | LLM_HEAD
 } llm_part;
 
-enum { /* what prepare may do; results are the same bits with and without */
-    LLM_FUSE_GATE = 1,         /* the products gate and up and their activation are done together */
-    LLM_FUSE_ROPE = 2,         /* rope and store are done with attention, head by head */
-    LLM_FUSE_OWN_COPIES = 4,   /* norms and rounding of few rows: every thread for itself (CPU) */
+enum { /* fusions that prepare may use; results are the same bit for bit with and without them */
+    LLM_FUSE_GATE = 1,         /* gate, up and their activation run as one operation */
+    LLM_FUSE_ROPE = 2,         /* rope_store and attention run as one operation, head by head */
+    LLM_FUSE_OWN_COPIES = 4,   /* norms and rounding of few rows: one copy per thread (CPU) */
     LLM_FUSE_SIDE_BY_SIDE = 8, /* independent operations run at the same time */
     LLM_FUSE_ALL = 15
 };
 
 typedef struct llm_program {
-    llm_op *ops;               /* (n_ops) the body first */
+    llm_op *ops;               /* (n_ops) operations, those of the body first */
     int n_ops, n_body;
     llm_buffer *buffers;       /* (n_buffers) */
     int n_buffers;
-    const llm_cache *cache;    /* what the buffer "cache" stands for */
-    unsigned fusions;          /* LLM_FUSE_...: which of them prepare may use */
-    double *seconds;           /* (n_ops) run adds the time of each operation here (of fused
-                                * operations to one of them); NULL: no profile */
-    void *plan;                /* the backend's own, made by prepare; initially NULL */
+    const llm_cache *cache;    /* cache that the buffer "cache" refers to */
+    unsigned fusions;          /* fusions that prepare may use: LLM_FUSE_... */
+    double *seconds;           /* (n_ops) total seconds per operation, added by run (fused
+                                * operations count as one of them); NULL: no profile */
+    void *plan;                /* the backend's plan, made by prepare; initially NULL */
 } llm_program;
 
-typedef struct llm_limits {    /* the largest step */
-    int max_tokens;            /* in a batch */
+typedef struct llm_limits {    /* size of the largest step */
+    int max_tokens;            /* most tokens in a batch */
     int max_sequences;
-    int max_context;           /* positions of one sequence */
+    int max_context;           /* most positions of one sequence */
     int max_logits;            /* most rows of logits computed at a time */
 } llm_limits;
 
-typedef struct llm_cost {      /* what an operation moves and computes */
-    double weight_bytes;       /* of weights read, once */
-    double activation_bytes;   /* of buffers read and written */
-    double cache_bytes;        /* of keys and values read and written */
-    double operations;         /* of arithmetic: a multiply-add is two */
+typedef struct llm_cost {      /* bytes and arithmetic of one operation */
+    double weight_bytes;       /* bytes of weights read, each once */
+    double activation_bytes;   /* bytes of buffers read and written */
+    double cache_bytes;        /* bytes of keys and values read and written */
+    double operations;         /* arithmetic operations; a multiply-add counts as two */
 } llm_cost;
 
-/* The cost of one operation of the program over a batch, of which only n_tokens, n_sequences,
- * seq_first, seq_count, positions and n_logits are read. */
+/* The cost of one operation of the program over a batch. Only n_tokens, n_sequences, seq_first,
+ * seq_count, positions and n_logits of the batch are read. */
 llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_batch *batch);
 
 typedef struct llm_stage {     /* one unit of an executor's work */
-    int first, last;           /* the operations that it does, as indexes into ops */
-    bool rounds;               /* it only rounds the input of `last` */
-    bool barrier;              /* all threads wait for each other before it */
-    bool each;                 /* every thread does all of it, for itself */
+    int first, last;           /* first and last operation of the stage, as indexes into ops */
+    bool rounds;               /* whether it only rounds the input of `last` */
+    bool barrier;              /* whether all threads wait for each other before it */
+    bool each;                 /* whether every thread does all of it for itself */
 } llm_stage;
 
-/* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size are
- * alike. Buffers have room for them; the extra rows hold no meaningful values. */
+/* A device may process llm_rounded_rows(n) rows instead of n, so that steps of similar size have
+ * the same shape. Buffers have room for the extra rows, whose values are undefined. */
 int llm_rounded_rows(int n);
 
 typedef struct llm_device_state { /* counters of a device */
     const char *name;
-    uint64_t total_bytes, free_bytes; /* of its own memory; 0: it has none */
-    double wait_seconds;   /* total time that the CPU has waited for it */
+    uint64_t total_bytes, free_bytes; /* size of its own memory, and free part; 0: it has none */
+    double wait_seconds;   /* total time that the CPU waited for it */
     uint64_t launches, replays;
 } llm_device_state;
 
-typedef struct llm_draw {  /* a token to be drawn */
-    int row;               /* of the logits; rows ascend from draw to draw */
+typedef struct llm_draw {  /* one token to draw */
+    int row;               /* row of the logits; ascending from draw to draw */
     llm_sampling sampling;
-    uint64_t random;       /* the random number in [0, 1), times 2^64 */
-    const int32_t *recent; /* (n_recent) host: the tokens to penalize; some may occur twice */
+    uint64_t random;       /* random number in [0, 1), times 2^64 */
+    const int32_t *recent; /* (n_recent) host: tokens to penalize; may contain duplicates */
     int n_recent;
 } llm_draw;
 
 struct llm_backend {
     const char *name;      /* "cpu", "cuda", ... */
-    void *context;         /* the backend's own; first argument of every function */
-    bool keys_transposed;  /* whether it wants them so: see llm_cache */
+    void *context;         /* the backend's data; first argument of every function */
+    bool keys_transposed;  /* whether it wants transposed keys: see llm_cache */
 
     /* -- memory ------------------------------------------------------------------------ */
-    /* Device memory, not cleared. `what` names its purpose in an error. NULL on failure. */
+    /* Allocate device memory, not cleared. `what` names its purpose in errors. NULL on failure. */
     void *(*allocate)(void *context, size_t bytes, const char *what, llm_error *err);
-    /* NULL is fine. Do not release memory within a step: its work may not be done. */
+    /* Release device memory (NULL is fine). Do not call it within a step: work on the memory may
+     * not be done. */
     void (*release)(void *context, void *device);
     bool (*upload)(void *context, void *device, const void *host, size_t bytes, llm_error *err);
     bool (*download)(void *context, void *host, const void *device, size_t bytes, llm_error *err);
-    /* Make a matrix of the file ready for matmul and embed: w has type, rows and cols; set w->data.
-     * The host memory stays mapped while the weight lives, so the CPU just points to it. (A matrix
-     * that was converted for this call is freed at once if w->packed is set or w->data is
+    /* Make a matrix of the file ready for matmul and embed: type, rows and cols of w are set; set
+     * w->data. The host memory stays mapped while the weight exists, so the CPU just points to it.
+     * (A matrix that was converted for this call is freed at once if w->packed is set or w->data is
      * elsewhere.) */
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
     void (*free_weight)(void *context, llm_weight *w);
 
     /* -- the program ------------------------------------------------------------------- */
-    /* Make a program ready to run: choose kernels, fuse operations, allocate scratch memory, so
-     * that a step allocates nothing. Weights and buffers are in place and stay there; the cache may
-     * be allocated later. After an error, programs that were prepared before can still be run. */
+    /* Make a program ready to run: choose kernels, fuse operations, and allocate scratch memory, so
+     * that a step allocates nothing. Weights and buffers are in place and do not move; the cache
+     * may be allocated later. After an error, programs prepared earlier can still run. */
     bool (*prepare)(void *context, llm_program *program, const llm_limits *limits, llm_error *err);
     /* Release what prepare made, if anything. */
     void (*forget)(void *context, llm_program *program);
-    /* Run a part of the program over a batch. The head computes the logits of entries first to
+    /* Run a part of the program over a batch. The head computes the logits for entries first to
      * first + n - 1 of logit_rows, of the batch whose body ran last. On the CPU, the work is done
-     * when this returns. On a GPU, it is on its stream; the next download or sync reports
+     * when this returns. On a GPU, the work is on its stream, and the next download or sync reports
      * failures. */
     bool (*run)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                 int first, int n, llm_error *err);
-    /* Stage `index` of what run does for such a batch. False: there are no more. The function may
-     * be NULL: the backend does not describe its plan. */
+    /* Describe stage `index` of such a run. False: there are no more stages. The pointer may be
+     * NULL if the backend does not describe its plan. */
     bool (*stage)(void *context, const llm_program *program, llm_part part, const llm_batch *batch,
                   int n, int index, llm_stage *stage);
     /* Wait until all work is done. False: something failed since the last sync. */
     bool (*sync)(void *context, llm_error *err);
-    /* Copy block from[i] to block to[i], in order, keys and values of every layer; host arrays (n).
-     * If the next sync fails, the engine asks for the same copies again. */
+    /* Copy block from[i] to block to[i], in order: keys and values of every layer. The arrays (n)
+     * are host memory. If the next sync fails, the engine requests the same copies again. */
     void (*copy_blocks)(void *context, const llm_cache *cache, const int32_t *from,
                         const int32_t *to, int n);
 
     /* -- optional: may be NULL ------------------------------------------------------------- */
-    /* Draw n tokens from rows of logits (max(row) + 1, vocab_size): exactly those that chapter [3]
-     * would draw. Waits for them; ids and logprobs (n) are host memory. */
+    /* Draw n tokens from logits (max(row) + 1, vocab_size), exactly as chapter [3] does, and wait
+     * for them. ids and logprobs (n) are host memory. */
     bool (*sample)(void *context, float *logits, int vocab_size, const llm_draw *draws, int n,
                    int32_t *ids, float *logprobs, llm_error *err);
     void (*state)(void *context, llm_device_state *state);
@@ -978,12 +996,12 @@ struct llm_backend {
     void (*destroy)(llm_backend *backend);
 };
 
-/* The CPU. n_threads 0: one per processor. It uses the best instruction set that this processor has
- * and max_isa allows (LLM_ISA_BEST: no limit). */
+/* A CPU backend. n_threads 0: one per processor. It uses the best instruction set of this processor
+ * up to max_isa (LLM_ISA_BEST: no limit). */
 llm_backend *llm_cpu_backend(int n_threads, llm_isa max_isa, llm_error *err);
 llm_isa llm_cpu_isa(const llm_backend *backend);
-/* Whether weights that are loaded from now on are also kept as the kernels read them (default
- * true). Prompts and batches run several times as fast. It takes a second copy of quantized
+/* Set whether weights loaded from now on are also kept in the layout of the kernels (default true).
+ * Prompts and batches then run several times as fast. This takes a second copy of quantized
  * weights, but the file's pages are given back to the system. Results do not change. */
 void llm_cpu_pack_weights(llm_backend *backend, bool pack);
 const char *llm_isa_name(llm_isa isa);
@@ -992,22 +1010,22 @@ int llm_processor_count(void);
 void llm_backend_free(llm_backend *backend); /* NULL is fine */
 
 typedef struct llm_gpu_options { /* start from llm_gpu_defaults() */
-    int device;           /* which GPU, from 0 */
-    bool graphs;          /* record the launches of a decode step once, and replay them; default
+    int device;           /* index of the GPU, from 0 */
+    bool graphs;          /* record the launches of a decode step once and replay them; default
                            * true */
     bool fused;           /* do several operations in one kernel where possible; default true */
-    bool split_attention; /* spread the positions of a long sequence over several blocks; default
-                           * true */
-    bool overlap;         /* let a kernel fetch its weights before the one before it ends (Hopper
+    bool split_attention; /* spread the positions of a long sequence over several thread blocks;
+                           * default true */
+    bool overlap;         /* let a kernel fetch its weights before the previous kernel ends (Hopper
                            * and newer); default false */
-    bool plain;           /* the plain kernels, slow, for comparison; default false */
+    bool plain;           /* use the plain, slow kernels, for comparison; default false */
     bool deterministic;   /* use only kernels whose logits do not depend on what else is in the
-                           * batch, bit for bit (all kernels are like that); default false */
+                           * batch, bit for bit (at present, all kernels); default false */
 } llm_gpu_options;
 
 llm_gpu_options llm_gpu_defaults(void);
-/* An NVIDIA GPU (link llm.cu). options NULL: the defaults. LLM_ERROR_UNSUPPORTED: there is no GPU,
- * or none that will do. */
+/* A backend for an NVIDIA GPU (link llm.cu). options NULL: the defaults. LLM_ERROR_UNSUPPORTED:
+ * there is no GPU, or no suitable one. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err);
 /* The same kernels, run slowly by the CPU: llm.cu compiled as C++ with LLM_EMULATED defined. */
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err);
@@ -1043,14 +1061,14 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #include <omp.h>
 #endif
 #ifdef LLM_NO_FAST_KERNELS
-/* GCC takes half the time this way. (-O0, for a debugger, stays -O0.) */
+/* At -O1, GCC compiles in half the time. (-O0, for a debugger, stays -O0.) */
 #if defined(__GNUC__) && !defined(__clang__) && defined(__OPTIMIZE__)
 #pragma GCC push_options
 #pragma GCC optimize("O1")
 #endif
 #elif defined(__x86_64__) && defined(__GNUC__)
 #include <cpuid.h>
-#if defined(__cplusplus) && !defined(__clang__) /* GCC 12 warns of its own vector intrinsics */
+#if defined(__cplusplus) && !defined(__clang__) /* GCC 12 warns about its own vector intrinsics */
 #pragma GCC diagnostic push
 #pragma GCC diagnostic ignored "-Wuninitialized"
 #pragma GCC diagnostic ignored "-Wmaybe-uninitialized"
@@ -1071,7 +1089,7 @@ llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err
 #endif
 #endif
 
-/* With -std=c11, system headers hide everything that is not in ISO C, so declare it here: madvise
+/* With -std=c11, system headers declare only ISO C, so these functions are declared here: madvise
  * gives back pages of weights that were copied; the monotonic clock never runs backwards. */
 #ifdef __linux__
 #ifndef MADV_HUGEPAGE
@@ -1116,7 +1134,7 @@ static bool llm__fail(llm_error *err, llm_status status, const char *format, ...
     return false;
 }
 
-/* The same about an option. The message is the option's name, followed directly by the text. */
+/* The same for an error about an option: the message is the option's name, then the text. */
 LLM__PRINTF(4, 5)
 static bool llm__refuse(llm_error *err, llm_status status, const char *option, const char *format,
                         ...) {
@@ -1132,7 +1150,7 @@ static bool llm__refuse(llm_error *err, llm_status status, const char *option, c
     return false;
 }
 
-/* Name the option whose value decides how much memory the failed allocation needed. */
+/* Set err->option to the option that decides how much memory the failed allocation needed. */
 static bool llm__blame(llm_error *err, const char *option) {
     if (err && err->status == LLM_ERROR_MEMORY) err->option = option;
     return false;
@@ -1158,9 +1176,9 @@ static bool llm__add(uint64_t a, uint64_t b, uint64_t *out) {
     return *out >= a;
 }
 
-/* Ask for 2 MB pages, for memory that is not yet touched. With 4 KB pages, a TLB of 2000 entries
+/* Ask for 2 MB pages for memory that is not touched yet. With 4 KB pages, a TLB of 2000 entries
  * covers 8 MB: reading a large matrix misses it on nearly every page, and the hardware prefetcher
- * stops at each page's end. Larger pages also mean 512 times fewer page faults. */
+ * stops at each page's end. Larger pages also cause 512 times fewer page faults. */
 static void llm__want_large_pages(void *memory, size_t bytes) {
 #ifdef MADV_HUGEPAGE
     uintptr_t page = 4096, first = ((uintptr_t)memory + page - 1) / page * page,
@@ -1174,13 +1192,13 @@ static void llm__want_large_pages(void *memory, size_t bytes) {
 /* Prefetch a cache line. (To write part of a line, the processor reads it first.) */
 #define LLM__PREFETCH(p) __builtin_prefetch(p)           /* into L1 */
 #define LLM__PREFETCH_FAR(p) __builtin_prefetch(p, 0, 2) /* into L2 */
-#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* to be written */
+#define LLM__PREFETCH_TO_WRITE(p) __builtin_prefetch(p, 1) /* a line to be written */
 
 typedef struct llm__printable {
     char text[72];
 } llm__printable;
 
-/* A size in memory for a message: "1.5 GiB". */
+/* Format a number of bytes for a message: "1.5 GiB". */
 static llm__printable llm__show_bytes(uint64_t bytes) {
     static const char *const units[] = {"bytes", "KiB", "MiB", "GiB", "TiB", "PiB"};
     llm__printable p;
@@ -1208,7 +1226,7 @@ static void *llm__zeroed(size_t bytes) {
 #endif
 }
 
-/* Zeroed memory for count items. NULL, with the error set, on failure. */
+/* Allocate zeroed memory for count items. NULL, with the error set, on failure. */
 static void *llm__new(size_t count, size_t size, const char *what, llm_error *err) {
     uint64_t bytes = 0;
     bool fits = llm__multiply(count, size, &bytes) && bytes <= SIZE_MAX / 2;
@@ -1262,7 +1280,7 @@ double llm_seconds(void) {
     return (double)t.tv_sec + 1e-9 * (double)t.tv_nsec;
 }
 
-/* A string from a file made safe to print: short, one line, ASCII. */
+/* Make a string from a file safe to print: short, one line, ASCII. */
 static llm__printable llm__show(llm_string s) {
     llm__printable p;
     size_t n = s.length < 64 ? s.length : 64;
@@ -1272,8 +1290,8 @@ static llm__printable llm__show(llm_string s) {
     return p;
 }
 
-/* Memory that starts on a cache line, so that threads that write to different blocks share no line.
- * The pointer from LLM_MALLOC is stored just before it. */
+/* Allocate zeroed memory that starts on a cache line, so that threads that write to different
+ * allocations share no line. The pointer from LLM_MALLOC is stored just before it. */
 enum { LLM__ALIGNMENT = 64 };
 
 static void *llm__aligned_new(size_t bytes, const char *what, llm_error *err) {
@@ -1301,7 +1319,7 @@ static void llm__aligned_free(void *aligned) {
  *
  * Chapters 1 to 6 show the whole way from a request to its tokens, with a plain loop for each
  * operation. Part II, chapters 7 to 10, is for looking things up: storage types, files, text, and
- * the same operations fast.
+ * the fast versions of the operations.
  *
  * [DATA] What the engine consists of, and what Part I calls before it is defined
  * ================================================================================== */
