@@ -1321,7 +1321,8 @@ static void llm__aligned_free(void *aligned) {
  * operation. Part II, chapters 7 to 10, is for looking things up: storage types, files, text, and
  * the fast versions of the operations.
  *
- * [DATA] What the engine consists of, and what Part I calls before it is defined
+ * [DATA] The structs of the engine, and declarations of functions that Part I defines later or
+ * takes from Part II
  * ================================================================================== */
 
 /* ---- A model on a device (chapter 5) ---- */
@@ -1331,31 +1332,30 @@ struct llm_model {
     llm_tokenizer *tokenizer;
     llm_config config;
     const struct llm__architecture *architecture;
-    const llm_tensor *embedding, *output, *output_norm; /* output = embedding where they are tied */
+    const llm_tensor *embedding, *output, *output_norm; /* output = embedding if they are tied */
     const llm_tensor *rope_divisors; /* (rope_dim/2) divisors of the RoPE frequencies; NULL: none */
-    int *windows;             /* (n_layers) 0: the layer sees everything */
-    uint64_t ordered_cols;    /* widest input of a matrix with permuted columns; 0: no matrix has
-                               * them */
-    const llm_tensor **parts; /* (n_layers, LLM__N_PARTS); NULL: an optional one that is absent */
-    uint64_t weight_bytes;    /* of all tensors */
-    char context_note[160];   /* see llm_model_context_note */
+    int *windows;             /* (n_layers) attention window in tokens; 0: unlimited */
+    uint64_t ordered_cols;    /* width of the widest matrix with permuted columns; 0: none */
+    const llm_tensor **parts; /* (n_layers, LLM__N_PARTS) tensors of each layer; NULL: absent */
+    uint64_t weight_bytes;    /* bytes of all tensors */
+    char context_note[160];   /* text that llm_model_context_note returns */
 };
 
 typedef struct llm__network {
     const llm_model *model;
     llm_backend *backend;
     llm_weight embedding, output;
-    llm_weight output_norm; /* vectors are kept as f32 matrices of one row */
-    llm_weight frequencies; /* (rope_dim/2) */
-    llm_weight *parts;      /* (n_layers, LLM__N_PARTS); data and packed NULL: absent */
+    llm_weight output_norm; /* an f32 matrix of one row, like all vectors */
+    llm_weight frequencies; /* (rope_dim/2) RoPE frequencies */
+    llm_weight *parts;      /* (n_layers, LLM__N_PARTS) weights of each layer; data and packed NULL:
+                             * absent */
     llm_cache cache;
     llm_program program;
-    float *activations;     /* device: the memory of all its buffers */
+    float *activations;     /* device memory of all activation buffers */
     size_t activation_bytes;
-    float *x;               /* device: (max_batch_tokens, dim), the buffer with the residual
-                             * stream */
-    float *logits;          /* device: (max_logits, vocab_size), one of the buffers */
-    int max_logits;         /* most rows of logits computed at a time */
+    float *x;               /* device: (max_batch_tokens, dim) buffer of the residual stream */
+    float *logits;          /* device: (max_logits, vocab_size) buffer of the logits */
+    int max_logits;         /* most rows of logits in a slice */
     void **rows;            /* (n_rows) converted weights that the device reads from host memory */
     int64_t n_rows, rows_capacity;
 } llm__network;
@@ -1363,32 +1363,33 @@ typedef struct llm__network {
 /* ---- The cache (chapter 4) ---- */
 
 typedef struct llm__tracer {
-    llm_trace call; /* NULL: none */
+    llm_trace call; /* trace callback; NULL: none */
     void *user;
-    uint64_t step;  /* steps completed */
+    uint64_t step;  /* number of completed steps */
 } llm__tracer;
 
 typedef struct llm__pool {
     const llm__tracer *tracer; /* NULL: none */
     int block_size;
     int64_t n_blocks;
-    int64_t n_free;      /* blocks that no table names, with or without kept content */
-    int64_t peak;        /* most blocks that were ever in use */
-    int32_t *references; /* (n_blocks) how many block tables name this block */
-    /* The free list, doubly linked, in the order in which blocks are given out: first those without
-     * kept content, then the least recently used. Entry n_blocks is its beginning and end. */
-    int32_t *before, *after; /* (n_blocks + 1) */
+    int64_t n_free;      /* number of blocks in no block table, with or without cached content */
+    int64_t peak;        /* highest number of blocks in use so far */
+    int32_t *references; /* (n_blocks) number of block tables that name each block */
+    /* The free list, doubly linked, in allocation order: first the blocks without cached content,
+     * then the others, least recently used first. Entry n_blocks links its first and last block. */
+    int32_t *before, *after; /* (n_blocks + 1) previous and next free block */
     /* The prefix cache. */
     bool keeps_prefixes;
-    uint64_t *identity; /* (n_blocks) of the kept content; 0: none is kept */
-    uint64_t *parent;   /* (n_blocks) identity of the block before; 0: it is the first of a text */
-    int32_t *tokens;    /* (n_blocks, block_size) */
-    int32_t *buckets;   /* (n_buckets) first block of each; -1: none */
-    int32_t *next;      /* (n_blocks) in the same bucket */
-    int64_t n_buckets;  /* a power of two */
+    uint64_t *identity; /* (n_blocks) identity of the cached content; 0: none */
+    uint64_t *parent;   /* (n_blocks) identity of the previous block, or llm__table.root for a first
+                         * block */
+    int32_t *tokens;    /* (n_blocks, block_size) tokens of the cached content */
+    int32_t *buckets;   /* (n_buckets) first block of each hash bucket; -1: none */
+    int32_t *next;      /* (n_blocks) next block in the same bucket; -1: none */
+    int64_t n_buckets;  /* number of hash buckets, a power of two */
     uint64_t last_identity;
-    /* Copies for copy-on-write that the device has still to make, before the next pass. */
-    int32_t *copy_from, *copy_to; /* (max_copies) */
+    /* Pending copies for copy-on-write; the device makes them before the next pass. */
+    int32_t *copy_from, *copy_to; /* (max_copies) source and destination blocks */
     int n_copies, max_copies;
 } llm__pool;
 
@@ -1396,11 +1397,11 @@ typedef struct llm__table { /* the block table of one sequence */
     int32_t *blocks;        /* (capacity) physical block of logical block i */
     int n_blocks;
     int capacity;
-    int n_kept;        /* leading full blocks whose content the prefix cache knows */
-    uint64_t identity; /* of the last of them; equal to `root` if there is none */
-    uint64_t root;     /* 0, or unique for a restored request: its blocks may be forged, so only
-                        * its own samples can find them in the prefix cache */
-    uint64_t request;  /* whose table it is, for the trace */
+    int n_kept;        /* number of leading full blocks whose content is in the prefix cache */
+    uint64_t identity; /* identity of the last of these blocks; `root` if there is none */
+    uint64_t root;     /* 0; for a restored request, a unique identity: its blocks may be forged, so
+                        * only its own samples can find them in the prefix cache */
+    uint64_t request;  /* id of the request that owns the table, for the trace */
     int sample;
 } llm__table;
 
@@ -1413,60 +1414,62 @@ typedef struct llm__sequence { /* one sample of a request */
     int sample;
     llm_state state;
     llm_finish finish; /* LLM_FINISH_NONE until it ends */
-    int32_t *tokens;   /* (limit + depth) the known tokens; within a step, proposed or chosen ones
-                        * follow */
-    int n_tokens;      /* known: the prompt and what was generated */
-    int n_cached;      /* in the cache: n_cached < n_tokens; in DECODE, n_cached = n_tokens - 1 */
-    int n_drafted;     /* in the draft model's cache: between steps, n_drafted <= n_cached */
-    int n_seen;        /* positions whose logits its hook has seen, or whose hidden states are in
-                        * request->hidden_sum: n_cached <= n_seen <= n_tokens */
-    llm__table table;  /* blocks for at least n_cached tokens; empty unless it is in PREFILL or
+    int32_t *tokens;   /* (limit + depth) known tokens, followed during a step by proposed or chosen
+                        * tokens */
+    int n_tokens;      /* number of known tokens: the prompt and the generated ones */
+    int n_cached;      /* number of tokens in the cache: n_cached < n_tokens; in DECODE, n_cached =
+                        * n_tokens - 1 */
+    int n_drafted;     /* number of tokens in the draft's cache; between steps, n_drafted <=
+                        * n_cached */
+    int n_seen;        /* number of positions whose logits its hook has received, or whose hidden
+                        * states are in request->hidden_sum: n_cached <= n_seen <= n_tokens */
+    llm__table table;  /* blocks for at least n_cached tokens; empty unless the state is PREFILL or
                         * DECODE */
-    int32_t saved;     /* first of its blocks in host memory, a list in llm__scheduler.swap_next;
-                        * -1: none */
-    int n_saved;       /* how many: enough for n_cached tokens, or 0; 0 unless it is PREEMPTED */
-    int index;         /* in llm__scheduler.sequences */
-    double acceptance; /* moving average of 1 for each accepted proposal and 0 for each rejected
-                        * one */
-    llm_stream stream; /* turns its tokens into text */
-    char *text;        /* of its events of the last step and since; then the text that is held
-                        * back */
-    size_t text_used;  /* bytes in events */
-    size_t text_held;  /* bytes held back, which may be the beginning of a stop text */
-    float *logprobs;   /* (depth + 1) of the chosen tokens */
-    /* The current step; all are 0 between steps. */
-    int n_scheduled;   /* known tokens in the batch: at most n_tokens - n_cached */
-    int depth;         /* proposals wanted after them, at most request->depth */
-    int n_proposed;    /* proposals made */
-    int n_rows;        /* rows of logits used */
-    int n_chosen;      /* tokens chosen, from tokens[n_tokens] on: the accepted proposals, then one
-                        * more */
-    int n_tested;      /* proposals tested */
-    int n_accepted;    /* proposals accepted */
-    bool closed;       /* no more can be chosen: a proposal was rejected, or the sequence ends */
+    int32_t saved;     /* first of its saved blocks in host memory, linked by
+                        * llm__scheduler.swap_next; -1: none */
+    int n_saved;       /* number of saved blocks: enough for n_cached tokens, or 0; 0 unless the
+                        * state is PREEMPTED */
+    int index;         /* index in llm__scheduler.sequences */
+    double acceptance; /* moving average of the share of proposals that are accepted */
+    llm_stream stream; /* state of the conversion of its tokens to text */
+    char *text;        /* text of its events since the last step began, then the text held back */
+    size_t text_used;  /* bytes of `text` in events */
+    size_t text_held;  /* bytes of `text` held back, which may be the beginning of a stop text */
+    float *logprobs;   /* (depth + 1) log probabilities of the chosen tokens */
+    /* The current step. All fields but `error` are 0 between steps. */
+    int n_scheduled;   /* number of known tokens in the batch: at most n_tokens - n_cached */
+    int depth;         /* number of proposals wanted in this step, at most request->depth */
+    int n_proposed;    /* number of proposals made */
+    int n_rows;        /* number of rows of logits used */
+    int n_chosen;      /* number of tokens chosen, from tokens[n_tokens] on: the accepted proposals
+                        * and one more token */
+    int n_tested;      /* number of proposals tested */
+    int n_accepted;    /* number of proposals accepted */
+    bool closed;       /* no more tokens can be chosen: a proposal was rejected, or the sequence
+                        * ends */
     bool broken;       /* the logits for the next token are not finite */
-    char error[128];   /* of its last event: see llm_event.error */
+    char error[128];   /* message of its last event: see llm_event.error */
 } llm__sequence;
 
-struct llm__request { /* from llm_submit to its last event; one allocation */
+struct llm__request { /* exists from llm_submit to the step after its end; one allocation */
     uint64_t id;
-    int64_t rank;             /* the smallest goes first */
-    llm_request params;       /* as submitted; its pointers point into this allocation */
-    int limit;                /* most tokens of a sequence, prompt and generated */
-    int depth;                /* most proposals in a step */
-    int n_live;               /* samples that have not ended */
-    bool admitted;            /* it is in llm__scheduler.running, no longer in waiting */
-    bool forked;              /* its prompt has been through the model, and all samples have
-                               * started */
-    bool restored;            /* from a session */
+    int64_t rank;             /* the request with the smallest rank goes first */
+    llm_request params;       /* the request as submitted; its pointers point into this
+                               * allocation */
+    int limit;                /* most tokens of a sequence, including the prompt */
+    int depth;                /* most proposals of a sequence in a step */
+    int n_live;               /* number of samples that have not ended */
+    bool admitted;            /* it has moved from llm__scheduler.waiting to `running` */
+    bool forked;              /* the model has processed the prompt, and all samples have started */
+    bool restored;            /* created by llm_session_restore */
     double *hidden_sum;       /* (dim) sum of the hidden states so far; NULL: no embedding */
-    float *hidden;            /* (2, dim) the last hidden state; the mean of all so far */
-    llm__sequence *sequences; /* (n_samples) the first computes the prompt, the others are forked
-                               * from it */
+    float *hidden;            /* (2, dim) the last hidden state, and the mean of all so far */
+    llm__sequence *sequences; /* (n_samples) sequences; the first computes the prompt, the others
+                               * are forked from it */
     llm__request *previous, *next;
 };
 
-typedef struct llm__queue { /* requests by rank */
+typedef struct llm__queue { /* requests in rank order */
     llm__request *first, *last;
 } llm__queue;
 
@@ -1475,35 +1478,34 @@ typedef struct llm__scheduler {
     const llm__tracer *tracer;
     llm__pool pool;
     llm__queue waiting, running;
-    llm__queue ended;          /* their last events may be unread; freed at the next step */
-    int n_waiting;             /* requests */
-    int64_t n_live;            /* samples of all requests that have not ended */
-    llm__sequence **sequences; /* (max_sequences) those in PREFILL, DECODE or PREEMPTED, in order of
-                                * entry */
+    llm__queue ended;          /* ended requests, whose last events may be unread; freed at the next
+                                * step */
+    int n_waiting;             /* number of waiting requests */
+    int64_t n_live;            /* number of samples, of all requests, that have not ended */
+    llm__sequence **sequences; /* (max_sequences) sequences in PREFILL, DECODE or PREEMPTED, in
+                                * order of entry */
     int n_sequences;
-    int n_preempted;           /* of these */
-    int n_places;              /* the sum of n_live over the running requests: at most
-                                * max_sequences */
+    int n_preempted;           /* number of these sequences in PREEMPTED */
+    int n_places;              /* sum of n_live over the running requests: at most max_sequences */
     int turn;                  /* index of the decoding sequence that llm__select serves first */
-    llm__network *networks[2]; /* whose caches the block tables describe: the target, and the draft
-                                * or NULL */
+    llm__network *networks[2]; /* target and draft (or NULL), whose caches share the block tables */
     char *swap;                /* (n_swap, swap_block_bytes) host memory for the blocks of preempted
                                 * sequences */
-    int32_t *swap_next;        /* (n_swap) links the unused ones, and those of each sequence; -1
-                                * ends a list */
-    int32_t swap_free;         /* the first unused one */
+    int32_t *swap_next;        /* (n_swap) next block in the same list: the list of unused blocks,
+                                * or that of a sequence; -1: end */
+    int32_t swap_free;         /* first unused block of `swap` */
     int64_t n_swap, n_swap_free;
-    size_t swap_block_bytes;   /* a block in the caches of all networks */
+    size_t swap_block_bytes;   /* bytes of a block in the caches of all networks */
     llm_batch batch;
-    llm__sequence **batch_sequences; /* (max_sequences) */
+    llm__sequence **batch_sequences; /* (max_sequences) sequences of the batch */
     int32_t *memory;                 /* one allocation for the arrays of llm_batch: */
     int32_t *tokens, *positions, *slots, *logit_rows; /* (max_batch_tokens) each */
-    int32_t *row_sequence;           /* (max_batch_tokens) for each of logit_rows, its sequence in
-                                      * the batch */
+    int32_t *row_sequence;           /* (max_batch_tokens) index in the batch of each logit row's
+                                      * sequence */
     int32_t *seq_first, *seq_count;  /* (max_sequences) each */
     int32_t *block_tables;           /* (max_sequences, blocks of a context) */
-    double proposal_cost;            /* of one proposal; 1: a pass of the target over one row */
-    llm_statistics *statistics;      /* of the engine */
+    double proposal_cost;            /* cost of a proposal, in passes of the target over one row */
+    llm_statistics *statistics;      /* the engine's statistics */
 } llm__scheduler;
 
 /* ---- Choosing tokens (chapters 2 and 3) ---- */
@@ -1513,36 +1515,36 @@ typedef struct llm__token_logit {
     int32_t id;
 } llm__token_logit;
 
-/* What a model says after one token of a sequence: its logits or, where the device has drawn from
- * them, the next token. */
+/* A model's output after one token of a sequence: the logits or, if the device has drawn from them,
+ * the next token. */
 typedef struct llm__outcome {
     struct llm__sequence *sequence;
-    int position;        /* of the token that was read; the outcome is for the next one */
-    const float *logits; /* (vocab_size) host; NULL: the device has drawn */
-    int32_t id;          /* what it has drawn */
+    int position;        /* position of the input token; the outcome is for the next one */
+    const float *logits; /* (vocab_size) host; NULL: the device has drawn a token */
+    int32_t id;          /* token that the device has drawn */
     float logprob;
 } llm__outcome;
 
-typedef struct llm__sampler { /* scratch, one per engine */
+typedef struct llm__sampler { /* scratch memory, one per engine */
     int vocab_size;
-    int bits;          /* the likeliest token has a likelihood of 2^bits */
+    int bits;          /* log2 of the likelihood of the most likely token */
     llm__token_logit *heap; /* (vocab_size) */
-    llm__token_logit *kept; /* (vocab_size) in order of probability */
+    llm__token_logit *kept; /* (vocab_size) tokens that pass the filters, most probable first */
     uint32_t *seen;    /* (vocab_size) number of the last draw that penalized this token */
     uint32_t n_draws;
-    llm__outcome *outcomes; /* (max_draws) of a slice of logits */
-    llm_draw *draws;        /* (max_draws) those of them that the device draws, ... */
-    int32_t *ids;           /* (max_draws) ... and what it has drawn */
+    llm__outcome *outcomes; /* (max_draws) outcomes of a slice of logits */
+    llm_draw *draws;        /* (max_draws) draws that the device makes */
+    int32_t *ids;           /* (max_draws) tokens that the device has drawn */
     float *logprobs;
 } llm__sampler;
 
 typedef struct llm__speculator {
-    llm__network draft;   /* draft.model NULL: none */
+    llm__network draft;   /* the draft; draft.model NULL: none */
     int max_depth, vocab_size;
-    float *logits;        /* (draft.max_logits, vocab_size) of the draft, host */
-    float *probabilities; /* (max_sequences, max_depth, vocab_size) the distributions of the
+    float *logits;        /* (draft.max_logits, vocab_size) the draft's logits, host */
+    float *probabilities; /* (max_sequences, max_depth, vocab_size) distributions of the
                            * proposals */
-    float *target;        /* (vocab_size) that of the target */
+    float *target;        /* (vocab_size) distribution of the target */
 } llm__speculator;
 
 /* ---- The engine ---- */
@@ -1550,17 +1552,17 @@ typedef struct llm__speculator {
 struct llm_engine {
     const llm_model *model;
     llm_engine_options options;
-    llm_backend *own_backend; /* NULL: the caller's */
+    llm_backend *own_backend; /* NULL: the caller's backend is used */
     llm__network network;
     llm__scheduler scheduler;
     llm__sampler sampler;
     llm__speculator speculator;
     llm__tracer tracer;
     float *logits;     /* (network.max_logits, vocab_size) host */
-    float *hooked;     /* (vocab_size) a copy that a hook may change */
-    float *hidden;     /* (max_batch_tokens + 1, dim) host: rows of network.x, for embeddings, and
+    float *hooked;     /* (vocab_size) copy of the logits that a hook may change */
+    float *hidden;     /* (max_batch_tokens + 1, dim) host: rows of network.x for embeddings, then
                         * the weights of the final norm */
-    llm_event *events; /* (max_events) of the last step, and of llm_cancel since */
+    llm_event *events; /* (max_events) events of the last step, and of later calls of llm_cancel */
     int n_events, next_event, max_events;
     uint64_t last_id;
     llm_statistics statistics;
@@ -1568,7 +1570,7 @@ struct llm_engine {
                               * readings */
 };
 
-/* ---- Called before they are defined ---- */
+/* ---- Forward declarations ---- */
 
 /* [2] Speculation */
 static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq);
@@ -1642,11 +1644,11 @@ static double llm__sum_exp(const float *x, int n, float shift);
  * [1] Life of a request: submit, schedule, forward, choose, commit, event
  *
  * Most of a step's time goes into reading the weights once, whether the step carries one token or
- * twenty. So requests share steps. They arrive and end at different times, and nobody knows their
- * lengths; hence continuous batching (Yu et al. 2022, "Orca"): the batch is composed anew for every
- * step. Ended sequences leave, waiting ones enter as soon as there is room, and a long prompt is
- * cut into chunks that fill what the decoding sequences leave of the step's token budget (Agrawal
- * et al. 2023, "Sarathi").
+ * twenty. So requests share steps. They arrive and end at different times, and their lengths are
+ * unknown in advance; hence continuous batching (Yu et al. 2022, "Orca"): every step has a new
+ * batch. Ended sequences leave, and waiting ones enter as soon as there is room. A long prompt is
+ * cut into chunks; they fill the rest of the step's token budget after the decoding sequences
+ * (Agrawal et al. 2023, "Sarathi").
  *
  *     llm_submit           a request arrives, and waits
  *     llm_step
@@ -1668,21 +1670,20 @@ static double llm__sum_exp(const float *x, int n, float shift);
  *               -> DECODE     the same, and n_cached == n_tokens - 1
  *     any state -> ENDED      a last token, a stop text, llm_cancel
  *
- * Between steps a sequence is little more than its tokens, its block table and two counts:
- * n_tokens, the tokens that are known (the prompt and what was generated), and n_cached, those of
- * them whose keys and values are in the cache. A step puts some of the others through the model: in
- * PREFILL there may be many, in DECODE there is one, the last. Random numbers are functions of the
- * position, not of what happened before. So nothing has to be undone when a sequence is preempted:
- * without its blocks n_cached is 0, the cache is computed again, and the output continues as if
- * nothing had happened.
+ * Between steps, a sequence is little more than its tokens, its block table and two counts:
+ * n_tokens, the number of known tokens (the prompt and the generated ones), and n_cached, the
+ * number of those whose keys and values are in the cache. A step runs the model over some of the
+ * others: in PREFILL there may be many, in DECODE there is one, the last. A random number depends
+ * on the position, not on earlier steps. So nothing has to be undone when a sequence is preempted:
+ * without its blocks, n_cached is 0, the cache is computed again, and the output stays the same.
  *
  * When the pool is empty, the newest sequence is preempted. The oldest is never preempted for
- * another, and each fits into the pool alone (llm_submit checks that): so one always advances, and
- * all come to an end.
+ * another, and each sequence alone fits into the pool (llm_submit checks this). So at least one
+ * sequence always advances, and all of them end.
  *
  * A step that fails commits the sequences whose tokens were chosen before the failure. The others
- * keep their tokens and n_cached, and the next step does their work again; what was admitted,
- * preempted or taken from the pool stays so.
+ * keep their tokens and n_cached, and the next step repeats their work. Admissions, preemptions and
+ * allocations of blocks are not undone.
  * ================================================================================== */
 
 static bool llm__schedule(llm_engine *e, llm_error *err);
@@ -1707,7 +1708,7 @@ int llm_step(llm_engine *e, llm_error *err) {
     llm__begin_step(e);
     if (work) {
         ok = llm__schedule(e, err) && llm__propose(e, err);
-        /* The logits come in slices, to bound their memory; usually there is one. */
+        /* The logits are computed in slices, to limit their memory; usually there is one slice. */
         int rows = ok ? llm__build_batch(s) : 0;
         for (int first = 0; ok && first < rows; first += e->network.max_logits)
             ok = llm__forward(e, first, err) && llm__choose(e, first, err);
@@ -1719,7 +1720,7 @@ int llm_step(llm_engine *e, llm_error *err) {
 
 /* ---- States ---------------------------------------------------------------------------------- */
 
-/* An event without a block. */
+/* A trace event without a block. */
 static llm_trace_event llm__trace_event(llm_trace_kind kind, uint64_t request, int sample,
                                         int first, int count) {
     llm_trace_event event;
@@ -1750,8 +1751,8 @@ static void llm__set_state(llm__scheduler *s, llm__sequence *seq, llm_state stat
     llm__trace(s->tracer, event);
 }
 
-/* Insert a request in rank order. Of equal ranks the later one goes first: it overtakes 64 x
- * priority others. */
+/* Insert a request in rank order. Of equal ranks the newer goes first, so that it overtakes exactly
+ * 64 x priority requests. */
 static void llm__queue_insert(llm__queue *q, llm__request *request) {
     llm__request *after = q->last;
     while (after && after->rank >= request->rank) after = after->previous;
@@ -1774,7 +1775,7 @@ static void llm__queue_free(llm__queue *q) {
     }
 }
 
-/* A sequence joins those that take part in steps. */
+/* Add a sequence to those that take part in steps. */
 static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, int count) {
     seq->index = s->n_sequences;
     s->sequences[s->n_sequences++] = seq;
@@ -1783,8 +1784,8 @@ static void llm__enter(llm__scheduler *s, llm__sequence *seq, llm_state state, i
 
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq);
 
-/* End a sequence: it gives up its blocks. A request ends with its last sample. llm__remove_ended
- * follows. */
+/* End a sequence and free its blocks. A request ends with its last sample. The caller then calls
+ * llm__remove_ended. */
 static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     llm__request *request = seq->request;
     if (seq->state != LLM_WAITING) {
@@ -1802,7 +1803,7 @@ static void llm__end(llm__scheduler *s, llm__sequence *seq, llm_finish finish) {
     s->statistics->requests_finished++;
 }
 
-/* Take ended sequences out of the list. */
+/* Remove ended sequences from the list. */
 static void llm__remove_ended(llm__scheduler *s) {
     int n = 0;
     for (int i = 0; i < s->n_sequences; i++) {
@@ -1837,7 +1838,7 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    /* ids grow, so none starves */
+    /* ids grow, so no request starves */
     request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
@@ -1903,7 +1904,7 @@ static bool llm__swap_copy(llm__scheduler *s, int32_t block, char *memory, bool 
     return true;
 }
 
-/* Save a sequence's first n > 0 blocks in host memory; there is room for them. */
+/* Save a sequence's first n > 0 blocks in host memory, which has room for them. */
 static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_error *err) {
     int32_t host = s->swap_free, last = -1;
     for (int i = 0; i < n; i++) {
@@ -1920,7 +1921,7 @@ static bool llm__swap_out(llm__scheduler *s, llm__sequence *seq, int n, llm_erro
     return true;
 }
 
-/* Give up what a sequence has in host memory. */
+/* Free the host memory of a sequence's saved blocks. */
 static void llm__free_saved(llm__scheduler *s, llm__sequence *seq) {
     for (; seq->n_saved > 0; seq->n_saved--, s->n_swap_free++) {
         int32_t host = seq->saved;
@@ -1930,7 +1931,7 @@ static void llm__free_saved(llm__scheduler *s, llm__sequence *seq) {
     }
 }
 
-/* Bring a sequence's saved blocks back into the pool; there is room for them. */
+/* Copy a sequence's saved blocks back into the pool, which has room for them. */
 static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
     bool ok = llm__table_grow(&s->pool, &seq->table, 0, seq->n_cached);
     int32_t host = seq->saved;
@@ -1941,8 +1942,8 @@ static bool llm__swap_in(llm__scheduler *s, llm__sequence *seq, llm_error *err) 
     return ok;
 }
 
-/* Take a sequence's blocks away. Their content is saved in host memory if the options say so and
- * there is room, or else computed again later: the tokens are known. */
+/* Preempt a sequence and free its blocks. If the options allow it and there is room, their content
+ * is saved in host memory; otherwise it is computed again later from the tokens. */
 static bool llm__preempt(llm__scheduler *s, llm__sequence *seq, llm_error *err) {
     int64_t used = llm__blocks_for(&s->pool, seq->n_cached);
     if (used > 0 && used <= s->n_swap_free) {
@@ -1957,14 +1958,14 @@ static bool llm__preempt(llm__scheduler *s, llm__sequence *seq, llm_error *err) 
     return true;
 }
 
-/* Blocks for a sequence's known tokens, the next one, and the proposals after it. */
+/* Number of blocks for a sequence's known tokens, the next one, and the proposals after it. */
 static int64_t llm__blocks_wanted(const llm__scheduler *s, const llm__sequence *seq) {
     int64_t next = (int64_t)seq->n_tokens + 1;
     return llm__blocks_for(
         &s->pool, llm__min(next + seq->request->depth, llm__max(seq->request->limit, next)));
 }
 
-/* Free blocks, less those that the running sequences may soon need. */
+/* Number of free blocks, less those that the running sequences may soon need. */
 static int64_t llm__blocks_spare(const llm__scheduler *s) {
     int64_t spare = s->pool.n_free;
     for (int i = 0; i < s->n_sequences; i++) {
@@ -1975,13 +1976,13 @@ static int64_t llm__blocks_spare(const llm__scheduler *s) {
     return spare;
 }
 
-/* Must the model compute each position of the request, even if the prefix cache has it? */
+/* Must the model compute every position of the request, even those in the prefix cache? */
 static bool llm__sees_all(const llm__request *request) {
     return request->params.logits_hook || request->hidden;
 }
 
-/* Let preempted sequences continue, the oldest first. The first that does not fit ends the loop:
- * newer ones must not starve it. */
+/* Resume preempted sequences, the oldest first. The first that does not fit ends the loop, so that
+ * newer ones do not starve it. */
 static bool llm__resume(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences && s->n_preempted > 0; i++) {
         llm__sequence *seq = s->sequences[i];
@@ -2001,8 +2002,8 @@ static bool llm__resume(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Let waiting requests enter, in rank order, while there is room for the next one's prompt and a
- * token after it. A request enters with all its samples; the first one computes the prompt. */
+/* Admit waiting requests in rank order, while there is room for the next request's prompt and one
+ * more token. A request is admitted with all its samples; the first computes the prompt. */
 static bool llm__admit(llm__scheduler *s, llm_error *err) {
     if (s->n_preempted > 0) return true;
     int64_t spare = llm__blocks_spare(s);
@@ -2032,25 +2033,25 @@ static bool llm__admit(llm__scheduler *s, llm_error *err) {
             s->statistics->prefix_hits += (uint64_t)seq->n_cached;
         }
         llm__enter(s, seq, LLM_PREFILL, seq->n_cached);
-        /* a matched block that is in use costs nothing, one that was free costs one */
+        /* a matched block that is in use takes no free block; any other takes one */
         spare -= wanted - seq->table.n_blocks + (before - s->pool.n_free);
     }
     return true;
 }
 
-/* Decide how many tokens of each sequence are in the step. Decoding sequences go first, to keep
- * their pace; prompts share what they leave of the budget. If not all decoding sequences fit,
- * `turn` rotates who is first. */
+/* Decide how many tokens of each sequence are in the step. Decoding sequences come first, so that
+ * prompts do not delay them; prompts share the rest of the budget. If not all decoding sequences
+ * fit, `turn` rotates which of them is first. */
 static void llm__select(llm__scheduler *s) {
     int budget = s->options->max_batch_tokens, n = s->n_sequences;
     bool chunked = s->options->chunked_prefill;
     for (int pass = 0; pass < 2; pass++) {
-        bool prefill = chunked ? pass == 1 : pass == 0; /* a whole prompt might never fit after the
-                                                         * others */
+        bool prefill = chunked ? pass == 1 : pass == 0; /* a whole prompt might never fit after
+                                                         * decoding sequences */
         for (int i = 0; i < n && budget > 0; i++) {
             llm__sequence *seq = s->sequences[prefill ? i : (i + s->turn) % n];
             if (seq->state != (prefill ? LLM_PREFILL : LLM_DECODE)) continue;
-            /* after a preemption the last token is left to the first decode step */
+            /* after a preemption, the first decode step computes the last token */
             int missing = seq->n_tokens - seq->n_cached - (prefill && seq->request->forked);
             int depth = prefill ? 0 : llm__speculation_depth(s, seq); /* 0 without speculation */
             bool whole = !prefill || !chunked;
@@ -2064,12 +2065,12 @@ static void llm__select(llm__scheduler *s) {
 }
 
 /* Give the selected sequences the blocks that they will write to, the oldest first. When the pool
- * is empty, the newest sequence with any blocks is preempted: perhaps the one that asks. */
+ * is empty, the newest sequence that has blocks is preempted; it may be the one that needs more. */
 static bool llm__secure(llm__scheduler *s, llm_error *err) {
     for (int i = 0; i < s->n_sequences; i++) {
         llm__sequence *seq = s->sequences[i];
-        /* A draft that lags writes below n_cached, but not to shared blocks: a block is kept or
-         * forked only when the draft has read it, too. */
+        /* A draft with fewer cached tokens than the target writes below n_cached, but never to a
+         * shared block: a block is kept or forked only after the draft has processed it, too. */
         while (seq->n_scheduled &&
                !llm__table_grow(&s->pool, &seq->table, seq->n_cached,
                                 seq->n_cached + seq->n_scheduled + seq->depth)) {
@@ -2081,8 +2082,8 @@ static bool llm__secure(llm__scheduler *s, llm_error *err) {
     return true;
 }
 
-/* Carry out copy-on-write. The block tables name the copies already, so those that fail are kept,
- * and done at the beginning of the next step. */
+/* Make the pending copies of copy-on-write. The block tables already name the copies, so copies
+ * that fail stay pending, and the next step makes them first. */
 static bool llm__run_copies(llm_engine *e, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__pool *pool = &s->pool;
@@ -2125,7 +2126,7 @@ static void llm__batch_add(llm__scheduler *s, llm__sequence *seq, int first, int
     b->n_sequences++;
 }
 
-/* Copy the block tables into the batch, as narrow as they can be. */
+/* Copy the block tables into the batch, with the smallest possible stride. */
 static void llm__batch_finish(llm__scheduler *s) {
     llm_batch *b = &s->batch;
     b->table_stride = 1;
@@ -2147,7 +2148,7 @@ static void llm__batch_finish(llm__scheduler *s) {
 }
 
 /* Build the target's batch: the scheduled tokens, and the proposals after them. Returns 0 if
- * nothing is scheduled, else the rows of logits that are wanted, but at least 1. */
+ * nothing is scheduled, else the number of rows of logits wanted, but at least 1. */
 static int llm__build_batch(llm__scheduler *s) {
     llm__batch_clear(s);
     for (int i = 0; i < s->n_sequences; i++) {
@@ -2167,7 +2168,7 @@ static int llm__build_batch(llm__scheduler *s) {
     return s->batch.n_tokens ? (int)llm__max(s->batch.n_logits, 1) : 0;
 }
 
-/* How many rows of logits the slice that begins with row `first` has. */
+/* Number of rows of logits in the slice that begins with row `first`. */
 static int llm__slice_rows(const llm__network *net, const llm_batch *batch, int first) {
     return (int)llm__min(net->max_logits, batch->n_logits - first);
 }
@@ -2189,16 +2190,16 @@ static bool llm__forward(llm_engine *e, int first, llm_error *err) {
 
 /* ---- Choose ---------------------------------------------------------------------------------- */
 
-/* Can the device draw this sequence's tokens? Not for a hook, which wants the logits, nor for
- * sampled speculation, which compares whole distributions. */
+/* Can the device draw this sequence's tokens? A hook needs the logits on the host, and sampled
+ * speculation compares whole distributions there. */
 static bool llm__device_draws(const llm__sequence *seq) {
     const llm_request *r = &seq->request->params;
-    /* proposals to verify; while a draft makes them, n_proposed still grows to depth */
+    /* number of proposals to verify; with a draft, n_proposed may still grow to `depth` */
     int tested = r->lookup ? seq->n_proposed : seq->depth;
     return !r->logits_hook && (r->sampling.temperature == 0 || tested == 0);
 }
 
-/* What the device needs to draw a sequence's token after `position` from row `row`. */
+/* The device's arguments for drawing a sequence's token after `position` from row `row`. */
 static llm_draw llm__draw_of(const llm__sequence *seq, int row, int position) {
     const llm_request *r = &seq->request->params;
     int n = position + 1, window = r->sampling.penalty_window;
@@ -2213,8 +2214,8 @@ static llm_draw llm__draw_of(const llm__sequence *seq, int row, int position) {
     return draw;
 }
 
-/* Copy n rows of logits to host, whose rows are `vocab` wide. A draft's may be of another width:
- * models of one vocabulary are padded to different numbers of rows. */
+/* Copy n rows of logits to `host`, whose rows have `vocab` entries. A draft's rows may have another
+ * width: models with the same vocabulary may pad it to different widths. */
 static bool llm__fetch_logits(const llm__network *net, int first, int n, float *host, int64_t vocab,
                               llm_error *err) {
     llm_backend *b = net->backend;
@@ -2231,17 +2232,16 @@ static bool llm__fetch_logits(const llm__network *net, int first, int n, float *
     return true;
 }
 
-/* Fetch what a model says in a slice of rows: one outcome per row; the last row of a prompt gives
- * one per sample. The device draws the tokens that it can; for the others the logits are copied to
- * host (max_logits, the target's vocab_size). Returns the number of outcomes; -1 on failure. */
+/* Fetch a model's outcomes for a slice of rows: one per row, but one per sample for the last row of
+ * a prompt. The device draws tokens where it can; the other rows of logits are copied to `host`
+ * (max_logits, the target's vocab_size). Returns the number of outcomes; -1 on failure. */
 static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm__network *net,
                       int first, float *host, llm_error *err) {
     llm_backend *b = net->backend;
     bool device = b->sample && !s->options->host_sampling;
     int n = llm__slice_rows(net, &s->batch, first), n_outcomes = 0, n_draws = 0;
     int64_t vocab = sampler->vocab_size;
-    for (int row = 0, from = 0; row <= n; row++) { /* from: the first row that is still to be
-                                                    * copied */
+    for (int row = 0, from = 0; row <= n; row++) { /* from: first row not yet copied */
         llm__sequence *seq = row < n ? s->batch_sequences[s->row_sequence[first + row]] : NULL;
         bool drawn = seq && device && llm__device_draws(seq);
         if (!seq || drawn) {
@@ -2265,15 +2265,15 @@ static int llm__fetch(llm__sampler *sampler, const llm__scheduler *s, const llm_
         return -1;
     for (int i = 0, drawn = 0; i < n_outcomes; i++) {
         if (sampler->outcomes[i].logits) continue;
-        /* a draft's padding */
+        /* an id in a draft's padding becomes 0 */
         sampler->outcomes[i].id = sampler->ids[drawn] < vocab ? sampler->ids[drawn] : 0;
         sampler->outcomes[i].logprob = sampler->logprobs[drawn++];
     }
     return n_outcomes;
 }
 
-/* Choose a sequence's next token. It is written after the known ones; llm__commit makes it one of
- * them. */
+/* Choose a sequence's next token, and write it after the known ones. llm__commit makes it a known
+ * token. */
 static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
     llm__sequence *seq = outcome->sequence;
     const llm__request *request = seq->request;
@@ -2287,17 +2287,17 @@ static void llm__choose_token(llm_engine *e, const llm__outcome *outcome) {
         r->logits_hook(r->user, request->id, seq->sample, outcome->position, e->hooked);
         logits = e->hooked;
     }
-    /* for the hook only */
+    /* the row is for the hook only */
     if (outcome->position < seq->n_tokens - 1 || request->limit == r->n_prompt) return;
     int32_t id = outcome->id;
     if (seq->n_chosen < seq->n_proposed)
-        /* chapter 2: a proposal is tested */
+        /* chapter 2: test a proposal */
         id = llm__verify(&e->speculator, &e->sampler, seq, logits, id);
     else if (logits)
         id = llm__sample(&e->sampler, &r->sampling, logits, seq->tokens, n, (uint64_t)seq->sample,
                          (uint64_t)(n - r->n_prompt));
     float logprob = outcome->logits ? llm_logprob(outcome->logits, vocab, id) : outcome->logprob;
-    /* a hook may choose the impossible */
+    /* a hook may choose a token of probability 0 */
     seq->broken = !(fabsf(logprob) <= FLT_MAX) && !r->logits_hook;
     seq->closed = seq->closed || seq->broken ||
                   (!r->ignore_end && llm_tokenizer_is_end(e->model->tokenizer, id));
@@ -2325,33 +2325,33 @@ static bool llm__choose(llm_engine *e, int first, llm_error *err) {
     double start = llm_seconds();
     llm_backend *b = e->options.backend;
     if (first == 0 && !llm__fetch_hidden(e, err)) return false;
-    /* only parts of prompts: wait for the device */
+    /* no logits are wanted: wait for the device */
     if (e->scheduler.batch.n_logits == 0) return b->sync(b->context, err);
     int n = llm__fetch(&e->sampler, &e->scheduler, &e->network, first, e->logits, err);
     double middle = llm_seconds();
     for (int i = 0; i < n; i++) llm__choose_token(e, &e->sampler.outcomes[i]);
-    e->statistics.forward_seconds += middle - start; /* the device worked, and we waited */
+    e->statistics.forward_seconds += middle - start; /* includes the time waiting for the device */
     e->statistics.sampling_seconds += llm_seconds() - middle;
     return n >= 0;
 }
 
 /* ---- Commit ---------------------------------------------------------------------------------- */
 
-/* Tokens of a sequence that are in the cache (with a draft: in both caches). */
+/* Number of tokens of a sequence in the cache (with a draft: in both caches). */
 static int llm__tokens_known(const llm__scheduler *s, const llm__sequence *seq) {
     return s->networks[1] ? (int)llm__min(seq->n_drafted, seq->n_cached) : seq->n_cached;
 }
 
-/* Add the full blocks that a sequence has in the cache to the prefix cache. */
+/* Add the full blocks of a sequence's cached tokens to the prefix cache. */
 static void llm__keep_prefix(llm__scheduler *s, llm__sequence *seq) {
     llm__table_keep(&s->pool, &seq->table, seq->tokens, llm__tokens_known(s, seq));
 }
 
-/* The prompt is in the cache: all samples start from its blocks. */
+/* Start all samples from the blocks of the prompt, which is in the cache. */
 static void llm__fork(llm__scheduler *s, llm__request *request) {
     llm__sequence *first = &request->sequences[0];
     request->forked = true;
-    llm__keep_prefix(s, first); /* before its first token, which may be the last */
+    llm__keep_prefix(s, first); /* before its first token, which may end the sequence */
     for (int i = 1; i < request->params.n_samples; i++) {
         llm__sequence *seq = &request->sequences[i];
         seq->n_cached = seq->n_seen = request->params.n_prompt;
@@ -2364,7 +2364,7 @@ static void llm__fork(llm__scheduler *s, llm__request *request) {
 static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
                                   bool accepted, llm_finish finish);
 
-/* Make a sequence's chosen tokens known, with an event for each. */
+/* Add a sequence's chosen tokens to its known tokens, and emit an event for each. */
 static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
     llm__scheduler *s = &e->scheduler;
     const llm__request *request = seq->request;
@@ -2400,8 +2400,8 @@ static void llm__commit_tokens(llm_engine *e, llm__sequence *seq) {
         llm__set_state(s, seq, LLM_DECODE, 0);
 }
 
-/* A sequence has been through a pass: its scheduled tokens are in the cache now, and so are all
- * chosen ones but the last: they were proposals. */
+/* Update a sequence after a pass: its scheduled tokens and its accepted proposals (all chosen
+ * tokens but the last) are now in the cache. */
 static void llm__commit_sequence(llm_engine *e, llm__sequence *seq) {
     llm__request *request = seq->request;
     int prompt_left = request->params.n_prompt - seq->n_cached;
@@ -2422,7 +2422,7 @@ static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x
     const llm_config *c = &e->model->config;
     const float *norm = e->hidden + (int64_t)e->options.max_batch_tokens * c->dim;
     for (int p = seq->n_cached; p < seq->n_cached + seq->n_scheduled; p++, x += c->dim) {
-        if (p < seq->n_seen) continue; /* added before a preemption or a failure */
+        if (p < seq->n_seen) continue; /* already added before a preemption or a failure */
         seq->n_seen++;
         llm__plain_rmsnorm(x, norm, 1, c->dim, c->norm_epsilon, request->hidden);
         for (int i = 0; i < c->dim; i++) {
@@ -2433,7 +2433,7 @@ static void llm__commit_hidden(llm_engine *e, llm__sequence *seq, const float *x
     }
 }
 
-/* Apply the result of a step. If it failed (!ok), only the sequences whose tokens were chosen
+/* Apply the result of a step. If the step failed (!ok), only sequences whose tokens were chosen
  * advance. */
 static void llm__commit(llm_engine *e, bool ok) {
     llm__scheduler *s = &e->scheduler;
@@ -2443,14 +2443,14 @@ static void llm__commit(llm_engine *e, bool ok) {
         if (s->batch_sequences[i]->request->hidden)
             llm__commit_hidden(e, s->batch_sequences[i],
                                e->hidden + (int64_t)s->seq_first[i] * e->model->config.dim);
-    for (int i = 0; i < s->n_sequences; i++) { /* a fork adds some */
+    for (int i = 0; i < s->n_sequences; i++) { /* a fork adds sequences */
         llm__sequence *seq = s->sequences[i];
         if (seq->n_scheduled) {
             any = true;
             if (seq->request->params.logits_hook) seq->n_seen += seq->n_rows;
             if (ok || seq->n_chosen || seq->broken) llm__commit_sequence(e, seq);
         }
-        /* it may have read proposals */
+        /* the draft may have processed rejected proposals */
         seq->n_drafted = (int)llm__min(seq->n_drafted, seq->n_cached);
         seq->n_scheduled = seq->depth = seq->n_proposed = 0;
         seq->n_rows = seq->n_chosen = seq->n_tested = seq->n_accepted = 0;
@@ -2463,8 +2463,8 @@ static void llm__commit(llm_engine *e, bool ok) {
 
 /* ---- Events ---------------------------------------------------------------------------------- */
 
-/* Where in text (n) one of the request's stop texts begins; n: nowhere. whole: a complete one; else
- * one that the end of the text cuts off. */
+/* Offset in text (n bytes) of the first of the request's stop texts; n if there is none. whole:
+ * find a complete stop text; else one that the end of the text cuts off. */
 static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, bool whole) {
     for (size_t at = 0; at < n; at++)
         for (int i = 0; i < r->n_stop; i++) {
@@ -2475,9 +2475,8 @@ static size_t llm__find_stop(const llm_request *r, const char *text, size_t n, b
     return n;
 }
 
-/* Set an event's text: what was held back, then the token's text, then, if the sequence ends, what
- * the stream still has. It stays where it is until the next step. Returns whether a stop text was
- * found. */
+/* Set an event's text: the text held back, the token's text and, if the sequence ends, the rest of
+ * the stream's text. It stays valid until the next step. Returns whether a stop text was found. */
 static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event) {
     const llm_tokenizer *tokenizer = e->model->tokenizer;
     const llm_request *r = &seq->request->params;
@@ -2487,7 +2486,7 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     if (event->finish) n += llm_stream_decode(tokenizer, &seq->stream, -1, text + n);
     size_t given = llm__find_stop(r, text, n, true);
     bool stopped = given < n;
-    /* hold back the rest */
+    /* hold back what may become a stop text */
     if (!stopped && !event->finish) given = llm__find_stop(r, text, n, false);
     event->text = text;
     event->text_length = given;
@@ -2496,8 +2495,8 @@ static bool llm__event_text(llm_engine *e, llm__sequence *seq, llm_event *event)
     return stopped;
 }
 
-/* Emit an event: a token (-1: none), and whether the sequence ends. Returns its `finish`, which a
- * stop text may have set. */
+/* Emit an event for a token (-1: none). finish: why the sequence ends, if it does. Returns the
+ * event's `finish`, which a stop text may change. */
 static llm_finish llm__emit_event(llm_engine *e, llm__sequence *seq, int32_t token, float logprob,
                                   bool accepted, llm_finish finish) {
     const llm__request *request = seq->request;
@@ -2561,7 +2560,7 @@ bool llm_cancel(llm_engine *e, uint64_t id, llm_error *err) {
     return true;
 }
 
-/* A step begins: forget the events of the last one and since, and the requests that ended. */
+/* Begin a step: discard the events since the last step began, and free the ended requests. */
 static void llm__begin_step(llm_engine *e) {
     llm__scheduler *s = &e->scheduler;
     llm__trace(&e->tracer, llm__trace_event(LLM_TRACE_STEP_BEGIN, 0, 0, 0, 0));
@@ -2574,7 +2573,7 @@ static void llm__begin_step(llm_engine *e) {
     }
 }
 
-#ifdef LLM_DEBUG /* defined by the tests, and so is this check of all invariants: see
+#ifdef LLM_DEBUG /* the tests define LLM_DEBUG, and this check of all invariants: see
                   * tests/invariants.h */
 static bool llm__check_invariants(llm_engine *e, llm_error *err);
 #else
@@ -2583,7 +2582,7 @@ static bool llm__check_invariants(llm_engine *e, llm_error *err) {
 }
 #endif
 
-/* A step has ended. Returns what llm_step returns. */
+/* End a step. Returns the result of llm_step. */
 static int llm__end_step(llm_engine *e, bool ok, bool worked, llm_error *err) {
     ok = llm__check_invariants(e, err) && ok;
     int result = ok ? worked : -1;
@@ -2620,7 +2619,7 @@ llm_request llm_request_defaults(void) {
     return r;
 }
 
-/* Check that an option is from low to high. */
+/* Check that low <= value <= high. */
 static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t high,
                           llm_error *err) {
     return (value >= low && value <= high) ||
@@ -2628,7 +2627,7 @@ static bool llm__in_range(const char *name, int64_t value, int64_t low, int64_t 
                        (long long)value, (long long)low, (long long)high);
 }
 
-/* Check the options, and fill in what was left to the engine. */
+/* Check the options, and set those that the caller left to the engine. */
 static bool llm__engine_options(llm_engine_options *o, const llm_model *model, llm_error *err) {
     const llm_config *c = &model->config;
     const char *note = model->context_note;
@@ -2662,13 +2661,14 @@ static llm_device_state llm__device_state(const llm_backend *b) {
     return state;
 }
 
-/* Most blocks of a pool whose size the engine chooses, unless all sequences together could use
- * more. The host keeps some hundred bytes for each block, and a large GPU has room for 10^8 blocks
- * of a small model. */
+/* Most blocks of a pool whose size the engine chooses, unless all sequences together can use more.
+ * The host needs about a hundred bytes per block, and a large GPU has room for 10^8 blocks of a
+ * small model. */
 enum { LLM__MANY_BLOCKS = 1 << 20 };
 
-/* How many blocks the pool gets: what its budget allows, or what fits into its share of the device
- * memory together with the draft's cache, or what all sequences could use. */
+/* Choose the number of blocks in the pool: what fits into cache_bytes; if that is 0, what fits,
+ * with the draft's cache, into the share of the device memory; without a device, what all sequences
+ * can use, up to 1 GiB or one context. */
 static bool llm__engine_blocks(const llm_model *model, const llm_engine_options *o,
                                int64_t *n_blocks, llm_error *err) {
     uint64_t block = llm_model_cache_bytes_per_token(model, o->cache_type) *
@@ -2703,21 +2703,21 @@ static bool llm__engine_blocks(const llm_model *model, const llm_engine_options 
                            llm__show_bytes(o->cache_bytes).text, o->block_size,
                            llm__show_bytes(block).text, o->context_length,
                            llm__show_bytes(block * context).text);
-    /* slots are numbered by an int32 */
+    /* slot numbers are int32 */
     *n_blocks = llm__min((int64_t)n, INT32_MAX / o->block_size);
     return true;
 }
 
-/* Rows of logits in a slice: 16 MB of them, and at least one. A device that draws tokens itself
- * gets a row for every sequence: each further slice costs it another pass over the output
- * matrix. */
+/* Number of rows of logits in a slice: as many as fit into 16 MB, and at least one. A device that
+ * draws tokens gets a row for every sequence, because each further slice costs it another pass over
+ * the output matrix. */
 static int llm__engine_logits(const llm_config *c, const llm_engine_options *o) {
     int64_t rows = llm__max((16 << 20) / (int64_t)sizeof(float) / c->vocab_size, 1);
     if (o->backend->sample) rows = llm__max(rows, o->max_sequences);
     return (int)llm__min(rows, o->max_batch_tokens);
 }
 
-/* Host memory for preempted blocks, taken once so that a step allocates nothing. */
+/* Allocate the host memory for preempted blocks, once, so that steps allocate nothing. */
 static bool llm__swap_init(llm__scheduler *s, llm_error *err) {
     const llm_engine_options *o = s->options;
     for (int i = 0; i < 2; i++)
@@ -2787,7 +2787,7 @@ static bool llm__engine_init(llm_engine *e, llm_error *err) {
     e->tracer.call = o->trace;
     e->tracer.user = o->trace_user;
     int max_logits = llm__engine_logits(c, o);
-    /* the caches come last: they may take a share of the memory that is left */
+    /* the caches come last: their size may depend on the memory that is left */
     if (!llm__network_load(&e->network, e->model, o->backend, err) ||
         !llm__network_prepare(&e->network, o, max_logits, err) ||
         !llm__speculator_init(&e->speculator, e->model, o, max_logits, err) ||
@@ -2849,7 +2849,7 @@ void llm_engine_free(llm_engine *e) {
     LLM_FREE(e);
 }
 
-/* ---- What a request must satisfy, and its memory --------------------------------------------- */
+/* ---- Checks of a request, and its memory ----------------------------------------------------- */
 
 static bool llm__check_stops(const llm_request *r, llm_error *err) {
     if (r->n_stop < 0 || (r->n_stop > 0 && !r->stop))
@@ -2914,8 +2914,8 @@ static bool llm__check_request(const llm_engine *e, const llm_request *r, llm_er
     return true;
 }
 
-/* Make room for the events that are there, and for all that the live samples can add before the
- * next step: each a token, its accepted proposals, and a cancellation. */
+/* Make room for the present events, and for those that the live samples can add before the next
+ * step: for each sample a token, its accepted proposals and a cancellation. */
 static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     int64_t wanted = e->n_events +
                      (e->scheduler.n_live + n_more) * (e->options.max_speculation + 2);
@@ -2931,15 +2931,15 @@ static bool llm__reserve_events(llm_engine *e, int n_more, llm_error *err) {
     return true;
 }
 
-/* A piece of a request's allocation, aligned to 8 bytes. base NULL: only add up the size. */
+/* Take a piece of a request's allocation, aligned to 8 bytes. base NULL: only add up the size. */
 static void *llm__carve(char *base, uint64_t *used, uint64_t count, size_t size) {
     void *piece = base ? base + *used : NULL;
     *used += (count * size + 7) / 8 * 8;
     return piece;
 }
 
-/* Lay out, after the request, everything that its samples will need, so that steps allocate
- * nothing. text: bytes for the text of a step's events. Returns the bytes of all. */
+/* Place all memory of a request's samples after the request, so that steps allocate nothing. text:
+ * bytes for the text of a step's events. Returns the total number of bytes. */
 static uint64_t llm__request_layout(llm__request *request, char *base, size_t text, int n_blocks,
                                     int dim) {
     const llm_request *r = &request->params;
@@ -2970,8 +2970,8 @@ static uint64_t llm__request_layout(llm__request *request, char *base, size_t te
     return used;
 }
 
-/* Bytes for the text of a step's events: of each token that may be accepted, and of what is held
- * back. */
+/* Number of bytes for the text of a step's events: the text of each token that may be accepted, and
+ * the text held back. */
 static size_t llm__text_bytes(const llm_engine *e, const llm_request *r, int depth) {
     size_t longest = 0;
     for (int i = 0; i < r->n_stop; i++)
@@ -3011,7 +3011,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
         return NULL;
     }
     size_t text = llm__text_bytes(e, r, plan.depth);
-    /* the options keep it below 2^60 */
+    /* the options keep the size below 2^60 */
     int dim = e->model->config.dim;
     uint64_t bytes = llm__request_layout(&plan, NULL, text, (int)blocks, dim);
     llm__request *request = (llm__request *)llm__new(1, bytes > SIZE_MAX ? SIZE_MAX : (size_t)bytes,
@@ -3027,7 +3027,7 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
         seq->table.capacity = (int)blocks;
         seq->table.sample = i;
         seq->acceptance = 0.7;      /* initial estimate */
-        seq->stream.started = true; /* the text continues a prompt: its first space is part of it */
+        seq->stream.started = true; /* the text continues a prompt: keep its first space */
         seq->n_tokens = r->n_prompt;
         memcpy(seq->tokens, r->prompt, (size_t)r->n_prompt * sizeof(int32_t));
     }
@@ -3038,9 +3038,9 @@ static llm__request *llm__request_create(const llm_engine *e, const llm_request 
 /* ---- Sessions --------------------------------------------------------------------------------
  * A session is a head, a request's settings and, for each sample, its tokens, some counts and its
  * full blocks. (A partly filled block may still hold data of other requests, so it is not saved.)
- * Each llm__move function can write its part of a session or read it. A restored request continues
- * like one that was preempted, and finds its blocks in the prefix cache; blocks that did not fit
- * into the pool are computed again. */
+ * Each llm__move function can write or read its part of a session. A restored request continues
+ * like a preempted one, and finds its blocks in the prefix cache; blocks that did not fit into the
+ * pool are computed again. */
 
 typedef struct llm__session {
     char *data;  /* NULL: only count the bytes to write */
@@ -3049,14 +3049,14 @@ typedef struct llm__session {
 } llm__session;
 
 typedef struct llm__session_head {
-    char name[8];      /* of the format, with its version */
-    uint64_t engine;   /* hash of what must match in the restoring engine */
+    char name[8];      /* name and version of the format */
+    uint64_t engine;   /* hash of the models and their cache layouts: see llm__head_of */
     uint64_t checksum; /* hash of all bytes after the head */
 } llm__session_head;
 
-/* The head that a session must have to fit this engine. `engine` is a hash of the models' shapes,
- * the first bytes of their tensors, and the layout of their caches. data: the whole session, for
- * the checksum; NULL: none */
+/* The head of a session that fits this engine. `engine` is a hash of the models' shapes, the first
+ * bytes of their tensors, and the layout of their caches. data: the whole session, for the
+ * checksum; NULL: none */
 static llm__session_head llm__head_of(const llm__scheduler *s, const char *data, size_t size) {
     llm__session_head head = {"llm 1", s->swap_block_bytes, 0};
     for (int k = 0; k < 2 && s->networks[k]; k++) {
@@ -3076,7 +3076,7 @@ static llm__session_head llm__head_of(const llm__scheduler *s, const char *data,
     return head;
 }
 
-/* Write or read n bytes. False: fewer are left to read. */
+/* Write or read n bytes. False: fewer than n bytes are left to read. */
 static bool llm__move(llm__session *m, void *item, size_t n) {
     if (m->size && n > m->size - m->used) return false;
     if (m->data && n)
@@ -3179,7 +3179,7 @@ void *llm_session_save(llm_engine *e, uint64_t id, size_t *size, llm_error *err)
 
 void llm_session_free(void *session) { LLM_FREE(session); }
 
-/* Put up to n saved blocks into the prefix cache, as long as there are free blocks for them. */
+/* Put up to n saved blocks into the prefix cache, while the pool has free blocks. */
 static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *saved, int n) {
     llm__pool *pool = &s->pool;
     llm__table *table = &seq->table;
@@ -3193,7 +3193,7 @@ static void llm__restore_blocks(llm__scheduler *s, llm__sequence *seq, char *sav
 }
 
 /* Create the request of a session, without its blocks. r holds the settings that are not saved: the
- * hook and `user`. NULL: the session is damaged, or the error is set. */
+ * hook and `user`. Returns NULL if the session is damaged, or with the error set. */
 static llm__request *llm__restore(llm_engine *e, llm__session *m, llm_request r, llm_error *err) {
     bool forked = false, ok = llm__move_settings(m, &r, &forked);
     size_t left = m->size - m->used, n_blocks = 0;
@@ -3276,8 +3276,8 @@ bool llm_session_restore(llm_engine *e, const void *session, size_t size,
 
 /* ---- Statistics ------------------------------------------------------------------------------ */
 
-/* Slots of the pool that hold a token. Each of the k sequences that share a block counts 1/k of
- * it. */
+/* Number of slots of the pool that hold a token. Each of the k sequences that share a block counts
+ * 1/k of it. */
 static int64_t llm__slots_used(const llm__scheduler *s) {
     double used = 0;
     for (int i = 0; i < s->n_sequences; i++) {
@@ -3352,10 +3352,10 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
  *
  * Decoding one sequence reads all weights for every token, and leaves the arithmetic units idle.
  * Verifying K proposals takes one pass over K + 1 rows, which costs hardly more than a pass over
- * one. So let something cheap propose: a small model with the same vocabulary (the draft), or the
- * text itself, where it repeats (prompt lookup). Proposals that the target agrees with are
- * accepted; the first that it does not agree with is replaced by the target's own choice, and the
- * rest is dropped:
+ * one. So something cheap proposes tokens: a small model with the same vocabulary (the draft), or
+ * earlier text that is repeated (prompt lookup). Proposals that the target agrees with are
+ * accepted. The first proposal that it rejects is replaced by the target's own choice, and the rest
+ * are dropped:
  *
  *     position           n-2    n-1   n     n+1   n+2            n = n_tokens
  *     known              the    cat
@@ -3366,7 +3366,7 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
  * With greedy choice, "agree" means the same token. With sampling (Leviathan et al. 2023, "Fast
  * Inference from Transformers via Speculative Decoding"; Chen et al. 2023), a proposal d drawn from
  * the draft's distribution q is accepted with probability min(1, p(d)/q(d)), where p is the
- * target's; else the token is drawn from max(0, p - q), normalised. A token t then comes out with
+ * target's; else the token is drawn from max(0, p - q), normalised. A token t is then chosen with
  * probability q(t) min(1, p(t)/q(t)) + (mass rejected) x residual(t) = min(p, q) + max(0, p - q) =
  * p(t), whatever q is. p and q are the distributions after penalties, temperature and filters.
  *
@@ -3374,10 +3374,10 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
  * average.
  *
  * Speculation plugs into the life of a request at two places. Before the pass, llm__propose writes
- * up to `depth` tokens after a sequence's known ones; the batch takes them along. After it,
+ * up to `depth` tokens after a sequence's known ones; the batch includes them. After the pass,
  * llm__verify replaces llm__sample for the rows of those tokens. (A tree of proposals would have
- * several tokens at one position, and llm__verify would follow a path; heads that read the residual
- * stream would propose in llm__propose, from rows that the last pass left.) llm__commit only reads
+ * several tokens at one position, and llm__verify would follow a path. Heads that read the residual
+ * stream would propose in llm__propose, from rows of the previous pass.) llm__commit only reads
  * counts: tokens chosen, proposals accepted.
  *
  * The draft's cache uses the same block tables as the target's. A rejected proposal leaves garbage
@@ -3388,21 +3388,21 @@ const llm_engine_options *llm_engine_settings(const llm_engine *e) {
 /* ---- How many proposals ---------------------------------------------------------------------- */
 
 /* The assumed cost of one more row in a pass of the target; the pass over one row costs 1. It is a
- * constant, not measured, so that the depth, and with it a sampled text, is the same on every
- * run. */
+ * constant, not measured, so that the depth, and thus a sampled text, is the same on every run. */
 #define LLM__ROW_COST 0.1
 
-/* The cost of a proposal: a row, and a pass of the draft, which is bound by the bytes it reads. */
+/* The cost of a proposal: a row of the target's pass, and a pass of the draft, whose time depends
+ * on the bytes it reads. */
 static double llm__proposal_cost(const llm_model *target, const llm_model *draft) {
     double step = (double)llm_model_step_bytes(target);
     return LLM__ROW_COST + (draft ? (double)llm_model_step_bytes(draft) / step : 0);
 }
 
-/* How many tokens to propose for a sequence. It depends on the sequence alone, not on the clock or
- * its neighbours, since it decides which random numbers are used for which token. */
+/* Number of tokens to propose for a sequence. It depends on the sequence alone, not on time or
+ * other sequences, because it determines which random number each token uses. */
 static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *seq) {
     const llm__request *request = seq->request;
-    /* a step gives one more */
+    /* a step chooses one token after the proposals */
     int most = (int)llm__min(request->depth, request->limit - seq->n_tokens - 1);
     if (request->params.speculate != LLM_SPECULATE_AUTO) return (int)llm__max(most, 0);
     /* the depth with the most tokens per cost */
@@ -3417,14 +3417,14 @@ static int llm__speculation_depth(const llm__scheduler *s, const llm__sequence *
             depth = k;
         }
     }
-    /* else retry every 16 tokens */
+    /* at depth 0, retry every 16 tokens */
     return most > 0 && depth == 0 && seq->n_tokens % 16 == 0 ? 1 : depth;
 }
 
 /* ---- Prompt lookup --------------------------------------------------------------------------- */
 
-/* Propose what followed the last few tokens where they occurred before (Saxena 2023, "Prompt lookup
- * decoding"): names, quotations and code repeat. */
+/* Propose the tokens that followed an earlier occurrence of the last few tokens (Saxena 2023,
+ * "Prompt lookup decoding"): names, quotations and code repeat. */
 static void llm__propose_lookup(llm__sequence *seq) {
     int n = seq->n_tokens;
     int32_t *tokens = seq->tokens;
@@ -3440,8 +3440,8 @@ static void llm__propose_lookup(llm__sequence *seq) {
 
 /* ---- A draft model --------------------------------------------------------------------------- */
 
-/* Speculation uses other random numbers than plain sampling (lane 0): lane 1 draws the proposal, 2
- * tests it, 3 draws the correction. */
+/* Speculation and plain sampling use different random numbers: lane 0 is for plain sampling, lane 1
+ * draws the proposal, 2 tests it, 3 draws the correction. */
 static double llm__lane_random(const llm__sequence *seq, uint64_t lane, int n) {
     const llm_request *r = &seq->request->params;
     return llm_random(r->sampling.seed, (uint64_t)seq->sample | lane << 32,
@@ -3455,13 +3455,13 @@ static float *llm__proposal_distribution(const llm__speculator *sp, const llm__s
            ((size_t)seq->index * (size_t)sp->max_depth + (size_t)i) * (size_t)sp->vocab_size;
 }
 
-/* A token from max(0, p - q), normalised. q NULL: it has all its mass on `proposal`; if that is -1,
- * draw from p. */
+/* Draw a token from max(0, p - q), normalised. q NULL: all its mass is on `proposal`; if that is
+ * -1, draw from p. */
 static int32_t llm__draw_residual(const float *p, const float *q, int n, int32_t proposal,
                                   double u) {
     double total = 0;
     int32_t last = proposal < 0 ? 0 : proposal;
-    for (int pass = 0; pass < 2; pass++) { /* add up, then walk to the point u of the sum */
+    for (int pass = 0; pass < 2; pass++) { /* add up, then find the token at u x total */
         double point = u * total;
         for (int i = 0; i < n; i++) {
             double more = q ? (double)p[i] - (double)q[i] : i == proposal ? 0 : (double)p[i];
@@ -3486,8 +3486,7 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
     const llm_sampling *p = &seq->request->params.sampling;
     int n = seq->n_tokens + seq->n_proposed;
     float *q = llm__proposal_distribution(sp, seq, seq->n_proposed++);
-    if (p->temperature == 0) { /* a greedy proposal is right or wrong: its distribution is not
-                                * needed */
+    if (p->temperature == 0) { /* greedy verification needs no distribution */
         seq->tokens[n] = outcome->logits
                              ? llm__sample(sampler, p, outcome->logits, seq->tokens, n, 0, 0)
                              : outcome->id;
@@ -3497,16 +3496,16 @@ static void llm__propose_token(llm__speculator *sp, llm__sampler *sampler,
     seq->tokens[n] = llm__draw_residual(q, NULL, sp->vocab_size, -1, llm__lane_random(seq, 1, n));
 }
 
-/* How many tokens of a sequence the draft must have read after its next pass: in a prompt as many
- * as the target, else as many as its next proposal needs; 0: it has nothing to do. */
+/* Number of tokens of a sequence that the draft must have processed after its next pass: in a
+ * prompt as many as the target, else as many as its next proposal needs; 0: nothing to do. */
 static int llm__draft_goal(const llm__sequence *seq) {
     if (!seq->n_scheduled || seq->request->depth == 0 || seq->request->params.lookup) return 0;
     if (seq->state == LLM_PREFILL) return seq->n_cached + seq->n_scheduled;
     return seq->n_proposed < seq->depth ? seq->n_tokens + seq->n_proposed : 0;
 }
 
-/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: there was
- * something to do. */
+/* One pass of the draft: a ragged batch of prompt chunks and single tokens. *more: whether there
+ * was work. */
 static bool llm__draft_pass(llm_engine *e, bool *more, llm_error *err) {
     llm__scheduler *s = &e->scheduler;
     llm__speculator *sp = &e->speculator;
@@ -3554,9 +3553,9 @@ static bool llm__propose(llm_engine *e, llm_error *err) {
 /* Is a proposal accepted? p, q: its probabilities under target and draft; u: uniform in [0, 1). */
 static bool llm__accept(double p, double q, double u) { return u * q < p; }
 
-/* After the pass: choose a sequence's next token where there is a proposal. logits: the target's,
- * or NULL if the device has drawn its choice, `own`. Returns the proposal if it is accepted, else
- * the correction. */
+/* After the pass: choose a sequence's next token, for which there is a proposal. logits: the
+ * target's; NULL: the device has drawn the target's choice, `own`. Returns the proposal if it is
+ * accepted, else the correction. */
 static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequence *seq,
                            const float *logits, int32_t own) {
     const llm_request *r = &seq->request->params;
@@ -3573,7 +3572,7 @@ static int32_t llm__verify(llm__speculator *sp, llm__sampler *sampler, llm__sequ
                                llm__lane_random(seq, 2, n));
     }
     seq->n_accepted += accepted;
-    seq->closed = !accepted; /* what was proposed after it is void */
+    seq->closed = !accepted; /* later proposals are dropped */
     if (accepted) return proposal;
     return greedy ? own
                   : llm__draw_residual(p, q, sp->vocab_size, proposal, llm__lane_random(seq, 3, n));
@@ -3599,7 +3598,7 @@ static void llm__speculator_free(llm__speculator *sp) {
     LLM_FREE(sp->target);
 }
 
-/* A proposal is an id, so both models must mean the same by it. */
+/* Proposals are token ids, so both models must have the same vocabulary. */
 static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft, llm_error *err) {
     const llm_tokenizer *a = target->tokenizer, *b = draft->tokenizer;
     const char *path = llm_file_path(draft->file);
@@ -3620,7 +3619,7 @@ static bool llm__same_vocabulary(const llm_model *target, const llm_model *draft
     return true;
 }
 
-/* Load the draft (NULL: none, for lookup only) onto the target's device. */
+/* Load the draft (NULL: no draft, only lookup) onto the target's device. */
 static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
                                  const llm_engine_options *o, int max_logits, llm_error *err) {
     const llm_model *draft = o->draft;
