@@ -3650,26 +3650,28 @@ static bool llm__speculator_init(llm__speculator *sp, const llm_model *target,
 /* =====================================================================================
  * [3] Sampling: from logits to a token
  *
- * The model outputs a logit per vocabulary entry; softmax turns them into probabilities. Always
- * choosing the likeliest token (greedy) tends to fall into loops; drawing from all of them often
- * hits the long tail of unlikely ones. So the distribution is shaped first, in this order:
+ * The model outputs one logit per vocabulary entry, and softmax turns the logits into
+ * probabilities. A text of only the likeliest tokens (greedy) tends to fall into loops; a draw from
+ * the full distribution often hits one of its many unlikely tokens. So the distribution is shaped
+ * first, in this order:
  *
  *     repetition penalty   lower the logits of recent tokens (Keskar et al. 2019, "CTRL")
  *     temperature          logits / T: below 1 sharpens, above 1 flattens
- *     top-k                keep the k likeliest (Fan et al. 2018)
- *     top-p                keep the fewest whose probabilities add up to p (Holtzman et al. 2019)
- *     min-p                keep those of at least min_p x the top probability (Nguyen et al. 2024)
+ *     top-k                keep the k likeliest tokens (Fan et al. 2018)
+ *     top-p                keep the likeliest until their sum reaches p (Holtzman et al. 2019)
+ *     min-p                keep tokens of min_p x the top probability or more (Nguyen et al. 2024)
  *
- * The last three each keep a prefix of the list sorted by probability, together the shortest one:
- * usually tens of 100,000 entries. So a heap yields the likeliest one by one until a filter stops.
+ * Each of the last three filters keeps a prefix of the tokens sorted by probability, and all three
+ * together keep the shortest of these prefixes: usually a few dozen of 100,000 tokens. So only
+ * those are sorted: a heap yields the next likeliest token until a filter stops.
  *
- * A random number depends on (seed, stream, index) alone: not on other requests or preemption.
+ * A random number depends only on (seed, stream, index), not on other requests or preemption.
  *
- * Likelihoods (unnormalised probabilities) are integers, whose sum is the same in any order. So a
+ * Likelihoods (unnormalised probabilities) are integers, so their sum is the same in any order. A
  * GPU, which adds in parallel (chapter [7] of llm.cu), draws the same token from the same logits.
  * ================================================================================== */
 
-/* 53 random bits, the upper ones of 64: a number in [0, 1), times 2^64. */
+/* A random number in [0, 1), times 2^64. Its upper 53 bits are random, the lower 11 are 0. */
 static uint64_t llm__random_bits(uint64_t seed, uint64_t stream, uint64_t index) {
     return llm__mix(llm__mix(llm__mix(seed) ^ stream) ^ index) >> 11 << 11;
 }
@@ -3679,7 +3681,7 @@ double llm_random(uint64_t seed, uint64_t stream, uint64_t index) {
     return (double)bits * 0x1p-53; /* each multiple of 2^-53 is equally likely */
 }
 
-/* The upper 64 bits of the 128-bit product: a / 2^64 x b, rounded down. */
+/* The upper 64 bits of the 128-bit product a x b: a x b / 2^64, rounded down. */
 static uint64_t llm__multiply_high(uint64_t a, uint64_t b) {
     uint64_t al = a & 0xffffffffu, ah = a >> 32, bl = b & 0xffffffffu, bh = b >> 32;
     uint64_t middle = ah * bl + (al * bl >> 32), low = (middle & 0xffffffffu) + al * bh;
@@ -3742,14 +3744,15 @@ static void llm__sampler_free(llm__sampler *s) {
     memset(s, 0, sizeof *s);
 }
 
-/* Bits of a likelihood: at most 44, and few enough that the sum of n stays below 2^63. */
+/* The largest likelihood is 2^bits. Returns bits: at most 44, and small enough that the sum of n
+ * likelihoods is below 2^63. */
 static int llm__likelihood_bits(int n) {
     int bits = 44;
     while ((int64_t)n >> (63 - bits)) bits--;
     return bits;
 }
 
-/* max_draws: most tokens drawn from one slice of logits */
+/* max_draws: maximum number of tokens drawn from one slice of logits */
 static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws, llm_error *err) {
     size_t draws = (size_t)max_draws;
     s->vocab_size = vocab_size;
@@ -3767,7 +3770,7 @@ static bool llm__sampler_init(llm__sampler *s, int vocab_size, int64_t max_draws
     return false;
 }
 
-/* Likelier first; ties by id, so that every device orders alike. */
+/* Whether a comes before b: by logit, then by id, so that the order is the same on every device. */
 static bool llm__likelier(llm__token_logit a, llm__token_logit b) {
     return a.logit > b.logit || (a.logit == b.logit && a.id < b.id);
 }
@@ -3785,7 +3788,7 @@ static void llm__sift_down(llm__token_logit *heap, int n, int i) {
     heap[i] = moving;
 }
 
-/* Penalize each recent token once: divide its logit by the penalty if positive, else multiply. */
+/* Penalize each recent token once: divide a positive logit by the penalty, multiply any other. */
 static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t *recent,
                           int n_recent) {
     if (p->repetition_penalty == 1) return;
@@ -3804,9 +3807,10 @@ static void llm__penalize(llm__sampler *s, const llm_sampling *p, const int32_t 
 }
 
 /* 2^bits x e^((logit - most) / T), where `most` is the largest logit. Integer arithmetic gives the
- * same on every machine: e^-x = 2^-y, where y = x / ln 2 has 24 fractional bits. The whole part of
- * y is a shift; for its fraction f, 2^-f = 1 - f ln 2 + (f ln 2)^2/2! - ... (terms: coefficients
- * x 2^32). A larger logit never gets less: a step of y exceeds the rounding of the series. */
+ * same result on every machine: e^-x = 2^-y, where y = x / ln 2 has 24 fractional bits. The whole
+ * part of y is a shift; for its fraction f, 2^-f = 1 - f ln 2 + (f ln 2)^2/2! - ... (`terms` holds
+ * the coefficients x 2^32). A larger logit never gets a smaller likelihood: one step of y changes
+ * the sum by more than its rounding error. */
 static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, int bits) {
     static const uint64_t terms[] = {4294967296, 2977044472, 1031764991, 238388332,
                                      41309550,   5726720,    661577,     65510,
@@ -3819,8 +3823,8 @@ static uint64_t llm__likelihood(const llm_sampling *p, float logit, float most, 
     return sum << (bits - 32) >> (y >> 24);
 }
 
-/* Filter heap (vocab_size) into `kept`, likeliest first. *mass: the sum of its likelihoods. Returns
- * its length. */
+/* Copy the tokens of `heap` (vocab_size) that pass the filters to `kept`, likeliest first. *mass:
+ * the sum of their likelihoods. Returns the number of tokens in `kept`. */
 static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     int n = s->vocab_size, n_kept = 0;
     int limit = p->top_k && p->top_k < n ? p->top_k : n;
@@ -3829,8 +3833,8 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
     float most = s->heap[0].logit;
     uint64_t least = (uint64_t)((double)p->min_p * (double)((uint64_t)1 << s->bits));
 
-    /* top-p is a share of the total mass: of all tokens or, with top-k, of the k likeliest. The
-     * latter is known only after the loop. */
+    /* top-p is a share of the mass of all tokens or, with top-k, of the k likeliest tokens. The
+     * mass of those k is known only after the loop. */
     uint64_t total = 0, sum = 0;
     if (all && p->top_p < 1)
         for (int i = 0; i < n; i++) total += llm__likelihood(p, s->heap[i].logit, most, s->bits);
@@ -3845,7 +3849,7 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
         llm__sift_down(s->heap, n, 0);
     }
     if (!all && p->top_p < 1) {
-        /* if min-p stopped the loop, the rest of the k still count towards the mass */
+        /* if min-p stopped the loop, the rest of the k tokens still count towards the mass */
         total = sum;
         for (int i = n_kept; i < limit; i++) {
             total += llm__likelihood(p, s->heap[0].logit, most, s->bits);
@@ -3864,14 +3868,14 @@ static int llm__filter(llm__sampler *s, const llm_sampling *p, uint64_t *mass) {
 
 /* A distribution after penalties, temperature and filters. */
 typedef struct llm__shaped {
-    const llm__token_logit *kept; /* (n) */
-    int n;         /* tokens */
+    const llm__token_logit *kept; /* (n) tokens that can be drawn */
+    int n;         /* number of tokens in `kept` */
     float most;    /* the largest logit */
     int bits;      /* the likelihood of the largest logit is 2^bits */
     uint64_t mass; /* sum of the likelihoods of `kept` */
 } llm__shaped;
 
-/* logits (vocab_size); recent (n_recent): the sequence so far. The result points into s. */
+/* logits (vocab_size); recent (n_recent): tokens of the sequence. The result points into s. */
 static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const float *logits,
                               const int32_t *recent, int n_recent) {
     for (int i = 0; i < s->vocab_size; i++) {
@@ -3884,7 +3888,7 @@ static llm__shaped llm__shape(llm__sampler *s, const llm_sampling *p, const floa
         if (llm__likelier(s->heap[i], s->heap[best])) best = i;
 
     llm__shaped shaped = {s->heap, s->vocab_size, s->heap[best].logit, s->bits, 0};
-    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* or no logit is finite */
+    if (p->temperature == 0 || !(fabsf(shaped.most) <= FLT_MAX)) { /* or it is infinite */
         shaped.kept = &s->heap[best];
         shaped.n = 1;
         shaped.mass = 1;
@@ -3903,7 +3907,7 @@ static uint64_t llm__shaped_weight(const llm__shaped *shaped, const llm_sampling
                           : llm__likelihood(p, shaped->kept[i].logit, shaped->most, shaped->bits);
 }
 
-/* Draw a token: the first at which the running sum of likelihoods exceeds a random point below the
+/* Draw a token: the first at which the running sum of likelihoods exceeds a random number below the
  * mass. index: the number of tokens generated so far. */
 static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *logits,
                            const int32_t *recent, int n_recent, uint64_t stream, uint64_t index) {
@@ -3912,7 +3916,7 @@ static int32_t llm__sample(llm__sampler *s, const llm_sampling *p, const float *
     llm__shaped shaped = llm__shape(s, p, logits, recent, n_recent);
     uint64_t point = llm__multiply_high(llm__random_bits(p->seed, stream, index), shaped.mass);
     int i = 0;
-    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the last one needs no test */
+    for (uint64_t passed = 0; i < shaped.n - 1; i++) /* the last token needs no test */
         if ((passed += llm__shaped_weight(&shaped, p, i)) > point) break;
     return shaped.kept[i].id;
 }
@@ -3931,14 +3935,14 @@ static void llm__distribution(llm__sampler *s, const llm_sampling *p, const floa
  * [4] Paged cache: blocks, block tables, reference counts, copy-on-write, the prefix cache
  *
  * Attention needs the keys and values of all earlier tokens, in every layer. The KV cache keeps
- * them: 2 x n_layers x n_kv_heads x head_dim numbers per token. Without it, token n would cost a
- * forward pass over n tokens instead of one.
+ * them: 2 x n_layers x n_kv_heads x head_dim numbers per token. Without a cache, token n would take
+ * a forward pass over n tokens instead of one.
  *
- * The length of a text is not known in advance, and reserving the longest context for each sequence
- * wastes most of the memory. So the cache is paged (Kwon et al. 2023, "Efficient Memory Management
- * for Large Language Model Serving with PagedAttention"): a pool has blocks of `block_size` slots,
- * and the block table of a sequence lists its blocks. A sequence takes blocks as it grows, and
- * wastes less than one. With 8 blocks (0 to 3, then 4 to 7) of 16 slots:
+ * The length of a text is not known in advance, and memory for the longest context of each sequence
+ * would be mostly unused. So the cache is paged (Kwon et al. 2023, "Efficient Memory Management for
+ * Large Language Model Serving with PagedAttention"): a pool has blocks of `block_size` slots, and
+ * the block table of a sequence lists its blocks. A sequence takes blocks as it grows, and wastes
+ * less than one block. An example with 8 blocks of 16 slots (blocks 0 to 3 above, 4 to 7 below):
  *
  *     sequence A, 37 tokens     table: 5 0 3         pool:  [A16-31][    ][B0-15][A32-36]
  *     sequence B, 18 tokens     table: 2 6                  [      ][A0-15][B16-17][    ]
@@ -3947,13 +3951,14 @@ static void llm__distribution(llm__sampler *s, const llm_sampling *p, const floa
  * blocks. A sequence that writes into a shared block first copies it (copy-on-write). A block whose
  * count falls to zero is free.
  *
- * A full block keeps its content while it is free, so that a later prompt that begins with the same
- * tokens can share it (the prefix cache). Its keys and values depend on its tokens and all earlier
- * ones, so it is looked up by its tokens and the identity of its parent, the block before it.
- * Identities are never reused, so children of an evicted parent match no later content.
+ * A full block keeps its content while it is free, so a later prompt that begins with the same
+ * tokens can share it (the prefix cache). The keys and values of a block depend on its tokens and
+ * on all earlier tokens, so a block is looked up by its tokens and the identity of its parent, the
+ * block before it. Identities are never reused, so the children of an evicted block never match the
+ * content that replaces it.
  *
- * This chapter is only book-keeping. The device has the keys and values (struct llm_cache). A block
- * number means the same place in every layer, in the caches of target and draft alike.
+ * This chapter is only book-keeping. The keys and values are in device memory (struct llm_cache). A
+ * block number is the same place in every layer, in the target's cache and in the draft's.
  * ================================================================================== */
 
 static void llm__pool_free(llm__pool *pool) {
@@ -3986,7 +3991,7 @@ static void llm__pool_remove(llm__pool *pool, int32_t block) {
     pool->peak = llm__max(pool->peak, pool->n_blocks - pool->n_free);
 }
 
-/* max_copies: most sequences in a step, since each needs at most one copy. */
+/* max_copies: maximum number of sequences in a step; each sequence needs at most one copy. */
 static bool llm__pool_init(llm__pool *pool, int64_t n_blocks, int block_size, int max_copies,
                            bool keeps_prefixes, llm_error *err) {
     memset(pool, 0, sizeof *pool);
@@ -4065,7 +4070,7 @@ static uint64_t llm__pool_keep(llm__pool *pool, int32_t block, uint64_t parent,
 
 /* ---- Blocks ------------------------------------------------------------------------------ */
 
-/* Report an event of a block that is, or was, entry `place` of a table. */
+/* Report an event about a block that is, or was, entry `place` of a table. */
 static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm_trace_kind kind,
                              int place, int32_t block) {
     llm_trace_event event = llm__trace_event(kind, table ? table->request : 0,
@@ -4077,7 +4082,7 @@ static void llm__trace_block(const llm__pool *pool, const llm__table *table, llm
     llm__trace(pool->tracer, event);
 }
 
-/* Take a free block; its count becomes 1. The caller has checked that there is one. */
+/* Take a free block; its reference count becomes 1. The caller has checked that a block is free. */
 static int32_t llm__pool_take(llm__pool *pool) {
     int32_t block = pool->after[pool->n_blocks];
     llm__pool_remove(pool, block);
@@ -4089,7 +4094,7 @@ static int32_t llm__pool_take(llm__pool *pool) {
 }
 
 static void llm__pool_share(llm__pool *pool, int32_t block) {
-    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* it was free */
+    if (pool->references[block]++ == 0) llm__pool_remove(pool, block); /* the block was free */
 }
 
 static void llm__pool_drop(llm__pool *pool, int32_t block) {
@@ -4104,8 +4109,9 @@ static int64_t llm__blocks_for(const llm__pool *pool, int64_t n_tokens) {
 
 /* ---- Block tables -------------------------------------------------------------------------- */
 
-/* Give a sequence private slots for tokens first to end - 1: copy the block of `first` if shared,
- * and take new blocks. False, with nothing changed: too few free blocks or table entries. */
+/* Give a sequence private slots for tokens first to end - 1: copy the block of `first` if it is
+ * shared, and take new blocks. Returns false, and changes nothing, if there are too few free blocks
+ * or table entries. */
 static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int end) {
     if (first >= end) return true;
     int64_t wanted = llm__blocks_for(pool, end);
@@ -4120,7 +4126,7 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
         pool->copy_from[pool->n_copies] = from;
         pool->copy_to[pool->n_copies++] = to;
         table->blocks[shared] = to;
-        llm__pool_drop(pool, from); /* others share it, so its content stays until it is copied */
+        llm__pool_drop(pool, from); /* it is shared, so its content stays until it is copied */
         llm__trace_block(pool, table, LLM_TRACE_COPY, shared, to);
     }
     for (int i; (i = table->n_blocks) < wanted; table->n_blocks++) {
@@ -4130,8 +4136,8 @@ static bool llm__table_grow(llm__pool *pool, llm__table *table, int first, int e
     return true;
 }
 
-/* How many leading copies may be repeated after a failure: those before the first that overwrites
- * the source of an earlier one. */
+/* Number of copies at the start of the list that can be repeated after a failure: all before the
+ * first copy that overwrites the source of an earlier copy. */
 static int llm__copies_at_once(const llm__pool *pool) {
     for (int n = 1; n < pool->n_copies; n++)
         for (int i = 0; i < n; i++)
@@ -4146,8 +4152,8 @@ static void llm__copies_done(llm__pool *pool, int n) {
     memmove(pool->copy_to, pool->copy_to + n, (size_t)pool->n_copies * sizeof *pool->copy_to);
 }
 
-/* Release the blocks after the first n_tokens, in reverse: the beginnings of texts, which are
- * shared more often, are evicted last. */
+/* Release the blocks after the first n_tokens tokens, last block first: the beginnings of texts,
+ * which are shared more often, are evicted last. */
 static void llm__table_trim(llm__pool *pool, llm__table *table, int n_tokens) {
     int64_t wanted = llm__blocks_for(pool, n_tokens);
     while (table->n_blocks > wanted) {
@@ -4163,7 +4169,7 @@ static void llm__table_clear(llm__pool *pool, llm__table *table) {
     table->identity = table->root;
 }
 
-/* Let `copy` (of capacity >= table->n_blocks) share all blocks of `table`. */
+/* Let `copy` (with capacity >= table->n_blocks) share all blocks of `table`. */
 static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table *copy) {
     for (int i = 0; i < table->n_blocks; i++) {
         copy->blocks[i] = table->blocks[i];
@@ -4175,8 +4181,8 @@ static void llm__table_fork(llm__pool *pool, const llm__table *table, llm__table
     copy->identity = table->identity;
 }
 
-/* Fill an empty table with the prefix of these tokens that is in the prefix cache. Returns its
- * length in tokens. */
+/* Fill an empty table with blocks of the prefix cache: those of the longest prefix of these tokens
+ * that it contains. Returns the length of that prefix in tokens. */
 static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *tokens,
                             int n_tokens) {
     bool looks = pool->keeps_prefixes || table->root;
@@ -4193,7 +4199,7 @@ static int llm__table_match(llm__pool *pool, llm__table *table, const int32_t *t
     return table->n_blocks * pool->block_size;
 }
 
-/* The first n_tokens are in the cache: add their full blocks to the prefix cache. */
+/* Add the full blocks of the first n_tokens tokens, which are computed, to the prefix cache. */
 static void llm__table_keep(llm__pool *pool, llm__table *table, const int32_t *tokens,
                             int n_tokens) {
     if (!pool->keeps_prefixes && !table->root) return;
@@ -4211,8 +4217,8 @@ static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, i
 /* =====================================================================================
  * [5] The program: a model as a list of operations
  *
- * A Llama model (Vaswani et al. 2017; Touvron et al. 2023) is a stack of equal layers around the
- * residual stream: one vector of `dim` numbers per token, which every layer reads and adds to.
+ * A Llama model (Vaswani et al. 2017; Touvron et al. 2023) is a stack of similar layers. Every
+ * layer reads, and adds to, the residual stream: one vector of `dim` numbers per token.
  *
  *     x = embedding[token]                               (T, dim)
  *     for each layer:
@@ -4220,12 +4226,12 @@ static int32_t llm__table_slot(const llm__pool *pool, const llm__table *table, i
  *         x += Wdown . (silu(Wgate.h) * Wup.h)                   where h = rmsnorm(x)
  *     logits = Woutput . rmsnorm(x)                      (T, vocab_size)
  *
- * Only attention combines tokens; everything else works on each of the T tokens of the batch alone.
- * That is why one step can hold part of a prompt, single tokens of twenty other sequences and a
- * draft's proposals: only attention looks up, in the batch, which sequence a token is in.
+ * Only attention combines tokens; all other operations treat each of the T tokens of the batch
+ * separately. So one step can contain part of a prompt, single tokens of twenty other sequences and
+ * a draft's proposals: only attention looks up, in the batch, which sequence a token belongs to.
  *
- * A model is data. One table lists the tensors that a layer can have, with names and shapes;
- * another lists which of them each architecture has. Loading checks the file against both.
+ * Models are described by data. One table lists the tensors that a layer can have, with names and
+ * shapes; another lists which of them each architecture has. The loader checks files against both.
  * ================================================================================== */
 
 typedef enum llm__part { /* a tensor of a layer */
@@ -4302,7 +4308,7 @@ static const llm__part_row *llm__parts(void) {
     return table;
 }
 
-/* Sets of parts: bit i is part i. */
+/* Sets of parts; bit i: whether part i is in the set. */
 enum {
     LLM__ALWAYS = 1 << LLM__ATTN_NORM | 1 << LLM__Q | 1 << LLM__K | 1 << LLM__V | 1 << LLM__O |
         1 << LLM__FFN_NORM | 1 << LLM__GATE | 1 << LLM__UP | 1 << LLM__DOWN,
@@ -4312,15 +4318,15 @@ enum {
     LLM__HEAD_NORMS = 1 << LLM__Q_NORM | 1 << LLM__K_NORM
 };
 
-/* A supported architecture. Others are refused: run as one of these, they give wrong text. */
+/* A supported architecture. Models of others are refused, since they would give wrong text. */
 typedef struct llm__architecture {
-    const char *name;           /* general.architecture of a GGUF file */
-    const char *model_type;     /* in config.json of a folder */
-    llm_rope_pairing pairing;   /* in GGUF files; folders always have LLM_ROPE_HALVES */
-    unsigned required, optional; /* sets of parts */
-    /* Defaults for keys absent from config.json: */
-    int head_dim, window;       /* 0: dim / n_heads; 0: no window */
-    bool kv_heads;              /* n_kv_heads defaults to n_heads; false: the key is required */
+    const char *name;           /* general.architecture in a GGUF file */
+    const char *model_type;     /* model_type in a folder's config.json */
+    llm_rope_pairing pairing;   /* pairing in GGUF files; in folders always LLM_ROPE_HALVES */
+    unsigned required, optional; /* sets of parts that a model must have, or can have */
+    /* Defaults for keys that are not in config.json: */
+    int head_dim, window;       /* head_dim 0: dim / n_heads; window 0: no window */
+    bool kv_heads;              /* true: n_kv_heads defaults to n_heads; false: required key */
 } llm__architecture;
 
 static const llm__architecture *llm__architecture_at(int index) {
@@ -4335,7 +4341,7 @@ static const llm__architecture *llm__architecture_at(int index) {
     return index < (int)(sizeof table / sizeof *table) ? &table[index] : NULL;
 }
 
-/* By name or, if source, by model_type. NULL: unknown. */
+/* Find an architecture by its name or, if source, by its model_type. NULL: unknown. */
 static const llm__architecture *llm__find_architecture(llm_string name, bool source) {
     const llm__architecture *a;
     for (int i = 0; (a = llm__architecture_at(i)) != NULL; i++)
@@ -4343,7 +4349,7 @@ static const llm__architecture *llm__find_architecture(llm_string name, bool sou
     return NULL;
 }
 
-/* "llama, qwen2, ..." */
+/* Write a list of the architectures to text (size bytes): "llama, qwen2, ..." */
 static void llm__list_architectures(char *text, size_t size, bool source) {
     const llm__architecture *a, *last = NULL;
     size_t used = 0;
@@ -4366,7 +4372,7 @@ static bool llm__upload_vector(llm_backend *backend, const float *host, int64_t 
     return to && backend->upload(backend->context, to, host, bytes, err);
 }
 
-/* Convert a vector (norm, bias) to f32 in device memory. */
+/* Convert a vector (norm weights or a bias) to f32 and upload it. */
 static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
                              llm_error *err) {
     int64_t n = (int64_t)tensor->dims[0];
@@ -4377,7 +4383,7 @@ static bool llm__load_vector(llm_backend *backend, const llm_tensor *tensor, llm
     return ok;
 }
 
-/* Upload w->columns. */
+/* Upload the column order of a tensor; w->columns points to it. */
 static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, llm_weight *w,
                               llm_error *err) {
     size_t bytes = (size_t)w->cols * sizeof *w->columns;
@@ -4387,7 +4393,7 @@ static bool llm__load_columns(llm_backend *backend, const llm_tensor *tensor, ll
                                          tensor->columns, bytes, err);
 }
 
-/* Convert a matrix that the file has in another form (AWQ, GPTQ). The network owns the rows. */
+/* Convert a matrix that the file has in another layout (AWQ, GPTQ). The network owns the rows. */
 static const void *llm__network_rows(llm__network *net, const llm_tensor *tensor, llm_error *err) {
     void *grown = llm__grow(net->rows, net->n_rows, &net->rows_capacity, sizeof *net->rows,
                             "the rows of matrices", err);
@@ -4416,16 +4422,18 @@ static bool llm__load_matrix(llm__network *net, const llm_tensor *tensor, llm_we
 }
 
 /* The frequency of pair i: base^(-2i/rope_dim) radians per position. The first pairs turn fast and
- * distinguish near positions; the last turn slowly and distinguish far ones (Su et al. 2021).
+ * distinguish near positions; the last pairs turn slowly and distinguish distant positions (Su et
+ * al. 2021).
  *
- * In texts longer than the training length, slow pairs reach angles that the model has not seen.
- * So frequencies are divided: all alike (linear), or those of slow pairs only. Llama 3 stores a
- * divisor per pair. YaRN divides by rope_factor where a pair makes fewer than beta_slow turns over
- * the training length, by 1 where it makes more than beta_fast, and blends in between. */
+ * In texts longer than the training length, slow pairs reach angles that do not occur in training.
+ * So frequencies are divided: all by the same factor (linear), or only those of slow pairs. Llama 3
+ * stores a divisor per pair. YaRN divides the frequency of a pair by rope_factor if it makes fewer
+ * than beta_slow turns over the training length, by 1 if it makes more than beta_fast turns, and
+ * blends the two results in between. */
 static double llm__frequency(const llm_config *c, int i, double divisor) {
     double frequency = pow((double)c->rope_base, -2.0 * i / c->rope_dim) / divisor;
     if (c->rope_scaling != LLM_ROPE_YARN) return frequency / c->rope_factor;
-    /* fast, slow: the pairs that make beta_fast and beta_slow turns over the training length */
+    /* fast, slow: pairs with beta_fast and beta_slow turns over the training length */
     double per_turn = c->rope_original_context / (2 * 3.14159265358979323846),
            scale = c->rope_dim / (2 * log(c->rope_base));
     double fast = floor(scale * log(per_turn / c->rope_beta_fast)),
@@ -4495,7 +4503,7 @@ static size_t llm__block_bytes(const llm_cache *cache) {
     return 2 * (size_t)cache->n_layers * (cache->layer_bytes / (size_t)cache->n_blocks);
 }
 
-/* Copy a block of all layers out to host memory (llm__block_bytes), or back in. */
+/* Copy a block, in all layers, from the device to `host` (llm__block_bytes) if out, else back. */
 static bool llm__block_copy(const llm__network *net, int32_t block, char *host, bool out,
                             llm_error *err) {
     const llm_cache *cache = &net->cache;
@@ -4569,17 +4577,17 @@ static bool llm__network_load(llm__network *net, const llm_model *model, llm_bac
 enum { /* the buffers of a program */
     LLM__X,         /* (T, dim) the residual stream */
     LLM__NORMED,    /* (T, dim) the normalised residual stream */
-    LLM__QUERIES,   /* (T, n_heads, head_dim) */
-    LLM__KEYS,      /* (T, n_kv_heads, head_dim) */
-    LLM__VALUES,    /* (T, n_kv_heads, head_dim) */
-    LLM__ATTENDED,  /* (T, n_heads, head_dim) */
-    LLM__GATES,     /* (T, hidden_dim) */
-    LLM__UPS,       /* (T, hidden_dim) */
-    LLM__ORDERED,   /* (T, ordered_cols) the input of a matrix, with permuted columns */
+    LLM__QUERIES,   /* (T, n_heads, head_dim) queries */
+    LLM__KEYS,      /* (T, n_kv_heads, head_dim) keys */
+    LLM__VALUES,    /* (T, n_kv_heads, head_dim) values */
+    LLM__ATTENDED,  /* (T, n_heads, head_dim) output of attention */
+    LLM__GATES,     /* (T, hidden_dim) gates, then silu(gate) x up */
+    LLM__UPS,       /* (T, hidden_dim) output of the up matrix */
+    LLM__ORDERED,   /* (T, ordered_cols) input of a matmul after permuting its columns */
     LLM__ANGLES,    /* (T, rope_dim/2, 2) cosine and sine per pair */
-    LLM__CACHE,     /* the paged cache: takes no memory here */
+    LLM__CACHE,     /* the paged cache, which has its own memory */
     LLM__ROWS,      /* (R, dim) the residual stream of tokens whose logits are needed */
-    LLM__LOGITS,    /* (R, vocab_size) */
+    LLM__LOGITS,    /* (R, vocab_size) logits */
     LLM__N_BUFFERS
 };
 
@@ -4604,7 +4612,7 @@ static llm_op *llm__emit_norm(llm__network *net, int layer, const llm_weight *w,
     return op;
 }
 
-/* out = w . in, + bias if the model has it. Permute the input first if the matrix has `columns`. */
+/* out = w . in, + bias if the model has one. The input is permuted first if w has `columns`. */
 static llm_op *llm__emit_matmul(llm__network *net, int layer, llm__part part, llm__part bias,
                                 int in, int out) {
     const llm_weight *w = &net->parts[layer * LLM__N_PARTS + (int)part],
@@ -4661,7 +4669,7 @@ static void llm__emit_feed_forward(llm__network *net, int layer) {
     llm__emit_matmul(net, layer, LLM__DOWN, LLM__DOWN_BIAS, LLM__GATES, LLM__X)->add = true;
 }
 
-/* The output matrix is the largest of all, so gather the rows whose logits are needed first. */
+/* The output matrix is the largest weight, so first gather the rows whose logits are needed. */
 static void llm__emit_head(llm__network *net) {
     llm_program *p = &net->program;
     p->n_body = p->n_ops;
@@ -4715,8 +4723,8 @@ static bool llm__compile(llm__network *net, const llm_engine_options *o, llm_err
     return true;
 }
 
-/* Values in a buffer for steps of max_tokens tokens, rounded up so that the next buffer starts on
- * a cache line. 0: too many to address. */
+/* Number of values in a buffer for steps of max_tokens tokens, rounded up so that the next buffer
+ * starts on a cache line. 0: too many to address. */
 static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *buffer,
                                    int max_tokens) {
     uint64_t values, rows = (uint64_t)llm_rounded_rows(buffer->head ? net->max_logits : max_tokens);
@@ -4724,7 +4732,7 @@ static uint64_t llm__buffer_values(const llm__network *net, const llm_buffer *bu
     return (values / 16 + 1) * 16;
 }
 
-/* Allocate all buffers at once, for the largest batch. */
+/* Allocate memory for all buffers in one piece, sized for the largest batch. */
 static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *err) {
     llm_program *p = &net->program;
     llm_backend *b = net->backend;
@@ -4751,7 +4759,7 @@ static bool llm__allocate_buffers(llm__network *net, int max_tokens, llm_error *
     return true;
 }
 
-/* Compile the model and prepare its program. max_logits: rows in a slice of the head. */
+/* Compile the model and prepare its program. max_logits: maximum rows of logits in a slice. */
 static bool llm__network_prepare(llm__network *net, const llm_engine_options *o, int max_logits,
                                  llm_error *err) {
     llm_limits limits = {o->max_batch_tokens, o->max_sequences, o->context_length, max_logits};
@@ -4773,7 +4781,7 @@ const char *llm_op_name(llm_op_kind kind) {
     return (unsigned)kind < LLM_N_OP_KINDS ? names[kind] : "unknown";
 }
 
-/* Per head: the keys that attention reads over a batch, and the pairs of query and key. */
+/* Count, per head, the keys that attention reads over a batch and the pairs of query and key. */
 static void llm__count_pairs(const llm_op *op, const llm_batch *batch, double *read,
                              double *pairs) {
     *read = *pairs = 0;
@@ -4839,33 +4847,33 @@ llm_cost llm_op_cost(const llm_program *program, const llm_op *op, const llm_bat
 /* =====================================================================================
  * [6] The operations: each as the plain loop that defines it
  *
- * One function per kind of llm_op, as in a textbook: slow, mostly in double precision, and simple.
+ * Each kind of llm_op has one function, as in a textbook: simple, slow, mostly in double precision.
  * llm__reference_run, at the end, is a loop over the program with a switch over these functions.
- * LLM_ISA_REFERENCE selects it. The fast kernels, here and in llm.cu, are tested against it.
+ * LLM_ISA_REFERENCE selects it. The fast kernels of this file and llm.cu are tested against it.
  * ================================================================================== */
 
 /* ---- The arguments of kernels --------------------------------------------------------- */
 
 typedef struct llm__matmul_args { /* out = x times w transposed, + bias */
-    const llm_weight *w;     /* (rows, cols) */
-    const float *x;          /* (n, cols) */
+    const llm_weight *w;     /* (rows, cols) weights */
+    const float *x;          /* (n, cols) input */
     const void *x_tiles;     /* x as int8 in tiles, for quantized w (see LLM__X_BYTES) */
-    size_t x_tile_bytes;     /* of one tile */
+    size_t x_tile_bytes;     /* size of one tile */
     int height;              /* rows of x in a tile */
     bool tiles;              /* use the processor's matrix tiles (AMX) */
-    const float *bias;       /* (rows); NULL: none */
+    const float *bias;       /* (rows) bias; NULL: none */
     bool add;                /* add the result to out */
     int n;                   /* rows of x */
-    float *out;              /* (n, rows) */
-    bool gate;               /* out holds the gate: out = silu(out) x the product */
-    size_t tile_bytes;       /* of scratch, for unpacked weights */
+    float *out;              /* (n, rows) result */
+    bool gate;               /* multiply the result by silu(out): out holds the gate */
+    size_t tile_bytes;       /* bytes of scratch for unpacked weights */
 } llm__matmul_args;
 
 typedef struct llm__rope_args {
     const llm_batch *batch;
     const llm_op *op;
     const llm_cache *cache;
-    const float *angles, *q_norm, *k_norm; /* (T, rope_dim/2, 2); (head_dim) or NULL: no norm */
+    const float *angles, *q_norm, *k_norm; /* (T, rope_dim/2, 2); (head_dim), NULL: no norm */
     float *q, *k;            /* (T, n_heads, head_dim); (T, n_kv_heads, head_dim) */
     const float *v;          /* (T, n_kv_heads, head_dim) */
 } llm__rope_args;
@@ -4880,12 +4888,12 @@ typedef struct llm__attention_args {
     bool tiles;              /* use the processor's matrix tiles (AMX) */
 } llm__attention_args;
 
-/* The kernels for one instruction set. A call computes the range given to one thread. */
+/* The kernels for one instruction set. Each call computes one thread's share. */
 typedef struct llm__kernels {
     llm_isa isa;
-    int lanes;                       /* floats in a register */
-    /* Round x (rows, cols) to int8, with a scale per `group` values, into a tile of `height` rows;
-     * only stripes (of 64 columns) first to end - 1 */
+    int lanes;                       /* number of floats in a register */
+    /* Round x (rows, cols) to int8, with a scale per `group` values, and write the result to a tile
+     * of `height` rows. A call does only stripes first to end - 1, of 64 columns each. */
     void (*round_rows)(const float *x, int64_t cols, int group, int height, int rows, int64_t first,
                        int64_t end, char *tile);
     void (*matmul)(const llm__matmul_args *args, int64_t first_row, int64_t end_row, void *scratch);
@@ -4895,30 +4903,31 @@ typedef struct llm__kernels {
     double (*sum_exp)(const float *x, int n, float shift);
     void (*rope_and_store)(const llm__rope_args *args, int first_token, int end_token,
                            int first_kv_head, int end_kv_head);
-    /* Rows first_row to end_row - 1 of a sequence's queries for one kv head: row t * g + h is query
-     * head h, of the g that share the kv head, of the sequence's token t in the batch. */
+    /* Attention for rows first_row to end_row - 1 of a sequence's queries for one kv head. g query
+     * heads share the kv head; row t * g + h is the h-th of them, for the sequence's t-th token in
+     * the batch. */
     void (*attention)(const llm__attention_args *args, int sequence, int kv_head, int first_row,
                       int end_row, void *scratch);
 } llm__kernels;
 
 typedef struct llm__cpu { /* the context of a CPU backend */
     llm_backend backend;
-    const llm__kernels *kernels;     /* NULL: the reference loops */
+    const llm__kernels *kernels;     /* kernels for `isa`; NULL: the reference loops */
     llm_isa isa;
     int n_threads;
-    bool pack;                       /* pack weights into slabs when they are loaded */
-    struct llm__slab *slabs;         /* (n_slabs) memory of packed weights */
+    bool pack;                       /* whether weights are packed into slabs at load time */
+    struct llm__slab *slabs;         /* (n_slabs) memory for packed weights */
     int64_t n_slabs, slab_capacity;
-    uint64_t rounded_bytes;          /* of `rounded` */
-    void *rounded;                   /* the rows of one matmul input as int8 */
-    char *scratch;                   /* (n_threads, scratch_bytes) */
-    size_t scratch_bytes, tile_bytes; /* per thread; the part of it for unpacked weights */
-    double alone_until;              /* llm_seconds() until which one thread runs; 0: all run */
+    uint64_t rounded_bytes;          /* size of `rounded` */
+    void *rounded;                   /* rows of one matmul input, rounded to int8 */
+    char *scratch;                   /* (n_threads, scratch_bytes) memory for kernels */
+    size_t scratch_bytes, tile_bytes; /* scratch per thread; its part for unpacked weights */
+    double alone_until;              /* llm_seconds() until which only one thread runs; 0: all */
 } llm__cpu;
 
 static size_t llm__value_bytes(llm_type type) { return type == LLM_F32 ? 4 : 2; }
 
-/* The row (of head_dim values) of a layer's keys or values that holds this position. */
+/* Index of the row (head_dim values) of this position in a layer's keys or values. */
 static int64_t llm__cache_row(const llm_batch *batch, const llm_cache *cache, int sequence,
                               int kv_head, int position) {
     const int32_t *table = batch->block_tables + (int64_t)sequence * batch->table_stride;
@@ -4930,7 +4939,7 @@ static const char *llm__cache_layer(const llm_cache *cache, const void *side, in
     return (const char *)side + (size_t)layer * cache->layer_bytes;
 }
 
-/* The index of a row's first value in its layer; the next value is *stride further on. */
+/* Index of a row's first value in its layer; the values of a row are *stride apart. */
 static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_t row,
                                 int64_t *stride) {
     bool transposed = side == cache->keys && cache->keys_transposed;
@@ -4940,7 +4949,7 @@ static int64_t llm__cache_place(const llm_cache *cache, const void *side, int64_
 }
 
 /* The first position that a token attends to: 0, or the first of the last `window` tokens (Child et
- * al. 2019). The cache keeps earlier ones, for the prefix cache. */
+ * al. 2019). Earlier tokens stay in the cache, for the prefix cache. */
 static int llm__first_seen(const llm_attention_shape *shape, int position) {
     return shape->window > 0 && position >= shape->window ? position - shape->window + 1 : 0;
 }
@@ -4948,7 +4957,7 @@ static int llm__first_seen(const llm_attention_shape *shape, int position) {
 /* ---- The reference loops --------------------------------------------------------------- */
 
 /* Root mean square normalisation (Zhang and Sennrich 2019): scale each row of x (n, dim) to length
- * sqrt(dim), then each dimension by its weight (dim). */
+ * sqrt(dim), then multiply each dimension by its weight (dim). */
 static void llm__plain_rmsnorm(const float *x, const float *weight, int64_t n, int64_t dim,
                                float epsilon, float *out) {
     for (int64_t row = 0; row < n; row++) {
@@ -4994,7 +5003,7 @@ static void llm__plain_rope(float *head, const float *angles, int rope_dim,
     }
 }
 
-/* Clamp to the range of f16: infinity times an attention weight of 0 would be NaN. */
+/* Store a key or value. f16 is clamped: infinity times an attention weight of 0 would be NaN. */
 static void llm__plain_store(const llm_cache *cache, void *side, int layer, int slot, int kv_head,
                              const float *head) {
     int64_t block = slot / cache->block_size, offset = slot % cache->block_size, stride;
@@ -5079,17 +5088,17 @@ static void llm__plain_attention_row(const llm__attention_args *args, int sequen
     }
 }
 
-/* All heads of one token. */
+/* Attention of all heads of one token. */
 static void llm__plain_attention(const llm__attention_args *args, int token, float *scores) {
     const llm_batch *batch = args->batch;
     int s = 0;
     while (token < batch->seq_first[s] || token >= batch->seq_first[s] + batch->seq_count[s])
-        if (++s == batch->n_sequences) return; /* a token of no sequence */
+        if (++s == batch->n_sequences) return; /* the token has no sequence */
     for (int head = 0; head < args->shape.n_heads; head++)
         llm__plain_attention_row(args, s, token, head, scores);
 }
 
-/* The next four are also used by the fast executor. They compute rows first to end - 1 of out. */
+/* The fast executor also uses the next four functions. They compute rows first to end - 1. */
 static void llm__embed(const llm_batch *batch, const llm_weight *table, int64_t first, int64_t end,
                        float *out) {
     const llm_type_info *type = llm_type_find(table->type);
@@ -5125,12 +5134,12 @@ static void llm__gather_columns(const float *x, const llm_weight *w, int64_t fir
 
 /* ---- The reference executor: the program, one operation after another ------------------------ */
 
-/* The arguments of one call of run. */
+/* The arguments of one call of llm_backend.run. */
 typedef struct llm__step {
     llm__cpu *cpu;
     const llm_program *program;
     const llm_batch *batch;
-    int first, n_logits;     /* slice of batch->logit_rows that the head computes */
+    int first, n_logits;     /* start and length of the head's slice of batch->logit_rows */
 } llm__step;
 
 /* Input `index` of an operation; NULL: none */
@@ -5142,7 +5151,7 @@ static float *llm__out(const llm__step *step, const llm_op *op) {
     return op->out < 0 ? NULL : step->program->buffers[op->out].data;
 }
 
-/* Rows that an operation computes */
+/* Number of rows that an operation computes */
 static int llm__op_rows(const llm__step *step, const llm_op *op) {
     return op->out >= 0 && step->program->buffers[op->out].head ? step->n_logits
                                                                 : step->batch->n_tokens;
@@ -5170,7 +5179,7 @@ static llm__attention_args llm__attention_args_of(const llm__step *step, const l
     return args;
 }
 
-/* A part of the program is its operations *first to *end - 1. */
+/* Find the operations of a part of the program: *first to *end - 1. */
 static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *end) {
     *first = part & LLM_BODY ? 0 : p->n_body;
     *end = part & LLM_HEAD ? p->n_ops : p->n_body;
@@ -5178,7 +5187,7 @@ static void llm__part_ops(const llm_program *p, llm_part part, int *first, int *
 
 static bool llm__check_step(const llm__step *step, llm_part part, llm_error *err);
 
-/* llm_backend.run by the reference loops */
+/* llm_backend.run, implemented with the reference loops */
 static bool llm__reference_run(void *context, const llm_program *p, llm_part part,
                                const llm_batch *batch, int first, int n_logits, llm_error *err) {
     llm__step step = {(llm__cpu *)context, p, batch, first, n_logits};
@@ -5231,9 +5240,9 @@ static bool llm__reference_run(void *context, const llm_program *p, llm_part par
 /* =====================================================================================
  * [7] Numbers: storage types, bit by bit
  *
- * A decode step reads every weight once, so on most machines it takes
- * bytes of weights / memory bandwidth. Fewer bits per weight are therefore faster as well as
- * smaller, at some cost in precision. The storage types of GGUF:
+ * A decode step reads every weight once, so on most machines its time is bytes of weights / memory
+ * bandwidth. Weights with fewer bits are therefore faster as well as smaller, but less precise.
+ * GGUF has these storage types:
  *
  *     type  bits/weight  layout
  *     f32       32       sign 1, exponent 8, fraction 23 bits
@@ -5252,13 +5261,13 @@ static bool llm__reference_run(void *context, const llm_program *p, llm_part par
  *     q6_K       6.5625  | 256 nibbles | 256 x 2 high bits | 16 group scales | scale |
  *                        value = scale * group scale * (q - 32)
  *
- * In a block, neighbouring weights, which have similar magnitudes, share a scale, so an outlier
- * costs precision only in its own group. Scales and minimums are f16. In blocks of 32, the low
- * nibble of byte i belongs to value i, the high nibble to value i + 16, and fifth bit i to value i.
+ * Neighbouring weights have similar magnitudes, so they share a scale. An outlier costs precision
+ * only in its own group. Scales and minimums are f16. In blocks of 32, the low nibble of byte i
+ * belongs to value i, the high nibble to value i + 16, and fifth bit i to value i.
  *
  * A K block holds 256 values in groups of 32 (q6_K: 16). Group scales and minimums are integers of
- * 6 bits (q6_K: int8). That saves enough bits for a minimum (q4_K is as small as q4_0) or for the
- * smaller groups of q6_K.
+ * 6 bits (q6_K: int8). The bits saved are used for a minimum (q4_K is as small as q4_0, which has
+ * no minimum) or for smaller groups (q6_K).
  *
  * Unpacking is exact or rounds once, so a file gives the same values on every machine. Chapter 10
  * has the fast kernels.
@@ -5312,7 +5321,7 @@ float llm_f16_to_f32(uint16_t half) { return llm__f16_to_f32(half); }
 
 static float llm__bf16_to_f32(uint16_t x) { return llm__float_from_bits((uint32_t)x << 16); }
 
-/* Through memcpy, since blocks are not aligned. */
+/* Read with memcpy, since blocks are not aligned. */
 static uint16_t llm__read_u16(const void *p) {
     uint16_t x;
     memcpy(&x, p, sizeof x);
@@ -5352,7 +5361,7 @@ static void llm__unpack_q8_0(const void *blocks, float *values, int64_t count) {
     }
 }
 
-/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or around zero */
+/* ---- q4_0, q4_1, q5_0, q5_1: 4 or 5 bits, with a minimum or centred on zero */
 
 static void llm__unpack_nibbles(const void *blocks, float *values, int64_t count, int bits,
                                 bool has_minimum) {
@@ -5398,7 +5407,7 @@ static void llm__group_scales(const uint8_t *packed, int group, int *scale, int 
 }
 
 /* Groups 2j and 2j + 1 are the low and the high nibbles of the same 32 bytes. Bit g of fifth[i]
- * belongs to value i of group g. scale x group's scale x q is exact in f32. */
+ * belongs to value i of group g. scale x group scale x q is exact in f32. */
 static void llm__unpack_groups(const void *blocks, float *values, int64_t count, int bits) {
     const uint8_t *block = (const uint8_t *)blocks;
     for (int64_t first = 0; first < count; first += LLM__SUPER) {
@@ -5422,9 +5431,9 @@ static void llm__unpack_groups(const void *blocks, float *values, int64_t count,
 static void llm__unpack_q4_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 4); }
 static void llm__unpack_q5_K(const void *b, float *x, int64_t n) { llm__unpack_groups(b, x, n, 5); }
 /* ---- q6_K: 16 groups of 16 with a scale of 8 bits each ---------------
- * Each half (4 quarters of 32 values) has 64 bytes of nibbles and 32 bytes of bit pairs. Value i of
- * quarter k: its low four bits are in nibble byte 32 (k % 2) + i, in the low nibble if k < 2, else
- * in the high one; its high two bits are in byte i of the pairs, at bit 2k. */
+ * Each half (4 quarters of 32 values) has 64 bytes of nibbles and 32 bytes of bit pairs. For value
+ * i of quarter k, the low four bits are in nibble byte 32 (k % 2) + i (low nibble if k < 2, else
+ * high nibble); the high two bits are bits 2k and 2k + 1 of byte i of the bit pairs. */
 
 static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -5442,8 +5451,8 @@ static void llm__unpack_q6_K(const void *blocks, float *values, int64_t count) {
 
 /* ---- q4_Z: the integers of AWQ and GPTQ, exactly ---------------------
  * The layout of q4_1, with a zero point in place of the minimum: value = scale x (q - zero). A
- * minimum, -scale x zero, would be rounded to f16. GPTQ stores zero - 1 in 4 bits, so zero goes up
- * to 16. */
+ * minimum, -scale x zero, would be rounded to f16. GPTQ stores zero - 1 in 4 bits, so zero can be
+ * as large as 16. */
 
 static void llm__unpack_q4_Z(const void *blocks, float *values, int64_t count) {
     const uint8_t *block = (const uint8_t *)blocks;
@@ -5461,9 +5470,9 @@ static const llm_type_info llm__own_type = {LLM_Q4_Z,        "q4_Z", LLM__BLOCK,
 /* ---- Unscaled integers, for the layouts of chapter 10 ---------------- */
 
 typedef struct llm__levels { /* 32 neighbouring values of a row */
-    uint8_t q[LLM__BLOCK];   /* q8_0: int8; else unsigned */
-    uint16_t scale, minimum; /* f16; a minimum is added (K: subtracted); q4_Z: a zero point */
-    uint8_t group[2];        /* q4_K, q5_K: scale and minimum; q6_K: int8 scales of two groups */
+    uint8_t q[LLM__BLOCK];   /* integers: int8 (q8_0) or unsigned (all others) */
+    uint16_t scale, minimum; /* f16; a minimum is added (K: subtracted); q4_Z: zero point */
+    uint8_t group[2];        /* group scale and minimum (q4_K, q5_K); two int8 scales (q6_K) */
 } llm__levels;
 
 /* Read columns 32 x block to 32 x block + 31 of a row in a block format. */
@@ -5493,7 +5502,7 @@ static void llm__read_levels(llm_type type, const uint8_t *row, int64_t block, l
     } else {
         bool has_minimum = type == LLM_Q4_1 || type == LLM_Q5_1 || type == LLM_Q4_Z,
              fifth = type == LLM_Q5_0 || type == LLM_Q5_1;
-        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* bytes */
+        int head = has_minimum ? 4 : 2, bits = fifth ? 4 : 0; /* sizes in bytes */
         const uint8_t *p = row +
                            block * (head + bits + (type == LLM_Q8_0 ? LLM__BLOCK : LLM__BLOCK / 2));
         out->scale = llm__read_u16(p);
