@@ -5572,7 +5572,7 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  *     each value:   key   type u32   the value itself
  *     each tensor:  name  n_dims u32  dims u64 x n_dims  type u32  offset u64
  *     padding to a multiple of the alignment (general.alignment; default 32)
- *     the data of the tensors, each at its offset from here, each aligned
+ *     the data of each tensor, at its offset from here (aligned)
  *
  * A string is its length (u64) and its bytes; an array is its element type (u32), count (u64) and
  * elements. All numbers are little-endian. Nothing in the header is aligned.
@@ -5581,37 +5581,38 @@ static size_t llm__row_bytes(llm_type type, int64_t cols) {
  * is short, and shares it between processes. So a large file opens at once, and tensors point into
  * the mapping. Do not shorten a mapped file: write another one, and rename it.
  *
- * Files are not trusted. Counts are checked against the bytes left, products against 64 bits, and
- * offsets against the end of the file, all when it is opened. Later code relies on these checks.
+ * Files are not trusted. When a file is opened, counts are checked against the remaining bytes,
+ * products against 64-bit overflow, and offsets against the end of the file. Later code relies on
+ * these checks.
  * ================================================================================== */
 
 typedef enum llm__memory { LLM__BORROWED, LLM__MAPPED, LLM__OWNED } llm__memory;
 
 struct llm_file {
     char *path;
-    const uint8_t *data;      /* (size) the file; for a folder: its settings as GGUF metadata */
-    uint64_t size;       /* bytes */
-    llm__memory memory;  /* of data */
-    int version;         /* of GGUF */
+    const uint8_t *data;      /* (size) the file; for a folder: settings as GGUF metadata */
+    uint64_t size;       /* bytes of data */
+    llm__memory memory;  /* ownership of data */
+    int version;         /* GGUF version */
     int64_t n_values, n_tensors;
-    llm_value *values;               /* (n_values) in file order */
-    llm_tensor *tensors;             /* (n_tensors) of all parts */
+    llm_value *values;               /* (n_values) values in file order */
+    llm_tensor *tensors;             /* (n_tensors) tensors of all parts */
     const llm_string **value_index;  /* (n_values) pointers to the values, sorted by key */
     const llm_string **tensor_index; /* (n_tensors) pointers to the tensors, sorted by name */
     llm_file **parts;                /* (n_parts) files of the model besides this one */
     int64_t n_parts;
     int64_t parts_capacity;   /* entries allocated for `parts`; 0: n_parts */
-    void **memories;          /* (n_memories) what opening a folder allocates */
+    void **memories;          /* (n_memories) memory that loading a folder allocated */
     int64_t n_memories, memories_capacity;
-    llm_json header;          /* of a safetensors file; the tensors' names point into it */
-    bool folder;              /* a Hugging Face folder or a tokenizer.json */
+    llm_json header;          /* header of a safetensors file; tensor names point into it */
+    bool folder;              /* true for a Hugging Face folder or a tokenizer.json */
 };
 
 /* ---- Errors ---------------------------------------------------------- */
 
 typedef unsigned long long llm__big; /* for "%llu" */
 
-typedef struct llm__input { /* what is being read; errors begin with "PATH: " */
+typedef struct llm__input { /* the input being read; its errors begin with "PATH: " */
     const char *path;
     llm_error *err;
 } llm__input;
@@ -5669,8 +5670,8 @@ static int llm__compare_names(const void *a, const void *b) {
     return order ? order : (x > y) - (x < y);
 }
 
-/* Pointers to `count` records of `stride` bytes, sorted by the name that each begins with. If two
- * names are equal, the error is "<two> called 'NAME'". */
+/* Return pointers to `count` records of `stride` bytes, sorted by name (the first member of a
+ * record). If two names are equal, the error is "<two> called 'NAME'". */
 static const llm_string **llm__index(const llm__input *in, const void *items, int64_t count,
                                      size_t stride, const char *two) {
     const llm_string **index = (const llm_string **)llm__new((size_t)count, sizeof *index,
@@ -5737,7 +5738,7 @@ static bool llm__read_string(llm__reader *r, const char *what, llm_string *out) 
     return out->data != NULL;
 }
 
-/* Bytes of an element; 0: a string, an array or an unknown type. */
+/* Size of an element in bytes; 0 for a string, an array or an unknown type. */
 static size_t llm__value_size(uint32_t type) {
     static const uint8_t sizes[] = {1, 1, 2, 2, 4, 4, 4, 1, 0, 0, 8, 8, 8};
     return type < sizeof sizes ? sizes[type] : 0;
@@ -5747,7 +5748,7 @@ static size_t llm__value_size(uint32_t type) {
 static bool llm__read_elements(llm__reader *r, llm_value *value, const char *what) {
     uint64_t start = r->at, bytes = 0, size = llm__value_size(value->element_type);
     llm_string skipped;
-    bool strings = !size; /* at least 8 bytes each */
+    bool strings = !size; /* each takes at least 8 bytes */
     if (strings ? value->count > llm__left(r) / 8 : !llm__multiply(value->count, size, &bytes))
         return llm__bad(&r->in, "%s at byte %llu is said to hold %llu %s, more than the file can",
                         what, (llm__big)start, (llm__big)value->count,
@@ -5789,8 +5790,8 @@ static bool llm__read_value(llm__reader *r, llm_value *value) {
     return llm__read_elements(r, value, what);
 }
 
-/* Make room for one more record by doubling. Counts in a header reserve no memory, since they may
- * be false. New memory is not zeroed: unused pages cost nothing. */
+/* Make room for one more record. The capacity doubles; counts in a header are not used, since they
+ * may be false. New memory is not zeroed, so that unused pages cost nothing. */
 static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t size, const char *what,
                        llm_error *err) {
     if (count < *capacity) return items;
@@ -5807,7 +5808,7 @@ static void *llm__grow(void *items, int64_t count, int64_t *capacity, size_t siz
     return grown;
 }
 
-/* The same, with a zeroed record. list: the address of the pointer to the records. */
+/* Add a zeroed record by llm__grow. list: the address of the pointer to the records. */
 static bool llm__add_record(void *list, int64_t count, int64_t *capacity, size_t size,
                             const char *what, llm_error *err) {
     void *items;
@@ -5832,8 +5833,8 @@ static bool llm__read_values(llm__reader *r, uint64_t count) {
     return file->value_index != NULL;
 }
 
-/* Refuse a type. The message has its name, from a list of GGUF's types in the order of their
- * numbers. */
+/* Report a type that is not supported. The message includes its name: `names` lists all types of
+ * GGUF in the order of their numbers. */
 static bool llm__unsupported_type(llm__reader *r, const char *what, uint32_t type) {
     static const char names[] =
         "f32 f16 q4_0 q4_1 unknown unknown q5_0 q5_1 q8_0 q8_1 q2_k q3_k q4_k q5_k q6_k q8_k "
@@ -5978,8 +5979,8 @@ static bool llm__refuse_pointer(const llm__input *in, const void *data, uint64_t
                         "get the file itself (git lfs pull)");
 }
 
-/* A safetensors file starts with the length of its header (u64) and a JSON object. (So does a GGUF
- * file of more than 14 GB with 123 tensors, for example.) */
+/* A safetensors file starts with the length of its header (u64) and a JSON object. A GGUF file of
+ * more than 14 GB with 123 ('{') tensors looks the same, so "GGUF" is checked as well. */
 static bool llm__is_safetensors(const void *data, uint64_t size) {
     uint64_t length = 0;
     if (size > 8) memcpy(&length, data, sizeof length);
@@ -6016,7 +6017,7 @@ static bool llm__read_header(llm__reader *r) {
     if (!llm__read_number(r, "the number of tensors", &n_tensors, sizeof n_tensors) ||
         !llm__read_number(r, "the number of metadata values", &n_values, sizeof n_values))
         return false;
-    /* at least 14 bytes per value (1 of key, 1 of data), 33 per tensor (1 of name, 1 dimension) */
+    /* a value takes at least 14 bytes (key 1, data 1), a tensor 33 (name 1, one dimension) */
     if (n_values > llm__left(r) / 14 || n_tensors > llm__left(r) / 33)
         return llm__bad(&r->in,
                         "the header promises %llu metadata values and %llu tensors, more than "
@@ -6057,7 +6058,7 @@ static void llm__file_forget(const llm_file *file, const void *data, uint64_t by
 #endif
 }
 
-/* Give memory to the file: llm_file_close frees it. On failure it is freed here. */
+/* Make the file the owner of `memory`: llm_file_close frees it. On failure, it is freed here. */
 static bool llm__add_memory(llm_file *file, void *memory, llm_error *err) {
     if (!llm__add_record(&file->memories, file->n_memories, &file->memories_capacity,
                          sizeof *file->memories, "a file", err))
@@ -6066,8 +6067,7 @@ static bool llm__add_memory(llm_file *file, void *memory, llm_error *err) {
     return true;
 }
 
-/* read: llm__read_header or llm__read_safetensors. Takes ownership of the memory, even on
- * failure. */
+/* read: llm__read_header or llm__read_safetensors. Takes ownership of `data`, even on failure. */
 static llm_file *llm__file_create(const void *data, uint64_t size, llm__memory memory,
                                   const char *name, bool (*read)(llm__reader *), llm_error *err) {
     llm_file *file = (llm_file *)llm__new(1, sizeof *file, "a file", err);
@@ -6087,7 +6087,7 @@ static bool llm__is_directory(const char *path) {
     return !stat(path, &status) && S_ISDIR(status.st_mode);
 }
 
-/* Sets *data to NULL for an empty file. */
+/* Map a file. *data is NULL if it is empty. */
 static bool llm__map(const char *path, const void **data, uint64_t *size, llm_error *err) {
     struct stat status;
     int descriptor = open(path, O_RDONLY | O_NONBLOCK); /* does not wait for a pipe's writer */
@@ -6098,7 +6098,7 @@ static bool llm__map(const char *path, const void **data, uint64_t *size, llm_er
     if (*size > SIZE_MAX / 2) errno = EFBIG;
     else if (*size) *data = mmap(NULL, (size_t)*size, PROT_READ, MAP_PRIVATE, descriptor, 0);
     int why = errno;
-    if (descriptor >= 0) close(descriptor); /* the mapping stays */
+    if (descriptor >= 0) close(descriptor); /* the mapping stays valid */
     if (*data == MAP_FAILED) *data = NULL;
     if (known && !file)
         return llm__fail(err, LLM_ERROR_FILE, "cannot open %s: it is %s, not a file", path,
@@ -6116,15 +6116,15 @@ static llm_file *llm__file_map(const char *path, bool (*read)(llm__reader *), ll
 }
 
 /* ---- A model in several files ----------------------------------------
- * GGUF files NAME-00001-of-00003.gguf and so on. The first holds the metadata, each may hold
- * tensors, and each has the values of llm__split_keys. The caller gets the first file, with the
- * tensors of all. */
+ * The files are called NAME-00001-of-00003.gguf and so on. Each file holds the values of
+ * llm__split_keys and may hold tensors; the first also holds the metadata. The caller gets the
+ * first file, with the tensors of all files. */
 
 typedef struct llm__split_keys {
     uint64_t number, count, n_tensors; /* split.no (from 0), split.count, split.tensors.count */
 } llm__split_keys;
 
-/* Without split.count, split->count is 1. */
+/* A file without split.count is the only part: split->count = 1. */
 static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split, llm_error *err) {
     llm__input in = {file->path, err};
     const llm_value *count = llm_file_find(file, "split.count");
@@ -6142,8 +6142,8 @@ static bool llm__read_split_keys(const llm_file *file, llm__split_keys *split, l
                     (unsigned)split->count);
 }
 
-/* Open part `number` of a model, and check that it is that part. ending: the end of `path`, where
- * the part's name is written. split: the keys of another part, which must agree */
+/* Open part `number` of a model, and check that it is that part. ending: the place in `path` where
+ * the ending of the part's name is written. split: the keys of another part, which must agree */
 static llm_file *llm__file_part_open(char *path, char *ending, const llm__split_keys *split,
                                      unsigned number, llm_error *err) {
     llm_error why;
@@ -6294,7 +6294,7 @@ void llm_file_close(llm_file *file) {
 
 const char *llm_file_path(const llm_file *file) { return file->path; }
 uint64_t llm_file_size(const llm_file *file) {
-    uint64_t size = file->folder && file->n_parts ? 0 : file->size; /* a folder: its parts only */
+    uint64_t size = file->folder && file->n_parts ? 0 : file->size; /* folder: only parts count */
     for (int64_t i = 0; i < file->n_parts; i++) size += file->parts[i]->size;
     return size;
 }
@@ -6313,7 +6313,7 @@ const llm_tensor *llm_file_tensor(const llm_file *file, int64_t index) {
     return index >= 0 && index < file->n_tensors ? &file->tensors[index] : NULL;
 }
 
-/* An index points to names, each the first member of its value or tensor. */
+/* The cast is valid because a name is the first member of its value or tensor. */
 const llm_value *llm_file_find(const llm_file *file, const char *key) {
     return (const llm_value *)llm__find_name(file->value_index, file->n_values, llm__string(key));
 }
@@ -6325,7 +6325,7 @@ const llm_tensor *llm_file_find_tensor(const llm_file *file, const char *name) {
 
 /* ---- Reading values -------------------------------------------------- */
 
-/* A number of any type: `real` if fraction, else sign and magnitude. */
+/* A number of any type: in `real` if `fraction` is set, else in `negative` and `magnitude`. */
 typedef struct llm__number {
     bool fraction, negative;
     uint64_t magnitude;
@@ -6335,7 +6335,7 @@ typedef struct llm__number {
 static bool llm__value_number(const llm_value *value, uint64_t index, llm__number *out) {
     size_t size = value ? llm__value_size(value->element_type) : 0;
     if (!size || index >= value->count || index >= value->bytes / size) return false;
-    char kind = "uiuiuifu  uif"[value->element_type]; /* unsigned (or bool), signed, real */
+    char kind = "uiuiuifu  uif"[value->element_type]; /* u: unsigned or bool, i: signed, f: real */
     uint64_t bits = 0;
     memcpy(&bits, value->data + index * size, size);
     memset(out, 0, sizeof *out);
@@ -6353,7 +6353,7 @@ static bool llm__value_number(const llm_value *value, uint64_t index, llm__numbe
     return true;
 }
 
-/* Convert a real to sign and magnitude: 3.0, but not 3.5, 1e30 (over 64 bits) or NaN. */
+/* Convert a real number to sign and magnitude. False if it is not whole or exceeds 64 bits. */
 static bool llm__whole(llm__number *n) {
     if (!n->fraction) return true;
     double magnitude = fabs(n->real);
@@ -6413,23 +6413,23 @@ bool llm_value_string(const llm_value *value, size_t *cursor, llm_string *out) {
 /* ---- JSON ------------------------------------------------------------ */
 
 enum {
-    LLM__JSON_DEPTH = 64,     /* nesting */
-    LLM__JSON_BYTES = 1 << 27 /* large tokenizer.json: 2^25 */
+    LLM__JSON_DEPTH = 64,     /* maximum nesting */
+    LLM__JSON_BYTES = 1 << 27 /* maximum length; a large tokenizer.json has 2^25 */
 };
 
 typedef struct llm__json_parser {
     llm_json *json;
-    size_t length, at; /* bytes of text; read so far */
-    int64_t capacity;  /* of json->nodes */
+    size_t length, at; /* bytes of text; offset of the next byte */
+    int64_t capacity;  /* entries allocated for json->nodes */
     int depth;
-    const char *original; /* unmodified, to locate errors */
+    const char *original; /* unmodified text, to locate errors */
     const char *name;
     llm_error *err;
 } llm__json_parser;
 
 static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code); /* chapter 9 */
 
-/* Always false. Lines and characters, as in editors. */
+/* Report an error by line and character, counted as in editors. Always false. */
 LLM__PRINTF(3, 4)
 static bool llm__json_error(llm__json_parser *p, size_t at, const char *format, ...) {
     char text[300];
@@ -6454,11 +6454,11 @@ static bool llm__json_unexpected(llm__json_parser *p, const char *wanted) {
     return llm__json_error(p, p->at, "'%s' where %s should be", llm__show(found).text, wanted);
 }
 
-static int llm__json_peek(const llm__json_parser *p) { /* -1: the end */
+static int llm__json_peek(const llm__json_parser *p) { /* -1 at the end */
     return p->at < p->length ? (uint8_t)p->json->text[p->at] : -1;
 }
 
-/* Skip the character if it is next. */
+/* Skip the next character if it is c. */
 static bool llm__json_skip(llm__json_parser *p, int c) {
     if (llm__json_peek(p) != c) return false;
     p->at++;
@@ -6470,7 +6470,7 @@ static void llm__json_space(llm__json_parser *p) {
     while ((c = llm__json_peek(p)) == ' ' || c == '\n' || c == '\r' || c == '\t') p->at++;
 }
 
-/* -1: out of memory. */
+/* Append a node and return its index; -1: out of memory. */
 static int64_t llm__json_add(llm__json_parser *p, llm_json_kind kind) {
     llm_json *json = p->json;
     if (json->n_nodes == p->capacity &&
@@ -6496,7 +6496,7 @@ static bool llm__json_hex(llm__json_parser *p, uint32_t *code) {
     return true;
 }
 
-/* Read the code point after "\u". One above U+FFFF is written as two escapes, a "surrogate
+/* Read the code point after "\u". A code point above U+FFFF is written as two escapes, a "surrogate
  * pair". */
 static bool llm__json_escaped_code(llm__json_parser *p, uint32_t *code) {
     size_t start = p->at - 2;
@@ -6524,7 +6524,7 @@ static size_t llm__put_utf8(uint32_t code, char *out) {
     return length;
 }
 
-/* After a backslash. *out is in the text already read, so there is room. */
+/* Decode the escape after a backslash. *out is in text that was read already, so there is room. */
 static bool llm__json_escape(llm__json_parser *p, char **out) {
     static const char names[] = "\"\\/bfnrt", meanings[] = "\"\\/\b\f\n\r\t";
     int c = llm__json_peek(p);
@@ -6538,7 +6538,7 @@ static bool llm__json_escape(llm__json_parser *p, char **out) {
     return true;
 }
 
-/* Bytes from here that are literal: no '"', '\\', control characters or invalid UTF-8. */
+/* Number of literal bytes from here, up to a '"', '\\', control character or invalid UTF-8. */
 static size_t llm__json_plain(const llm__json_parser *p) {
     const uint8_t *start = (const uint8_t *)p->json->text + p->at,
                   *end = start + (p->length - p->at), *at = start;
@@ -6603,7 +6603,7 @@ static bool llm__json_parse_number(llm__json_parser *p) {
 }
 
 static bool llm__json_parse_word(llm__json_parser *p) {
-    static const char *const words[] = {"null", "false", "true"}; /* llm_json_kind order */
+    static const char *const words[] = {"null", "false", "true"}; /* in llm_json_kind order */
     for (int i = 0; i < 3; i++) {
         size_t n = strlen(words[i]);
         if (p->length - p->at < n || memcmp(p->json->text + p->at, words[i], n)) continue;
@@ -6614,7 +6614,8 @@ static bool llm__json_parse_word(llm__json_parser *p) {
     return llm__json_unexpected(p, "a value");
 }
 
-/* A hash table of node + 1 (0: free), seeded against made-up collisions. */
+/* Check that the keys of an object differ, by a hash table of node index + 1 (0: free). Its seed
+ * prevents collisions made on purpose. */
 static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
     const llm_json_node *nodes = p->json->nodes, *node = nodes + object + 1,
                         *end = nodes + object + nodes[object].span;
@@ -6720,7 +6721,7 @@ bool llm_json_has_kind(const llm_json_node *node, llm_json_kind kind) {
 }
 
 size_t llm_json_offset(const llm_json *json, const llm_json_node *node) {
-    return (size_t)(node->text - json->text) - (node->kind == LLM_JSON_STRING); /* of its quote */
+    return (size_t)(node->text - json->text) - (node->kind == LLM_JSON_STRING); /* at the quote */
 }
 
 const llm_json_node *llm_json_first(const llm_json_node *container) {
@@ -6766,7 +6767,7 @@ bool llm_json_bool(const llm_json_node *node, bool *out) {
     return true;
 }
 
-/* Without strtod, which depends on the locale. */
+/* strtod is not used, since it depends on the locale. */
 bool llm_json_f64(const llm_json_node *node, double *out) {
     if (!llm_json_has_kind(node, LLM_JSON_NUMBER)) return false;
     const char *s = node->text, *end = s + node->length;
@@ -6777,12 +6778,12 @@ bool llm_json_f64(const llm_json_node *node, double *out) {
         if (*s == '.') point = true;
         else if (digits < UINT64_MAX / 10 - 1)
             digits = digits * 10 + (uint64_t)(*s - '0'), exponent -= point;
-        else exponent += !point; /* digits beyond precision */
+        else exponent += !point; /* a digit beyond the precision */
     }
     if (s < end && (*++s == '-' || *s == '+')) down = *s++ == '-';
     for (; s < end; s++) written = written < 100000000 ? written * 10 + (*s - '0') : written;
     exponent += down ? -written : written;
-    /* 10^22 is the largest power of ten exact in a double */
+    /* 10^22 is the largest power of ten that a double holds exactly */
     double x = (double)digits;
     if (digits >> 53 || exponent < -22 || exponent > 22)
         x = (double)((long double)digits * powl(10.0L, (long double)exponent));
@@ -6815,7 +6816,7 @@ bool llm_json_u64(const llm_json_node *node, uint64_t *out) {
 }
 
 /* ---- Safetensors -----------------------------------------------------
- * The length of the header (u64), the header in JSON, and the data:
+ * A file holds the length of its header (u64), the header in JSON, and the data. A header:
  *
  *     {"__metadata__": {...},
  *      "model.norm.weight": {"dtype": "BF16", "shape": [4096], "data_offsets": [0, 8192]}, ...}
@@ -6826,8 +6827,8 @@ enum { LLM__SAFETENSORS_HEADER = 100000000 }; /* limit of the format, in bytes *
 
 typedef struct llm__dtype {
     const char *name;
-    int bytes;     /* of a value */
-    llm_type type; /* 100 and more: types that only safetensors files have */
+    int bytes;     /* bytes per value */
+    llm_type type; /* 100 and above: types that only safetensors files have */
 } llm__dtype;
 
 static const llm__dtype llm__dtypes[] = {
@@ -6843,15 +6844,15 @@ static const llm__dtype *llm__dtype_of(const llm_tensor *t) {
     return d;
 }
 
-/* A JSON value, in printable form; NULL: "". */
+/* A JSON value in printable form; "" for NULL. */
 static llm__printable llm__show_node(const llm_json_node *node) {
     static const char *const words[] = {"null", "false", "true", "", "", "[...]", "{...}"};
     llm_string s = {node ? node->text : "", node ? node->length : 0};
     return llm__show(node && *words[node->kind] ? llm__string(words[node->kind]) : s);
 }
 
-/* Read type, shape and offsets, and check that they agree. begin: where the data begins. The tensor
- * may have 0 dimensions. */
+/* Read a tensor's type, shape and offsets, and check that they agree. begin: offset of the data in
+ * the file. The tensor may have 0 dimensions. */
 static bool llm__read_source(const llm__reader *r, llm_tensor *t, const llm_json_node *node,
                              uint64_t begin) {
     const llm_json_node *dtype = llm_json_member(node, "dtype"),
@@ -6921,11 +6922,11 @@ static bool llm__read_safetensors(llm__reader *r) {
     return llm__check_overlap(r);
 }
 
-/* ---- Metadata that a loader makes -----------------------------------
- * A Hugging Face folder says in JSON what a GGUF file says in metadata. The loaders translate it
- * into GGUF's bytes, which llm__read_values then reads (and checks) like any file's. */
+/* ---- Metadata written by a loader -----------------------------------
+ * A Hugging Face folder has JSON in place of metadata. The loaders translate it to the bytes of
+ * GGUF metadata, which llm__read_values reads and checks like the metadata of a GGUF file. */
 
-typedef struct llm__bytes { /* bytes that grow */
+typedef struct llm__bytes { /* a growing array of bytes */
     uint8_t *data;
     size_t length, capacity;
 } llm__bytes;
@@ -6949,7 +6950,7 @@ static bool llm__append(llm__bytes *b, const void *data, size_t n, llm_error *er
 typedef struct llm__metadata {
     llm__bytes bytes;
     uint64_t n_values;
-    const char *architecture; /* prefix of the keys that are passed as ".name" */
+    const char *architecture; /* prefix of keys that begin with "." */
     llm_error err;            /* first failure; nothing is added after it */
 } llm__metadata;
 
@@ -6962,7 +6963,8 @@ static bool llm__note_text(llm__metadata *m, llm_string s) {
     return llm__note_bytes(m, &length, sizeof length) && llm__note_bytes(m, s.data, s.length);
 }
 
-/* n elements follow; type: LLM_VALUE_ARRAY, or that of the one element. */
+/* Write a key; the caller then writes its n elements. type: LLM_VALUE_ARRAY, or the type of the
+ * single element. */
 static void llm__note_key(llm__metadata *m, const char *key, llm_value_type type,
                           llm_value_type element, uint64_t n) {
     uint32_t numbers[2] = {(uint32_t)type, (uint32_t)element};
@@ -7000,14 +7002,14 @@ static void llm__note_string(llm__metadata *m, const char *key, llm_string x) {
     llm__note_text(m, x);
 }
 
-/* bytes: of all n elements. */
+/* bytes: size of all n elements. */
 static void llm__note_array(llm__metadata *m, const char *key, llm_value_type element,
                             const void *x, uint64_t n, size_t bytes) {
     llm__note_key(m, key, LLM_VALUE_ARRAY, element, n);
     llm__note_bytes(m, x, bytes);
 }
 
-/* Moves the bytes into the file. */
+/* Move the bytes to the file, and read its values from them. */
 static bool llm__read_metadata(llm__metadata *m, llm_file *file, llm_error *err) {
     if (m->err.status != LLM_OK)
         return llm__fail(err, m->err.status, "%s: %s", file->path, m->err.message);
@@ -7020,7 +7022,7 @@ static bool llm__read_metadata(llm__metadata *m, llm_file *file, llm_error *err)
     return llm__read_values(&r, m->n_values);
 }
 
-/* chapter 9 */
+/* Defined in chapter 9. */
 static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_error *err);
 
 /* ---- Loading: the shape ------------------------------------------------------------- */
@@ -7028,7 +7030,7 @@ static bool llm__folder_vocabulary(llm__metadata *m, const char *folder, llm_err
 typedef struct llm__loader {
     llm_model *model;
     llm__input in;
-    bool *used; /* (n_tensors of the file) Is it part of the model? */
+    bool *used; /* (n_tensors of the file) whether the model uses the tensor */
 } llm__loader;
 
 /* Metadata keys begin with the name of the architecture: "llama.block_count". */
@@ -7080,7 +7082,7 @@ static bool llm__model_architecture(const llm__loader *l) {
     return true;
 }
 
-/* Is it one of the words in `list`? Single spaces separate them. */
+/* Is `word` one of the words in `list`, which are separated by single spaces? */
 static bool llm__is_listed(llm_string word, const char *list) {
     for (size_t n; *list; list += n + (list[n] == ' ')) {
         n = strcspn(list, " ");
@@ -7089,7 +7091,7 @@ static bool llm__is_listed(llm_string word, const char *list) {
     return false;
 }
 
-/* False, 0 and an empty string are off. */
+/* Is the option off: false, 0 or an empty string? */
 static bool llm__is_off(const llm_value *value) {
     double x;
     llm_string s;
@@ -7099,7 +7101,7 @@ static bool llm__is_off(const llm_value *value) {
     return llm_value_f64(value, 0, &x) && x == 0;
 }
 
-/* Refuse unknown options of the architecture that are not off: they may change the result. */
+/* Refuse an unknown option of the architecture, unless it is off: it may change the result. */
 static bool llm__model_known_keys(const llm__loader *l) {
     static const char known[] = /* tensor_data_layout only matters before conversion */
         "block_count context_length embedding_length feed_forward_length vocab_size "
@@ -7123,7 +7125,7 @@ static bool llm__model_known_keys(const llm__loader *l) {
     return true;
 }
 
-/* RoPE scaling: how the model was extended to a longer context. */
+/* Read the RoPE scaling, by which the model was extended to a longer context. */
 static bool llm__model_scaling(const llm__loader *l) {
     llm_config *c = &l->model->config;
     char key[128];
@@ -7157,7 +7159,7 @@ static bool llm__model_scaling(const llm__loader *l) {
     return true;
 }
 
-/* Set model->windows: which layers have a sliding window. */
+/* Set model->windows, the sliding window of each layer (0: none). */
 static bool llm__model_windows(const llm__loader *l) {
     llm_config *c = &l->model->config;
     char key[128], pattern_key[128];
@@ -7222,8 +7224,8 @@ static bool llm__model_config(const llm__loader *l) {
 
 /* ---- Loading: the tensors ------------------------------------------------------------ */
 
-/* Find a tensor, which must have the shape (rows, cols); a vector has 1 row. NULL, with the error
- * set, on failure. */
+/* Find a tensor, which must have the shape (rows, cols); a vector has 1 row. On failure, sets the
+ * error and returns NULL. */
 static const llm_tensor *llm__model_tensor(const llm__loader *l, const char *name, uint64_t rows,
                                            uint64_t cols) {
     const llm_file *file = l->model->file;
@@ -7248,7 +7250,7 @@ static void llm__part_name(char name[64], int layer, int part) {
     snprintf(name, 64, "blk.%d.%s", layer, llm__parts()[part].name);
 }
 
-/* The N of a tensor called "<prefix>N.<part>"; -1: it has another name. */
+/* The layer N in a tensor name "<prefix>N.<part>"; -1 for any other name. */
 static int64_t llm__layer_of(llm_string name, const char *prefix) {
     size_t start = strlen(prefix), i = start;
     int64_t layer = 0;
@@ -7258,8 +7260,8 @@ static int64_t llm__layer_of(llm_string name, const char *prefix) {
     return i > start && i < name.length && name.data[i] == '.' ? layer : -1;
 }
 
-/* Refuse a model with a tensor that is not used, since its output would be wrong. key: the setting
- * that gives the number of layers. prefix: how the names of tensors in a layer begin */
+/* Refuse a model with an unused tensor, since its output would be wrong. key: the setting that
+ * gives the number of layers. prefix: the start of the names of tensors in a layer */
 static bool llm__all_used(const llm__input *in, const llm_file *file, const bool *used,
                           const char *key, int n_layers, const char *prefix,
                           const char *architecture) {
@@ -7380,26 +7382,26 @@ uint64_t llm_model_cache_bytes_per_token(const llm_model *model, llm_type cache_
 }
 
 /* ---- Hugging Face folders ---------------------------------------------------------------
- * config.json has the shape, safetensors files the weights, tokenizer.json the vocabulary. They are
- * translated into an llm_file with GGUF metadata and GGUF tensor names; the data stays in the
- * mapped files. Other code treats it as a GGUF file.
+ * config.json gives the model's shape, the safetensors files its weights, and tokenizer.json its
+ * vocabulary. They are translated to an llm_file with GGUF metadata and GGUF tensor names; the data
+ * stays in the mapped files. Other code treats this llm_file as a GGUF file.
  *
  * The weights differ in one way. RoPE rotates pairs of dimensions. GGUF files of "llama" have the
- * rows of q and k reordered so that the two dimensions of a pair are adjacent. Folders do not, and
- * the model gets rope_pairing = LLM_ROPE_HALVES. */
+ * rows of q and k reordered so that the two dimensions of a pair are adjacent. Folders keep the
+ * original order, so the model's rope_pairing is LLM_ROPE_HALVES. */
 
 typedef struct llm__folder {
     llm__input in; /* path of the folder */
     const llm__architecture *architecture;
-    llm_json config;     /* config.json */
-    llm_file *file;      /* the result. Its parts are the safetensors files, and at first it has
-                          * their tensors */
-    bool *used;          /* (n_tensors of file) part of the model, or known to be unnecessary */
-    llm_tensor *tensors; /* (n_tensors) of the result, with GGUF's names */
+    llm_json config;     /* parsed config.json */
+    llm_file *file;      /* the result. Its parts are the safetensors files. Its tensors are
+                          * first those of the parts, later `tensors` */
+    bool *used;          /* (n_tensors of file) whether the tensor is used or safe to ignore */
+    llm_tensor *tensors; /* (n_tensors) tensors of the result, with GGUF names */
     int64_t n_tensors;
-    char *names; /* (n_tensors, LLM__TENSOR_NAME) these names; `file` frees them */
+    char *names; /* (n_tensors, LLM__TENSOR_NAME) their GGUF names; `file` frees them */
     int n_layers, dim, n_heads, head_dim;
-    bool int4, gptq; /* weights are 4-bit integers, of GPTQ (else of AWQ) */
+    bool int4, gptq; /* whether weights are 4-bit integers; in GPTQ format (false: AWQ) */
 } llm__folder;
 
 enum { LLM__TENSOR_NAME = 64 };
@@ -7419,7 +7421,7 @@ static bool llm__folder_has(const char *folder, const char *name) {
     return there;
 }
 
-/* Map a file of at most LLM__JSON_BYTES. *found: false if there is none, which is not an error. */
+/* Map a file of at most LLM__JSON_BYTES. A missing file is not an error: *found is false. */
 static bool llm__map_text(const char *path, llm_string *text, bool *found, llm_error *err) {
     struct stat status;
     const void *data = NULL;
@@ -7436,7 +7438,7 @@ static bool llm__map_text(const char *path, llm_string *text, bool *found, llm_e
     return ok;
 }
 
-/* Parse a JSON file of the folder, which must be an object. found: as above. */
+/* Parse a JSON file of the folder, which must hold an object. found: see llm__map_text. */
 static bool llm__read_json(llm_json *json, const char *folder, const char *name, bool *found,
                            llm_error *err) {
     llm_string text;
@@ -7458,7 +7460,7 @@ static bool llm__read_json(llm_json *json, const char *folder, const char *name,
 
 /* ---- config.json ------------------------------------------------------------------------- */
 
-/* An entry; NULL where it is absent or null. */
+/* The entry with this key; NULL if it is absent or null. */
 static const llm_json_node *llm__folder_entry(const llm_json_node *object, const char *key) {
     const llm_json_node *node = llm_json_member(object, key);
     return llm_json_has_kind(node, LLM_JSON_NULL) ? NULL : node;
@@ -7470,7 +7472,7 @@ static bool llm__is_on(const llm_json_node *object, const char *key, bool otherw
     return flag;
 }
 
-/* A positive whole number; `fallback` (unless 0) where there is none. */
+/* Read a positive whole number. An absent key gives `fallback`, or an error if that is 0. */
 static bool llm__folder_int(const llm__folder *f, const llm_json_node *object, const char *key,
                             int64_t fallback, int *out) {
     const llm_json_node *node = llm__folder_entry(object, key);
@@ -7493,8 +7495,8 @@ static bool llm__folder_number(const llm__folder *f, const llm_json_node *object
     return true;
 }
 
-/* Refuse an entry that is not in `known`, since it might change the result, unless it is off: null,
- * false, or an empty list or object. */
+/* Refuse an entry whose key is not in `known`, since it might change the result. Ignore keys that
+ * begin with '_', and entries that are off: null, false, or an empty list or object. */
 static bool llm__folder_known(const llm__folder *f, const llm_json_node *object, const char *where,
                               const char *known) {
     for (const llm_json_node *n = llm_json_first(object); n; n = llm_json_next(object, n)) {
@@ -7508,9 +7510,9 @@ static bool llm__folder_known(const llm__folder *f, const llm_json_node *object,
     return true;
 }
 
-/* The known keys of config.json: the model's shape; how it was trained, where it came from, and
- * settings for other programs; and settings for sampling, which a request decides. (Older models
- * have these here instead of in generation_config.json.) */
+/* The known keys of config.json, in three groups: the model's shape and tokens; its training, its
+ * origin and settings for other programs; and sampling settings, which each request has itself.
+ * (Older models have the last group here instead of in generation_config.json.) */
 static const char llm__config_keys[] =
     "model_type vocab_size hidden_size intermediate_size num_hidden_layers num_attention_heads "
     "num_key_value_heads head_dim max_position_embeddings rms_norm_eps rope_theta rope_scaling "
@@ -7529,9 +7531,10 @@ static const char llm__config_keys[] =
     "max_length max_new_tokens min_length no_repeat_ngram_size num_beam_groups num_beams "
     "num_return_sequences repetition_penalty temperature top_k top_p typical_p";
 
-/* The divisors of Llama 3.1's RoPE, as the tensor that GGUF files have for it: frequencies that
- * make fewer than low_freq_factor turns over the original context are divided by the factor, those
- * that make more than high_freq_factor stay, and between the two it is blended. */
+/* Append rope_freqs.weight, as in GGUF files: the divisors of Llama 3.1's RoPE frequencies. A
+ * frequency that makes fewer than low_freq_factor turns over the original context is divided by the
+ * factor. Frequencies that make more than high_freq_factor turns are kept, and those between the
+ * two are interpolated. */
 static bool llm__folder_llama3(llm__folder *f, const llm_json_node *rope, double base,
                                int context) {
     double factor, low, high;
@@ -7577,12 +7580,12 @@ static bool llm__folder_yarn(const llm__folder *f, llm__metadata *m, const llm_j
     llm__note_u32(m, ".rope.scaling.original_context_length", (uint32_t)*context);
     llm__note_f32(m, ".rope.scaling.yarn_beta_fast", (float)fast);
     llm__note_f32(m, ".rope.scaling.yarn_beta_slow", (float)slow);
-    /* GGUF's readers multiply it by the usual magnitude */
+    /* readers of GGUF multiply this value by the usual magnitude */
     llm__note_f32(m, ".rope.scaling.attn_factor", (float)(magnitude / usual));
     return true;
 }
 
-/* RoPE: its base and its scaling, either in "rope_parameters" or in "rope_theta" and
+/* Translate the base and scaling of RoPE, from "rope_parameters" or from "rope_theta" and
  * "rope_scaling". stated: config.json's max_position_embeddings. */
 static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
     static const char known[] =
@@ -7624,7 +7627,7 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
         return llm__not_among(&f->in, "RoPE scaling", llm__show_node(type),
                               "default, linear, yarn, llama3");
     }
-    /* what is stretched was made for so many positions, and now takes that many times more */
+    /* scaling extends the original context by the factor */
     context = (int)llm__min((int64_t)(context * (factor > 1 ? factor : 1)), INT32_MAX);
     llm__note_u32(m, ".context_length", (uint32_t)context);
     if (context < stated)
@@ -7632,7 +7635,8 @@ static bool llm__folder_rope(llm__folder *f, llm__metadata *m, int stated) {
     return true;
 }
 
-/* The sliding window, and which layers have it: all, or those of a list, or (Qwen) the last. */
+/* Translate the sliding window, and which layers have it: all, those in the list layer_types, or
+ * (Qwen) the last ones. */
 static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes,
@@ -7674,7 +7678,7 @@ static bool llm__folder_window(const llm__folder *f, llm__metadata *m) {
     return ok;
 }
 
-/* Read a positive whole number of config.json, and note it as metadata. */
+/* Read a positive whole number from config.json, and write it as metadata. */
 static bool llm__folder_copy(const llm__folder *f, llm__metadata *m, const char *from,
                              int64_t fallback, const char *to, int *x) {
     if (!llm__folder_int(f, f->config.nodes, from, fallback, x)) return false;
@@ -7682,7 +7686,7 @@ static bool llm__folder_copy(const llm__folder *f, llm__metadata *m, const char 
     return true;
 }
 
-/* config.json into metadata. */
+/* Translate config.json to metadata. */
 static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
     const llm__architecture *a = f->architecture;
     const llm_json_node *config = f->config.nodes, *act = llm__folder_entry(config, "hidden_act");
@@ -7705,7 +7709,7 @@ static bool llm__folder_config(llm__folder *f, llm__metadata *m) {
         !llm__folder_int(f, config, "max_position_embeddings", 0, &context) ||
         !llm__folder_number(f, config, "rms_norm_eps", 1e-6, &epsilon))
         return false;
-    /* each layer has tensors; asked before allocating what an absurd count wants */
+    /* each layer has tensors; checked before memory is allocated for an absurd count */
     if (f->n_layers > f->file->n_tensors || f->n_layers > INT32_MAX / LLM__N_PARTS)
         return llm__bad(&f->in, "config.json says %d layers, but there are only %llu tensors",
                         f->n_layers, (llm__big)f->file->n_tensors);
@@ -7743,7 +7747,7 @@ static bool llm__folder_shard(llm__folder *f, llm_string name) {
     return part != NULL;
 }
 
-/* The part with this file name; NULL: none yet. */
+/* The part with this file name; NULL if it is not mapped yet. */
 static const llm_file *llm__folder_find_shard(const llm__folder *f, llm_string name) {
     for (int64_t i = 0; i < f->file->n_parts; i++) {
         const char *slash = strrchr(f->file->parts[i]->path, '/');
@@ -7814,7 +7818,7 @@ static llm_tensor *llm__folder_rename(llm__folder *f, const llm_tensor *source, 
     return t;
 }
 
-/* The data of a tensor. Kernels need aligned values, so it is copied if they are not. */
+/* The data of a tensor, copied if its values are not aligned, as kernels need them to be. */
 static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *source) {
     if ((uintptr_t)source->data % (uintptr_t)llm__dtype_of(source)->bytes == 0) return source->data;
     void *copy = llm__new((size_t)source->bytes, 1, "a tensor at an odd address", f->in.err);
@@ -7823,7 +7827,7 @@ static const void *llm__folder_aligned(const llm__folder *f, const llm_tensor *s
     return llm__add_memory(f->file, copy, f->in.err) ? copy : NULL;
 }
 
-/* Append a tensor with this GGUF name. It must have n_dims dimensions. */
+/* Append a tensor with this GGUF name. The source must have n_dims dimensions. */
 static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const char *name,
                                int n_dims) {
     if (!llm_type_find(source->type))
@@ -7850,23 +7854,23 @@ static bool llm__folder_tensor(llm__folder *f, const llm_tensor *source, const c
  *
  *     GPTQ  qweight (cols/8, rows): eight columns in an int32, the first in the lowest bits. qzeros
  *           holds zero - 1, except with the checkpoint_format "gptq_v2". With "desc_act", columns
- *           were quantized in order of importance, and X.g_idx (cols) is the group of each. Here
- *           columns are sorted by group, and the engine permutes the matrix's input likewise.
- *     AWQ   qweight (cols, rows/8): eight rows in an int32, from the lowest bits up rows
- *           0 2 4 6 1 3 5 7. The same in qzeros.
+ *           were quantized in order of importance, and X.g_idx (cols) is the group of each. The
+ *           loader sorts the columns by group, and the engine permutes the matrix's input likewise.
+ *     AWQ   qweight (cols, rows/8): eight rows in an int32, in the order 0 2 4 6 1 3 5 7 from the
+ *           lowest bits. qzeros is packed in the same way.
  *
  * Both become q4_0 if every zero is 8 (symmetric), else q4_Z, with exactly the same values. */
 
 typedef struct llm__int4 {
-    bool awq, zeros_less_one; /* true: AWQ, false: GPTQ; zeros are stored as zero - 1 */
+    bool awq, zeros_less_one; /* whether AWQ (false: GPTQ); whether `zeros` holds zero - 1 */
     int64_t rows, cols, n_groups;
     const uint32_t *weights, *zeros; /* qweight, qzeros */
     const uint16_t *scales;          /* (n_groups, rows) f16 */
     const int32_t *columns;          /* (cols) columns sorted by group; NULL: 0, 1, 2, ... */
-    const int32_t *groups; /* (cols) group of each column; NULL: consecutive, of equal size */
+    const int32_t *groups; /* (cols) group of each column; NULL: consecutive groups of equal size */
 } llm__int4;
 
-/* The bit at which row i begins in a word of AWQ. */
+/* The first bit of row i in an AWQ word. */
 static int llm__awq_shift(int64_t i) { return (int)(4 * ((i & 1) * 4 + (i >> 1 & 3))); }
 
 static int llm__int4_zero(const llm__int4 *m, int64_t group, int64_t row) {
@@ -7880,9 +7884,10 @@ enum {
     LLM__INT4_PAIRS = LLM__BLOCK / 2 /* pairs of columns (k, k + 16) in a block, a byte each */
 };
 
-/* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, byte
- * (k, row) has column k in its low nibble and k + 16 in its high one. An AWQ word holds eight rows;
- * to process whole words, a line has first all rows in even nibbles, then all in odd ones. */
+/* Fill a tile of bytes (PAIRS, ROWS) from n rows and one block of columns. As in q4_0, the byte at
+ * (k, row) has column k in its low nibble and k + 16 in its high nibble. An AWQ word holds eight
+ * rows. So that whole words are processed, a line of the tile holds the rows of all even nibbles,
+ * then those of all odd nibbles. */
 static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
                                uint8_t *tile) {
     const uint32_t lower = 0x0f0f0f0f, *low = m->weights + (column * m->rows + first) / 8,
@@ -7900,13 +7905,13 @@ static void llm__int4_tile_awq(const llm__int4 *m, int64_t first, int64_t n, int
     }
 }
 
-/* The position of row i in such a line. */
+/* The position of row i in a line of an AWQ tile. */
 static int llm__int4_place_awq(int i) {
     int nibble = llm__awq_shift(i) / 4;
     return i / 8 * 4 + nibble / 2 + (nibble & 1) * LLM__INT4_ROWS / 2;
 }
 
-/* The same tile from GPTQ, with the rows in order. */
+/* Fill the same tile from GPTQ weights, with the rows in order. */
 static void llm__int4_tile_gptq(const llm__int4 *m, int64_t first, int64_t n, int64_t column,
                                 uint8_t *tile) {
     for (int k = 0; k < LLM__INT4_PAIRS; k++) {
@@ -7937,7 +7942,8 @@ static void llm__int4_transpose(uint8_t *tile) {
     }
 }
 
-/* The first bytes of the blocks of n rows in a group: scale and zero point, 16 bits each. */
+/* Set heads to the first bytes of a block in each of n rows: the scale and zero point of the group,
+ * 16 bits each. */
 static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_t group,
                             uint8_t heads[LLM__INT4_ROWS][4]) {
     for (int64_t i = 0; i < n; i++) {
@@ -7946,9 +7952,9 @@ static void llm__int4_heads(const llm__int4 *m, int64_t first, int64_t n, int64_
     }
 }
 
-/* Convert n rows (between two multiples of LLM__INT4_ROWS) to blocks of q4_0 or q4_Z. The matrix is
- * stored transposed, so one block of columns at a time is converted for all rows, in whole eights,
- * since words hold eight. Only the n rows are written. */
+/* Convert n rows, all of one tile, to blocks of q4_0 or q4_Z. The matrix is stored transposed, so
+ * one block of columns at a time is converted for all rows. A word holds eight rows, so the tile is
+ * filled with whole groups of eight, but only the n rows are written. */
 static void llm__int4_rows(const llm__int4 *m, int64_t first, int64_t n, llm_type type,
                            uint8_t *out) {
     int head = type == LLM_Q4_0 ? 2 : 4, skipped = (int)(first % 8), end = skipped + (int)n;
@@ -7978,8 +7984,8 @@ static bool llm__int4_symmetric(const llm__int4 *m) {
     return !differs;
 }
 
-/* Find "<module>.<part>", check its type, and set *data to its values. NULL, with the error set, on
- * failure. */
+/* Find "<module>.<part>", check its type, and set *data to its values. On failure, sets the error
+ * and returns NULL. */
 static const llm_tensor *llm__folder_int4_source(llm__folder *f, const char *module,
                                                  const char *part, const char *dtype, int n_dims,
                                                  const void **data) {
@@ -8029,7 +8035,7 @@ static bool llm__folder_columns(llm__folder *f, llm__int4 *m, const char *module
     return ok;
 }
 
-/* The entry that names the packing; tools use different keys. NULL: absent. */
+/* The entry that names the packing format, for which tools use different keys; NULL if absent. */
 static const llm_json_node *llm__int4_format(const llm_json_node *quantization) {
     static const char *const keys[] = {"checkpoint_format", "format", "version"};
     const llm_json_node *format = NULL;
@@ -8038,7 +8044,7 @@ static const llm_json_node *llm__int4_format(const llm_json_node *quantization) 
 }
 
 /* Find the three or four tensors of a matrix, and check that their shapes agree. Returns qweight;
- * NULL, with the error set, on failure. */
+ * on failure, sets the error and returns NULL. */
 static const llm_tensor *llm__folder_int4_sources(llm__folder *f, llm__int4 *m,
                                                   const char *module) {
     const llm_json_node *q = llm_json_member(f->config.nodes, "quantization_config");
@@ -8206,11 +8212,11 @@ static void llm__tensor_forget(const llm_file *file, const llm_tensor *tensor) {
     llm__file_forget(file, m->scales, (uint64_t)(m->rows * m->n_groups) * sizeof *m->scales);
     llm__file_forget(file, m->zeros, (uint64_t)(m->rows * m->n_groups / 2));
 }
-/* Read quantization_config; refuse what is not supported. */
+/* Read quantization_config; refuse unsupported settings. */
 static bool llm__folder_quantization(llm__folder *f) {
     static const char known[] =
         "quant_method bits group_size desc_act sym checkpoint_format zero_point version data_type "
-        /* ignored: how it was made, and how other programs run it */
+        /* ignored: settings of the quantizer and of other programs */
         "act_group_aware amp autoround_version backend batch_size block_name_to_quantize "
         "cache_block_outputs damp_percent dataset disable_exllama do_fuse enable_minmax_tuning "
         "enable_norm_bias_tuning enable_quanted_input exllama_config format fuse_max_seq_len "
@@ -8245,14 +8251,14 @@ static bool llm__folder_quantization(llm__folder *f) {
     return llm__folder_known(f, q, "the quantization_config", known);
 }
 
-/* Some tools write biases of zeros that config.json does not declare. */
+/* Some tools write all-zero biases that config.json does not declare. */
 static bool llm__all_zero(const llm_tensor *source) {
     for (uint64_t i = 0; i < source->bytes; i++)
         if (((const char *)source->data)[i]) return false;
     return true;
 }
 
-/* Does the model have this part, by its architecture or by config.json? */
+/* Does the architecture or config.json require this part? */
 static bool llm__folder_wants(const llm__folder *f, int part) {
     const llm_json_node *config = f->config.nodes;
     unsigned wanted = f->architecture->required, optional = f->architecture->optional;
@@ -8294,8 +8300,8 @@ static bool llm__folder_part(llm__folder *f, int layer, int part) {
     return llm__folder_int4(f, name, source_name);
 }
 
-/* Does vocab_size, if config.json has it, agree with the embedding? Both may be larger than the
- * number of tokens. */
+/* Check that vocab_size, if config.json has it, equals the number of rows of the embedding. Both
+ * may be larger than the number of tokens. */
 static bool llm__folder_check_vocab(const llm__folder *f, const llm_tensor *embedding) {
     int vocab = 0;
     if (!llm__folder_entry(f->config.nodes, "vocab_size")) return true;
@@ -8307,7 +8313,7 @@ static bool llm__folder_check_vocab(const llm__folder *f, const llm_tensor *embe
                     vocab, llm__show(embedding->name).text, (llm__big)embedding->dims[1]);
 }
 
-/* The tensors outside the layers. */
+/* Append the tensors outside the layers. */
 static bool llm__folder_ends_of_stack(llm__folder *f) {
     static const char *const names[][2] = {{"model.embed_tokens.weight", "token_embd.weight"},
                                            {"model.norm.weight", "output_norm.weight"},
@@ -8315,7 +8321,7 @@ static bool llm__folder_ends_of_stack(llm__folder *f) {
     bool tied = llm__is_on(f->config.nodes, "tie_word_embeddings", false);
     for (int i = 0; i < 3; i++) {
         const llm_tensor *source = llm_file_find_tensor(f->file, names[i][0]);
-        if (i == 2 && tied) { /* some files hold it nevertheless; ignore it */
+        if (i == 2 && tied) { /* some files hold it anyway; it is ignored */
             if (source) llm__folder_use(f, source);
             continue;
         }
@@ -8341,7 +8347,7 @@ static bool llm__folder_tensors(llm__folder *f) {
     if (!llm__add_memory(file, f->names, f->in.err) || !llm__folder_ends_of_stack(f)) return false;
     for (int i = 0; i < f->n_layers * LLM__N_PARTS; i++)
         if (!llm__folder_part(f, i / LLM__N_PARTS, i % LLM__N_PARTS)) return false;
-    for (size_t i = 0; i < n; i++) /* old files store inv_freq, which follows from config.json */
+    for (size_t i = 0; i < n; i++) /* old files have inv_freq, which repeats config.json */
         f->used[i] |= llm__ends_with(file->tensors[i].name, ".rotary_emb.inv_freq");
     if (!llm__all_used(&f->in, file, f->used, "config.json's num_hidden_layers", f->n_layers,
                        "model.layers.", f->architecture->model_type))
@@ -8369,7 +8375,7 @@ static bool llm__folder_architecture(llm__folder *f) {
            llm__not_among(&f->in, "config.json's model_type", llm__show(type), known);
 }
 
-/* A folder without config.json may still hold a vocabulary. */
+/* A folder without config.json may hold only a vocabulary. */
 static bool llm__folder_read(llm__folder *f, llm__metadata *m) {
     const char *path = f->in.path;
     bool found;
