@@ -8417,7 +8417,7 @@ static llm_file *llm__folder_open(const char *path, llm_error *err) {
  * [9] Text: tokenizers and conversations
  *
  * A model reads tokens: pieces of text from a fixed list, the vocabulary. A token's index in the
- * list is its id. A frequent word is one token, a rare word several.
+ * list is its id. A frequent word is one token; a rare word is several tokens.
  *
  * Both supported kinds of vocabulary use byte pair encoding (BPE; Gage 1994; for language models
  * Sennrich et al. 2016, arxiv.org/abs/1508.07909): start with the smallest pieces, and repeatedly
@@ -8427,15 +8427,16 @@ static llm_file *llm__folder_open(const char *path, llm_error *err) {
  *              pieces are bytes; the file spells them as printable characters (llm__spell_byte).
  *              The best pair is the earliest in the file's list of merges.
  *     "llama"  SentencePiece (Kudo and Richardson 2018, arxiv.org/abs/1808.06226). The smallest
- *              pieces are characters. A space becomes U+2581, and one more is put before the text.
- *              The best pair is the one whose joined token has the highest score. A character
- *              without a token becomes its bytes, the tokens <0x00> to <0xFF>.
+ *              pieces are characters. A space becomes U+2581, and another U+2581 is added before
+ *              the text. The best pair is the one whose joined token has the highest score. A
+ *              character without a token becomes one token per byte, <0x00> to <0xFF>.
  *
- * The pieces form a linked list and the candidate pairs a heap: O(n log n) time (llm__merge).
+ * The pieces form a linked list and the candidate pairs form a heap, so merging takes O(n log n)
+ * time (llm__merge).
  *
- * Special tokens, such as "<|endoftext|>", are recognized only if the caller asks: otherwise
- * untrusted text could end the conversation or pose as another speaker. "User-defined" tokens are
- * ordinary text that is never split; they are always recognized.
+ * Special tokens, such as "<|endoftext|>", are recognized only if the caller asks for it:
+ * otherwise untrusted text could end the conversation or pose as another speaker. "User-defined"
+ * tokens are ordinary text that is never split; they are always recognized.
  * ================================================================================== */
 
 /* ---- Characters ------------------------------------------------------ */
@@ -8443,7 +8444,7 @@ static llm_file *llm__folder_open(const char *path, llm_error *err) {
 enum { LLM__UTF8_INVALID = 0x110000, LLM__UTF8_INCOMPLETE = 0x110001 };
 
 /* Decode the character at s (n >= 1 bytes) and return its length. *code is LLM__UTF8_INCOMPLETE if
- * the end cuts it off, LLM__UTF8_INVALID for bytes that are not a character. */
+ * the text ends inside the character, and LLM__UTF8_INVALID if the bytes are not valid UTF-8. */
 static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     uint32_t first = s[0];
     *code = first;
@@ -8455,7 +8456,7 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
     for (size_t i = 1; i < length; i++) {
         if (i == n) return *code = LLM__UTF8_INCOMPLETE, n;
         uint32_t low = 0x80, high = 0xBF;
-        if (i == 1) { /* no overlong forms or surrogates, at most U+10FFFF */
+        if (i == 1) { /* reject overlong forms, surrogates and codes above U+10FFFF */
             if (first == 0xE0) low = 0xA0;
             if (first == 0xED) high = 0x9F;
             if (first == 0xF0) low = 0x90;
@@ -8469,12 +8470,12 @@ static size_t llm__utf8(const uint8_t *s, size_t n, uint32_t *code) {
 }
 
 /* Each table is a list of tuples of numbers, in base 31, most significant digit first. A digit is
- * a character of 0-9 A-Z a-z; all but the last digit of a number have 31 added.
- *     letters, numbers   code points to skip, code points in the category (L, N)
- *     combining          code points to skip, code points in the class, combining class
- *     decompositions     2 x the step to the next code point (+ 1: NFC never composes it), the
- *                        first part as a difference from the previous one (zigzag), the second
- *                        part less 767 (0: none) */
+ * one of the characters 0-9 A-Z a-z; each digit of a number except the last has 31 added.
+ *     letters, numbers   number of code points to skip, number in the category (L or N)
+ *     combining          number of code points to skip, number in the class, combining class
+ *     decompositions     2 x the distance from the previous code point (+ 1 if NFC never composes
+ *                        this one), the first part minus the previous first part (zigzag), the
+ *                        second part minus 767 (0: no second part) */
 /* BEGIN tables made by tests/unicode_tables.py, Unicode 16.0.0 */
 enum { LLM__N_LETTERS = 1354 };
 static const char *const llm__letters[] = {
@@ -8629,9 +8630,9 @@ static const char *const llm__decompositions[] = {
     "02A02E02K02E02XC02dxh20"};
 /* END tables made by tests/unicode_tables.py */
 
-typedef struct llm__packed_numbers { /* a place in one of these tables */
+typedef struct llm__packed_numbers { /* read position in one of these tables */
     const char *const *line; /* the current line */
-    const char *at;          /* next character in it */
+    const char *at;          /* next character to read */
 } llm__packed_numbers;
 
 static uint32_t llm__next_number(llm__packed_numbers *p) {
@@ -8645,7 +8646,8 @@ static uint32_t llm__next_number(llm__packed_numbers *p) {
     return number;
 }
 
-/* borders: first code point in a run, first after it, first in the next, ... */
+/* Is c in the class? borders (n): for each run of code points in the class, its first code point,
+ * then the first code point after the run. */
 static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
     int low = 0, high = n;
     while (low < high) {
@@ -8656,7 +8658,7 @@ static bool llm__in_class(const uint32_t *borders, int n, uint32_t c) {
     return low & 1;
 }
 
-/* Unicode property White_Space */
+/* Does c have the Unicode property White_Space? */
 static bool llm__is_space(uint32_t c) {
     return (c >= 9 && c <= 13) || c == 0x20 || c == 0x85 || c == 0xA0 || c == 0x1680 ||
            (c >= 0x2000 && c <= 0x200A) || c == 0x2028 || c == 0x2029 || c == 0x202F ||
@@ -8664,27 +8666,27 @@ static bool llm__is_space(uint32_t c) {
 }
 
 /* ---- Normal form C ---------------------------------------------------
- * Some tokenizers (Qwen's) convert text to NFC (Unicode Standard Annex 15): accents are composed
- * with their letter where possible, and otherwise sorted. A stable character never changes and
- * never joins the one before it. Only unstable characters, with the stable one before them, are
- * decomposed, sorted and composed. */
+ * Some tokenizers (Qwen's) convert text to NFC (Unicode Standard Annex 15): a letter and its
+ * accents become one character where possible; the other accents are sorted. A stable character
+ * never changes and never composes with the character before it. Only unstable characters, and the
+ * stable character before them, are decomposed, sorted and composed. */
 
-enum { /* Korean syllables compose by arithmetic */
+enum { /* Korean syllables are composed by arithmetic */
     LLM__HANGUL = 0xAC00, LLM__HANGUL_L = 0x1100, LLM__HANGUL_V = 0x1161, LLM__HANGUL_T = 0x11A7,
     LLM__HANGUL_N_L = 19, LLM__HANGUL_N_V = 21, LLM__HANGUL_N_T = 28
 };
 
 typedef struct llm__decomposition {
-    uint32_t whole, first, second; /* code points; second 0: whole is a synonym of first */
+    uint32_t whole, first, second; /* code points; second is 0 if whole is a synonym of first */
 } llm__decomposition;
 
 typedef struct llm__normalizer { /* the tables above, unpacked */
-    llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* all, sorted by whole */
-    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* composable, sorted by first, second */
+    llm__decomposition apart[LLM__N_DECOMPOSITIONS];    /* all decompositions, sorted by whole */
+    llm__decomposition together[LLM__N_DECOMPOSITIONS]; /* the composable ones, sorted by parts */
     int n_together;
-    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of runs of one class */
+    uint32_t marks[2 * LLM__N_COMBINING];               /* borders of runs of one combining class */
     uint8_t mark_classes[LLM__N_COMBINING];             /* combining class of each run */
-    uint8_t unstable[0x110000 / 8];                     /* a bit per code point: 1 if not stable */
+    uint8_t unstable[0x110000 / 8];                     /* one bit per code point: 1 if unstable */
 } llm__normalizer;
 
 static int llm__compare_together(const void *a, const void *b) {
@@ -8733,7 +8735,7 @@ static bool llm__is_stable(const llm__normalizer *n, uint32_t c) {
     return c < 0x300 || c >= LLM__UTF8_INVALID || !(n->unstable[c / 8] >> c % 8 & 1);
 }
 
-/* c with its combining class in the top byte */
+/* Returns c with its combining class in the top byte. */
 static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
     int low = 0, high = 2 * LLM__N_COMBINING;
     while (low < high) {
@@ -8745,7 +8747,7 @@ static uint32_t llm__with_class(const llm__normalizer *n, uint32_t c) {
 }
 
 typedef struct llm__codes { /* characters to normalize */
-    uint32_t *data;      /* (capacity) code point | class << 24; n entries, then scratch */
+    uint32_t *data;      /* (capacity) n entries, code point | class << 24; then scratch space */
     int64_t n, capacity; /* capacity >= 2 n */
 } llm__codes;
 
@@ -8758,7 +8760,8 @@ static bool llm__add_code(const llm__normalizer *n, llm__codes *codes, uint32_t 
     return true;
 }
 
-/* Recursive: only the first part can have parts itself (four levels at most). */
+/* Append the decomposition of c. The recursion has at most four levels: only the first part can be
+ * decomposed again. */
 static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uint32_t c,
                                 llm_error *err) {
     uint32_t syllable = c - LLM__HANGUL, per_lead = LLM__HANGUL_N_V * LLM__HANGUL_N_T;
@@ -8781,7 +8784,7 @@ static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uin
            (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
 }
 
-/* Stable sort, by class, of each run of characters of a class above 0. */
+/* Sort each run of characters whose class is above 0 by class. The sort is stable. */
 static void llm__sort_marks(llm__codes *codes) {
     uint32_t *data = codes->data, *room = data + codes->n;
     for (int64_t begin = 0, end; begin < codes->n; begin = end + 1) {
@@ -8794,7 +8797,7 @@ static void llm__sort_marks(llm__codes *codes) {
     }
 }
 
-/* The character composed of the two; 0: none. */
+/* Returns the character composed of first and second, or 0 if there is none. */
 static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t second) {
     uint32_t lead = first - LLM__HANGUL_L, vowel = second - LLM__HANGUL_V,
              tail = second - LLM__HANGUL_T;
@@ -8810,8 +8813,8 @@ static uint32_t llm__composed(const llm__normalizer *n, uint32_t first, uint32_t
     return found ? found->whole : 0;
 }
 
-/* A character composes with the last one of class 0, unless one between them has the same or a
- * higher class. */
+/* Compose each character with the last character of class 0 before it, if possible. A character
+ * between them that has the same or a higher class prevents this. */
 static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     int64_t starter = -1, kept = 0;
     uint32_t last = 0;
@@ -8830,10 +8833,10 @@ static void llm__compose(const llm__normalizer *n, llm__codes *codes) {
     codes->n = kept;
 }
 
-/* Append text in NFC. Invalid UTF-8 is copied unchanged. */
+/* Append the text, converted to NFC. Invalid UTF-8 is copied unchanged. */
 static bool llm__normalize(const llm__normalizer *n, const uint8_t *text, size_t length,
                            llm__codes *codes, llm__bytes *out, llm_error *err) {
-    size_t copied = 0, before = 0; /* start of the last stable character */
+    size_t copied = 0, before = 0; /* before: start of the last stable character */
     for (size_t at = 0, bytes; at < length;) {
         uint32_t c = text[at];
         bytes = c < 0x80 ? 1 : llm__utf8(text + at, length - at, &c);
@@ -8872,7 +8875,7 @@ enum { /* kinds of tokens, numbered as in GGUF */
        LLM__TOKEN_UNUSED,
        LLM__TOKEN_BYTE
 };
-/* STRIP_LEFT, STRIP_RIGHT: white space before or after the token is removed. */
+/* STRIP_LEFT, STRIP_RIGHT: the white space before or after the token is removed. */
 enum {
     LLM__MARK_END = 1,
     LLM__MARK_SPECIAL = 2,
@@ -8882,14 +8885,14 @@ enum {
 
 typedef struct llm__merge_rule { /* entry of the hash table of merges */
     uint64_t pair;   /* left id << 32 | right id */
-    int32_t rank;    /* position in the list, 1 is the best; 0: free entry */
+    int32_t rank;    /* position in the list of merges, from 1 (best); 0: free entry */
     int32_t result;  /* id of the joined token */
 } llm__merge_rule;
 
-/* Returns the length in bytes of the first word of n >= 1 bytes. */
+/* Returns the length in bytes of the first word of a text (n >= 1 bytes). */
 typedef size_t (*llm__splitter)(const llm_tokenizer *t, const uint8_t *text, size_t n);
 
-/* Where encoding puts a space before text. A stretch is the text between two special tokens. */
+/* Where llm_tokenize adds a space. A stretch is the text between two special tokens. */
 typedef enum llm__prefix {
     LLM__PREFIX_NONE,
     LLM__PREFIX_START,   /* at the start, and after each control token */
@@ -8899,38 +8902,38 @@ typedef enum llm__prefix {
 } llm__prefix;
 
 struct llm_tokenizer {
-    const char *name;          /* path of the file, for errors */
-    const llm_file *file;      /* holds the bytes of texts */
+    const char *name;          /* path of the file, for error messages */
+    const llm_file *file;      /* file that holds the bytes of texts */
     int32_t size;              /* number of tokens */
     bool byte_level;           /* "gpt2"; else "llama" */
-    llm_string *texts;         /* (size) as stored in the file */
+    llm_string *texts;         /* (size) text of each token, as stored in the file */
     uint8_t *kinds, *marks;    /* (size) LLM__TOKEN_*; (size) bits LLM__MARK_* */
-    float *scores;             /* (size); NULL: merges are used */
-    size_t longest;            /* bytes of the longest text */
-    int32_t *ids;              /* (ids_mask + 1) hash table by text: id + 1; 0: free */
+    float *scores;             /* (size) score of each token; NULL: merges are used */
+    size_t longest;            /* length of the longest text in bytes */
+    int32_t *ids;              /* (ids_mask + 1) hash table: text to id + 1; 0: free entry */
     uint64_t ids_mask;
-    llm__merge_rule *merges;   /* (merges_mask + 1) hash table by pair; NULL: scores are used */
+    llm__merge_rule *merges;   /* (merges_mask + 1) hash table of merges; NULL: scores are used */
     uint64_t merges_mask;
-    uint64_t seed;             /* random, for both hash tables: no file can force collisions */
-    int32_t bytes[256];        /* token of each byte; -1: none */
-    int16_t spelled[324];      /* byte that each code point spells; -1: none */
+    uint64_t seed;             /* random, for both hash tables, so no file can force collisions */
+    int32_t bytes[256];        /* id of each byte's token; -1: none */
+    int16_t spelled[324];      /* byte spelled by each code point; -1: none */
     llm__splitter split;
     llm__normalizer *normalizer; /* NULL: text is not converted to NFC */
-    bool ignores_merges;       /* a word that is a token needs no merges */
-    bool fuses_unknown;        /* a run of characters without tokens is one unknown token */
-    int32_t bos, eos, unknown; /* ids; -1: none */
+    bool ignores_merges;       /* a word that is a token is used without merging */
+    bool fuses_unknown;        /* adjacent characters without tokens become one unknown token */
+    int32_t bos, eos, unknown; /* token ids; -1: none */
     bool adds_bos, adds_eos, drops_space; /* drops_space: decoding removes the leading space */
     llm__prefix prefix;
-    bool has_chat;             /* the file has a chat template */
-    llm_string chat_source;    /* the template (Jinja) */
-    const struct llm__chat_format *chat; /* NULL: unknown format */
+    bool has_chat;             /* does the file have a chat template? */
+    llm_string chat_source;    /* source of the chat template, in Jinja */
+    const struct llm__chat_format *chat; /* format of the chat template; NULL: unknown */
     char *chat_usual;          /* default system message, or NULL */
     bool chat_begins_bos;      /* template begins with BOS (LLM__CHAT_KEEPS_USUAL) */
     bool chat_begins_line;     /* template begins with an empty line (LLM__CHAT_KEEPS_USUAL) */
-    const llm_string **specials[2]; /* sorted: [0] user-defined tokens, [1] special ones too */
+    const llm_string **specials[2]; /* sorted texts: [0] user-defined tokens, [1] special too */
     int64_t n_specials[2];
-    bool special_begins[2][256]; /* first bytes of specials */
-    uint32_t letters[LLM__N_LETTERS], numbers[LLM__N_NUMBERS]; /* borders of the runs */
+    bool special_begins[2][256]; /* [i][b]: a token in specials[i] begins with byte b */
+    uint32_t letters[LLM__N_LETTERS], numbers[LLM__N_NUMBERS]; /* borders, for llm__in_class */
 };
 
 static bool llm__tokenizer_error(const llm_tokenizer *t, llm_error *err, llm_status status,
@@ -8938,7 +8941,7 @@ static bool llm__tokenizer_error(const llm_tokenizer *t, llm_error *err, llm_sta
     return llm__fail(err, status, "%s: %s", t->name, what);
 }
 
-/* The slot of a text, or the free slot for it. */
+/* Returns the slot that holds the text, or the free slot where it belongs. */
 static uint64_t llm__token_slot(const llm_tokenizer *t, llm_string text) {
     uint64_t slot = llm__hash_bytes(t->seed, text.data, text.length);
     for (;; slot++) {
@@ -8970,7 +8973,7 @@ static const llm__merge_rule *llm__find_merge(const llm_tokenizer *t, int32_t le
     return &t->merges[slot & t->merges_mask];
 }
 
-/* At least a third of the slots stay free, which keeps searches short. */
+/* Returns the size of a hash table. At least a third of its slots stay free: searches are short. */
 static uint64_t llm__table_size(uint64_t entries) {
     uint64_t size = 16;
     while (size < entries + entries / 2) size *= 2;
@@ -8997,13 +9000,13 @@ static bool llm__load_texts(llm_tokenizer *t, llm_error *err) {
     size_t cursor = 0;
     for (int32_t id = 0; id < t->size && llm_value_string(tokens, &cursor, &t->texts[id]); id++) {
         uint64_t slot = llm__token_slot(t, t->texts[id]);
-        if (!t->ids[slot]) t->ids[slot] = id + 1; /* for equal texts the lowest id wins */
+        if (!t->ids[slot]) t->ids[slot] = id + 1; /* for equal texts, keep the lowest id */
         if (t->texts[id].length > t->longest) t->longest = t->texts[id].length;
     }
     return true;
 }
 
-/* "<0x41>" gives 0x41, any other text -1. */
+/* Returns 0x41 for "<0x41>", and -1 for text of another form. */
 static int llm__parse_byte(llm_string s) {
     if (s.length != 6 || memcmp(s.data, "<0x", 3) || s.data[5] != '>') return -1;
     int value = 0;
@@ -9071,8 +9074,9 @@ static bool llm__load_scores(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* Write the character that spells a byte in "gpt2" vocabularies: printable Latin-1 as itself, the
- * other 68, in order, as U+0100 and up. Returns the bytes written, 1 or 2. */
+/* Write the character that spells a byte in "gpt2" vocabularies. A byte that is printable in
+ * Latin-1 is spelled as itself; the other 68 bytes, in order, are spelled as U+0100 and up. Returns
+ * the number of bytes written, 1 or 2. */
 static size_t llm__spell_byte(int byte, char *out, uint32_t *letter) {
     uint32_t code = 256;
     for (int b = 0; b <= byte; b++) {
@@ -9098,8 +9102,8 @@ static void llm__load_bytes(llm_tokenizer *t) {
     }
 }
 
-/* Parse "left right". In some files, a part or the result is not a token; such a rule gets rank 0
- * and is skipped. joined: (t->longest) scratch. */
+/* Parse a rule of the form "left right". In some files, a part or the result is not a token; such a
+ * rule gets rank 0 and is skipped. joined: scratch space of t->longest bytes. */
 static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, int32_t rank,
                                        char *joined) {
     llm__merge_rule merge = {0, 0, -1};
@@ -9118,7 +9122,7 @@ static llm__merge_rule llm__read_merge(const llm_tokenizer *t, llm_string rule, 
     return merge;
 }
 
-/* The table is larger than the CPU caches, so slots are prefetched. */
+/* The hash table can be larger than the CPU caches, so slots are prefetched. */
 static void llm__fill_merges(llm_tokenizer *t, const llm__merge_rule *rules, uint64_t n) {
     for (uint64_t i = 0; i < n; i++) {
         if (i + 16 < n)
@@ -9156,7 +9160,7 @@ static bool llm__load_merges(llm_tokenizer *t, const char *key, llm_error *err) 
     return ok;
 }
 
-/* If the file lacks the key, *id is `usual` if that token has the given kind, else -1. */
+/* If the file has no such key, *id is `usual` if that token has the given kind, else -1. */
 static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, int kind, int32_t *id,
                             llm_error *err) {
     const llm_value *value = llm_file_find(t->file, key);
@@ -9170,7 +9174,8 @@ static bool llm__load_named(llm_tokenizer *t, const char *key, int32_t usual, in
     return true;
 }
 
-/* Some files give an end token the kind "normal". A text in angle brackets makes it special. */
+/* Some files give an end token the kind "normal". If its text is in angle brackets, it is
+ * special. */
 static void llm__mark_special(llm_tokenizer *t, int32_t id, uint8_t marks) {
     if (id < 0) return;
     llm_string s = t->texts[id];
@@ -9200,7 +9205,7 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     llm__mark_special(t, eom, LLM__MARK_END);
     for (size_t i = 0; i < sizeof spellings / sizeof *spellings; i++) {
         int32_t id = llm__find_text(t, spellings[i]);
-        /* In byte-level vocabularies, a normal "</s>" is an HTML tag. */
+        /* In byte-level vocabularies, a "</s>" of the kind "normal" is an HTML tag. */
         if (id >= 0 && !sp && t->kinds[id] == LLM__TOKEN_NORMAL && !strcmp(spellings[i], "</s>"))
             continue;
         llm__mark_special(t, id, LLM__MARK_END);
@@ -9208,7 +9213,7 @@ static bool llm__load_ends(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* Sorting puts tokens with a common beginning side by side, for llm__match_special. */
+/* llm__match_special needs the tokens sorted: then tokens with a common beginning are adjacent. */
 static bool llm__load_specials(llm_tokenizer *t, bool all, llm_error *err) {
     int64_t n = 0;
     for (int pass = 0; pass < 2; pass++) {
@@ -9246,7 +9251,7 @@ typedef enum llm__class {
     LLM__CLASS_OTHER, LLM__CLASS_LETTER, LLM__CLASS_NUMBER, LLM__CLASS_SPACE
 } llm__class;
 
-/* Class of the first character (n >= 1). An invalid byte counts as a character. */
+/* Returns the class of the first character (n >= 1). An invalid byte counts as class OTHER. */
 static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, size_t n,
                                 size_t *length) {
     uint32_t c;
@@ -9262,7 +9267,8 @@ static llm__class llm__classify(const llm_tokenizer *t, const uint8_t *text, siz
     return llm__is_space(c) ? LLM__CLASS_SPACE : LLM__CLASS_OTHER;
 }
 
-/* Bytes of white space at the start. *last: offset of its last character. */
+/* Returns the number of bytes of white space at the start. *last: offset of the last character of
+ * this white space. */
 static size_t llm__space_run(const llm_tokenizer *t, const uint8_t *text, size_t n, size_t *last) {
     size_t at = 0, length;
     while (at < n && llm__classify(t, text + at, n - at, &length) == LLM__CLASS_SPACE) {
@@ -9279,10 +9285,10 @@ static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const ui
     return at;
 }
 
-/* GPT-2's rule (regular expression: llm__read_split). A word is an ending such as 's; else
- * letters, numbers or others after an optional space; else white space, whose last character goes
- * to the next word. digits_alone: each digit is a word, and text between digits is split
- * separately. */
+/* GPT-2's rule (its regular expression is in llm__read_split). A word is an English ending such as
+ * 's, or a run of letters, numbers or other characters after an optional space, or white space.
+ * White space before other text ends one character early; the next word begins with that character.
+ * digits_alone: each digit is a word, and text between digits is split separately. */
 static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n,
                              bool digits_alone) {
     static const char *const endings[] = {"'s", "'t", "'re", "'ve", "'m", "'ll", "'d"};
@@ -9309,7 +9315,8 @@ static size_t llm__split_digits_gpt2(const llm_tokenizer *t, const uint8_t *text
     return llm__gpt2_word(t, text, n, true);
 }
 
-/* Length of an ending such as 's in any case (U+017F is also an s), or 0. */
+/* Returns the length of an English ending such as 's in upper or lower case (U+017F counts as an
+ * s), or 0. */
 static size_t llm__english_ending(const uint8_t *text, size_t n) {
     if (n < 2 || text[0] != '\'') return 0;
     if (n > 2 && text[1] == 0xC5 && text[2] == 0xBF) return 3;
@@ -9319,10 +9326,10 @@ static size_t llm__english_ending(const uint8_t *text, size_t n) {
     return (b == 'e' && (a == 'r' || a == 'v')) || (a == 'l' && b == 'l') ? 3 : 0;
 }
 
-/* Llama 3's and Qwen's rule (llm__read_split). Letters can follow one character that is not a
- * letter, number or line end. A number has at most `digits` digits. Others can follow a space, and
- * include the line ends after them. White space ends at its last line end; without one, its last
- * character goes to the next word. */
+/* Llama 3's and Qwen's rule (llm__read_split). A word of letters can begin with one character that
+ * is not a letter, number or line end. A number has at most `digits` digits. A word of other
+ * characters can begin with a space, and includes the line ends after it. White space ends after
+ * its last line end; without a line end, it ends one character before other text. */
 static size_t llm__llama3_word(const llm_tokenizer *t, const uint8_t *text, size_t n, int digits) {
     size_t length, next, last = 0, ending = llm__english_ending(text, n);
     if (ending) return ending;
@@ -9360,15 +9367,15 @@ static size_t llm__split_qwen2(const llm_tokenizer *t, const uint8_t *text, size
     return llm__llama3_word(t, text, n, 1);
 }
 
-/* Can text become this token by merging? */
+/* Can merging produce this token? */
 static bool llm__is_piece(const llm_tokenizer *t, int32_t id) {
     return t->kinds[id] != LLM__TOKEN_CONTROL && t->kinds[id] != LLM__TOKEN_UNKNOWN &&
            t->kinds[id] != LLM__TOKEN_BYTE;
 }
 
-/* The next U+2581, or the end. SentencePiece does not split text. But if no token has a U+2581
- * after a different character, no merge crosses such a place, and splitting there gives the same
- * tokens faster. */
+/* Returns the next U+2581, or the end of the text. SentencePiece does not split text into words.
+ * But if no token contains U+2581 after a different character, no merge crosses such a boundary,
+ * and splitting there gives the same tokens in less time. */
 static const uint8_t *llm__next_space(const uint8_t *text, size_t n) {
     for (const uint8_t *p = text, *end = text + n;
          (p = (const uint8_t *)memchr(p, 0xE2, (size_t)(end - p))); p++)
@@ -9394,7 +9401,7 @@ static size_t llm__split_nothing(const llm_tokenizer *t, const uint8_t *text, si
     return n;
 }
 
-/* Does any token have a U+2581 after a different character? */
+/* Does any token contain U+2581 after a different character? */
 static bool llm__joins_spaces(const llm_tokenizer *t) {
     for (int32_t id = 0; id < t->size; id++) {
         const uint8_t *text = (const uint8_t *)t->texts[id].data;
@@ -9437,7 +9444,7 @@ static bool llm__load_split(llm_tokenizer *t, bool *composes, llm_error *err) {
     size_t cursor = 0;
     if (value && !llm_value_string(value, &cursor, &name))
         return llm__tokenizer_error(t, err, LLM_ERROR_FORMAT, "tokenizer.ggml.pre is not a string");
-    /* Early Llama 3 files have none. A guessed rule would silently split some words wrongly. */
+    /* Early Llama 3 files name no rule. A guessed rule would silently split some words wrongly. */
     if (!value || llm__is_text(name, "default"))
         return llm__fail(err, LLM_ERROR_UNSUPPORTED,
                          "%s: the vocabulary does not say by which rule words are split "
@@ -9502,7 +9509,7 @@ static bool llm__load_prefix(llm_tokenizer *t, llm_error *err) {
     return true;
 }
 
-/* Pieces are joined by token scores or, from a tokenizer.json, by merges. */
+/* Pieces are joined by token scores or, if the vocabulary is from a tokenizer.json, by merges. */
 static bool llm__load_pieces(llm_tokenizer *t, llm_error *err) {
     static const char merges[] = "tokenizer.llm.merges";
     if (llm_file_find(t->file, merges) ? !llm__load_merges(t, merges, err)
@@ -9604,35 +9611,36 @@ llm_string llm_tokenizer_text(const llm_tokenizer *t, int32_t id) {
 
 /* ---- tokenizer.json --------------------------------------------------
  * Hugging Face's format: a vocabulary, merges, and the steps normalizer, pre_tokenizer, model,
- * post_processor and decoder. The steps of byte-level and SentencePiece BPE are supported; others
- * are refused by name. The result is GGUF values. Where GGUF has no key, we use tokenizer.llm.*:
+ * post_processor and decoder. The steps of byte-level and SentencePiece BPE are supported; for any
+ * other step, the error gives its name. The result is a list of GGUF values. A setting that has no
+ * key in GGUF gets one of these keys, after "tokenizer.llm.":
  *
- *     nfc, ignore_merges        bool, where tokenizer.ggml.pre implies the opposite
- *     merges                    of a "llama" vocabulary, in place of scores
- *     prefix                    value of llm__prefix
+ *     nfc, ignore_merges        bool, if tokenizer.ggml.pre does not imply the value
+ *     merges                    merges of a "llama" vocabulary, used instead of scores
+ *     prefix                    one of LLM__PREFIX_*
  *     drops_space               decoding removes the leading space
  *     split_spaces              every U+2581 begins a word
- *     fuse_unknown              a run of characters without tokens is one unknown token
+ *     fuse_unknown              adjacent characters without tokens become one unknown token
  *     strip_left, strip_right   ids of tokens that remove the white space before or after them
- *     end_token_ids             ids of further tokens that end an answer */
+ *     end_token_ids             ids of additional tokens that end an answer */
 
 typedef struct llm__vocabulary {
-    const char *name;        /* path of the tokenizer.json, for errors */
-    llm__metadata *m;        /* receives the GGUF values */
+    const char *name;        /* path of the tokenizer.json, for error messages */
+    llm__metadata *m;        /* destination of the GGUF values */
     llm_error *err;
     llm_json json, config, added; /* tokenizer.json, tokenizer_config.json, added_tokens.json */
     llm_string *texts;       /* (size) */
     int32_t *kinds;          /* (size) LLM__TOKEN_*; 0: no token has this id */
-    uint8_t *strips;         /* (size) bits: 1 removes white space before the token, 2 after */
-    uint64_t size;           /* ids, used or not */
-    llm__splitter split;     /* NULL: none yet */
+    uint8_t *strips;         /* (size) bits: 1 removes white space before the token, 2 after it */
+    uint64_t size;           /* number of ids, used and unused */
+    llm__splitter split;     /* rule for words; NULL: none yet */
     /* digits: each digit is a word; escapes: spaces become U+2581; byte_fallback: the tokens <0x00>
-     * to <0xFF> are bytes */
+     * to <0xFF> represent bytes */
     bool byte_level, digits, nfc, escapes, byte_fallback, split_spaces, drops_space, adds_bos,
         adds_eos;
     llm__prefix prefix;
-    int32_t bos, eos, unknown; /* ids; -1: none */
-    llm__bytes ids;          /* int32_t list being built */
+    int32_t bos, eos, unknown; /* token ids; -1: none */
+    llm__bytes ids;          /* list of int32_t being built */
 } llm__vocabulary;
 
 static const llm_json_node *llm__setting(const llm__vocabulary *v, const char *key) {
@@ -9658,7 +9666,7 @@ static bool llm__is_step(const llm_json_node *node, const char *type) {
     return llm_json_is(llm_json_member(node, "type"), type);
 }
 
-/* Is the step {"pattern": {"String": pattern}, "content": content}? */
+/* Does the step have the form {"pattern": {"String": pattern}, "content": content}? */
 static bool llm__replaces(const llm_json_node *node, const char *pattern, const char *content) {
     return llm_json_is(llm_json_member(llm_json_member(node, "pattern"), "String"), pattern) &&
            llm_json_is(llm_json_member(node, "content"), content);
@@ -9799,7 +9807,7 @@ static bool llm__read_decoder(llm__vocabulary *v, const llm_json_node *node) {
                                   "Strip (of one space in front), Sequence");
 }
 
-/* -1: no such token. */
+/* Returns the id of the token with this text, or -1. */
 static int32_t llm__vocabulary_find_text(const llm__vocabulary *v, llm_string text) {
     for (uint64_t id = 0; id < v->size; id++)
         if (v->kinds[id] && !llm__compare_strings(&v->texts[id], &text)) return (int32_t)id;
@@ -9812,7 +9820,8 @@ static int32_t llm__vocabulary_find(const llm__vocabulary *v, const llm_json_nod
     return llm_json_string(text, &wanted) ? llm__vocabulary_find_text(v, wanted) : -1;
 }
 
-/* "single" must be the text, with at most one token (BOS) before it and one (EOS) after it. */
+/* "single" must be the text, with one token (BOS) or none before it and one (EOS) or none
+ * after it. */
 static bool llm__read_template(llm__vocabulary *v, const llm_json_node *node) {
     const llm_json_node *items = llm_json_member(node, "single");
     bool text = false, ok = true;
@@ -9842,13 +9851,13 @@ static bool llm__read_post_processor(llm__vocabulary *v, const llm_json_node *no
     return true;
 }
 
-/* UINT64_MAX: not an id. */
+/* Returns UINT64_MAX if the node is not an id. */
 static uint64_t llm__entry_id(const llm_json_node *node) {
     uint64_t id;
     return llm_json_u64(node, &id) ? id : UINT64_MAX;
 }
 
-/* The id of a key such as "96". UINT64_MAX: not an id. */
+/* Returns the id in a key such as "96", or UINT64_MAX if the key is not an id. */
 static uint64_t llm__key_id(llm_string key) {
     uint64_t id = 0;
     for (size_t i = 0; i < key.length; i++) {
@@ -9875,7 +9884,7 @@ static bool llm__add_entry(llm__vocabulary *v, uint64_t id, llm_string text, int
     return true;
 }
 
-/* token: settings of the added token; NULL: defaults. */
+/* token: settings of the added token; NULL: the defaults. */
 static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
                            const llm_json_node *token) {
     int32_t kind = llm__is_on(token, "special", false) ? LLM__TOKEN_CONTROL : LLM__TOKEN_USER;
@@ -9886,7 +9895,7 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
         return llm__fail(v->err, LLM_ERROR_UNSUPPORTED,
                          "%s: the added token '%s' is single_word, which is not supported", v->name,
                          llm__show(text).text);
-    /* Hugging Face would search for it with U+2581 before it. */
+    /* Hugging Face would search for the token with U+2581 before it. */
     if (kind == LLM__TOKEN_USER && v->prefix == LLM__PREFIX_STRETCH &&
         llm__is_on(token, "normalized", true))
         return llm__fail(
@@ -9899,8 +9908,8 @@ static bool llm__add_token(llm__vocabulary *v, uint64_t id, llm_string text,
     return true;
 }
 
-/* Add a token of another file in the folder. An added token of tokenizer.json keeps its settings;
- * an ordinary one becomes an added token. */
+/* Add a token from another file in the folder. If it is an added token in tokenizer.json, its
+ * settings do not change; if it is an ordinary token there, it becomes an added token. */
 static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text,
                             const llm_json_node *token) {
     bool same = id < v->size && v->kinds[id] && !llm__compare_strings(&v->texts[id], &text);
@@ -9910,8 +9919,8 @@ static bool llm__add_beside(llm__vocabulary *v, uint64_t id, llm_string text,
     return llm__add_token(v, found >= 0 ? (uint64_t)found : id, text, token);
 }
 
-/* decoder: of tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder: older tools'
- * added_tokens.json, {"<|x|>": 96}. */
+/* decoder: added tokens in tokenizer_config.json, {"96": {"content": "<|x|>", ...}}. encoder:
+ * added_tokens.json, written by older tools, {"<|x|>": 96}. */
 static bool llm__read_beside(llm__vocabulary *v, const llm_json_node *decoder,
                              const llm_json_node *encoder) {
     uint64_t first = v->size, end;
@@ -9943,7 +9952,7 @@ static bool llm__read_entries(llm__vocabulary *v, const llm_json_node *vocab,
     if (!llm_json_has_kind(decoder, LLM_JSON_OBJECT)) decoder = NULL;
     if (decoder || !llm_json_has_kind(encoder, LLM_JSON_OBJECT)) encoder = NULL;
     uint64_t n_beside = (decoder ? decoder->length : 0) + (uint64_t)(encoder ? encoder->length : 0);
-    /* leaves room for some unused ids */
+    /* leave room for some unused ids */
     v->size = ((uint64_t)vocab->length + (added ? added->length : 0) + n_beside) * 2 + 256;
     v->texts = (llm_string *)llm__new((size_t)v->size, sizeof *v->texts, "the vocabulary", v->err);
     v->kinds = v->texts ? (int32_t *)llm__new((size_t)v->size, sizeof *v->kinds, "the vocabulary",
@@ -10031,7 +10040,7 @@ static bool llm__put_merges(llm__vocabulary *v, const llm_json_node *merges) {
     return true;
 }
 
-/* Write GGUF's name of the split rule, and tokenizer.llm.* keys for what it does not imply. */
+/* Write GGUF's name of the split rule, and tokenizer.llm.* keys for settings it does not imply. */
 static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
     const struct llm__split *best = NULL;
     for (size_t i = 0; i < sizeof llm__splits / sizeof *llm__splits; i++) {
@@ -10049,7 +10058,7 @@ static void llm__put_rule(llm__vocabulary *v, bool ignores_merges) {
         llm__note_bool(v->m, "tokenizer.llm.ignore_merges", ignores_merges);
 }
 
-/* Write v->ids and clear it. */
+/* Write the list v->ids, and clear it. */
 static void llm__put_ids(llm__vocabulary *v, const char *key) {
     if (v->ids.length)
         llm__note_array(v->m, key, LLM_VALUE_I32, v->ids.data, v->ids.length / 4, v->ids.length);
@@ -10066,8 +10075,8 @@ static bool llm__put_strips(llm__vocabulary *v, uint8_t side, const char *key) {
     return true;
 }
 
-/* Scores for other programs. Earlier merges usually make tokens of lower ids, so the score is -id,
- * as in SentencePiece's own files. */
+/* Write scores for other programs. Earlier merges usually make tokens with lower ids, so the score
+ * is -id, as in SentencePiece's own files. */
 static bool llm__put_scores(llm__vocabulary *v) {
     float *scores = (float *)llm__new((size_t)v->size, sizeof *scores, "the scores of tokens",
                                       v->err);
@@ -10080,7 +10089,8 @@ static bool llm__put_scores(llm__vocabulary *v) {
     return true;
 }
 
-/* The value of the key must be a token: a missing end token would never be recognized. */
+/* Read the id of the token that the key names. A text that is not a token is an error, since a
+ * missing end token would never be recognized. */
 static bool llm__read_named(const llm__vocabulary *v, const char *key, int32_t *id) {
     const llm_json_node *node = llm_json_member(v->config.nodes, key);
     llm_string text = {"", 0};
@@ -10104,7 +10114,7 @@ static bool llm__read_config(llm__vocabulary *v) {
     return true;
 }
 
-/* node: the template, or several with names, of which "default" is used. */
+/* node: the template, or an array of named templates: the one named "default" is used. */
 static bool llm__config_template(const llm_json_node *node, llm_string *text) {
     for (const llm_json_node *item = llm_json_has_kind(node, LLM_JSON_ARRAY) ? llm_json_first(node)
                                                                              : NULL;
@@ -10184,8 +10194,8 @@ static bool llm__has_id(const llm__bytes *ids, int32_t id) {
     return false;
 }
 
-/* Add the end tokens of "eos_token_id": one id or a list. "bos_token_id" has the same form, and is
- * only checked. */
+/* Add the end tokens in "eos_token_id", which is one id or a list. "bos_token_id" has the same form
+ * and is only checked. */
 static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *name) {
     static const char *const keys[] = {"bos_token_id", "eos_token_id"};
     llm_json json;
@@ -10212,7 +10222,7 @@ static bool llm__add_ends(llm__vocabulary *v, const char *folder, const char *na
     return ok;
 }
 
-/* Read further end tokens and the chat template from the other files of the folder. */
+/* Read additional end tokens and the chat template from the other files of the folder. */
 static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     llm_string jinja, text;
     bool found = false;
@@ -10231,7 +10241,7 @@ static bool llm__put_siblings(llm__vocabulary *v, const char *folder) {
     return true;
 }
 
-/* Append the GGUF values to m. folder: of the other files; NULL: none are read. */
+/* Append the GGUF values to m. folder: folder of the other files; NULL: no other files are read. */
 static bool llm__translate_vocabulary(llm__metadata *m, const void *text, size_t length,
                                       const char *name, const char *folder, llm_error *err) {
     llm__vocabulary v;
@@ -10298,22 +10308,22 @@ static llm_file *llm__vocabulary_open(const void *text, uint64_t length, const c
 /* ---- Merging --------------------------------------------------------- */
 
 typedef struct llm__symbol { /* piece of a word, in a doubly linked list */
-    int32_t previous, next;  /* -1: none */
-    int32_t start, length;   /* bytes of the word; length 0: joined to the left neighbour */
-    int32_t id;              /* token; -1: none */
+    int32_t previous, next;  /* indices of the neighbours; -1: none */
+    int32_t start, length;   /* byte range in the word; length 0: joined to the left neighbour */
+    int32_t id;              /* token id; -1: none */
 } llm__symbol;
 
-typedef struct llm__candidate { /* two neighbours that make a token */
-    double cost;             /* merge rank or -score; the least is joined first */
-    int32_t left;            /* symbol; the right one is its next */
-    int32_t length;          /* bytes of both symbols when pushed */
-    int32_t result;          /* the joined token */
+typedef struct llm__candidate { /* two neighbours that form a token */
+    double cost;             /* merge rank or -score; the lowest cost is joined first */
+    int32_t left;            /* index of the left symbol; its `next` is the right symbol */
+    int32_t length;          /* bytes of both symbols at the time of the push */
+    int32_t result;          /* id of the joined token */
 } llm__candidate;
 
 typedef struct llm__known_word { /* cache entry: a short word and its tokens */
     uint8_t length, n_ids;   /* length 0: free entry */
-    char text[30];           /* (length) */
-    int32_t ids[8];          /* (n_ids) */
+    char text[30];           /* (length) bytes of the word */
+    int32_t ids[8];          /* (n_ids) tokens of the word */
 } llm__known_word;
 
 typedef struct llm__tokenizing { /* state of one call of llm_tokenize */
@@ -10321,16 +10331,16 @@ typedef struct llm__tokenizing { /* state of one call of llm_tokenize */
     const uint8_t *word;     /* word being merged */
     llm__symbol *symbols;    /* (n_symbols) pieces of the word */
     int64_t n_symbols, symbol_capacity;
-    llm__candidate *heap;    /* (n_heap) children of entry i: 2i + 1, 2i + 2 */
+    llm__candidate *heap;    /* (n_heap) heap; the children of entry i are 2i + 1 and 2i + 2 */
     int64_t n_heap, heap_capacity;
-    llm__bytes normal;       /* text in NFC */
-    llm__bytes escaped;      /* text with a space in front and spaces as U+2581 */
-    llm__codes codes;        /* scratch of llm__normalize */
-    llm__known_word *known;  /* (known_mask + 1) cache, indexed by the word's hash */
+    llm__bytes normal;       /* text converted to NFC */
+    llm__bytes escaped;      /* text with an added space, or with spaces as U+2581 */
+    llm__codes codes;        /* scratch space of llm__normalize */
+    llm__known_word *known;  /* (known_mask + 1) cache of words, indexed by hash */
     uint64_t known_mask;
-    int32_t *ids;            /* (capacity) the caller's array, or our own */
+    int32_t *ids;            /* (capacity) tokens: the caller's array, or one allocated here */
     int64_t n_ids, capacity; /* n_ids can exceed capacity: all tokens are counted */
-    bool grows;              /* ids is our own */
+    bool grows;              /* ids is allocated here */
     llm_error *err;
 } llm__tokenizing;
 
@@ -10338,13 +10348,13 @@ static void llm__emit(llm__tokenizing *z, int32_t id) {
     if (z->grows) {
         void *grown = llm__grow(z->ids, z->n_ids, &z->capacity, sizeof id, "token ids", z->err);
         if (grown) z->ids = (int32_t *)grown;
-        else z->grows = false; /* from here on, n_ids exceeds capacity */
+        else z->grows = false; /* out of memory: n_ids will exceed capacity */
     }
     if (z->n_ids < z->capacity) z->ids[z->n_ids] = id;
     z->n_ids++;
 }
 
-/* With equal costs, the left pair is first. */
+/* Is a joined before b? If the costs are equal, the left pair is joined first. */
 static bool llm__before(const llm__candidate *a, const llm__candidate *b) {
     return a->cost < b->cost || (a->cost == b->cost && a->left < b->left);
 }
@@ -10380,7 +10390,7 @@ static int32_t llm__find_piece(const llm_tokenizer *t, const uint8_t *text, int3
     return id >= 0 && llm__is_piece(t, id) ? id : -1;
 }
 
-/* Push a symbol and its next if they make a token. */
+/* Push the pair of a symbol and its right neighbour if they form a token. */
 static bool llm__consider(llm__tokenizing *z, int32_t left) {
     const llm_tokenizer *t = z->t;
     if (left < 0 || z->symbols[left].next < 0) return true;
@@ -10397,8 +10407,8 @@ static bool llm__consider(llm__tokenizing *z, int32_t left) {
     return c.result < 0 || llm__heap_push(z, c);
 }
 
-/* Join neighbours, best first. A candidate is stale if one of its symbols was joined after the
- * push. Symbols only grow, so its length differs. */
+/* Join neighbours, the best pair first. A candidate is stale if one of its symbols was joined after
+ * the push. Symbols only grow, so a stale candidate has the wrong length. */
 static bool llm__merge(llm__tokenizing *z) {
     z->n_heap = 0;
     for (int32_t i = 0; i < z->n_symbols; i++)
@@ -10431,12 +10441,12 @@ static bool llm__add_symbol(llm__tokenizing *z, size_t start, size_t length, int
     return true;
 }
 
-/* Emit a character without a token as byte tokens or, if one is missing, as the unknown token.
- * *unknown: is the last piece unknown? Updated. */
+/* Emit a character without a token as byte tokens or, if one of them is missing, as the unknown
+ * token. *unknown (updated): was the last piece unknown? */
 static bool llm__emit_bytes(llm__tokenizing *z, const uint8_t *text, int32_t length,
                             bool *unknown) {
     const llm_tokenizer *t = z->t;
-    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* U+2581 is a space */
+    if (length == 3 && !memcmp(text, "\xE2\x96\x81", 3) && t->scores) { /* U+2581 spells a space */
         text = (const uint8_t *)" ";
         length = 1;
     }
@@ -10487,7 +10497,7 @@ static bool llm__add_symbols(llm__tokenizing *z, size_t n) {
     return true;
 }
 
-/* The token that is the whole word, or -1. */
+/* Returns the token whose text is the whole word, or -1. */
 static int32_t llm__find_word(const llm_tokenizer *t, const uint8_t *word, size_t n) {
     char spelled[512];
     if (n > t->longest || n > sizeof spelled / 2) return -1;
@@ -10549,7 +10559,8 @@ static bool llm__escape(llm__tokenizing *z, const uint8_t *text, size_t n, bool 
     return true;
 }
 
-/* first: at the start of the text. after_control: at the start or after a control token. */
+/* first: the stretch is at the start of the text. after_control: the stretch is at the start or
+ * after a control token. */
 static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_t n, bool first,
                                   bool after_control) {
     const llm_tokenizer *t = z->t;
@@ -10570,16 +10581,16 @@ static bool llm__tokenize_stretch(llm__tokenizing *z, const uint8_t *text, size_
            llm__tokenize_words(z, z->escaped.data, z->escaped.length);
 }
 
-/* Length of the longest token of specials[all] that the text begins with, or 0. The tokens that
- * match so far are a range of the sorted list, which two binary searches narrow for each byte. Only
- * the first of the range, the shortest, can end there. */
+/* Returns the length of the longest token in specials[all] that the text begins with, or 0. The
+ * tokens that match the bytes read so far are a range of the sorted list. For each byte, two binary
+ * searches narrow the range. Only its first token, the shortest, can end at this byte. */
 static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t *text, size_t n,
                                  int32_t *id) {
     const llm_string *const *names = t->specials[all];
     int64_t begin = 0, end = t->n_specials[all];
     size_t matched = 0;
     for (size_t depth = 0; depth < n && begin < end; depth++) {
-        /* find the first name whose byte is >= the text's, then the first whose byte is > */
+        /* find the first name whose byte is >= the text's byte, then the first where it is > */
         for (int side = 0; side < 2; side++) {
             int64_t low = begin, high = end;
             while (low < high) {
@@ -10599,12 +10610,12 @@ static size_t llm__match_special(const llm_tokenizer *t, bool all, const uint8_t
     return matched;
 }
 
-/* Part of a text, in bytes. Arrays of ranges are sorted and disjoint. */
+/* Part of a text, as byte offsets. Arrays of ranges are sorted and disjoint. */
 typedef struct llm__range {
     size_t begin, end;
 } llm__range;
 
-/* Special tokens are recognized in the trusted ranges, user-defined tokens everywhere. */
+/* Special tokens are recognized only in the trusted ranges, user-defined tokens everywhere. */
 static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n,
                                const llm__range *trusted, int64_t n_trusted) {
     const llm_tokenizer *t = z->t;
@@ -10637,8 +10648,7 @@ static bool llm__tokenize_text(llm__tokenizing *z, const uint8_t *text, size_t n
     return true;
 }
 
-/* The tokens go to ids (capacity), or, if `owned` is not NULL, to an array that is allocated here
- * and returned in *owned. */
+/* Write the tokens to ids (capacity) or, if `owned` is not NULL, to a new array in *owned. */
 static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, size_t length,
                                     const llm__range *trusted, int64_t n_trusted, bool bos,
                                     bool eos, int32_t *ids, int64_t capacity, int32_t **owned,
@@ -10661,9 +10671,9 @@ static int64_t llm__tokenize_ranges(const llm_tokenizer *t, const char *text, si
                                           "the words of a text", err);
     bool ok = z.known && llm__tokenize_text(&z, (const uint8_t *)text, length, trusted, n_trusted);
     if (eos && t->eos >= 0) llm__emit(&z, t->eos);
-    if (owned && ok && z.n_ids == 0) /* room for one, so that it is not NULL */
+    if (owned && ok && z.n_ids == 0) /* allocate one entry, so that *owned is not NULL */
         z.ids = (int32_t *)llm__grow(NULL, 0, &z.capacity, sizeof *z.ids, "token ids", err);
-    ok = ok && (!owned || (z.ids && z.n_ids <= z.capacity)); /* else there was no memory for them */
+    ok = ok && (!owned || (z.ids && z.n_ids <= z.capacity)); /* false if memory ran out */
     if (owned && ok) *owned = z.ids;
     else if (owned) LLM_FREE(z.ids);
     LLM_FREE(z.known);
@@ -10701,8 +10711,8 @@ int64_t llm_tokenize_new(const llm_tokenizer *t, const char *text, size_t length
 
 /* ---- Back to text ---------------------------------------------------- */
 
-typedef struct llm__output { /* bytes that do not fit are only counted */
-    char *data;              /* (capacity) */
+typedef struct llm__output { /* text buffer; bytes that do not fit are only counted */
+    char *data;              /* (capacity) bytes of text */
     size_t capacity, length;
 } llm__output;
 
@@ -10711,7 +10721,7 @@ static void llm__put(llm__output *out, const void *data, size_t n) {
         if (out->length < out->capacity) out->data[out->length] = ((const char *)data)[i];
 }
 
-/* Writes at most as many bytes as the token's text has. */
+/* Append the bytes of a token, at most as many as its text has. */
 static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm__output *out) {
     llm_string s = t->texts[id];
     const uint8_t *text = (const uint8_t *)s.data;
@@ -10738,7 +10748,7 @@ static void llm__decode(const llm_tokenizer *t, int32_t id, bool drop_space, llm
     }
 }
 
-/* As the first token, does it lose the leading space that llm_tokenize added? */
+/* At the start of a text, does decoding remove this token's space, which llm_tokenize added? */
 static bool llm__drops_space(const llm_tokenizer *t, int32_t id) {
     return t->drops_space && t->kinds[id] != LLM__TOKEN_USER;
 }
@@ -10771,12 +10781,12 @@ int64_t llm_detokenize_new(const llm_tokenizer *t, const int32_t *ids, int64_t n
     return *text ? llm_detokenize(t, ids, n, *text, (size_t)bytes, err) : -1;
 }
 
-/* Up to 3 held bytes and a token; each byte can become U+FFFD, which has 3 bytes. */
+/* The input is up to 3 held bytes and a token. Each byte can become U+FFFD, which has 3 bytes. */
 size_t llm_stream_capacity(const llm_tokenizer *t) { return 3 * (t->longest + 4); }
 
 size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id, char *text) {
-    /* The bytes go to the last third of `text`, then, checked, to its start. At most 3 bytes are
-     * written for each that is read, so no unread byte is overwritten. */
+    /* The bytes are decoded into the last third of `text`, then checked and moved to its start. At
+     * most 3 bytes are written for each byte read, so no unread byte is overwritten. */
     llm__output raw = {text + 2 * (t->longest + 4), t->longest + 4, 0};
     size_t n_held = stream->n_held > 0 && stream->n_held < 4 ? (size_t)stream->n_held : 0;
     llm__put(&raw, stream->held, n_held);
@@ -10805,34 +10815,35 @@ size_t llm_stream_decode(const llm_tokenizer *t, llm_stream *stream, int32_t id,
 }
 
 /* ---- Conversations ---------------------------------------------------
- * A chat model is trained on conversations in one fixed format, which its file defines by a
- * template, a program in Jinja. Few formats are in use, so a table of them replaces a Jinja
- * interpreter. A format is recognized by expressions in the template; an unknown one is refused.
+ * A chat model is trained on conversations in one fixed format. Its file defines the format with a
+ * template, a program in the language Jinja. Few formats are in use, so a table of formats replaces
+ * a Jinja interpreter. A format is recognized by expressions in its template. A conversation with
+ * an unknown template is refused.
  *
- * In the patterns of a format, %s is the message, %b BOS, %e EOS and %d a date. Special tokens are
- * recognized in the patterns only, so a message cannot end itself and pose as another speaker.
- * (Marks that are not tokens, such as Zephyr's "<|user|>", can be forged.) */
+ * In the patterns of a format, %s is the message, %b is BOS, %e is EOS and %d is a date. Special
+ * tokens are recognized only in the patterns, so a message cannot end itself and pose as another
+ * speaker. (Marks that are not tokens, such as Zephyr's "<|user|>", can be forged.) */
 
 enum {
     LLM__CHAT_TRIMS = 1,         /* strip white space around messages */
     LLM__CHAT_TRIMS_ANSWERS = 2, /* strip white space around the assistant's messages only */
-    LLM__CHAT_ALTERNATES = 4,    /* system (optional), then user and assistant in turn */
-    LLM__CHAT_JOINS_LAST = 8,    /* the last user message gets `joined`, not the first */
-    LLM__CHAT_FORGETS = 16,      /* remove the thoughts from earlier answers */
+    LLM__CHAT_ALTERNATES = 4,    /* an optional system message, then user and assistant in turn */
+    LLM__CHAT_JOINS_LAST = 8,    /* `joined` is in the last user message, not the first */
+    LLM__CHAT_FORGETS = 16,      /* remove the thinking from earlier answers */
     LLM__CHAT_KEEPS_USUAL = 32,  /* the template can have its own default system message */
-    LLM__CHAT_THINKS = 64,       /* an empty thought before the answer turns thinking off */
+    LLM__CHAT_THINKS = 64,       /* empty <think> tags before the answer turn thinking off */
     LLM__CHAT_PRINTS = 128       /* the template has text outside of tags */
 };
 
 typedef struct llm__chat_format {
     const char *name;
     unsigned flags;         /* LLM__CHAT_* */
-    const char *begin;      /* start of the conversation */
-    const char *first;      /* pattern of a system message at the start; NULL: as `system` */
+    const char *begin;      /* text at the start of the conversation */
+    const char *first;      /* pattern of a system message at the start; NULL: `system` is used */
     const char *system;     /* pattern of a system message; NULL: see `joined` */
     const char *joined;     /* pattern of system text within a user message; NULL: none */
-    const char *user, *assistant; /* patterns of their messages */
-    const char *open;       /* start of the answer */
+    const char *user, *assistant; /* patterns of user and assistant messages */
+    const char *open;       /* text at the start of the answer */
     const char *usual;      /* default system message, or NULL */
     const char *end;        /* text that ends an answer; "%e": EOS */
     const char *date;       /* text for %d; NULL: the current date */
@@ -10890,11 +10901,12 @@ static const llm__chat_format llm__chat_formats[] = {
 #undef LLM__LLAMA3_DATED
 enum { LLM__N_CHAT_FORMATS = sizeof llm__chat_formats / sizeof *llm__chat_formats };
 
-/* How to recognize a format. Equivalent templates differ, so a format can have several rows. Code
- * between the marks, normally for tool calls, is not checked; long marks leave little of it. */
+/* How to recognize a format. Equivalent templates can contain different code, so a format can have
+ * several rows. The code between the marks, usually for tool calls, is not checked; long marks keep
+ * this code short. */
 typedef struct llm__chat_marks {
-    const char *name;     /* of the format */
-    const char *marks[9]; /* all occur in the output of llm__skeleton; "!x": x does not */
+    const char *name;     /* name of the format */
+    const char *marks[9]; /* strings in llm__skeleton's output; "!x": it has no x */
 } llm__chat_marks;
 
 #define LLM__QWEN3_USER(content)                                                                   \
@@ -11019,9 +11031,10 @@ const char *llm_chat_template_at(int index) {
     return index >= 0 && index < LLM__N_CHAT_FORMATS ? llm__chat_formats[index].name : NULL;
 }
 
-/* The text between two tags, trimmed as by Jinja's trim_blocks and lstrip_blocks, which Hugging
- * Face sets. before, after: the tags: '%' block or comment, '{' expression, '-' one with a minus
- * sign on this side, 0 none (start or end of the template). */
+/* Trim the text between two tags like Jinja with trim_blocks and lstrip_blocks, which Hugging Face
+ * sets. before, after: kinds of the two tags: '%' for a block or comment, '{' for an expression,
+ * '-' for a tag with a minus sign on the side of the text, 0 for no tag (start or end of the
+ * template). */
 static llm_string llm__template_text(llm_string s, char before, char after) {
     size_t end = s.length;
     while (end && strchr(" \t\r\n", s.data[end - 1])) end--;
@@ -11036,7 +11049,7 @@ static llm_string llm__template_text(llm_string s, char before, char after) {
     return s;
 }
 
-/* At the end of the output, ['y'] becomes .y */
+/* Replace ['y'] at the end of the output by .y */
 static void llm__fold_member(llm__bytes *out) {
     size_t open = out->length - 2;
     while (open > 0 && out->data[open - 1] != '\'') open--;
@@ -11048,7 +11061,8 @@ static void llm__fold_member(llm__bytes *out) {
 }
 
 /* Append a tag in normal form: no white space outside of strings, strings unescaped and in single
- * quotes, 'a'+'b' as 'ab', x['y'] as x.y. Returns the bytes read. *dash: it ended in a minus. */
+ * quotes, 'a'+'b' as 'ab', x['y'] as x.y. Returns the number of bytes read. *dash: the tag ends in
+ * a minus sign. */
 static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_error *err) {
     char quote = 0, close = s.data[1] == '{' ? '}' : '%';
     size_t i = 0;
@@ -11081,8 +11095,8 @@ static size_t llm__template_code(llm_string s, llm__bytes *out, bool *dash, llm_
     return i;
 }
 
-/* A template in normal form, to search for marks: text and tags, without comments, zero-terminated.
- * *printed: bytes of text outside of tags. */
+/* Append a template in normal form, to be searched for marks: text and tags without comments,
+ * zero-terminated. *printed: number of bytes of text outside of tags. */
 static bool llm__skeleton(llm_string source, llm__bytes *out, size_t *printed, llm_error *err) {
     char before = 0;
     *printed = 0;
@@ -11123,8 +11137,8 @@ static const llm__chat_format *llm__format_called(const char *name) {
     return NULL;
 }
 
-/* The format whose marks fit, or NULL. Only some formats allow text outside of tags, or an empty
- * line at the start. */
+/* Returns the format whose marks match, or NULL. Only some formats allow text outside of tags or an
+ * empty line at the start. */
 static const llm__chat_format *llm__find_format(const char *skeleton, size_t printed) {
     for (size_t i = 0; i < sizeof llm__chat_marked / sizeof *llm__chat_marked; i++) {
         const char *const *marks = llm__chat_marked[i].marks;
@@ -11139,14 +11153,14 @@ static const llm__chat_format *llm__find_format(const char *skeleton, size_t pri
     return NULL;
 }
 
-/* The default system message of a chatml template is one string. *usual: the message, or NULL; the
- * caller frees it. Returns false if it is ambiguous. */
+/* Find the default system message of a chatml template: one string. *usual: the message, or NULL;
+ * the caller frees it. Returns false if the message is ambiguous or memory runs out. */
 static bool llm__usual_system(const char *skeleton, char **usual, llm_error *err) {
     static const char begin[] = "'<|im_start|>system\n", end[] = "<|im_end|>\n'";
     *usual = NULL;
     for (const char *p = skeleton; (p = strstr(p, begin)) != NULL; p++) {
         const char *text = p + strlen(begin), *stop = strstr(text, end);
-        if (*text == '\'') continue; /* the caller's message */
+        if (*text == '\'') continue; /* the caller's message follows, not a default */
         if (!stop || strchr(text, '\'') < stop || *usual) return false;
         size_t length = (size_t)(stop - text);
         *usual = (char *)llm__new(length + 1, 1, "a system message", err);
@@ -11198,7 +11212,7 @@ typedef struct llm__rendering { /* conversation being converted to text */
     const llm__chat_format *format;
     const char *date;        /* text for %d */
     llm__bytes text;         /* the output so far */
-    llm__range *trusted;     /* (n_trusted) parts of text that come from patterns */
+    llm__range *trusted;     /* (n_trusted) parts of text written from patterns */
     int64_t n_trusted, capacity;
     llm_error *err;
 } llm__rendering;
@@ -11244,7 +11258,7 @@ static bool llm__write_text(llm__rendering *r, llm_string s, bool trusted) {
     return true;
 }
 
-/* Bytes of white space at the end, as Python's strip() defines it. */
+/* Returns the number of bytes of white space at the end, as defined by Python's strip(). */
 static size_t llm__trailing_space(const char *text, size_t n) {
     for (size_t end = n;;) {
         size_t begin = end;
@@ -11270,7 +11284,7 @@ static llm_string llm__trim(llm_string s) {
     return s;
 }
 
-/* part 0: before %s; 1: after it. */
+/* Write one part of the pattern: 0, the part before %s; 1, the part after it. */
 static bool llm__write_pattern(llm__rendering *r, const char *pattern, int part) {
     const char *cut = strstr(pattern, "%s");
     const char *p = part ? (cut ? cut + 2 : pattern + strlen(pattern)) : pattern,
@@ -11294,7 +11308,7 @@ static bool llm__write_message(llm__rendering *r, const char *pattern, llm_strin
            llm__write_pattern(r, pattern, 1);
 }
 
-/* system: text to join to the user's, or NULL. Both are trimmed as one text. */
+/* system: system text to put into the user message, or NULL. Both texts are trimmed as one. */
 static bool llm__write_user(llm__rendering *r, llm_string text, const llm_string *system) {
     const llm__chat_format *f = r->format;
     bool trims = f->flags & LLM__CHAT_TRIMS;
@@ -11379,12 +11393,13 @@ static bool llm__write_conversation(llm__rendering *r, const llm_message *messag
     return ok && llm__write_pattern(r, f->open, 0);
 }
 
-/* The date as "21 Nov 2026", in UTC: localtime_r is not C11, localtime not thread-safe. In years
- * from 1 March, month lengths repeat 31 30 31 30 31, and the leap day comes last. */
+/* Write the date as "21 Nov 2026", in UTC: localtime_r is not C11, and localtime is not
+ * thread-safe. Years begin on 1 March here: month lengths then repeat 31 30 31 30 31, and the leap
+ * day is the last day of the year. */
 static void llm__today(char *text, size_t size) {
     static const char months[] = "MarAprMayJunJulAugSepOctNovDecJanFeb";
-    int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* since 1 March of year 0 */
-    int64_t era = days / 146097, day = days % 146097;    /* 400 years */
+    int64_t days = (int64_t)time(NULL) / 86400 + 719468; /* days since 1 March of year 0 */
+    int64_t era = days / 146097, day = days % 146097;    /* an era is 400 years */
     int64_t year = (day - day / 1460 + day / 36524 - day / 146096) / 365;
     day -= 365 * year + year / 4 - year / 100;
     int64_t month = (5 * day + 2) / 153;
@@ -11392,7 +11407,7 @@ static void llm__today(char *text, size_t size) {
              (int)(400 * era + year + (month > 9)));
 }
 
-/* The caller frees r->text and r->trusted, also on failure. */
+/* The caller frees r->text and r->trusted, even on failure. */
 static bool llm__render(llm__rendering *r, const llm_tokenizer *t, const llm_chat_options *options,
                         const llm_message *messages, int n, llm_error *err) {
     char today[40];
