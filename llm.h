@@ -11480,18 +11480,19 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
 /* =====================================================================================
  * [10] Fast CPU: the executor, and the kernels for each instruction set
  *
- * A kernel is the loop that does one operation. Chapter 6 has the plain loops that define the
- * operations; here are the fast ones. They are written over a vector type of LLM__W floats, a
- * register of the processor. This file includes itself once per instruction set to compile the same
- * text for each; llm_cpu_backend chooses which one runs. One of two things limits a matrix product:
+ * A kernel is the loop that computes one operation. Chapter 6 has the plain loops that define the
+ * operations; this chapter has the fast ones. They use a vector type of LLM__W floats, which is one
+ * register of the processor. This file includes itself once per instruction set, so the same text
+ * is compiled for each; llm_cpu_backend chooses the kernels that run. One of two things limits a
+ * matrix product:
  *
- *     bytes        limit a decode step: it uses a weight for one row of x per sequence, and reading
- *                  the weight takes longer than the arithmetic.
- *     arithmetic   limits a prefill step of hundreds of rows: a weight is loaded into a register
- *                  once, for as many rows of x as there are registers for their sums.
+ *     bytes        limit a decode step: a weight is used for only one row of x per sequence, so
+ *                  reading the weight takes longer than the arithmetic.
+ *     arithmetic   limits a prefill step of hundreds of rows: a weight in a register is used for
+ *                  several rows of x, as many as there are registers for their sums.
  *
- * One promise shapes every loop: no bit of a result depends on how many other rows are computed
- * with it, on the thread, or on where its cache blocks are. Floating-point addition is not
+ * Every loop keeps one promise: no bit of a result depends on the number of other rows computed
+ * with it, on the thread, or on the location of its cache blocks. Floating-point addition is not
  * associative, so on a given instruction set every sum has ONE order. The loops only choose which
  * sums advance together.
  * ================================================================================== */
@@ -11500,21 +11501,21 @@ const char *llm_chat_stop(const llm_tokenizer *t, const llm_chat_options *option
 
 enum {
     LLM__TILE = 64,         /* positions in an attention tile */
-    LLM__QUERY_ROWS = 128,   /* most query rows, (token, head) pairs, in an item of attention */
-    LLM__PADDING = 32,      /* head_dim is padded to a multiple: the depth of a bf16 tile product */
-    LLM__FEW_ROWS = 8,      /* most rows of x to convert f16 weights on the fly */
-    LLM__FEW_X = 32,        /* most rows of x for the form "alone": see "Matrix tiles" */
+    LLM__QUERY_ROWS = 128,   /* maximum query rows, (token, head) pairs, in an attention item */
+    LLM__PADDING = 32,      /* head_dim is padded to a multiple of this, the depth of a bf16 tile */
+    LLM__FEW_ROWS = 8,      /* maximum rows of x for converting 16-bit weights on the fly */
+    LLM__FEW_X = 32,        /* maximum rows of x for the form "alone": see "Matrix tiles" */
     LLM__FEW_X_Q4_0 = 64,   /* the same for q4_0 weights */
     LLM__SHARING_HEADS = 4, /* fewest query heads per kv head for attention in matrix tiles */
-    LLM__FAR_BYTES = 4096,  /* prefetch distance */
-    LLM__X_CACHE_BYTES = 5 << 16,    /* rounded x to keep in an L2 cache of 512 KB */
-    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* rounded x to keep in one of 2 MB, with matrix tiles */
-    LLM__GATE_CACHE_BYTES = 1 << 17  /* gate results to keep in the L2 cache */
+    LLM__FAR_BYTES = 4096,  /* prefetch distance, in bytes */
+    LLM__X_CACHE_BYTES = 5 << 16,    /* bytes of rounded x to keep in an L2 cache of 512 KB */
+    LLM__X_CACHE_BYTES_TILES = 7 << 18, /* the same in an L2 cache of 2 MB, with matrix tiles */
+    LLM__GATE_CACHE_BYTES = 1 << 17  /* bytes of gate results to keep in the L2 cache */
 };
 
 #define LLM__INLINE static inline __attribute__((always_inline))
 #define LLM__NOINLINE __attribute__((noinline))
-/* Without unrolling, an array of registers would be in memory. */
+/* Without unrolling, the compiler would keep an array of registers in memory. */
 #if defined(__clang__)
 #define LLM__UNROLL _Pragma("clang loop unroll(full)")
 #define LLM__ROLLED _Pragma("clang loop unroll(disable)") /* for small code */
@@ -11526,47 +11527,47 @@ enum {
 
 /* ---- Panels: weights in the order in which kernels read them -------------------------------
  * A kernel takes 16 rows of weights at once, one per lane of the widest register: each sum stays in
- * its lane, and one column of x serves 16 rows. So 16 rows are packed into a panel, a sequence of
- * stripes of 64 columns (two blocks of 32):
+ * its lane, and one column of x is used for 16 rows. So 16 rows are packed into a panel, a sequence
+ * of stripes of 64 columns (two blocks of 32):
  *
- *   scales       (2, 16)     f16  per block and row (q4_1, q5_1: then (2, 16) minimums)
+ *   scales       (2, 16)     f16  per block and row (q4_1, q5_1: (2, 16) minimums follow)
  *   quads        (2, Q, 16)  u32  four adjacent columns of a row. q8_0: Q = 8. q4_0: Q = 4; low
- *                                 nibbles are columns 4q to 4q + 3, high ones 16 columns further
+ *                                 nibbles are columns 4q to 4q + 3, high nibbles those 16 further
  *
- * q5_0, q5_1 and q5_K add a word with the fifth bits (column 4q + i at bit 8i + q), q6_K two words
- * with the high two bits, of 16 columns each (column 4q + i at bit 8i + 2q).
+ * q5_0, q5_1 and q5_K add a word with the fifth bits (column 4q + i at bit 8i + q). q6_K adds two
+ * words, each with the two high bits of 16 columns (column 4q + i at bit 8i + 2q).
  *
  * Block scales of the K formats are multiples of one f16 scale per 256 columns. Panels of q4_0 and
  * q4_Z use this form too: the largest of eight scales becomes the multiplier 2048, and the others
- * are rounded (a scale of 1/100 of the largest by at most 2.4 %). In these types, each span of
- * eight stripes begins with a head:
+ * are rounded (the error of a scale of 1/100 of the largest is at most 2.4 %). In these types, each
+ * span of eight stripes begins with a head:
  *
- *   scale        (2, 16)     f16  per 256 columns and row (q4_K, q5_K: then (2, 16) minimums)
+ *   scale        (2, 16)     f16  per 256 columns and row (q4_K, q5_K: (2, 16) minimums follow)
  *
- * Its stripes have multipliers in place of scales:
+ * The stripes of a span have multipliers in place of scales:
  *
- *   q4_0, q4_Z   (2, 16)     i16  per block and row (q4_Z: then (2, 16) zero points)
- *   q4_K, q5_K   (2, 2, 16)  u8   per block: of the scale, of the minimum
- *   q6_K         (2, 2, 16)  i8   per half block
+ *   q4_0, q4_Z   (2, 16)     i16  per block and row (q4_Z: (2, 16) zero points follow)
+ *   q4_K, q5_K   (2, 2, 16)  u8   per block and row: of the scale, of the minimum
+ *   q6_K         (2, 2, 16)  i8   per half block and row
  *
- * Missing rows and columns are zeros. Without packing (llm_cpu_pack_weights), each panel is packed
- * just before its use. */
+ * Missing rows and columns are zeros. If weights are not packed when they are loaded
+ * (llm_cpu_pack_weights), each panel is packed just before its use. */
 
 enum {
     LLM__PANEL = 16,        /* rows of weights in a panel */
     LLM__STRIPE = 64,       /* columns in a stripe */
     LLM__SPAN = 8,          /* stripes in a span, which share a head */
     LLM__FULL_SCALE = 2048, /* the multiplier of the largest scale */
-    LLM__X_TILE = 16        /* most rows of x in a tile */
+    LLM__X_TILE = 16        /* maximum rows of x in a tile */
 };
 
-/* How the panels of a weight type are laid out */
+/* Layout of the panels of a weight type */
 typedef struct llm__layout {
-    int quads;        /* words per block and row; 0: no panels */
-    int zero;         /* the stored level that means zero, if there is no minimum (8: q4_0) */
+    int quads;        /* words per block and row; 0: the type has no panels */
+    int zero;         /* stored level of a zero weight, for types without minimums (q4_0: 8) */
     bool multipliers; /* each block scale is an integer times a common scale per 256 columns */
-    bool groups;      /* the type itself stores its scales like that: the K formats */
-    bool minimum;     /* there are minimums or zero points */
+    bool groups;      /* the type itself stores its scales in this form: the K formats */
+    bool minimum;     /* blocks have minimums or zero points */
 } llm__layout;
 
 static llm__layout llm__layout_of(llm_type type) {
@@ -11613,7 +11614,7 @@ static void llm__pack_quads(int quads, const uint8_t *q, uint32_t *words) {
         memcpy(words, q, LLM__BLOCK);
         return;
     }
-    uint32_t columns[8]; /* four columns in each */
+    uint32_t columns[8]; /* four columns in each word */
     memcpy(columns, q, sizeof columns);
     for (int i = 0; i < 4; i++)
         words[i] = (columns[i] & 0x0f0f0f0f) | (columns[i + 4] & 0x0f0f0f0f) << 4;
@@ -11630,13 +11631,14 @@ static uint16_t llm__find_multipliers(const uint16_t *scales, int n, int16_t *mu
     for (int i = 0; i < n; i++)
         if ((scales[i] & 0x7fff) > (largest & 0x7fff)) largest = scales[i];
     float all = llm__f16_to_f32(largest);
-    /* If not finite, all multipliers are 1, and the products become NaN or infinite. */
+    /* If the largest scale is not finite, all multipliers are 1, and the products become NaN or
+     * infinite. */
     bool finite = (largest & 0x7fff) < 0x7c00;
     for (int i = 0; i < n; i++) {
         float part = finite && all != 0.0f
                          ? rintf(llm__f16_to_f32(scales[i]) / all * LLM__FULL_SCALE)
                          : (float)!finite;
-        /* At least -2047: times a level of -16, 2048 fits in 16 bits but -2048 does not. */
+        /* The lower bound is -2047, since -16 (a level) times -2048 does not fit in 16 bits. */
         multipliers[i] = (int16_t)(part > 1 - LLM__FULL_SCALE ? part : 1 - LLM__FULL_SCALE);
     }
     return largest;
@@ -11688,13 +11690,13 @@ static void llm__pack_panel(const llm_weight *w, int64_t first_row, uint8_t *pan
         }
 }
 
-/* x as int8, with a scale per 32 values, or per 256 for weights with multipliers. A tile of x has
- * `height` rows: 16, or all n if there are at most 8. Per stripe:
+/* x is rounded to int8, with a scale per 32 values, or per 256 for weights with multipliers. A tile
+ * of x has `height` rows: 16, or all n rows if n is at most 8. A stripe of the tile contains:
  *
  *   values  (height, 64)    int8
- *   scales  (height, 2)     f32   per block; with multipliers: one, then
+ *   scales  (height, 2)     f32   one per block; with multipliers: one, followed by
  *                                 (2) i16, -8 times the sum of each block
- *   sums    (height, 2, 2)  i16   of half blocks */
+ *   sums    (height, 2, 2)  i16   sums of half blocks */
 /* Bytes of x per row and stripe */
 enum { LLM__X_BYTES = LLM__STRIPE + 2 * sizeof(float) + 4 * sizeof(int16_t) };
 
@@ -11702,13 +11704,13 @@ enum { /* sizes for the matrix tiles */
     LLM__CHUNK = 2 * LLM__SPAN, /* blocks unpacked together; half as many "by halves" (see below) */
     LLM__TILE_PANELS = 4,  /* panels unpacked together; half as many "in chunks" */
     LLM__GROUP = 4,        /* blocks that the tile unit multiplies together */
-    /* bytes of scratch, without the sums */
+    /* bytes of scratch memory, without the sums */
     LLM__TILES_BYTES = LLM__GROUP * 1024 + LLM__TILE_PANELS * LLM__CHUNK * (512 + 2 * 64)
 };
 
 static int64_t llm__stripes(int64_t cols) { return llm__divide_up(cols, LLM__STRIPE); }
 
-/* Values of x that share a scale */
+/* Number of values of x that share a scale */
 static int llm__x_group(llm_type type) {
     return llm__layout_of(type).multipliers ? LLM__SUPER : LLM__BLOCK;
 }
@@ -11718,21 +11720,21 @@ LLM__INLINE const char *llm__x_tile(const llm__matmul_args *args, int64_t tile) 
 }
 
 /* ---- The fast kernels: one text, compiled once per instruction set -----------------------
- * What follows is compiled where this file includes itself, further down, once per pass. A pass
- * defines
+ * The following code is compiled once per pass, where this file includes itself (further down). A
+ * pass defines:
  *
  *   LLM__KERNEL_PASS  0: baseline (SSE2, NEON, ...), 1: AVX2, 2: AVX-512 with VNNI,
  *                     3: NEON with dot products
  *   LLM__W            floats in a vector register: 4, 8, 16
  *   LLM__ROWS         rows of weights, or queries, whose sums advance together
- *   LLM__X_ROWS       most rows of x that share an unpacked block
- *   LLM__K(name)      the name with a prefix: llm__avx2_name */
+ *   LLM__X_ROWS       maximum rows of x that share an unpacked block
+ *   LLM__K(name)      the name with the prefix of the pass, such as llm__avx2_name */
 #endif
 #endif
 
 #ifdef LLM__KERNEL_PASS
 
-#ifdef __clang__ /* its undefined-behaviour checks take minutes to compile here */
+#ifdef __clang__ /* clang's undefined-behaviour checks take minutes to compile here */
 #pragma clang attribute push(__attribute__((no_sanitize("undefined"))), apply_to = function)
 #endif
 
@@ -11836,8 +11838,8 @@ LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
     llm__vi greater = a > b;
     return (llm__vf)(((llm__vi)a & greater) | ((llm__vi)b & ~greater));
 }
-/* Round to an integer, for |v| < 2^22: adding 1.5 x 2^23 leaves it in the low bits. */
-#if defined(__aarch64__) /* here the compiler could fuse that addition with a product */
+/* Round to an integer, for |v| < 2^22: adding 1.5 x 2^23 leaves the integer in the low bits. */
+#if defined(__aarch64__) /* on arm64 the compiler could fuse that addition with a product */
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)vcvtnq_s32_f32((float32x4_t)v); }
 #else
 LLM__INLINE llm__vi LLM__K(nearest)(llm__vf v) { return (llm__vi)(v + 12582912.0f) - 0x4b400000; }
@@ -11847,7 +11849,8 @@ LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     return (llm__vf)vcvt_f32_f16(vreinterpret_f16_u16(vld1_u16(p)));
 }
 #else
-/* An f16 shifted to the fields of an f32 is too small by 2^112, also if denormal. */
+/* An f16 whose bits are shifted to the fields of an f32 is too small by a factor of 2^112, even if
+ * it is denormal. */
 LLM__INLINE llm__vf LLM__K(from_f16)(const uint16_t *p) {
     llm__vi half = {0};
     LLM__UNROLL for (int i = 0; i < LLM__W; i++) half[i] = p[i];
@@ -11963,7 +11966,7 @@ static void LLM__K(swiglu)(const float *gate, const float *up, int64_t n, float 
 
 /* -- Rows of logits, for chapter 3 -- */
 
-/* The index of the largest value, the first of equals. A NaN is never the largest. */
+/* Index of the largest value, the first if several are equal. A NaN is never the largest. */
 static int32_t LLM__K(argmax)(const float *x, int n) {
     llm__vf most = LLM__K(all)(-INFINITY);
     llm__vi at = {0}, best = {0};
@@ -11985,12 +11988,13 @@ static int32_t LLM__K(argmax)(const float *x, int n) {
     return index;
 }
 
-/* exp(x), but NaN if x is */
+/* exp(x), or NaN if x is NaN */
 LLM__INLINE llm__vf LLM__K(exp_or_nan)(llm__vf x) {
     return LLM__K(exp)(x) + LLM__K(where)((llm__vi)(x != x), x);
 }
 
-/* sum(exp(x - shift)), shift = max x. A lane adds 64 floats, which then go to the double. */
+/* sum(exp(x - shift)), shift = max x. A lane adds 64 floats; then their sum is added to a
+ * double. */
 static double LLM__K(sum_exp)(const float *x, int n, float shift) {
     double sum = 0;
     for (int first = 0; first < n; first += 64 * LLM__W) {
@@ -12010,18 +12014,18 @@ static double LLM__K(sum_exp)(const float *x, int n, float shift) {
 }
 
 /* -- Matrix products in floating point --
- * Lane l sums columns l, l + W, l + 2W, ... of out[i][row]. Additions to the same sum wait for each
- * other, so R rows of weights times T rows of x advance together. Each step loads R + T registers
- * for R x T multiply-adds. */
+ * For out[i][row], lane l sums the products of columns l, l + W, l + 2W, ... Additions to the same
+ * sum wait for each other, so R rows of weights are multiplied by T rows of x at the same time.
+ * Each step loads R + T registers for R x T multiply-adds. */
 
-/* Add bias and residual, and store. */
+/* Add the bias and the residual, and store the result. */
 LLM__INLINE void LLM__K(finish)(const llm__matmul_args *args, int64_t i, int64_t row, float sum) {
     float *out = args->out + i * args->w->rows + row;
     if (args->bias) sum += args->bias[row];
     *out = args->add ? *out + sum : sum;
 }
 
-/* R rows of weights, row_bytes apart, times T rows of x. R, T and type are constants. */
+/* Multiply R rows of weights, row_bytes apart, by T rows of x. R, T and type are constants. */
 LLM__INLINE void LLM__K(dot_block)(llm_type type, int R, int T, const llm__matmul_args *args,
                                    const char *weights, size_t row_bytes, int64_t row, int64_t i0) {
     int64_t cols = args->w->cols;
@@ -12137,28 +12141,30 @@ static void LLM__K(matmul_float)(const llm__matmul_args *args, int64_t first, in
  * With multipliers (see "Panels"), 256 values of x share a scale, and 32 bits hold the sum over
  * their eight blocks:
  *
- *   sum w x  =  sum over 256s of  w_scale x_scale  (sum over blocks of  multiplier (sum of 32 ...))
+ *   sum w x  =  sum over groups of 256 columns of
+ *               w_scale x_scale  (sum over blocks of  multiplier (sum of 32 integer products))
  *
  * Only the outer sum is rounded. It has one order, in one lane per row of weights, so all forms
  * below give the same bits.
  *
  *   AVX-512  vpdpbusd adds four unsigned x signed products to an int32 lane. Lane r has a quad of
- *            row r; all lanes have the same four columns of x. Nibbles of q4_0 mean w + 8, so sums
- *            start from -8 times the sum of x, stored with x. q8_0 adds 128, corrected likewise.
- *   AVX2     vpmaddubsw adds pairs of unsigned x signed products in 16 bits. The sum of eight
- *            results fits for 4-bit weights (8 x 2 x 15 x 127); one result fits for q8_0
+ *            row r; all lanes have the same four columns of x. A nibble of q4_0 is w + 8, so sums
+ *            start from -8 times the sum of x, which is stored with x. For q8_0, 128 is added to w
+ *            and corrected in the same way.
+ *   AVX2     vpmaddubsw adds pairs of unsigned x signed products in 16 bits. For 4-bit weights, the
+ *            sum of eight results fits (8 x 2 x 15 x 127); for q8_0, one result fits
  *            (2 x 128 x 127, with the sign of w moved to x). vpmaddwd adds pairs in 32 bits.
- *   arm64    sdot is vpdpbusd with both operands signed.
- *   plain C  floats, exact up to 2^24. */
+ *   arm64    sdot is like vpdpbusd, but both operands are signed.
+ *   plain C  Sums are floats, which are exact up to 2^24. */
 
-/* Registers that hold one value for each row of a panel */
+/* Number of registers that hold one value for each row of a panel */
 enum { LLM__K(parts) = LLM__PANEL / LLM__W };
 
 typedef struct LLM__K(w_block) { /* one block of LLM__W rows */
 #if LLM__KERNEL_PASS == 0
-    llm__vf w[LLM__BLOCK];     /* columns */
+    llm__vf w[LLM__BLOCK];     /* one register per column */
 #else
-    llm__vi w[LLM__BLOCK / 4]; /* quads of columns */
+    llm__vi w[LLM__BLOCK / 4]; /* one register per quad of columns */
 #endif
     llm__vf scale, minimum;    /* the minimum is added to each value */
     /* other: factor of the sum of x (q6_K: the multiplier of columns 16 to 31) */
@@ -12249,7 +12255,8 @@ LLM__INLINE void LLM__K(unpack_scales)(llm__layout l, const uint8_t *stripe, int
     }
 }
 
-/* Read the scale and the minimum of 256 columns. half: which 256 of the span */
+/* Read the scale and the minimum of 256 columns. half: 0 or 1, the first or last 256 columns of the
+ * span */
 LLM__INLINE void LLM__K(unpack_head)(llm__layout l, const uint8_t *span, int half, int part,
                                      llm__vf *scale, llm__vf *minimum) {
     const uint16_t *scales = (const uint16_t *)(const void *)span + half * LLM__PANEL +
@@ -12415,14 +12422,15 @@ LLM__INLINE void LLM__K(add_whole_block)(llm__layout l, int T, const LLM__K(w_bl
 }
 
 typedef struct LLM__K(short_sums) {
-    llm__vi rows[LLM__X_ROWS], multiplier; /* of the stripe's first block */
+    llm__vi rows[LLM__X_ROWS], multiplier; /* sums and multiplier of the stripe's first block */
 } LLM__K(short_sums);
 
-/* Short sums: 4-bit weights with multipliers, on x86. One instruction multiplies two pairs of
+/* Short sums, for 4-bit weights with multipliers, on x86: one instruction multiplies two pairs of
  * 16-bit numbers per lane and adds both products. So it applies two multipliers at once if the sums
  * fit in 16 bits. An AVX2 lane has two sums of 16 products (16 x 15 x 127 = 30480). An AVX-512 lane
- * has one of 32: 60960 does not fit, so it starts from -8 times the sum of x and becomes a sum of
- * (w - 8) x, at most 32512. Only the low half of the lane counts; it is right modulo 2^16.
+ * has one sum of 32 products: 60960 does not fit, so it starts from -8 times the sum of x and
+ * becomes a sum of (w - 8) x, at most 32512. Only the low half of the lane is used; it is correct
+ * modulo 2^16.
  *
  *   block 0:  -8 sum x + 8 vpdpbusd   . . .  | sum 0
  *   block 1:  the same                . . .  | sum 1
@@ -12498,9 +12506,9 @@ LLM__INLINE void LLM__K(add_short_half)(llm__layout l, int T, const uint8_t *str
 #endif
 }
 
-/* The sums are of w (AVX2) or w - 8 (AVX-512), not of w less its zero level. Add `missing` x (-8
- * times the sum of x) x multiplier, then q4_Z's zero points. Minimums of q4_K get -8 times their
- * value. */
+/* Correct short sums: they are sums of w x (AVX2) or (w - 8) x (AVX-512), not of (w - zero) x. Add
+ * `missing` x (-8 times the sum of x) x multiplier, then q4_Z's zero points. For q4_K, add -8 times
+ * the product of multiplier and sum of x to `minimums`. */
 LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe, int T,
                                             const char *starts, const char *x_sums,
                                             llm__vi (*sums)[LLM__K(parts)],
@@ -12529,7 +12537,8 @@ LLM__INLINE void LLM__K(correct_short_sums)(llm__layout l, const uint8_t *stripe
 #endif
 }
 
-/* Add bias, and residual or gate, and store up to LLM__W rows. Not inlined, to compile faster. */
+/* Add the bias, add the residual or apply the gate, and store up to LLM__W rows. Not inlined, to
+ * compile faster. */
 static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, float *out, int64_t row,
                                               llm__vf sum) {
     int n = (int)llm__min(args->w->rows - row, LLM__W);
@@ -12544,7 +12553,7 @@ static LLM__NOINLINE void LLM__K(finish_some)(const llm__matmul_args *args, floa
     else LLM__K(store_some)(out, sum, n);
 }
 
-/* The same for LLM__PANEL rows; whole registers without a gate are inline. */
+/* The same for LLM__PANEL rows. Whole registers without a gate are handled inline. */
 LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, int64_t row,
                                       const llm__vf *sums) {
     float *out = args->out + i * args->w->rows + row;
@@ -12561,7 +12570,7 @@ LLM__INLINE void LLM__K(finish_panel)(const llm__matmul_args *args, int64_t i, i
     }
 }
 
-/* A panel times T rows of x from row i on, all in one tile. T is a constant. */
+/* Multiply a panel by T rows of x from row i on, all in one tile. T is a constant. */
 LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm__matmul_args *args,
                                     const uint8_t *panel, int64_t row, int64_t i) {
     const bool whole = l.multipliers, minimums = l.groups && l.minimum,
@@ -12569,7 +12578,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
                             (LLM__KERNEL_PASS == 1 || LLM__KERNEL_PASS == 2);
     const size_t stripe_bytes = llm__stripe_bytes(l), head = llm__span_head(l),
                  x_bytes = (size_t)args->height * LLM__X_BYTES;
-    const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: q4_Z */
+    const size_t prefetched = short_sums ? 640 : stripe_bytes; /* 640: bytes of a q4_Z stripe */
     int64_t stripes = llm__stripes(args->w->cols);
     const uint8_t *stripe = panel;
     int first = (int)(i % args->height);
@@ -12578,7 +12587,7 @@ LLM__INLINE void LLM__K(panel_rows)(llm__layout l, bool known, int T, const llm_
     const ptrdiff_t x_scales = args->height * LLM__STRIPE - first * (LLM__STRIPE - 8),
                     x_sums = x_scales + args->height * 8;
     llm__vf sums[LLM__X_ROWS][LLM__K(parts)];
-    /* Sums over 256 columns: of products; lower: of x times the minimums' multipliers */
+    /* Sums over 256 columns. products: of w x; lower: of x times the minimums' multipliers */
     llm__vi products[LLM__X_ROWS][LLM__K(parts)], lower[LLM__X_ROWS][LLM__K(parts)];
     LLM__K(short_sums) before;
     LLM__UNROLL for (int t = 0; t < T; t++)
@@ -12677,26 +12686,27 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__mat
 #if LLM__KERNEL_PASS == 2
 
 /* -- Matrix tiles: AMX --
- * There are 8 tile registers of 16 rows of 64 bytes. tdpbssd multiplies two tiles of int8 and adds
- * to one of int32, at four times the rate of vpdpbusd. B is a panel, unpacked to signed bytes:
+ * There are 8 tile registers of 16 rows of 64 bytes. tdpbssd multiplies two int8 tiles, A and B,
+ * and adds the products to an int32 tile, C, at four times the rate of vpdpbusd. B is a panel,
+ * unpacked to signed bytes:
  *
  *   A: 16 rows of x,  B: 8 quads of 16 rows of weights       C: 16 rows of x by 16 of weights
  *      32 columns     row q: w[0] quad q | w[1] quad q | ..  row t: x[t].w[0]  x[t].w[1]  ...
  *
  * All forms add the same integers, so they give the same bits:
  *
- * Alone, for up to 32 rows of x (q4_0: 64; never q6_K, which has two scales per block): one panel
- * times one tile of x, block by block. After 32 columns C goes to memory, and vector registers
- * scale it and unpack the next weights while the tile unit multiplies. q4_0 takes one vpdpwssd per
- * row of C. Sums of q4_Z, q4_K and q5_K exceed 16 bits, so these types multiply and add. Types
- * without multipliers convert C to floats.
+ * "Alone" is for up to 32 rows of x (q4_0: 64; never for q6_K, which has two scales per block). It
+ * multiplies one panel by one tile of x, block by block. After 32 columns, C is stored in memory.
+ * Vector registers scale it and unpack the next weights while the tile unit multiplies. q4_0 needs
+ * one vpdpwssd per row of C. Sums of q4_Z, q4_K and q5_K exceed 16 bits, so these types need a
+ * multiplication and an addition. For types without multipliers, C is converted to floats.
  *
- * In chunks, for more rows and types without multipliers: the same, but a chunk of two panels is
- * unpacked once for all tiles of x.
+ * "In chunks" is for more rows and types without multipliers. It works like "alone", but unpacks a
+ * chunk of two panels once for all tiles of x.
  *
- * By halves, for more rows and types with multipliers: the 16-bit product of weight and multiplier
- * is split into a high and a low byte. Both are multiplied, in full tiles of 64 columns. C goes to
- * memory once per 256 columns:
+ * "By halves" is for more rows and types with multipliers. It splits the 16-bit product of weight
+ * and multiplier into a high and a low byte, and multiplies both, in full tiles of 64 columns. C is
+ * stored in memory once per 256 columns:
  *
  *   sum of w x  =  256 (sum of high x)  +  (sum of low x)    high: -128 .. 127, low: 0 .. 255
  *
@@ -12706,8 +12716,8 @@ LLM__INLINE void LLM__K(panel_by_rows)(llm__layout l, bool known, const llm__mat
  * Chunks of 512 columns (by halves: 256) keep 8 KB of an unpacked panel and 10 KB of x in the L1
  * cache. */
 
-/* Tiles 0-3 (C) and 4-5 (A) get `rows` rows, 6-7 (B) b_rows. Rows have 64 bytes, those of A
- * a_bytes. */
+/* Tiles 0-3 (C) and 4-5 (A) have `rows` rows, tiles 6-7 (B) have b_rows. A row of A has a_bytes
+ * bytes; the other rows have 64. */
 LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     struct {
         uint8_t palette, start, reserved[14];
@@ -12723,7 +12733,7 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
     __asm__ volatile("ldtilecfg %0" ::"m"(shapes));
 }
 
-/* macros, since an instruction names its registers */
+/* These are macros because an instruction contains the names of its registers. */
 #define LLM__TILE_LOAD(tile, p, stride) \
     __asm__ volatile("tileloadd (%0,%1,1), %%tmm" #tile ::"r"(p), "r"((int64_t)(stride)), \
                      "m"(*(const char(*)[1024])(const void *)(p)))
@@ -12737,15 +12747,15 @@ LLM__INLINE void llm__amx_configure(int rows, int a_bytes, int b_rows) {
 typedef struct llm__tile_args { /* a chunk of a panel times one tile of x */
     llm__layout l;
     const char *x;            /* the chunk's first stripe in the tile of x */
-    size_t x_bytes;           /* of a stripe of the tile */
-    int height, blocks;       /* rows of the tile; blocks of the chunk */
+    size_t x_bytes;           /* bytes of a stripe of the tile */
+    int height, blocks;       /* rows in the tile; blocks in the chunk */
     const int8_t *w;          /* (blocks, 8, 16, 4); by halves: (low and high, 4, 16, 16, 4) */
     const float *scales;      /* (blocks, 16) scales, or int32 multipliers */
     const float *others;      /* (blocks, 16) minimums, or 2 x i16 factors of x's half-sums */
-    const uint8_t *span;      /* the panel's span head, from the chunk's columns on */
+    const uint8_t *span;      /* scales in the panel's span head, from the chunk's columns on */
     int32_t *products;        /* (group, 16, 16) scratch */
     float *kept;              /* (16, 16) sums so far, kept from one chunk to the next */
-    const uint8_t *ahead;     /* weights to prefetch meanwhile */
+    const uint8_t *ahead;     /* weights to prefetch during the multiplication */
     int lines;                /* cache lines to prefetch per block */
 } llm__tile_args;
 
@@ -12765,8 +12775,8 @@ LLM__INLINE __m512i llm__tile_sums(const llm__tile_args *args, int block, int t)
     return _mm512_set1_epi32(pair);
 }
 
-/* Multiply four blocks from `first` on, and prefetch weights. before: first store the products of
- * the previous four. */
+/* Multiply four blocks from `first` on, and prefetch weights. before: store the products of the
+ * previous four blocks first. */
 LLM__INLINE void llm__amx_products(const llm__tile_args *args, int first, bool before) {
     const size_t x_bytes = args->x_bytes;
     const char *x = args->x + (size_t)(first / 2) * x_bytes;
@@ -12867,7 +12877,7 @@ LLM__INLINE void llm__amx_finish(const llm__tile_args *args, int first, const __
     }
 }
 
-/* A chunk, block by block, for types without multipliers: the sums are floats. */
+/* Multiply a chunk, block by block, for types without multipliers: the sums are floats. */
 LLM__INLINE void llm__amx_float_chunk(const llm__tile_args *args) {
     llm__amx_products(args, 0, false);
     __m512 sums[LLM__X_TILE];
@@ -12913,7 +12923,7 @@ LLM__INLINE void llm__amx_unpack_as(llm__layout l, const uint8_t *stripe, int co
     }
 }
 
-/* Unpack `count` blocks to signed bytes, and scales or multipliers. */
+/* Unpack the weights of `count` blocks to signed bytes, and unpack their scales or multipliers. */
 LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count, int8_t *w,
                                  float *scales, float *others) {
     if (l.zero == 8)
@@ -12931,7 +12941,7 @@ LLM__INLINE void llm__amx_unpack(llm__layout l, const uint8_t *stripe, int count
     else llm__amx_unpack_as(l, stripe, count, w, scales, others);
 }
 
-/* The same to the low and the high bytes of weight times multiplier, (4, 16, 16, 4) each */
+/* The same, but to the low and high bytes of weight times multiplier, (4, 16, 16, 4) each */
 LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, int count,
                                         int8_t *low, int8_t *high, float *others) {
     const __m512i zero = _mm512_set1_epi8((char)l.zero), bytes = _mm512_set1_epi16(255);
@@ -12963,8 +12973,8 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
     }
 }
 
-/* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales, others: of the
- * chunk */
+/* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales and others are
+ * those of the whole chunk. */
 LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args,
                                           const uint8_t *panel, int64_t i, int64_t first,
                                           int64_t blocks, int8_t *w, float *scales, float *others) {
@@ -12991,8 +13001,8 @@ LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args 
 }
 
 /* Multiply a panel by the tile of x from row i on. While the tile unit multiplies a group of
- * blocks, the previous group is added up and the next unpacked. Tile loads wait for earlier loads,
- * so prefetches come early. */
+ * blocks, the vector unit adds up the previous group and unpacks the next one. Tile loads wait for
+ * earlier loads, so prefetches are issued early. */
 LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel,
                                 int64_t i, int32_t *products, int8_t *w, float *scales,
                                 float *others, float *kept) {
@@ -13029,7 +13039,7 @@ LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, con
             _mm512_storeu_ps(kept + t * 16, floats[t]);
 }
 
-/* Pass constants for what differs most, so that the compiler specializes the code. */
+/* Pass the fields of l that differ most as constants, so that the compiler specializes the code. */
 LLM__INLINE void llm__amx_alone_as(llm__layout l, const llm__matmul_args *args,
                                    const uint8_t *panel, int64_t i, int32_t *products, int8_t *w,
                                    float *scales, float *others, float *kept) {
@@ -13054,8 +13064,9 @@ LLM__INLINE void llm__amx_add_halves(const llm__tile_args *tiles, int k) {
     llm__amx_finish(&tiles[k], 0, sums);
 }
 
-/* By halves: 256 columns of two tiles of x times a panel. The products of `before` (or NULL) are
- * stored as the tile registers are needed, and added up while the tile unit works. */
+/* The form "by halves": multiply 256 columns of two tiles of x by a panel. The products of `before`
+ * (or NULL) are stored when their tile registers are needed, and added up while the tile unit
+ * multiplies. */
 LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_args *before) {
     const size_t x_bytes = tiles->x_bytes;
     const char *x0 = tiles[0].x, *x1 = tiles[1].x;
@@ -13086,8 +13097,8 @@ LLM__INLINE void llm__amx_halves(const llm__tile_args *tiles, const llm__tile_ar
 #undef LLM__TILE_ZERO
 #undef LLM__TILE_ADD
 
-/* Up to four panels (block by block: two) times all rows of x. They share each tile of x while it
- * is cached. */
+/* Multiply a group of panels (by halves: up to four, in chunks: up to two, alone: one) by all rows
+ * of x. The panels share each tile of x while it is cached. */
 static void llm__amx_panels(llm__layout l, bool halves, const llm__matmul_args *args,
                             const uint8_t *panels, int n_panels, int64_t row, char *scratch) {
     int64_t blocks = 2 * llm__stripes(args->w->cols), kept_rows = args->n + 2 * LLM__X_TILE;
@@ -13224,8 +13235,8 @@ LLM__INLINE void LLM__K(sum_halves)(const int8_t *values, int16_t *sums) {
 #endif
 }
 
-/* See llm__kernels.round_rows. A group with all |x| below 1e-25 becomes zero: its products could be
- * denormal. */
+/* See llm__kernels.round_rows. A group with all |x| below 1e-25 becomes zero, since its products
+ * could be denormal. */
 static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int height, int rows,
                                int64_t first, int64_t end, char *tile) {
     enum { PARTS = LLM__BLOCK / LLM__W };
@@ -13234,7 +13245,7 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
         for (int64_t start = first * LLM__STRIPE; start < end * LLM__STRIPE; start += group) {
             const float *from = x + r * cols;
             int64_t stop = llm__min(start + group, cols);
-            llm__vf most[2] = {{0}, {0}}; /* two: each max waits for the one before */
+            llm__vf most[2] = {{0}, {0}}; /* two, since each max waits for the one before */
             for (int64_t i = start; i < stop; i += LLM__BLOCK)
                 LLM__UNROLL for (int k = 0; k < PARTS; k++)
                     most[k % 2] = LLM__K(max)(LLM__K(absolute)(LLM__K(load)(from + i + k * LLM__W)),
@@ -13250,7 +13261,8 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
                 int16_t *starts = (int16_t *)(void *)(scale + 1); /* in place of the second scale */
                 int16_t *sums = (int16_t *)(void *)(to + height * (LLM__STRIPE + 8)) + 4 * r +
                                 2 * half;
-                /* An infinite range gives an infinite scale, to show in the result. */
+                /* An infinite range gives an infinite scale, so that the result is not finite
+                 * either. */
                 if (half == 0 || group == LLM__BLOCK)
                     scale[half] = range > 1e-25f ? range / 127.0f : 0.0f;
                 if (i < stop && inverse > 0.0f) {
@@ -13278,7 +13290,8 @@ static void LLM__K(round_rows)(const float *x, int64_t cols, int group, int heig
 static void LLM__K(matmul)(const llm__matmul_args *args, int64_t first, int64_t end,
                            void *scratch) {
     llm__layout l = llm__layout_of(args->w->type);
-    /* Constants make separate kernels for q8_0, for q4_0, for q4_K with q4_Z, and for the rest. */
+    /* With constants, the compiler makes separate kernels for q8_0, for q4_0, for q4_K with q4_Z,
+     * and for the other types. */
     if (l.quads == 0) LLM__K(matmul_float)(args, first, end, scratch);
 #if LLM__KERNEL_PASS != 0
     else if (l.quads == 8) {
@@ -13374,9 +13387,10 @@ static void LLM__K(rope_and_store)(const llm__rope_args *args, int first_token, 
 
 /* -- Attention in tiles --
  * A softmax divides by a sum over all scores of a query; a prompt of n tokens has n x n scores. The
- * online softmax (Milakov and Gimelshein 2018) keeps the largest score so far, m, and relative to
- * it the sum l of the weights and the weighted sum acc of the values. A larger m' scales both by
- * exp(m - m'). So one tile of scores is enough (Dao et al. 2022):
+ * online softmax (Milakov and Gimelshein 2018) keeps the largest score so far, m, and two sums
+ * relative to m: the sum l of the weights, and the weighted sum acc of the values. When a larger
+ * score m' appears, both sums are multiplied by exp(m - m'). So memory for one tile of scores is
+ * enough (Dao et al. 2022):
  *
  *   positions              0 .. 63     64 .. 127    128 .. 191      cache, by block table
  *   query rows           +---------+  +---------+  +---------+      K tile: (head_dim, 64)
@@ -13387,20 +13401,21 @@ static void LLM__K(rope_and_store)(const llm__rope_args *args, int first_token, 
  * The query heads of a kv head and adjacent tokens of a prompt share a tile. A register holds one
  * dimension of LLM__W keys, so a score is a sequential sum in one lane. Hence the CPU's cache keeps
  * keys transposed per block, (head_dim, slot); if block_size is not a multiple of LLM__W, keys are
- * copied. Few rows read f16 in place; many share one conversion to f32, with the same bits.
+ * copied. A few query rows read f16 in place; many rows share one conversion to f32. Both give the
+ * same bits.
  *
  * Tiles begin at absolute positions, so the order of sums does not depend on chunks, blocks or the
- * batch. Values at unseen positions are never multiplied, not even by zero. Tiles before all
- * windows are skipped. */
+ * batch. Values at unseen positions are never multiplied, not even by zero. Tiles before the
+ * windows of all rows are skipped. */
 
 typedef struct LLM__K(attention_scratch) {
     float *keys;   /* (padded_dim, 64) */
     float *values; /* (64, padded_dim) */
     float *copies; /* (padded_dim, 64) keys, if block_size is not a multiple of LLM__W */
-    float *sums;   /* (128 rows, padded_dim): acc */
+    float *sums;   /* (128 rows, padded_dim) acc, the weighted sums of values */
     float *scores; /* (128 rows, 64) */
-    float *largest, *total; /* (128 rows) each: m, l */
-    float *zeros;  /* (padded_dim) a missing row */
+    float *largest, *total; /* (128 rows) m; (128 rows) l */
+    float *zeros;  /* (padded_dim) used as a missing row */
     int padded_dim;
 } LLM__K(attention_scratch);
 
@@ -13422,8 +13437,8 @@ static LLM__K(attention_scratch) LLM__K(carve)(void *scratch, int head_dim) {
 typedef struct LLM__K(tile) { /* 64 positions, in the cache or as f32 */
     llm_type type;
     int n;          /* positions that exist */
-    int64_t stride; /* between dimensions of keys, in values */
-    const void *keys[LLM__TILE / LLM__W]; /* dimension 0 of LLM__W adjacent keys */
+    int64_t stride; /* distance between dimensions of a key, in values */
+    const void *keys[LLM__TILE / LLM__W]; /* each: dimension 0 of LLM__W adjacent keys */
     const void *values[LLM__TILE]; /* (head_dim) each */
 } LLM__K(tile);
 
@@ -13477,7 +13492,7 @@ static void LLM__K(copy_keys)(const llm__attention_args *args, int sequence, int
     tile->stride = LLM__TILE;
 }
 
-/* Prefetch the next tile a few lines at a time: all at once would stall. */
+/* Prefetch the next tile a few lines at a time: prefetching it at once would stall. */
 LLM__INLINE void LLM__K(ask_for_keys)(llm_type type, const LLM__K(tile) *next, int group, int d) {
     if (next)
         LLM__PREFETCH_FAR((const char *)next->keys[group] +
@@ -13515,7 +13530,7 @@ LLM__INLINE void LLM__K(widen_tile)(llm_type type, int head_dim, const LLM__K(ti
     }
 }
 
-/* R query rows times V registers of keys from `group` on. R and V are constants. */
+/* Multiply R query rows by V registers of keys from `group` on. R and V are constants. */
 LLM__INLINE void LLM__K(score_block)(int R, int V, llm_type type, const float *const *q,
                                      const LLM__K(tile) *tile, const LLM__K(tile) *next, int group,
                                      int head_dim, float *scores) {
@@ -13628,16 +13643,16 @@ static LLM__NOINLINE void LLM__K(value_row)(llm_type type, const float *weights,
         LLM__K(value_rows)(1, LLM_F32, weights, tile, next, first, end, head_dim, padded_dim, sums);
 }
 
-typedef struct LLM__K(query_rows) { /* of an item */
-    int n; /* rows */
+typedef struct LLM__K(query_rows) { /* the query rows of an attention item */
+    int n; /* number of rows */
     const float *q[LLM__QUERY_ROWS]; /* (head_dim) each */
-    int position[LLM__QUERY_ROWS]; /* in the sequence */
-    /* Keys from .. seen - 1 of the tile are seen; none if from >= seen. */
+    int position[LLM__QUERY_ROWS]; /* position of the row in the sequence */
+    /* A row sees keys from .. seen - 1 of the tile, or no key if from >= seen. */
     int from[LLM__QUERY_ROWS], seen[LLM__QUERY_ROWS];
 } LLM__K(query_rows);
 
-/* Attend with rows `row` to row + R - 1. Row r sees keys from[r] .. seen[r] - 1, which both
- * ascend. */
+/* Compute attention for rows `row` to row + R - 1. Row r sees keys from[r] .. seen[r] - 1. Both
+ * bounds ascend with r. */
 LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args *args,
                                 const LLM__K(attention_scratch) *a, const LLM__K(query_rows) *rows,
                                 int row, const LLM__K(tile) *tile, const LLM__K(tile) *next) {
@@ -13649,7 +13664,7 @@ LLM__INLINE void LLM__K(attend)(int R, llm_type type, const llm__attention_args 
         LLM__K(softmax_row)(scores + r * LLM__TILE, from[r], seen[r], args->shape.scale,
                             &a->largest[row + r], &a->total[row + r],
                             sums + (int64_t)r * padded_dim, padded_dim);
-    /* Keys that all rows see are multiplied together. */
+    /* The values of keys that all rows see are loaded once for all rows. */
     int common = from[R - 1], end = seen[0] > common ? seen[0] : common;
     for (int r = 0; r < R - 1; r++)
         LLM__K(value_row)(type, scores + r * LLM__TILE, tile, NULL, from[r],
@@ -13701,7 +13716,7 @@ LLM__INLINE void LLM__K(attend_rows)(llm_type type, const llm__attention_args *a
     for (; row < end; row++) LLM__K(attend)(1, type, args, a, rows, row, tile, next);
 }
 
-/* Few rows read f16 in place, if head_dim is a multiple of LLM__W. */
+/* A few rows read f16 in place, if head_dim is a multiple of LLM__W. */
 static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(attention_scratch) *a,
                                 const LLM__K(query_rows) *rows, const LLM__K(tile) *tile,
                                 const LLM__K(tile) *next) {
@@ -13720,22 +13735,23 @@ static void LLM__K(attend_tile)(const llm__attention_args *args, const LLM__K(at
 
 /* -- Attention in matrix tiles: AMX --
  * The tile unit also multiplies bf16: C (16 x 16, f32) += A (16 x 32) B (32 x 16), at 16 times the
- * rate of vector registers. bf16 has 8 bits of precision, so each number is a sum of two:
+ * rate of vector registers. bf16 has 8 bits of precision, so each number is split into two:
  *
  *   x = high + low                              high: x to 8 bits; low: the rest to 8 bits
  *   x y = high high' + high low' + low high'    relative error at most 2^-16
  *
- * (An f16 value is exactly high + low.) Per tile and 16 query rows:
+ * (An f16 value is exactly high + low.) For each tile and 16 query rows:
  *
  *   C: scores (16 rows, 64 keys) = A: queries (16 rows, dim), packed once  x  B: keys (dim, 64)
  *   weights                      = exp(scores - largest)
  *   C: sums (16 rows, dim)      += A: weights (16 rows, 64 keys)  x  B: values (64 keys, dim)
  *
- * A row of B interleaves two rows: dimensions of keys, or keys of values. Row i is paired with row
- * i + 16, so two registers make a row of A without a shuffle. Tiles of fewer rows take less time.
+ * A row of B interleaves two rows of its matrix: two dimensions of the keys, or the values of two
+ * keys. Row i is paired with row i + 16, so two registers make a row of A without a shuffle. Tiles
+ * with fewer rows take less time.
  *
- * Here unseen keys are multiplied, with weight 0. So values must be finite: store_head clamps them,
- * and missing rows are zeros. */
+ * In this form, the values of unseen keys are multiplied by the weight 0. So values must be finite:
+ * store_head clamps them, and missing rows are zeros. */
 
 typedef struct llm__amx_tile {
     uint16_t *queries[2];  /* high, low: (8 groups of 16 rows, padded_dim / 32, 16, 32) */
@@ -13745,8 +13761,8 @@ typedef struct llm__amx_tile {
     float *scores;         /* (16 rows, 64) */
 } llm__amx_tile;
 
-/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. Adding
- * half of the last place rounds; f16 values (exact) need no rounding. */
+/* Split a and b into high and low parts, each 16 pairs of bf16 with a in the low halves. To round,
+ * half a unit of the last place is added; f16 values (exact) need no rounding. */
 LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void *low) {
     const __m512i upper = _mm512_set1_epi32((int)0xffff0000),
                   half = exact ? _mm512_setzero_si512() : _mm512_set1_epi32(0x8000);
@@ -13759,14 +13775,14 @@ LLM__INLINE void llm__amx_split(bool exact, __m512 a, __m512 b, void *high, void
                         _mm512_mask_blend_epi16(0xaaaaaaaa, _mm512_srli_epi32(rest_a, 16), rest_b));
 }
 
-/* 16 values of a row from d on, zeros after its end */
+/* 16 values of a row from value d on; zeros after the end of the row */
 LLM__INLINE __m512 llm__amx_some(llm_type type, const void *row, int d, int head_dim) {
     if (d + 16 <= head_dim) return (__m512)LLM__K(load_as)(type, row, d);
     return d < head_dim ? (__m512)LLM__K(load_some_as)(type, row, d, head_dim - d)
                         : _mm512_setzero_ps();
 }
 
-/* Use the scratch memory of the vector form; the queries follow it. */
+/* Use the vector form's scratch memory; the packed queries follow it. */
 static llm__amx_tile llm__amx_carve(const LLM__K(attention_scratch) *a) {
     llm__amx_tile t;
     int64_t depth = a->padded_dim;
@@ -13806,7 +13822,7 @@ LLM__INLINE void llm__amx_gather_keys(int head_dim, const LLM__K(tile) *tile,
                        *other = key + 16 * tile->stride;
         const char *wanted = (const char *)next->keys[group] +
                              2 * (first + group % 2) * next->stride;
-        for (int d = first; d < first + 16; d++) { /* and d + 16 */
+        for (int d = first; d < first + 16; d++) { /* d and d + 16 */
             int64_t at = (int64_t)(group * depth + 2 * d - first) * 16;
             __m512 a = _mm512_setzero_ps(), b = a;
             if (d < head_dim) a = (__m512)LLM__K(from_f16)(key);
@@ -13851,8 +13867,8 @@ LLM__INLINE void llm__amx_gather_values(int head_dim, const LLM__K(tile) *tile,
 #define LLM__TILE_PRODUCT(c, a, b) \
     __asm__ volatile("tdpbf16ps %%tmm" #b ", %%tmm" #a ", %%tmm" #c ::)
 
-/* scores (16 rows, n) = queries times keys, n = 32 or 64. Four sums take turns, since
- * products that are added to the same sum wait for each other. */
+/* scores (16 rows, n) = queries times keys, n = 32 or 64. Four sums take turns, since products that
+ * are added to the same sum wait for each other. */
 LLM__INLINE void llm__amx_scores(const llm__amx_tile *t, int depth, int group, int n) {
     LLM__TILE_ZERO(0); LLM__TILE_ZERO(1); LLM__TILE_ZERO(2); LLM__TILE_ZERO(3);
     for (int d = 0; d < depth; d += 32)
@@ -13926,9 +13942,9 @@ LLM__INLINE void llm__amx_values(const llm__amx_tile *t, int padded_dim, int n, 
 #undef LLM__TILE_STORE
 #undef LLM__TILE_LOAD
 
-/* e^x for x <= 0, to a relative 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
+/* e^x for x <= 0, with a relative error of 1e-6: 2^k 2^r with integer k and |r| <= 1/2 */
 LLM__INLINE __m512 llm__amx_exp(__m512 x) {
-    /* the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
+    /* coefficients of the series of 2^r: ln(2)^i / i!, i = 6 .. 0 */
     const float terms[] = {1.54035304e-4f,
                            1.33335581e-3f,
                            9.61812911e-3f,
@@ -13967,8 +13983,8 @@ LLM__INLINE __m512 llm__amx_reduce(bool largest, const __m512 *rows) {
                          _mm512_shuffle_f32x4(c[0], c[1], 0xdd));
 }
 
-/* Turn the scores of n_rows rows, n keys, into weights; rescale the earlier sums. sees: a bit per
- * key */
+/* Turn the scores (n_rows, n keys) into weights, and rescale the earlier sums. sees: per row, one
+ * bit per key */
 LLM__INLINE void llm__amx_softmax(const llm__amx_tile *t, int n_rows, int n, const uint64_t *sees,
                                   float *largest, float *total, float *sums, int padded_dim) {
     __m512 rows[16], before = _mm512_loadu_ps(largest);
@@ -14038,7 +14054,7 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
     LLM__K(find_rows)(args, sequence, kv_head, first_row, end_row, &rows);
     LLM__K(attention_scratch) a = LLM__K(carve)(scratch, head_dim);
     memset(a.zeros, 0, (size_t)a.padded_dim * sizeof *a.zeros);
-    int n_rows = (rows.n + 15) / 16 * 16; /* matrix tiles hold 16 */
+    int n_rows = (rows.n + 15) / 16 * 16; /* a matrix tile holds 16 rows */
     memset(a.sums, 0, (size_t)n_rows * (size_t)a.padded_dim * sizeof *a.sums);
     for (int r = 0; r < n_rows; r++) a.largest[r] = -INFINITY, a.total[r] = 0.0f;
 #if LLM__KERNEL_PASS == 2
@@ -14049,7 +14065,7 @@ static void LLM__K(attention)(const llm__attention_args *args, int sequence, int
     int last = rows.position[rows.n - 1],
         begin = llm__first_seen(&args->shape, rows.position[0]) / LLM__TILE * LLM__TILE;
     bool as_it_lies = args->cache->keys_transposed && args->cache->block_size % LLM__W == 0;
-    LLM__K(tile) tiles[2]; /* the current one and the next */
+    LLM__K(tile) tiles[2]; /* the current tile and the next */
     LLM__K(find_tile)(args, sequence, kv_head, begin, last, &tiles[0]);
     for (int first = begin, now = 0; first <= last; first += LLM__TILE, now = !now) {
         LLM__K(tile) *tile = &tiles[now], *next = &tiles[!now];
@@ -14104,9 +14120,9 @@ LLM__KERNELS const llm__kernels LLM__K(kernels) = {
 #ifndef LLM__IMPLEMENTED_KERNELS
 #define LLM__IMPLEMENTED_KERNELS
 
-/* The passes take most of the compile time, so a program can compile each in a file of its own,
- * where LLM_KERNELS_HERE is its level: 0 (baseline), 1 (AVX2, or NEON's dot products) or 2
- * (AVX-512). In its other files LLM_KERNELS_HERE is -1. */
+/* The passes take most of the compile time, so a program can compile each pass in a separate file,
+ * where LLM_KERNELS_HERE is the level of the pass: 0 (baseline), 1 (AVX2, or NEON's dot products)
+ * or 2 (AVX-512). In the program's other files, it is -1. */
 #ifdef LLM_NO_FAST_KERNELS
 #define LLM__COMPILES(level) 0
 #elif defined(LLM_KERNELS_HERE)
@@ -14121,7 +14137,7 @@ void llm__base_softmax_row(float *scores, int from, int seen, float scale, float
 #define LLM__KERNELS static
 #endif
 
-/* The passes. If you rename this file, define LLM_FILE_NAME. */
+/* Compile the passes. If you rename this file, define LLM_FILE_NAME as its new name. */
 #ifndef LLM_FILE_NAME
 #define LLM_FILE_NAME "llm.h"
 #endif
@@ -14234,7 +14250,7 @@ static bool llm__has_dot_products(void) {
 /* The best kernels that the processor supports and max_isa allows; NULL: the reference loops */
 static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #ifdef LLM__X86
-    /* a processor with both has f16c */
+    /* a processor with AVX2 and FMA also has F16C */
     bool avx2 = __builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma");
     bool avx512 = avx2 && __builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") &&
                   __builtin_cpu_supports("avx512dq") && __builtin_cpu_supports("avx512vl") &&
@@ -14253,7 +14269,7 @@ static const llm__kernels *llm__choose_kernels(llm_isa max_isa) {
 #endif
 }
 
-/* The index of the largest; the first of equals. A NaN is never the largest. */
+/* Index of the largest value, the first if several are equal. A NaN is never the largest. */
 static int32_t llm__argmax(const float *x, int n) {
     const llm__kernels *kernels = llm__choose_kernels(LLM_ISA_BEST);
     if (kernels) return kernels->argmax(x, n);
@@ -14273,9 +14289,9 @@ static double llm__sum_exp(const float *x, int n, float shift) {
 }
 
 /* ---- The planned executor: stages, whose items the threads share ------------------------------
- * `prepare` cuts a program into stages of one operation, or a few that are fused. The threads share
- * out the items of each stage. `run` starts the threads once. Before some stages they wait for each
- * other, at a barrier:
+ * `prepare` divides a program into stages. A stage is one operation, or a few fused operations, and
+ * is divided into items, which the threads share. `run` starts the threads once. Before some
+ * stages, the threads wait for each other at a barrier:
  *
  *     thread 0   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
  *     thread 1   norm round  q    k  v  | rope  attention | round  o      | norm round  gate ...
@@ -14287,38 +14303,38 @@ static double llm__sum_exp(const float *x, int n, float shift) {
  *   - an item of attention that has all rows of its heads first applies RoPE to them;
  *   - the products gate and up are one stage, which also applies the activation.
  *
- * What pays off depends on the number of rows, so there is a plan for each class of steps.
+ * The fastest plan depends on the number of rows, so there is a plan for each class of steps.
  *
- * A thread first does the item with its own number: these are the same weights in each step, which
- * may still be in its cache. Then the threads take the remaining items one by one, so a slow thread
- * does fewer. The first thread alone does a stage that is too small to share.
+ * A thread first does the item with its own number: it has the same weights in each step, so they
+ * may still be in the thread's cache. Then the threads take the remaining items one by one, so a
+ * slow thread does fewer items. The first thread alone does a stage that is too small to share.
  *
  * A barrier waits for the slowest thread, and on a busy machine the system may suspend a thread for
  * milliseconds. When the calling thread has waited so long that it would have been faster alone, it
- * works alone for four times as long as it waited. So the loss is at most a fifth. */
+ * works alone for four times as long as it waited. So at most a fifth of the time is lost. */
 
 enum {
-    LLM__LARGE_WORK = 4000000,       /* fewest multiply-adds of a product worth balancing */
-    LLM__SHARED_WORK = 30000,        /* fewest multiply-adds of a stage worth sharing */
-    LLM__THREADS_WORK = 400000,      /* fewest multiply-adds of a run worth starting threads */
-    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* bytes read past the end */
+    LLM__LARGE_WORK = 4000000,       /* smallest product to balance, in multiply-adds */
+    LLM__SHARED_WORK = 30000,        /* smallest stage to share, in multiply-adds */
+    LLM__THREADS_WORK = 400000,      /* smallest run to start threads for, in multiply-adds */
+    LLM__TILES_MARGIN = LLM__GROUP / 2 * LLM__X_TILE * LLM__X_BYTES, /* bytes read past x_tiles */
     LLM__OWN_X_BYTES = 32 << 10,     /* bytes of a thread's scratch memory for a norm's result */
     LLM__OWN_TILES_BYTES = 64 << 10, /* bytes of a thread's scratch memory for rounded rows */
     LLM__SPINS = 4096,               /* polls at a barrier before a thread yields its core */
-    LLM__CLASSES = 9                 /* classes of steps: see llm__class_rows */
+    LLM__CLASSES = 9                 /* number of classes of steps: see llm__class_rows */
 };
 
 typedef struct llm__stage {
     const llm_op *op;       /* the operation */
     const llm_op *before;   /* fused operation that each item does first (gate, RoPE); or NULL */
-    bool rounds;            /* it only rounds the input of op, a product */
-    bool barrier;           /* the threads wait for each other before it */
-    bool each;              /* every thread does all of it, in its own memory */
+    bool rounds;            /* the stage only rounds the input of op, a product */
+    bool barrier;           /* the threads wait for each other before this stage */
+    bool each;              /* every thread does the whole stage, in its own memory */
     bool own_x;             /* each thread has its own copy of the input (norm: of the output) */
     bool own_tiles;         /* each thread has its own copy of the rounded rows */
 } llm__stage;
 
-typedef struct llm__deal {  /* a stage in one run: how its items are dealt out */
+typedef struct llm__deal {  /* how the items of a stage are dealt out in one run */
     const llm__stage *stage;
     int64_t items;
     int64_t next;           /* items taken so far, not counting each thread's own first item */
@@ -14326,8 +14342,8 @@ typedef struct llm__deal {  /* a stage in one run: how its items are dealt out *
     int64_t n_per_item;     /* rows of activations in an item; 0: items are rows of the matrix */
     int64_t first_rows;     /* rows of the matrix in each thread's own first item */
     int64_t more_rows;      /* rows of the matrix in each of the other items */
-    int64_t parts;          /* rounding: items that share a tile of x, each with some columns */
-    double amount;          /* work, in multiply-adds or what takes as long */
+    int64_t parts;          /* rounding: items per tile of x; each rounds some of the columns */
+    double amount;          /* work, in multiply-adds or their equivalent in time */
     bool shared;            /* all threads take items */
 } llm__deal;
 
@@ -14336,16 +14352,16 @@ typedef struct llm__variant { /* a part of a program, planned for a class of ste
     int n;
 } llm__variant;
 
-typedef struct llm__plan {  /* what prepare makes of a program */
+typedef struct llm__plan {  /* the result of prepare for a program */
     llm_limits limits;
     llm__variant variants[2][LLM__CLASSES][2]; /* [head][class][RoPE is fused with attention] */
-    llm__deal *head;        /* the head's deals of the last run; the body's deals end here */
-    const llm__variant *last[2]; /* the variants of the deals: body, head */
+    llm__deal *head;        /* deals of the head in the last run; the body's deals end here */
+    const llm__variant *last[2]; /* variants used in the last run: body, head */
     int last_rows[2];       /* rows of the last run: body, head */
-    void *memory;           /* all stages and deals */
+    void *memory;           /* memory of all stages and deals */
 } llm__plan;
 
-/* The most rows in each class of steps */
+/* Maximum number of rows in a class of steps */
 static int llm__class_rows(int class_) {
     static const int rows[LLM__CLASSES] = {1, 2, 4, 8, 16, 32, 64, 128, INT_MAX};
     return rows[class_];
@@ -14357,12 +14373,13 @@ static int llm__class_of(int n) {
     return class_;
 }
 
-/* Rows of x per item, the same in every stage: a thread's rows may still be in its cache. */
+/* Rows of x per item, the same in every stage, since a thread's rows may still be in its cache */
 static int64_t llm__share_of_rows(const llm__cpu *cpu, int64_t n) {
     return llm__divide_up(llm__divide_up(n, cpu->n_threads), LLM__X_TILE) * LLM__X_TILE;
 }
 
-/* Rows in a tile of x. With more than 8 the tile unit may multiply it, which takes all 16. */
+/* Rows in a tile of x. If n is more than 8, the tile unit may multiply the tile, which takes 16
+ * rows. */
 static int llm__tile_height(int64_t n) { return n <= 8 ? (int)n : LLM__X_TILE; }
 
 static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
@@ -14371,7 +14388,7 @@ static size_t llm__x_tile_bytes(int64_t n, int64_t cols) {
 
 /* ---- The plan ------------------------------------------------------------------------------- */
 
-/* What a stage does to a buffer, and what stages did to it since the last barrier */
+/* How a stage uses a buffer, or how stages used it since the last barrier */
 enum {
     LLM__READ = 1,
     LLM__WRITTEN = 2,
@@ -14381,11 +14398,11 @@ enum {
 typedef struct llm__planner {
     const llm__cpu *cpu;
     const llm_program *program;
-    int rows;            /* most rows of a step in this class */
+    int rows;            /* maximum rows of a step in this class */
     llm__stage *stages;  /* (n_stages) */
     int n_stages;
-    uint8_t *touched;    /* (n_buffers + 1) since the last barrier; at the end: `rounded` */
-    uint8_t *touches;    /* (n_buffers + 1) by the stage being planned */
+    uint8_t *touched;    /* (n_buffers + 1) uses since the last barrier; last entry: `rounded` */
+    uint8_t *touches;    /* (n_buffers + 1) uses by the stage being planned */
     int own;             /* the buffer that each thread has its own copy of; -1: none */
     int rounded;         /* the buffer whose rounded rows are in llm__cpu.rounded; -1: none */
     int group;           /* values per scale in `rounded` */
@@ -14401,10 +14418,10 @@ static void llm__plan_touch(llm__planner *p, const llm_op *op) {
     if (op->out >= 0) p->touches[op->out] |= LLM__WRITTEN | (op->add ? LLM__READ : 0);
 }
 
-/* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote what it
- * reads or writes, or read what it writes. Only the thread itself writes its own copy, so reading
- * that needs no barrier. (Writing own copies counts as writing the buffer, which is the first
- * thread's.) */
+/* The one rule for barriers: a stage waits if, since the last barrier, another stage wrote a buffer
+ * that it reads or writes, or read a buffer that it writes. No other thread writes a thread's own
+ * copy, so reading the copy needs no barrier. (Writing own copies counts as writing the buffer,
+ * since the buffer is the first thread's copy.) */
 static void llm__plan_add(llm__planner *p, llm__stage stage) {
     int n = p->program->n_buffers + 1;
     stage.barrier = p->n_stages == 0 || !(p->program->fusions & LLM_FUSE_SIDE_BY_SIDE);
@@ -14417,7 +14434,7 @@ static void llm__plan_add(llm__planner *p, llm__stage stage) {
         p->touched[i] = (stage.barrier ? 0 : p->touched[i]) |
                         (p->touches[i] & (LLM__READ | LLM__WRITTEN));
         if (!(p->touches[i] & LLM__WRITTEN)) continue;
-        if (p->own == i) p->own = -1; /* what was made of it is out of date */
+        if (p->own == i) p->own = -1; /* its copies are out of date */
         if (p->rounded == i) p->rounded = -1;
     }
     memset(p->touches, 0, (size_t)n);
@@ -14435,8 +14452,8 @@ static void llm__plan_norm(llm__planner *p, llm__stage stage) {
     if (stage.each) p->own = op->out;
 }
 
-/* A product. If its weights are multiplied as integers, a stage before it rounds its input, unless
- * that is already rounded. */
+/* Plan a product. If its weights are multiplied as integers, a stage before it rounds its input,
+ * unless the input is already rounded. */
 static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
     const llm_op *op = stage.op;
     int x = op->in[0], group = llm__x_group(op->weight->type), rounded = p->program->n_buffers;
@@ -14469,12 +14486,12 @@ static void llm__plan_matmul(llm__planner *p, llm__stage stage) {
         llm__plan_touch(p, stage.before);
         p->touches[op->out] = 0; /* the result goes to the gate's buffer */
     }
-    p->touches[x] = 0; /* the rounding stage has read it */
+    p->touches[x] = 0; /* only the rounding stage reads it */
     p->touches[rounded] = LLM__READ | (stage.own_tiles ? LLM__OWN : 0);
     llm__plan_add(p, stage);
 }
 
-/* True if no operation after `index` reads the buffer before one writes it again */
+/* True if no operation after `index` reads the buffer before another operation overwrites it */
 static bool llm__is_dead(const llm_program *p, int buffer, int index) {
     for (int i = index + 1; i < p->n_ops; i++) {
         for (int k = 0; k < LLM_OP_INPUTS; k++)
@@ -14485,8 +14502,8 @@ static bool llm__is_dead(const llm_program *p, int buffer, int index) {
 }
 
 /* True if this operation and the next two are the products gate and up and their activation, and
- * can be fused. Then up is never written. (Float kernels finish one result at a time, so the
- * activation would not be vectorized.) */
+ * can be fused. Then the buffer of up is never written. (Float kernels finish one result at a time,
+ * so the activation would not be vectorized.) */
 static bool llm__is_gated(const llm_program *p, int index, int end) {
     const llm_op *gate = &p->ops[index], *up = gate + 1, *act = gate + 2;
     if (!(p->fusions & LLM_FUSE_GATE) || index + 2 >= end || up->kind != LLM_OP_MATMUL ||
@@ -14500,8 +14517,8 @@ static bool llm__is_gated(const llm_program *p, int index, int end) {
            llm__is_dead(p, up->out, index + 2);
 }
 
-/* Cut a part of the program into stages, at most two per operation, for steps of up to `rows` rows.
- * Returns the number of stages. touched (2 x (n_buffers + 1)) is scratch. */
+/* Divide a part of the program into stages, at most two per operation, for steps of up to `rows`
+ * rows. Returns the number of stages. touched (2 x (n_buffers + 1)) is scratch memory. */
 static int llm__plan_part(const llm__cpu *cpu, const llm_program *program, llm_part part, int rows,
                           bool rope_inside, uint8_t *touched, llm__stage *stages) {
     llm__planner p = {cpu, program, rows, stages, 0, touched, touched + program->n_buffers + 1,
@@ -14613,8 +14630,8 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
                         (double)deal->n;
     if (cpu->n_threads > 1 && deal->n >= 2 * LLM__X_TILE * cpu->n_threads &&
         share * (int64_t)sizeof(float) < 4096) {
-        /* Parts of a result row would be shorter than a page, and the threads' prefetchers would
-         * take cache lines from each other. So items are rows of x. */
+        /* Each thread's part of a result row would be shorter than a page, and the threads'
+         * prefetchers would take cache lines from each other. So items are rows of x. */
         deal->n_per_item = llm__share_of_rows(cpu, deal->n);
         deal->items = llm__divide_up(deal->n, deal->n_per_item);
     } else {
@@ -14631,8 +14648,8 @@ static void llm__deal_matmul(const llm__cpu *cpu, const llm__stage *stage, llm__
     }
 }
 
-/* Operations whose items are rows of activations. The factors, work per value, are rough: they only
- * decide what is worth sharing. */
+/* Deal out an operation whose items are rows of activations. The factors (work per value) are
+ * rough: they only decide which stages are shared. */
 static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *deal) {
     const llm_attention_shape *a = &op->attention;
     int64_t width = op->out >= 0 ? step->program->buffers[op->out].width
@@ -14644,7 +14661,7 @@ static void llm__deal_rows(const llm__step *step, const llm_op *op, llm__deal *d
     if (op->kind == LLM_OP_ROPE_STORE || op->kind == LLM_OP_SWIGLU) factor = 30;
     deal->amount = (double)factor * (double)deal->n * (double)width;
     deal->n_per_item = llm__share_of_rows(step->cpu, deal->n);
-    if (op->kind == LLM_OP_SWIGLU) { /* values one by one, to share a step of one row too */
+    if (op->kind == LLM_OP_SWIGLU) { /* items are runs of values, to share even a single row */
         deal->n *= width;
         deal->n_per_item = llm__divide_up(deal->n, 64 * step->cpu->n_threads) * 64;
     }
@@ -14662,7 +14679,7 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
     else if (stage->op->kind == LLM_OP_MATMUL) llm__deal_matmul(cpu, stage, deal);
     else if (stage->op->kind == LLM_OP_ATTENTION) llm__deal_attention(step, stage->op, deal);
     else llm__deal_rows(step, stage->op, deal);
-    /* A small product is also shared if the product next to it is. */
+    /* A small product is also shared if the stage before it is, with no barrier between them. */
     bool beside = stage->op->kind == LLM_OP_MATMUL && !stage->barrier && ahead && ahead->shared;
     deal->shared = !stage->each && deal->items > 1 && cpu->n_threads > 1 &&
                    (deal->amount >= LLM__SHARED_WORK || beside);
@@ -14670,8 +14687,8 @@ static void llm__deal_out(const llm__step *step, const llm__stage *stage, const 
 
 /* ---- The work of an item -------------------------------------------------------------------- */
 
-/* The first thread's own copy is the shared buffer. Those of the others are at the end of their
- * scratch memory, and last as long as the run. */
+/* The first thread's own copy is the shared buffer. The copies of the other threads are at the end
+ * of their scratch memory, and are valid until the run ends. */
 static void *llm__own_copy(const llm__cpu *cpu, bool own, const void *shared, void *scratch,
                            size_t from_end) {
     return !own || scratch == cpu->scratch ? (void *)(uintptr_t)shared
@@ -14739,8 +14756,8 @@ static llm__matmul_args llm__matmul_args_of(const llm__step *step, const llm__de
     return args;
 }
 
-/* A product of some rows of x, or of some rows of the matrix. Every few panels need all rows of x,
- * so a long prompt is cut into parts that stay in the L2 cache. */
+/* Multiply some rows of x by the matrix, or all rows of x by some rows of the matrix. Every few
+ * panels need all rows of x, so a long prompt is cut into parts that stay in the L2 cache. */
 static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64_t item,
                              void *scratch) {
     const llm__cpu *cpu = step->cpu;
@@ -14774,7 +14791,8 @@ static void llm__matmul_item(const llm__step *step, const llm__deal *deal, int64
                       (size_t)(x_row / LLM__X_TILE) * args.x_tile_bytes;
         args.out = whole.out + x_row * args.w->rows;
         gate.n = args.n, gate.x = args.x, gate.x_tiles = args.x_tiles, gate.out = args.out;
-        /* With a gate, take so many rows that its results stay in the L2 cache. */
+        /* With a gate, limit the rows of the matrix so that the gate's results stay in the L2
+         * cache. */
         int64_t run =
             args.gate
                 ? llm__max(LLM__GATE_CACHE_BYTES / (args.n * (int64_t)sizeof *args.out) / 64, 1) *
@@ -14798,7 +14816,8 @@ static void llm__attention_item(const llm__step *step, const llm__deal *deal, in
         llm__plain_attention(&args, (int)item, (float *)scratch);
         return;
     }
-    /* This must not depend on the batch, so that all rows of a sequence are computed alike. */
+    /* This choice must not depend on the batch, so that all rows of a sequence are computed
+     * alike. */
     args.tiles = cpu->isa >= LLM_ISA_AMX && args.cache->type == LLM_F16 &&
                 group >= LLM__SHARING_HEADS;
     int sequence = args.batch->n_sequences - 1;
@@ -14862,8 +14881,8 @@ static void llm__do_item(const llm__step *step, const llm__deal *deal, int64_t i
 
 /* ---- A run ---------------------------------------------------------------------------------- */
 
-/* Wait until `arrived`, the count of arrivals at this and all earlier barriers, is `all`. *waited
- * += the seconds after the first LLM__SPINS polls */
+/* Wait until `arrived`, the count of arrivals at this and all earlier barriers, is `all`. Adds the
+ * seconds after the first LLM__SPINS polls to *waited. */
 static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     double start = 0;
     __atomic_add_fetch(arrived, 1, __ATOMIC_ACQ_REL);
@@ -14880,8 +14899,8 @@ static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* For a profile: llm__lap_begins adds the time since the last call to that call's operation. deal
- * NULL: the end */
+/* For a profile: llm__lap_begins adds the time since the previous call to the operation of that
+ * call. deal is NULL at the end of the run. */
 typedef struct llm__lap {
     double *seconds, start;
 } llm__lap;
@@ -14898,9 +14917,9 @@ static void llm__lap_begins(const llm__step *step, llm__lap *lap, const llm__dea
 static void llm__run_as(const llm__step *step, llm__deal *deals, int n, int thread, int team,
                         int64_t *arrived, double *waited) {
     void *scratch = step->cpu->scratch + (size_t)thread * step->cpu->scratch_bytes;
-    /* other threads than the first have worked since the last barrier */
+    /* true if threads other than the first have worked since the last barrier */
     bool together = false;
-    /* a barrier is due; it is skipped while only the first thread has work */
+    /* true if a barrier is due; it is delayed while only the first thread has work */
     bool owed = false;
     int64_t barriers = 0;
     llm__lap lap = {NULL, 0};
@@ -14921,7 +14940,7 @@ static void llm__run_as(const llm__step *step, llm__deal *deals, int n, int thre
             continue;
         }
         if (thread < own) llm__do_item(step, deal, thread, scratch);
-        if (own == deal->items) continue; /* at most one per thread */
+        if (own == deal->items) continue; /* there is at most one item per thread */
         for (int64_t item;
              (item = own + __atomic_fetch_add(&deal->next, 1, __ATOMIC_RELAXED)) < deal->items;)
             llm__do_item(step, deal, item, scratch);
@@ -14944,7 +14963,7 @@ static void llm__run_team(const llm__step *step, llm__deal *deals, int n) {
         if (omp_get_thread_num() == 0) waited -= llm_seconds();
     }
     double end = llm_seconds();
-    waited += end; /* counts the end of the parallel region too */
+    waited += end; /* includes the wait at the end of the parallel region */
     if (waited > 1e-3 && waited > (1.0 - 1.0 / team) * (end - start))
         cpu->alone_until = end + 4 * waited;
 }
@@ -14990,9 +15009,9 @@ static const llm__variant *llm__find_variant(const llm__step *step, bool head) {
     return &plan->variants[head][llm__class_of(rows)][inside];
 }
 
-/* Deal out the stages of a part; returns how many there are. If the last run had the same variant
- * and number of rows, only attention changes. (Cache lines that are not written stay valid in the
- * other cores.) */
+/* Deal out the stages of a part, and return their number. If the last run had the same variant and
+ * number of rows, only the deals of attention change. (Cache lines that are not written stay valid
+ * in the other cores.) */
 static int llm__deal_part(const llm__step *step, bool head, llm__deal **first) {
     llm__plan *plan = (llm__plan *)step->program->plan;
     const llm__variant *v = llm__find_variant(step, head);
@@ -15076,10 +15095,10 @@ static bool llm__cpu_stage(void *context, const llm_program *program, llm_part p
 
 /* ---- Prepare -------------------------------------------------------------------------------- */
 
-/* Reserve scratch memory for each thread, for the largest of: a tile of unpacked weights that fits
- * the L2 cache (but at least four rows); packed panels and matrix tiles; attention in tiles; all
- * scores of a query (naive attention). The thread's own copies follow. Memory never shrinks, so
- * programs that were prepared earlier still fit. */
+/* Reserve scratch memory for each thread, large enough for each of these: a tile of unpacked
+ * weights that fits in the L2 cache (or four rows, if that is more); packed panels and matrix
+ * tiles; attention in tiles; all scores of a query (naive attention). The thread's own copies
+ * follow. Memory never shrinks, so programs that were prepared earlier still fit. */
 static bool llm__cpu_reserve(llm__cpu *cpu, const llm_program *program, const llm_limits *limits,
                              llm_error *err) {
     int64_t max_cols = 1, head_dim = 1;
@@ -15197,12 +15216,12 @@ static bool llm__cpu_download(void *context, void *host, const void *device, siz
     return llm__cpu_upload(context, host, device, bytes, err);
 }
 
-/* Packed weights share slabs of 64 MB, which fill large pages. A weight below 256 KB starts a slab
- * of 256 times its size. */
+/* Packed weights share slabs of 64 MB, which fill large pages. A slab whose first weight is below
+ * 256 KB has 256 times the size of that weight. */
 typedef struct llm__slab {
     char *memory;
     size_t bytes, used;
-    int64_t n_weights; /* weights that use it */
+    int64_t n_weights; /* number of weights in the slab */
 } llm__slab;
 
 static void *llm__slab_take(llm__cpu *cpu, uint64_t bytes, llm_error *err) {
@@ -15373,9 +15392,9 @@ void llm_backend_free(llm_backend *backend) {
     if (backend) backend->destroy(backend);
 }
 
-/* Round n up: up to 8 to a power of two, then to a multiple of 8, then of an eighth of the next
- * lower power of two. From 64 on that is at most an eighth too many, with only some dozens of
- * sizes. */
+/* Round n up: to a power of two if n <= 8, to a multiple of 8 if n < 128, otherwise to a multiple
+ * of an eighth of the largest power of two <= n. From 64 on, at most an eighth is added, and there
+ * are only a few dozen sizes. */
 int llm_rounded_rows(int n) {
     int step = 8, rounded = 1;
     while (rounded < n && rounded < 8) rounded *= 2;
@@ -15416,7 +15435,7 @@ llm_backend *llm_backend_open(const char *name, const llm_engine_options *option
 #endif
     if (automatic) {
         llm_backend *cpu = llm__open_cpu(options, err);
-        if (cpu && err && why.status != LLM_ERROR_UNSUPPORTED) /* the GPU is there, but broken */
+        if (cpu && err && why.status != LLM_ERROR_UNSUPPORTED) /* there is a GPU, but it fails */
             memcpy(err->message, why.message, sizeof why.message);
         return cpu;
     }
