@@ -11833,7 +11833,13 @@ LLM__INLINE float LLM__K(largest)(llm__vf v) {
 
 #else
 
-LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) { return a * b + c; }
+LLM__INLINE llm__vf LLM__K(fma)(llm__vf a, llm__vf b, llm__vf c) {
+#if defined(__aarch64__) /* the compiler would fuse the product and the sum in some places only */
+    return (llm__vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
 LLM__INLINE llm__vf LLM__K(max)(llm__vf a, llm__vf b) {
     llm__vi greater = a > b;
     return (llm__vf)(((llm__vi)a & greater) | ((llm__vi)b & ~greater));
