@@ -1,7 +1,7 @@
 #!/bin/sh
 # tests/all.sh LLM PROGRAM...: build and run all tests: these programs, and the scripts. The longest
-# come first, so that no processor idles while the last one runs. Run by `make test`, with DEVICE
-# and SANITIZE in the environment if they are set.
+# start first, so that no processor idles at the end. Run by `make test`, with DEVICE and SANITIZE
+# in the environment if they are set.
 set -u
 llm=$1 folder=$(dirname "$2")
 shift
@@ -13,7 +13,7 @@ for program; do
     *) others="$others $program" ;;
     esac
 done
-# These compile for themselves, without the sanitizers.
+# These scripts compile on their own, without the sanitizers.
 scripts='tests/lessons.sh tests/embed.sh tests/docs.sh tests/races.sh tests/python.sh'
 [ -z "${SANITIZE:-}" ] || scripts=
 [ "${DEVICE:-}" != cuda ] || export LLM_TEST_JOBS=1

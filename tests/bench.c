@@ -19,7 +19,7 @@ typedef struct bench {
     bool json, profile;
     llm_engine_options engine;
     llm_model *loaded;
-    double bandwidth; /* with the current number of threads, in bytes per second */
+    double bandwidth; /* bytes per second with the current number of threads */
     int n_rows;
 } bench;
 
@@ -143,8 +143,8 @@ static bool bench_threads(bench *b, int threads) {
 
 /* ---- llm bench --profile: where a step's time goes --------------------------------------- */
 
-/* Find or add the row of the operations that run together with `op`. It is named after all of
- * them. */
+/* Find or add the profile row of `op` and the operations that run together with it. The row's name
+ * lists all of them. */
 static profile_row *profile_find(profile *p, int phase, const int *owner, int op) {
     char name[96] = "";
     for (int i = 0; i < p->program->n_ops; i++)
@@ -160,7 +160,8 @@ static profile_row *profile_find(profile *p, int phase, const int *owner, int op
     return row;
 }
 
-/* Add the last step to the profile: n tokens of one sequence, after p->done others. */
+/* Add the last step to the profile: n tokens of one sequence whose cache already held p->done
+ * tokens. */
 static void profile_step(profile *p, const llm_engine *engine, int n, bool logits) {
     lone_batch l;
     int phase = p->done >= p->prompt ? PROFILE_DECODE : PROFILE_PREFILL,
@@ -190,7 +191,7 @@ static int compare_profile_rows(const void *a, const void *b) {
     return (x < y) - (x > y);
 }
 
-/* Print one phase of `tokens` tokens, which took `seconds`. */
+/* Print the profile of one phase, which processed `tokens` tokens in `seconds`. */
 static void profile_print(const bench *b, profile *p, int phase, int tokens, double seconds) {
     profile_row *rows = p->rows[phase], rest = {.name = "all else", .seconds = seconds};
     int n = p->n_rows[phase];
@@ -263,8 +264,8 @@ static bool bench_profile(bench *b, int threads) {
     return good;
 }
 
-/* Fill the lists that were not given: one thread and all threads; the default lengths, as far as
- * they fit. */
+/* Set the lists that the user did not give: one thread and all threads; the default prompt lengths
+ * that fit in the context. */
 static void bench_defaults(bench *b) {
     static const int lengths[] = {16, 128, 512};
     int all = llm_processor_count(),
@@ -371,7 +372,7 @@ bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64
         while (llm_next_event(engine, &event)) {
             if (event.error) good = !fail("%s", event.error);
             begun += event.index == 0;
-            counted += before == n && event.token >= 0; /* all began in an earlier step */
+            counted += before == n && event.token >= 0; /* only after all requests have begun */
         }
         if (begun == n && before < n) all_begun = now;
     }
@@ -410,8 +411,8 @@ static void bench_batch_print(const bench_batch *b, int row, double prefill, dou
     put_text("}");
 }
 
-/* Measure all sizes in turn, several times, so that a temporary load on the machine affects all of
- * them alike. */
+/* Measure all sizes in turn, several times, so that a temporary load on the machine affects all
+ * sizes alike. */
 static bool bench_batch_rows(bench_batch *b, llm_engine *engine) {
     int n_rows = b->sequences.count, runs = b->runs;
     double *prefill = resize(NULL, 2 * (size_t)n_rows * (size_t)runs * sizeof *prefill),
@@ -550,7 +551,7 @@ typedef struct serve {
     speculation speculation;
     int policy; /* index in POLICIES; N_POLICIES: all, side by side */
     int n_requests, shared, runs;
-    int ask; /* tokens that a request asks for; 0: as many as it gets */
+    int ask; /* tokens that each request asks for; 0: exactly its output length */
     float rate, window;
     int_range prompt, generate;
     seed_value seed;
@@ -588,7 +589,7 @@ static void serve_plan(serve *v) {
         request->ignore_end = true;
         request->user = r;
     }
-    n_ids = 0; /* v->ids does not move from here on */
+    n_ids = 0; /* v->ids is not reallocated after this line */
     for (int i = 0; i < v->n_requests; i++) {
         v->requests[i].member.request.prompt = v->ids + n_ids;
         n_ids += (size_t)v->requests[i].member.request.n_prompt;
@@ -859,12 +860,12 @@ typedef struct bench_speculate {
     int n_prompts;
 } bench_speculate;
 
-enum { DEPTHS = 10 }; /* depths 0 to 8, and auto */
+enum { DEPTHS = 10 }; /* depths 0 to 8, and automatic */
 static int depth_at(int i) { return i < DEPTHS - 1 ? i : LLM_SPECULATE_AUTO; }
 
 typedef struct speculate_sum { /* sums over all prompts of a run */
     double seconds;
-    uint64_t tokens; /* tokens after each prompt's first */
+    uint64_t tokens; /* number of tokens, without the first token of each prompt */
     uint64_t hash;   /* hash of all tokens, to compare runs */
     llm_statistics before, after;
 } speculate_sum;

@@ -9,8 +9,8 @@ typedef struct profile profile;
 bool bench_once(llm_engine *engine, int n_prompt, int n_generate, profile *p, double *prefill,
                 double *decode);
 
-/* Run n requests at once, with tokens from this stream of random numbers. *seconds: until all have
- * ended; *rate: tokens per second from when all have begun. */
+/* Run n requests at once, with tokens from this stream of random numbers. *seconds: time until all
+ * have ended; *rate: tokens per second once all have begun. */
 bool bench_group(llm_engine *engine, int n, int n_prompt, int n_generate, uint64_t stream,
                  double *seconds, double *rate);
 

@@ -165,7 +165,7 @@ ok "other blocks, chunks and threads" "" \
     -- "Hello"
 same "... give the same text" first out
 printf 'Hello\n' >prompt.txt
-# a Hugging Face folder and the GGUF file made from it give the same text
+# a Hugging Face folder and the GGUF file written from it give the same text
 F=$TOP/tests/data/models
 for m in llama mistral_window gptq_g32_act_sym; do
     ok "a folder: run $m" "..........." "$LLM" run -m "$F/$m" -n 12 -q --temperature 0 "Once upon"
@@ -174,7 +174,7 @@ for m in llama mistral_window gptq_g32_act_sym; do
     ok "a folder: quantize $m" "" "$LLM" quantize "$F/$m" folder.gguf --type f32
     ok "a folder as a file: run $m" "..........." \
         "$LLM" run -m folder.gguf -n 12 -q --temperature 0 "Once upon"
-    # except with this type, for which the kernels round activations
+    # except for this type, whose kernels round activations
     if [ $m != gptq_g32_act_sym ]; then same "a folder and its GGUF file, $m" out folder.txt; fi
 done
 bad "a folder without a model" 1 "there is no config.json in this folder" \
@@ -329,7 +329,7 @@ for what in total: # the totals are sums
     assert sum(o[what] for o in ops) == total[what]
 assert [o["number"] for o in ops] == list(range(len(ops)))
 assert (p["tokens"], p["context"]) == (3, 20)
-# all weights, but 3 embedding rows instead of 1, and RoPE's frequencies, which no file has
+# all weights, with 3 embedding rows instead of 1, and RoPE's frequencies, which are not in the file
 embed, angles = ops[0], ops[1]
 assert (embed["kind"], angles["kind"]) == ("embed", "rope_angles")
 more = embed["weight_bytes"] * 2 / 3 + angles["weight_bytes"]
@@ -339,7 +339,7 @@ assert total["cache_bytes"] == shape["cache"]["bytes_per_token"] * (3 + 20)
 for o in ops:
     rows = 1 if o["writes"] == ["logits"] else 3
     assert o["kind"] != "matmul" or o["operations"] == 2 * rows * o["rows"] * o["cols"]
-# each operation belongs to one stage, except a matmul with a rounding stage, which has two
+# each operation is in one stage, except a matmul with a rounding stage, which is in two
 done = [i for s in p["stages"] if not s["rounds"] for i in s["operations"]]
 assert sorted(done) == list(range(len(ops))) and p["stages"][0]["barrier"]
 END
@@ -545,7 +545,7 @@ if [ -w /dev/full ]; then
     full "bench" "$LLM" bench -m "$M" -t 1 -p 2 -g 1 -r 1
     name="run --trace to a full disk"; run "$LLM" run -m "$M" -n 1 -q --trace /dev/full Hello
     judge 1 "^llm: cannot write to /dev/full: No space left on device$" ""
-    # must end at once
+    # the command must end at once
     full "a long run" "$LLM" run -m long.gguf -n 100000 --ignore-end -q Hello
 else
     skip "a full disk (no /dev/full)"

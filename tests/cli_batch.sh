@@ -454,14 +454,14 @@ ok "bench serve --json" '"policy": "dynamic".*"complete": true|"complete": true'
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4 --gen 1-30 --cache-memory 64K \
     --preempt swap --runs 2 --json
 json "bench serve --json is JSON"
-# Requests that end before the length they asked for: all get their tokens, and a group computes
-# padding, which continuous batching does not.
+# Requests that end before the length they asked for: all get their tokens. A group computes
+# padding; continuous batching does not.
 ok "bench serve --ask" "of 60 asked for" \
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --max-sequences 4
 name="bench serve: padding under static and dynamic only"
 judge 0 "" "still computed +0.00 +[0-9.]*[1-9][0-9.]* +[0-9.]*[1-9]"
-# A group reserves memory for the longest output of each member, so no member is preempted, though
-# continuous batching preempts with the same cache.
+# A group reserves memory for the longest output of each member, so no member is preempted.
+# Continuous batching preempts with the same cache.
 ok "bench serve: groups that fit" "" \
     "$LLM" bench serve -m "$M" --requests 12 --prompt 4-20 --gen 2-30 --ask 60 --cache-memory 64K \
     --block-size 4

@@ -36,9 +36,9 @@ dim3 blockDim, gridDim;
 namespace {
 
 /* ---- Coroutines ------------------------------------------------------------------------------
- * Each has a stack. emu_switch saves the registers that a call must preserve, changes the stack
- * and loads the other coroutine's registers. On processors other than x86-64 and arm64 the C
- * library's (slower) ucontext does it. */
+ * Each coroutine has a stack. emu_switch saves the registers that a call must preserve, changes
+ * the stack and loads the other coroutine's registers. On processors other than x86-64 and arm64
+ * the C library's (slower) ucontext does it. */
 
 #if defined(__x86_64__)
 extern "C" void emu_switch(void **save, void *load);
@@ -80,7 +80,7 @@ void context_switch(context *save, context *load) { emu_switch(save, *load); }
 void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
     void **top = (void **)((uintptr_t)((char *)stack + bytes) & ~(uintptr_t)15) - 20;
     for (int i = 0; i < 20; i++) top[i] = nullptr;
-    top[11] = (void *)entry; /* x30 */
+    top[11] = (void *)entry; /* x30, the return address */
     *c = top;
 }
 #else
@@ -98,7 +98,7 @@ void context_make(context *c, void *stack, size_t bytes, void (*entry)()) {
 
 constexpr size_t STACK_BYTES = 256 * 1024; /* per thread; only touched pages take real memory */
 constexpr unsigned char POISON = 0xff;     /* NaN in f32, f16 and bf16; -1 */
-/* the most that is poisoned of an allocation, to save time */
+/* the most bytes of an allocation that are poisoned, to save time */
 constexpr size_t POISONED_BYTES = 4 << 20;
 
 /* ---- The running block ----------------------------------------------------------------------- */
@@ -131,7 +131,7 @@ struct thread {
     int line;
     emu::block_kind barrier;
     int predicate;
-    bool has_waited; /* llm__wait_for_last */
+    bool has_waited; /* the thread has called llm__wait_for_last */
     std::vector<async_copy> copies; /* not yet delivered, oldest first */
     std::vector<size_t> groups;     /* ends of the committed groups in `copies` */
     std::vector<touch> touches;     /* its loads and stores in order, if an observer is set */
@@ -187,12 +187,12 @@ struct operation { /* a queued operation of a stream, or a node of a graph */
     cudaHostFn_t host;
     void *user;
     std::shared_ptr<struct event_state> event;
-    uint64_t ticket; /* of a RECORD or WAIT: which record of the event */
+    uint64_t ticket; /* RECORD, WAIT: number of the record of the event */
     std::shared_ptr<std::vector<operation>> graph;
 };
 
 struct event_state {
-    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, and run */
+    uint64_t recorded = 0, reached = 0; /* tickets of the last record queued, of the last one run */
     double seconds = 0;
     cudaStream_t stream = nullptr; /* the stream of the last record */
     struct capture *in = nullptr;  /* the open capture that contains the record */
@@ -243,7 +243,7 @@ struct device {
     /* streams */
     std::vector<cudaStream_t> streams;
     emu_stream default_stream;
-    std::map<const void *, int> dynamic_limit; /* per kernel, set by cudaFuncSetAttribute */
+    std::map<const void *, int> dynamic_limit; /* bytes per kernel, set by cudaFuncSetAttribute */
     emulator_counts counts = {};
     emulator_observer observer = nullptr; /* called for each memory access */
     void *observer_data = nullptr;
@@ -262,7 +262,7 @@ struct device {
     std::vector<int> lanes;      /* the warp's lanes in the order of the pass */
     size_t next_lane = 0;        /* the next index into `lanes` */
     size_t first_thread = 0;     /* the warp's first thread */
-    bool from_scheduler = false; /* what resumed the running thread */
+    bool from_scheduler = false; /* the scheduler, not another thread, resumed the running thread */
     void *scheduler_fake_stack = nullptr;
     const void *scheduler_stack = nullptr;
     size_t scheduler_stack_bytes = 0;
@@ -296,7 +296,7 @@ struct device {
     }
 };
 
-/* The single device. It is never destroyed, since streams may outlive main. */
+/* The single device. It is never destroyed, since streams may exist after main returns. */
 device &gpu() {
     static device *d = new device;
     return *d;
@@ -444,7 +444,7 @@ void give_stack(thread &t) {
 
 bool runnable(const thread &t) { return t.state == FRESH || t.state == READY; }
 
-/* The next runnable thread of the scheduler's pass over a warp, with a stack; nullptr: none. */
+/* The next runnable thread of the scheduler's pass over a warp, with its stack; nullptr: none. */
 thread *next_thread() {
     device &d = gpu();
     while (d.next_lane < d.lanes.size() && !d.faulty) {
@@ -605,7 +605,7 @@ bool in_arena(const void *p, size_t bytes) {
 
 /* ---- Memory accesses: emulator.h ------------------------------------------------------------- */
 
-/* this CPU thread runs a kernel, and an observer is set */
+/* whether this CPU thread runs a kernel while an observer is set */
 thread_local bool observing = false;
 
 void note_touch(const void *address, size_t bytes, bool store, const void *instruction) {
@@ -627,7 +627,7 @@ void count_global(emulator_access *a) {
     for (int i = 0; i < 32; i++)
         if (a->lanes >> i & 1) spans.push_back({a->address[i], a->address[i] + a->bytes});
     std::sort(spans.begin(), spans.end());
-    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* everything below is counted */
+    uint64_t done = 0, sectors_done = 0, lines_done = 0; /* everything below these is counted */
     for (auto &s : spans) {
         if (s.second > done) a->used += (uint32_t)(s.second - std::max(s.first, done));
         uint64_t sectors = (s.second + 31) / 32, lines = (s.second + 127) / 128;
@@ -639,8 +639,8 @@ void count_global(emulator_access *a) {
     }
 }
 
-/* Count the passes over the banks. In a pass, a bank delivers one word, to all lanes that want it.
- * With 8 bytes per lane, half warps take turns; with 16, quarter warps. */
+/* Count the passes over the banks. In a pass, a bank delivers one word to all lanes that read
+ * it. With 8 bytes per lane, half warps take turns; with 16, quarter warps. */
 void count_shared(emulator_access *a) {
     uint32_t lanes_at_once = a->bytes >= 16 ? 8 : a->bytes == 8 ? 16 : 32;
     std::vector<uint64_t> all;
@@ -802,7 +802,7 @@ void run_launch(const emu::launch &l) {
 
 } // namespace
 
-/* ---- What a kernel calls --------------------------------------------------------------------- */
+/* ---- Functions that kernels call ------------------------------------------------------------- */
 
 void llm__wait_for_last() { gpu().current->has_waited = true; }
 
@@ -825,8 +825,8 @@ void *emu::shared(const void *site, size_t bytes, size_t alignment, const char *
         thread_fault(file, line,
                      "the static shared memory of a block is %zu bytes with %s; 49152 is the most",
                      d.static_bytes, name);
-    /* A GPU would refuse the launch. The emulator learns of an array only when a thread reaches
-     * it. */
+    /* A GPU would refuse the launch. The emulator detects an array only when a thread reaches its
+     * declaration. */
     size_t most = d.dynamic_limit.count(d.launch->function) ? d.shared_limit : 48 * 1024;
     if (d.static_bytes + d.launch->shared_bytes > most)
         thread_fault(file, line,
@@ -1479,8 +1479,7 @@ cudaError_t cudaStreamSynchronize(cudaStream_t stream) {
     return wait_for(resolve(stream));
 }
 
-/* Answers like a GPU that has not finished: with an error code, which is also kept as the last
- * error. */
+/* Reports unfinished work as a GPU does: with an error code, which also becomes the last error. */
 cudaError_t cudaStreamQuery(cudaStream_t stream) {
     guard hold(gpu().lock);
     if (cudaError_t error = usable()) return error;

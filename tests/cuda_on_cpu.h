@@ -300,8 +300,8 @@ inline void enqueue(bool early, const char *name, void (*function)(P...), dim3 g
 
 #define LLM_LAUNCH(kernel, grid, block, shared_bytes, stream, ...) \
     emu::enqueue(false, #kernel, kernel, grid, block, shared_bytes, stream, ##__VA_ARGS__)
-/* Here no kernel begins before the previous one has ended. But the emulator checks that all threads
- * wait for it. */
+/* Here no kernel begins before the previous one has ended, but the emulator checks that all threads
+ * wait for the previous kernel. */
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     emu::enqueue(true, #kernel, kernel, grid, block, shared_bytes, (cuda)->stream, ##__VA_ARGS__)
 void llm__wait_for_last();

@@ -9,7 +9,7 @@
 
 #include "repeats.h"
 
-/* NULL if the test was linked without that device. */
+/* NULL if the test is linked without that device. */
 llm_backend *llm_cuda_backend(const llm_gpu_options *options, llm_error *err) __attribute__((weak));
 llm_backend *llm_emulated_backend(const llm_gpu_options *options, llm_error *err)
     __attribute__((weak));
@@ -25,8 +25,8 @@ static __attribute__((unused)) bool device_is_gpu(const char *name) {
     return strcmp(name, "cpu") != 0;
 }
 
-/* Open a backend of that device; the test fails if there is none. options (NULL: defaults) apply to
- * a GPU. */
+/* Open a backend of that device. If there is none, the test fails. options (NULL: defaults) apply
+ * to a GPU. */
 static __attribute__((unused)) llm_backend *device_open(const char *name,
                                                         const llm_gpu_options *options) {
     llm_error err;

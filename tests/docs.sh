@@ -53,7 +53,7 @@ for lesson in docs/[0-9]*.c; do
             "$page.md"
     check "$page.png: exists, and is below 65 kB" test \
         "$(wc -c <"$page.png" 2>/dev/null || echo 99999)" -lt 65000
-    # exit in a rule runs END, too
+    # exit in a rule also runs END
     check "$page.md: shows output" awk '
         /^<!-- run/ { getline; if (!/^```/) empty = 1; getline; if (/^```/) empty = 1; found = 1 }
         END { exit empty || !found }' "$page.md"

@@ -1,6 +1,6 @@
 /* emulator.h - controls of the emulated GPU (cuda_on_cpu.h) for tests, beyond CUDA's own functions:
- * its memory size, failures to inject, and what the last kernel did wrong. Plain C, so that the
- * engine's tests can include it. */
+ * its memory size, failures to inject, and the last kernel's fault. Plain C,  so that the engine's
+ * tests can include it. */
 #ifndef EMULATOR_H
 #define EMULATOR_H
 
@@ -27,9 +27,9 @@ void emulator_devices(int count, int compute_capability, int driver_version);
 void emulator_fail_allocation(long n); /* device or pinned memory: out of memory */
 void emulator_fail_launch(long n); /* a kernel: cudaGetLastError reports it; the device survives */
 void emulator_lose_device(long n); /* lose the device after n more operations of its streams */
-bool emulator_failed(void);        /* has the failure happened? */
+bool emulator_failed(void);        /* whether the failure has happened */
 
-/* What the last faulty kernel did wrong, with file and line; "" if nothing. After a fault the
+/* The last faulty kernel's mistake, with file and line; "" if there was none. After a fault the
  * device is lost: every call returns an error until emulator_recover. */
 const char *emulator_fault(void);
 /* Restore a lost device. Allocations remain and can be freed. */
@@ -42,10 +42,10 @@ typedef struct emulator_counts {
     uint64_t blocks, threads;
     uint64_t barriers;          /* __syncthreads of whole blocks */
     uint64_t warp_operations;   /* shuffles, votes, fragment loads and products of whole warps */
-    uint64_t matrix_products;   /* of these, mma instructions */
+    uint64_t matrix_products;   /* mma instructions, also counted as warp operations */
     uint64_t copies;            /* memcpy and memset, graphs included */
-    uint64_t live_allocations, live_bytes;   /* current, in device memory */
-    uint64_t live_pinned, live_handles;      /* current: pinned memory; streams, events, graphs */
+    uint64_t live_allocations, live_bytes;   /* current values, of device memory */
+    uint64_t live_pinned, live_handles;      /* pinned memory; streams, events and graphs */
 } emulator_counts;
 emulator_counts emulator_counted(void);
 
@@ -55,30 +55,30 @@ emulator_counts emulator_counted(void);
  * instruction by each lane counts as one access of the warp. This is exact where the lanes of a
  * warp do not diverge. */
 typedef struct emulator_access {
-    const char *kernel;       /* its name at launch */
-    uint64_t launch;          /* number since the start; the first is 1 */
+    const char *kernel;       /* the kernel's name at launch */
+    uint64_t launch;          /* number of the launch in this process, from 1 */
     uint32_t grid[3], block[3];
     uint32_t block_index[3];
-    uint32_t warp;            /* index in its block */
+    uint32_t warp;            /* index of the warp in its block */
     const void *instruction;  /* code address, which identifies the instruction */
-    bool shared, store;       /* shared, else global, memory; a store, else a load */
+    bool shared, store;       /* memory: shared or else global; store or else load */
     uint32_t lanes;           /* participating lanes: bit i is lane i */
-    uint32_t bytes;           /* per lane */
-    uint64_t address[32];     /* per lane; in shared memory the offset */
+    uint32_t bytes;           /* bytes per lane */
+    uint64_t address[32];     /* address of each lane; in shared memory, the offset */
     const char *memory;       /* the name of the shared array, or the label of the allocation */
-    uint64_t start;           /* its first address */
+    uint64_t start;           /* first address of that array or allocation */
     uint32_t used;            /* distinct bytes over all lanes */
     /* global: 32-byte sectors and 128-byte lines touched; memory transfers whole sectors */
     uint32_t sectors, lines;
-    /* shared: passes, each of one 4-byte word from each of 32 banks; and the fewest possible */
+    /* shared: passes, each reading one 4-byte word from each of 32 banks; fewest possible passes */
     uint32_t passes, least;
 } emulator_access;
 
-/* Call the observer with each access once its block has ended; NULL: stop. Device code compiled
- * without -fsanitize=thread reports nothing and runs at full speed. */
+/* Call the observer with each access once the access's block has ended; NULL: stop. Device code
+ * compiled without -fsanitize=thread makes no such calls and runs at full speed. */
 typedef void (*emulator_observer)(void *user, const emulator_access *access);
 void emulator_observe(emulator_observer observer, void *user);
-/* Label future allocations. The text must outlive them. */
+/* Label future allocations. The text must exist as long as they do. */
 void emulator_label(const char *label);
 
 #ifdef __cplusplus

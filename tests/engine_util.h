@@ -87,7 +87,7 @@ static UNUSED void record_event(record *r, const llm_event *event) {
     assert_int_equal(event->request, r->id);
     assert_in_range(event->sample, 0, MAX_SAMPLES - 1);
     sample_record *s = &r->samples[event->sample];
-    assert_int_equal(s->n_ends, 0); /* nothing comes after the end */
+    assert_int_equal(s->n_ends, 0); /* no event follows the end */
     assert_int_equal(event->index, s->n_tokens);
     if (event->token >= 0) {
         s->logprobs[s->n_tokens] = event->logprob;
@@ -131,7 +131,7 @@ static UNUSED void record_drain(llm_engine *engine) {
     } while (more > 0);
 }
 
-/* Nothing may be left after all requests have ended: no block, sequence or request. */
+/* Check that nothing is left after all requests have ended: no block, sequence or request. */
 static UNUSED void assert_idle(const llm_engine *engine) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_int_equal(s.blocks_free, s.blocks_total);
@@ -185,7 +185,7 @@ static UNUSED void assert_same_sample(const sample_record *a, const sample_recor
     assert_int_equal(a->n_ends, b->n_ends);
 }
 
-/* A cancelled sample's output is the beginning of its output alone. */
+/* A cancelled sample's output is a prefix of its output when it runs alone. */
 static UNUSED void assert_sample_prefix(const sample_record *part, const sample_record *whole,
                                         int vocab) {
     size_t rows = (size_t)part->n_rows, tokens = (size_t)part->n_tokens;

@@ -1,10 +1,10 @@
-/* failing_backend.h - a wrapper around a backend in which one chosen call fails. The call that
- * fails does nothing. Include after the implementation of llm.h. */
+/* failing_backend.h - a wrapper around a backend in which one chosen call fails and does nothing.
+ * Include after the implementation of llm.h. */
 #ifndef FAILING_BACKEND_H
 #define FAILING_BACKEND_H
 
 static llm_backend *real;          /* the wrapped backend */
-static long calls, fail_call = -1; /* calls so far that can fail; index of the one to fail */
+static long calls, fail_call = -1; /* calls so far that can fail; index of the call to fail */
 
 static bool device_fails(llm_error *err) {
     if (calls++ != fail_call) return false;
@@ -43,7 +43,7 @@ static bool failing_sample(void *context, float *logits, int vocab_size, const l
            real->sample(context, logits, vocab_size, draws, n, ids, logprobs, err);
 }
 
-/* It returns nothing: what it fails to do is reported by the next call. */
+/* The function returns nothing: the next call reports its failure. */
 static void failing_copy(void *context, const llm_cache *cache, const int32_t *from,
                          const int32_t *to, int n) {
     if (calls != fail_call) real->copy_blocks(context, cache, from, to, n);

@@ -20,9 +20,9 @@ seconds=$1 B=build/fuzzers
 sh tests/need.sh fuzzer || exit 1
 # shellcheck disable=SC2046
 set -- $(for file in tests/fuzz_*"${2:-}"*.c; do echo "$B/$(basename "$file" .c)"; done)
-# The kernels without a note of each comparison, which would tell the fuzzer nothing, and with calls
-# of the address sanitizer instead of the same checks inline: this takes the compiler a fraction of
-# the time, and they are as fast.
+# Compile the kernels without tracing of comparisons, which does not help the fuzzer, and with
+# address-sanitizer checks as calls instead of inline code. They compile in a fraction of the time
+# and run as fast.
 kernel_flags='-fno-sanitize-coverage=trace-cmp -mllvm -asan-instrumentation-with-call-threshold=0'
 make --no-print-directory -j"$(nproc 2>/dev/null || echo 2)" B=$B CC=clang OPTIMIZE=-O1 OPENMP= \
     SANITIZE='-fsanitize=fuzzer-no-link,address,undefined -fno-sanitize-recover=all' \

@@ -19,7 +19,7 @@ static int64_t count_special_tokens(const llm_tokenizer *t, const llm_chat_optio
     int32_t *ids = (int32_t *)malloc(capacity * sizeof *ids);
     int64_t n = llm_chat_tokenize(t, options, m, 3, ids, (int64_t)capacity, &err), count = 0;
     check((n < 0) == (err.status != LLM_OK));
-    if (n > (int64_t)capacity) { /* the template's own text needs more room */
+    if (n > (int64_t)capacity) { /* the template's own text needs additional room */
         ids = (int32_t *)realloc(ids, (size_t)n * sizeof *ids);
         check(llm_chat_tokenize(t, options, m, 3, ids, n, &err) == n);
     }
@@ -34,7 +34,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     size_t template_length = zero ? (size_t)(zero - data) : size;
     const char *text = zero ? (const char *)zero + 1 : "";
     size_t length = zero ? size - template_length - 1 : 0;
-    static gguf vocabulary_only; /* made once */
+    static gguf vocabulary_only; /* built once */
     if (!vocabulary_only.n_values) gpt2_vocabulary(&vocabulary_only);
     llm_error err;
     gguf g = vocabulary_only;

@@ -1,5 +1,5 @@
-/* libFuzzer: any bytes as JSON. A text that parses is written again from its nodes, and must then
- * parse to the same nodes. */
+/* libFuzzer: any bytes as JSON. A text that parses is written again from its nodes. The new text
+ * must parse to the same nodes. */
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
 

@@ -1,9 +1,9 @@
 /* libFuzzer: any bytes as weights of any type, q4_Z included. The weights are unpacked and packed
  * again, and multiplied by one of the machine's sets of kernels: all rows of x at once and row by
- * row, in the file's layout and in the kernels' own. All of these products have the same bits.
+ * row, in the file's layout and in the kernels' own. All these products must have the same bits.
  *
- * Input: one byte each for the type, the rows, the blocks per row, and the rows of x with the set
- * of kernels; then the weights, repeated as often as needed. */
+ * Input: one byte each for the type, the rows, the blocks per row, and one for both the rows of
+ * x and the set of kernels; then the weights, repeated as often as needed. */
 #include "../llm.h"
 #include "../models/quantize.c"
 #include "ops.h"
@@ -19,7 +19,7 @@ static void *get_memory(size_t bytes) {
     return p;
 }
 
-/* The same bits, except that a NaN may have any. */
+/* Check for the same bits, except that any NaN equals any other. */
 static void check_same(const float *a, const float *b, int64_t n) {
     for (int64_t i = 0; i < n; i++)
         if (memcmp(a + i, b + i, sizeof *a) && !(isnan(a[i]) && isnan(b[i]))) abort();
@@ -94,7 +94,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         check_same(plain, packed_out, n * rows);
     }
     free(plain), free(packed_out);
-    /* the bytes as floats, which may have any value */
+    /* use the bytes as floats, with any values */
     memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float));
     llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);

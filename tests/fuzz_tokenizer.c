@@ -1,6 +1,6 @@
 /* libFuzzer: a byte of flags, then a text. The text is tokenized with a small vocabulary of either
- * kind, and must come back. Its bytes are also decoded as token ids, and the stream must emit
- * only whole characters. Seeds: tests/data/fuzz_tokenizer, written by make_seeds.c. */
+ * kind, and detokenizing must return it. Its bytes are also decoded as token ids; the stream must
+ * emit only whole characters. Seeds: tests/data/fuzz_tokenizer, written by make_seeds.c. */
 #include "test_util.h"
 #define LLM_IMPLEMENTATION
 #include "../llm.h"
@@ -75,7 +75,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
     if (!(flags & LLM_TOKENIZE_SPECIAL) && !(llama && contains(text, n, "\xE2\x96\x81")))
         check(length == (int64_t)n && !memcmp(back, text, n));
     check_stream(t, ids, count);
-    /* some are out of range */
+    /* some ids are out of range */
     for (size_t i = 0; i < n; i++) ids[i] = i % 3 ? text[i] : text[i] * 2;
     check_stream(t, ids, (int64_t)n);
     free(ids);

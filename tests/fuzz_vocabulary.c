@@ -1,5 +1,5 @@
-/* libFuzzer: any bytes as a tokenizer.json. It gives a tokenizer or an error, and a tokenizer
- * tokenizes and detokenizes a text without a crash. Seeds: tests/data/fuzz_vocabulary. */
+/* libFuzzer: any bytes as a tokenizer.json. Loading gives a tokenizer or an error. A tokenizer must
+ * tokenize and detokenize a text without a crash. Seeds: tests/data/fuzz_vocabulary. */
 #include "test_util.h"
 #include "../llm.h"
 

@@ -54,7 +54,7 @@ work=$(mktemp -d) || exit 1
 sampler=
 trap 'rm -rf "$work"; [ -z "$sampler" ] || kill "$sampler" 2>/dev/null' EXIT
 failed=0 unfinished=0
-: >"$work/figures" # the operations' rows, for comparison
+: >"$work/figures" # rows of the operations, for comparison
 
 say() { printf '%s\n' "$*" | tee -a "$REPORT"; }
 left() { echo $((BUDGET - SECONDS)); }

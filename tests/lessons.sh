@@ -1,7 +1,7 @@
 #!/bin/sh
 # tests/lessons.sh: runs every lesson and the ladder. Their text must fit 80 columns and have no
 # colour in a pipe; the numbers of their JSON must be consistent; they must write a PNG; and wrong
-# arguments must be errors. The sizes are small, but the checks hold for any size.
+# arguments must be errors. The sizes are small, but the checks apply to any size.
 set -u
 . "$(dirname "$0")/cli_lib.sh"
 if [ ! -f "$TOP/models/tales-q4_0.gguf" ] || [ ! -f "$TOP/models/eval.txt" ]; then
@@ -62,7 +62,7 @@ lesson() { # both
     lesson_json "$@"
 }
 
-# Small models of random weights, where the bundled model would take long.
+# Small models of random weights, for lessons in which the bundled model is slow.
 shape=dim=64,layers=2,heads=2,kv-heads=1,head-dim=32,hidden=96,vocab=300,context=256
 for type in f16 q4_0; do
     ok "a tiny model in $type" "random weights" \
@@ -443,7 +443,7 @@ else
     skip "lessons on the emulated device (built without a C++ compiler)"
 fi
 
-# Another model of another shape; a lesson that needs the bundled model must say so.
+# A model of another shape. A lesson that needs the bundled model must report that.
 wide=$TOP/tests/data/golden/wide.gguf
 ok "another model: memory" "weights" "$LLM" lesson memory -m "$wide" --bandwidth 10
 ok "another model: kv" "Both gave the same" "$LLM" lesson kv -m "$wide" -n 8 -p 3

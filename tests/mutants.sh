@@ -37,7 +37,7 @@ tests_of() { # chapter: its tests, the most effective or fastest first
     esac
 }
 
-# build TARGET CHAPTER. The libraries stay as they are if the chapter is outside the kernels and the
+# build TARGET CHAPTER. The libraries are not rebuilt if the chapter is outside the kernels and the
 # test contains its own copy of the engine.
 build() {
     keep='-o build/libkernels.a -o build/libllm.a'
@@ -181,7 +181,7 @@ xargs -P "$jobs" -n 1 sh "$0" --one "$work" <"$work/chosen" | {
     echo "caught $caught of $n; $explained survive for a stated reason"
     [ "$lost" -eq 0 ] || echo "$lost ended without a result"
     failed=$((failed + lost))
-    # An explained survivor is still a gap: at most 3 in 100, once there are enough to count.
+    # An explained survivor is still a gap: at most 3 in 100, once there are 100 mutants.
     if [ $((explained * 100)) -gt $((n * 3)) ] && [ "$n" -ge 100 ]; then
         echo "more than 3 % survive"
         failed=$((failed + 1))

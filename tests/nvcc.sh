@@ -32,8 +32,8 @@ for arch; do
         continue
     fi
     echo "sm_$arch:  registers  shared  spilled  kernel"
-    # A "Function properties" line and the next one are about the kernel named last; "Used" comes
-    # last.
+    # A "Function properties" line and the next one are about the kernel named last; "Used" is the
+    # last line.
     awk '/Compiling entry function/ { split($0, part, "\047"); name = part[2] }
          /bytes stack frame/ {
              spilled = $1
@@ -66,8 +66,8 @@ for arch; do
     fi
 done
 
-# Link both devices into one program: symbols defined twice, or not at all, show only here, since
-# each test links one device.
+# Link both devices into one program: only this detects symbols that are defined twice or not at
+# all, since each test links one device.
 said() { # DEVICE
     build/llm run -m models/tales.gguf -n 4 --temperature 0 --device "$1" "Once upon a time"
 }

@@ -146,7 +146,7 @@ static inline void ops_attention(ops *o, const llm_attention_shape *shape, const
     op->attention = *shape;
 }
 
-/* The smallest limits that this batch fits. */
+/* The smallest limits in which this batch fits. */
 static inline llm_limits ops_limits(const llm_batch *batch, int n_logits) {
     llm_limits limits = {batch->n_tokens > 0 ? batch->n_tokens : 1,
                          batch->n_sequences > 0 ? batch->n_sequences : 1, 1, n_logits};
@@ -157,8 +157,8 @@ static inline llm_limits ops_limits(const llm_batch *batch, int n_logits) {
     return limits;
 }
 
-/* Prepare the program and run it without waiting for the end. Returns false, with the error set, if
- * one of them fails. The program stays prepared. */
+/* Prepare the program and run it without waiting for the end. Returns false, with the error set,
+ * if either fails. The program stays prepared. */
 static inline bool ops_start(ops *o, llm_backend *b, const llm_batch *batch, int first, int n,
                              llm_error *err) {
     llm_limits limits = ops_limits(batch, n);
@@ -167,8 +167,8 @@ static inline bool ops_start(ops *o, llm_backend *b, const llm_batch *batch, int
     return ok && (n == 0 || b->run(b->context, &o->program, LLM_HEAD, batch, first, n, err));
 }
 
-/* The same, with body and head in one call over the whole batch, as an engine does it, so that a
- * GPU can capture the step. Each buffer has room for llm_rounded_rows(n_tokens) rows. */
+/* The same, with body and head in one call over the whole batch, as in an engine, so that a GPU can
+ * capture the step. Each buffer has room for llm_rounded_rows(n_tokens) rows. */
 static inline bool ops_step(ops *o, llm_backend *b, const llm_batch *batch, llm_error *err) {
     llm_limits limits = ops_limits(batch, batch->n_logits);
     if (!o->program.plan && !b->prepare(b->context, &o->program, &limits, err)) return false;

@@ -1,7 +1,7 @@
 #!/bin/sh
-# tests/python.sh [./llm]: docs/examples/llm.py, the Python binding. Its structs and declarations are
-# those of llm.h, it generates what the command does, and errors, streams, embeddings and sessions
-# arrive. LLM_LIBRARY: a shared library of llm.h that exists already.
+# tests/python.sh [./llm]: docs/examples/llm.py, the Python binding. Its structs and declarations
+# equal those of llm.h, it generates the same text as the command, and errors, streams, embeddings
+# and sessions work. LLM_LIBRARY: an existing shared library of llm.h.
 set -u
 . tests/cli_lib.sh
 python=$(command -v python3) || python=
@@ -28,7 +28,7 @@ if [ -z "${LLM_LIBRARY:-}" ]; then
 fi
 export LLM_LIBRARY PYTHONPATH="$TOP/docs/examples" PYTHONDONTWRITEBYTECODE=1
 
-# ---- Declarations: a C program with those of llm.py, and what ctypes says of the structs ----
+# ---- Declarations: a C program with those of llm.py, and the struct layouts of ctypes ----
 "$python" - >declarations.c <<'END'
 import llm
 print('#include "llm.h"\n#include <stdio.h>')
@@ -109,7 +109,7 @@ check("".join(engine.generate(engine.tokenize("Once upon a time"), max_tokens=30
 stop = engine.generate("Once upon a time", max_tokens=30, stop=[greedy[20:24]])
 check("".join(stop) == greedy[:greedy.index(greedy[20:24])] and stop.finish == "stop", "stop")
 noise = engine.generate("Once", max_tokens=60, temperature=30.0, seed=3, ignore_end=True)
-pieces = list(noise)  # of random tokens, some of them bytes of characters
+pieces = list(noise)  # random tokens, some of which are single bytes of characters
 check(all(piece.encode() for piece in pieces) and len(noise.tokens) == 60, "random tokens")
 
 # several at the same time

@@ -130,7 +130,7 @@ static void make_fixture(fixture *w, uint64_t seed) {
         w->kv[0][i] = w->kv[1][i] = (float)random_below(1000) / 500 - 1;
     for (int i = 0; i < MOST * DIM; i++) w->angles[i] = (float)random_below(1000) / 500 - 1;
     for (int i = 0; i < COLS; i++) w->norm[i] = 1;
-    /* x is rounded with 256 columns per scale, not at all, and with 32 */
+    /* the kernels round x with 256 columns per scale, not at all, and with 32 columns per scale */
     const llm_type types[3] = {LLM_Q4_0, LLM_F32, LLM_Q8_0};
     for (int i = 0; i < 3; i++)
         w->weights[i] = (llm_weight){types[i], COLS, COLS, w, NULL, NULL, false};

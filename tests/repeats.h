@@ -1,4 +1,4 @@
-/* How often a test repeats something: less often where everything is slow, such as with sanitizers
+/* How often a test repeats something: fewer times where everything is slow, such as with sanitizers
  * (LLM_TEST_LESS is set) or on an emulator. */
 #ifndef REPEATS_H
 #define REPEATS_H

@@ -1,12 +1,12 @@
 /* soak.c - random workloads on random engines, for a given time: `make soak MINUTES=30`.
  *
  *     soak MINUTES [SEED]    rounds with the seeds SEED, SEED + 1, ... (default: from the time)
- *     soak --seed SEED       that round alone, exactly as before
+ *     soak --seed SEED       only the round of this seed, repeated exactly
  *
  * A round draws from its seed a model, a device, engine options and requests. It submits, steps and
- * cancels in random order. In a share of the rounds, allocations and calls of the device fail. Each
- * request must give what it gives alone on an engine with plain options. Each failure must be
- * reported and harm nothing else. At the end, every block and all memory must be free. */
+ * cancels in random order. In some rounds, allocations and calls of the device fail. Each request
+ * must give the same output as alone on an engine with plain options. Each failure must be reported
+ * and affect nothing else. At the end, every block and all memory must be free. */
 #include "cross/cmocka.h" /* its fail_msg is a longjmp, so the run continues after a failed round */
 
 #include <signal.h>
@@ -34,7 +34,7 @@ static int soak_clock(struct timespec *t) {
 #include "engine_util.h"
 #include "failing_backend.h"
 #include "tiny_model.h"
-#undef llm_engine_create /* each engine here names its backend */
+#undef llm_engine_create /* each test engine names its backend */
 
 #ifdef __GLIBC__
 #include <malloc.h>
@@ -55,7 +55,7 @@ enum {
     MAX_CLIENTS = 24,   /* the most requests in a round */
     MAX_PROMPT = 64,
     MAX_STEPS = 20000, /* the most steps until all requests of a round have ended */
-    MAX_SECONDS = 600, /* the most seconds for a round; a longer one hangs */
+    MAX_SECONDS = 600, /* the most seconds for a round; a longer round counts as hung */
     MAX_FAILURES = 10  /* failed rounds before the run ends */
 };
 
@@ -141,8 +141,8 @@ static bool disarm(void) { /* returns whether the fault happened */
     return hit;
 }
 
-/* In a round with faults, in `percent` of the calls: make one of the next `reach` calls of a random
- * kind fail. */
+/* In a round with faults, with a probability of `percent`: make one of the next `reach` calls of a
+ * random kind fail. */
 static fault arm(int percent, int reach) {
     if (!now.faults || !chance(percent)) return NO_FAULT;
     fault kind = (fault)(HOST_MEMORY + below(now.emulated ? 5 : 2));
@@ -157,8 +157,9 @@ static fault arm(int percent, int reach) {
     return kind;
 }
 
-/* Check an operation's result: an error must have a cause and name it. The engine can work without
- * a graph or other things that the device refuses, but not without host memory or a device call. */
+/* Check an operation's result: each error has a cause and names it. The engine can continue without
+ * a graph or other resources that the device refuses, but not after a failed host allocation or
+ * device call. */
 static void check_outcome(bool ok, fault kind, bool hit, const llm_error *err) {
     if (kind == LOSS && hit) now.lost = true;
     if (ok) {
@@ -266,7 +267,8 @@ static int draw_text(client *c) {
                              MAX_PROMPT, NULL);
 }
 
-/* A round's prompts share prefixes, and so blocks. Some repeat themselves, for lookup. */
+/* Draw a prompt. The prompts of a round share prefixes, and thus blocks. Some repeat a passage, for
+ * prompt lookup. */
 static void draw_prompt(client *c, int context, int vocab) {
     int longest = (int)llm__min(context - 1, MAX_PROMPT);
     int n = 1 + below(chance(50) ? longest : (longest + 3) / 4);
@@ -347,7 +349,7 @@ static llm_status make_invalid(llm_request *q) {
     return LLM_ERROR_ARGUMENT;
 }
 
-/* ---- An engine under way -------------------------------------------------------------------- */
+/* ---- A running engine ----------------------------------------------------------------------- */
 
 static void check_now(void) {
     llm_statistics s = llm_engine_statistics(now.engine);
@@ -371,7 +373,7 @@ static void open_backend(llm_error *err) {
     o->backend = &now.wrapper;
 }
 
-/* Create the engine. A failed attempt must leak nothing, and is repeated. */
+/* Create the engine. A failed attempt must leak nothing; it is repeated. */
 static void create_engine(void) {
     llm_error err;
     for (int tries = 0; !now.engine; tries++) {
@@ -502,8 +504,8 @@ static bool samples_proposals(const llm_request *q) {
     return q->speculate && q->sampling.temperature > 0;
 }
 
-/* Plain options, except those that the output may depend on: the arithmetic, the context, and for
- * sampled speculation the depth, which decides which random numbers are used. */
+/* Plain options, except the options on which the output may depend: the arithmetic, the context
+ * and, for sampled speculation, the depth, which determines the random numbers that are used. */
 static llm_engine_options plain_options(const client *c) {
     llm_engine_options o = llm_engine_defaults(), *drawn = &now.options;
     int context = llm_engine_settings(now.engine)->context_length, n = c->request.n_samples;
@@ -587,7 +589,7 @@ static void start_round(uint64_t seed) {
     draw_options();
     draw_gpu();
     if (now.emulated) {
-        /* little memory if the pool takes a share of it */
+        /* little memory if the pool is a share of the device's memory */
         emulator_memory(now.options.cache_bytes ? (size_t)8 << 30 : (size_t)16 << 20);
         device_set_order("emulated", below(4));
     }
@@ -702,7 +704,7 @@ static void print_coverage(void) {
 }
 
 /* early: the highest value in the first third of the run; late: the lowest in the last third.
- * Single values vary with what the allocator keeps. */
+ * Single values vary with the free memory that the allocator retains. */
 static bool memory_is_flat(memory_use early, memory_use late) {
     bool flat = late.heap <= early.heap + 128 && late.resident <= early.resident + 16 * 1024;
     if (flat) return true;

@@ -1,5 +1,5 @@
-/* llm_backend_open: which device a name opens, and what the error says if it opens none. The GPU
- * is a stand-in that is present, absent or broken. */
+/* llm_backend_open: the device that each name opens, and the error message if it opens none. The
+ * GPU is simulated: present, absent or broken. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -8,12 +8,12 @@
 
 #include "test_memory.h"
 #define LLM_WITH_CUDA
-#define llm_cuda_backend stand_in_backend /* so that a real one can be linked, too */
+#define llm_cuda_backend stand_in_backend /* lets the test link a real one, too */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 
-static llm_status gpu_status;              /* LLM_OK: there is a GPU */
-static const llm_gpu_options *gpu_options; /* as the stand-in was called */
+static llm_status gpu_status;              /* LLM_OK: a GPU is present */
+static const llm_gpu_options *gpu_options; /* options that the simulated GPU received */
 static int gpu_calls;
 
 static void gpu_destroy(llm_backend *backend) { LLM_FREE(backend); }
@@ -29,7 +29,7 @@ llm_backend *stand_in_backend(const llm_gpu_options *options, llm_error *err) {
     return b;
 }
 
-/* Open a device, and check that it is `expected` (NULL: none) and that the error says `message`. */
+/* Open a device. Check that it is `expected` (NULL: none) and that the error contains `message`. */
 static void check_opens(const char *name, const char *expected, llm_status status,
                         const char *message) {
     llm_error err;
@@ -41,7 +41,7 @@ static void check_opens(const char *name, const char *expected, llm_status statu
     assert_string_equal(err.message, message);
     assert_null(err.option);
     llm_backend_free(b);
-    llm_backend_free(llm_backend_open(name, NULL, NULL, NULL)); /* nobody has to want the error */
+    llm_backend_free(llm_backend_open(name, NULL, NULL, NULL)); /* the error argument is optional */
     assert_int_equal(test_live, 0);
 }
 
@@ -61,10 +61,10 @@ static void test_names(void **state) {
     check_opens("emulated", NULL, LLM_ERROR_UNSUPPORTED,
                 "this program was built without a device \"emulated\": it has auto, cpu, cuda");
     assert_int_equal(gpu_calls, 0);
-    gpu_status = LLM_ERROR_UNSUPPORTED; /* there is no GPU: nothing to report */
+    gpu_status = LLM_ERROR_UNSUPPORTED; /* no GPU is present: no error */
     check_opens("auto", "cpu", LLM_OK, "");
     check_opens("cuda", NULL, LLM_ERROR_UNSUPPORTED, loose);
-    gpu_status = LLM_ERROR_DEVICE; /* there is one, and it is broken */
+    gpu_status = LLM_ERROR_DEVICE; /* a GPU is present, but broken */
     check_opens("auto", "cpu", LLM_OK, loose);
     check_opens("cuda", NULL, LLM_ERROR_DEVICE, loose);
 }

@@ -12,7 +12,7 @@
 
 #include "test_util.h"
 
-/* The time that the engine sees, if it is not 0. */
+/* The time that the engine sees; 0: the real time. */
 static time_t test_now;
 static time_t test_time(time_t *unused) {
     (void)unused;
@@ -131,8 +131,8 @@ static bool has_late_system(const llm_message *messages, int n) {
     return false;
 }
 
-/* The conversation renders to the text of Hugging Face's renderer, and its tokens are those of that
- * text, unless a message contains the text of a special token. */
+/* The conversation renders to the same text as Hugging Face's renderer. Its tokens are those of
+ * that text, unless a message contains the text of a special token. */
 static void check_conversation(const llm_tokenizer *t, const llm_chat_options *options,
                                const llm_message *messages, int n, const llm_json_node *expected,
                                const char *what) {
@@ -280,8 +280,8 @@ static int count_ids(const int32_t *ids, int64_t n, int32_t id) {
     return count;
 }
 
-/* There is one BOS, at the beginning, if the template or the vocabulary or both ask for it. A
- * message that contains the text of BOS adds none. */
+/* The conversation has exactly one BOS, at the beginning, whether the template, the vocabulary or
+ * both ask for it. A message that contains the text of BOS adds none. */
 static void test_one_bos(void **state) {
     (void)state;
     static const struct {
@@ -311,7 +311,7 @@ static void test_one_bos(void **state) {
     }
 }
 
-/* Text of the template and the message that follows it do not form a special token together. */
+/* The template's text and the message after it never form a special token together. */
 static void test_no_special_token_across_a_boundary(void **state) {
     (void)state;
     gguf g = {0};
@@ -419,7 +419,7 @@ static void test_rendered_text(void **state) {
         "<|im_start|>system\na</think>b<|im_end|>\n<|im_start|>user\nc</think>d<|im_end|>\n"
         "<|im_start|>assistant\ng<|im_end|>\n<|im_start|>user\nh<|im_end|>\n"
         "<|im_start|>assistant\n");
-    /* an empty message: the white space that the template puts before it is trimmed too */
+    /* an empty message: trimming also removes the template's white space before it */
     llm_message empty[2] = {message_of(LLM_ROLE_SYSTEM, "s"), message_of(LLM_ROLE_USER, "  ")};
     expect_render(v.t, "llama2", empty, 2, "<s>[INST] <<SYS>>\ns\n<</SYS>> [/INST]");
     close_vocab(&v);
@@ -485,7 +485,7 @@ static void test_invalid_conversations(void **state) {
     refuse(v.t, &options, m + 2, 1, "has no place for a system message");
     options.template_name = "llama2";
     refuse(v.t, &options, m + 1, 1, "wants user and assistant in turn");
-    /* if the end of an answer is not a token, it is a stop text */
+    /* an end of answer that is not a token is a stop text */
     options.template_name = "chatml";
     assert_null(llm_chat_stop(v.t, &options));
     close_vocab(&v);
@@ -514,7 +514,7 @@ static void test_failed_allocations(void **state) {
     llm_error err;
     char text[200];
     int64_t n = llm_chat_render(v.t, NULL, &m, 1, text, sizeof text, &err);
-    /* without room, the function returns the length that it needs */
+    /* without room, the function returns the required length */
     assert_int_equal(n, llm_chat_render(v.t, NULL, &m, 1, NULL, 0, &err));
     static const char expected[] = "<|im_start|>system\nBe good.<|im_end|>\n"
                                    "<|im_start|>user\nHello<|im_end|>\n<|im_start|>assistant\n";
@@ -622,7 +622,7 @@ static void send_text(const child *c, const char *text) {
     assert_int_equal(write(c->in, text, strlen(text)), (ssize_t)strlen(text));
 }
 
-/* Close its input and return all that it prints; *status is its exit status. */
+/* Close the program's input and return all its output; *status is its exit status. */
 static bytes finish_chat(child *c, int *status) {
     bytes b = {0};
     char part[4096];
@@ -737,7 +737,7 @@ static void test_chat_command(void **state) {
     assert_true(atoi(turn) >= 16);
     clear_bytes(&out);
 
-    /* a conversation longer than the context goes on without its first messages */
+    /* a conversation longer than the context continues without its first messages */
     c = start_chat((const char *const[]){"-m", path, "--temperature", "0", "-n", "60", "--quiet",
                                          "-c", "256", NULL},
                    errors);
@@ -786,8 +786,7 @@ static void test_interrupt(void **state) {
 
 /* ---- `llm chat` on a terminal ---------------------------------------------------------------- */
 
-/* Start `llm chat` with these arguments on a pseudo-terminal, of which this process has the other
- * end. */
+/* Start `llm chat` with these arguments on a pseudo-terminal. This process has the other end. */
 static child start_terminal(const char *const *arguments) {
     const char *llm = getenv("LLM"), *tmp = getenv("TMPDIR");
     const char *all[32] = {llm ? llm : "./llm", "chat"};
@@ -802,7 +801,7 @@ static child start_terminal(const char *const *arguments) {
         for (int i = 0; i < 3; i++) dup2(theirs, i);
         close(ours);
         setenv("TERM", "xterm", 1);
-        setenv("HOME", tmp ? tmp : "/tmp", 1); /* without a user's settings of the line editor */
+        setenv("HOME", tmp ? tmp : "/tmp", 1); /* ignore the user's line-editor settings */
         execv(all[0], (char *const *)all);
         _exit(127);
     }
@@ -834,8 +833,8 @@ static void end_terminal(const child *c) {
     char byte;
     struct pollfd ready = {c->out, POLLIN, 0};
     send_text(c, "\004"); /* Ctrl-D */
-    /* The editor prints its prompt before it sets the terminal's mode; a Ctrl-D before that may be
-     * lost, so repeat it. */
+    /* The editor prints its prompt before it sets the terminal's mode. A Ctrl-D before that may be
+     * lost, so send it repeatedly. */
     for (;;) {
         int came = poll(&ready, 1, 1000);
         if (came == 0) send_text(c, "\004");

@@ -1,7 +1,6 @@
-/* Chapters [3] to [6] of llm.cu: every matmul and attention kernel, at irregular sizes, against the
- * plain loops of llm.h. A result must not depend, to the last bit, on what else is in the batch,
- * nor on which kernel computes it. (test_device.c tests the operations of any device, and thread
- * orders.) */
+/* Chapters [3] to [6] of llm.cu: every matmul and attention kernel, at irregular sizes, against
+ * the plain loops of llm.h. No bit of a result may depend on the rest of the batch or on the
+ * choice of kernel. (test_device.c tests the operations of any device, and thread orders.) */
 #include "test_util.h"
 
 #include "llm.h"
@@ -136,8 +135,8 @@ static double compare_matmul(llm_backend *b, const matmul_case *c, test_random *
     return d;
 }
 
-/* The kernels round x to 11 bits, or to 22 for f32 weights. Real matrix units also truncate sums,
- * which the emulated one does not; this shows with f32 weights. */
+/* The kernels round x to 11 bits, or to 22 for f32 weights. Real matrix units also truncate
+ * sums, which the emulated one does not; the difference shows with f32 weights. */
 static double limit_of(llm_type type) {
     return type != LLM_F32 ? 4e-4 : strcmp(device_name("emulated"), "cuda") ? 3e-6 : 1e-5;
 }
@@ -195,7 +194,7 @@ static void test_matmul_tall(void **state) {
     for (size_t t = 0; t < sizeof types / sizeof *types; t++)
         for (size_t i = 0; i < sizeof tokens / sizeof *tokens; i++) {
             const llm_type_info *type = llm_type_find(types[t]);
-            /* enough for the two processors that main sets */
+            /* enough rows for the two processors that main sets */
             int rows = tokens[i] > 8 ? 130 + random_below(&r, 30) : 240 + random_below(&r, 30);
             matmul_case c = {types[t],  rows, type->block_values > 32 ? type->block_values : 96,
                              tokens[i], 1.0f, i % 2,
@@ -204,7 +203,7 @@ static void test_matmul_tall(void **state) {
         }
 }
 
-/* Activations far beyond f16's largest number (65504), or far below its smallest, lose no
+/* Activations far above f16's largest number (65504), or far below its smallest, lose no
  * precision. */
 static void test_matmul_range(void **state) {
     (void)state;
@@ -289,7 +288,7 @@ static void test_matmul_same_input(void **state) {
             o = ops_new();
         }
         ops_matmul(o, out, &w, NULL, false, x_device); /* its x is `out`; x_device = second */
-        ops_matmul(o, x_device, &w, NULL, false, out); /* a matmul has written its x */
+        ops_matmul(o, x_device, &w, NULL, false, out); /* a matmul has written x */
         ops_run_rows(o, b, n);
         from_device(b, got, out, sizeof got);
         assert_memory_equal(got, third, sizeof got);
@@ -416,7 +415,7 @@ static void test_matmul_plain(void **state) {
 enum { MAX_SEQUENCES = 6 };
 
 typedef struct attention_case {
-    /* cached positions and new tokens per sequence */
+    /* number of cached positions and of new tokens per sequence */
     int n_sequences, past[MAX_SEQUENCES], count[MAX_SEQUENCES];
     int n_kv_heads, group, head_dim, block_size, window;
 } attention_case;
@@ -482,8 +481,8 @@ static void free_attention(attention_data *d) {
     free(d->tables), free(d->cache.keys), free(d->cache.values), free(d->q);
 }
 
-/* Attention by its definition. (An implementation independent of the reference loop, so that one
- * misreading of the seam does not go unnoticed.) */
+/* Attention by its definition, independent of the reference loop, so that a misreading of the seam
+ * in the reference loop shows as a difference. */
 static void expected_attention(const attention_data *d, float *out) {
     const attention_case *c = d->c;
     const llm_type_info *f16 = llm_type_find(LLM_F16);
@@ -520,8 +519,8 @@ static void expected_attention(const attention_data *d, float *out) {
     free(value), free(sums);
 }
 
-/* Run the tokens first to first + count - 1 of each sequence (all if count is 0) in one step. Their
- * results go to their places in `out`; the rest of `out` is unchanged. */
+/* Run the tokens first to first + count - 1 of each sequence (all if count is 0) in one step. Write
+ * their rows of `out` and leave the other rows unchanged. */
 static void attention_on(llm_backend *b, const attention_data *d, int first, int count,
                          float *out) {
     const attention_case *c = d->c;
@@ -575,7 +574,8 @@ static int largest_step(const attention_case *c) {
     return largest;
 }
 
-/* The result must be right, and have the same bits when run at once or in pieces, split or not. */
+/* The result must be right, and have the same bits in one step as in several, and with split
+ * attention as without. */
 static void check_attention_case(const attention_case *c, test_random *r) {
     attention_data d = make_attention(c, r);
     size_t bytes = (size_t)d.n_tokens * (size_t)(c->n_kv_heads * c->group * c->head_dim) * 4;
@@ -592,7 +592,7 @@ static void check_attention_case(const attention_case *c, test_random *r) {
                          c->window, error);
         } else assert_memory_equal(pieces, all, bytes);
         for (int size = 1; unsplit == 0 && size < largest_step(c); size = size * 5 + 2) {
-            if (size == 1 && largest_step(c) > 20) continue; /* would take long */
+            if (size == 1 && largest_step(c) > 20) continue; /* too slow */
             memset(pieces, 0xff, bytes);
             for (int first = 0; first < largest_step(c); first += size)
                 attention_on(b, &d, first, size, pieces);
@@ -604,7 +604,7 @@ static void check_attention_case(const attention_case *c, test_random *r) {
     free_attention(&d);
 }
 
-/* Every head size, with decode steps and prompts, beyond one part of 256 positions. */
+/* Every head size, with decode steps and prompts, also longer than one part of 256 positions. */
 static void test_attention(void **state) {
     (void)state;
     test_random r = {7};

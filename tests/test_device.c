@@ -119,7 +119,7 @@ typedef struct variant { /* the device with some options, and the required accur
     const char *name;
     llm_backend *backend;
     const char *of; /* the operations that the options affect; NULL: all */
-    bool exact;     /* computes in f32: has the bound of the CPU's kernels */
+    bool exact;     /* computes in f32, so the error bound of the CPU's kernels applies */
     bool batch_independent;   /* check that a row's result does not depend on its batch */
 } variant;
 
@@ -144,8 +144,8 @@ static int open_devices(void **state) {
         add_variant("cpu", NULL, NULL, false, true);
         return 0;
     }
-    /* Without graphs, since a single operation is no step that could be captured. test_graphs and
-     * the engine's tests use graphs. */
+    /* No graphs, since a single operation is not a step and cannot be captured. test_graphs and the
+     * engine's tests use graphs. */
     llm_gpu_options plain = llm_gpu_defaults();
     plain.graphs = false;
     llm_gpu_options usual = plain, separate = plain, whole = plain, fixed = plain;
@@ -299,8 +299,8 @@ static void test_swiglu(void **state) {
     }
 }
 
-/* Body and head of a program, run in any order that an engine uses, give the same results as the
- * whole. */
+/* The body and the head of a program give the same results as the whole program, in any order in
+ * which an engine runs them. */
 static void run_parts(llm_backend *b, const void *args, float *out) {
     const rows_case *c = (const rows_case *)args;
     llm_error err;
@@ -644,7 +644,7 @@ static void run_rope_and_store(llm_backend *b, const void *args, float *out) {
     free(zeros);
 }
 
-/* `huge`: includes values beyond f16's range, which are stored as its largest value (see
+/* `huge`: include values beyond f16's range, which are stored as f16's largest value (see
  * llm__plain_store). */
 static void check_rope(llm_rope_pairing pairing, int head_dim, int rope_dim, bool norms,
                        llm_type cache_type, int n_kv, int group, bool huge) {
@@ -690,9 +690,9 @@ static void test_rope(void **state) {
     }
 }
 
-/* Put all of `k` and `v` (every position of every sequence) in the cache, NaN in every other slot,
- * and let the batch's queries attend to it. k, v: (all positions, n_kv_heads, head_dim), sequence
- * by sequence. */
+/* Put `k` and `v` (every position of every sequence) in the cache and NaN in every other slot, then
+ * run attention for the batch's queries. k, v: (all positions, n_kv_heads, head_dim), sequence by
+ * sequence. */
 static void run_attention(llm_backend *b, const void *args, float *out) {
     const cache_case *c = (const cache_case *)args;
     const llm_batch *batch = &c->batch.batch;
@@ -853,7 +853,7 @@ static void test_memory(void **state) {
             uint8_t *p = to_device(b, data, bytes);
             fetch_and_free(b, p, back, bytes);
             assert_memory_equal(data, back, bytes);
-            p = to_device(b, NULL, bytes); /* in pieces */
+            p = to_device(b, NULL, bytes); /* upload in pieces */
             for (size_t at = 0, n; at < bytes; at += n) {
                 n = bytes - at < 30001 ? bytes - at : 30001;
                 assert_true(b->upload(b->context, p + at, data + at, n, &err));
@@ -896,8 +896,8 @@ static void test_memory(void **state) {
     }
 }
 
-/* An upload larger than all pinned staging buffers together. Each is refilled only after the
- * previous copy out of it has ended. */
+/* An upload larger than all pinned staging buffers together. Each buffer is refilled only after the
+ * previous copy from it has ended. */
 static void test_large_upload(void **state) {
     (void)state;
     llm_error err;
@@ -941,7 +941,7 @@ typedef struct graph_case {
     llm_weight weights[2];
     float *x, *y, *out;                  /* device (STEP_ROWS, SIDE) */
     float expected[2][STEP_ROWS * SIDE]; /* result for each matrix */
-    uint64_t replays;                    /* the device's count when last read */
+    uint64_t replays;                    /* the device's replay count when last read */
 } graph_case;
 
 static ops *program_with(graph_case *c, int matrix) {
@@ -1029,8 +1029,8 @@ static uint64_t handles(void) {
     return !strcmp(device, "emulated") ? emulator_counted().live_handles : 0;
 }
 
-/* A graph belongs to a program and is freed with it. A later program at the same address gets its
- * own. */
+/* A graph belongs to a program and is freed with it. A later program at the same address gets a
+ * graph of its own. */
 static void test_graphs(void **state) {
     (void)state;
     skip_unless_gpu();
@@ -1049,7 +1049,7 @@ static void test_graphs(void **state) {
     c->b->forget(c->b->context, &one->program);
     assert_true(handles() == before + 1 || strcmp(device, "emulated"));
     assert_null(one->program.plan);
-    check_step(c, other, 1, 1); /* it still has its graph */
+    check_step(c, other, 1, 1); /* `other` still has its graph */
     one->list[1].weight = &c->weights[1];
     for (int i = 0; i < 3; i++) check_step(c, one, 1, i > 0);
     ops_free(one, c->b), ops_free(other, c->b);
@@ -1057,7 +1057,7 @@ static void test_graphs(void **state) {
     free_graph_case(c);
 }
 
-/* No graph uses memory that prepare has moved. */
+/* No graph uses scratch memory that prepare has moved. */
 static void test_stale_graphs(void **state) {
     (void)state;
     skip_unless_gpu();
@@ -1114,7 +1114,7 @@ static void test_graphs_per_slice_size(void **state) {
     free_graph_case(c);
 }
 
-/* Only a whole decode step is captured: no prompt, no part of a program, and no profiled step. */
+/* Only a whole decode step is captured: not a prompt, a part of a program or a profiled step. */
 static void test_never_captured(void **state) {
     (void)state;
     skip_unless_gpu();
@@ -1144,8 +1144,8 @@ static void test_never_captured(void **state) {
     free_graph_case(c);
 }
 
-/* If prepare runs out of memory, the program cannot be run, but earlier programs can. It can be
- * prepared later. */
+/* If prepare runs out of memory, the program cannot be run, but earlier programs still can. A later
+ * prepare succeeds. */
 static void test_failed_prepare(void **state) {
     (void)state;
     skip_unless_emulated();
@@ -1190,8 +1190,8 @@ static void test_failed_prepare(void **state) {
     assert_true(refused > 3);
 }
 
-/* A failed kernel launch is reported by the next sync and by no later one. A failure while a graph
- * is captured, created or launched is no error: the kernels are then launched one by one. */
+/* The next sync reports a failed kernel launch; later syncs do not. A failure while a graph is
+ * captured, created or launched is no error: the kernels are then launched one by one. */
 static void test_failed_launches(void **state) {
     (void)state;
     skip_unless_emulated();

@@ -125,7 +125,7 @@ static void assert_same_tokens(const record *a, const record *b) {
 
 /* ---- Output ---------------------------------------------------------------------------------- */
 
-/* The logits of the prompts are near those of the plain loops. */
+/* The logits of the prompts are close to those of the plain loops. */
 static void test_logits(void **state) {
     (void)state;
     llm_error err;
@@ -137,7 +137,7 @@ static void test_logits(void **state) {
     run_requests(&o, true, ALL_HOOKS, got);
     double worst = 0;
     for (int i = 0; i < N_REQUESTS; i++)
-        /* only the prompt's rows: later ones depend on the sampled tokens */
+        /* only the prompt's rows, since later rows depend on the sampled tokens */
         for (int row = 0; row < 5 + 6 * i; row++) {
             size_t at = (size_t)row * (size_t)expected[i]->vocab;
             double e = relative_error(got[i]->samples[0].logits + at,
@@ -150,7 +150,7 @@ static void test_logits(void **state) {
     llm_backend_free(reference), llm_backend_free(b);
 }
 
-/* The logits are near those of Hugging Face transformers (see test_golden.c), an independent
+/* The logits are close to those of Hugging Face transformers (see test_golden.c), an independent
  * implementation. */
 static void test_transformers(void **state) {
     (void)state;
@@ -196,7 +196,7 @@ static void test_batch_composition(void **state) {
     for (int kind = 0; kind < 4; kind++) {
         llm_engine_options other = o;
         device_set_order(device, kind % device_orders(device));
-        /* blocks for one context, so sequences are preempted; small chunks */
+        /* blocks for only one context, so that sequences are preempted; small chunks */
         if (kind == 1) other.cache_bytes = 9300, other.max_batch_tokens = 7;
         if (kind == 2) other.cache_bytes = 9300, other.preempt = LLM_PREEMPT_SWAP;
         if (kind == 3) other.prefix_cache = false, other.block_size = 16;
@@ -285,8 +285,8 @@ static void test_sampled_speculation(void **state) {
     llm_backend_free(b);
 }
 
-/* Steps of a prompt are never captured. A decode step is, from the second of its shape on, which
- * gives the third token. */
+/* Prompt steps are never captured. A decode step is captured when its shape occurs a second time,
+ * at the third token. */
 static void test_captured_steps(void **state) {
     (void)state;
     llm_error err;
@@ -355,7 +355,7 @@ static void test_sessions(void **state) {
         llm_session_free(session);
         record_drain(other);
         assert_same_tokens(expected[i], got);
-        assert_in_range(llm_engine_statistics(other).prompt_tokens, 0, 7); /* of no full block */
+        assert_in_range(llm_engine_statistics(other).prompt_tokens, 0, 7); /* less than a block */
         assert_idle(other);
         llm_engine_free(other);
         record_free(got);
@@ -435,9 +435,9 @@ static void assert_same_samples(const record *expected, const record *got) {
     }
 }
 
-/* Run an engine in which the nth allocation or launch fails, or the device is lost. Returns whether
- * that happened. If so, either the engine works without it, or it reports an error that names the
- * cause, and the following steps give the expected tokens. All memory is freed. */
+/* Run an engine in which the nth allocation or launch fails, or the device is lost. Returns
+ * whether that happened. If so, the engine either works without the resource or reports an error
+ * that names the cause, and the following steps give the expected tokens. All memory is freed. */
 static bool run_with_failure(failure kind, long n, bool speculate, record **expected) {
     llm_error err;
     llm_gpu_options gpu = gpu_options();
@@ -460,8 +460,8 @@ static bool run_with_failure(failure kind, long n, bool speculate, record **expe
     if (more < 0) {
         assert_true(err.status == LLM_ERROR_MEMORY || err.status == LLM_ERROR_DEVICE);
         assert_true(strlen(err.message) > 20);
-        /* the message says how much was wanted and for what, and how much is free and what would
-         * fit; or why the host has no memory */
+        /* the message gives the requested size and its purpose, the free memory and a size that
+         * would fit; or why the host has no memory */
         if (kind == ALLOCATION) {
             const char *end = strstr(err.message, "device memory") ? "free" : "locked memory";
             if (!strstr(err.message, "wanted for") || !strstr(err.message, end))
@@ -474,7 +474,7 @@ static bool run_with_failure(failure kind, long n, bool speculate, record **expe
         if (more < 0 && !last_error[0]) snprintf(last_error, sizeof last_error, "%s", err.message);
     }
     bool happened = emulator_failed();
-    if (engine && more < 0 && kind != LOSS) { /* the device still works, so the engine must, too */
+    if (engine && more < 0 && kind != LOSS) { /* the device still works, so the engine must too */
         emulator_fail_allocation(-1), emulator_fail_launch(-1);
         while ((more = llm_step(engine, &err)) != 0) {
             if (more < 0) fail_msg("after the failure: %s", err.message);
@@ -562,7 +562,7 @@ static void test_failed_graph_launch(void **state) {
     (void)state;
     skip_unless_emulated();
     record *records[2];
-    uint64_t launches[2]; /* launches in the step: only the sampling; all kernels */
+    uint64_t launches[2]; /* launches in a step: of the sampling alone; of all kernels */
     for (int fails = 0; fails < 2; fails++) {
         llm_error err;
         int32_t prompt[64];
@@ -598,7 +598,7 @@ static void test_second_engine(void **state) {
     record *expected = NULL;
     int refused = 0;
     bool more = true;
-    for (long n = -1; more; n += n < 0 ? 1 : LESS) { /* -1: no allocation fails */
+    for (long n = -1; more; n += n < 0 ? 1 : LESS) { /* -1: no failure */
         llm_error err;
         int32_t prompt[64];
         llm_gpu_options gpu = gpu_options();
@@ -629,7 +629,7 @@ static void test_second_engine(void **state) {
     record_free(expected);
 }
 
-/* ---- The seam: state between calls ------------------------------------------------------ */
+/* ---- The seam: state kept between calls ------------------------------------------------- */
 
 enum { ROWS = 3, WIDTH = 64 };
 
@@ -831,7 +831,8 @@ static void test_failure_before_a_capture(void **state) {
     product_close(&p);
 }
 
-/* A step that starts while the previous one still runs does not change what that one reads. */
+/* A step that starts while the previous one still runs does not change the previous step's
+ * inputs. */
 static void test_overlapping_steps(void **state) {
     (void)state;
     enum { VOCAB_ROWS = 10 };

@@ -1,5 +1,6 @@
 /* A device draws the same tokens as the sampler of chapter 3 from the same logits, in every order
- * of threads: with random logits of many shapes, ties, infinities, NaNs and all filters. */
+ * of threads. The logits are random, of many shapes, with ties, infinities, NaNs and all
+ * filters. */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 

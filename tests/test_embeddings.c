@@ -1,6 +1,6 @@
-/* Embeddings: hidden states of a prompt. They are the same bits whatever else is in the batch,
- * however the prompt is cut, and after preemptions and failures. (tests/test_transformer.c compares
- * them with those of another implementation, tests/test_device_engine.c on a device.) */
+/* Embeddings: hidden states of a prompt. No bit of them depends on the rest of the batch, on how
+ * the prompt is chunked, or on preemptions and failures. (tests/test_transformer.c compares them
+ * with those of another implementation, tests/test_device_engine.c on a device.) */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -28,7 +28,7 @@ typedef struct embedding {
     float last[MAX_DIM], mean[MAX_DIM];
 } embedding;
 
-static embedding right[N_TEXTS]; /* each text alone, in one step */
+static embedding right[N_TEXTS]; /* expected results: each text alone, in one step */
 
 static llm_engine_options some_options(void) {
     llm_engine_options o = llm_engine_defaults();
@@ -44,7 +44,7 @@ static embedding make_text(int i) {
     embedding t;
     memset(&t, 0, sizeof t);
     t.n_prompt = 1 + 11 * i;
-    for (int k = 0; k < t.n_prompt; k++) /* they begin alike */
+    for (int k = 0; k < t.n_prompt; k++) /* the texts share a prefix */
         t.prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280);
     return t;
 }
@@ -68,7 +68,7 @@ static void read_events(llm_engine *engine) {
     llm_event event;
     while (llm_next_event(engine, &event)) {
         embedding *t = (embedding *)event.user;
-        if (!t) continue; /* it generates */
+        if (!t) continue; /* a request that generates */
         assert_int_equal(event.finish, LLM_FINISH_LENGTH);
         assert_int_equal(event.token, -1);
         assert_int_equal(event.index, 0);
@@ -79,7 +79,7 @@ static void read_events(llm_engine *engine) {
     }
 }
 
-/* Returns how many steps have failed. */
+/* Returns the number of failed steps. */
 static int drain(llm_engine *engine) {
     llm_error err;
     int more, n_failed = 0;
@@ -122,8 +122,8 @@ static int clean_up(void **state) {
     return 0;
 }
 
-/* All together twice, so that the prefix cache knows them the second time, and next to requests
- * that generate. */
+/* Run all texts together twice, next to requests that generate. The second time, the texts are in
+ * the prefix cache. */
 static void check_together(llm_engine_options o) {
     llm_engine *engine = engine_new(model, &o);
     for (int round = 0; round < 2; round++) {
@@ -166,14 +166,14 @@ static void test_company(void **state) {
     check_together(o);
 }
 
-/* A prompt that is preempted in the middle, and computed again, is counted once. */
+/* A prompt that is preempted midway and computed again is counted once. */
 static void test_preempted(void **state) {
     (void)state;
     for (int prefix_cache = 0; prefix_cache < 2; prefix_cache++) {
         llm_error err;
         llm_engine_options o = some_options();
         o.prefix_cache = prefix_cache;
-        o.max_batch_tokens = 2; /* one for the older request, one for the prompt */
+        o.max_batch_tokens = 2; /* one token for the older request, one for the prompt */
         o.cache_bytes = llm_model_cache_bytes_per_token(model, LLM_F16) * 4 * 16; /* 16 blocks */
         llm_engine *engine = engine_new(model, &o);
         embedding got = make_text(4);
@@ -241,7 +241,7 @@ static void test_refused(void **state) {
         assert_int_equal(err.status, LLM_ERROR_UNSUPPORTED);
         assert_non_null(strstr(err.message, "embedding"));
     }
-    embedding longest; /* the whole context, whatever max_tokens says */
+    embedding longest; /* with a prompt of the whole context, for any max_tokens */
     memset(&longest, 0, sizeof longest);
     llm_request r = request_for(&longest);
     int32_t prompt[65] = {0};
@@ -261,7 +261,7 @@ static void test_refused(void **state) {
     llm_engine_free(engine);
 }
 
-/* Each call of the device fails once. The step is done again, and nothing is counted twice. */
+/* Each device call fails once. The step is repeated, and nothing is counted twice. */
 static void test_failing_device(void **state) {
     (void)state;
     llm_error err;
@@ -298,7 +298,7 @@ static void test_failing_device(void **state) {
     assert_true(n > 30);
 }
 
-/* Hidden states that are not finite are an error, in whatever chunk of the prompt they are. */
+/* Hidden states that are not finite are an error, in any chunk of the prompt. */
 static void test_not_finite(void **state) {
     (void)state;
     llm_error err;
@@ -308,7 +308,7 @@ static void test_not_finite(void **state) {
     uint8_t *at = file.data;
     while (memcmp(at, embd->data, 256)) at++;
     size_t bytes = (size_t)(embd->bytes / embd->dims[1]), token = (size_t)right[5].prompt[20];
-    memset(at + token * bytes, 0xff, bytes); /* NaN, in each type */
+    memset(at + token * bytes, 0xff, bytes); /* NaN in every type */
     llm_model *broken = llm_model_from_memory(file.data, file.length, "broken", &err);
     if (!broken) fail_msg("%s", err.message);
     for (int chunk = 8; chunk <= 64; chunk += 28) {

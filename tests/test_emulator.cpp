@@ -1,6 +1,6 @@
-/* The emulated GPU (cuda_on_cpu.h) detects what it should: small kernels contain each kind of
- * mistake, next to a correct version. It also computes what a GPU does: fragments, half precision,
- * streams, graphs.
+/* The emulated GPU (cuda_on_cpu.h) detects each kind of mistake. Small kernels contain one mistake
+ * each, next to a correct version. Other tests compare fragments, half precision, streams and
+ * graphs with a GPU's specified behaviour.
  *
  *  make build/test_emulator && build/test_emulator */
 #include <setjmp.h>
@@ -54,8 +54,8 @@ static int tear_down(void **) {
     return c.live_allocations || c.live_pinned || c.live_handles;
 }
 
-/* Zero `result`, run the kernel in this order and copy the result to `out`. Leaves a fault for the
- * caller to examine. */
+/* Clear `result`, run the kernel in this order and copy the result to `out`. A fault remains for
+ * the caller to examine. */
 static cudaError_t run(int order, float out[N], int threads, size_t shared,
                        void (*kernel)(const float *, float *)) {
     emulator_order(orders[order]);
@@ -80,7 +80,7 @@ template <class F> static bool gives(void (*kernel)(const float *, float *), F e
     return true;
 }
 
-/* Check that the kernel is a fault, in every order, with these words in its message. */
+/* Check that the kernel causes a fault, in every order, with these words in its message. */
 static void assert_fault(void (*kernel)(const float *, float *), int line, const char *words,
                          int threads = N) {
     for (int order = 0; order < ORDERS; order++) {
@@ -116,8 +116,8 @@ template <bool barrier> static void neighbour_kernel(const float *in, float *out
     out[threadIdx.x] = all[threadIdx.x ^ 1];
 }
 
-/* Uses a buffer several times. The second barrier keeps a fast warp from overwriting what a slow
- * one still reads. */
+/* Uses a buffer several times. The second barrier prevents a fast warp from overwriting values that
+ * a slow one still reads. */
 template <bool barrier> static void reuse_kernel(const float *in, float *out) {
     LLM_SHARED(float, all, N);
     float sum = 0;
@@ -557,8 +557,8 @@ static void test_streams(void **) {
     assert_int_equal(cudaMallocHost(&pinned, 4), cudaSuccess);
     assert_int_equal(cudaMalloc(&x, 4), cudaSuccess);
 
-    /* queued work runs only when the host waits, so reading or refilling a buffer too early
-     * shows */
+    /* queued work runs only when the host waits, so that reading or refilling a buffer too early is
+     * detected */
     *pinned = 1;
     cudaMemcpyAsync(x, pinned, 4, cudaMemcpyHostToDevice, stream);
     cudaMemcpyAsync(&seen, x, 4, cudaMemcpyDeviceToHost, stream);
@@ -706,7 +706,7 @@ static void test_accesses(void **) {
     } shared[] = {{1, 1}, {32, 1}, {1, 1}, {2, 1}, {1, 1}, {1, 1}, {4, 4}, {32, 4}, {2, 2}};
     for (int order = 0; order < ORDERS; order++) {
         std::vector<emulator_access> list = observe(order, 64, global_kernel);
-        /* its lanes all skip the three-lane store */
+        /* all lanes of the second warp skip the three-lane store */
         size_t second_warp = sizeof global / sizeof *global;
         assert_int_equal(list.size(), 2 * second_warp - 1);
         for (size_t i = 0; i < second_warp; i++) {

@@ -1,6 +1,6 @@
-/* The engine through its public API: a request's output depends on the request alone, every mistake
- * of a caller is reported and leaves the engine usable, nothing leaks, and a failed allocation does
- * no harm. */
+/* The engine through its public API: a request's output depends on the request alone, the engine
+ * reports every mistake of a caller and stays usable, nothing leaks, and the engine survives a
+ * failed allocation. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -25,7 +25,7 @@
 static const char *const models[] = {GQA, TIED, ODD, SMALL};
 enum { N_MODELS = 4, VOCAB = 288, BOS = 286, END = 287, CONTEXT = 128 };
 
-/* The first n ids of row `seed` are a prompt that depends on `seed` alone. */
+/* The first n ids of row `seed` are a prompt that depends only on `seed`. */
 static int32_t prompt_ids[8][CONTEXT];
 
 static const int32_t *some_prompt(int seed) {
@@ -129,7 +129,7 @@ static void test_threads(void **state) {
     }
 }
 
-/* A model of realistic widths, which reaches tiles and unrolled loops that tiny models do not. */
+/* A model of realistic widths, for the tiles and unrolled loops that tiny models do not reach. */
 static void test_bundled_model(void **state) {
     static int32_t ids[300];
     (void)state;
@@ -313,7 +313,7 @@ static void random_calls(const llm_model *model, record *const *alone, const llm
             for (int s = 0; s < requests[kind[victim]].n_samples; s++)
                 live += !r[victim]->samples[s].n_ends;
             bool ok = llm_cancel(engine, r[victim]->id, &err);
-            if (live == 0) assert_false(ok); /* it has ended */
+            if (live == 0) assert_false(ok); /* the request has ended */
             if (ok) cancelled[victim] = true;
             else assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
             record_events(engine); /* read all: the next step drops unread events */
@@ -395,8 +395,8 @@ static void test_max_tokens(void **state) {
             assert_int_equal(r->samples[0].positions[i], i);
         record_free(r);
     }
-    /* a negative or too large max_tokens runs to the end of the context, the model's or a
-     * shorter */
+    /* a negative or too large max_tokens generates up to the end of the context: the model's, or a
+     * shorter one */
     for (int context = CONTEXT; context >= 32; context -= 96)
         for (int max = -1; max < 1000; max += 500) {
             llm_engine_options o = llm_engine_defaults();
@@ -486,7 +486,7 @@ static bool is_utf8(const char *text, size_t length) {
             if ((s[i + k] & 0xc0) != 0x80) return false;
         if ((s[i] == 0xe0 && s[i + 1] < 0xa0) || (s[i] == 0xed && s[i + 1] > 0x9f) ||
             (s[i] == 0xf0 && s[i + 1] < 0x90) || (s[i] == 0xf4 && s[i + 1] > 0x8f))
-            return false; /* an overlong encoding, a surrogate, or above U+10FFFF */
+            return false; /* an overlong encoding, a surrogate, or a value above U+10FFFF */
         i += n;
     }
     return true;
@@ -627,7 +627,7 @@ enum { SCRIPT = 12, WRITERS = 3, LETTER = 3, TINY_END = 2 }; /* LETTER: the id o
 
 typedef struct script {
     int32_t tokens[WRITERS][SCRIPT];
-    float logprobs[WRITERS][SCRIPT]; /* of these tokens, in the model's own logits */
+    float logprobs[WRITERS][SCRIPT]; /* logprobs of the script's tokens, by the model's logits */
     int n_prompt, vocab;
 } script;
 
@@ -638,7 +638,7 @@ static void force_script(void *user, uint64_t request, int sample, int position,
     (void)request;
     if (i < 0) return;
     for (int v = 0; v < s->vocab; v++) {
-        /* the model's own logits: no earlier call changed them */
+        /* the model's own logits: earlier calls did not change them */
         assert_true(fabsf(logits[v]) < 1e3f);
         sum += exp((double)logits[v]);
     }
@@ -663,7 +663,7 @@ static int first_stop(const llm_request *r, const char *text) {
     return first;
 }
 
-/* How much of the text is certain to come before any stop text, and so can be shown. */
+/* The length of the text that cannot become part of a stop text any more, and so can be emitted. */
 static int certain_length(const llm_request *r, const writer *w) {
     int first = w->length;
     for (int i = 0; i < r->n_stop; i++)
@@ -843,7 +843,7 @@ static void test_incomplete_characters(void **state) {
 
 static llm_backend *cpu;
 
-/* The `sample` of a device, written as plain loops in floating point. */
+/* A device's `sample` function, as plain loops in floating point. */
 static bool plain_sample(void *context, float *logits, int vocab, const llm_draw *draws, int n,
                          int32_t *out, float *logprobs, llm_error *err) {
     assert_int_equal(vocab, VOCAB);
@@ -874,8 +874,8 @@ static bool plain_sample(void *context, float *logits, int vocab, const llm_draw
     return true;
 }
 
-/* A device draws the same tokens as the host: for each row and sample, with its window of recent
- * tokens and its random number, and also where hooks keep some rows on the host. */
+/* A device draws the same tokens as the host: for each row and sample, with the row's window of
+ * recent tokens and its random number, and also where hooks keep some rows on the host. */
 static void test_device_draws(void **state) {
     enum { N = 8 };
     static const int windows[] = {0, 1, 2, 3, 7, 64};
@@ -926,7 +926,8 @@ static void test_device_draws(void **state) {
 
 static llm_engine *tested; /* the engine that must survive each mistake */
 
-/* The error is about an option (NULL: none), with whose name its message begins; it says `word`. */
+/* Check the error: its status, its option (NULL: none), whose name begins the message, and that the
+ * message contains `word`. */
 static void check_error(const llm_error *err, llm_status status, const char *option,
                         const char *word) {
     assert_int_equal(err->status, status);
@@ -996,11 +997,11 @@ static void test_refused_requests(void **state) {
     r = good;
     r.max_tokens = -1;
     assert_refused_saying(r, LLM_ERROR_CAPACITY, "cache_bytes",
-                          "blocks"); /* 128 tokens into 96 slots */
+                          "blocks"); /* 128 tokens do not fit in 96 slots */
     r = good;
     r.max_tokens = 93;
     assert_refused_saying(r, LLM_ERROR_CAPACITY, "cache_bytes", "blocks");
-    r.max_tokens = 92; /* all six blocks */
+    r.max_tokens = 92; /* requires all six blocks */
     record *whole = record_new(model);
     record_submit(tested, whole, r, false);
     record_drain(tested);
@@ -1055,7 +1056,7 @@ static void test_refused_requests(void **state) {
     r = good;
     r.n_prompt = 90;
     r.prompt = ids;
-    r.max_tokens = 30; /* sizes have units: 8 blocks of 16 tokens of 96 bytes */
+    r.max_tokens = 30; /* 8 blocks of 16 tokens of 96 bytes; the message gives units */
     ids[2] = 0;
     assert_refused_saying(
         r, LLM_ERROR_CAPACITY, "cache_bytes",
@@ -1158,7 +1159,7 @@ static void test_wrong_calls(void **state) {
     assert_ptr_equal(llm_engine_model(engine), model);
     assert_false(llm_next_event(engine, &event));
     err.option = "of an earlier error";
-    assert_int_equal(llm_step(engine, &err), 0); /* nothing to do is no mistake */
+    assert_int_equal(llm_step(engine, &err), 0); /* a step with nothing to do is not an error */
     assert_int_equal(err.status, LLM_OK);
     assert_null(err.option);
     assert_false(llm_submit(engine, NULL, NULL, &err));
@@ -1192,7 +1193,7 @@ static void test_submit_text(void **state) {
     request.n_prompt = (int)n;
     record *expected = run_alone(model, NULL, request), *r = record_new(model);
     llm_engine *engine = engine_new(model, NULL);
-    request.prompt = NULL; /* ignored */
+    request.prompt = NULL; /* the prompt is ignored */
     request.n_prompt = -5;
     request.user = r;
     request.logits_hook = record_hook;
@@ -1290,8 +1291,8 @@ static void test_statistics(void **state) {
     llm_model_free(model);
 }
 
-/* An event's logprob comes from the model's own logits, whatever the hook, penalty and temperature
- * do. */
+/* An event's logprob comes from the model's own logits, regardless of the hook, penalty and
+ * temperature. */
 static void test_logprobs(void **state) {
     (void)state;
     llm_model *model = model_load(SMALL);
@@ -1491,8 +1492,8 @@ static uint64_t splitmix64(uint64_t state) {
     return z ^ (z >> 31);
 }
 
-/* Users rely on a seed to repeat a result, so these numbers must never change. The constants come
- * from an independent computation in Python. */
+/* Users rely on a seed to repeat a result, so these numbers must never change. The constants were
+ * computed independently in Python. */
 static void test_random_numbers(void **state) {
     static const struct {
         uint64_t seed, stream, index;
@@ -1542,7 +1543,7 @@ static void test_random_statistics(void **state) {
 /* ---- Memory ---------------------------------------------------------------------------------- */
 
 /* Load a model, run requests and read their events, with one allocation failing. Returns whether
- * all succeeded; if not, the error must be about memory. */
+ * everything succeeded; otherwise, the error must be about memory. */
 static bool load_run_and_free(llm_error *err) {
     bool ok = false;
     llm_event event;
@@ -1753,7 +1754,7 @@ static void test_broken_logits(void **state) {
     assert_string_equal(llm_version(), LLM_VERSION);
 }
 
-/* A hook may choose a token where the model's logits are not finite. The engine takes that
+/* A hook may choose a token even if the model's logits are not finite. The engine takes that
  * token. */
 static void only_nine(void *user, uint64_t request, int sample, int position, float *logits) {
     (void)request;

@@ -1,5 +1,5 @@
-/* If an allocation or a device call fails, the engine reports it, no other request is harmed and
- * nothing leaks. After the failure, the same requests still give the same tokens. */
+/* If an allocation or a device call fails, the engine reports it, other requests are not affected
+ * and nothing leaks. After the failure, the same requests still give the same tokens. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -157,7 +157,7 @@ static void test_failing_allocations(void **state) {
     }
 }
 
-/* The same through llm_submit_text, which also allocates tokens. */
+/* The same test through llm_submit_text, which also allocates tokens. */
 static void test_failing_text(void **state) {
     (void)state;
     llm_error err;
@@ -260,7 +260,7 @@ static void test_failing_device(void **state) {
         run_with_failing_device(kind, -1);
         long n = calls, tried = 0;
         test_random random = {1 + (uint64_t)kind};
-        /* only some calls, since most are alike */
+        /* test only some calls, since most are alike */
         for (long k = 0; k < n; k += 1 + random_below(&random, (int)(n / 60)), tried++)
             assert_true(run_with_failing_device(kind, k));
         print_message("%ld calls of the device, %ld of them failed once\n", n, tried);

@@ -62,7 +62,7 @@ static void write_file(const char *name, const void *data, size_t n) {
     assert_int_equal(fclose(f), 0);
 }
 
-/* A file with a value of each type, an array of each kind and three tensors. */
+/* A file with a value of each type, an array of each kind, and three tensors. */
 static bytes sample_file(uint32_t version) {
     gguf g = {0};
     g.version = version;
@@ -177,7 +177,7 @@ static llm_value number(llm_value_type type, const void *data, size_t n) {
     return value;
 }
 
-/* A conversion gives the same value, or fails if that is impossible. */
+/* A conversion returns the same value, or fails if the type cannot hold it. */
 static void test_conversions(void **state) {
     (void)state;
     uint64_t u;
@@ -426,7 +426,7 @@ static void test_hostile_values(void **state) {
     refuse(&g, "of type 99");
     gguf_array(&g, "long", T_U64, UINT64_MAX / 4, &huge, 8);
     refuse(&g, "the value of 'long' at byte");
-    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 is 2, if it overflows */
+    gguf_array(&g, "long", T_U16, UINT64_MAX / 2 + 2, &huge, 8); /* times 2 overflows to 2 */
     refuse(&g, "more than the file can");
     gguf_array(&g, "long", T_STRING, UINT64_MAX / 8 + 1, &huge, 8);
     refuse(&g, "more than the file can");
@@ -529,7 +529,7 @@ static void test_hostile_layout(void **state) {
     refuse(&g, "lies past the end of the file");
 }
 
-/* Tens of thousands of tensors and keys must not take quadratic time. */
+/* Reading tens of thousands of tensors and keys must not take quadratic time. */
 static void test_many_tensors_take_linear_time(void **state) {
     (void)state;
     enum { N = 100000 };
@@ -657,7 +657,7 @@ static void test_write_and_read(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* A copy of every value and tensor holds the same. */
+/* A copy of every value and tensor has the same content. */
 static void test_copy_a_file(void **state) {
     (void)state;
     bytes b = sample_file(2);
@@ -723,7 +723,7 @@ static void test_writer_misuse(void **state) {
     (void)state;
     static const uint64_t shape[1] = {4}, odd[1] = {33}, zero[1] = {0};
     float x[8] = {0};
-    write_file(path, "old", 3); /* no failure may change this file */
+    write_file(path, "old", 3); /* a failure must not change this file */
     llm_error err;
     llm_writer *w = llm_writer_create(path, &err);
     assert_true(llm_writer_tensor(w, llm__string("t"), LLM_F32, 1, shape) &&
@@ -819,7 +819,7 @@ static void test_full_disk(void **state) {
     assert_true(b.length == 3 && !memcmp(b.data, "old", 3));
     clear_bytes(&b);
     unlink(path);
-    /* also a device that is always full, where there is one */
+    /* also write to a device that is always full, if there is one */
     int full = open("/dev/full", O_WRONLY);
     if (full >= 0) {
         w = llm_writer_create(path, &err);
@@ -833,7 +833,7 @@ static void test_full_disk(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* ---- Memory that runs out -------------------------------------------------------------------- */
+/* ---- Failed allocations ---------------------------------------------------------------------- */
 
 /* Each allocation fails once: the error is LLM_ERROR_MEMORY and nothing leaks. */
 static void test_failed_allocations(void **state) {
@@ -976,7 +976,8 @@ static const char *part_path(int number, int count) {
 }
 
 /* Part `number` of `count`, with two tensors "t.N" and "u.N" of four values. The first part has
- * metadata and only one tensor. `said_number` and `said_tensors` are what its metadata claims. */
+ * metadata and only one tensor. `said_number` and `said_tensors` are the part number and tensor
+ * count in its metadata. */
 static bytes part(int number, int count, int said_number, int said_tensors, int keys) {
     gguf g = {0};
     uint16_t no = (uint16_t)said_number, n = (uint16_t)count;
@@ -1023,7 +1024,7 @@ static void test_split_model(void **state) {
     enum { COUNT_OF_PARTS = 4 };
     llm_error err;
     write_parts(COUNT_OF_PARTS);
-    for (int opened = 0; opened < COUNT_OF_PARTS; opened++) { /* any of the parts may be given */
+    for (int opened = 0; opened < COUNT_OF_PARTS; opened++) { /* any of the parts may be passed */
         llm_file *file = llm_file_open(part_path(opened, COUNT_OF_PARTS), &err);
         if (!file) fail_msg("%s", err.message);
         assert_int_equal(llm_file_n_parts(file), COUNT_OF_PARTS);
@@ -1142,11 +1143,12 @@ static void test_damaged_split_models(void **state) {
 
 /* ---- Values that are not finite -------------------------------------------------------------- */
 
-/* In each type: a scale, a minimum or a value that is not finite is found, with its index. */
+/* llm_type_check finds a scale, a minimum or a value that is not finite, in every type, and its
+ * index. */
 static void test_check_types(void **state) {
     static const struct {
         llm_type type;
-        int bits[2]; /* bytes of a block that hold an f16, or the value; -1: none */
+        int bits[2]; /* byte offsets in a block of 16-bit numbers; -1: none */
     } cases[] = {{LLM_F32, {2, -1}},    {LLM_F16, {0, -1}},    {LLM_BF16, {0, -1}},
                  {LLM_Q8_0, {0, -1}},   {LLM_Q4_0, {0, -1}},   {LLM_Q4_1, {0, 2}},
                  {LLM_Q5_0, {0, -1}},   {LLM_Q5_1, {0, 2}},    {LLM_Q4_K, {0, 2}},
@@ -1164,7 +1166,7 @@ static void test_check_types(void **state) {
         for (int k = 0; k < 4; k++) {
             int at = cases[c].bits[k / 2];
             if (at < 0) continue;
-            /* infinite and NaN; in an f32 and a bf16 these are the upper bytes of it */
+            /* infinity and NaN as f16 bits; for f32 and bf16, as the value's upper 16 bits */
             bool brain = cases[c].type == LLM_F32 || cases[c].type == LLM_BF16;
             uint16_t bad = brain ? k % 2 ? 0x7fc0 : 0xff80 : k % 2 ? 0x7e00 : 0xfc00, good[2];
             uint64_t n = VALUES / (uint64_t)info->block_values, first = n / 2, last = n - 1;
@@ -1196,7 +1198,7 @@ static void test_check_files(void **state) {
     llm_file *file = llm_file_open(part_path(0, 3), &err);
     assert_true(file && llm_file_check(file, &err) && err.status == LLM_OK);
     llm_file_close(file);
-    /* ... in the last part */
+    /* also in the last part */
     float x[4] = {2, 1, 2, -INFINITY};
     bytes b = slurp(part_path(2, 3));
     size_t at = 0;
@@ -1215,7 +1217,7 @@ static void test_check_files(void **state) {
     assert_int_equal(test_live, 0);
 }
 
-/* A matrix of 2 rows of 256 values, all 1 but for the one at `index`. */
+/* A matrix of 2 rows of 256 values, all 1 except the one at `index`. */
 static void write_matrix(const char *name, float value, uint64_t index) {
     float x[512];
     gguf g = {0};
@@ -1227,7 +1229,8 @@ static void write_matrix(const char *name, float value, uint64_t index) {
     clear_bytes(&b);
 }
 
-/* llm_quantize refuses what is not finite, and what becomes so, and leaves no file. */
+/* llm_quantize refuses values that are not finite before or after the conversion, and leaves no
+ * file. */
 static void test_quantize_not_finite(void **state) {
     static const struct {
         float value;
@@ -1237,7 +1240,7 @@ static void test_quantize_not_finite(void **state) {
         {NAN, LLM_Q4_0,
          "the tensor m has 1 values that are not finite, the first is nan at index 300"},
         {INFINITY, LLM_F16, "the first is inf at index 300"},
-        {-INFINITY, LLM_F32, "the first is -inf at index 300"}, /* copied as it is */
+        {-INFINITY, LLM_F32, "the first is -inf at index 300"}, /* copied unchanged */
         {NAN, LLM_Q6_K, "the first is nan at index 300"},
         {65504, LLM_F16, NULL},
         {-1e5f, LLM_F16,

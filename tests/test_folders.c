@@ -459,8 +459,8 @@ static void test_truncated_files(void **state) {
     }
 }
 
-/* A changed bit in the header or in config.json gives an error, or still a model (when it changes
- * an ignored option); never a crash or a leak. */
+/* A changed bit in the header or in config.json gives an error, or a model if the option is
+ * ignored; never a crash or a leak. */
 static void test_flipped_bytes(void **state) {
     test_random r = {7};
     int n_taken = 0;
@@ -543,8 +543,8 @@ static void test_split_safetensors(void **state) {
     }
 }
 
-/* Folders as other programs write them: settings that do not change the result are
- * accepted. */
+/* Folders as other programs write them: the reader accepts settings that do not change the
+ * result. */
 static void test_settings_without_effect(void **state) {
     (void)state;
     copy_model("llama_mha");
@@ -612,7 +612,7 @@ static void test_settings_without_effect(void **state) {
     replace("config.json", "\"eos_token_id\": 94", "\"eos_token_id\": 95");
     check_refused("an end token in the padding",
                   "\"eos_token_id\" is 95, which is not the id of one of the 95 tokens");
-    /* data at odd addresses: the header one byte longer */
+    /* data at odd addresses: the header is one byte longer */
     copy_model("llama_mha");
     replace("model.safetensors", "", " ");
     check_accepted("data at odd addresses");
@@ -714,7 +714,7 @@ static void test_metadata_as_converter(void **state) {
     }
 }
 
-/* A folder rewritten as an f32 file has the values of the converter's file. (For llama, this
+/* A folder rewritten as an f32 file has the same values as the converter's file. (For llama, this
  * permutes the rows of q and k and their biases.) */
 static void test_values_as_converter(void **state) {
     static const char *const models[] = {"llama", "llama_bias", "mistral", "qwen2", "qwen3"};
@@ -747,7 +747,7 @@ static void test_values_as_converter(void **state) {
     }
 }
 
-/* Settings that the converter does not write, or that none of the models here has. */
+/* Settings that the converter does not write, or that no model here has. */
 static void test_settings_of_config_json(void **state) {
     static const struct {
         const char *model, *from, *to, *key;
@@ -806,12 +806,12 @@ static void test_settings_of_config_json(void **state) {
     }
 }
 
-/* The ids under eos_token_id of generation_config.json and config.json end an answer, one or
- * several. They need not be special tokens. */
+/* The ids in eos_token_id of generation_config.json and config.json, one or several, end an answer.
+ * They need not be special tokens. */
 static void test_end_ids(void **state) {
     static const struct {
         const char *generation;
-        int32_t ends[4]; /* besides config.json's */
+        int32_t ends[4]; /* end ids in addition to that of config.json */
     } cases[] = {{"{\"eos_token_id\": 66}", {66, -1}},
                  {"{\"eos_token_id\": [66, 70, 95]}", {66, 70, -1}},
                  {"{\"eos_token_id\": []}", {-1}},
@@ -820,7 +820,7 @@ static void test_end_ids(void **state) {
     (void)state;
     for (size_t i = 0; i < sizeof cases / sizeof *cases; i++) {
         llm_error err;
-        copy_model("llama_mha"); /* its config.json says 95 */
+        copy_model("llama_mha"); /* 95 is the end id in its config.json */
         write_file("generation_config.json", cases[i].generation, strlen(cases[i].generation));
         llm_file *file = llm_file_open(folder, &err);
         if (!file) fail_msg("%s", err.message);
@@ -833,7 +833,7 @@ static void test_end_ids(void **state) {
             if (llm_tokenizer_is_end(t, id) != expected) fail_msg("case %zu: token %d", i, (int)id);
             if (id >= 66 && id <= 70) assert_false(llm_tokenizer_is_special(t, id));
         }
-        uint64_t n_ends = 1; /* each is listed once */
+        uint64_t n_ends = 1; /* each end id is listed once */
         while (cases[i].ends[n_ends - 1] >= 0) n_ends++;
         assert_int_equal(llm_file_find(file, "tokenizer.llm.end_token_ids")->count, n_ends);
         llm_tokenizer_free(t);
@@ -846,7 +846,7 @@ static void test_end_ids(void **state) {
         "tokens");
 }
 
-/* Where YaRN covers less than max_position_embeddings, the errors about the context say so. */
+/* If YaRN covers less than max_position_embeddings, the errors about the context mention it. */
 static void test_context_note(void **state) {
     static const char note[] = "; config.json says 256, but its YaRN scaling makes 64 of 16, its "
                                "original_max_position_embeddings";
@@ -878,7 +878,7 @@ static void test_context_note(void **state) {
         assert_int_equal(strstr(err.message, note) != NULL, o.context_length == 64);
         llm_engine_free(engine);
     }
-    /* also in the file that is made of the folder */
+    /* also in a file written from the folder */
     char out[300];
     snprintf(out, sizeof out, "%s.gguf", folder);
     llm_model_free(model);
@@ -1014,7 +1014,7 @@ static void test_int4_formula(void **state) {
     }
 }
 
-/* A scale of a 4-bit matrix that is not finite is found, and not rewritten. */
+/* A 4-bit matrix whose scales are not all finite is detected and not rewritten. */
 static void test_int4_not_finite(void **state) {
     static const char *const models[] = {"awq_g32", "gptq_g32", "gptq_g32_act_sym"};
     (void)state;
@@ -1030,7 +1030,7 @@ static void test_int4_not_finite(void **state) {
         llm_file *shard =
             llm__file_create(b.data, b.length, LLM__BORROWED, path, llm__read_safetensors, &err);
         const llm_tensor *scales = source_of(shard, "model.layers.0.self_attn.v_proj", "scales");
-        uint16_t bad = 0x7e00; /* of group 1, row 0 */
+        uint16_t bad = 0x7e00; /* NaN, in group 1, row 0 */
         memcpy((uint8_t *)(uintptr_t)scales->data + 2 * scales->dims[0], &bad, 2);
         llm_file_close(shard);
         write_file("model.safetensors", b.data, b.length);
@@ -1092,7 +1092,7 @@ static void test_incomplete_folders(void **state) {
                   "is not read: with Hugging Face's transformers, "
                   "AutoTokenizer.from_pretrained(FOLDER).save_pretrained("
                   "FOLDER) makes a tokenizer.json of it");
-    /* quantized matrices without settings that say how, or where they are not supported */
+    /* quantized matrices without quantization settings, or where they are not supported */
     copy_model("gptq_g32");
     replace("config.json", "\"quantization_config\"", "\"_\"");
     check_refused("no quantization_config",
@@ -1109,7 +1109,7 @@ static void test_incomplete_folders(void **state) {
                   "supported for the matrices of the layers only");
 }
 
-/* Tokens that are only in the files beside a tokenizer.json. The ids are those of transformers
+/* Tokens that are only in the files next to a tokenizer.json. The ids are those of transformers
  * 5.23. */
 static void test_added_tokens(void **state) {
     (void)state;
@@ -1186,7 +1186,7 @@ static void test_added_tokens(void **state) {
 #undef ADDED
     copy_model("llama_mha");
     char path[400];
-    path_of(path, folder, "model.safetensors"); /* the vocabulary is enough for this test */
+    path_of(path, folder, "model.safetensors"); /* this test needs only the vocabulary */
     unlink(path);
     path_of(path, folder, "config.json");
     unlink(path);
@@ -1217,7 +1217,7 @@ static void test_added_tokens(void **state) {
         llm_tokenizer_free(t);
         llm_file_close(file);
     }
-    /* Changed bits give an error or still a vocabulary; never a crash or a leak. */
+    /* Changed bits give an error or a vocabulary; never a crash or a leak. */
     test_random r = {9};
     for (int i = 0; i < 400; i++) {
         char text[400];

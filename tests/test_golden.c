@@ -1,6 +1,6 @@
 /* The logits of tiny random models, compared with those of Hugging Face transformers
- * (tests/make_golden.py makes both); and every storage type, compared with the same model unpacked
- * to f32. */
+ * (tests/make_golden.py writes both); and models in every storage type, compared with the same
+ * model unpacked to f32. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -142,9 +142,9 @@ static void test_wide(void **state) { (void)state; check_all_instruction_sets("w
 static void test_head64(void **state) { (void)state; check_all_instruction_sets("head64"); }
 static void test_bias(void **state) { (void)state; check_all_instruction_sets("bias"); }
 
-/* Compare the model in `path` with its own copy unpacked to f32, so that only the engine's
- * arithmetic with packed weights counts, and not what packing lost. Returns the relative error over
- * all logits of the sequence. */
+/* Compare the model in `path` with its own copy unpacked to f32, so that the difference shows
+ * the error of the arithmetic with packed weights, without the error of packing. Returns the
+ * relative error over all logits of the sequence. */
 static double packed_error(const golden *g, const char *path, llm_isa isa) {
     char unpacked[256];
     llm_error err;

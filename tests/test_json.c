@@ -215,9 +215,9 @@ static void test_nesting_limit(void **state) {
             llm_json_free(&json);
         } else refuse(text, (size_t)(2 * depth), "line 1, column 65", "more than 64");
     }
-    memset(text, '[', sizeof text); /* a text that only opens arrays */
+    memset(text, '[', sizeof text); /* a text of opening brackets only */
     refuse(text, sizeof text, "line 1, column 65", "more than 64");
-    /* the limit is on depth: any number of arrays may be side by side */
+    /* the limit is on depth: the number of arrays side by side is not limited */
     bytes b = {0};
     put(&b, "[", 1);
     for (int i = 0; i < 1000; i++) put(&b, "[[]],", 5);

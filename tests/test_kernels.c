@@ -1,5 +1,5 @@
 /* Chapter 10 of llm.h: every fast kernel, compared with the reference loops. No bit of a result
- * depends on what else is computed with it. */
+ * depends on the rest of the batch. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -98,7 +98,7 @@ static void check_same(const char *what, llm_isa isa, const void *a, const void 
     if (memcmp(a, b, bytes) != 0) fail_msg("%s, %s: the bits differ", what, llm_isa_name(isa));
 }
 
-/* x as the kernels for block formats read it: rounded to int8, with a scale for each `group` of
+/* x as the kernels for block formats use it: rounded to int8, with a scale for each `group` of
  * columns. */
 static float *rounded_to_int8(const float *x, int n, int cols, int group) {
     float *out = malloc((size_t)n * (size_t)cols * sizeof *out);
@@ -114,8 +114,8 @@ static float *rounded_to_int8(const float *x, int n, int cols, int group) {
     return out;
 }
 
-/* The weights as the kernels see them, in f32: for q4_0 and q4_Z, the scales of 256 columns are
- * rounded to multiples of 1/2048 of the largest. */
+/* The weights as the kernels use them, in f32: for q4_0 and q4_Z, the scales of 256 columns are
+ * rounded to multiples of 1/2048 of the largest scale. */
 static float *weights_seen(llm_type type, const void *data, int rows, int cols) {
     const llm_type_info *info = llm_type_find(type);
     int64_t count = (int64_t)rows * cols;
@@ -159,7 +159,7 @@ static void *random_weights(llm_type type, int64_t count) {
 }
 
 static void check_matmul(llm_type type, int rows, int cols, int n) {
-    bool blocks = llm__layout_of(type).quads > 0; /* the kernels round x for these */
+    bool blocks = llm__layout_of(type).quads > 0; /* block formats: the kernels round x */
     llm_error err;
     float *values = random_floats((int64_t)rows * cols), *x = random_floats((int64_t)n * cols);
     float *bias = random_floats(rows), *start = random_floats((int64_t)n * rows);
@@ -248,8 +248,8 @@ static void test_matmul(void **state) {
         check_matmul(type->type, 1, block, 1);
         check_matmul(type->type, 5, block * 2, 5);
         check_matmul(type->type, repeats(300, 70), block > 32 ? 1280 : 1376, repeats(128, 20));
-        /* 77 rows of x: so many that matrix tiles process a tile in two halves, of which the last
-         * tile has only the first. 5 panels of weights. */
+        /* 77 rows of x: matrix tiles process a tile in two halves, and the last tile has only its
+         * first half. 5 panels of weights. */
         check_matmul(type->type, repeats(70, 20), block > 32 ? 768 : 608, 77);
         if (block <= 32) {
             check_matmul(type->type, 65, 160, 65);
@@ -424,7 +424,7 @@ static void test_swiglu(void **state) {
                     fabsf(gate[i]) < 1e30f)
                     fail_msg("swiglu, %s: %g for gate %g, expected %g", llm_isa_name(isa), out[i],
                              gate[i], expected[i]);
-            for (int i = 0, n; i < N; i += n) { /* in pieces, in place */
+            for (int i = 0, n; i < N; i += n) { /* in pieces and in place */
                 n = (int)llm__min(random_int(1, 5000), N - i);
                 memcpy(other + i, gate + i, (size_t)n * sizeof *gate);
                 op_swiglu(b, other + i, up + i, n, other + i);
@@ -657,8 +657,8 @@ static void test_attention_window(void **state) {
     check_attention(3, 250, 1, 20, 33, LLM_F16, 70);
 }
 
-/* A window: the last token of a sequence attends to what it would if the sequence began with the
- * window. Earlier positions have no influence, even if they are NaN, as here. */
+/* A window: the last token's attention is the same as in a sequence that begins with the window.
+ * Earlier positions have no influence, even if they are NaN, as here. */
 static void test_attention_window_is_a_shorter_sequence(void **state) {
     (void)state;
     enum { LENGTH = 180, HEADS = 2, DIM = 24 };
@@ -913,7 +913,7 @@ static void delay(double most) {
 }
 static void delayed_round_rows(const float *x, int64_t cols, int group, int height, int rows,
                             int64_t first, int64_t end, char *tile) {
-    /* longer than the others: a product takes a while until it reads another thread's part */
+    /* longer than the other delays, since a product reads another thread's part late */
     delay(1e-3);
     undelayed->round_rows(x, cols, group, height, rows, first, end, tile);
 }
@@ -954,8 +954,8 @@ typedef struct plan_fixture { /* the data of a run, and the values from which al
     void *keys, *values;
 } plan_fixture;
 
-/* n tokens, `together` of each sequence, after PLAN_BEFORE tokens that are in the cache, whose keys
- * are transposed as the CPU backend stores them. */
+/* n tokens, `together` per sequence, after PLAN_BEFORE cached tokens. Their keys are transposed, as
+ * in the CPU backend. */
 static void make_plan_fixture(plan_fixture *w, int n, int together) {
     memset(w, 0, sizeof *w);
     w->n = n;
@@ -991,9 +991,9 @@ static void free_plan_fixture(plan_fixture *w) {
     for (int i = 0; i < PLAN_BUFFERS; i++) free(w->start[i]);
 }
 
-/* A random program on buffers (n, PLAN_COLS), whose operations depend on each other in every way
- * that a model's do, and in others: several products of one x, x changed in between, a product
- * added to another's result, results written where another operation has just read. */
+/* A random program on buffers (n, PLAN_COLS). Its operations have all dependencies that a model's
+ * have, and others: several products of one x, a change of x in between, a product added to
+ * another's result, results written where another operation has just read. */
 static ops *random_program(const plan_fixture *w, const llm_weight *weights,
                            const llm_weight *order, int n_groups, float **buffer) {
     llm_attention_shape shape = {
@@ -1165,7 +1165,7 @@ static void test_plans_of_random_programs(void **state) {
                     double size = 0;
                     for (int64_t v = 0; v < (int64_t)w.n * PLAN_COLS; v++)
                         size += fabs((double)expected[i][v]);
-                    /* values that are all zero or infinite would prove nothing */
+                    /* values that are all zero or infinite would show nothing */
                     assert_true(size > 0.01 * w.n * PLAN_COLS && size < 1e10);
                     if (run)
                         check_same(run == 1 ? "a plan, one thread" : "a plan", isa, found[i],
@@ -1254,8 +1254,8 @@ static void test_fused_gate(void **state) {
     }
 }
 
-/* A program that is not prepared, or is larger than prepared, is refused. A failed allocation
- * leaves an earlier program prepared. */
+/* A program that is not prepared, or that exceeds the prepared limits, is refused. A failed
+ * allocation leaves an earlier program prepared. */
 static void test_refused_runs_and_failed_allocations(void **state) {
     (void)state;
     llm_error err;

@@ -1,6 +1,6 @@
-/* Memory that counts its allocations, can make a chosen one fail, and overwrites what is freed.
- * Include it before llm.h: it sets the LLM_MALLOC family. The counters are atomic, since engines
- * may run in several threads. */
+/* Memory that counts its allocations, can make a chosen allocation fail, and overwrites freed
+ * memory. Include it before llm.h: it sets the LLM_MALLOC family. The counters are atomic, since
+ * engines may run in several threads. */
 #ifndef TEST_MEMORY_H
 #define TEST_MEMORY_H
 
@@ -18,10 +18,10 @@
 #define TEST_UNUSED
 #endif
 
-static long test_live;          /* allocations not yet freed */
-static long test_allocations;   /* all so far */
+static long test_live;          /* number of allocations not yet freed */
+static long test_allocations;   /* number of allocations so far */
 static long test_fail_in = -1;  /* >= 0: this many allocations succeed, then one fails */
-static bool test_failed;        /* did one fail? */
+static bool test_failed;        /* whether an allocation failed */
 
 static bool test_allocation_fails(void) {
     __atomic_add_fetch(&test_allocations, 1, __ATOMIC_RELAXED);

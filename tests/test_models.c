@@ -35,8 +35,7 @@ typedef struct run { /* what the logits hook reads and writes */
     int n_seen;
 } run;
 
-/* A logits hook that copies the logits and makes the golden sequence's next token the only
- * choice. */
+/* A logits hook that copies the logits and permits only the golden sequence's next token. */
 static void logits_hook(void *user, uint64_t request, int sample, int position, float *logits) {
     run *r = (run *)user;
     (void)request, (void)sample;
@@ -123,12 +122,12 @@ static golden golden_open(const char *name) {
     return g;
 }
 
-/* Compare with the golden logits on each instruction set, with both kinds of attention, in prefill
- * and in decode. Without quantized weights, the only errors are roundings of f32. With them, the
- * fast kernels round activations to 8 bits (see test_golden.c), the reference does not. The bound
- * for that is wide: zero points increase the error, and so do the gates of these random models,
- * where a few products are far larger than the other 255 that share their scale. test_kernels.c has
- * a sharp bound. */
+/* Compare with the golden logits on each instruction set, with both kinds of attention, in
+ * prefill and in decode. Without quantized weights, the only errors are roundings of f32. With
+ * them, the fast kernels round activations to 8 bits (see test_golden.c), the reference does
+ * not. The bound for quantized weights is wide: zero points increase the error, and so do the
+ * gates of these random models, where a few products are far larger than the other 255 that
+ * share their scale. test_kernels.c has a sharp bound. */
 static void check_logits(const char *name, const char *path, bool quantized) {
     golden g = golden_open(name);
     double worst = 0, reference = 0;
@@ -333,9 +332,9 @@ static void test_folder_to_gguf(void **state) {
     unlink(out);
 }
 
-/* Models whose parts are valid but do not match each other. Each is a valid file in which one
- * number or one letter of a name is changed. The number is `at` bytes after the end of the name: a
- * key is followed by its type, a tensor's name by its number of dimensions. */
+/* Models whose parts are valid but do not match. Each is a valid file in which one number or one
+ * letter of a name is changed. The number is `at` bytes after the end of the name: a key is
+ * followed by its type, a tensor's name by its number of dimensions. */
 static void test_mismatched_parts(void **state) {
     enum { TYPE = 4, DIMENSIONS = 4, ROWS = DIMENSIONS + 8, LETTER = -1 };
     static const struct {
@@ -389,7 +388,7 @@ static void test_mismatched_parts(void **state) {
                      cases[i].says);
         memcpy(m.file.data, good, m.file.length);
     }
-    /* the unchanged file loads: the cases above are refused for their own change alone */
+    /* the unchanged file loads, so each case above is refused because of its change */
     m.model = llm_model_from_memory(m.file.data, m.file.length, "fit", NULL);
     assert_non_null(m.model);
     tiny_model_free(&m);

@@ -1,6 +1,6 @@
 /* Chapter 7 of llm.h: the bits of each storage type, compared with those of the gguf package
- * (tests/data/numbers.bin, written by tests/make_numbers_golden.py) and with values computed by
- * definition. */
+ * (tests/data/numbers.bin, written by tests/make_numbers_golden.py) and with values computed
+ * from the definition. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -208,7 +208,7 @@ static void test_rounding_errors(void **state) {
     }
 }
 
-/* Blocks that are zero, constant, one-sided or zero but for one value have a small error. */
+/* Blocks that are zero, constant, one-sided, or zero except for one value have a small error. */
 static void test_one_sided_and_constant_blocks(void **state) {
     (void)state;
     float x[256], y[256];
@@ -235,7 +235,7 @@ static void test_one_sided_and_constant_blocks(void **state) {
     }
 }
 
-/* Values that are not finite and arbitrary packed bytes cause no undefined behaviour. */
+/* Values that are not finite, and arbitrary packed bytes, cause no undefined behaviour. */
 static void test_arbitrary_input(void **state) {
     (void)state;
     const float strange[] = {NAN, INFINITY, -INFINITY, 3e38f, -3e38f, 1e-45f, -1e-40f, 0.0f};
@@ -313,7 +313,7 @@ static void test_q4_Z(void **state) {
     for (int i = 0; i < 32; i++) assert_true(y[i] == 0.5f * (float)((i < 16 ? i : 31 - i) - 16));
 }
 
-/* The levels, scales and minimums that llm__read_levels gives to kernels mean the same values as
+/* The levels, scales and minimums that llm__read_levels returns to kernels give the same values as
  * unpacking the block. */
 static void test_read_levels(void **state) {
     (void)state;

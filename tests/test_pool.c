@@ -1,8 +1,8 @@
-/* Chapter 4 against a simple model: the prefix cache is a search through all blocks, and each slot
- * of the "device" holds a number that depends on its token AND all before it, as keys and values
- * do. Tables match, grow, keep, fork, trim and clear at random. After every step, the counts, the
- * ring of free blocks, the buckets and the CONTENT that each sequence reads must be what the model
- * says. */
+/* Chapter 4, compared with a simple model: its prefix cache is a search through all blocks, and
+ * each slot of the "device" holds a number that depends on its token AND all earlier tokens, as
+ * keys and values do. Tables match, grow, keep, fork, trim and clear at random. After every step,
+ * the counts, the ring of free blocks, the buckets and the CONTENT that each sequence reads must
+ * agree with the model. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -19,7 +19,7 @@ typedef struct world {
     int capacity;                         /* the most blocks in a table */
     llm__table tables[MAX_TABLES];
     int n_tokens[MAX_TABLES];             /* -1: not in use */
-    /* each sequence's text, also what is not yet appended */
+    /* each sequence's whole text, including tokens that are not yet appended */
     int32_t tokens[MAX_TABLES][MAX_TOKENS];
     uint64_t *memory;                     /* (n_blocks, block_size): the "device" */
     uint64_t random;
@@ -59,8 +59,8 @@ static void world_free(world *w) {
     free(w);
 }
 
-/* Do the pending copies, as a device does at the start of a step; each twice, since a copy may be
- * repeated. */
+/* Do the pending copies, as a device does at the start of a step. Do each copy twice, since a copy
+ * may be repeated. */
 static void do_copies(world *w) {
     llm__pool *pool = &w->pool;
     size_t size = (size_t)pool->block_size;
@@ -73,7 +73,7 @@ static void do_copies(world *w) {
     }
 }
 
-/* The content of a slot: a function of its token and of the slot before it. */
+/* The content of a slot: a function of its token and of the previous slot's content. */
 static uint64_t value_of(uint64_t before, int32_t token) {
     return llm__mix(before ^ (uint64_t)(token + 1));
 }
@@ -91,7 +91,7 @@ static void write_tokens(world *w, int i, int first, int end) {
     }
 }
 
-/* ---- What must be true at any time ------------------------------------------------------- */
+/* ---- Invariants -------------------------------------------------------------------------- */
 
 static void check_tables(const world *w, int32_t *count) {
     for (int i = 0; i < MAX_TABLES; i++) {
@@ -128,8 +128,7 @@ static void check_ring(const world *w, const int32_t *count) {
     assert_int_equal(n, pool->n_free);
 }
 
-/* Each kept block is in exactly one bucket, has an identity of its own, and its content is
- * unchanged. */
+/* Each kept block is in exactly one bucket, has a unique identity, and its content is unchanged. */
 static void check_kept(const world *w) {
     const llm__pool *pool = &w->pool;
     int64_t listed = 0, kept = 0;
@@ -213,7 +212,7 @@ static void start_sequence(world *w, int i) {
     w->matched += expected;
 }
 
-/* Append n tokens to sequence i. It must succeed exactly if there is room. */
+/* Append n tokens to sequence i. This must succeed if and only if there is room. */
 static void append(world *w, int i, int n) {
     llm__pool *pool = &w->pool;
     int first = w->n_tokens[i], end = first + n, size = pool->block_size;
@@ -249,7 +248,8 @@ static void fork_table(world *w, int i, int j) {
     for (int p = w->n_tokens[j]; p < MAX_TOKENS; p++) w->tokens[j][p] = pick(w, w->alphabet);
 }
 
-/* Drop some last tokens, as after a rejected proposal; others will follow. Kept blocks remain. */
+/* Drop some of the last tokens, as after a rejected proposal; other tokens will follow. Kept blocks
+ * remain. */
 static void trim(world *w, int i) {
     int least = w->tables[i].n_kept * w->pool.block_size, n = w->n_tokens[i];
     n -= pick(w, (int)llm__min(n - least, 10) + 1);
@@ -280,7 +280,7 @@ static void random_operation(world *w) {
 static void random_walk(int64_t n_blocks, int block_size, bool keeps_prefixes, bool collide,
                         uint64_t seed, world *sum) {
     world *w = world_new(n_blocks, block_size, keeps_prefixes, seed);
-    /* all blocks share one bucket: only the comparison of tokens tells them apart */
+    /* all blocks share one bucket: only the comparison of tokens distinguishes them */
     if (collide) w->pool.n_buckets = 1;
     for (int n = 0; n < 400; n++) {
         random_operation(w);
@@ -356,8 +356,8 @@ static void test_equal_blocks_different_parents(void **state) {
     }
 }
 
-/* If a block is evicted and its successor is not, the successor is no longer found: neither under
- * the block that replaces its parent, nor under the same text computed again. */
+/* If a block is evicted and its successor is not, the successor is never found again: neither
+ * after the block that replaces its parent, nor after the same text computed again. */
 static void test_evicted_parents(void **state) {
     (void)state;
     world *w = world_new(4, 4, true, 1);
@@ -388,7 +388,7 @@ static void test_evicted_parents(void **state) {
     world_free(w);
 }
 
-/* Eviction order: blocks without kept content first; then the least recently used; within one text,
+/* Eviction order: blocks without kept content first; then the least recently used; within a text,
  * the end before the beginning. */
 static void test_eviction_order(void **state) {
     (void)state;
@@ -397,7 +397,7 @@ static void test_eviction_order(void **state) {
     append_and_keep(w, "ccccdddd");
     append_and_keep(w, "eeeeffffgg"); /* gg does not fill a block, so it is not kept */
     assert_int_equal(w->pool.n_free, 8);
-    assert_int_equal(found(w, "aaaabbbb"), 8); /* used again, so now the last to be evicted */
+    assert_int_equal(found(w, "aaaabbbb"), 8); /* used again, so it is evicted last */
     w->n_tokens[2] = 0;
     static const struct { const char *text; int left[9]; } expected[] = {
         /*          blocks taken:  0  1  2  3  4  5  6  7  8 */
@@ -407,7 +407,7 @@ static void test_eviction_order(void **state) {
     };
     for (int taken = 0; taken <= 8; taken++) {
         if (taken) append(w, 2, 4);
-        /* look without a match, which would make the text the most recent */
+        /* simple_match only looks; a match would make the text the most recently used */
         for (int t = 0; t < 3; t++) {
             int32_t tokens[8];
             for (int p = 0; p < 8; p++) tokens[p] = expected[t].text[p];
@@ -445,7 +445,7 @@ static void test_forks_in_one_step(void **state) {
 }
 
 /* A block is copied and then released by its other owner, and another block is copied to it. The
- * two copies must not be done at once. */
+ * two copies must not run at the same time. */
 static void test_copy_to_released_source(void **state) {
     (void)state;
     world *w = world_new(3, 4, false, 1);

@@ -68,7 +68,7 @@ static void test_operations_of_a_layer(void **state) {
     llm_model_free(model);
 }
 
-/* The program of an architecture has the operations of its traits and no others. */
+/* The program of an architecture has the operations of its traits and no other operations. */
 static void test_traits(void **state) {
     (void)state;
     static const struct {
@@ -139,7 +139,7 @@ static void test_costs_by_hand(void **state) {
             assert_true(cost.weight_bytes < 4 * 4 * c->dim + 1);
         }
     }
-    /* the sum: what a step reads of the file, plus the frequencies of RoPE */
+    /* the sum: the bytes of the file that a step reads, plus RoPE's frequencies */
     uint64_t step = llm_model_step_bytes(model);
     if (fabs(weights - (double)step - 2.0 * c->rope_dim) > 1)
         fail_msg("%.0f bytes, a step reads %llu", weights, (unsigned long long)step);
@@ -273,8 +273,8 @@ static void test_rows_of_the_head(void **state) {
     llm_model_free(model);
 }
 
-/* Steps of many sizes give the same results one after another on one engine and each on a fresh
- * engine: a run reads nothing that an earlier run with another plan left behind. */
+/* Steps of many sizes give the same results in sequence on one engine as each on a fresh engine: a
+ * run uses no data left by an earlier run with another plan. */
 static void test_steps_of_all_sizes(void **state) {
     (void)state;
     static const int lengths[] = {5, 190, 5, 1, 33, 150, 2, 17};

@@ -1,6 +1,6 @@
 /* Chapters 1 and 4 through the public API. Requests that share an engine, in any order and with
- * blocks so scarce that they are preempted, each give the same output as alone, bit for bit. The
- * scheduler keeps its promises about order, pace, memory and waste. */
+ * blocks so scarce that they are preempted, each give the same output as alone, bit for bit.
+ * Further tests check the scheduler's order, pace, memory and waste. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -185,7 +185,7 @@ static void cancel(llm_engine *engine, tracked_request *j) {
     j->cancelled = j->cancelled || ok;
 }
 
-/* What must be true after every step. */
+/* Check the invariants after each step. */
 static void check_running(const workload *w, const llm_engine *engine) {
     llm_statistics s = llm_engine_statistics(engine);
     assert_in_range(s.blocks_free, 0, s.blocks_total);
@@ -315,8 +315,8 @@ static void test_random_workloads(void **state) {
 
 /* ---- Admission -------------------------------------------------------------------------- */
 
-/* Blocks of a shared prefix cost a new request nothing while another request uses them; if they are
- * only kept in the prefix cache, they count as free blocks that it takes. */
+/* Blocks of a shared prefix cost a new request nothing while another request uses them. If only the
+ * prefix cache holds them, they count as free blocks that the request takes. */
 static void test_admission_with_a_prefix(void **state) {
     int32_t prompt[40], other[40];
     (void)state;
@@ -329,10 +329,10 @@ static void test_admission_with_a_prefix(void **state) {
         ids(prompt, 40, 1);
         ids(other, 40, 2);
         submit(engine, plain_request(prompt, 16, shared ? 20 : 1));
-        /* 5 blocks are in use; or none is, and 4 are kept */
+        /* 5 blocks are in use; or none is in use and the prefix cache holds 4 */
         for (int i = 0; i < 2; i++) step(engine);
-        submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block, or the 4 kept ones and 1 */
-        /* needs 6 of the 6 blocks left; or 8, but 7 are left */
+        submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block; or 4 kept ones and 1 more */
+        /* needs 6 blocks and 6 are left; or needs 8 and 7 are left */
         submit(engine, plain_request(other, shared ? 20 : 28, 1));
         step(engine);
         assert_int_equal(llm_engine_statistics(engine).waiting, shared ? 0 : 1);
@@ -343,7 +343,7 @@ static void test_admission_with_a_prefix(void **state) {
     }
 }
 
-/* A request is admitted with all its samples, or waits. */
+/* A request is admitted with all its samples at once, or waits. */
 static void test_admission_counts_samples(void **state) {
     int32_t prompt[4];
     (void)state;
@@ -370,7 +370,7 @@ static void test_admission_counts_samples(void **state) {
 
 /* ---- Pace ------------------------------------------------------------------------------- */
 
-/* With more sequences than tokens in a step, all get the same share. */
+/* With more sequences than tokens in a step, all sequences get the same share. */
 static void test_tokens_are_shared_evenly(void **state) {
     enum { N = 5 };
     int32_t prompt[4];
@@ -399,7 +399,7 @@ static void test_tokens_are_shared_evenly(void **state) {
     llm_engine_free(engine);
 }
 
-/* With scarce blocks, the sequences that get a token in a step are older than those that do not. */
+/* With scarce blocks, the sequences that get a token in a step are older than the others. */
 static void test_older_goes_first(void **state) {
     enum { N = 6 };
     int32_t prompt[8];
@@ -467,7 +467,8 @@ static void test_priority_order(void **state) {
     llm_engine_free(engine);
 }
 
-/* Requests of higher priority keep coming. They overtake the low one a limited number of times. */
+/* Requests of higher priority keep arriving. They overtake a low-priority request only a limited
+ * number of times. */
 static void test_priority_does_not_starve(void **state) {
     (void)state;
     for (int priority = 1; priority <= 2; priority++) {
@@ -480,7 +481,7 @@ static void test_priority_does_not_starve(void **state) {
         int before = 0;
         bool done = false;
         while (!done) {
-            for (int i = 0; i < 2; i++) { /* more than a step can finish */
+            for (int i = 0; i < 2; i++) { /* more requests than a step can finish */
                 llm_request r = plain_request(ids(prompt, 4, 2), 4, 1);
                 r.priority = priority;
                 submit(engine, r);
@@ -498,8 +499,8 @@ static void test_priority_does_not_starve(void **state) {
     }
 }
 
-/* Without chunked prefill, a prompt needs a step with room for all of it. Decoding sequences must
- * not delay it forever. */
+/* Without chunked prefill, a prompt needs a step with room for the whole prompt. Decoding sequences
+ * must not delay it forever. */
 static void test_whole_prompts_do_not_starve(void **state) {
     int32_t prompt[100];
     (void)state;
@@ -553,7 +554,8 @@ static void test_samples_fit_together(void **state) {
     llm_engine_free(engine);
 }
 
-/* A long prompt arrives while others decode: each of these still gets a token in every step. */
+/* A long prompt arrives while others decode: each decoding sequence still gets a token in every
+ * step. */
 static void test_decoding_keeps_its_pace(void **state) {
     enum { N = 4 };
     int32_t prompt[100];
@@ -730,7 +732,7 @@ static void test_prefix_hits(void **state) {
     assert_int_equal(s.prefix_tokens, 65 * 4 + 64 + 200);
     assert_int_equal(s.prefix_tokens - s.prefix_hits, s.prompt_tokens);
 
-    /* two at the same time share the blocks */
+    /* two concurrent requests share the blocks */
     submit(engine, plain_request(prompt, 65, 10));
     submit(engine, plain_request(prompt, 65, 10));
     step(engine);
@@ -748,7 +750,8 @@ static void test_prefix_hits(void **state) {
     llm_engine_free(engine);
 }
 
-/* The cache has room for three prompts of four blocks: the least recently used one is evicted. */
+/* The cache has room for three prompts of four blocks each: the least recently used prompt is
+ * evicted. */
 static void test_eviction(void **state) {
     enum { A, B, C, D };
     int32_t prompts[4][64];
@@ -772,8 +775,8 @@ static void test_eviction(void **state) {
 
 /* ---- Hooks and preemption -------------------------------------------------------------------- */
 
-/* A hook sees each position once and in order, even if its request is preempted and another request
- * has put more of its prompt into the prefix cache than it had computed itself. */
+/* A hook sees each position once and in order, even if its request is preempted and, through
+ * another request, the prefix cache then holds more of its prompt than it had computed. */
 static void test_hook_and_preemption(void **state) {
     int32_t prompt[64], other[40];
     uint64_t preemptions = 0;
@@ -826,7 +829,7 @@ static void test_hook_and_preemption(void **state) {
     assert_true(preemptions > 10);
 }
 
-/* A request with a hook is preempted inside its prompt, while the prefix cache holds all of its
+/* A request with a hook is preempted during its prompt, while the prefix cache holds the whole
  * prompt. The hook must still see every position. */
 static void test_hook_resumes_where_it_was(void **state) {
     int32_t prompt[40];

@@ -1,6 +1,6 @@
-/* Sessions: a request that is saved in the middle and restored, in its engine or in another one,
- * continues as if nothing had happened, bit for bit. Damaged sessions are refused, forged ones harm
- * no other request, and nothing leaks when an allocation or the device fails. */
+/* Sessions: a request that is saved midway and restored, in its engine or in another one, continues
+ * with the same output, bit for bit. Damaged sessions are refused, forged ones do not affect other
+ * requests, and nothing leaks when an allocation or the device fails. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -42,10 +42,10 @@ static llm_request some_request(int i, int32_t *prompt) {
     static const char *const stops[] = {"qq", "\x7f", "never found", "e"};
     llm_request r = llm_request_defaults();
     r.n_prompt = 5 + 6 * i;
-    for (int k = 0; k < r.n_prompt; k++) /* they begin alike */
+    for (int k = 0; k < r.n_prompt; k++) /* the prompts share a prefix */
         prompt[k] = (int32_t)(llm_random((uint64_t)(i % 2), 3, (uint64_t)k) * 280);
     r.prompt = prompt;
-    r.max_tokens = i ? 14 : -1; /* to the end of the context of the engine that it began in */
+    r.max_tokens = i ? 14 : -1; /* -1: to the end of the first engine's context */
     r.ignore_end = i % 4 != 1;
     r.n_samples = 1 + i % 3;
     r.sampling.temperature = i % 2 || i == 4 ? 0.9f : 0;
@@ -108,7 +108,7 @@ static void restore(llm_engine *engine, record *r, bool hooked, const void *sess
     assert_int_equal(err.status, LLM_OK);
 }
 
-/* What a request has given so far, without its logits. */
+/* A copy of a request's output so far, without its logits. */
 static record *record_copy(const record *from) {
     record *r = record_new(target);
     *r = *from;
@@ -141,8 +141,8 @@ static record *uninterrupted(const llm_engine_options *o, llm_request r) {
     return right;
 }
 
-/* Save request i after `steps` steps, and restore it: in the same engine or in a new one with other
- * options. Returns whether it was still there to be saved. */
+/* Save request i after `steps` steps, and restore it in the same engine, or in a new one with other
+ * options. Returns false if the request had ended before. */
 static bool round_trip(const llm_engine_options *from, const llm_engine_options *to, maker make,
                        int i, int steps, const record *right) {
     int32_t prompt[MAX_PROMPT];
@@ -157,7 +157,7 @@ static bool round_trip(const llm_engine_options *from, const llm_engine_options 
         void *session = save(engine, got, &size);
         cancel(engine, got);
         restore(other, got, r.logits_hook != NULL, session, size);
-        memset(session, 0x5a, size); /* it was copied */
+        memset(session, 0x5a, size); /* the engine has copied the session */
         llm_session_free(session);
     }
     record_drain(other);
@@ -170,7 +170,7 @@ static bool round_trip(const llm_engine_options *from, const llm_engine_options 
     return saved;
 }
 
-/* At every step of every request, or nearly. */
+/* Make a round trip at every step, or nearly every step, of every request. */
 static void round_trips(const llm_engine_options *from, const llm_engine_options *to, maker make) {
     int n = 0;
     for (int i = 0; i < N_REQUESTS; i++) {
@@ -192,7 +192,7 @@ static void test_same_engine(void **state) {
     round_trips(&o, NULL, some_request);
 }
 
-/* What may differ between the engines changes nothing. */
+/* Options that may differ between the two engines do not change the output. */
 static void test_other_engine(void **state) {
     (void)state;
     llm_engine_options from = some_options(), to = some_options();
@@ -219,8 +219,8 @@ static void test_speculation(void **state) {
     round_trips(&o, &to, speculative);
 }
 
-/* Many requests that are saved and restored at random, next to each other, in a pool that is too
- * small, so that some are preempted: recomputed, or swapped. */
+/* Many concurrent requests are saved and restored at random, in a pool so small that some are
+ * preempted, by recomputing or swapping. */
 static void test_company(void **state) {
     (void)state;
     for (int round = 0; round < repeats(24, 8); round++) {
@@ -295,7 +295,7 @@ static void test_no_second_prefill(void **state) {
         s = llm_engine_statistics(other);
         assert_int_equal(s.prompt_tokens, 0);
         assert_int_equal(s.running, 3);
-        assert_int_equal(s.blocks_shared, 10); /* of the prompt */
+        assert_int_equal(s.blocks_shared, 10); /* blocks of the prompt */
         record_drain(other);
         assert_int_equal(llm_engine_statistics(other).prompt_tokens, 0);
         record_free(got);
@@ -303,7 +303,7 @@ static void test_no_second_prefill(void **state) {
     }
 }
 
-/* A pool without free blocks: the cache is computed again, when there is room. */
+/* A pool without free blocks: the cache is recomputed once there is room. */
 static void test_full_pool(void **state) {
     (void)state;
     int32_t prompt[MAX_PROMPT], long_prompt[MAX_PROMPT];
@@ -330,7 +330,7 @@ static void test_full_pool(void **state) {
     record_free(right), record_free(got), record_free(first);
 }
 
-/* A preempted request is saved from host memory, and not computed again. */
+/* A preempted request is saved from host memory and not recomputed. */
 static void test_swapped(void **state) {
     (void)state;
     int32_t prompts[2][MAX_PROMPT];
@@ -368,7 +368,8 @@ static void test_swapped(void **state) {
     llm_engine_free(other);
 }
 
-/* It waits like every request: for a place, and behind those that came before it. */
+/* A restored request waits as others do: for free sequences, after the requests that arrived before
+ * it. */
 static void test_waits(void **state) {
     (void)state;
     int32_t prompt[MAX_PROMPT];
@@ -383,7 +384,7 @@ static void test_waits(void **state) {
     for (int n = 0; n < 4; n++) step(engine);
     void *session = save(engine, a, &size);
     record *b = record_copy(a);
-    restore(engine, b, false, session, size); /* the first one goes on */
+    restore(engine, b, false, session, size); /* the original request continues */
     assert_int_equal(llm_engine_statistics(engine).waiting, 1);
     step(engine);
     assert_int_equal(llm_engine_statistics(engine).waiting, 1);
@@ -395,8 +396,8 @@ static void test_waits(void **state) {
     record_free(a), record_free(b), record_free(right);
 }
 
-/* A device's own memory is not all that a session must not give away: blocks hold what other
- * requests have written, after the tokens of this one. */
+/* A session contains no data of other requests, although its last block may hold such data after
+ * the request's own tokens. */
 static void test_only_its_own(void **state) {
     (void)state;
     void *sessions[2];
@@ -423,7 +424,7 @@ static void test_only_its_own(void **state) {
     llm_session_free(sessions[1]);
 }
 
-/* ---- What is refused ------------------------------------------------------------------------ */
+/* ---- Refused sessions ----------------------------------------------------------------------- */
 
 static void refuse(llm_engine *engine, const void *session, size_t size, llm_status status,
                    const char *text) {
@@ -441,7 +442,7 @@ static void refuse(llm_engine *engine, const void *session, size_t size, llm_sta
     assert_int_equal(llm_engine_statistics(engine).requests_submitted, before.requests_submitted);
 }
 
-/* *so_far (may be NULL): what it has given */
+/* *so_far (may be NULL): the request's output so far */
 static void *some_session(const llm_engine_options *o, int i, size_t *size, record **so_far) {
     int32_t prompt[MAX_PROMPT];
     llm_engine *engine = engine_new(target, o);
@@ -480,7 +481,7 @@ static void test_refused(void **state) {
     assert_false(llm_session_restore(NULL, session, size, NULL, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_false(llm_session_restore(engine, session, size - 1, NULL, NULL, NULL));
-    assert_null(llm_session_save(engine, 1, &size, &err)); /* there is no such request */
+    assert_null(llm_session_save(engine, 1, &size, &err)); /* no such request */
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
     assert_null(llm_session_save(engine, 1, NULL, &err));
     assert_int_equal(err.status, LLM_ERROR_ARGUMENT);
@@ -538,8 +539,8 @@ static void test_damaged(void **state) {
     llm_engine_free(engine);
 }
 
-/* Damaged sessions with a correct checksum: the engine refuses them, or runs a request that ends.
- * The invariants are checked after each step. */
+/* Damaged sessions with a correct checksum: the engine either refuses them or runs a request that
+ * ends. The invariants are checked after each step. */
 static void test_forged(void **state) {
     (void)state;
     size_t size;
@@ -585,7 +586,7 @@ static void test_forged(void **state) {
             n_restored++;
         } else {
             assert_true(err.status != LLM_OK && err.status != LLM_ERROR_MEMORY);
-            assert_true(test_live <= live + 1); /* the list of events */
+            assert_true(test_live <= live + 1); /* the list of events may have grown */
             n_refused++;
         }
         assert_idle(engine);
@@ -598,13 +599,13 @@ static void test_forged(void **state) {
     llm_engine_free(engine);
 }
 
-/* A session whose only sample has ended would be a request that never ends. And nothing may follow
- * the blocks. */
+/* A session whose only sample has ended is refused, since its request would never end. So is one
+ * with data after the blocks. */
 static void test_ended(void **state) {
     (void)state;
     size_t size;
     llm_engine_options o = some_options();
-    o.block_size = 64; /* so that it has no blocks */
+    o.block_size = 64; /* so that the session has no blocks */
     char *session = (char *)some_session(&o, 0, &size, NULL);
     llm_engine *engine = engine_new(target, &o);
     int finish, length = LLM_FINISH_LENGTH;
@@ -615,12 +616,12 @@ static void test_ended(void **state) {
     llm__session_head head = llm__head_of(&engine->scheduler, session, size);
     memcpy(session, &head, sizeof head);
     int32_t prompt[MAX_PROMPT];
-    record *other = record_new(target); /* makes room for events, which is kept */
+    record *other = record_new(target); /* grows the list of events, which is kept */
     record_submit(engine, other, some_request(0, prompt), false);
     record_drain(engine);
     record_free(other);
     refuse(engine, session, size, LLM_ERROR_FORMAT, "damaged");
-    memcpy(session + at, &finish, sizeof finish); /* now the right one, but longer */
+    memcpy(session + at, &finish, sizeof finish); /* valid again, but longer */
     char *longer = (char *)calloc(1, size + 4);
     assert_non_null(longer);
     memcpy(longer, session, size);
@@ -632,7 +633,7 @@ static void test_ended(void **state) {
     llm_engine_free(engine);
 }
 
-/* A forged cache is found by the request of the session alone. */
+/* Only the session's own request uses a forged cache; the prefix cache does not contain it. */
 static void test_not_for_others(void **state) {
     (void)state;
     size_t size;
@@ -642,7 +643,7 @@ static void test_not_for_others(void **state) {
     record *right = uninterrupted(&o, r), *got, *other = record_new(target);
     char *session = (char *)some_session(&o, 6, &size, &got);
     llm_engine *engine = engine_new(target, &o);
-    for (size_t i = size - 4000; i + 2 <= size; i += 2) { /* the last blocks: small numbers */
+    for (size_t i = size - 4000; i + 2 <= size; i += 2) { /* small numbers in the last blocks */
         uint16_t half = (uint16_t)(0x2c00 + i % 512);
         memcpy(session + i, &half, 2);
     }
@@ -654,7 +655,7 @@ static void test_not_for_others(void **state) {
     record_drain(engine);
     assert_same(right, other);
     record *again = record_new(target);
-    record_submit(engine, again, r, false); /* what the forged request has left */
+    record_submit(engine, again, r, false); /* after the forged request has ended */
     record_drain(engine);
     assert_same(right, again);
     llm_session_free(session);
@@ -711,7 +712,7 @@ static void test_failing_allocations(void **state) {
     record_free(right), record_free(got);
 }
 
-/* Each call of the device fails once: in the save, in the restore, or in a step between them. */
+/* Each call of the device fails once: during save, during restore, or in a step between them. */
 static void test_failing_device(void **state) {
     (void)state;
     llm_error err;
@@ -733,7 +734,7 @@ static void test_failing_device(void **state) {
         record_submit(engine, got, r, false);
         calls = 0;
         fail_call = k;
-        for (int i = 0, more = 1; i < 4 && more > 0; i++) { /* perhaps with copies still to do */
+        for (int i = 0, more = 1; i < 4 && more > 0; i++) { /* copies may be pending */
             more = llm_step(engine, &err);
             record_events(engine);
         }
@@ -770,7 +771,7 @@ static void test_failing_device(void **state) {
 }
 
 int main(void) {
-#ifdef __GLIBC__ /* engines come and go: keep their memory, which takes long to give back and get */
+#ifdef __GLIBC__ /* engines are often created and freed: keep freed memory, which is faster */
     mallopt(M_TRIM_THRESHOLD, 1 << 30);
     mallopt(M_MMAP_THRESHOLD, 1 << 30);
 #endif

@@ -1,6 +1,6 @@
-/* Chapter 2: speculation gives the same output as the target alone: the same tokens where it is
- * greedy, the same distribution where it samples. Chi-squared tests check the distribution of the
- * acceptance rule by itself and inside the engine. Wrong rules must fail the same test. */
+/* Chapter 2:  speculation gives the same output as the target alone: the same tokens if greedy, the
+ * same distribution if sampled. Chi-squared tests check the distribution of the acceptance rule by
+ * itself and inside the engine. Wrong rules must fail the same test. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -88,8 +88,7 @@ static double distance(rule r, const float *p, const float *q, int32_t fixed, ui
     return chi_squared(counts, expected, SMALL);
 }
 
-/* A random distribution: flat or peaked, sometimes with tokens of probability 0, as filters make
- * it. */
+/* A random distribution, flat or peaked, sometimes with zero probabilities as after a filter. */
 static void random_distribution(float *p, uint64_t seed, uint64_t stream) {
     double power = 1 + 4 * llm_random(seed, stream, 1000),
            holes = llm_random(seed, stream, 1001) < 0.5 ? 0.4 : 0, sum = 0;
@@ -141,7 +140,7 @@ static void test_rule_extremes(void **state) {
     assert_true(distance(RIGHT, p, q, 0, 5) < FAR);
     assert_true(distance(RIGHT, p, p, 0, 6) < FAR);
     assert_true(distance(RIGHT, p, NULL, 9, 7) < FAR); /* a guess of probability 0 */
-    /* rounding may leave the point past the end: take the last possible token, not the last
+    /* rounding may leave the point past the end: draw the last possible token, not the last
      * token */
     assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 1), 2);
     assert_int_equal(llm__draw_residual(p, NULL, SMALL, -1, 0), 0);
@@ -272,8 +271,8 @@ static void test_greedy_similar_draft(void **state) {
     tiny_model_free(&draft);
 }
 
-/* Models of one vocabulary, with matrices padded to different numbers of rows. A draft model's
- * padding changes nothing. */
+/* Models with the same vocabulary, whose matrices are padded to different numbers of rows. A draft
+ * model's padding changes nothing. */
 static void test_padded_vocabularies(void **state) {
     /* padding of the target, of the draft */
     static const int paddings[][2] = {{0, 0}, {0, 9}, {9, 0}, {7, 9}};
@@ -327,8 +326,8 @@ static bool draw_given_ids(void *context, float *logits, int vocab, const llm_dr
     return true;
 }
 
-/* If a draft's logits rows are narrower than the target's, the missing tokens are impossible. If
- * they are wider, the engine ignores the end; a token drawn there is no proposal. */
+/* If a draft's logits rows are narrower than the target's, the missing tokens have probability 0.
+ * If they are wider, the engine ignores the end: a token drawn there is not proposed. */
 static void test_draft_vocabulary_width(void **state) {
     enum { VOCAB = 6, ROWS = 3 };
     static const int32_t ids[ROWS] = {3, VOCAB, VOCAB - 1};
@@ -393,7 +392,7 @@ static void test_draft_vocabulary_width(void **state) {
     }
 }
 
-/* With the target as its own draft, every proposal is accepted, also when sampled, and K proposals
+/* If the target is its own draft, every proposal is accepted, also when sampled, and K proposals
  * give K + 1 tokens. */
 static void test_own_draft(void **state) {
     (void)state;
@@ -443,7 +442,7 @@ static int find_continuation(const int32_t *text, int n, int depth, int32_t *out
     return 0;
 }
 
-/* The depth with the most tokens per unit of cost. */
+/* The depth that gives the most tokens per unit of cost. */
 static int best_depth(double acceptance, double cost, int most, int n) {
     double best = 1;
     int depth = 0;
@@ -541,8 +540,8 @@ static void test_steps(void **state) {
         check_steps(target.model, NULL, LOOKUP, depths[i], 0, repeated);
         check_steps(same.model, NULL, LOOKUP, depths[i], 0, repeated);
     }
-    /* Automatic depth. Another row in the target's pass costs 0.1. A draft as large as the target
-     * costs 1 more, so it never pays and is only tried occasionally. */
+    /* Automatic depth. Another row in the target's pass costs 0.1. A draft as large as the
+     * target costs 1 more, so it never pays off and is tried only occasionally. */
     const int automatic = LLM_SPECULATE_AUTO;
     uint64_t tried = check_steps(target.model, target.model, DRAFT_MODEL, automatic, 1.1, prompt);
     assert_in_range(tried, 1, STEP_TOKENS / 16 + 1);
@@ -792,7 +791,7 @@ static void test_sampled_texts(void **state) {
     }
 }
 
-/* ---- How many to propose --------------------------------------------------------------------- */
+/* ---- The number of proposals ----------------------------------------------------------------- */
 
 /* The automatic depth is 0 for a draft that is never right, and large for one that is always right
  * and cheap. */
@@ -832,12 +831,12 @@ static void test_auto_depth(void **state) {
         }
     sequence.acceptance = 0;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 0);
-    sequence.n_tokens = 32; /* it tries one proposal occasionally */
+    sequence.n_tokens = 32; /* the engine tries one proposal occasionally */
     assert_int_equal(llm__speculation_depth(&s, &sequence), 1);
     sequence.acceptance = 1;
     s.proposal_cost = 0.1;
     assert_int_equal(llm__speculation_depth(&s, &sequence), 8);
-    for (int left = 1; left <= 12; left++) { /* never past the end of the request */
+    for (int left = 1; left <= 12; left++) { /* never beyond the end of the request */
         sequence.n_tokens = request.limit - left;
         assert_int_equal(llm__speculation_depth(&s, &sequence), left - 1 < 8 ? left - 1 : 8);
     }

@@ -1,9 +1,9 @@
 /* The life of a request, checked against a simple simulation: a million random calls (submit, step,
- * cancel) on a device that fails at random (token_backend.h). Each token must be the one that
- * follows its text. Where requests share no prefixes and no draft model proposes, the simulation
- * predicts a step exactly: which sequences are admitted, scheduled, preempted and resumed, with how
- * many tokens and blocks, and what remains after a failure. In every walk, block tables and states
- * are also followed through the trace and checked. */
+ * cancel) on a device that fails at random (token_backend.h). Each token  must be the one that the
+ * logits of its text select. Where requests share no prefixes and no draft model proposes, the
+ * simulation predicts a step exactly: which sequences are admitted, scheduled, preempted and
+ * resumed, with how many tokens and blocks, and what remains after a failure. In every walk, block
+ * tables and states are also reconstructed from the trace and checked. */
 #include <setjmp.h>
 #include <stdarg.h>
 #include <stddef.h>
@@ -38,7 +38,7 @@ typedef struct sequence { /* one sample of a request */
     int first;        /* number of cached tokens before this step */
     int known_before; /* number of tokens before this step */
     int table[CONTEXT], n_blocks;
-    int saved;            /* blocks in host memory */
+    int saved;            /* number of blocks saved in host memory */
     int resumed;          /* number of cached tokens when last resumed */
     int scheduled, depth; /* tokens in this step; the most proposals in this step */
     int32_t proposals[DEPTH];
@@ -50,7 +50,7 @@ typedef struct sequence { /* one sample of a request */
     int32_t traced_table[CONTEXT];
     int n_traced;
     int traced_saved, traced_resumed, traced_generated;
-    /* This step's trace events; request is 0 if there was none. */
+    /* This step's trace events; request is 0 if there is no such event. */
     llm_trace_event scheduled_event, proposed_event, accepted_event;
 } sequence;
 
@@ -82,7 +82,7 @@ typedef struct world { /* one random walk: the engine, its simulation and its tr
     token_device *device;
     llm_engine *engine;
     int n_blocks;
-    int n_host; /* blocks of host memory */
+    int n_host; /* capacity of host memory in blocks */
     int slice;  /* the most rows of logits per pass */
     bool exact; /* the simulation predicts every step */
     request requests[REQUESTS];
@@ -95,7 +95,7 @@ typedef struct world { /* one random walk: the engine, its simulation and its tr
     sequence *admitted[SEQUENCES]; /* oldest first */
     int n_admitted, turn;
     int held[BLOCKS];       /* number of block tables that list each block */
-    int n_copies, n_copied; /* requested; done in this step */
+    int n_copies, n_copied; /* copies requested; copies done in this step */
     int host_free;
     int n_calls[CALL_NONE]; /* calls of the device in this step */
     uint64_t steps, prompt_tokens, generated, sequence_steps, decode_steps, preemptions, swapped,
@@ -224,13 +224,13 @@ static bool do_copies(world *w) {
     return true;
 }
 
-/* The number of blocks for a sequence's tokens, the next one and the proposals after that. */
+/* The number of blocks for a sequence's tokens, its next token and the proposals after it. */
 static int wanted_blocks(const world *w, const sequence *s) {
     int next = s->known + 1;
     return blocks_for(w, least(next + s->of->depth, most(s->of->limit, next)));
 }
 
-/* The number of free blocks that no admitted sequence wants. */
+/* The number of free blocks that admitted sequences do not need for their next step. */
 static int spare_blocks(const world *w) {
     int n = free_blocks(w);
     for (int i = 0; i < w->n_admitted; i++) {
@@ -311,7 +311,7 @@ static void select_tokens(world *w) {
             sequence *s = w->admitted[prompts ? i : (i + w->turn) % n];
             int missing = s->known - s->cached, depth = 0;
             if (s->state != (prompts ? LLM_PREFILL : LLM_DECODE)) continue;
-            /* after a preemption, the next token is chosen in a step of its own */
+            /* after a preemption, the next token is chosen in a separate step */
             if (prompts && s->of->forked) missing--;
             if (!prompts) depth = least(s->of->depth, s->of->limit - s->known - 1);
             if ((!chunks || !prompts) && missing + depth > budget) continue;
@@ -465,7 +465,8 @@ static bool run(world *w) {
         n_rows += rows_of(s);
     }
     if (n_scheduled == 0) return true;
-    /* Each pass computes a slice of the rows. After a failure, the rows of earlier slices count. */
+    /* Each pass computes a slice of the rows. After a failure, the rows of earlier slices remain
+     * valid. */
     int arrived = n_rows, n_slices = most((n_rows + w->slice - 1) / w->slice, 1);
     if (d->failed == CALL_RUN) arrived = d->failed_index * w->slice;
     else if (d->failed == CALL_LOGITS) arrived = (d->n_calls[CALL_RUN] - 1) * w->slice;
@@ -772,8 +773,8 @@ static void submit(world *w) {
     w->waiting[at] = r;
 }
 
-/* Where the simulation is not exact, it takes from an event that a token was chosen, but checks the
- * token. */
+/* Where the simulation is not exact, events determine when a token is chosen; the token itself is
+ * still checked. */
 static void follow_event(world *w, const llm_event *event) {
     sequence *s = &((request *)event->user)->samples[event->sample];
     const llm_request *r = &s->of->options;
@@ -783,7 +784,7 @@ static void follow_event(world *w, const llm_event *event) {
         expect(w, s, -1, false, LLM_FINISH_LENGTH);
         return;
     }
-    /* sampled proposals change which token is drawn, but not which are possible */
+    /* sampled proposals change the drawn token, but not the set of possible tokens */
     bool weighed = r->speculate && r->sampling.temperature > 0;
     int32_t ids[TOKEN_CHOICES], token = next_token(s);
     choices_after(s->hashes[s->known - 1], s->tokens[s->known - 1], ids);
@@ -886,7 +887,7 @@ static void cancel(world *w) {
     if (live) simulate_cancel(w, r);
 }
 
-/* Returns whether any request was live. */
+/* Returns whether any request was live before the step. */
 static bool step(world *w) {
     llm_error err;
     bool live = any_live(w), ok = true;
@@ -933,7 +934,7 @@ static void walk(uint64_t seed, int n_calls) {
         w->engine->network.max_logits = w->engine->speculator.draft.max_logits = w->slice;
     }
     int load = 5 + pick(w, 60), cancels = pick(w, 4), rate = chance(w, 40) ? 0 : 10 + pick(w, 200);
-    bool drains = false, leaves = chance(w, 10); /* the engine is freed while requests are live */
+    bool drains = false, leaves = chance(w, 10); /* leaves: free the engine with live requests */
     for (int i = 0; i < n_calls || (any_live(w) && !leaves); i++) {
         drains = i >= n_calls;
         w->device->fail_one_in = drains ? 0 : rate && chance(w, 1) ? 1 : rate;
@@ -946,7 +947,7 @@ static void walk(uint64_t seed, int n_calls) {
         read_events(w);
         check_counts(w);
         step(w);
-        if (chance(w, cancels)) { /* a cancel keeps the step's events */
+        if (chance(w, cancels)) { /* a cancel does not remove the step's events */
             if (!w->exact) read_events(w);
             cancel(w);
         }

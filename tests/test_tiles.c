@@ -1,5 +1,5 @@
-/* The kernels that use matrix tiles, on a processor that has none: test_kernels.c once more, with
- * the tile instructions emulated. */
+/* The kernels that use matrix tiles, on a processor without tiles: runs test_kernels.c with
+ * emulated tile instructions. */
 #if defined(__x86_64__) && defined(__linux__)
 #include "tiles_on_cpu.c"
 #define LLM_EMULATED_TILES

@@ -12,7 +12,7 @@
 
 /* ---- Helpers ------------------------------------------------------------------------------ */
 
-typedef struct vocab { /* a tokenizer and the file that it reads */
+typedef struct vocab { /* a tokenizer and its file */
     bytes data;
     llm_file *file;
     llm_tokenizer *t;
@@ -373,7 +373,7 @@ static void test_split_llama3(void **state) {
     check_split("qwen2", llm__split_qwen2, ones, sizeof ones / sizeof *ones);
 }
 
-/* What each name of a split rule (tokenizer.ggml.pre) means in llama.cpp: into how many words
+/* The effect of each name of a split rule (tokenizer.ggml.pre) in llama.cpp: into how many words
  * "1234" is split, whether text is normalised to NFC, whether a word that is a token needs no
  * merges, and whether BOS is added. */
 static void test_rule_names(void **state) {
@@ -400,7 +400,7 @@ static void test_rule_names(void **state) {
         add_token(&w, "12", 0, K_NORMAL);
         add_token(&w, "123", 0, K_NORMAL);
         add_token(&w, "1234", 0, K_NORMAL);
-        add_token(&w, "xy", 0, K_NORMAL); /* no merge makes this token */
+        add_token(&w, "xy", 0, K_NORMAL); /* no merge produces this token */
         for (size_t k = 0; k < sizeof merges / sizeof *merges; k++) add_merge(&w, merges[k]);
         gguf_string(&g, "tokenizer.ggml.model", "gpt2");
         gguf_string(&g, "tokenizer.ggml.pre", rules[i].name);
@@ -468,7 +468,7 @@ static void test_llama_merges(void **state) {
     EXPECT(t, "a", 0, space_a);
     EXPECT(t, "b", 0, space, b);
     EXPECT(t, " b", 0, two, b);
-    EXPECT(t, "abc", 0, space_a, bc); /* the space and "a" have the best score, and come first */
+    EXPECT(t, "abc", 0, space_a, bc); /* the space and "a" have the best score */
     EXPECT(t, "cabc", 0, space, id_of(t, "c"), abc);
     EXPECT(t, "babc", 0, space, b, abc);
     EXPECT(t, "b\n", 0, space, b, V_BYTES + '\n');
@@ -514,7 +514,7 @@ static void test_eos(void **state) {
     EXPECT(v.t, "a", LLM_TOKENIZE_BOS | LLM_TOKENIZE_EOS, V_BOS,
            id_of(v.t, SPACE "a"), eos);
     EXPECT(v.t, "", LLM_TOKENIZE_EOS, eos);
-    /* one more than fits */
+    /* one token more than fits */
     assert_int_equal(llm_tokenize(v.t, "a", 1, LLM_TOKENIZE_BOS | LLM_TOKENIZE_EOS, ids, 2, &err),
                      3);
     close_vocab(&v);
@@ -579,14 +579,14 @@ typedef struct special_token {
     int32_t kind;
 } special_token;
 
-/* Each is a prefix of the next or of the one after it, so that the longest match depends on the
- * rest of the text. */
+/* Each token is a prefix of the next or of the one after it, so that the longest match depends on
+ * the rest of the text. */
 static const special_token nested[] = {
     {"<x", K_USER},  {"<x>", K_CONTROL},    {"<x><", K_USER}, {"<x><y>", K_CONTROL},
     {"<y>", K_USER}, {"<y><x>", K_CONTROL}, {"<", K_CONTROL}, {"y>>", K_USER}};
 enum { N_NESTED = sizeof nested / sizeof *nested };
 
-/* Tokens 0 to 255 are the bytes, the nested ones follow. */
+/* Tokens 0 to 255 are the bytes; the nested tokens follow. */
 static vocab nested_vocab(void) {
     gguf g = {0};
     vocabulary w = byte_vocabulary();
@@ -813,7 +813,7 @@ static void check_pieces(const llm_tokenizer *t, const uint8_t *text, const piec
             ++*at;
             continue;
         }
-        for (size_t k = 0; k < pieces[i].length; k++, ++*at) { /* no such token, so its bytes */
+        for (size_t k = 0; k < pieces[i].length; k++, ++*at) { /* no such token: use its bytes */
             assert_true(llama && *at < r->n);
             assert_int_equal(r->ids[*at], V_BYTES + text[pieces[i].start + k]);
         }
@@ -1062,14 +1062,14 @@ static void test_capacity(void **state) {
     assert_int_equal(llm_tokenize(v.t, NULL, 0, 0, NULL, 0, NULL), 0);
     assert_int_equal(llm_tokenize(v.t, "x", (size_t)INT32_MAX, 0, ids, 4, &err), -1);
     assert_non_null(strstr(err.message, "a text of 2.0 GiB is too long"));
-    /* into memory of its own: a NULL on error, and something even for no tokens */
+    /* into allocated memory: NULL on error; not NULL even for no tokens */
     int32_t *own = ids;
     char *words = text;
     assert_int_equal(llm_tokenize_new(v.t, NULL, 4, 0, &own, &err), -1);
     assert_null(own);
     assert_int_equal(llm_tokenize_new(v.t, "", 0, 0, &own, &err), 0);
     assert_non_null(own);
-    own[0] = 1; /* there is room for one */
+    own[0] = 1; /* there is room for one token */
     llm_free(own);
     assert_int_equal(llm_detokenize_new(v.t, ids, 2, &words, &err), -1);
     assert_null(words);
@@ -1380,9 +1380,9 @@ static void test_failed_allocations(void **state) {
 
 /* ---- Real vocabularies ----------------------------------------------------------------------- */
 
-/* Texts and their ids from the authors' own tokenizers (tests/data/tokenizers: the texts separated
- * by a line, the ids one line per text). We may not distribute the vocabularies; LLM_SHARED names
- * the folder above tokenizers/ that has them. */
+/* Texts and  their ids from the authors' own tokenizers (tests/data/tokenizers: texts separated by
+ * a line, ids with one line per text). The vocabularies may not be distributed; LLM_SHARED names a
+ * folder whose tokenizers/ contains them. */
 static void check_cases(const char *name, const char *vocabulary) {
     static const char separator[] = "\n__ggml_vocab_test__\n";
     const char *shared = getenv("LLM_SHARED");

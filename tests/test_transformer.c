@@ -28,7 +28,7 @@ typedef struct shape {
     int layers, dim, heads, kv_heads, head_dim, rope_dim, hidden;
     bool tied, qkv_bias, o_bias, ffn_bias, head_norms, divisors;
     int window, windowed; /* windowed: a bit for each layer that has the window */
-    double base, epsilon, factor, beta_fast, beta_slow, attn_factor; /* 0: the file does not say */
+    double base, epsilon, factor, beta_fast, beta_slow, attn_factor; /* 0: not in the file */
     const char *scaling;                                             /* NULL: none */
     int original, context;
 } shape;
@@ -41,7 +41,7 @@ typedef struct weights { /* (rows, cols) each; NULL: the model has none */
     } layers[MAX_LAYERS];
 } weights;
 
-static uint64_t next_tensor; /* counts the tensors, so that each has its own values */
+static uint64_t next_tensor; /* number of tensors so far, so that each gets its own values */
 
 /* Add a tensor to the file, with values of middle + scale * (a random number from -1 to 1). rows 0:
  * a vector. */
@@ -195,7 +195,7 @@ static double yarn_frequencies(double base, int dim, int original, double factor
     return factor <= 1 ? 1 : 0.1 * log(factor) + 1; /* get_mscale */
 }
 
-/* transformers, modeling_rope_utils.py, _compute_llama3_parameters. */
+/* The inverse frequencies by _compute_llama3_parameters (transformers, modeling_rope_utils.py). */
 static void llama3_frequencies(double base, int dim, int original, double factor, double low_factor,
                                double high_factor, double *frequencies) {
     for (int i = 0; i < dim / 2; i++) {
@@ -509,7 +509,7 @@ static void test_yarn_frequencies(void **state) {
         const char *name;
         double base;
         int head_dim, original;
-        double factor, beta_fast, beta_slow, attn_factor; /* 0: the file does not say */
+        double factor, beta_fast, beta_slow, attn_factor; /* 0: not in the file */
     } cases[] = {
         {"Llama 2, YaRN 64k", 10000, 128, 4096, 16, 32, 1, 0},
         {"Qwen2.5, YaRN 128k", 1000000, 128, 32768, 4, 0, 0, 0},
@@ -611,7 +611,7 @@ static void check_folder_rope(const char *config, int head_dim, const double *ex
 static void test_folder_yarn(void **state) {
     (void)state;
     static const struct {
-        const char *more; /* after the type and the factor */
+        const char *more; /* JSON after the type and the factor */
         double beta_fast, beta_slow, attention_factor, mscale, mscale_all_dim;
     } cases[] = {{"", 32, 1, 0, 0, 0},
                  {", \"beta_fast\": 24, \"beta_slow\": 1.5", 24, 1.5, 0, 0, 0},

@@ -68,7 +68,7 @@ TEST_UNUSED static void clear_bytes(bytes *b) {
     memset(b, 0, sizeof *b);
 }
 
-/* Read a whole file and append a zero byte that length does not count. */
+/* Read a whole file and append a zero byte, which `length` does not include. */
 TEST_UNUSED static bytes slurp(const char *path) {
     bytes b = {0};
     char buffer[4096];
@@ -175,7 +175,7 @@ TEST_UNUSED static bytes gguf_finish(gguf *g) {
 
 typedef struct vocabulary {
     int n, n_merges;
-    bytes tokens, scores, kinds, merges; /* as in the file's arrays */
+    bytes tokens, scores, kinds, merges; /* contents of the file's arrays */
 } vocabulary;
 
 enum { K_NORMAL = 1, K_UNKNOWN, K_CONTROL, K_USER, K_UNUSED, K_BYTE };
@@ -197,8 +197,8 @@ TEST_UNUSED static void add_merge(vocabulary *v, const char *merge) {
     v->n_merges++;
 }
 
-/* GPT-2's printable spelling of bytes: a printable byte stands for itself; the others are, in
- * order, the code points from 256 on. out has room for 2n + 1 bytes. */
+/* GPT-2's printable spelling of bytes: a printable byte is its own character; the others are the
+ * code points from 256 on, in order. out has room for 2n + 1 bytes. */
 TEST_UNUSED static void spell(const uint8_t *data, size_t n, char *out) {
     int code[256], next = 256;
     for (int b = 0; b < 256; b++) {

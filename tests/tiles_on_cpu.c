@@ -3,7 +3,7 @@
  *
  * test_tiles.c includes it, and llm.h with LLM_EMULATED_TILES defined. The processor does not know
  * the tile instructions, so the system sends SIGILL; the handler below decodes the instruction,
- * carries it out and continues after it. The kernels are exactly those that users get. The
+ * carries it out and continues after it. The kernels are the same as on a processor with tiles. The
  * emulator also checks more than a processor does: the address sanitizer sees each row that a tile
  * reads or writes, and a product of tiles whose shapes do not match ends the test with a message.
  *
@@ -41,8 +41,8 @@ static _Noreturn void fail(const char *what) {
 typedef struct instruction {
     int prefix, opcode;      /* prefix: 0 none, 1 0x66, 2 0xf3, 3 0xf2 */
     int mode, reg, rm, vvvv; /* mode 3: both operands are registers */
-    char *address;           /* else: of the memory operand; of a tile's first row */
-    int64_t stride;          /* index times scale: bytes from a tile's row to the next */
+    char *address;           /* mode < 3: address of the memory operand, or of a tile's first row */
+    int64_t stride;          /* index times scale: bytes from one row of a tile to the next */
     int length;
 } instruction;
 
@@ -116,7 +116,7 @@ static void multiply_int8(tile *c, const tile *a, const tile *b, int a_signed, i
     for (int m = 0; m < c->rows; m++)
         for (int k = 0; k < b->rows; k++)
             for (int n = 0; n < c->row_bytes; n += 4) {
-                uint32_t sum; /* 32 bits; it wraps */
+                uint32_t sum; /* 32 bits, wraps */
                 memcpy(&sum, c->bytes[m] + n, 4);
                 for (int i = 0; i < 4; i++)
                     sum += (uint32_t)(int8_at(a->bytes[m] + 4 * k, i, a_signed) *

@@ -7,13 +7,13 @@ typedef struct tiny { /* start from tiny_defaults() */
     int vocab;       /* ids 0 <unk>, 1 <s>, 2 </s>, then letters, then pairs of letters */
     int context, layers;
     char first;      /* the first letter */
-    uint64_t seed;   /* of the weights' random values */
+    uint64_t seed;   /* seed of the weights' random values */
     /* share of different weights (seed + 1) mixed in: a draft model similar to its target */
     float noise;
     float sharp;     /* factor on the logits */
     bool constant;   /* the logits are the same after every token */
-    int padding;     /* zero rows that the matrices have after the vocabulary's rows */
-    int broken;      /* the token whose embedding is not a number; 0: none */
+    int padding;     /* number of zero rows after the vocabulary's rows in the matrices */
+    int broken;      /* id of the token whose embedding is NaN; 0: none */
 } tiny;
 
 /* four query heads share one key head, so attention uses matrix tiles */

@@ -2,8 +2,7 @@
  * slot of its cache holds a token and a hash of that token and all before it: as with keys and
  * values, the content depends on the whole text so far. A pass reads the texts through the block
  * tables and checks each slot that it reads, so it detects a wrong block table, a missing copy or a
- * stale block in the step that uses it. The logits are a function of the hash alone
- * (choices_after).
+ * stale block at its first use. The logits are a function of the hash alone (choices_after).
  *
  * Any call can fail after doing all, part or none of its work. Include after llm.h and cmocka.h.
  * The model must have one layer, 16 bytes of cache per token (tiny_model.h in f16) and a
@@ -58,11 +57,11 @@ typedef struct token_device {
     llm_backend backend;
     uint64_t seed, random;
     int fail_one_in;                /* one call in this many fails; 0: none */
-    uint64_t draft_differs; /* differs from the target after one text in this many; 0: never */
-    const llm_program *programs[2]; /* the target's, the draft's */
+    uint64_t draft_differs; /* the draft differs after one text in this many; 0: never */
+    const llm_program *programs[2]; /* programs of the target and the draft */
     int n_programs, max_tokens;
-    uint64_t *hashes;    /* (max_tokens) of the text up to each token of the last body part */
-    int32_t *last;       /* (max_tokens) the tokens of the last body part */
+    uint64_t *hashes;    /* (max_tokens) hash of the text up to each token of the last body part */
+    int32_t *last;       /* (max_tokens) tokens of the last body part */
     int64_t *written_in; /* (slots) the last pass that wrote each slot */
     int64_t n_passes;
     int n_copies; /* copies requested since the last sync */
@@ -74,7 +73,7 @@ typedef struct token_device {
     long live; /* allocations not yet released */
     /* During the current llm_step: */
     token_call failed;      /* the call that failed */
-    int failed_index;       /* successful calls of its kind before it */
+    int failed_index;       /* number of successful calls of that kind before it */
     int n_calls[CALL_NONE]; /* successful calls of each kind; CALL_COPY: blocks copied */
 } token_device;
 
@@ -90,7 +89,7 @@ static bool token_error(llm_error *err) {
     return false;
 }
 
-/* Decide whether this call fails. At most one call of a step does. */
+/* Decide whether this call fails. At most one call per step fails. */
 static bool token_fails(token_device *d, token_call call) {
     if (d->failed == CALL_NONE && d->fail_one_in && token_pick(d, d->fail_one_in) == 0) {
         d->failed = call;
@@ -117,7 +116,7 @@ static void token_release(void *context, void *memory) {
     free(memory);
 }
 
-/* Makes the caches of target and draft differ in content although they hold the same texts. */
+/* Makes the contents of the target's and the draft's cache differ for the same text. */
 static uint64_t token_salt(const token_device *d, const llm_cache *cache) {
     return (uint64_t)(cache != d->programs[0]->cache) << 40;
 }
@@ -323,7 +322,7 @@ static bool token_sample(void *context, float *logits, int vocab_size, const llm
         const float *row = logits + draws[i].row * vocab_size;
         int wanted = draws[i].sampling.temperature == 0 ? 0 : (int)(draws[i].random >> 62), id = 0;
         assert_true(i == 0 || draws[i].row >= draws[i - 1].row);
-        /* rows sampled here need not be downloaded as well */
+        /* rows that are sampled here need no download */
         for (int k = 0; k < d->n_fetched; k++)
             assert_true((const char *)row < d->fetched[k].begin ||
                         (const char *)row >= d->fetched[k].end);

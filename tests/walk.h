@@ -1,5 +1,5 @@
-/* What tests and fuzzers do with a file that opened: read every byte, for the sanitizers to check,
- * and generate a few tokens. Include it after llm.h. */
+/* For tests and fuzzers: read every byte of an opened file, for the sanitizers to check, and
+ * generate a few tokens. Include it after llm.h. */
 #ifndef WALK_H
 #define WALK_H
 
