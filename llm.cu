@@ -31,7 +31,7 @@
  *              others wrote before it.
  *     grid     all blocks, in any order, on all SMs. They share the main ("global") memory: tens of
  *              GB at 2 to 5 TB/s. Blocks cannot wait for each other, so work that needs the results
- *              of all of them is another kernel.
+ *              of all blocks is another kernel.
  *
  * The GPU runs the kernels of a stream in order while the CPU continues. A launch costs the CPU a
  * few microseconds, so chapter [8] captures a decode step once as a graph and replays it.
@@ -57,8 +57,8 @@
  *
  * With LLM_EMULATED defined, this file is C++17 over tests/cuda_on_cpu.h and runs on the CPU:
  * slowly, but on any machine, in a debugger, with every barrier checked. So launches and shared
- * arrays go through macros, and each special instruction is one small function with a twin in that
- * header.
+ * arrays use macros, and each special instruction is one small function, which that header defines
+ * a second time in plain C++.
  *
  * License: public domain or MIT, as you prefer; see the end of llm.h.
  */
@@ -93,7 +93,7 @@
  * ends: see llm__wait_for_last. */
 #define LLM_LAUNCH_EARLY(cuda, kernel, grid, block, shared_bytes, ...) \
     llm__launch_early((cuda)->options.overlap, kernel, grid, block, shared_bytes, (cuda)->stream, __VA_ARGS__)
-/* Unroll the next loop, so that its arrays can be in registers, which have no addresses. */
+/* Unroll the next loop, so that the compiler can keep its arrays in registers. */
 #define LLM_UNROLL _Pragma("unroll")
 #define LLM_LOOP _Pragma("unroll 1") /* do not unroll, to save registers */
 /* An array in shared memory, of constant size or of the size given at launch. */
@@ -107,25 +107,25 @@
 #endif
 
 /* The batch of a step as kernels see it. For a step that may become a graph, the counts are rounded
- * up; `counts` has the true ones. The extra rows have slot -1, so they store nothing, and their
+ * up; `counts` has the exact ones. The extra rows have slot -1: they store nothing, and their
  * results are not read. */
 typedef struct llm__device_batch {
     int n_tokens, n_sequences, n_logits; /* for grid sizes */
-    int max_count;               /* most tokens of one sequence; 1: plain decode */
-    int max_context;             /* most positions of one sequence, this step's included */
+    int max_count;               /* largest number of tokens of a sequence; 1: plain decode */
+    int max_context;             /* longest sequence, in positions, including this step */
     int block_size;
-    const int32_t *counts;       /* device (4): the three true counts; table_stride */
+    const int32_t *counts;       /* device (4): the three exact counts; table_stride */
     const int32_t *tokens, *positions, *slots; /* device (n_tokens), as in llm_batch */
-    const int32_t *sequence_of;  /* device (n_tokens): the token's sequence; -1: none */
+    const int32_t *sequence_of;  /* device (n_tokens): index of the sequence; -1: none */
     const int32_t *seq_first, *seq_count; /* device (n_sequences); count 0: no tokens */
     const int32_t *logit_rows;   /* device (n_logits), as in llm_batch */
     const int32_t *block_tables; /* device (n_sequences, counts[3]) */
 } llm__device_batch;
 
 enum { /* limits of the graphs of chapter [8] */
-    LLM__GRAPH_TOKENS = 512, /* most tokens; launches are cheap beside larger steps */
+    LLM__GRAPH_TOKENS = 512, /* most tokens; in larger steps, launches take little of the time */
     LLM__GRAPH_COUNT = 16,   /* most tokens of one sequence */
-    LLM__GRAPHS = 128        /* graphs kept at a time */
+    LLM__GRAPHS = 128        /* most graphs kept at a time */
 };
 
 enum { LLM__STAGES = 3 }; /* pinned buffers: one is filled while others are copied */
@@ -133,7 +133,7 @@ enum { LLM__STAGES = 3 }; /* pinned buffers: one is filled while others are copi
 typedef struct llm__stage { /* a pinned buffer for uploads */
     char *host;           /* pinned (stage_bytes) */
     cudaEvent_t done;     /* signaled when the last copy out of `host` is done */
-    bool busy;            /* that copy may not be done */
+    bool busy;            /* whether that copy may still be running */
 } llm__stage;
 
 typedef struct llm__room { /* a pinned buffer and a device buffer of the same size */
@@ -155,13 +155,13 @@ typedef struct llm__largest { /* maximums over all prepared programs */
     int64_t max_cols;            /* columns of the widest matrix */
 } llm__largest;
 
-/* What the buffer `rounded` holds: consecutive matmuls of one x (q, k and v; gate and up) round it
- * once. Any other launch makes the record invalid. */
+/* Contents of the buffer `rounded`. Consecutive matmuls with the same x (q, k and v; gate and up)
+ * share it, so x is rounded once. Any other launch invalidates this record. */
 typedef struct llm__rounded_input {
-    const float *x;    /* NULL: nothing */
-    int n, n_chunks;   /* rows; chunks of 64 columns */
+    const float *x;    /* input that was rounded; NULL: none */
+    int n, n_chunks;   /* number of rows; number of chunks of 64 columns */
     int64_t cols;
-    uint64_t launches; /* llm__cuda.launches after the last matmul */
+    uint64_t launches; /* value of llm__cuda.launches after the last matmul */
 } llm__rounded_input;
 
 typedef struct llm__cuda { /* the context of the backend */
@@ -172,27 +172,27 @@ typedef struct llm__cuda { /* the context of the backend */
     int device, n_processors;    /* CUDA device number; SMs */
     int capability;              /* compute capability: 80, 86, 89, 90, ... */
     size_t shared_bytes;         /* most dynamic shared memory per block */
-    llm__largest largest;        /* what scratch memory is reserved for */
+    llm__largest largest;        /* sizes for which scratch memory is reserved */
     llm__graph *graphs;          /* (n_graphs), capacity LLM__GRAPHS */
     int n_graphs;
-    uint64_t n_runs;             /* runs so far: the clock of last_use */
+    uint64_t n_runs;             /* number of runs; llm__graph.last_use is one of them */
 
     llm__room batch_room;        /* the batch's arrays */
-    bool batch_on_its_way;       /* the copy out of batch_room.host may not be done */
+    bool batch_on_its_way;       /* whether the copy from batch_room.host may still be running */
     llm__room draw_room;         /* token draws and their results */
     llm__device_batch batch;     /* the current step's batch */
 
     llm__stage stages[LLM__STAGES];
-    size_t stage_bytes;          /* size of a stage; 0: none allocated */
+    size_t stage_bytes;          /* size of one stage; 0: no stage is allocated */
     unsigned next_stage;
 
-    double wait_seconds;         /* time the CPU has waited for the device */
-    uint64_t launches, replays;  /* kernels launched; graphs replayed */
+    double wait_seconds;         /* total time in which the CPU waited for the device */
+    uint64_t launches, replays;  /* number of kernels launched; number of graphs replayed */
     char *raw, *rounded, *parts; /* device scratch: file rows; rounded x; parts of attention */
     char *pairs;                 /* device scratch: block numbers to copy */
     size_t raw_bytes, rounded_bytes, parts_bytes, pairs_bytes;
-    llm__rounded_input last;     /* what `rounded` holds */
-    llm_error failure;           /* first one not yet reported */
+    llm__rounded_input last;     /* contents of `rounded` */
+    llm_error failure;           /* first failure that is not yet reported */
 } llm__cuda;
 
 __host__ __device__ static inline int64_t llm__ceil_div(int64_t a, int64_t b) { return (a + b - 1) / b; }
@@ -201,8 +201,9 @@ __host__ __device__ static inline int64_t llm__ceil_div(int64_t a, int64_t b) { 
  * Between two kernels of a stream the GPU idles for a microsecond or two: the next kernel starts
  * when the last block has ended, then waits for its first bytes. Hopper and newer GPUs can close
  * this gap ("programmatic dependent launch", the option `overlap`). Once all blocks of a kernel
- * have called llm__let_next_begin, blocks of the next kernel start wherever there is room. Until it
- * calls llm__wait_for_last, a thread of theirs may read only what no kernel changes: weights. */
+ * have called llm__let_next_begin, blocks of the next kernel start wherever there is room. Until a
+ * thread of the next kernel calls llm__wait_for_last, it may read only weights, which no kernel
+ * changes. */
 
 #ifndef LLM_EMULATED
 /* Wait until all earlier kernels have ended and their results can be read. */
@@ -235,7 +236,7 @@ static void llm__launch_early(bool early, void (*kernel)(P...), dim3 grid, dim3 
 }
 #endif
 
-/* The start of a kernel that fetches nothing before it waits. */
+/* Call this first in a kernel that reads nothing before it waits. */
 __device__ __forceinline__ void llm__take_over() {
     llm__let_next_begin();
     llm__wait_for_last();
@@ -277,12 +278,12 @@ __device__ static inline float llm__warp_max(float x) {
     return x;
 }
 
-/* The sum over a block of 32 to 1024 threads (a multiple of 32), for each of them. `shared` (32) is
- * scratch. */
+/* Returns to each thread the sum of x over its block, of 32 to 1024 threads (a multiple of 32).
+ * `shared` (32) is scratch. */
 __device__ static inline float llm__block_sum(float x, float *shared) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32, n_warps = blockDim.x / 32;
     x = llm__warp_sum(x);
-    __syncthreads(); /* the previous call has read the scratch */
+    __syncthreads(); /* all threads of the previous call have read `shared` */
     if (lane == 0) shared[warp] = x;
     __syncthreads();
     return llm__warp_sum(lane < n_warps ? shared[lane] : 0.0f);
@@ -300,9 +301,9 @@ __device__ static inline float llm__block_max(float x, float *shared) {
 /* =====================================================================================
  * [1] Memory: allocate, upload, download; errors
  *
- * A call that can fail fills in an llm_error. A launch cannot: the context keeps its failure until
- * the next sync or download reports it. After a GPU is lost, every call fails, but the backend can
- * still be freed.
+ * A call that can fail fills in an llm_error. A launch has none: the context keeps its failure
+ * until the next sync or download reports it. After a GPU is lost, every call fails, but the
+ * backend can still be freed.
  * ================================================================================== */
 
 static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format, ...) {
@@ -316,8 +317,8 @@ static bool llm__cuda_fail(llm_error *err, llm_status status, const char *format
     return false;
 }
 
-/* The context, for a function that calls the CUDA library. CUDA keeps the current GPU per CPU
- * thread, and any thread may call the engine. */
+/* Return the context and make its GPU the current one of this thread: CUDA keeps the current GPU
+ * per CPU thread, and any thread may call the engine. */
 static llm__cuda *llm__cuda_of(void *context) {
     llm__cuda *cuda = (llm__cuda *)context;
     cudaSetDevice(cuda->device); /* if the GPU is lost, the next call reports it */
@@ -335,21 +336,21 @@ static bool llm__cuda_check(const llm__cuda *cuda, cudaError_t code, const char 
     if (cuda->stream) cudaStreamIsCapturing(cuda->stream, &capture);
     cudaError_t now = cuda->stream && capture == cudaStreamCaptureStatusNone ? cudaStreamQuery(cuda->stream) : cudaSuccess;
     bool lost = now != cudaSuccess && now != cudaErrorNotReady;
-    /* This reports the error, so clear it: llm__cuda_launched must not see it. */
+    /* The error is reported here, so clear it: llm__cuda_launched must not report it again. */
     cudaGetLastError();
     return llm__cuda_fail(err, LLM_ERROR_DEVICE, "%s (%s): %s failed: %s%s", cuda->backend.name, cuda->device_name, doing,
                           cudaGetErrorString(code), lost ? ": the GPU is lost to this program, which has to be started again" : "");
 }
 
-/* Keep the first failure of an operation, which cannot return it. */
+/* Keep the first failure, to report it later: an operation cannot return an error. */
 static void llm__cuda_note(llm__cuda *cuda, cudaError_t code, const char *doing) {
     llm_error err;
     if (code != cudaSuccess && !llm__cuda_check(cuda, code, doing, &err) && cuda->failure.status == LLM_OK)
         cuda->failure = err;
 }
 
-/* Call this after each launch: it keeps the error of a kernel that could not start. The next sync
- * reports failures while it runs. */
+/* Call this after each launch. It keeps the error of a kernel that could not start. The next sync
+ * reports errors that occur while the kernel runs. */
 static void llm__cuda_launched(llm__cuda *cuda, const char *kernel) {
     cuda->launches++;
     llm__cuda_note(cuda, cudaGetLastError(), kernel);
@@ -364,7 +365,7 @@ static bool llm__cuda_wait(llm__cuda *cuda, const char *doing, llm_error *err) {
     return llm__cuda_check(cuda, code, doing, err);
 }
 
-/* Report the failure that was kept, and clear it. */
+/* Report the failure that the context keeps, and clear it. */
 static bool llm__cuda_tell(llm__cuda *cuda, llm_error *err) {
     bool fine = cuda->failure.status == LLM_OK;
     if (!fine && err) *err = cuda->failure;
@@ -431,12 +432,12 @@ static void *llm__copy_thread(void *part_) {
 
 enum { LLM__COPY_THREADS = 8 };
 
-/* memcpy by several threads. If one cannot start, the caller copies its part. */
+/* memcpy by several threads. If a thread cannot start, the caller copies its part. */
 static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
     pthread_t threads[LLM__COPY_THREADS];
     llm__copy_part parts[LLM__COPY_THREADS];
     bool started[LLM__COPY_THREADS];
-    int n = (int)(bytes >> 20); /* at least 1 MiB each */
+    int n = (int)(bytes >> 20); /* threads; each copies at least 1 MiB */
     n = n < 1 ? 1 : n > LLM__COPY_THREADS ? LLM__COPY_THREADS : n;
     int processors = llm_processor_count();
     if (n > processors) n = processors;
@@ -451,7 +452,8 @@ static void llm__copy_by_threads(char *to, const char *from, size_t bytes) {
         if (started[i]) pthread_join(threads[i], NULL);
 }
 
-/* Allocate the pinned buffers. Uploads also work without them, at the driver's speed. */
+/* Allocate the pinned buffers. Uploads also work without them, at the speed of the driver's own
+ * copy. */
 static void llm__stages_create(llm__cuda *cuda) {
     cuda->stage_bytes = 32 << 20; /* large, so that starting threads costs little */
     for (int i = 0; i < LLM__STAGES; i++) {
@@ -476,7 +478,7 @@ static bool llm__cuda_upload(void *context, void *device, const void *host, size
     llm__cuda *cuda = llm__cuda_of(context);
     cuda->last.x = NULL;
     llm__cuda_clear(err);
-    /* For smaller copies, pinning memory takes longer than the copy. */
+    /* Smaller copies do not create pinned buffers, which would take longer than the copy. */
     if (!cuda->stage_bytes && bytes >= 1 << 20) llm__stages_create(cuda);
     for (size_t first = 0, part; first < bytes; first += part) {
         llm__stage *stage = &cuda->stages[cuda->next_stage++ % LLM__STAGES];
@@ -554,7 +556,7 @@ static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err); /* chapter 
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err);
 
 /* Make scratch memory large enough for `wanted` and for the programs prepared before. On failure,
- * those keep theirs. */
+ * the earlier programs keep their memory. */
 static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_error *err) {
     if (wanted->max_tokens < 1 || wanted->max_context < 1)
         return llm__cuda_fail(err, LLM_ERROR_ARGUMENT, "%s: prepare: every limit must be at least 1", cuda->backend.name);
@@ -568,8 +570,8 @@ static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_e
     l->n_heads = llm__larger(l->n_heads, wanted->n_heads);
     l->head_dim = llm__larger(l->head_dim, wanted->head_dim);
     if (wanted->max_cols > l->max_cols) l->max_cols = wanted->max_cols;
-    /* Tables of whole contexts in blocks of 16; draws with penalty windows of 64 tokens. A step
-     * that needs more grows its room. */
+    /* Room for block tables of whole contexts in blocks of 16, and for draws with penalty windows
+     * of 64 tokens. A step that needs more grows its room. */
     size_t tables = 4 * (5 * (size_t)l->max_tokens + (size_t)l->max_sequences * ((size_t)l->max_context / 16 + 4));
     size_t draws = (size_t)l->max_sequences * (sizeof(llm__device_draw) + 16 + 64 * 8);
     bool fine = llm__cuda_room(cuda, &cuda->batch_room, tables, LLM__TABLES, err) &&
@@ -580,7 +582,7 @@ static bool llm__cuda_reserve(llm__cuda *cuda, const llm__largest *wanted, llm_e
     return fine;
 }
 
-/* Grow a room to `bytes` and half as much again, so that it seldom grows. Its contents are lost. */
+/* Grow a room to 1.5 x `bytes`, so that it seldom grows. Its contents are lost. */
 static bool llm__cuda_room(llm__cuda *cuda, llm__room *room, size_t bytes, const char *what, llm_error *err) {
     if (bytes <= room->bytes) return true;
     bytes += bytes / 2;
@@ -621,8 +623,8 @@ static void llm__batch_copy(llm__batch_writer *writer, const int32_t *from, int 
     for (int i = n; i < rounded; i++) to[i] = padding;
 }
 
-/* Set the sizes of a step. Those of a decode step that may become a graph are rounded up, so that
- * similar steps share a graph. Returns whether they were. */
+/* Set the sizes of a step. If it is a decode step that may become a graph, they are rounded up, so
+ * that similar steps share a graph. Returns whether they were rounded up. */
 static bool llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch, bool may_be_graph) {
     llm__device_batch *b = &cuda->batch;
     memset(b, 0, sizeof *b);
@@ -646,7 +648,7 @@ static bool llm__batch_sizes(llm__cuda *cuda, const llm_batch *batch, bool may_b
     return true;
 }
 
-/* Copy all arrays of the batch in one buffer, since each copy costs some microseconds. */
+/* Copy all arrays of the batch in one buffer, since each copy takes some microseconds. */
 static bool llm__cuda_batch(llm__cuda *cuda, const llm_batch *batch, llm_error *err) {
     llm__device_batch *b = &cuda->batch;
     int64_t table = (int64_t)batch->n_sequences * batch->table_stride;
@@ -687,13 +689,13 @@ static bool llm__cuda_sync(void *context, llm_error *err) {
 /* =====================================================================================
  * [2] Simple kernels
  *
- * Each does only a few operations per number, so its limit is bytes, or the time of a launch.
+ * Each does only a few operations per number, so it is limited by bytes or by the launch time.
  * ================================================================================== */
 
 enum { LLM__BLOCK = 256 }; /* default threads per block */
 
-/* Threads for a row of n numbers: whole warps, at most LLM__BLOCK threads. The number depends on n
- * alone, and so does the order of a sum over the row. */
+/* Number of threads for a row of n numbers: whole warps, at most LLM__BLOCK threads. It depends
+ * only on n, and so does the order of a sum over the row. */
 static dim3 llm__threads(int64_t n) { return dim3((unsigned)(n < (int)LLM__BLOCK ? llm__ceil_div(n, 32) * 32 : (int)LLM__BLOCK)); }
 
 /* A grid of n blocks, at most `most`. (CUDA allows 2^31 - 1 in x, 65535 in y and z.) */
@@ -759,7 +761,7 @@ typedef struct llm__rope_arguments {
     char *keys, *values;          /* (n_blocks, n_kv_heads, block_size, head_dim) of this layer */
 } llm__rope_arguments;
 
-/* The row (of head_dim values) where the cache stores a head of a token; -1: none. */
+/* Index of the cache row (head_dim values) for one head of a token; -1: not stored. */
 __device__ static inline int64_t llm__slot_row(const llm__rope_arguments *a, int slot, int kv_head) {
     if (slot < 0) return -1;
     return ((int64_t)(slot / a->block_size) * a->n_kv_heads + kv_head) * a->block_size + slot % a->block_size;
@@ -809,7 +811,7 @@ __global__ static void llm__rope_and_store_kernel(llm__rope_arguments a) {
     }
 }
 
-/* The same in separate kernels (the option `fused` is off): RMSNorm with each head as a row, then
+/* The same in separate kernels, for the option `fused` off: RMSNorm with each head as a row, then
  * these two. One warp per head. */
 __global__ static void llm__rope_kernel(float *x, const float2 *angles, int n_tokens, int n_heads, int head_dim, int rope_dim,
                                         llm_rope_pairing pairing) {
@@ -955,11 +957,11 @@ static void llm__cuda_copy_blocks(void *context, const llm_cache *cache, const i
  * [3] Matmul, few rows
  *
  * A decode step spends nearly all its time in out (n, rows) = x (n, cols) times the transposed
- * weights (rows, cols), with n, the number of tokens, small. The limit is reading the weights,
- * once: for n = 1 and q4_0, there are 2 operations per 0.56 bytes, where the GPU could do a
- * hundred. So 4-bit weights stay 4-bit until they are in registers, a warp reads 512 contiguous
- * bytes at a time and has several such reads in flight, and the arithmetic overlaps with them. It
- * uses matrix instructions, which take the same time for one token as for eight.
+ * weights (rows, cols), where n, the number of tokens, is small. The limit is reading the weights
+ * once: for n = 1 and q4_0, there are 2 operations per 0.56 bytes, and the GPU could do a hundred
+ * in that time. So 4-bit weights stay 4-bit until they are in registers, a warp reads 512
+ * contiguous bytes at a time and has several such reads in flight, and the arithmetic overlaps with
+ * them. It uses matrix instructions, which take the same time for one token as for eight.
  *
  * THE INSTRUCTION. mma.m16n8k16 computes D += A x B. Here A (16 x 16) is 16 columns of 16 rows of
  * weights, B (16 x 8) is those columns of x for 8 tokens, and D (16 x 8) is sums. All three are
@@ -1023,7 +1025,7 @@ typedef enum llm__layout {
 
 typedef struct llm__packed { /* a matrix as kernels see it */
     llm__layout layout;
-    bool is_zero;            /* 4 and 5 bits: zero points are stored in place of minimums */
+    bool is_zero;            /* 4 and 5 bits: zero points are stored instead of minimums */
     const char *chunks;      /* device (n_tiles, n_chunks) */
     const float *row_scales; /* (n_tiles * 16) powers of two for the rows; NULL: 1 */
     int64_t rows, cols;
@@ -1034,7 +1036,7 @@ typedef struct llm__packed { /* a matrix as kernels see it */
 
 /* ---- Instructions ---------------------------------------------------------------------- */
 
-#ifndef LLM_EMULATED /* their twins are in tests/cuda_on_cpu.h */
+#ifndef LLM_EMULATED /* tests/cuda_on_cpu.h has their emulated forms */
 /* d (16, 8) += a (16, 16) times b (16, 8); f16 in, f32 out. */
 __device__ __forceinline__ void llm__mma_m16n8k16_f16(float d[4], const uint32_t a[4], const uint32_t b[2]) {
     asm("mma.sync.aligned.m16n8k16.row.col.f32.f16.f16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, {%0,%1,%2,%3};"
@@ -1052,8 +1054,8 @@ __device__ __forceinline__ void llm__ldmatrix_x4_trans(uint32_t r[4], const void
                  : "memory");
 }
 
-/* Start a copy of 16 bytes from global to shared memory, without registers; zeros if not `valid`.
- * It is done after a wait that covers its group; other threads also need a barrier. */
+/* Start a copy of 16 bytes from global to shared memory, without registers; if not `valid`, write
+ * zeros. The copy is done after a wait that covers its group; other threads also need a barrier. */
 __device__ __forceinline__ void llm__cp_async_16(void *shared, const void *global, bool valid) {
     asm volatile("cp.async.cg.shared.global [%0], [%1], 16, %2;" ::"r"((uint32_t)__cvta_generic_to_shared(shared)),
                  "l"(global), "r"(valid ? 16 : 0)
@@ -1061,12 +1063,13 @@ __device__ __forceinline__ void llm__cp_async_16(void *shared, const void *globa
 }
 __device__ __forceinline__ void llm__cp_async_commit() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
-/* Wait until only the last N committed groups may be unfinished. */
+/* Wait until all committed groups but the last N are done. */
 template <int N> __device__ __forceinline__ void llm__cp_async_wait() {
     asm volatile("cp.async.wait_group %0;" ::"n"(N) : "memory");
 }
 
-/* Any function of three bits, for 32 positions: bit 4a + 2b + c of `table` is the result. */
+/* Any function of three bits, for 32 positions at once: the result is bit 4a + 2b + c of
+ * `table`. */
 template <int table> __device__ __forceinline__ uint32_t llm__lop3(uint32_t a, uint32_t b, uint32_t c) {
     uint32_t r;
     asm("lop3.b32 %0, %1, %2, %3, %4;" : "=r"(r) : "r"(a), "r"(b), "r"(c), "n"(table));
@@ -1097,9 +1100,9 @@ __device__ static inline uint32_t llm__pair_fma(uint32_t a, uint32_t b, uint32_t
     return a;
 }
 
-/* Integers to f16 without a conversion instruction, two at a time. In the f16 with bits 0x6400,
- * which is 1024, the last ten bits count ones. An integer i written there makes 1024 + i;
- * subtracting 1024 leaves i, exactly. */
+/* Integers to f16 without a conversion instruction, two at a time. The f16 with bits 0x6400 is
+ * 1024, and the last of its ten low bits is worth 1. With an integer i in these bits it is 1024 +
+ * i; subtracting 1024 leaves i, exactly. */
 enum {
     LLM__F16_1 = 0x3c003c00,         /* 1, twice */
     LLM__F16_SIXTEENTH = 0x2c002c00, /* 1/16, twice */
@@ -1133,15 +1136,15 @@ __device__ static inline void llm__unpack_q8(uint32_t word, uint32_t out[2]) {
 /* ---- The layouts ------------------------------------------------------------------------
  * A layout can write a chunk (pack), read it (stream: a chunk from global memory; load: half of one
  * from shared memory), turn half of it into matrix fragments (unpack: a[j] is for instruction j)
- * and return one weight (value). Each lane does its own part. The constants: scale_bytes is per g,
- * high_bytes per lane, depth the chunks that a warp has in flight. */
+ * and return one weight (value). Each lane does its own part. Constants: scale_bytes is per g,
+ * high_bytes per lane; depth is the number of chunks that a warp has in flight. */
 
 /* Scales of rows g and g + 8 for half a chunk: weight = scale x integer + minimum. */
 typedef struct llm__scales {
     float scale[2], minimum[2];
 } llm__scales;
 
-/* Rows of a matrix in the file's layout, from the first row of a tile on. */
+/* Rows of a matrix in the file's layout. The first one is also the first row of a tile. */
 typedef struct llm__source {
     llm_type type;
     const char *data;
@@ -1154,10 +1157,10 @@ __device__ static inline const char *llm__source_row(const llm__source *s, int64
     return s->data + (size_t)(row - s->first_row) * s->row_bytes;
 }
 
-/* f32 is stored as high + low, both f16. So w x = high_w high_x + high_w low_x + low_w high_x, but
- * for the last bit. The matrix becomes three f16 planes side by side (high, high, low) and x
- * becomes high, low, high; kernels see one wide matrix. This function returns the plane of column
- * *k of that matrix, and sets *k to the column in the plane. */
+/* An f32 is stored as the sum of two f16, high + low. So w x = high_w high_x + high_w low_x + low_w
+ * high_x, except for the last bit. The matrix becomes three f16 planes side by side (high, high,
+ * low) and x becomes high, low, high; kernels see one wide matrix. This function returns the plane
+ * of column *k of the wide matrix, and sets *k to the column in the plane. */
 __device__ static inline int llm__plane(const llm__packed *w, int64_t *k) {
     int plane = 0;
     for (; *k >= (int64_t)w->plane_chunks * LLM__CHUNK; plane++) *k -= (int64_t)w->plane_chunks * LLM__CHUNK;
@@ -1169,7 +1172,7 @@ __device__ static inline float llm__half_of(float x, bool low) {
     return low ? x - __half2float(__float2half_rn(x)) : x;
 }
 
-/* Read 16 bytes that are used once, so the caches need not keep them. */
+/* Read 16 bytes that are used once, so that the caches need not keep them. */
 __device__ static inline uint4 llm__stream_16(const char *p) { return __ldcs((const uint4 *)(const void *)p); }
 __device__ static inline uint4 llm__load_16(const char *p) { return *(const uint4 *)(const void *)p; }
 
@@ -1221,7 +1224,8 @@ LLM_UNROLL
     };
     half_chunk halves[2];
 
-    /* A's four registers: two columns of row g, of row g + 8, then the next two of both. */
+    /* A's four registers: two columns of row g, two of row g + 8, then the next two of both
+     * rows. */
     __device__ static void pack(char *chunk, const llm__packed *w, const llm__source *s, int64_t row, int64_t k, int lane) {
         int plane = llm__plane(w, &k);
         for (int piece = 0; piece < 4; piece++) {
@@ -1320,7 +1324,8 @@ struct llm__q4_0_layout {
             int64_t r = row + part % 2 * 8 + lane / 4, block = k / 32 + part / 2;
             packed[part] = 0;
             for (int i = 0; i < 8; i++) {
-                /* column of 32; byte c of a block in the file has columns c and c + 16 */
+                /* column in the block of 32; byte c of a block in the file has columns c and c +
+                 * 16 */
                 int column = lane % 4 * 8 + i;
                 uint32_t q = 8;
                 if (r < s->end_row && block < s->cols / 32)
@@ -1415,11 +1420,11 @@ __device__ __forceinline__ void llm__unpack_minimum(bool is_zero, uint2 row, int
     } else *minimum *= is_zero ? -*scale : 1.0f;
 }
 
-/* Integers of 4 + High bits. The low four are as in q4_0. A lane's other bits are in one word per
- * chunk (High 1) or per half (High 2): those of columns 2i and 2i + 1 of row g at bits i x High and
- * i x High + 16. Add 4 x High for row g + 8, and 8 for the second half if High is 1. Then 16 bytes
- * per g hold the scales of rows g and g + 8. High 2 is q6_K: no minimum, zero point 32, a scale per
- * 16 columns. */
+/* Integers of 4 + High bits. The low four bits are stored as in q4_0. The high bits of a lane are
+ * in one word per chunk (High 1) or per half (High 2). The high bits of columns 2i and 2i + 1 of
+ * row g start at bits i x High and i x High + 16 of the word; for row g + 8, add 4 x High; for the
+ * second half, if High is 1, add 8. After the words, 16 bytes per g hold the scales of rows g and g
+ * + 8. High 2 is q6_K: no minimum, zero point 32, a scale per 16 columns. */
 template <int High, bool Groups> struct llm__bits_layout {
     enum {
         scales_at = 512 + 128 * High, scale_bytes = 16, high_bytes = 4 * High, chunk_bytes = scales_at + 128,
@@ -1427,7 +1432,7 @@ template <int High, bool Groups> struct llm__bits_layout {
     };
     struct half_chunk {
         uint2 words;   /* as in q4_0 */
-        uint32_t high; /* bits 4 and up: of the chunk (High 1) or this half (2) */
+        uint32_t high; /* bits from 4 up, of the chunk (High 1) or of this half (High 2) */
         uint4 scales;  /* of row g, of row g + 8 */
 
         __device__ __forceinline__ void load(const char *chunk, int half, int lane) {
@@ -1544,7 +1549,8 @@ __device__ static inline float llm__packed_value(const llm__packed *w, int64_t r
 
 /* ---- Loading a matrix -------------------------------------------------------------------- */
 
-/* The power of two that divides `largest` to between 2^14 and 2^15; 1 if it is 0 or not finite. */
+/* The power of two p for which largest / p is between 2^14 and 2^15; 1 if `largest` is 0 or not
+ * finite. */
 __device__ static inline float llm__power_for(float largest) {
     if (!(largest > 0.0f && largest <= FLT_MAX)) return 1.0f;
     int exponent = (int)(__float_as_uint(largest) >> 23) - 127 - 14;
@@ -1552,7 +1558,7 @@ __device__ static inline float llm__power_for(float largest) {
     return __uint_as_float((uint32_t)(exponent + 127) << 23);
 }
 
-/* row_scales for weights that f16 cannot hold. One warp per row. */
+/* Compute row_scales, for weights out of the range of f16. One warp per row. */
 __global__ static void llm__row_scales_kernel(llm__source s, float *row_scales) {
     int64_t row = s.first_row + (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32;
     if (row >= s.end_row) return;
@@ -1563,7 +1569,7 @@ __global__ static void llm__row_scales_kernel(llm__source s, float *row_scales) 
     if (threadIdx.x % 32 == 0) row_scales[row] = llm__power_for(largest);
 }
 
-/* Pack rows of the file into chunks. One warp per chunk. */
+/* Pack rows in the file's layout into chunks. One warp per chunk. */
 template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, llm__source s) {
     int64_t n = llm__ceil_div(s.end_row - s.first_row, LLM__TILE_ROWS) * w.n_chunks;
     for (int64_t i = (int64_t)blockIdx.x * (blockDim.x / 32) + threadIdx.x / 32; i < n;
@@ -1574,7 +1580,7 @@ template <class Layout> __global__ static void llm__pack_kernel(llm__packed w, l
     }
 }
 
-/* How a type of weights is stored on the device. */
+/* How the device stores weights of a type. */
 typedef struct llm__format {
     llm_type type;
     llm__layout layout;
@@ -1583,7 +1589,7 @@ typedef struct llm__format {
     bool row_scales; /* values may be too large or too small for f16 */
 } llm__format;
 
-/* NULL: the type is not supported here. */
+/* The device format of a type; NULL: the type is not supported. */
 static const llm__format *llm__format_of(llm_type type) {
     static const llm__format formats[] = {
         {LLM_F16, LLM__LAYOUT_F16, false, 1, false},           {LLM_BF16, LLM__LAYOUT_F16, false, 1, true},
@@ -1598,7 +1604,7 @@ static const llm__format *llm__format_of(llm_type type) {
     return NULL;
 }
 
-/* Call function(layout); only the type of the argument matters. */
+/* Call function(layout); only the type of the argument is used. */
 template <class Function> static void llm__with_layout(llm__layout layout, Function function) {
     switch (layout) {
     case LLM__LAYOUT_F16: function(llm__f16_layout()); break;
@@ -1639,7 +1645,7 @@ static void llm__cuda_free_weight(void *context, llm_weight *w) {
     w->data = NULL;
 }
 
-/* Pack the rows of the file that are in `raw`. */
+/* Pack the file rows in `raw`. */
 static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__source *source, llm_error *err) {
     int64_t rows = source->end_row - source->first_row;
     if (w->row_scales)
@@ -1653,7 +1659,7 @@ static bool llm__cuda_pack(llm__cuda *cuda, const llm__packed *w, const llm__sou
     return llm__cuda_check(cuda, cudaGetLastError(), "packing weights", err);
 }
 
-enum { LLM__RAW_BYTES = 64 << 20 }; /* of file rows that are on the device at a time */
+enum { LLM__RAW_BYTES = 64 << 20 }; /* most bytes of file rows on the device at a time */
 
 static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host, llm_error *err) {
     llm__cuda *cuda = llm__cuda_of(context);
@@ -1675,7 +1681,7 @@ static bool llm__cuda_load_weight(void *context, llm_weight *w, const void *host
     packed = llm__packed_of(w);
 
     llm__source source = {w->type, NULL, llm__row_bytes(w->type, w->cols), 0, 0, w->cols};
-    /* whole tiles */
+    /* rows per upload: whole tiles */
     int64_t step = (int64_t)(LLM__RAW_BYTES / source.row_bytes) / LLM__TILE_ROWS * LLM__TILE_ROWS;
     if (step < LLM__TILE_ROWS) step = LLM__TILE_ROWS;
     if (step > w->rows) step = w->rows;
@@ -1698,17 +1704,17 @@ typedef struct llm__input { /* the input of a matmul: x (n, cols) */
     /* f16 (2 n_chunks, stride, 32), for coalesced reads of fragments. NULL: each block rounds x. */
     const char *rounded;
     const float *scales; /* (segments, n) factors for the segments' sums */
-    int n, stride;       /* stride: n rounded up to 8, with rows of zeros */
+    int n, stride;       /* stride: n rounded up to a multiple of 8, with rows of zeros */
 } llm__input;
 
-/* The first chunk of a segment. The segment ends where segment + 1 begins. */
+/* The first chunk of a segment. A segment ends where the next one begins. */
 __device__ static inline int llm__segment_chunk(const llm__packed *w, int segment) {
     int chunk = segment * w->segment_chunks;
     return chunk < w->n_chunks ? chunk : w->n_chunks;
 }
 
-/* The largest |x| that one of `threads` threads finds in a segment of a row. The caller takes the
- * maximum of all. */
+/* The largest |x| among the values that one of `threads` threads reads in a segment of a row. The
+ * caller takes the maximum over the threads. */
 __device__ static inline float llm__largest_input(const llm__packed *w, const float *row, int segment, int thread, int threads) {
     int64_t end = (int64_t)llm__segment_chunk(w, segment + 1) * LLM__CHUNK;
     float largest = 0.0f;
@@ -1728,8 +1734,8 @@ __device__ static inline uint32_t llm__round_pair(const llm__packed *w, const fl
     return llm__pair(llm__half_of(low, plane == 1), llm__half_of(high, plane == 1));
 }
 
-/* blockIdx.x is the segment, y the token. Bytes: x read (the second time from a cache), half of
- * that written. */
+/* blockIdx.x is the segment, y the token. Bytes: x read (the second time from a cache), and half as
+ * many written. */
 __global__ static void llm__round_kernel(llm__packed w, llm__input x, uint32_t *rounded, float *scales) {
     llm__take_over();
     LLM_SHARED(float, scratch, 32);
@@ -1767,8 +1773,8 @@ typedef struct llm__products {
 
 __host__ __device__ static inline int64_t llm__row_blocks(const llm__product &p, int tiles) { return llm__ceil_div(p.w.n_tiles, tiles); }
 
-/* The product that a block works on, where each block takes `tiles` tiles of rows. *block is its
- * number in the launch; on return, in that product. */
+/* Find the product that a block computes; each block computes `tiles` tiles of rows. *block is the
+ * number of the block in the launch, and becomes its number in the product. */
 __device__ __forceinline__ const llm__product &llm__find_product(const llm__products &p, int tiles, int64_t *block) {
     int which = 0;
     for (; which + 1 < p.n && *block >= llm__row_blocks(p.each[which], tiles); which++) *block -= llm__row_blocks(p.each[which], tiles);
@@ -1781,7 +1787,8 @@ static int64_t llm__all_row_blocks(const llm__products &p, int tiles) {
     return n;
 }
 
-/* The last steps of an element, in the same order in all kernels but the plain one. */
+/* Finish one element: apply the row scale and the bias, and store. The order of these steps is the
+ * same in all kernels except the plain one. */
 __device__ static inline void llm__finish(const llm__packed *w, const llm__output *o, int64_t token, int64_t row, float sum) {
     if (w->row_scales) sum = __fmul_rn(sum, w->row_scales[row]);
     if (o->bias) sum = __fadd_rn(sum, o->bias[row]);
@@ -1789,7 +1796,8 @@ __device__ static inline void llm__finish(const llm__packed *w, const llm__outpu
     *out = o->add ? __fadd_rn(*out, sum) : sum;
 }
 
-/* sums (any row, 8 tokens) = x (32, 8) summed over its columns, if the layout has minimums. */
+/* sums (16 equal rows, 8 tokens) = x (32, 8) summed over its columns, if the layout has
+ * minimums. */
 template <class Layout> __device__ __forceinline__ void llm__add_up(float sums[4], const uint4 &x) {
     const uint32_t ones[4] = {LLM__F16_1, LLM__F16_1, LLM__F16_1, LLM__F16_1}, b[2][2] = {{x.x, x.y}, {x.z, x.w}};
     sums[0] = sums[1] = sums[2] = sums[3] = 0.0f;
@@ -1820,8 +1828,8 @@ LLM_UNROLL
     }
 }
 
-/* A lane's two columns of a chunk, in a row of x; zeros from chunk `end` on. Whole: all chunks are
- * full and the weights are not f32, so this is a single read. */
+/* The two columns of a chunk of x that a lane rounds; zeros from chunk `end` on. Whole: all chunks
+ * are full and the weights are not f32, so this is a single read. */
 template <bool Whole>
 __device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const float *row, int chunk, int end, int lane, int *plane) {
     *plane = 0;
@@ -1832,9 +1840,9 @@ __device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const fl
     return make_float2(col < w->cols ? row[col] : 0.0f, col + 1 < w->cols ? row[col + 1] : 0.0f);
 }
 
-/* Round a warp's segment of x into shared memory, as llm__input.rounded; this saves a launch. Each
- * lane reads several chunks before it uses them, to wait for memory once. Every block does this, so
- * it must be cheap compared with 16 rows of weights. */
+/* Round a warp's segment of x into shared memory, in the layout of llm__input.rounded; this saves a
+ * launch. Each lane reads several chunks before it uses them, so that it waits for memory once.
+ * Every block does this, so it must be cheap compared with 16 rows of weights. */
 template <bool Whole>
 __device__ __forceinline__ void llm__round_segment(const llm__packed *w, const llm__input *x, int segment, int lane, uint32_t *to,
                                                    float *scales) {
@@ -1872,8 +1880,8 @@ LLM_UNROLL
     for (int i = 0; i < N; i++) x[i] = llm__load_16(half + own[i]);
 }
 
-/* The chunks of weights (depth) and of x (x_depth) that a warp has in flight. x_depth 0: x is read
- * when it is used. All take registers, so there are fewer where there are many sums. */
+/* The numbers of chunks of weights (depth) and of x (x_depth) that a warp has in flight. x_depth 0:
+ * x is read when it is used. All chunks take registers, so a shape with many sums has fewer. */
 template <class Layout, int R, int N, bool Rounds> struct llm__few_shape {
     enum {
         depth = N == 1 ? R == 1 ? (int)Layout::depth : 2 : N == 2 && Layout::chunk_bytes < 600 ? 3 : 2,
@@ -1906,7 +1914,7 @@ __global__ static void __launch_bounds__(256, (llm__few_shape<Layout, R, N, Roun
 
     llm__reader at[R];
 LLM_UNROLL
-    for (int r = 0; r < R; r++) { /* past the last tile: repeat it; the sums are not used */
+    for (int r = 0; r < R; r++) { /* after the last tile: repeat it; its sums are not used */
         int64_t tile = block * R + r < w.n_tiles ? block * R + r : w.n_tiles - 1;
         at[r] = llm__reader_of<Layout>(w.chunks + (tile * w.n_chunks + first) * Layout::chunk_bytes, lane);
     }
@@ -1917,7 +1925,7 @@ LLM_UNROLL
 LLM_UNROLL
             for (int r = 0; r < R; r++) weights[d][r].stream(at[r], d * Layout::chunk_bytes);
         }
-    llm__wait_for_last(); /* earlier kernels may write all but the weights */
+    llm__wait_for_last(); /* earlier kernels may write everything except weights */
     if (Rounds) {
         bool whole = w.n_chunks == w.plane_chunks && w.cols % LLM__CHUNK == 0;
         if (whole) llm__round_segment<true>(&w, &x, segment, lane, x_rounded, x_scales);
@@ -1927,7 +1935,8 @@ LLM_UNROLL
         x.stride = x.n; /* not rounded up */
     }
     uint4 inputs[x_depth ? 2 * x_depth : 1][N];
-    /* Offset of a lane's part in half a chunk. Past the last token: the first one's; not used. */
+    /* Offset of a lane's part in half a chunk. After the last token, it is that of the first token,
+     * whose extra sums are not used. */
     int own[N];
     const char *next_half = x.rounded + (int64_t)first * x.stride * 128;
 LLM_UNROLL
@@ -1957,7 +1966,7 @@ LLM_UNROLL
                         for (int r = 0; r < R; r++)
                             llm__multiply<Layout>(sums[r][i], a[r], weight_scales[r], inputs[slot][i], x_sums);
                     }
-                    if (x_depth && c + d + x_depth < end) /* this x has been used: load another */
+                    if (x_depth && c + d + x_depth < end) /* x has been used: load the next one */
                         llm__load_input<N>(inputs[slot], next_half, own);
                 }
                 if (c + d + depth < end) {
@@ -1976,7 +1985,7 @@ LLM_UNROLL
     /* Add the segments in order, 8 tokens at a time. */
 LLM_UNROLL
     for (int i = 0; i < N; i++) {
-        __syncthreads(); /* the previous 8 tokens have been read */
+        __syncthreads(); /* all threads have read the previous 8 tokens */
 LLM_UNROLL
         for (int r = 0; r < R; r++)
 LLM_UNROLL
@@ -2048,7 +2057,7 @@ static void llm__cuda_embed(llm__cuda *cuda, const llm_weight *table, float *out
  * Sums have the order of chapter [3]: `sums` holds the current segment, `totals` the earlier ones.
  * Bytes, at least: the weights and x once. They are read again, mostly from the L2 cache: x for
  * every 128 rows, weights for every 128 tokens. Hopper's larger matrix instructions (wgmma) are not
- * used: the same code serves every GPU from sm_80 on.
+ * used, so that the same code serves every GPU from sm_80 on.
  * ================================================================================== */
 
 template <class Layout, int Rows, int Tokens> struct llm__many_shape {
@@ -2060,13 +2069,13 @@ template <class Layout, int Rows, int Tokens> struct llm__many_shape {
     };
 };
 
-/* Where the next chunk is copied from. Past the last tile or token, a block copies the last one
+/* Where the next chunk is copied from. After the last tile or token, a block copies the last one
  * again; its results are not used. */
 struct llm__chunk_source {
-    const char *weights, *x;   /* of the block's first tile, of its first token */
+    const char *weights, *x;   /* addresses of the block's first tile and first token */
     int64_t tile_bytes;
-    int last_tile, last_token; /* counted from the block's first */
-    int stride;                /* of x: see llm__input */
+    int last_tile, last_token; /* numbers, counted from the block's first tile and token */
+    int stride;                /* stride of x: see llm__input */
 };
 
 /* Copy a chunk of the weight tiles and of x into a stage, 16 bytes per thread at a time. */
@@ -2112,13 +2121,13 @@ __global__ static void __launch_bounds__((llm__many_shape<Layout, Rows, Tokens>:
                               (int)(x.stride - 1 - first_token), x.stride};
     for (int c = 0; c < stages - 1; c++) {
         if (c < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + c * shape::stage_bytes, &from);
-        llm__cp_async_commit(); /* an empty group too: there is one group per chunk */
+        llm__cp_async_commit(); /* even if the group is empty, so that there is one per chunk */
     }
     float sums[2][N][4] = {}, totals[2][N][4] = {};
     int segment = 0, segment_end = llm__segment_chunk(&w, 1);
     for (int c = 0; c < w.n_chunks; c++) {
         llm__cp_async_wait<stages - 2>();
-        __syncthreads(); /* chunk c is there for all; the stage of chunk c - 1 is free */
+        __syncthreads(); /* all threads can read chunk c; the stage of chunk c - 1 is free */
         int next = c + stages - 1;
         if (next < w.n_chunks) llm__load_stage<Layout, Rows, Tokens>(shared + next % stages * shape::stage_bytes, &from);
         llm__cp_async_commit();
@@ -2149,7 +2158,7 @@ LLM_UNROLL
 LLM_UNROLL
         for (int i = 0; i < N; i++)
 LLM_UNROLL
-            for (int j = 0; j < 2; j++) { /* the two tokens of a lane */
+            for (int j = 0; j < 2; j++) { /* the lane's two tokens */
                 int64_t token = first_token + (across * N + i) * 8 + lane % 4 * 2 + j;
                 float scale = token < x.n ? x.scales[(int64_t)segment * x.n + token] : 0.0f;
 LLM_UNROLL
@@ -2206,9 +2215,10 @@ static void llm__launch_many(llm__cuda *cuda, const llm__products &p, const llm_
  * program may contain this file twice, for a GPU and emulated.) */
 __attribute__((weak)) int llm__pretended_processors = 0;
 
-/* Choose the fastest kernel, by n and the number of blocks per SM. All give the same sums. */
+/* Choose the fastest kernel from n and the number of blocks per SM. All kernels give the same
+ * sums. */
 template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const llm__products &p, const llm__input &x) {
-    constexpr int large = Layout::scaled ? 64 : 128; /* tokens; unpacking uses registers too */
+    constexpr int large = Layout::scaled ? 64 : 128; /* tokens; unpacking also needs registers */
     int64_t processors = llm__pretended_processors ? llm__pretended_processors : cuda->n_processors;
     if (!x.rounded) llm__launch_few<Layout, 1, 1, true>(cuda, p, x);
     else if (x.n <= 8 && llm__all_row_blocks(p, 2) < 4 * processors) llm__launch_few<Layout, 1, 1, false>(cuda, p, x);
@@ -2222,18 +2232,18 @@ template <class Layout> static void llm__launch_matmul(llm__cuda *cuda, const ll
     llm__cuda_launched(cuda, "matmul");
 }
 
-/* Reserve memory for rounded x. A matmul with more rows than fit is done in parts. */
+/* Reserve memory for rounded x. If the rows of a matmul do not fit, it is done in parts. */
 static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
     cuda->last.x = NULL;
     size_t rows = (size_t)cuda->largest.max_tokens + 7, chunks = (size_t)llm__ceil_div(cuda->largest.max_cols, LLM__CHUNK);
-    /* at least 8 rows of the wide x for f32 weights */
+    /* minimum: 8 rows of the wide x, for f32 weights */
     size_t wide = 8 * (chunks * 3 * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     size_t bytes = rows * (chunks * LLM__CHUNK * 2 + LLM__SEGMENTS * sizeof(float));
     return llm__cuda_scratch(cuda, &cuda->rounded, &cuda->rounded_bytes, bytes > wide ? bytes : wide,
                           "rounded activations (smaller steps need less)", err);
 }
 
-enum { LLM__ROUND_SHARED = 32 << 10 }; /* most bytes of x that a block rounds itself */
+enum { LLM__ROUND_SHARED = 32 << 10 }; /* most bytes of x that each block rounds itself */
 
 static bool llm__overlap(const float *a, int64_t n_a, const float *b, int64_t n_b) { return a < b + n_b && b < a + n_a; }
 
@@ -2264,7 +2274,7 @@ static void llm__cuda_matmul_part(llm__cuda *cuda, const float *x, const llm__pr
     last->launches = cuda->launches;
 }
 
-/* One product, or several of one x that prepare has grouped. */
+/* Compute one product, or several with the same x that llm__join has grouped. */
 static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p, int n) {
     const llm__packed *w = &p->each[0].w;
     if (n < 1 || w->rows < 1) return;
@@ -2292,10 +2302,11 @@ static void llm__cuda_matmuls(llm__cuda *cuda, const float *x, llm__products *p,
 /* =====================================================================================
  * [5] Attention, many queries of a sequence (prefill)
  *
- * A query's scores are its dot products with the keys of the positions it sees. Their softmax
- * weights the values. A block computes 64 rows (a row: the query of one head of one token) that
- * share a kv head, so each key and value it reads serves 64 rows. Blocks of the same sequence find
- * most keys and values in the L2 cache. So the limit is arithmetic.
+ * A query's scores are its dot products with the keys of the positions it sees. Its result is the
+ * sum of their values, weighted by the softmax of the scores. A block computes 64 rows (a row: the
+ * query of one head of one token) that share a kv head, so each key and value it reads serves 64
+ * rows. Blocks of the same sequence find most keys and values in the L2 cache. So the limit is
+ * arithmetic.
  *
  * ONLINE SOFTMAX (Milakov and Gimelshein 2018; Dao et al. 2022). The matrix of all scores is never
  * stored: keys arrive in tiles of 64 positions. Each row keeps its largest score so far, m; the sum
@@ -2326,7 +2337,7 @@ typedef struct llm__attention_arguments {
     int n_tokens, n_sequences;
     /* as in llm_attention_shape and llm_cache; block_size and window in positions */
     int n_heads, n_kv_heads, head_dim, block_size, window;
-    float scale;               /* factor of q.k */
+    float scale;               /* factor of the dot product of q and k */
     llm_type cache_type;       /* LLM_F16 or LLM_F32 */
     const char *keys, *values; /* device (n_blocks, n_kv_heads, block_size, head_dim): one layer */
     const float *q;            /* device (T, n_heads, head_dim) */
@@ -2417,21 +2428,22 @@ typedef struct llm__query_tile {
     int first_row, n_rows;
 } llm__query_tile;
 
-/* Tile number `tile` of all sequences with more than `above` and at most `most` rows. A warp takes
- * 32 sequences at a time: each lane counts the tiles of one, and a running sum those before it. */
+/* Find tile number `tile`, counted over all sequences with more than `above` and at most `most`
+ * rows. A warp takes 32 sequences at a time: each lane counts the tiles of one sequence, and a
+ * running sum over the lanes counts the tiles before it. */
 __device__ static inline llm__query_tile llm__find_tile(const llm__attention_arguments *a, int tile, int tile_rows, int above,
                                                         int most) {
     int lane = threadIdx.x % 32, group = a->n_heads / a->n_kv_heads;
     for (int first = 0; first < a->n_sequences; first += 32) {
         int rows = first + lane < a->n_sequences ? a->seq_count[first + lane] * group : 0;
         if (rows <= above || rows > most) rows = 0;
-        int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* first inclusive */
+        int tiles = (rows + tile_rows - 1) / tile_rows, before = tiles; /* inclusive at first */
         for (int other = 1; other < 32; other *= 2) {
             int sum = __shfl_up_sync(0xffffffffu, before, other);
             if (lane >= other) before += sum;
         }
         int all = __shfl_sync(0xffffffffu, before, 31);
-        before -= tiles; /* now exclusive */
+        before -= tiles; /* exclusive from here on */
         unsigned found = __ballot_sync(0xffffffffu, tile >= before && tile < before + tiles);
         if (found) {
             int owner = __ffs(found) - 1;
@@ -2445,7 +2457,8 @@ __device__ static inline llm__query_tile llm__find_tile(const llm__attention_arg
     return none;
 }
 
-/* The batch index of a row's token; then the offset of the row in q and in out. */
+/* The batch index of a row's token. The function after it gives the row's offset in q and in
+ * out. */
 __device__ static inline int llm__row_token(const llm__attention_arguments *a, int sequence, int row) {
     return a->seq_first[sequence] + row / (a->n_heads / a->n_kv_heads);
 }
@@ -2458,11 +2471,11 @@ __device__ static inline int llm__window_start(const llm__attention_arguments *a
 }
 
 typedef struct llm__softmax {
-    float m, l; /* of a row: the largest score x log2(e); the sum of 2^(score x log2(e) - m) */
+    float m, l; /* m: largest score x log2(e) of a row; l: sum of 2^(score x log2(e) - m) */
 } llm__softmax;
 
-/* Merge a part's m and l into the total. *a and *b are the factors of llm__merged for the sums so
- * far and for the part's. A part with m = -infinity (no position seen) changes nothing. */
+/* Merge a part's m and l into the total. *a and *b are the factors of llm__merged for the earlier
+ * sums and for the part's sums. A part with m = -infinity (no position seen) changes nothing. */
 __device__ static inline void llm__merge(llm__softmax *total, float m, float l, float *a, float *b) {
     float larger = fmaxf(total->m, m), base = larger == -INFINITY ? 0.0f : larger;
     *a = llm__exp2(total->m - base);
@@ -2493,8 +2506,9 @@ template <int T> __device__ __forceinline__ int llm__tile_offset(int position, i
     return ((d8 / 4 * T + position) * 4 + ((d8 % 4) ^ (position / 2 % 4))) * 16;
 }
 
-/* Start to copy a tile. rows[p]: cache row of its position p; -1: zeros. HD / 8 threads copy a row.
- * If HD / 8 divides Threads, a thread copies the same 8 dimensions in every iteration. */
+/* Start to copy a tile. rows[p]: index of the cache row of its position p; -1: zeros. HD / 8
+ * threads copy a row. If HD / 8 divides Threads, a thread copies the same 8 dimensions in every
+ * iteration. */
 template <int HD, int T, int Threads>
 __device__ __forceinline__ void llm__load_tile(const llm__attention_arguments &a, const int *rows, char *keys, char *values) {
     constexpr int pieces = HD / 8, step = Threads / pieces;
@@ -2536,7 +2550,8 @@ LLM_UNROLL
     }
 }
 
-/* Set the scores of positions that a row does not see to -infinity. position: rows g and g + 8. */
+/* Set the scores of positions that a row does not see to -infinity. position: of rows g and g +
+ * 8. */
 template <int T>
 __device__ __forceinline__ void llm__hide_unseen(float scores[T / 8][4], const llm__attention_arguments &a, const int position[2],
                                                  int tile_start, int lane) {
@@ -2669,7 +2684,7 @@ LLM_UNROLL
     float sums[D / 8][4] = {};
     llm__softmax now[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}}, total[2] = {{-INFINITY, 0.0f}, {-INFINITY, 0.0f}};
     int first_d = warp % C * D; /* this warp's first dimension of the result */
-    int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* of the warp's rows; -1: no rows */
+    int lowest = __shfl_sync(0xffffffffu, position[0], 0); /* lowest of the warp; -1: no rows */
     int window_start = llm__window_start(&a, last_position);
     for (int i = 0; i < n_tiles; i++) {
         int next = i + Stages - 1, slot = next % Stages, tile_start = start + i * T;
@@ -2702,7 +2717,7 @@ LLM_UNROLL
         for (int h = 0; h < 2; h++) {
             now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 1);
             now[h].l += __shfl_xor_sync(0xffffffffu, now[h].l, 2);
-            bool first = total[h].m == -INFINITY; /* `out` holds nothing yet */
+            bool first = total[h].m == -INFINITY; /* `out` is not written yet */
             float before, share;
             llm__merge(&total[h], now[h].m, now[h].l, &before, &share);
             float divide = last && !split ? 1.0f / total[h].l : 1.0f;
@@ -2745,7 +2760,7 @@ static void llm__launch_attention(llm__cuda *cuda, const llm__attention_argument
     llm__cuda_launched(cuda, "attention");
 }
 
-/* An upper bound: each sequence has at most one tile that is not full. */
+/* An upper bound of the number of tiles: each sequence has at most one tile that is not full. */
 static int64_t llm__most_tiles(const llm__cuda *cuda, const llm__attention_arguments *a, int rows) {
     int group = a->n_heads / a->n_kv_heads;
     return (int64_t)cuda->batch.n_tokens * group / rows + cuda->batch.n_sequences;
@@ -2805,7 +2820,8 @@ __global__ static void llm__merge_kernel(llm__attention_arguments a) {
     }
 }
 
-/* Allocate the parts of the largest decode step, up to 128 MB. Larger steps are not split. */
+/* Allocate memory for the parts of the largest decode step, up to 128 MB. Larger steps are not
+ * split. */
 static bool llm__attention_reserve(llm__cuda *cuda, llm_error *err) {
     const llm__largest *l = &cuda->largest;
     int64_t parts = llm__ceil_div(l->max_context, LLM__PART) + 1;
@@ -2821,7 +2837,7 @@ static void llm__split(llm__cuda *cuda, llm__attention_arguments *a) {
     const llm__device_batch *b = &cuda->batch;
     int64_t rows = (int64_t)b->max_count * (a->n_heads / a->n_kv_heads);
     int64_t seen = a->window && a->window + b->max_count < b->max_context ? a->window + b->max_count : b->max_context;
-    /* one more part for a window, which may begin inside a part */
+    /* one part more for a window, since it may begin inside a part */
     int64_t parts = llm__ceil_div(seen, LLM__PART) + (seen < b->max_context);
     a->max_rows = rows < LLM__FEW_ROWS ? (int)rows : LLM__FEW_ROWS;
     a->n_parts = (int)parts;
@@ -2881,7 +2897,7 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
     int64_t cache_rows = cache->n_blocks * cache->n_kv_heads * cache->block_size;
     bool plain = cuda->options.plain || shape->naive || cache->type != LLM_F16 || a.head_dim % 8 ||
                  a.head_dim > LLM__MMA_HEAD_DIM || cache_rows > INT32_MAX;
-    int64_t rows = (int64_t)b->max_count * (a.n_heads / a.n_kv_heads); /* at most, per sequence */
+    int64_t rows = (int64_t)b->max_count * (a.n_heads / a.n_kv_heads); /* most in a sequence */
     if (plain) {
         dim3 grid(a.n_heads, llm__grid(a.n_tokens, 65535));
         LLM_LAUNCH(llm__plain_attention_kernel, grid, dim3(128), (size_t)a.head_dim * sizeof(float), cuda->stream, a, a.n_tokens);
@@ -2902,9 +2918,9 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
  * 256 rows of logits of a vocabulary of 150000 are 150 MB: copying them to the CPU would take as
  * long as the rest of the step. So the device draws, and returns a token and its logprob.
  *
- * It draws the same token as chapter [3] of llm.h, which walks along a sorted list of tokens. The
- * filters and the draw only ask where the running sum over this list passes some t. For top-k the
- * sum counts tokens; for top-p and the draw it adds their likelihoods (their "mass").
+ * It draws the same token as chapter [3] of llm.h, which goes through a sorted list of tokens. The
+ * filters and the draw only need the place in this list where a running sum exceeds a value t. For
+ * top-k the sum counts tokens; for top-p and the draw it adds their likelihoods (their "mass").
  *
  * Histograms answer this without sorting ("radix select"). llm__sort_key makes a 32-bit key of each
  * logit. Sum the tokens by the first 11 bits of their keys, find the bin in which the running sum
@@ -2921,7 +2937,7 @@ static void llm__cuda_attention(llm__cuda *cuda, const llm_attention_shape *shap
 enum { LLM__DRAW_THREADS = 512, LLM__BINS = 2048 };
 
 typedef struct llm__tally {
-    unsigned long long mass, count; /* of some tokens: sum of likelihoods; number of tokens */
+    unsigned long long mass, count; /* sum of likelihoods; number of tokens */
 } llm__tally;
 
 /* A mass is kept as two 32-bit words. An atomic addition of 32 bits in shared memory is one
@@ -2942,9 +2958,9 @@ __device__ static inline void llm__bin_add(llm__histogram *h, int bin, unsigned 
 }
 
 typedef struct llm__draw_shared {
-    llm__histogram first, finer; /* by the top 11 key bits; by lower ones, within one bin */
+    llm__histogram first, finer; /* by the top 11 key bits; by lower bits, within one bin */
     llm__tally warps[32];        /* scratch, one per warp */
-    llm__tally found;            /* the sum before the bin that llm__find_bin found */
+    llm__tally found;            /* sum over the bins before the one that llm__find_bin found */
     float values[32];            /* scratch, one per warp */
     int ids[32];                 /* scratch, one per warp */
     int bin, id;                 /* results of llm__find_bin and llm__find_id */
@@ -2952,8 +2968,8 @@ typedef struct llm__draw_shared {
 
 /* Parameters of llm__device_likelihood, which equals llm__likelihood in llm.h bit for bit. */
 typedef struct llm__odds {
-    float most, temperature; /* the largest logit; the divisor of logits */
-    int bits;                /* the likelihood of the largest logit is 2^bits */
+    float most, temperature; /* largest logit; divisor of the logits */
+    int bits;                /* 2^bits is the likelihood of the largest logit */
 } llm__odds;
 
 __device__ static inline unsigned long long llm__device_likelihood(const llm__odds *odds, float logit) {
@@ -3008,7 +3024,7 @@ LLM_UNROLL
     }
 }
 
-/* The largest logit of a row and, in *id, the first token that has it; for all threads. */
+/* Return to all threads the largest logit of a row and, in *id, the first token that has it. */
 __device__ static inline float llm__block_best(const float *row, int n, llm__draw_shared *s, int *id) {
     float best = -INFINITY;
     int at = n;
@@ -3082,7 +3098,7 @@ __device__ static inline int llm__find_bin(llm__draw_shared *s, const llm__histo
     }
     for (int i = first; i < first + own; i++) {
         unsigned long long from = by_count ? before.count : before.mass, width = by_count ? h->count[i] : llm__bin_mass(h, i);
-        if (from <= t && t - from < width) { /* true for one bin at most */
+        if (from <= t && t - from < width) { /* true for at most one bin */
             s->found = before;
             s->bin = i;
         }
@@ -3125,11 +3141,12 @@ __device__ static inline bool llm__find(llm__draw_shared *s, const float *row, i
         before->count += s->found.count;
         *key |= (uint32_t)bin << shift;
     }
-    __syncthreads(); /* before s->found changes */
+    __syncthreads(); /* s->found may change only after all threads have read it */
     return true;
 }
 
-/* A term of the sum in llm__find_id: a token's likelihood; if `equals`, whether it has `key`. */
+/* A token's term in the sum of llm__find_id: its likelihood or, if `equals`, 1 if its key is
+ * `key`. */
 __device__ static inline unsigned long long llm__share(const llm__odds *odds, float logit, bool equals, uint32_t key) {
     logit = llm__clean(logit);
     return equals ? llm__sort_key(logit) == key : llm__device_likelihood(odds, logit);
@@ -3165,7 +3182,7 @@ __device__ static inline int llm__find_id(llm__draw_shared *s, const float *row,
     return s->id;
 }
 
-/* The mass of the tokens that the filters keep. s->first must be filled. */
+/* The mass of the tokens that pass all filters. s->first must be filled. */
 __device__ static inline unsigned long long llm__filtered_mass(llm__draw_shared *s, const float *row, int n, const llm__odds *odds,
                                                                const llm_sampling *p) {
     uint32_t key;
@@ -3218,9 +3235,10 @@ __device__ static inline int llm__draw_one(llm__draw_shared *s, const float *row
     return llm__find_id(s, row, n, &odds, (point - before.mass) / one, true, key);
 }
 
-/* Block b does draws starts[b] to starts[b + 1] - 1, from row rows[b]. The penalty is written into
- * the row and undone after the draw; `saved` (as long as `recent`) keeps the original logits. All
- * threads save before any writes, so a token that occurs twice is penalised once. */
+/* Block b makes the draws starts[b] to starts[b + 1] - 1, from row rows[b]. The penalty is written
+ * into the row and undone after the draw; `saved` (as long as `recent`) keeps the original logits.
+ * All threads save their logits before any thread writes, so a token that occurs twice is penalised
+ * once. */
 __global__ static void __launch_bounds__(LLM__DRAW_THREADS, 1)
     llm__sample_kernel(float *logits, int n, int bits, const llm__device_draw *draws, const int32_t *starts, const int32_t *rows,
                        const int32_t *recent, float *saved, int32_t *ids, float *logprobs) {
@@ -3326,17 +3344,17 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
 
 struct llm__graph {
     const llm_program *program;
-    llm__device_batch batch;    /* rounded sizes; pointers to the arrays */
-    int n_logits;               /* rows of the head, rounded up */
+    llm__device_batch batch;    /* sizes rounded up; pointers to the arrays */
+    int n_logits;               /* number of rows of the head, rounded up */
     cudaGraphExec_t exec;       /* NULL: not captured yet */
-    uint64_t last_use;          /* a value of llm__cuda.n_runs */
+    uint64_t last_use;          /* value of llm__cuda.n_runs at the last use */
 };
 
 typedef struct llm__run {       /* one call of llm__cuda_run */
     const llm_program *program;
     llm_part part;
-    int first;                  /* first row of the head: an index into logit_rows */
-    int n_tokens, n_logits;     /* rows of the body and of the head; rounded up for a graph */
+    int first;                  /* index in logit_rows of the first row of the head */
+    int n_tokens, n_logits;     /* rows of the body; rows of the head; rounded up for a graph */
 } llm__run;
 
 static float *llm__in(const llm__run *run, const llm_op *op, int index) {
@@ -3418,7 +3436,7 @@ static void llm__launch_part(llm__cuda *cuda, const llm__run *run) {
     const llm_program *p = run->program;
     const int *together = (const int *)p->plan;
     int end = run->part & LLM_HEAD ? p->n_ops : p->n_body;
-    cuda->last.x = NULL; /* a captured graph must not rely on an input rounded before it */
+    cuda->last.x = NULL; /* a graph must not depend on an input that was rounded before it */
     for (int i = run->part & LLM_BODY ? 0 : p->n_body; i < end; i += together[i]) {
         double start = p->seconds ? llm_seconds() : 0;
         llm__launch_op(cuda, run, &p->ops[i], together[i]);
@@ -3456,7 +3474,7 @@ static llm__graph *llm__graph_find(llm__cuda *cuda, const llm__run *run) {
     return NULL;
 }
 
-/* Record this shape; a full list drops the least recently used one. */
+/* Add this shape to the list; if the list is full, remove the least recently used one. */
 static void llm__graph_remember(llm__cuda *cuda, const llm__run *run) {
     if (!cuda->graphs && !(cuda->graphs = (llm__graph *)calloc(LLM__GRAPHS, sizeof *cuda->graphs)))
         return;
@@ -3551,7 +3569,7 @@ static bool llm__cuda_prepare(void *context, llm_program *program, const llm_lim
         }
         together[i] = op->kind == LLM_OP_MATMUL ? llm__join(cuda, program, i) : 1;
     }
-    llm__graphs_forget(cuda, NULL); /* they may use scratch memory that moves here */
+    llm__graphs_forget(cuda, NULL); /* graphs may use scratch memory that moves here */
     if (llm__cuda_reserve(cuda, &largest, err)) return true;
     llm__cuda_forget(cuda, program);
     return false;
@@ -3586,7 +3604,8 @@ static bool llm__cuda_run(void *context, const llm_program *program, llm_part pa
 
 static void llm__cuda_destroy(llm_backend *backend) {
     llm__cuda *cuda = (llm__cuda *)backend->context;
-    /* Creation failed. cudaSetDevice could now take hundreds of MB of the device for nothing. */
+    /* Creation failed. Do not call cudaSetDevice: it could allocate hundreds of MB on the
+     * device. */
     if (!cuda->stream) {
         free(cuda);
         return;
@@ -3637,7 +3656,7 @@ static bool llm__cuda_find(llm__cuda *cuda, llm_error *err) {
     cuda->device = cuda->options.device;
     cuda->n_processors = facts.multiProcessorCount;
     cuda->capability = 10 * facts.major + facts.minor;
-    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) /* CUDA 12.3: first in graphs */
+    if (cuda->capability < 90 || driver < 12030 || runtime < 12030) /* for graphs: CUDA 12.3 */
         cuda->options.overlap = false;
     cuda->shared_bytes = facts.sharedMemPerBlockOptin;
     if (cuda->capability < 80)

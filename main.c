@@ -1,8 +1,8 @@
 /* main.c - the `llm` command: a driver over the public calls of llm.h
  *
  * run, demo, info and tokenize are here, a section for each, and at the end the table of all
- * commands. What they share is in docs/cli.c; the other commands are in docs/ (chat, batch, lesson,
- * ladder), models/ (quantize, synth, perplexity) and tests/bench.c. */
+ * commands. The functions they share are in docs/cli.c; the other commands are in docs/ (chat,
+ * batch, lesson, ladder), models/ (quantize, synth, perplexity) and tests/bench.c. */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -13,7 +13,7 @@
 #include <fcntl.h>
 #include <unistd.h>
 
-/* Read ids between spaces or commas. False: there is something else. */
+/* Read token ids separated by spaces or commas. False: the data contains something else. */
 static bool parse_ids(const char *data, size_t length, int32_t **ids, int64_t *n) {
     text t = {0}; /* zero-terminated, for strtol */
     append(&t, data, length);
@@ -37,11 +37,11 @@ static bool parse_ids(const char *data, size_t length, int32_t **ids, int64_t *n
 }
 
 /* ---- llm run ----------------------------------------------------------------------------- */
-typedef struct figures { /* of a run */
-    double submitted, first, last; /* clock: submit, first token, last token */
-    uint64_t first_steps;          /* steps of the engine until the first token */
-    uint64_t decode_tokens;        /* tokens of the later steps */
-    double cache_bytes;            /* of keys and values that those read */
+typedef struct figures { /* measurements of a run */
+    double submitted, first, last; /* times of submission, first token, last token */
+    uint64_t first_steps;          /* number of engine steps until the first token */
+    uint64_t decode_tokens;        /* number of tokens that later steps generated */
+    double cache_bytes;            /* bytes of keys and values that later steps read */
 } figures;
 
 typedef struct run {
@@ -57,8 +57,8 @@ typedef struct run {
     int32_t *ids;
     llm_model *loaded, *draft;
     sample *samples;
-    int shown;  /* samples that have been shown completely; the next is shown as it is generated */
-    int opened; /* samples whose beginning has been shown */
+    int shown;  /* samples shown completely; the next is shown as it is generated */
+    int opened; /* samples shown at least in part */
     figures figures;
 } run;
 
@@ -101,7 +101,7 @@ static void run_show_sample(sample *s) {
     }
 }
 
-/* Print new text: of one sample as it is generated, and of the next one when it has ended. */
+/* Print new text: one sample as it is generated, then the next one. */
 static bool run_show(run *r) {
     for (; r->shown < r->request.n_samples; r->shown++) {
         sample *s = &r->samples[r->shown];
@@ -132,7 +132,7 @@ static void run_take(run *r, const llm_event *event, uint64_t steps) {
     }
 }
 
-/* Generate until all samples have ended, or the user stops it. */
+/* Generate until all samples have ended, or the user interrupts. */
 static bool run_generate(run *r, llm_engine *engine) {
     llm_error err;
     llm_event event;
@@ -158,7 +158,7 @@ static bool run_generate(run *r, llm_engine *engine) {
     return err.status == LLM_OK;
 }
 
-typedef struct speeds { /* computed from the figures; 0: unknown */
+typedef struct speeds { /* speeds computed from the figures; 0: unknown */
     int n_generated;
     double ttft, tokens_per_second, bytes_per_second, memory_bytes_per_second;
     llm_statistics statistics;
@@ -172,7 +172,7 @@ static speeds run_speeds(const run *r, llm_engine *engine) {
     if (f->decode_tokens == 0 || f->last <= f->first) return s;
     double seconds = f->last - f->first, steps = (double)(s.statistics.steps - f->first_steps);
     s.tokens_per_second = (double)f->decode_tokens / seconds;
-    if (r->draft) return s; /* its own passes and bytes are not counted */
+    if (r->draft) return s; /* passes and bytes of the draft are not counted */
     s.bytes_per_second =
         ((double)llm_model_step_bytes(r->loaded) * steps + f->cache_bytes) / seconds;
     if (!r->quiet) s.memory_bytes_per_second = engine_bandwidth(engine);
@@ -243,8 +243,8 @@ static void run_print_json(const run *r, const speeds *s) {
     put("}}\n");
 }
 
-/* The context: only as long as this request can become, so that a model with a long context needs
- * no huge cache. */
+/* Choose the context length: the longest that this request can become, so that a model with a long
+ * context needs no huge cache. */
 static int run_context(const run *r) {
     int64_t longest = llm_model_config(r->loaded)->context_length;
     int64_t wanted =
@@ -409,7 +409,7 @@ static int command_info(const command *self, int argc, char **argv) {
          "--program: also list what the device does in one stage"},
         {0, "all", NULL, FLAG, &in.view.all, 0, 0,
          "--program: list all layers, even if they are alike"},
-        THREADS_OPTION(in.engine.n_threads), /* for the program; the default device is the CPU */
+        THREADS_OPTION(in.engine.n_threads), /* for --program; the default device is the CPU */
     };
     int status = parse(self, options, COUNT(options), &argc, argv, 1);
     if (status != PARSED) return status;
@@ -471,7 +471,7 @@ static unsigned tokenize_flags(const tokenizing *t) {
            (t->special ? LLM_TOKENIZE_SPECIAL : 0);
 }
 
-/* Text in, ids out. */
+/* Print the ids of a text. */
 static bool tokenize_text(const tokenizing *t, const char *data, size_t length) {
     int32_t *ids;
     llm_error err;
@@ -488,7 +488,7 @@ static bool tokenize_text(const tokenizing *t, const char *data, size_t length) 
     return n >= 0;
 }
 
-/* Ids in, text out. */
+/* Print the text of a list of ids. */
 static bool tokenize_decode(const tokenizing *t, const char *data, size_t length) {
     llm_error err;
     int32_t *ids = NULL;
@@ -514,7 +514,8 @@ static bool tokenize_decode(const tokenizing *t, const char *data, size_t length
     return bytes >= 0;
 }
 
-/* Answer each line, a JSON value, with a line, at once: another program may wait for it. */
+/* Read JSON values, one per line. Print one line for each at once: another program may wait for
+ * it. */
 static bool tokenize_lines(const tokenizing *t) {
     char *line = NULL;
     size_t capacity = 0;
@@ -558,8 +559,8 @@ static bool tokenize_all(const tokenizing *t, int argc, char **argv) {
     return good;
 }
 
-/* The path of the vocabulary. In a folder it is tokenizer.json, which the engine reads with the
- * files beside it, so the weights may be missing or of an unsupported type. */
+/* The path of the vocabulary. For a folder, it is that of tokenizer.json, which the engine reads
+ * with the files beside it, so the weights may be missing or of an unsupported type. */
 static char *vocabulary_path(const char *given) {
     static const char name[] = "/tokenizer.json";
     char *path = model_path(given);
@@ -680,7 +681,7 @@ static int dispatch(int argc, char **argv) {
 }
 
 int main(int argc, char **argv) {
-    int descriptor; /* if stdin, stdout or stderr is closed, none of our files may get its number */
+    int descriptor; /* open closed standard streams, so that no other file gets their number */
     while ((descriptor = open("/dev/null", O_RDONLY)) >= 0 && descriptor <= STDERR_FILENO) continue;
     if (descriptor > STDERR_FILENO) close(descriptor);
     if (argc > 0) program_path = argv[0];

@@ -1,11 +1,11 @@
-/* 01-memory.c - llm lesson memory: what takes memory, and how much. Described in 01-memory.md. */
+/* 01-memory.c - llm lesson memory: what uses memory, and how much. Described in 01-memory.md. */
 #include "lesson.h"
 #include "../models/tools.h"
 #include "../models/quantize.h"
 
 enum { MEMORY_TYPES = 64 };
 
-/* The number of weights of a shape: those of its matrices, and the few of its norms. */
+/* The number of weights of a shape: in its matrices, and the few in its norms. */
 static double shape_weights(const shape *s) {
     double head_dim = s->head_dim ? s->head_dim : s->dim / s->heads, q = s->heads * head_dim,
            kv = s->kv_heads * head_dim;
@@ -19,8 +19,8 @@ static double bytes_per_value(llm_type type) {
 }
 
 /* Bytes of the weights in q4_0 as `llm quantize` writes them: 8 bits for the token table and the
- * output matrix, 32 for norms. step: only what a step reads, which leaves out a token table that is
- * not also the output matrix (one row of it is read). */
+ * output matrix, 32 for norms. step: only the bytes that a step reads. A step reads one row of the
+ * token table, which is left out unless the table is also the output matrix. */
 static double shape_bytes(const shape *s, bool step) {
     double table = (double)s->vocab * s->dim, tables = s->tied ? 1 : 2,
            norms = (2.0 * s->layers + 1) * s->dim;
@@ -42,7 +42,7 @@ static shape shape_of(const llm_config *c) {
                    c->head_dim,   c->rope_base,  c->tied_output};
 }
 
-/* The weights of the file, by type. */
+/* Show the weights of the file by type. */
 static void memory_types(const lesson *l) {
     static const column columns[] = {{"type", "type", "%s"},
                                      {"tensors", "tensors", "%.0f"},
@@ -69,8 +69,8 @@ static void memory_types(const lesson *l) {
     show_table(l, &t, "weights");
 }
 
-/* How the cache depends on the number of kv heads. Latent attention (DeepSeek-V2) keeps
- * 4.5 x head_dim numbers per token and layer, for any number of heads. */
+/* Show how the cache depends on the number of kv heads. Latent attention (DeepSeek-V2) keeps 4.5 x
+ * head_dim numbers per token and layer, for any number of heads. */
 static void memory_heads(lesson *l, const shape *s) {
     static const column columns[] = {{"form", "form", "%s"},
                                      {"kv_heads", "kv heads", "%.0f"},
@@ -95,8 +95,8 @@ static void memory_heads(lesson *l, const shape *s) {
     show_plot(l, &p);
 }
 
-/* The activations of a step: the engine's arena, which holds the program's buffers in f32 (llm info
- * --program lists them). */
+/* Show the size of a step's activations: the engine's arena, which holds the program's buffers in
+ * f32 (llm info --program lists them). */
 static bool memory_activations(lesson *l) {
     llm_engine_options options = l->engine;
     options.cache_bytes = 0;
@@ -113,7 +113,8 @@ static bool memory_activations(lesson *l) {
     return true;
 }
 
-/* Well-known shapes in f16 and q4_0: tokens of cache that fit, the speed limit and the price. */
+/* Show well-known shapes in f16 and q4_0: tokens of cache that fit, the speed limit and the
+ * price. */
 static void memory_shapes(lesson *l, const shape *mine, double card, double bandwidth,
                           double price) {
     static const column columns[] = {{"shape", "shape", "%s"},

@@ -4,8 +4,8 @@
 #include "program.h"
 #include "../tests/bench.h"
 
-/* Bytes per second at which all threads together read a buffer of this size, repeatedly. If the
- * buffer fits in a cache, this is the cache's speed. */
+/* Measure the speed, in bytes per second, at which all threads together read a buffer of this size
+ * repeatedly. If the buffer fits in a cache, this is the speed of the cache. */
 static double read_speed(size_t bytes, int threads) {
     size_t part = bytes / sizeof(uint64_t) / (size_t)threads / 8 * 8, n = part * (size_t)threads;
     uint64_t *buffer = resize(NULL, n * sizeof *buffer), used = 0;
@@ -34,8 +34,8 @@ static double read_speed(size_t bytes, int threads) {
     return best;
 }
 
-/* Bandwidth of a GPU's memory, in bytes per second: SwiGLU over arrays larger than any cache reads
- * two of them and writes one. */
+/* Measure the bandwidth of a GPU's memory, in bytes per second: SwiGLU over arrays larger than any
+ * cache reads two of them and writes one. */
 static double device_memory_speed(llm_backend *b) {
     llm_error err;
     const int64_t n = 1 << 26;
@@ -76,8 +76,9 @@ bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof) {
     return roof->peak > 0;
 }
 
-/* Operations and bytes of a step with n tokens of each sequence, the last one at position end - 1:
- * the sums over the program's operations. Activations do not count: they stay in a cache. */
+/* Count the operations and bytes of a step with n tokens of each sequence, the last one at position
+ * end - 1, as sums over the program's operations. Activations do not count, since they stay in a
+ * cache. */
 static void roofline_count(llm_engine *engine, int n, int end, int sequences, double *operations,
                            double *bytes) {
     const llm_program *p = llm_engine_program(engine, false);
@@ -95,12 +96,12 @@ static void roofline_count(llm_engine *engine, int n, int end, int sequences, do
 
 typedef struct roofline_row {
     bool prefill;
-    double tokens; /* in a step */
-    double operations, bytes; /* of a step */
-    double measured; /* tokens per second */
+    double tokens; /* number of tokens in a step */
+    double operations, bytes; /* operations of a step; bytes it reads */
+    double measured; /* measured speed in tokens per second */
 } roofline_row;
 
-enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* of each sequence that decodes */
+enum { ROOFLINE_PROMPT = 32, ROOFLINE_GENERATE = 32 }; /* tokens of each sequence that decodes */
 
 static bool roofline_decode(llm_engine *engine, int sequences, roofline_row *row) {
     double seconds, rates[3];

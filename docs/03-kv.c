@@ -48,7 +48,7 @@ static bool kv_with(llm_engine *engine, const int32_t *prompt, int n_prompt, int
 
 static bool kv_measure(lesson *l, int n_prompt, int n, kv_run *without, kv_run *with) {
     l->engine.max_sequences = 1;
-    l->engine.prefix_cache = false; /* it would reuse the last request's blocks */
+    l->engine.prefix_cache = false; /* the prefix cache would reuse the last request's blocks */
     int32_t *prompt = lesson_tokens(l, 0, n_prompt);
     llm_engine *engine = prompt ? lesson_engine(l->loaded, &l->engine) : NULL;
     kv_run warm = new_kv_run(n);

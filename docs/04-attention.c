@@ -8,17 +8,17 @@
  * compiled for every processor) and compares the results. */
 #include "lesson.h"
 
-typedef struct attention_look { /* what to capture, and what was captured */
-    int layer, head; /* the layer, and the query head in it */
-    bool seen;       /* captured */
+typedef struct attention_look { /* what to capture, and the captured data */
+    int layer, head; /* index of the layer; index of the query head in it */
+    bool seen;       /* whether the attention was captured */
     bool failed;
-    int n; /* positions that the last token attends to */
+    int n; /* number of positions that the last token attends to */
     int head_dim;
-    float scale; /* multiplies the scores */
+    float scale; /* factor of the scores */
     float *q;             /* (head_dim) */
     float *keys, *values; /* (n, head_dim) */
-    float *tiled, *naive; /* (head_dim) the output of the engine's two forms */
-    double tiled_seconds, naive_seconds; /* for all heads and tokens */
+    float *tiled, *naive; /* (head_dim) outputs of the engine's two forms */
+    double tiled_seconds, naive_seconds; /* times for all heads and tokens */
 } attention_look;
 
 static struct { /* state of attention_run, which gets only the device's context */
@@ -26,7 +26,7 @@ static struct { /* state of attention_run, which gets only the device's context 
     attention_look *look;
 } attention_spy;
 
-/* Download memory of the device. */
+/* Copy `bytes` of device memory to a new buffer. */
 static void *attention_download(const void *from, size_t bytes) {
     llm_error err;
     const llm_backend *b = attention_spy.device;
@@ -40,7 +40,7 @@ static float *attention_floats(const float *from, int n) {
     return attention_download(from, (size_t)n * sizeof *from);
 }
 
-/* Keys or values (n, head_dim) of one kv head, from the blocks of the cache, as floats. */
+/* Copy the keys or values (n, head_dim) of one kv head from the cache blocks, as floats. */
 static float *attention_rows(const llm_batch *batch, const llm_cache *cache, const void *side,
                              int layer, int kv_head, int n) {
     int head_dim = cache->head_dim;
@@ -62,8 +62,8 @@ static float *attention_rows(const llm_batch *batch, const llm_cache *cache, con
     return rows;
 }
 
-/* Run n operations, from index `first`, as a program of their own. Returns the seconds, or -1 if it
- * failed. */
+/* Run n operations, from index `first` on, as a separate program. Returns the seconds, or -1 if the
+ * run failed. */
 static double attention_part(const llm_program *whole, int first, int n, const llm_batch *batch) {
     const llm_backend *b = attention_spy.device;
     llm_error err;
@@ -109,7 +109,7 @@ static void attention_capture(attention_look *look, const llm_program *program, 
     look->values = attention_rows(batch, cache, cache->values, look->layer, kv_head, look->n);
 }
 
-/* llm_backend.run of the copy */
+/* The function `run` of the copied backend. */
 static bool attention_run(void *context, const llm_program *program, llm_part part,
                           const llm_batch *batch, int first, int n, llm_error *err) {
     attention_look *look = attention_spy.look;
@@ -125,7 +125,7 @@ static double largest_difference(const float *a, const double *b, int n) {
     return worst;
 }
 
-/* The textbook form in double precision: weights (n) and out (head_dim). */
+/* Compute the textbook form in double precision: weights (n) and out (head_dim). */
 static void attention_exact(const attention_look *a, double *weights, double *out) {
     double largest = -INFINITY, total = 0;
     for (int p = 0; p < a->n; p++) {
@@ -143,8 +143,9 @@ static void attention_exact(const attention_look *a, double *weights, double *ou
     }
 }
 
-/* Tile by tile: the largest score m, the sum l and the weighted values so far, which are scaled
- * down when m grows. Returns the difference of the result from `exact` (head_dim). */
+/* Compute the attention tile by tile: keep the largest score m, the sum l and the weighted values
+ * so far, which are scaled down when m grows. Returns the difference of the result from `exact`
+ * (head_dim). */
 static double attention_walk(lesson *l, const attention_look *a, const double *exact) {
     static const column columns[] = {{"tile", "tile", "%.0f"},
                                      {"first", "first", "%.0f"},
@@ -183,8 +184,8 @@ static double attention_walk(lesson *l, const attention_look *a, const double *e
     return distance;
 }
 
-/* For each form, in one layer and for a prompt of n tokens: the bytes of keys and values it reads,
- * and of the scores it holds at a time. */
+/* Show, for each form, one layer and a prompt of n tokens: the bytes of keys and values that the
+ * form reads, and the bytes of scores that it holds at a time. */
 static void attention_bytes(lesson *l, const attention_look *a) {
     static const column columns[] = {{"form", "form", "%s"},
                                      {"kv_bytes", "k, v bytes read", "%.0f"},
@@ -265,7 +266,7 @@ static int lesson_attention(const command *self, int argc, char **argv) {
     if (look.layer >= c->n_layers || look.head >= c->n_heads)
         good = !fail("layer %d, head %d: this model has layers 0 to %d, heads 0 to %d", look.layer,
                      look.head, c->n_layers - 1, c->n_heads - 1);
-    chosen.gpu.graphs = false; /* the lesson runs operations of its own during a step */
+    chosen.gpu.graphs = false; /* the lesson runs extra operations during a step */
     llm_backend *device = good ? lesson_device(&l) : NULL;
     good = device != NULL;
     llm_backend spy = {0};

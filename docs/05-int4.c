@@ -11,15 +11,15 @@
 #include <errno.h>
 #include <unistd.h>
 
-enum { INT4_GROUP = 32, INT4_BYTES = 18 }; /* of a block of q4_0 */
+enum { INT4_GROUP = 32, INT4_BYTES = 18 }; /* q4_0: values and bytes of a block */
 
 typedef struct int4 {
     const char *tensor_name; /* --tensor, or default_name */
     char default_name[48];
-    int group; /* of 32 weights, from 0 */
+    int group; /* index of the group of 32 weights */
     int bytes_of_text;
     const llm_tensor *tensor;
-    float *values; /* (n) of the tensor */
+    float *values; /* (n) values of the tensor */
     int64_t n;
 } int4;
 
@@ -46,7 +46,7 @@ static bool int4_find(const lesson *l, int4 *x) {
     return true;
 }
 
-/* One group of q4_0: a scale and 32 4-bit numbers. Value i is in the low half of byte i, value
+/* Show one group of q4_0: a scale and 32 4-bit numbers. Value i is in the low half of byte i, value
  * i + 16 in the high half. */
 static void int4_group(lesson *l, const int4 *x) {
     static const column columns[] = {{"byte", "byte", "%.0f"},
@@ -80,7 +80,7 @@ static void int4_group(lesson *l, const int4 *x) {
     fact(l, "worst", worst);
 }
 
-/* How often each of the 16 numbers occurs in the whole tensor. */
+/* Show how often each of the 16 numbers occurs in the whole tensor. */
 static void int4_histogram(lesson *l, const int4 *x) {
     const llm_type_info *type = llm_type_find(LLM_Q4_0);
     double counts[16] = {0};
@@ -108,8 +108,8 @@ static void int4_histogram(lesson *l, const int4 *x) {
     show_plot(l, &p);
 }
 
-/* The root mean square error of a type, relative to that of the weights. NAN: the rows of this
- * tensor are not whole blocks of the type. */
+/* The root mean square error of a type, relative to the root mean square of the weights. NAN: the
+ * rows of this tensor are not whole blocks of the type. */
 static double int4_error(const int4 *x, const llm_type_info *type) {
     int64_t row = (int64_t)x->tensor->dims[0];
     if (row % type->block_values) return NAN;
@@ -179,7 +179,7 @@ llm_model *quantized_model(const char *path, llm_type type) {
 }
 
 static bool int4_decode_rate(lesson *l, const llm_model *model, double *rate) {
-    if (chosen.device == DEVICE_EMULATED) return true; /* it has no speed to measure */
+    if (chosen.device == DEVICE_EMULATED) return true; /* the emulated device has no speed */
     llm_engine_options options = l->engine;
     options.max_sequences = 1;
     options.prefix_cache = false;

@@ -11,7 +11,8 @@ static double token_operations(const llm_model *model, double positions, bool lo
     return 2 * (c->n_layers * layer + (logits ? (double)c->vocab_size * c->dim : 0));
 }
 
-/* Operations of a prompt: a token attends to half of it on average; only the last has logits. */
+/* Operations of a prompt. A token attends to half of the prompt on average; only the last token has
+ * logits. */
 static double prompt_operations(const llm_model *model, double n) {
     const llm_config *c = llm_model_config(model);
     return n * token_operations(model, n / 2, false) + 2.0 * c->vocab_size * c->dim;

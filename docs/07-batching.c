@@ -9,7 +9,7 @@
 #include "../tests/bench.h"
 
 typedef struct batching {
-    int slots, n;      /* of the batch; requests */
+    int slots, n;      /* number of batch slots; number of requests */
     int prompt, gap;   /* tokens per prompt; ticks between arrivals */
     int_range lengths; /* tokens per answer */
     float window;      /* seconds: see groups.h */
@@ -18,28 +18,28 @@ typedef struct batching {
 typedef struct batching_task {
     task task;
     member member;
-    uint64_t id;              /* of the request in the trace; 0: not in the engine yet */
-    int slot;                 /* of the batch; -1: none */
+    uint64_t id;              /* id of the request in the trace; 0: not in the engine yet */
+    int slot;                 /* index of the batch slot; -1: none */
     int arrived, first, last; /* ticks of arrival, first and last token; -1: not yet */
 } batching_task;
 
 typedef struct batching_result {
     plot map;
-    table trace; /* per tick: running, waiting, padding */
+    table trace; /* a row per tick: running, waiting, padding */
     int ticks;
     int idle_while_waiting; /* slots without useful work while a request waits, over all ticks */
     int padding;            /* tokens computed for ended requests */
     double tokens, seconds;
     double mean_wait, mean_latency, worst_latency; /* ticks */
-    uint64_t hash;                                 /* of all tokens */
+    uint64_t hash;                                 /* hash of all tokens */
 } batching_result;
 
 typedef struct batching_watch { /* what batching_trace reads and updates */
     const batching *b;
     batching_task *tasks;
     batching_result *result;
-    int entered;          /* requests submitted */
-    int running, padding; /* sequences of this tick */
+    int entered;          /* number of requests submitted */
+    int running, padding; /* numbers of sequences in this tick */
 } batching_watch;
 
 /* The first batch slot without a task. */
@@ -52,7 +52,7 @@ static int free_slot(const batching_task *tasks, int n, int slots) {
     return slots - 1;
 }
 
-/* Note which requests enter, compute tokens and leave. */
+/* Record which requests enter, compute tokens and leave. */
 static void batching_trace(void *user, const llm_trace_event *e) {
     batching_watch *w = user;
     const batching *b = w->b;

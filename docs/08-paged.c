@@ -1,7 +1,7 @@
 /* 08-paged.c - llm lesson paged: the owner of each cache block, step by step. See 08-paged.md.
  *
- * Four requests come and go. One asks for three samples: a fork, whose samples share the prompt's
- * blocks until they write to them. One begins with the same tokens as another, and finds them in
+ * Four requests arrive and end. One asks for three samples, which share the blocks of the prompt
+ * until they write to them. One begins with the same tokens as another, and finds them in
  * the prefix cache. The engine's trace reports each block that a sequence takes, shares, copies and
  * releases. From these events the lesson keeps block tables of its own, and draws them after each
  * step. */
@@ -12,9 +12,9 @@ enum { PAGED_SHARED = PAGED_OWNERS, PAGED_KEPT }; /* series of the map after the
 
 static const struct paged_plan {
     const char *what;
-    int step;            /* of its arrival */
-    int first, prompt;   /* the prompt is this part of the bundled text */
-    int samples, tokens; /* tokens per sample */
+    int step;            /* step of its arrival */
+    int first, prompt;   /* first token and length of the prompt in the bundled text */
+    int samples, tokens; /* number of samples; tokens per sample */
 } paged_plan[PAGED_REQUESTS] = {{"A: alone", 0, 0, 20, 1, 30},
                                 {"B: three samples of one prompt", 6, 2000, 21, 3, 14},
                                 {"C: same beginning as A", 14, 0, 26, 1, 22},
@@ -22,17 +22,17 @@ static const struct paged_plan {
 
 /* The block tables according to the trace. Owners are numbered A, B1, B2, B3, C, D. */
 typedef struct paged_state {
-    uint64_t requests[PAGED_REQUESTS]; /* (n_requests) ids, in order of arrival */
+    uint64_t requests[PAGED_REQUESTS]; /* (n_requests) ids of the requests, in order of arrival */
     int n_requests;
     llm_state states[PAGED_OWNERS];
-    int32_t tables[PAGED_OWNERS][PAGED_BLOCKS]; /* (lengths) blocks */
+    int32_t tables[PAGED_OWNERS][PAGED_BLOCKS]; /* (lengths[i]) block numbers of each owner */
     int lengths[PAGED_OWNERS];
-    int references[PAGED_BLOCKS]; /* tables that list the block */
-    bool kept[PAGED_BLOCKS];      /* the prefix cache can find its content */
+    int references[PAGED_BLOCKS]; /* number of tables that list each block */
+    bool kept[PAGED_BLOCKS];      /* whether the prefix cache can find the content of each block */
     int copies;
 } paged_state;
 
-/* The owner that an event is about; -1: none. */
+/* The owner that an event refers to; -1: none. */
 static int paged_owner(const paged_state *p, const llm_trace_event *e) {
     int i = 0;
     while (i < p->n_requests && p->requests[i] != e->request) i++;
@@ -84,10 +84,10 @@ static void paged_trace(void *user, const llm_trace_event *e) {
     }
 }
 
-typedef struct paged_counts {   /* after a step */
-    int used, shared, kept;     /* blocks */
-    int sequences;              /* that have started and not ended */
-    double references, entries; /* sums over all blocks; over all tables */
+typedef struct paged_counts {   /* counts after a step */
+    int used, shared, kept;     /* numbers of blocks */
+    int sequences;              /* number of sequences that have started and not ended */
+    double references, entries; /* sum over all blocks; sum over all tables */
 } paged_counts;
 
 /* Count the blocks, and draw each block's owner in the map. */
@@ -131,8 +131,8 @@ typedef struct paged_run { /* the result of all steps */
     paged_state state;
     table steps;
     plot map, slots;
-    double waste_paged, waste_contiguous; /* shares of slots without a token, added up over steps */
-    int counted;                          /* steps with blocks in use */
+    double waste_paged, waste_contiguous; /* share of slots without a token, added up over steps */
+    int counted;                          /* number of steps with blocks in use */
     int hits;                             /* prompt tokens found in the prefix cache */
 } paged_run;
 

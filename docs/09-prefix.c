@@ -9,11 +9,11 @@ typedef struct prefix_run {
     double *ttft;        /* (n) seconds to the first token */
     double *hits;        /* (n) prompt tokens found in the prefix cache */
     int32_t *tokens;     /* (n, n_tokens) */
-    double shared, used; /* all at once, at the peak: blocks in several tables; in use */
+    double shared, used; /* blocks in several tables, blocks in use, at the peak */
     double separate;     /* blocks that would be in use if none were shared */
 } prefix_run;
 
-/* Run the tasks one after another, then all at once. cache: with the prefix cache. */
+/* Run the tasks one after another, then all at once. cache: use the prefix cache. */
 static bool prefix_measure(lesson *l, task *tasks, int n, int n_tokens, bool cache,
                            prefix_run *out) {
     l->engine.prefix_cache = cache;

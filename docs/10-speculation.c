@@ -1,9 +1,9 @@
 /* 10-speculation.c - llm lesson speculation: proposals, accepted and rejected.
  * See 10-speculation.md.
  *
- * The lesson reads the proposals at the seam: a copy of the backend's table of functions, with
- * another `run`, sees each batch before it is computed. In a step with one sequence, the last batch
- * is the target's: the last known token, then the proposals. */
+ * The lesson reads the proposals with a copy of the backend's table of functions, in which another
+ * `run` receives each batch before it is computed. In a step with one sequence, the last batch is
+ * the target's: the last known token, then the proposals. */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -13,9 +13,9 @@
 
 enum { MOST_DEPTH = 16 };
 
-static struct { /* global, since `run` has no argument for it */
+static struct { /* global, since `run` has no argument for user data */
     const llm_backend *device;
-    int32_t tokens[MOST_PROPOSALS + 1]; /* (n) of the last batch */
+    int32_t tokens[MOST_PROPOSALS + 1]; /* (n) tokens of the last batch */
     int n;
 } speculation_spy;
 
@@ -30,12 +30,12 @@ typedef struct speculating {
     const char *draft_path; /* NULL: not given */
     llm_model *draft;       /* NULL: none */
     bool lookup;
-    int depth, most;      /* proposals per step: in the printed text; the most to measure */
-    int n, texts, prompt; /* tokens per text; texts to measure; tokens per prompt */
+    int depth, most;      /* proposals per step: in the printed text; largest number measured */
+    int n, texts, prompt; /* tokens per text; number of texts; tokens per prompt */
 } speculating;
 
-/* Print a piece of text, on a new line if this one is full. before, after: brackets, used where
- * there are no colours. */
+/* Print a piece of text, on a new line if it does not fit on this one. before, after: brackets,
+ * used if there are no colours. */
 static void put_piece(const char *text, const char *colour, const char *before, const char *after,
                       int *at) {
     bool coloured = in_colour(STDOUT_FILENO);
@@ -48,7 +48,8 @@ static void put_piece(const char *text, const char *colour, const char *before, 
     put_text(coloured ? "\033[0m" : after);
 }
 
-/* The text of a token with '?' for each byte that is not ASCII, so that a byte is a column. */
+/* The text of a token, with '?' for each byte that is not ASCII, so that each byte takes one
+ * column. */
 static const char *plain_text(const llm_tokenizer *t, int32_t id, char *out, size_t size) {
     token_text(t, id, out, size);
     for (char *c = out; *c; c++)
@@ -124,7 +125,7 @@ static bool speculation_stream(lesson *l, const speculating *s) {
 }
 
 typedef struct speculation_row {
-    double seconds, after_first; /* after the first token of each text; tokens in this time */
+    double seconds, after_first; /* seconds after the first token of each text; tokens in them */
     double tokens, steps, proposed, accepted;
     double proposed_at[MOST_DEPTH], accepted_at[MOST_DEPTH];
     uint64_t hash;
@@ -138,7 +139,7 @@ static bool speculation_measure(lesson *l, const speculating *s, int depth, spec
     llm_engine *engine = lesson_engine(l->loaded, &options);
     bool good = engine != NULL;
     *row = (speculation_row){0};
-    for (int i = -1; i < s->texts && good; i++) { /* the first one warms up */
+    for (int i = -1; i < s->texts && good; i++) { /* text -1 warms up */
         int32_t *prompt = lesson_tokens(l, 1500 * (i + 1), s->prompt);
         task t = new_task(prompt, s->prompt, s->n);
         t.request.speculate = depth;

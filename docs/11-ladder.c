@@ -3,9 +3,9 @@
  *
  * Every rung runs two workloads: one request alone, and many at once that begin with the same
  * instruction and have answers of different lengths. All are greedy, so each rung must give the
- * tokens of the rung before. (int4 is another model: the table shows bits per byte instead.) The
- * cache has the same few bytes on all rungs: contiguous, it holds a few whole contexts; paged, as
- * many sequences as fit. */
+ * same tokens as the rung before. (int4 is another model: the table shows bits per byte instead.)
+ * The cache has the same small size on all rungs. A contiguous cache holds a few whole contexts; a
+ * paged cache holds as many sequences as fit. */
 #include "lesson.h"
 #include "groups.h"
 #include "../models/tools.h"
@@ -16,27 +16,27 @@ typedef struct rung {
     const char *name;
     bool no_cache, naive, int4, prefix, draft, paged;
     llm_isa isa;
-    int threads;                      /* 0: all */
-    int sequences;                    /* at the same time; 0: as many as fit into the cache */
+    int threads;                      /* number of threads; 0: all */
+    int sequences;                    /* most at a time; 0: as many as fit into the cache */
     bool groups;                      /* static batching */
-    int many;                         /* how many of the many requests run; slow rungs run fewer */
-    bool tiled, fused, split, graphs; /* on a GPU: see llm_gpu_options; tiled: not `plain` */
+    int many;                         /* requests of the second workload; fewer on slow rungs */
+    bool tiled, fused, split, graphs; /* GPU options, see llm_gpu_options; tiled: not `plain` */
 } rung;
 
 typedef struct ladder {
-    int n, context;                  /* output tokens of the one request; longest sequence */
-    int requests, shared;            /* number of the many; tokens that their prompts begin with */
-    llm_model *f16, *int4, *draft;   /* weights in f16; the same in int4 */
+    int n, context;                  /* output tokens of the single request; longest sequence */
+    int requests, shared;            /* requests at once; tokens that their prompts share */
+    llm_model *f16, *int4, *draft;   /* model in f16; the same in int4; draft */
     task one, many[LADDER_REQUESTS]; /* the workloads */
     double cache_bytes;
     bool gpu;
 } ladder;
 
 typedef struct rung_result {
-    double one, many;                  /* tokens per second */
+    double one, many;                  /* speeds of the workloads in tokens per second */
     double memory, bits;               /* bytes; bits per byte, 0: not measured */
-    int32_t *one_tokens, *many_tokens; /* (n), (n_many) */
-    int n_many;                        /* tokens of all of the many requests */
+    int32_t *one_tokens, *many_tokens; /* (n), (n_many) generated tokens */
+    int n_many;                        /* number of tokens of all requests of the second workload */
 } rung_result;
 
 /* Run the tasks in static groups: see lesson batching. */
@@ -57,7 +57,7 @@ static bool ladder_groups(llm_engine *engine, task *tasks, int n) {
 }
 
 /* Run the tasks and measure their tokens per second together, prompts included. Without a cache,
- * every token is a request of its own: see lesson kv. */
+ * every token is a separate request: see lesson kv. */
 static bool ladder_work(llm_engine *engine, task *tasks, int n, const rung *r, double *rate) {
     double start = llm_seconds(), tokens = 0;
     bool good = true, no_cache = r->no_cache;
@@ -91,7 +91,7 @@ static llm_engine_options ladder_options(const ladder *x, const rung *r, llm_bac
     return o;
 }
 
-/* The CPU or the chosen GPU, with the switches of the rung. */
+/* Create the backend, CPU or chosen GPU, with the switches of the rung. */
 static llm_backend *ladder_device(const lesson *l, const ladder *x, const rung *r) {
     llm_error err;
     llm_backend *device = NULL;
@@ -148,7 +148,7 @@ static bool ladder_rung(lesson *l, ladder *x, const rung *r, rung_result *out) {
     return good;
 }
 
-/* The last column: are the tokens those of the rung before, as far as both ran? */
+/* The last column: are the tokens the same as on the rung before, as far as both ran? */
 static const char *ladder_check(const ladder *x, const rung_result *a, const rung_result *b,
                                 char *out, size_t size) {
     if (!b) return "";
@@ -205,7 +205,7 @@ static void ladder_show(lesson *l, const ladder *x, const rung *rungs, const run
     show_plot(l, &p);
 }
 
-/* The model (f16, or that of -m), the same in int4, and the draft of the bundled model. */
+/* Load the model (f16, or that of -m), the same in int4, and the draft of the bundled model. */
 static bool ladder_models(lesson *l, ladder *x) {
     llm_error err;
     x->f16 = l->loaded;
@@ -269,8 +269,8 @@ static const rung ladder_gpu[] = {
     {"+ speculation", LADDER_GPU_INT4, .paged = true, .prefix = true, .draft = true},
 };
 
-/* Run each rung three times and keep the best, since the machine has other work, too. Measure the
- * bits per byte before and after the change to int4. */
+/* Run each rung three times and keep the best result, since other programs use the machine too.
+ * Measure the bits per byte before and after the change to int4. */
 static bool ladder_climb(lesson *l, ladder *x, const rung *rungs, int n, int text,
                          rung_result *results) {
     const bool slow = chosen.device == DEVICE_EMULATED;

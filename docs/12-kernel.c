@@ -17,24 +17,24 @@ bool kernel_lesson_run(int which, const float *x, int rows, int columns, float *
 enum { KERNEL_PAIRS = 5, KERNEL_ROWS = 128, KERNEL_COLUMNS = 256, KERNEL_LANES = 32 };
 
 typedef struct kernel_count { /* sums over the accesses of one kind */
-    char name[40];            /* the kernel */
-    char memory[24];          /* the memory that is accessed */
+    char name[40];            /* name of the kernel */
+    char memory[24];          /* name of the memory that is accessed */
     bool shared, store;       /* shared or global memory; store or load */
-    uint32_t bytes;           /* per lane; 0: any number */
+    uint32_t bytes;           /* bytes per lane; 0: any number */
     uint32_t grid[3], block[3];
-    uint64_t first, last;     /* numbers of the kernel's first and last launch */
-    uint64_t launches;        /* launches of the kernel */
-    double accesses;          /* by whole warps */
+    uint64_t first, last;     /* indexes of the kernel's first and last launch */
+    uint64_t launches;        /* number of launches of the kernel */
+    double accesses;          /* number of accesses by whole warps */
     double lanes, used, sectors, passes, least; /* sums, as in emulator_access */
 } kernel_count;
 
-typedef struct kernel_watch { /* what the observer counts, and the counts */
+typedef struct kernel_watch { /* what the observer must count, and its counts */
     /* NULL: all kernels, one count for each. Otherwise the first launch of this kernel ("": of any
      * kernel), one count for each kind of access. */
     const char *kernel;
-    kernel_count *counts;   /* (n) in order of appearance */
+    kernel_count *counts;   /* (n) counts in order of first access */
     int n;
-    bool kept;              /* `widest` is set */
+    bool kept;              /* whether `widest` is set */
     emulator_access widest; /* a load by the first warp, with the most bytes per lane */
 } kernel_watch;
 
@@ -105,7 +105,7 @@ static const char *kernel_shape(const uint32_t n[3], char *out, size_t size) {
 }
 #define KERNEL_SHAPE(n) kernel_shape(n, (char[40]){0}, 40)
 
-/* The share of the moved bytes that a lane asked for, in percent. */
+/* The percentage of the moved bytes that lanes asked for. */
 static double kernel_percent(double used, double sectors) {
     return sectors > 0 ? 100 * used / (32 * sectors) : NAN;
 }
@@ -147,7 +147,7 @@ static plot kernel_map(const emulator_access *a, const char *title) {
 
 /* ---- Small kernels ----------------------------------------------------------------------- */
 
-/* Is out correct: the sums of the rows of x or, if not `sums`, x transposed? */
+/* Check `out`: the sums of the rows of x or, if not `sums`, x transposed. */
 static bool kernel_right(const float *x, const float *out, bool sums) {
     bool right = true;
     for (int row = 0; row < KERNEL_ROWS; row++) {
@@ -217,7 +217,7 @@ static struct { /* the device's functions; static, since wrappers get only the d
     bool (*load_weight)(void *context, llm_weight *w, const void *host, llm_error *err);
 } kernel_spy;
 
-/* These two label the memory, so that the lesson can name what an access goes to. */
+/* Wrappers that label the memory, so that the lesson can name the memory of each access. */
 static void *kernel_allocate(void *context, size_t bytes, const char *what, llm_error *err) {
     emulator_label(!strncmp(what, "the keys", 8)      ? "keys"
                    : !strncmp(what, "the values", 10) ? "values"
@@ -235,8 +235,8 @@ static bool kernel_load_weight(void *context, llm_weight *w, const void *host, l
     return good;
 }
 
-/* Observe the step that decodes one token after a prompt of n_prompt tokens: once all kernels, once
- * a single one. */
+/* Observe the step that decodes one token after a prompt of n_prompt tokens, twice: all kernels,
+ * then a single one. */
 static bool kernel_step(lesson *l, int n_prompt, kernel_watch *all, kernel_watch *one) {
     llm_error err;
     setenv("LLM_EMU_MEMORY", "1073741824", 0);

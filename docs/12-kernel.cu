@@ -1,5 +1,5 @@
 /* 12-kernel.cu - small kernels for llm lesson kernel: each task with a poor and with a good memory
- * access pattern. They are written like those of llm.cu. The lesson runs them on the emulated
+ * access pattern. They are written like the kernels of llm.cu. The lesson runs them on the emulated
  * device, which counts their memory accesses. */
 #include "cuda_on_cpu.h"
 #include "emulator.h"

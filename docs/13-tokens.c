@@ -1,8 +1,8 @@
 /* 13-tokens.c - llm lesson tokens: how a word becomes tokens, and how many tokens a text takes. See
  * 13-tokens.md.
  *
- * The lesson joins the bytes of a word in the obvious way: look at all pairs of neighbours, join
- * the pair that was learned first, start again. The result must equal that of the engine's
+ * The lesson joins the bytes of a word in the simplest way: look at all pairs of neighbours, join
+ * the pair that was learned first, and repeat. The result must equal that of the engine's
  * tokenizer, which uses a linked list and a heap. */
 #include "lesson.h"
 
@@ -23,7 +23,7 @@ static void tokens_spell(const llm_tokenizer *t, const int32_t *ids, int n, char
     }
 }
 
-/* Join the bytes of a word in the obvious way, and add a row to the table for each step. Returns
+/* Join the bytes of a word in the simplest way, and add a row to the table for each step. Returns
  * the number of tokens. */
 static int tokens_by_hand(const llm_tokenizer *t, const char *word, int32_t *ids, table *steps) {
     int n = 0;
@@ -81,7 +81,7 @@ static int tokens_more(const void *a, const void *b) {
     return tokens_counts[*(const int32_t *)b] - tokens_counts[*(const int32_t *)a];
 }
 
-/* How many of its most frequent tokens make up this share of a text. */
+/* The number of tokens, most frequent first, that make up this share of a text. */
 static int tokens_share(const int32_t *ids, int64_t n, int32_t size, double share) {
     int32_t *order = resize(NULL, (size_t)size * sizeof *order);
     tokens_counts = resize(NULL, (size_t)size * sizeof *order);

@@ -25,7 +25,7 @@ static int sampling_likelier(const void *a, const void *b) {
     return x < y ? 1 : x > y ? -1 : 0;
 }
 
-/* Draw, and return the largest difference between a token's share of the draws and its
+/* Draw `draws` times. Returns the largest difference between a token's share of the draws and its
  * probability. */
 static double sampling_draws(llm__sampler *s, const llm_sampling *p, const float *logits,
                              const float *probabilities, int draws, int32_t *counts) {
@@ -136,7 +136,7 @@ static int lesson_sampling(const command *self, int argc, char **argv) {
     if (status != PARSED) return status;
     llm_error err;
     int n = llm_model_config(l.loaded)->vocab_size;
-    float *kept = resize(NULL, ((size_t)n + 1) * sizeof *kept); /* n, then the n logits */
+    float *kept = resize(NULL, ((size_t)n + 1) * sizeof *kept); /* (1 + n) n, then n logits */
     kept[0] = (float)n;
     l.engine.max_sequences = 1;
     llm_engine *engine = lesson_engine(l.loaded, &l.engine);

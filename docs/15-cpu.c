@@ -17,7 +17,7 @@
 #include "../models/quantize.h"
 
 enum { CPU_SIZES = 3, CPU_CHECKED = 16 };
-/* rows of x: a token, sixteen sequences, a prompt */
+/* numbers of rows of x: one token, sixteen sequences, a prompt */
 static const int cpu_sizes[CPU_SIZES] = {1, 16, 512};
 
 typedef struct cpu_rung { /* one form of the product */
@@ -57,7 +57,7 @@ enum { PEAK_CHAINS = 12 }; /* independent sums */
         return 2.0 * PEAK_CHAINS * multiply_adds;                                                  \
     }
 
-/* a register that every 64-bit processor has */
+/* the vector register of every 64-bit processor */
 typedef float cpu_floats __attribute__((vector_size(16)));
 static const cpu_floats cpu_halves = {0.5f, 0.5f, 0.5f, 0.5f};
 CPU_PEAK(cpu_peak_plain, , cpu_floats, cpu_halves * (float)i, cpu_halves, sums[i] * x + x,
@@ -120,7 +120,7 @@ static cpu_rounds *cpu_peak_of(llm_isa isa, bool floats) {
     return cpu_peak_plain;
 }
 
-/* Operations per second of `threads` threads together. */
+/* The operations per second of `threads` threads together. */
 static double cpu_peak(llm_isa isa, bool floats, int threads) {
     cpu_rounds *rounds = cpu_peak_of(isa, floats);
     const int64_t n = 200000;
@@ -150,7 +150,7 @@ typedef struct cpu_matrix {
     int rows, cols;
     llm_type type;
     int copies[2];
-    size_t bytes[2];  /* of one copy */
+    size_t bytes[2];  /* bytes of one copy */
     void *weights[2]; /* (copies, rows, cols) */
     float *x;         /* (512, cols) */
 } cpu_matrix;
@@ -177,14 +177,14 @@ static void cpu_fill(cpu_matrix *m, const llm_type_info *type) {
     free(values);
 }
 
-/* Rows of the matrix to compute. The plain loop takes seconds for what the best form does in a
+/* Number of matrix rows to compute. The plain loop takes seconds where the best form takes a
  * millisecond, so it computes only the first 32. */
 static int cpu_rows_of(const cpu_matrix *m, llm_isa isa) {
     return isa == LLM_ISA_REFERENCE && m->rows > 32 ? 32 : m->rows;
 }
 
 typedef struct cpu_result {
-    double seconds[CPU_SIZES]; /* of one product with the whole matrix */
+    double seconds[CPU_SIZES]; /* time of one product with the whole matrix */
     float *out;                /* (CPU_CHECKED, 32) results, for the first 32 rows of the matrix */
 } cpu_result;
 
@@ -195,7 +195,8 @@ static bool cpu_time(llm_backend *b, const cpu_matrix *m, const llm_weight *w, c
     double best = INFINITY, end = llm_seconds() + 1e-3 * milliseconds;
     int64_t rows = w->rows;
     bool good = true;
-    /* One row of x: a run multiplies it by all copies of the matrix. Several: by the next copy. */
+    /* If x has one row, a run multiplies it by all copies of the matrix; otherwise by the next
+     * copy. */
     int n_programs = n == 1 ? 1 : copies;
     llm_program *p = resize(NULL, (size_t)n_programs * sizeof *p);
     memset(p, 0, (size_t)n_programs * sizeof *p);
@@ -258,12 +259,12 @@ static double cpu_error(const float *out, const float *right) {
 typedef struct cpu_shown { /* the results so far */
     table rows;
     plot bars;
-    int n;                            /* rungs */
-    int threads;                      /* for the last rung */
-    double bandwidth[2];              /* bytes per second, of one thread and of all */
+    int n;                            /* number of rungs */
+    int threads;                      /* number of threads of the last rung */
+    double bandwidth[2];              /* bytes per second of one thread, of all threads */
     float right[CPU_CHECKED * 32];    /* results of the plain loop */
     float out[2][CPU_CHECKED * 32];   /* results of the last two rungs */
-    bool same_by_row, same_threads;   /* row by row, and with threads, the bits are the same */
+    bool same_by_row, same_threads;   /* whether row by row, or with threads, gives the same bits */
 } cpu_shown;
 
 static void cpu_say_peaks(lesson *l, const cpu_matrix *m, const cpu_shown *shown) {
@@ -291,7 +292,7 @@ static llm_backend *cpu_backend_for(const cpu_rung *rung, int threads) {
     llm_isa wanted = rung->isa < (llm_isa)chosen.isa ? rung->isa : (llm_isa)chosen.isa;
     llm_backend *b = llm_cpu_backend(rung->threads ? threads : 1, wanted, &err);
     if (!b) return fail_with(&err), NULL;
-    bool best = rung->floats || rung->threads; /* takes the best instruction set, whatever it is */
+    bool best = rung->floats || rung->threads; /* true: use the best instruction set */
     if (best ? llm_cpu_isa(b) != LLM_ISA_REFERENCE : llm_cpu_isa(b) == rung->isa) return b;
     llm_backend_free(b);
     return NULL;

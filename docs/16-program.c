@@ -1,27 +1,27 @@
 /* 16-program.c - llm lesson program: a model as a list of operations; which of them are limited by
  * bytes and which by arithmetic; what the plan fuses, and what that saves. See 16-program.md.
  *
- * The lesson takes the program of an engine and runs it itself, on batches of its own. */
+ * The lesson takes the program of an engine and runs it itself, on its own batches. */
 #include "lesson.h"
 #include "program.h"
 
 enum { PROGRAM_SIZES = 2, PROGRAM_VARIANTS = 6, PROGRAM_ROUNDS = 9, PROGRAM_REPEATS = 15 };
 
 typedef struct program_row { /* all operations of one name */
-    const llm_op *op; /* the first of them */
-    int n;            /* how many there are */
-    double seconds[PROGRAM_SIZES]; /* median time of one, for each size of step */
-    llm_cost costs[PROGRAM_SIZES]; /* of one, for each size of step */
+    const llm_op *op; /* first of these operations */
+    int n;            /* number of these operations */
+    double seconds[PROGRAM_SIZES]; /* median time of one operation, for each size of step */
+    llm_cost costs[PROGRAM_SIZES]; /* cost of one operation, for each size of step */
 } program_row;
 
 typedef struct program_timing {
     lesson *l;
     const llm_backend *device;
-    llm_program *program;                   /* the engine's */
-    llm_program variants[PROGRAM_VARIANTS]; /* the same, planned with fewer fusions */
-    lone_batch steps[PROGRAM_SIZES];        /* of one token, and of many */
+    llm_program *program;                   /* program of the engine */
+    llm_program variants[PROGRAM_VARIANTS]; /* the program, planned with fewer fusions */
+    lone_batch steps[PROGRAM_SIZES];        /* batch of one token; batch of many tokens */
     int many;
-    double bandwidth; /* bytes per second, of the cache if the weights fit in it */
+    double bandwidth; /* bytes per second, those of the cache if the weights fit in it */
     double peak;      /* operations per second */
     program_row rows[32];
     int n_rows;
@@ -30,7 +30,7 @@ typedef struct program_timing {
 static const char *const program_variants[PROGRAM_VARIANTS] = {
     "all", "without gate", "without rope", "without own-copies", "without side-by-side", "none"};
 
-/* Run a program. Returns the seconds, or -1 if it failed. */
+/* Run a program. Returns the seconds, or -1 if the run failed. */
 static double program_time(const program_timing *x, const llm_program *p, int size) {
     llm_error err;
     const llm_backend *b = x->device;
@@ -134,8 +134,8 @@ static void program_show_costs(program_timing *x) {
 
 /* ---- The plan, and what it saves ------------------------------------------------------------ */
 
-/* Measure the variants in turn, each round starting with another one, so that a disturbance affects
- * all of them alike. */
+/* Measure the variants in turn. Each round starts with another variant, so that a disturbance
+ * affects all of them alike. */
 static bool program_show_fusions(program_timing *x) {
     static const column columns[] = {
         {"fusions", "fusions", "%s"}, {"one_barriers", "1 token: barriers", "%.0f"},
@@ -146,7 +146,7 @@ static bool program_show_fusions(program_timing *x) {
     double times[PROGRAM_SIZES][PROGRAM_VARIANTS][PROGRAM_ROUNDS], repeats[PROGRAM_REPEATS];
     double all[2] = {0};
     size_t bytes = (size_t)llm_model_config(x->l->loaded)->vocab_size * sizeof(float);
-    char *logits = resize(NULL, 2 * bytes); /* of a round's first variant, and of another */
+    char *logits = resize(NULL, 2 * bytes); /* logits of a round's first variant; of another */
     const float *out = x->program->buffers[x->program->ops[x->program->n_ops - 1].out].data;
     llm_error err;
     bool good = true, same = true;

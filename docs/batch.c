@@ -1,9 +1,9 @@
 /* batch.c - llm batch: continue many prompts, from a file of JSON lines into another one
  *
  * Lines are read as the engine has room for them. Their results are written in the same order, each
- * as one whole line. So at any moment the output is the results of the first lines, perhaps with an
- * incomplete line after them. A later run reads the output along with the input, removes an
- * incomplete line, and continues from there. */
+ * as one whole line. So the output always holds the results of the first lines, perhaps followed by
+ * an incomplete line. A later run reads the output along with the input, removes the incomplete
+ * line, and continues after the last result. */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -15,31 +15,31 @@
 #include <sys/stat.h>
 #include <unistd.h>
 
-enum { MOST_COMPLAINTS = 20 }; /* bad lines that are reported on standard error */
+enum { MOST_COMPLAINTS = 20 }; /* most bad lines to report on standard error */
 
 typedef struct batch_line { /* a line of the input, kept until its result is written */
     struct batch_line *next;
-    uint64_t number; /* of the line, from 1 */
-    uint64_t hash;   /* see hash_line */
+    uint64_t number; /* number of the line, from 1 */
+    uint64_t hash;   /* hash of the line: see hash_line */
     uint64_t end;    /* offset in the input of the byte after the line */
-    text id;         /* to be repeated in the output, as JSON; empty: none */
+    text id;         /* JSON value to repeat in the output; empty: none */
     text error;      /* what is wrong with the line; empty: nothing */
-    llm_request request; /* until it is submitted, it points into the fields below */
+    llm_request request; /* before submission, it points into the fields below */
     text prompt;
     int32_t *given;  /* (n_ids) the prompt's ids, if the line has "tokens" */
-    int32_t *ids;    /* (n_ids) the prompt's ids, if it has "prompt" */
+    int32_t *ids;    /* (n_ids) the prompt's ids, if the line has "prompt" */
     int64_t n_ids;
     text_list stop;
     sample *samples; /* (n_samples) */
-    int n_live;      /* samples that have not ended */
-    double submitted, first, last; /* clock: submit, first token, last token */
+    int n_live;      /* number of samples that have not ended */
+    double submitted, first, last; /* times of submission, first and last token */
 } batch_line;
 
 typedef struct batch {
     const char *model, *in_path, *out_path, *trace_path;
     trace_writer *trace;
     llm_engine_options engine_options;
-    llm_request request; /* what a line does not set */
+    llm_request request; /* default for values that a line does not set */
     speculation speculation;
     text_list stop;
     seed_value seed;
@@ -47,20 +47,20 @@ typedef struct batch {
     llm_model *loaded, *draft;
     llm_engine *engine;
     line_reader input;
-    uint64_t input_bytes;     /* 0: unknown */
-    int out;                  /* file descriptor */
-    bool out_is_file;         /* a plain file that --output names */
-    double synced;            /* clock: the last fsync of the output */
-    batch_line *first, *last; /* lines that were read and not yet written */
-    int n_held;               /* of these */
-    int n_running;            /* of these, in the engine */
-    int n_unfit;              /* of these, refused since they cannot fit */
-    uint64_t n_lines;         /* written */
-    uint64_t n_bad;           /* results that are errors */
-    uint64_t n_skipped;       /* results of earlier runs */
+    uint64_t input_bytes;     /* size of the input; 0: unknown */
+    int out;                  /* file descriptor of the output */
+    bool out_is_file;         /* --output names a plain file */
+    double synced;            /* time of the last fsync of the output */
+    batch_line *first, *last; /* list of lines read but not yet written */
+    int n_held;               /* number of lines in this list */
+    int n_running;            /* number of these that are in the engine */
+    int n_unfit;              /* number of these refused since they cannot fit */
+    uint64_t n_lines;         /* number of lines written */
+    uint64_t n_bad;           /* number of results that are errors */
+    uint64_t n_skipped;       /* number of results of earlier runs */
     uint64_t n_prompt_tokens, n_tokens;
-    double began;             /* clock */
-    double share;             /* of the input that is done; NAN: unknown */
+    double began;             /* start time of the run */
+    double share;             /* share of the input that is done; NAN: unknown */
 } batch;
 
 /* ---- A line of the input ------------------------------------------------------------------ */
@@ -71,7 +71,7 @@ static llm_string json_source(const char *p, const char *end) {
     int depth = 0;
     bool quoted = false;
     do {
-        if (quoted && *p == '\\') p++; /* and the character that it escapes */
+        if (quoted && *p == '\\') p++; /* also skip the escaped character */
         else if (*p == '"') quoted = !quoted;
         else if (!quoted) depth += (*p == '[' || *p == '{') - (*p == ']' || *p == '}');
         p++;
@@ -109,8 +109,8 @@ static bool read_stop(batch_line *l, const llm_json_node *value) {
     return true;
 }
 
-/* Set an option from a value, with the same checks as on the command line. source: the value as it
- * is in the line. */
+/* Set an option from a value, with the same checks as on the command line. source: the text of the
+ * value in the line. */
 static bool read_option(batch_line *l, const option *o, const llm_json_node *value,
                         llm_string source) {
     text t = {0};
@@ -128,8 +128,8 @@ static bool read_option(batch_line *l, const option *o, const llm_json_node *val
 enum { KEY_PROMPT, KEY_TOKENS, KEY_STOP, KEY_ID, N_OTHER_KEYS };
 static const char *const other_keys[N_OTHER_KEYS] = {"prompt", "tokens", "stop", "id"};
 
-/* The index of a key: the other keys come first, then the options. -1, with the error set: it is
- * none of them. */
+/* The index of a key: first the other keys, then the options. -1: the key is unknown, and the error
+ * is set. */
 static int find_key(batch_line *l, const option *options, int n, const text *key) {
     suggestion s = {key->data, NULL, 0};
     for (int i = 0; i < N_OTHER_KEYS + n; i++) {
@@ -159,7 +159,7 @@ static bool read_key(batch_line *l, const option *options, int key, const llm_js
     }
 }
 
-/* Read the object of a line. Sets the bit of each key that it has in *seen. */
+/* Read the object of a line. Sets a bit in *seen for each of its keys. */
 static bool read_object(batch_line *l, const option *options, int n, const char *data,
                         size_t length, uint32_t *seen) {
     llm_json json;
@@ -182,7 +182,7 @@ static bool read_object(batch_line *l, const option *options, int n, const char 
     return good;
 }
 
-/* Make the request of a line. */
+/* Make the request for a line. */
 static bool read_line(const batch *b, batch_line *l, const char *data, size_t length) {
     llm_request *r = &l->request;
     seed_value seed = {false, 0};
@@ -286,7 +286,8 @@ static void put_record(const batch *b, const batch_line *l) {
     put_text("}\n");
 }
 
-/* Remove the last n bytes of the output if it is a file: part of a line, when the disk is full. */
+/* Remove the last n bytes of the output if it is a file: an incomplete line, left when the disk is
+ * full. */
 static void take_back(const batch *b, size_t n) {
     struct stat status;
     off_t end = lseek(b->out, 0, SEEK_CUR); /* also right if the file was opened to append */
@@ -295,7 +296,7 @@ static void take_back(const batch *b, size_t n) {
         lseek(b->out, end - (off_t)n, SEEK_SET);
 }
 
-/* Write a whole line; in a file, nothing of it if that fails. */
+/* Write a whole line. If that fails in a file, remove the part that was written. */
 static bool write_line(batch *b, const text *line) {
     size_t done = 0;
     while (done < line->length) {
@@ -356,7 +357,7 @@ static bool is_blank(const char *line, size_t length) {
     return skip_space(line, line + length) == line + length;
 }
 
-/* Skip the input up to the line of a result, and check that it is the line that gave the result. */
+/* Skip the input up to the line of a result, and check that the result belongs to this line. */
 static bool skip_to(batch *b, uint64_t number, uint64_t hash) {
     const char *line;
     size_t length;
@@ -374,12 +375,13 @@ static bool skip_to(batch *b, uint64_t number, uint64_t hash) {
     return true;
 }
 
-/* Skip the lines that have a result in the output, and remove an incomplete last line of it. */
+/* Skip the lines that have a result in the output, and remove an incomplete last line of the
+ * output. */
 static bool skip_done(batch *b) {
     line_reader old = {.file = b->out};
     const char *line;
     size_t length;
-    uint64_t whole = 0; /* bytes of whole lines */
+    uint64_t whole = 0; /* bytes in whole lines */
     bool good = true;
     while (good && next_line(&old, true, &line, &length) == LINE && !old.torn) {
         char head[96], after = 0;
@@ -404,7 +406,7 @@ static bool skip_done(batch *b) {
     return good && !stop_requested;
 }
 
-/* Lock the output against other processes, where files can be locked. */
+/* Lock the output against other processes, if the file system supports locks. */
 static bool lock_output(const batch *b) {
     struct flock lock = {.l_type = F_WRLCK, .l_whence = SEEK_SET};
     if (fcntl(b->out, F_SETLK, &lock) == 0 || (errno != EACCES && errno != EAGAIN)) return true;
@@ -462,8 +464,7 @@ static bool feed_line(batch *b, const char *data, size_t length) {
     return true;
 }
 
-/* Read enough lines that the engine never lacks one, and no more, so that the input may be larger
- * than memory. */
+/* Read just enough lines to keep the engine busy, so that the input may be larger than memory. */
 static bool feed(batch *b, bool *more) {
     const char *line;
     size_t length;

@@ -1,5 +1,5 @@
 /* chat.c - llm chat: a conversation on a terminal or in a pipe. Lines are edited with libedit if it
- * is there (LLM_WITH_EDITLINE). */
+ * is available (LLM_WITH_EDITLINE). */
 #ifndef _DEFAULT_SOURCE
 #define _DEFAULT_SOURCE
 #endif
@@ -25,10 +25,10 @@ typedef struct chat {
     seed_value seed;
     speculation speculation;
     bool quiet;
-    bool edits; /* read lines with a prompt, and with an editor if there is one */
+    bool edits; /* read lines with a prompt, and with an editor if available */
     llm_model *loaded, *draft;
     llm_engine *running;
-    llm_message *messages;   /* (n_messages) with texts that free() releases */
+    llm_message *messages;   /* (n_messages) texts are released with free() */
     int n_messages;
     text answer;
     bool broken; /* the answer ended with an error */
@@ -70,7 +70,7 @@ static bool chat_prompt(chat *c, int32_t **ids) {
     while ((n = llm_chat_tokenize_new(t, &c->options, kept, n_kept, ids, &err)) + room > context &&
            n_kept - oldest >= 3) {
         llm_free(*ids);
-        n_kept -= 2; /* a question, and its answer */
+        n_kept -= 2; /* a question and its answer */
         memmove(kept + oldest, kept + oldest + 2, (size_t)(n_kept - oldest) * sizeof *kept);
     }
     free(kept);
@@ -173,7 +173,7 @@ static const char chat_commands[] =
     "beginning is a / and no command.\n"
     "Ctrl-C stops the answer, or clears what was typed.\n";
 
-/* Run a line that begins with a slash. False: leave. */
+/* Run a line that begins with a slash. False: leave the chat. */
 static bool chat_obey(chat *c, const char *line) {
     size_t length = strcspn(line, " \t");
     const char *rest = line + length + strspn(line + length, " \t");
@@ -216,7 +216,7 @@ static void take_edited(char *line) {
     rl_callback_handler_remove();
 }
 
-/* The loop is here because readline() would read on after a signal. */
+/* This loop replaces readline(), which would continue to read after a signal. */
 static ssize_t terminal_line(const char *prompt, char **line) {
     struct pollfd input = {STDIN_FILENO, POLLIN, 0};
     edited.line = NULL;
@@ -230,8 +230,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
     return edited.line ? (ssize_t)strlen(edited.line) : -1;
 }
 #else
-/* Wait for input or a signal, even one that came earlier: getline would continue to wait after it.
- * pselect accepts signals only while it waits. */
+/* Wait for input or a signal. A signal that arrived before the call also ends the wait, unlike with
+ * getline, because signals are blocked except while pselect waits. */
 static void wait_for_typing(void) {
     sigset_t blocked, usual;
     fd_set typed;
@@ -251,8 +251,8 @@ static ssize_t terminal_line(const char *prompt, char **line) {
 }
 #endif
 
-/* Append a line of standard input, without its newline, to `line`; on a terminal (edits) after a
- * prompt, where Ctrl-C empties the line. False: the input has ended. */
+/* Append a line of standard input, without its newline, to `line`. On a terminal (edits), print a
+ * prompt first, and let Ctrl-C empty the line. False: the input has ended. */
 static bool read_typed(const char *prompt, bool edits, text *line) {
     char *data = NULL;
     ssize_t n = edits ? terminal_line(prompt, &data) : plain_line(&data);
@@ -273,7 +273,7 @@ static bool read_typed(const char *prompt, bool edits, text *line) {
     return n >= 0;
 }
 
-/* Read a message: a line, or several if lines end with a backslash; zero-terminated. */
+/* Read a message: one line, or several if lines end with a backslash; zero-terminated. */
 static bool chat_read(chat *c, text *line) {
     line->length = 0;
     bool more = read_typed("> ", c->edits, line);
@@ -312,7 +312,7 @@ static int chat_model(chat *c) {
     int longest = llm_model_config(c->loaded)->context_length;
     llm_error err;
     chat_reset(c);
-    chat_add(c, LLM_ROLE_USER, "?", 1); /* can the template express such a conversation? */
+    chat_add(c, LLM_ROLE_USER, "?", 1); /* can the template format such a conversation? */
     if (llm_chat_tokenize(t, &c->options, c->messages, c->n_messages, NULL, 0, &err) < 0)
         return fail("%s%s", err.message, name ? "" : " (--template NAME)");
     chat_reset(c);

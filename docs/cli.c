@@ -40,8 +40,8 @@ void forget_interrupt(void) {
 }
 
 /* ---- Output ---------------------------------------------------------------------------------
- * Standard output goes through a buffer of our own, so that the first error (disk full,
- * reader gone) is known exactly and a long run can stop at it. */
+ * Standard output has a buffer of its own here, so that the first error (disk full, closed
+ * pipe) is detected and a long run can stop at it. */
 static struct {
     char data[1 << 16];
     size_t length;
@@ -109,7 +109,7 @@ words our_words(const llm_error *err) {
         {"max_sequences", "--max-sequences"},
         {"max_speculation", "--speculate"},
         {"memory_share", "--gpu-memory"},
-        {"n_samples", "n"}, /* only llm batch has to check it */
+        {"n_samples", "n"}, /* only llm batch can report this one */
         {"n_threads", "--threads"},
         {"swap_bytes", "--preempt"},
     };
@@ -155,7 +155,7 @@ void put_coloured(const char *colour, const char *data, size_t length) {
     if (coloured) put_text("\033[0m");
 }
 
-/* A line for a log, unless the last one (or the first call) was a short time ago. */
+/* Print a progress line for a log, unless the last one (or the first call) was a short time ago. */
 static void log_progress(const char *what, double done, const char *note, double now) {
     static double last = 0;
     const char *interval = getenv("LLM_PROGRESS_SECONDS");
@@ -248,10 +248,10 @@ line_state next_line(line_reader *r, bool may_wait, const char **line, size_t *l
     }
 }
 
-/* The writer renames a new file over `out`, so that must be a plain file. */
+/* The writer renames a new file to `out`, so `out` must be a plain file. */
 bool may_write(const char *out, const char *in) {
     struct stat a, b;
-    if (stat(out, &a) != 0) return true; /* the writer reports an error if it cannot be created */
+    if (stat(out, &a) != 0) return true; /* the writer reports an error if it cannot create it */
     if (!S_ISREG(a.st_mode)) fail("%s is not a plain file: give the path of a file to write", out);
     else if (in && stat(in, &b) == 0 && a.st_dev == b.st_dev && a.st_ino == b.st_ino)
         fail("input and output are the same file, %s: give another path to write to", out);
@@ -259,7 +259,7 @@ bool may_write(const char *out, const char *in) {
     return false;
 }
 
-/* In the current folder, or beside the executable. */
+/* The path in the current folder, or beside the executable. */
 char *bundled_path(const char *name) {
     text path = {0};
     char self[4096];
@@ -394,7 +394,7 @@ static int unknown_option(const command *self, const option *options, int n, con
     return misuse(self, "unknown option --%s", typed);
 }
 
-/* Words up to column 80; further lines begin at column `indent`. */
+/* Print words up to column 80; further lines begin at column `indent`. */
 static void put_wrapped(const char *words, int indent) {
     for (int column = indent; *words; words += *words == ' ') {
         int n = (int)strcspn(words, " ");
@@ -408,7 +408,7 @@ static void put_wrapped(const char *words, int indent) {
 }
 
 static void show_help(const command *self, const option *options, int n) {
-    enum { LEFT = 26 }; /* columns of an option and its argument */
+    enum { LEFT = 26 }; /* width of the column of options and their arguments */
     put("Usage: llm %s %s\n\n", self->name, self->usage);
     put_text(self->summary);
     put_text("\n\nOptions:\n");
@@ -453,7 +453,7 @@ bool parse_list(const char *s, double low, double high, int_list *list) {
     }
 }
 
-/* "10-500", or one number for both. */
+/* Parse "10-500", or one number for both ends. */
 static bool parse_range(const char *s, double low, double high, int_range *range) {
     char *end;
     long a = strtol(s, &end, 10), b = a;
@@ -509,9 +509,9 @@ bool parse_value(const option *o, const char *s) {
         if (!strcmp(s, "auto")) return *(int *)o->value = LLM_SPECULATE_AUTO, true;
         /* fallthrough */
     case WHOLE: {
-        double x = strtod(s, &end); /* so that 1e9 is a whole number, too */
+        double x = strtod(s, &end); /* accepts 1e9 as a whole number */
         bool good = end > s && !*end && x >= o->low && x <= o->high && x == floor(x);
-        good = good && !s[strcspn(s, "xXpP")]; /* not in hexadecimal */
+        good = good && !s[strcspn(s, "xXpP")]; /* refuse hexadecimal numbers */
         *(int *)o->value = good ? (int)x : 0;
         return good;
     }
@@ -524,7 +524,7 @@ bool parse_value(const option *o, const char *s) {
         seed_value *seed = o->value;
         seed->given = true;
         seed->value = strtoull(s, &end, 10);
-        if (*end == '.' || *end == 'e' || *end == 'E') { /* perhaps a whole number, all the same */
+        if (*end == '.' || *end == 'e' || *end == 'E') { /* this form may also be a whole number */
             double x = strtod(s, &end);
             seed->value = x < 0x1p63 ? (uint64_t)x : 0;
             if (x != floor(x) || x >= 0x1p63) return false;
@@ -661,7 +661,7 @@ llm_backend *open_device(const llm_engine_options *options, llm_error *err) {
     llm_engine_options o = *options;
     o.max_isa = (llm_isa)chosen.isa;
     o.pack_weights = chosen.pack_weights;
-    /* 1 GiB: all of it is filled, to expose reads of uninitialized memory. */
+    /* 1 GiB only: all of it is filled, to expose reads of uninitialized memory. */
     if (chosen.device == DEVICE_EMULATED) setenv("LLM_EMU_MEMORY", "1073741824", 0);
     llm_backend *device = llm_backend_open(names[chosen.device], &o, &chosen.gpu, err);
     if (device && err->message[0] && !chosen.quiet)
@@ -677,7 +677,7 @@ void print_host_time(const llm_statistics *s) {
             (double)s->device_replays / (double)s->steps);
 }
 
-/* How an engine's memory on the device is used. */
+/* Print how an engine's memory on the device is used. */
 static void print_memory(const llm_engine *engine, const llm_backend *backend) {
     llm_statistics s = llm_engine_statistics(engine);
     llm_device_state state;
@@ -811,12 +811,12 @@ void take_event(sample *s, const llm_event *event) {
 }
 
 /* ---- The memory's bandwidth -----------------------------------------------------------------
- * Making one token reads all weights once, and does little with each: so the memory's speed is the
- * limit, and the share of it that a run reached says how good the run was. */
+ * Making one token reads all weights once, with little arithmetic for each. So the speed of the
+ * memory is the limit, and a run is rated by the share of that speed that it reached. */
 
-/* From a buffer that is larger than the caches. */
+/* Measure it with a buffer that is larger than the caches. */
 double measure_bandwidth(int threads) {
-    enum { PARTS = 64, WORDS = (256 << 20) / 8 / PARTS }; /* 4 MiB each, shared out evenly */
+    enum { PARTS = 64, WORDS = (256 << 20) / 8 / PARTS }; /* 4 MiB each, shared by the threads */
     enum { RUNS = 8, RUN = WORDS / RUNS }; /* read together: one run alone waits for its pages */
     uint64_t *buffer = malloc((size_t)PARTS * WORDS * sizeof *buffer);
     if (!buffer) return 0;

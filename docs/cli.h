@@ -1,9 +1,9 @@
-/* cli.h - what the commands of `llm` share: output, text and files, JSON writing, options, and
- * making an engine as the options say. cli.c implements it.
+/* cli.h - functions shared by the commands of `llm`: output, text and files, JSON writing, options,
+ * and creating an engine from the options. cli.c implements it.
  *
- * A command is a function that parses its options (parse), works, and returns the exit status: 0;
- * FAILED, if it failed or was stopped; MISUSED, if it was called in the wrong way. A function that
- * returns false or FAILED has already printed the reason. */
+ * A command is a function that parses its options (parse), does its work, and returns the exit
+ * status: 0; FAILED, if it failed or was stopped; MISUSED, if its arguments were wrong. A function
+ * that returns false or FAILED has already printed the reason. */
 #ifndef CLI_H
 #define CLI_H
 #include "../llm.h"
@@ -25,16 +25,16 @@
 enum { PARSED = -1, FAILED = 1, MISUSED = 2 };
 
 extern const char *program_path;              /* argv[0] */
-extern volatile sig_atomic_t stop_requested;  /* the number of the signal (Ctrl-C, SIGTERM) or 0 */
+extern volatile sig_atomic_t stop_requested;  /* number of the signal received, or 0 */
 
-/* The first Ctrl-C or SIGTERM asks for an orderly end; a second one ends the process. A reader that
- * went away, or a file that may not grow, is an error of the write. */
+/* The first Ctrl-C or SIGTERM requests an orderly end; a second one ends the process. A closed pipe
+ * or a file at its size limit makes a write fail, and does not end the process. */
 void set_signals(void);
 void forget_interrupt(void); /* the next Ctrl-C is the first one again */
 
 /* ---- Text -------------------------------------------------------------------------------- */
 
-typedef struct text { /* bytes that grow; zero it to start */
+typedef struct text { /* a growing array of bytes; initialize with zeros */
     char *data;
     size_t length, capacity;
 } text;
@@ -45,16 +45,16 @@ void append(text *t, const char *bytes, size_t n);
 void *resize(void *memory, size_t bytes);
 
 /* ---- Output ------------------------------------------------------------------------------
- * Standard output is buffered. After the first write that failed (disk full, reader gone) nothing
+ * Standard output is buffered. After the first failed write (disk full, closed pipe), nothing
  * more is written, and a long computation should end. */
-extern int output_error;  /* errno of that write; 0: none */
-extern text *captured;    /* if not NULL, what is put goes to the end of this text instead */
+extern int output_error;  /* errno of the failed write; 0: none */
+extern text *captured;    /* if not NULL, output is appended to this text instead */
 bool flush_output(void);  /* false: output_error is set */
 
 PRINTF(1, 2) void put(const char *format, ...); /* at most 1,023 bytes */
 void put_text(const char *text);
 void put_bytes(const char *bytes, size_t n);
-/* Text from a model or a file: a terminal gets `?` instead of its control characters. */
+/* Put text from a model or a file. On a terminal, control characters are replaced by `?`. */
 void put_foreign(const char *text, size_t length);
 void put_coloured(const char *colour, const char *text, size_t length);
 
@@ -62,9 +62,9 @@ extern const char dim[], green[]; /* escape sequences */
 bool is_terminal(int descriptor);
 bool in_colour(int descriptor);
 
-/* Show a progress bar on standard error, or, if that is no terminal, a line every 10 seconds (or
- * LLM_PROGRESS_SECONDS). done: the share that is done; NAN if the total is unknown; negative to
- * erase the bar. */
+/* Show a progress bar on standard error or, if that is not a terminal, a line every 10 seconds (or
+ * LLM_PROGRESS_SECONDS). done: completed share; NAN if the total is unknown; negative to erase the
+ * bar. */
 void show_progress(const char *what, double done, const char *note);
 
 /* "1.5 GiB" */
@@ -78,7 +78,7 @@ PRINTF(1, 2) int fail(const char *format, ...);                           /* ret
 int fail_with(const llm_error *err);                                      /* returns FAILED */
 PRINTF(2, 3) int misuse(const command *self, const char *format, ...);    /* returns MISUSED */
 
-/* The engine's message, where an option has the name that it has on the command line. */
+/* The engine's message, with options named as on the command line. */
 typedef struct words { char text[sizeof ((llm_error *)0)->message + 64]; } words;
 words our_words(const llm_error *err);
 
@@ -87,29 +87,30 @@ void put_json(const char *data, size_t length); /* a string; a byte that is not 
 void put_json_text(const char *text);
 void put_number(double x);                      /* null if it is not finite */
 void put_ids(const int32_t *ids, int64_t n);    /* an array */
-int utf8_length(const unsigned char *s, size_t n); /* of the character at s; 0: not UTF-8 */
+int utf8_length(const unsigned char *s, size_t n); /* length of the character at s; 0: not UTF-8 */
 const char *skip_space(const char *p, const char *end); /* JSON's: space, tab, newline, return */
-/* Read the token ids of a JSON array into *ids (n), which grows. False: it is no array of ids. */
+/* Read the token ids of a JSON array into *ids (n), which grows. False: it is not an array of
+ * ids. */
 bool json_ids(const llm_json_node *array, int32_t **ids, int64_t *n);
 
 /* ---- Files ------------------------------------------------------------------------------- */
 bool read_all(const char *path, text *t); /* "-": standard input */
 
-typedef struct line_reader { /* of a file that need not fit into memory; set `file` */
+typedef struct line_reader { /* reads lines of a file of any size; set `file` */
     int file;
     text buffer;
-    size_t at;       /* what is before it has been returned */
-    uint64_t number; /* of the last line that was returned, from 1 */
-    uint64_t offset; /* in the file, of the end of that line */
+    size_t at;       /* offset in `buffer` of the first byte that is not returned yet */
+    uint64_t number; /* number of the last returned line, from 1 */
+    uint64_t offset; /* offset in the file of the end of that line */
     bool ended;
-    bool torn;       /* the last line has no newline */
-    int error;       /* errno */
+    bool torn;       /* whether the last line has no newline */
+    int error;       /* errno of a failed read; 0: none */
 } line_reader;
 
 typedef enum line_state { LINE, NOT_YET, NO_MORE } line_state;
 
-/* The next line, without its newline; valid until the next call. NOT_YET: it has not arrived, and
- * may_wait is false. */
+/* Return the next line, without its newline; valid until the next call. NOT_YET: the line has not
+ * arrived, and may_wait is false. */
 line_state next_line(line_reader *r, bool may_wait, const char **line, size_t *length);
 
 /* False if `out` is not a plain file, or is the file `in` (NULL: none). */
@@ -120,8 +121,8 @@ char *model_path(const char *given);
 #define DEFAULT_MODEL "models/tales-q4_0.gguf"
 
 /* ---- Options -----------------------------------------------------------------------------
- * A command lists its options in a table, from which parsing, checks and --help follow. */
-typedef enum option_kind { /* and the type of what `value` points to */
+ * A command lists its options in a table, which determines parsing, checks and --help. */
+typedef enum option_kind { /* each with the type that `value` points to */
     FLAG,   /* bool, set to true */
     OFF,    /* bool, set to false */
     TEXT,   /* const char * */
@@ -157,9 +158,9 @@ typedef struct text_list {
 } text_list;
 
 typedef struct option {
-    char letter; /* 0: none */
+    char letter; /* short form; 0: none */
     const char *name;
-    const char *argument; /* in --help; NULL: none */
+    const char *argument; /* name of the argument in --help; NULL: no argument */
     option_kind kind;
     void *value;
     double low, high;
@@ -172,19 +173,20 @@ struct command {
     const char *notes; /* the rest of --help, with examples */
 };
 
-/* Set the values of the options, and leave the other arguments, *argc of them and at most
- * max_arguments, in argv. Returns PARSED, or the exit status if the command has nothing more to
- * do: --help, or a mistake. */
+/* Set the values of the options. The other arguments, *argc of them and at most max_arguments,
+ * remain in argv. Returns PARSED, or the exit status if the command must end: after --help, or
+ * after a mistake. */
 int parse(const command *self, const option *options, int n_options, int *argc, char **argv,
           int max_arguments);
 bool parse_value(const option *o, const char *s);
 bool parse_list(const char *s, double low, double high, int_list *list);
 
-/* What values the option accepts, in words. */
+/* Describe in words which values the option accepts. */
 const char *wanted(const option *o, char *buffer, size_t size);
 #define WANTED(option) wanted(option, (char[160]){0}, 160)
 
-/* To find the name that is most like a misspelt one, consider each. `best` is then it, or NULL. */
+/* Finds the name that is most like a misspelt one: call consider for each name. Then `best` is that
+ * name, or NULL. */
 typedef struct suggestion {
     const char *typed, *best;
     int distance;
@@ -220,13 +222,13 @@ void consider(suggestion *s, const char *name);
     {0, "deterministic", NULL, FLAG, &chosen.gpu.deterministic, 0, 0, \
      "GPU: the same bits whatever else is in the batch"}, \
     {0, "host-sampling", NULL, FLAG, &chosen.host_sampling, 0, 0, "GPU: choose tokens on the CPU"}
-/* For every command that makes an engine. */
+/* An option of every command that creates an engine. */
 #define THREADS_OPTION(value) \
     {'t', "threads", "N", WHOLE, &(value), 0, 4096, \
      "CPU threads (default 0: one per processor)"}, DEVICE_OPTIONS
 #define JSON_OPTION(value) \
     {0, "json", NULL, FLAG, &(value), 0, 0, "print the result as JSON"}
-/* As options (_ is "-") and as keys of an input line of llm batch (_ is "_"). */
+/* Used as options (_ is "-") and as keys of an input line of llm batch (_ is "_"). */
 #define SAMPLING_OPTIONS(s, _) \
     {0, "temperature", "T", REAL, &(s).temperature, 0, 100, \
      "0: always the most likely token; 1: the model's probabilities (default 0.8)"}, \
@@ -287,35 +289,35 @@ _Static_assert(LLM_F32 == 0 && LLM_F16 == 1 && sizeof(llm_type) == sizeof(int),
 enum { DEVICE_AUTO, DEVICE_CPU, DEVICE_CUDA, DEVICE_EMULATED };
 
 typedef struct device_choice {
-    int device;         /* DEVICE_... */
-    int isa;            /* llm_isa */
+    int device;         /* one of DEVICE_... */
+    int isa;            /* one of llm_isa */
     llm_gpu_options gpu;
-    float memory_share; /* of the GPU's free memory, for the cache */
+    float memory_share; /* share of the GPU's free memory to use for the cache */
     bool host_sampling, pack_weights;
     bool quiet;         /* do not print how an engine uses a GPU's memory */
-    unsigned fusions;   /* LLM_FUSE_... */
+    unsigned fusions;   /* set of LLM_FUSE_... */
 } device_choice;
 extern device_choice chosen;
 
-/* A model and its draft (draft_path NULL: none). */
+/* Load a model and its draft (draft_path NULL: none). */
 bool load_models(const char *path, const char *draft_path, llm_model **model, llm_model **draft);
-/* The device that --device names, with n_threads of the options. */
+/* Open the device that --device names, with n_threads of the options. */
 llm_backend *open_device(const llm_engine_options *options, llm_error *err);
-/* An engine on this device; free_engine releases both. */
+/* Create an engine on this device; free_engine releases both. */
 llm_engine *create_engine(const llm_model *model, const llm_engine_options *options,
                           llm_error *err);
 void free_engine(llm_engine *engine);
 
-/* Token ids of a prompt, to be released with llm_free: BOS alone if it is empty; none if there is
- * no BOS either. -1: failed. */
+/* Return the number of token ids of a prompt; release *ids with llm_free. An empty prompt becomes
+ * BOS alone, or no ids if there is no BOS. -1: failed. */
 int64_t prompt_ids(const llm_tokenizer *t, const text *words, bool special, int32_t **ids);
 
-/* What a request generates: a sample, or several. */
+/* The output of a request: a sample, or several. */
 typedef struct generated_token {
     int32_t id;
     float logprob;
-    bool accepted;   /* by speculation */
-    size_t text_end; /* of its text in the text of the sample */
+    bool accepted;   /* whether the token was an accepted proposal */
+    size_t text_end; /* end of its text in the text of the sample */
 } generated_token;
 
 typedef struct sample {
@@ -330,13 +332,13 @@ typedef struct sample {
 
 sample *make_samples(int n);
 void free_samples(sample *samples, int n);
-void take_event(sample *s, const llm_event *event); /* add what it brings */
+void take_event(sample *s, const llm_event *event); /* add the event to the sample */
 
-/* Speculation, as the options ask for it. */
+/* Settings of speculation in the options. */
 enum { NO_DEPTH = -2, MOST_PROPOSALS = 64 };
 
 typedef struct speculation {
-    const char *path; /* of the draft model; NULL: none */
+    const char *path; /* path of the draft model; NULL: none */
     int depth;        /* NO_DEPTH: not given */
     bool lookup;
 } speculation;
@@ -357,25 +359,25 @@ bool close_trace(trace_writer *trace, const char *path);
 double acceptance(const llm_statistics *s); /* share of the proposals; 0: unknown */
 double tokens_per_step(const llm_statistics *s);
 void print_speculation(const llm_statistics *s);
-void print_host_time(const llm_statistics *s); /* of the CPU, in a step of a GPU */
-uint64_t chance_seed(void); /* another one each time, at most six digits */
+void print_host_time(const llm_statistics *s); /* CPU time in a step of a GPU */
+uint64_t chance_seed(void); /* different each time; at most six digits */
 
-double median(double *x, int n); /* sorts them */
-/* The smallest value that at least the share p of them does not exceed. Sorts them. */
+double median(double *x, int n); /* sorts x */
+/* The smallest value v for which at least the share p of the values is <= v. Sorts x. */
 double percentile(double *x, int n, double p);
 uint64_t hash_bytes(uint64_t hash, const char *data, size_t n); /* FNV-1a */
 
-typedef struct type_sum { /* of tensors */
+typedef struct type_sum { /* sums over tensors */
     uint64_t tensors, values, bytes;
 } type_sum;
 type_sum sum_type(const llm_file *file, const llm_type_info *type); /* type NULL: all types */
-void put_type_sum(const char *name, type_sum sum);                  /* a line */
+void put_type_sum(const char *name, type_sum sum);                  /* prints a line */
 uint64_t tensor_values(const llm_tensor *t);
 double bits_per_value(uint64_t bytes, uint64_t values); /* values 0: 0 */
 size_t row_bytes(llm_type type, uint64_t values);
 
-double measure_bandwidth(int threads);  /* bytes a second that so many threads read from memory */
-double engine_bandwidth(const llm_engine *engine); /* with the engine's threads; 0: unknown (GPU) */
+double measure_bandwidth(int threads);  /* bytes per second read by n threads */
+double engine_bandwidth(const llm_engine *engine); /* bytes per second; 0: unknown (GPU) */
 double processor_cache(void);           /* bytes of the largest cache; 0: unknown */
 
 /* ---- The commands that are not in main.c ------------------------------------------------- */

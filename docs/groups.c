@@ -23,7 +23,7 @@ static int64_t group_slots(const batcher *b, int n, int n_tokens) {
     return slots;
 }
 
-/* Choose the next group, in order of arrival. Returns whether it is full: the engine has no
+/* Choose the next group, in order of arrival. Returns whether the group is full: the engine has no
  * sequence or no memory for another request. */
 static bool choose_group(batcher *b) {
     llm_statistics s = llm_engine_statistics(b->engine);
@@ -80,8 +80,8 @@ int batcher_step(batcher *b, llm_error *err) {
     return 1;
 }
 
-/* A request has all tokens that it wants. With continuous batching, it leaves the engine at once;
- * otherwise the whole group leaves together with its last member. */
+/* End a request that has all tokens it wants. With continuous batching, it leaves the engine at
+ * once; otherwise the whole group leaves together with its last member. */
 static void end_member(batcher *b, member *m) {
     llm_error unused;
     m->ended_step = b->n_steps;

@@ -16,9 +16,9 @@
 
 typedef struct lesson {
     const command *self;
-    const char *model, *png;   /* of the options */
+    const char *model, *png;   /* values of the options */
     bool json;
-    llm_engine_options engine; /* n_threads is that of --threads */
+    llm_engine_options engine; /* n_threads is set by --threads */
     char *path;
     llm_model *loaded;
     plot *plots;               /* (n_plots) shown so far */
@@ -37,28 +37,28 @@ enum { LESSON_WIDTH = 79 };
 typedef struct column {
     const char *key;    /* name in JSON */
     const char *title;  /* header in the terminal */
-    const char *format; /* for one double; "%s": a text */
+    const char *format; /* printf format for one double; "%s": a text */
 } column;
 
 typedef struct table {
     const column *columns;
     int n_columns, n_cells;
-    char (*cells)[64]; /* (n_cells) as printed */
-    double *numbers;   /* (n_cells) the same; NAN for texts */
+    char (*cells)[64]; /* (n_cells) the cells as printed */
+    double *numbers;   /* (n_cells) the values; NAN for texts */
 } table;
 
-typedef struct task { /* a request, and its output */
+typedef struct task { /* a request and its output */
     llm_request request;
-    int32_t *tokens;   /* (n) generated */
-    double *seconds;   /* (n) from submission to each token */
-    bool *accepted;    /* (n) the token was an accepted proposal */
+    int32_t *tokens;   /* (n) generated tokens */
+    double *seconds;   /* (n) time from submission to each token */
+    bool *accepted;    /* (n) whether the token was an accepted proposal */
     int n;
-    double submitted;  /* llm_seconds() */
+    double submitted;  /* time of submission, by llm_seconds() */
     bool ended;
 } task;
 
-/* Parse the options and load the model of -m, or else the bundled `model` (NULL: the default one).
- * Returns PARSED, or the exit status. */
+/* Parse the options and load the model of -m or, without -m, the bundled `model` (NULL: the default
+ * one). Returns PARSED, or the exit status. */
 int lesson_begin(lesson *l, const command *self, const option *options, int n, int argc,
                  char **argv, const char *model);
 /* Write the PNG file and free everything. good: the lesson succeeded. Returns an exit status. */
@@ -67,36 +67,35 @@ int lesson_end(lesson *l, bool good);
 PRINTF(2, 3) void say(const lesson *l, const char *format, ...);
 void fact(const lesson *l, const char *name, double value);
 table new_table(const column *columns, int n);
-/* Add a row: for each column a double, or a const char * if its format is "%s". NAN is printed as
- * an empty cell. */
+/* Add a row: for each column pass a double, or a const char * if its format is "%s". NAN is printed
+ * as an empty cell. */
 void add_row(table *t, ...);
 void show_table(const lesson *l, table *t, const char *name); /* frees the table */
 /* Print a plot as text and keep it for the PNG file; keep_plot: only keep it. */
 void show_plot(lesson *l, plot *p);
 void keep_plot(lesson *l, plot p);
 
-/* The value of an option if it was given, else `wanted`, limited to least .. most. given: -1 if the
- * option was not given. */
+/* Returns `given` or, if that is -1 (option not given), `wanted` limited to least .. most. */
 int given_or(int given, int wanted, int least, int most);
 /* Report an error and return false if the context is too short for a prompt and its output. */
 bool fits_context(const lesson *l, int prompt, int generated);
-/* n tokens for prompts: the bundled tales from token `start` on, cyclically. The first is BOS if
- * the model wants one. NULL: failed. */
+/* Returns n tokens for prompts: the bundled tales from token `start` on, cyclically. The first
+ * token is BOS if the model wants one. NULL: failed. */
 int32_t *lesson_tokens(const lesson *l, int start, int n);
 
 task new_task(const int32_t *prompt, int n_prompt, int max_tokens);
 void free_task(task *t);
 bool submit_task(llm_engine *engine, task *t);
 void take_task_event(const llm_event *event);
-/* Run one step and pass its events to their tasks. 1: worked; 0: nothing to do; -1: failed. */
+/* Run one step and pass its events to their tasks. 1: a step ran; 0: nothing to do; -1: failed. */
 int step_tasks(llm_engine *engine);
 /* Submit all tasks and run steps until all have ended. */
 bool run_tasks(llm_engine *engine, task *tasks, int n);
 
-/* A backend for --device that the lesson owns, for lessons that call backends directly. NULL:
- * failed. */
+/* Create a backend for --device, owned by the lesson, for lessons that call backends directly.
+ * NULL: failed. */
 llm_backend *lesson_device(const lesson *l);
-/* An engine on the backend in the options, or else on --device. NULL: failed. */
+/* Create an engine on the backend in the options or, if that is NULL, on --device. NULL: failed. */
 llm_engine *lesson_engine(const llm_model *model, const llm_engine_options *options);
 /* The text of a token; each control character, such as a line end, becomes a slash. */
 const char *token_text(const llm_tokenizer *t, int32_t id, char *out, size_t size);
@@ -105,19 +104,19 @@ const char *token_text(const llm_tokenizer *t, int32_t id, char *out, size_t siz
 
 typedef struct kv_run { /* 03: one way of generating n tokens */
     int32_t *tokens;  /* (n) */
-    double *seconds;  /* (n) from the start to each token */
-    double *computed; /* (n) tokens that the model has computed by then */
+    double *seconds;  /* (n) time from the start to each token */
+    double *computed; /* (n) number of tokens computed up to each token */
 } kv_run;
 kv_run new_kv_run(int n);
 bool kv_without(llm_engine *engine, const int32_t *prompt, int n_prompt, int n, kv_run *out);
 
-/* 05: bits per byte and perplexity on the first whole documents of the bundled text. */
+/* 05: measure bits per byte and perplexity on the first whole documents of the bundled text. */
 bool lesson_perplexity(lesson *l, const llm_model *model, int bytes_of_text, double *bits,
                        double *perplexity_);
-/* 05: the model with its weights converted to another type, loaded from a temporary file. */
+/* 05: convert the model to another type, and load it from a temporary file. */
 llm_model *quantized_model(const char *path, llm_type type);
 
-typedef struct prefill_row { /* 06: medians of the runs */
+typedef struct prefill_row { /* 06: medians over the runs */
     double prompt, ttft, tpot;
 } prefill_row;
 bool prefill_measure(lesson *l, llm_engine *engine, int n_prompt, int n, int runs,
@@ -127,7 +126,7 @@ typedef struct roofline { /* 02: the limits of a device, for this model */
     double memory; /* bytes per second */
     double cached; /* bytes per second, for data in the processor's cache */
     double peak;   /* operations per second */
-    bool fits;     /* the weights fit into the processor's cache */
+    bool fits;     /* whether the weights fit into the cache */
 } roofline;
 bool roofline_measure(const lesson *l, llm_backend *device, roofline *roof);
 

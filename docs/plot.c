@@ -46,7 +46,7 @@ void plot_free(plot *p) {
     memset(p, 0, sizeof *p);
 }
 
-/* Make room for n items. False: out of memory, which the plot remembers. */
+/* Make room for n items. False: out of memory, and p->failed is set. */
 static bool plot_grow(plot *p, void *items, size_t n, size_t size) {
     void *old, *grown;
     memcpy(&old, items, sizeof old);
@@ -103,7 +103,7 @@ void plot_cell(plot *p, int row, int column, int series) {
 
 /* ---- Numbers and axes -------------------------------------------------------------------- */
 
-/* A number in a few characters: 1.5, 20k, 3.2M. */
+/* Write a number in a few characters: 1.5, 20k, 3.2M. */
 static const char *plot_number(double x, char *out, size_t size) {
     double a = fabs(x);
     if (a >= 1e9 && a < 1e15) snprintf(out, size, "%.4gG", x / 1e9);
@@ -216,7 +216,7 @@ static double plot_clamp(double x) { return x < 0 ? 0 : x > 1 ? 1 : x; }
 
 /* ---- As text ----------------------------------------------------------------------------- */
 
-/* Colours of a terminal that has 256: blue, orange, sky, brick, pale, grey, purple, light grey. */
+/* Colours for a terminal with 256: blue, orange, sky, brick, pale, grey, purple, light grey. */
 static const int plot_terminal_colours[] = {27, 214, 38, 166, 153, 245, 134, 252};
 enum { PLOT_NAMES = 22, PLOT_ROWS = 12 };
 
@@ -250,7 +250,7 @@ static void plot_plain(const plot_out *o) {
 
 static const char *const plot_shades[] = {"█", "▒", "░", "▓", "▚", "▤", "▞", "▨"};
 
-/* What each mark or shade means, wrapped to the width. */
+/* Print the legend of marks or shades, wrapped to the width. */
 static void plot_text_legend(const plot *p, const plot_out *o, int width) {
     int at = 2;
     if (p->n_series < 2 && p->kind != PLOT_MAP) return;
@@ -439,7 +439,7 @@ void plot_text(const plot *p, plot_sink sink, int width, bool colour) {
 typedef struct plot_rgb { uint8_t r, g, b; } plot_rgb;
 
 /* Navy, orange, blue, brick, pale blue, grey, purple, light grey. In grey they are 12, 63, 41,
- * 29, 84, 52, 21 and 73 % of white: all different, and neighbours far apart. */
+ * 29, 84, 52, 21 and 73 % of white: all different, with large steps between neighbours. */
 static const plot_rgb plot_palette[] = {{0x0e, 0x1e, 0x60}, {0xe6, 0x9f, 0x00}, {0x22, 0x7d, 0xb4},
                                         {0x9c, 0x2f, 0x00}, {0xb4, 0xe0, 0xf6}, {0x85, 0x85, 0x85},
                                         {0x5c, 0x18, 0x6e}, {0xbb, 0xbb, 0xbb}};
@@ -524,7 +524,7 @@ static void plot_letters(plot_canvas *c, double x, double y, const char *text, d
     }
 }
 
-/* 0: the plot has no legend. */
+/* The height of the legend; 0: the plot has none. */
 static double plot_legend_height(const plot *p) {
     double at = 0, lines = 1;
     if ((p->n_series < 2 && p->kind != PLOT_MAP) || !p->n_series || !p->series[0].name[0] ||
@@ -678,7 +678,7 @@ static double plot_widest_category(const plot *p) {
 static void plot_draw_bars(plot_canvas *c, const plot *p, plot_box b) {
     plot_axis x = plot_axis_of_bars(p);
     b.left = 30 + plot_widest_category(p);
-    b.right -= 60; /* for the numbers */
+    b.right -= 60; /* room for the numbers */
     plot_draw_x_axis(c, p, &x, b);
     double at = b.top + 5;
     for (int k = 0; k < p->n_categories; k++) {
@@ -728,7 +728,7 @@ static void plot_draw_map(plot_canvas *c, const plot *p, plot_box b) {
                                     : plot_palette[p->series[s].colour % PLOT_COLOURS];
             plot_fill(c, x + 0.5, y + 0.5, x + wide * run - 0.5, y + PLOT_CELL - 0.5, colour);
             if (empty || run * wide < 9) continue;
-            char mark[2] = {p->series[s].mark, 0}; /* in the first cell of a run only */
+            char mark[2] = {p->series[s].mark, 0}; /* only in the first cell of a run */
             plot_letters(c, x + (wide < 12 ? 3 : wide / 2), y + 4, mark, 1.5, wide < 12 ? 0 : 0.5,
                          false, plot_ink_on(p->series[s].colour));
         }

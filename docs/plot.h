@@ -28,9 +28,9 @@ typedef enum plot_kind { PLOT_LINES, PLOT_BARS, PLOT_MAP } plot_kind;
 typedef struct plot_series {
     char name[48]; /* empty: the legend omits the series */
     int colour;    /* index in the palette; initially the number of the series */
-    char mark;     /* its character in a terminal, and in the cells of a map */
+    char mark;     /* character of the series in a terminal, and in the cells of a map */
     bool dots;     /* PLOT_LINES: points without a line */
-    double *x, *y; /* (n); bars have only y, one per category */
+    double *x, *y; /* (n) points; bars have only y, one per category */
     int n, capacity;
 } plot_series;
 
@@ -38,15 +38,15 @@ typedef struct plot {
     plot_kind kind;
     char title[96], x_label[64], y_label[64];
     bool log_x, log_y;
-    bool named_dots;     /* lines, in the PNG: names at the last points instead of a legend */
-    bool stacked;        /* bars: all series of a category in one bar */
+    bool named_dots;     /* PNG of lines: names at the last points instead of a legend */
+    bool stacked;        /* bars: stack all series of a category in one bar */
     plot_series *series;
     int n_series;
     char (*categories)[32]; /* (n_categories) names of bars, or of the rows of a map */
     int n_categories;
     uint8_t *cells;      /* (columns, n_categories): 0 if empty, or 1 + the series */
     int columns;
-    bool failed;         /* out of memory: later data is missing */
+    bool failed;         /* memory ran out; later data is missing */
 } plot;
 
 typedef void (*plot_sink)(const char *bytes, size_t n);
@@ -58,7 +58,7 @@ void plot_point(plot *p, int series, double x, double y);
 /* Add a category of bars, whose values plot_bar then adds to each series; or a row of a map. */
 void plot_category(plot *p, const char *name);
 void plot_bar(plot *p, int series, double value);
-/* Give a cell of a map to a series. All rows must have been added. */
+/* Set the series of a cell of a map. All rows must have been added. */
 void plot_cell(plot *p, int row, int column, int series);
 /* Write the plot as text, at most `width` columns wide. */
 void plot_text(const plot *p, plot_sink sink, int width, bool colour);

@@ -105,7 +105,7 @@ double cost_bytes(const llm_cost *c) {
     return c->weight_bytes + c->activation_bytes + c->cache_bytes;
 }
 
-/* Stage `index` of a step with one row of logits, or with none. */
+/* Find stage `index` of a step with one row of logits, or with none. */
 static bool find_stage(const llm_backend *b, const llm_program *p, const llm_batch *batch,
                        int index, llm_stage *stage) {
     llm_part part = batch->n_logits ? LLM_WHOLE : LLM_BODY;
@@ -150,7 +150,7 @@ static bool program_layers_alike(const program_view *v, int i, int k) {
     return b >= 0 && v->lines[i].layer != a;
 }
 
-/* Show the lines; only the first of identical layers, unless v->all. */
+/* Show the lines. Of identical layers, show only the first, unless v->all is set. */
 static void program_show_lines(program_view *v) {
     for (int i = 0, next; i < v->n; i = next) {
         int layer = v->lines[i].layer, last = layer, end = i;
@@ -168,12 +168,13 @@ static void program_show_lines(program_view *v) {
     v->n = 0;
 }
 
-/* The buffers that an operation reads or writes, each between two `mark`s. */
+/* Write the names of the buffers that an operation reads or writes, with `mark` before and after
+ * each name. */
 static const char *op_buffers(const llm_program *p, const llm_op *op, bool written,
                               const char *mark, char out[64]) {
     int buffers[LLM_OP_INPUTS + 1], n = 0;
     for (int i = 0; i < LLM_OP_INPUTS; i++) {
-        bool in_place = op->kind == LLM_OP_ROPE_STORE && i != 0 && i != 3; /* it changes q and k */
+        bool in_place = op->kind == LLM_OP_ROPE_STORE && i != 0 && i != 3; /* changes q, k */
         if (op->in[i] >= 0 && (!written || in_place)) buffers[n++] = op->in[i];
     }
     if (written && op->out >= 0) buffers[n++] = op->out;
@@ -193,7 +194,7 @@ const char *op_flow(const llm_program *p, const llm_op *op, char out[160]) {
 
 const char *op_weight(const llm_op *op, char out[96]) {
     const llm_weight *w = op->weight;
-    const char *name = *op->name ? op->name : "frequencies"; /* of RoPE */
+    const char *name = *op->name ? op->name : "frequencies"; /* frequencies of RoPE have no name */
     if (w)
         snprintf(out, 96, "%.*s %s %lld x %lld", (int)strcspn(name, "."), name,
                  llm_type_find(w->type)->name, (long long)w->rows, (long long)w->cols);
@@ -249,7 +250,7 @@ static void program_show_json(const program_view *v, const char *path, const llm
     put_text(v->plan ? "]}\n" : "}\n");
 }
 
-/* What a stage does, in words. */
+/* Describe in words what a stage does. */
 static const char *stage_text(const llm_program *p, const int *owner, const llm_stage *stage,
                               char out[160]) {
     int n = 0;

@@ -1,4 +1,4 @@
-/* trace.h - writes what an engine decides as Chrome trace events: a JSON file that opens in
+/* trace.h - writes the decisions of an engine as Chrome trace events: a JSON file that opens in
  * Perfetto (ui.perfetto.dev) and in chrome://tracing. Copy it into a program that includes llm.h:
  *
  *     trace_writer trace;
@@ -9,11 +9,11 @@
  *     trace.blocks_total = llm_engine_statistics(engine).blocks_total;
  *     ...
  *     llm_engine_free(engine);
- *     error = trace_close(&trace);                    0, or the errno of what was not written
+ *     error = trace_close(&trace);                    0, or the errno of the first failure
  *
  * Each sequence has a track, with a slice for each step it took part in: "prefill 128" (tokens),
- * "decode", or "verify 1+4" (a token and 4 proposals). Instant events mark where it was admitted,
- * preempted and resumed, and where it ended. The first track shows the steps; counters show the
+ * "decode", or "verify 1+4" (a token and 4 proposals). Instant events mark when it was admitted,
+ * preempted and resumed, and when it ended. The first track shows the steps; counters show the
  * blocks in use and the tokens per step. */
 #ifndef TRACE_H
 #define TRACE_H
@@ -26,10 +26,10 @@
 typedef struct trace_track { /* a sequence that was admitted and has not ended */
     uint64_t request;
     int sample, tid;
-    llm_state state, step_state; /* now; when it was scheduled for this step */
+    llm_state state, step_state; /* state now; state when it was scheduled for this step */
     int first, count;            /* position and number of its tokens in this step */
     int proposed, accepted;      /* in this step */
-    int n_generated;             /* tokens in all, once it has ended; -1: it has not */
+    int n_generated;             /* number of generated tokens once it has ended; -1: not ended */
 } trace_track;
 
 typedef struct trace_writer {
@@ -41,12 +41,12 @@ typedef struct trace_writer {
     uint64_t n_events;
     trace_track *tracks;   /* (n_tracks) */
     int n_tracks, found, last_tid; /* found: index of the last track found */
-    int *references;       /* (n_blocks) block tables that name each block */
+    int *references;       /* (n_blocks) number of block tables that list each block */
     int64_t n_blocks, blocks_used;
-    int64_t blocks_total;  /* of the pool, set by the caller; 0: unknown */
+    int64_t blocks_total;  /* size of the pool, set by the caller; 0: unknown */
 } trace_writer;
 
-/* Write one event: the common fields, then the others; in `format`, write ' for ". */
+/* Write one event: the common fields, then those in `format`, in which a ' is written as ". */
 static void trace_put(trace_writer *t, double when, int tid, const char *format, ...) {
     char rest[256];
     va_list arguments;
@@ -98,7 +98,7 @@ static trace_track *trace_find(trace_writer *t, const llm_trace_event *e) {
     return tracks;
 }
 
-/* Set the number of block tables that name the block to `count`, or add `count` if `more`. */
+/* Set the number of block tables that list the block to `count`, or add `count` if `more`. */
 static void trace_refer(trace_writer *t, int32_t block, int count, bool more) {
     if (block < 0) return;
     if (block >= t->n_blocks) {
@@ -130,7 +130,7 @@ static void trace_state(trace_writer *t, trace_track *track, const llm_trace_eve
                   "'ph': 'i', 's': 't', 'name': '%s', 'args': {'%s': %d}", what, count, e->count);
 }
 
-/* Write the slice of a step and, if the sequence ended, its end. Returns whether it goes on. */
+/* Write the slice of a step and, if the sequence ended, its end. Returns whether it continues. */
 static bool trace_slice(trace_writer *t, trace_track *track, double end) {
     char name[48] = "decode";
     if (track->step_state == LLM_PREFILL) snprintf(name, sizeof name, "prefill %d", track->count);
@@ -149,7 +149,7 @@ static bool trace_slice(trace_writer *t, trace_track *track, double end) {
     return false;
 }
 
-/* Write the slices of the step that ends, if one does, and remove the tracks that have ended. */
+/* Write the slices of the step that ends, if any, and remove the tracks that have ended. */
 static void trace_slices(trace_writer *t, const llm_trace_event *e, double end) {
     const char *name = e->count < 0 ? "failed" : "step";
     int tokens = 0, sequences = 0, n = 0;

@@ -1,4 +1,4 @@
-/* info.c - what a model file holds, as text and as JSON, for llm info */
+/* info.c - the contents of a model file as text and as JSON, for llm info */
 #include "info.h"
 
 static const char *value_type_name(llm_value_type type) {
@@ -30,7 +30,7 @@ static void put_element(const llm_value *v, uint64_t index, size_t *cursor) {
     }
 }
 
-/* The first elements of a value as JSON, an array without its brackets. */
+/* Print the first elements of a value as a JSON array without its brackets. */
 static void put_elements(const llm_value *v, uint64_t count) {
     size_t cursor = 0;
     for (uint64_t i = 0; i < count && i < v->count; i++) {
@@ -39,7 +39,7 @@ static void put_elements(const llm_value *v, uint64_t count) {
     }
 }
 
-/* Tokens of cache that fit into in->memory beside the weights. */
+/* Number of tokens whose keys and values fit into in->memory beside the weights. */
 static uint64_t cache_tokens(const info *in) {
     uint64_t weights = sum_type(in->file, NULL).bytes;
     if (in->memory <= weights) return 0;
@@ -108,7 +108,7 @@ void info_print(const info *in) {
         if (sum.tensors) put_type_sum(llm_type_at(i)->name, sum);
     }
     type_sum int4 =
-        sum_type(in->file, llm_type_find(LLM_Q4_Z)); /* of AWQ and GPTQ, with zero points */
+        sum_type(in->file, llm_type_find(LLM_Q4_Z)); /* for AWQ and GPTQ, with zero points */
     if (int4.tensors) put_type_sum(llm_type_find(LLM_Q4_Z)->name, int4);
     put_type_sum("all", sum_type(in->file, NULL));
     for (int64_t i = 0; in->tensors && i < llm_file_n_tensors(in->file); i++) {
@@ -204,7 +204,7 @@ void info_print_json(const info *in) {
     put_text("}\n");
 }
 
-/* What is wrong with a tensor, as a line of text or as an object. */
+/* Print what is wrong with a tensor, as a line of text or as a JSON object. */
 static void put_faults(const info *in, const llm_tensor *t, const llm_faults *faults, bool first) {
     uint64_t values = tensor_values(t);
     bool scale = llm_type_find(t->type)->block_values > 1;

@@ -1,4 +1,4 @@
-/* info.h - what a model file holds, as text and as JSON, for llm info */
+/* info.h - the contents of a model file as text and as JSON, for llm info */
 #ifndef INFO_H
 #define INFO_H
 #include "../docs/program.h"
@@ -6,16 +6,16 @@
 typedef struct info {
     const char *model;
     bool tensors, json;
-    bool check;   /* check the weights instead */
-    bool program; /* show the program instead */
+    bool check;   /* --check: check the weights instead */
+    bool program; /* --program: show the program instead */
     program_view view;
     llm_engine_options engine;
-    uint64_t memory; /* bytes of memory in which to say what fits */
+    uint64_t memory; /* bytes of memory; the output says what fits into them */
     int context;
     llm_type cache_type;
     llm_file *file;
     llm_model *loaded; /* NULL: the engine cannot run it */
-    llm_error why;     /* ... because of this */
+    llm_error why;     /* why `loaded` is NULL */
 } info;
 
 void info_print(const info *in);

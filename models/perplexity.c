@@ -9,7 +9,7 @@ static void perplexity_hook(void *user, uint64_t request, int sample_index, int 
     perplexity *p = user;
     (void)request, (void)sample_index;
     int64_t next = p->start + position + 1;
-    if (next != p->done || next >= p->n_ids) return; /* an earlier window has predicted it */
+    if (next != p->done || next >= p->n_ids) return; /* an earlier window predicted it */
     p->document_nats -=
         (double)llm_logprob(logits, llm_model_config(p->loaded)->vocab_size, p->ids[next]);
     p->done++;

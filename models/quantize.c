@@ -19,12 +19,12 @@
 #endif
 
 /* ---- Packing ---------------------------------------------------------
- * The layouts are in chapter 7 of llm.h. All of this is exact or rounded once, in a fixed order, so
+ * The layouts are in chapter 7 of llm.h. Each result is exact or rounded once, in a fixed order, so
  * a file has the same bytes on every machine. */
 
 enum { BLOCK_VALUES = 32, SUPER_VALUES = 256 };
 
-/* Store an f16; returns it as it was rounded. */
+/* Store x as f16. Returns the rounded value. */
 static float pack_half(uint8_t *p, float x) {
     uint16_t half = llm_f32_to_f16(x);
     memcpy(p, &half, sizeof half);
@@ -66,8 +66,9 @@ static void pack_q8_0(const float *values, uint8_t *block, int64_t count) {
     }
 }
 
-/* q4_0 to q5_1. Around zero (4 bits: -8 to +7) the largest magnitude gets -8: the scale carries its
- * sign. With a minimum, the levels span smallest to largest. */
+/* q4_0 to q5_1. Without a minimum, levels are -8 to +7 (4 bits), and the largest magnitude gets -8:
+ * the scale has the opposite sign. With a minimum, levels range from the smallest value to the
+ * largest. */
 static void pack_nibbles(const float *values, uint8_t *block, int64_t count, int bits,
                          bool has_minimum) {
     int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);
@@ -98,14 +99,15 @@ static void pack_nibbles(const float *values, uint8_t *block, int64_t count, int
     }
 }
 
-/* v rounded to a whole number, 0 to top; NaN: 0 */
+/* v rounded to a whole number from 0 to top; NaN: 0 */
 static float whole_between(float v, float top) {
     v = v > 0.0f ? v : 0.0f;
     v = v < top ? v : top;
-    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23: a float's last bit is worth 1 */
+    return (v + 12582912.0f) - 12582912.0f; /* 1.5 x 2^23, where a float's last bit is worth 1 */
 }
 
-/* The reverse of llm__group_scales in llm.h: scale and minimum, 6 bits each, of one of 8 groups. */
+/* The reverse of llm__group_scales in llm.h: store the scale and minimum, 6 bits each, of one of 8
+ * groups. */
 static void set_group_scales(uint8_t *packed, int group, int scale, int minimum) {
     uint8_t *p = packed + group % 4;
     if (group < 4) {
@@ -118,10 +120,11 @@ static void set_group_scales(uint8_t *packed, int group, int scale, int minimum)
     }
 }
 
-/* Find scale and offset, both >= 0, so that scale * q - offset, q from 0 to top, best approximates
- * x (n values). Leaving the extremes a little outside the levels brings the others closer. So
- * several spacings are tried; the q of each give a least-squares line through (q, x), and the line
- * of the smallest error wins. x is taken relative to the smallest value, to keep precision. */
+/* Find scale and offset, both >= 0, so that scale * q - offset, with q from 0 to top, best
+ * approximates x (n values). If the extremes are a little outside the levels, the other values are
+ * closer to them. So several spacings are tried. The q of each give a least-squares line through
+ * the points (q, x), and the line with the smallest error is used. x is taken relative to the
+ * smallest value, to keep precision. */
 static void fit_levels(const float *x, int n, int top, float *scale, float *offset) {
     enum { TRIALS = 20 };
     float low = 0.0f, high = 0.0f, best = FLT_MAX, sum = 0.0f;
@@ -151,7 +154,7 @@ static void fit_levels(const float *x, int n, int top, float *scale, float *offs
             start = -low;
             slope = (qx_sum - start * q_sum) / qq_sum;
         }
-        /* squared error, less the constant sum of x^2 */
+        /* squared error, without the constant sum of x^2 */
         float error = slope * (slope * qq_sum + 2.0f * start * q_sum - 2.0f * qx_sum) +
                       start * ((float)n * start - 2.0f * sum);
         if (!(error < best) || slope < 0.0f) continue;
@@ -161,7 +164,7 @@ static void fit_levels(const float *x, int n, int top, float *scale, float *offs
     }
 }
 
-/* Scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
+/* Store scales or offsets (n) as whole numbers from 0 to 63 times an f16. */
 static float pack_scales(const float *scales, int n, uint8_t *f16, int *packed) {
     float largest = 0.0f;
     for (int i = 0; i < n; i++) largest = scales[i] > largest ? scales[i] : largest;
@@ -198,8 +201,8 @@ static void pack_groups(const float *values, uint8_t *block, int64_t count, int 
     }
 }
 
-/* As fit_levels, around zero: q from -32 to 31, scale of any sign. A spacing's best scale is
- * sum(qx) / sum(q^2), which takes sum(qx)^2 / sum(q^2) off the squared error. */
+/* Like fit_levels, but around zero: q from -32 to 31, scale of any sign. The best scale of a
+ * spacing is sum(qx) / sum(q^2), which reduces the squared error by sum(qx)^2 / sum(q^2). */
 static float fit_scale(const float *x, int n) {
     enum { TRIALS = 19 };
     float largest = 0.0f, best = 0.0f, scale = 0.0f;
@@ -234,7 +237,7 @@ static void pack_q6_K(const float *values, uint8_t *block, int64_t count) {
             largest = fabsf(scales[group]) > fabsf(largest) ? scales[group] : largest;
         }
         memset(block, 0, BYTES);
-        float unit = largest / -128.0f; /* the largest gets -128 */
+        float unit = largest / -128.0f; /* the largest value gets -128 */
         unit = unit > 65504.0f ? 65504.0f : unit < -65504.0f ? -65504.0f : unit;
         unit = pack_half(block + 208, unit);
         for (int i = 0; i < SUPER_VALUES; i++) {
@@ -291,8 +294,9 @@ void llm_pack(llm_type type, const float *values, void *blocks, int64_t count) {
 }
 
 /* ---- Writing ---------------------------------------------------------
- * Counts in the header are known only at its end, so values and declarations are collected in
- * memory (a few megabytes, mostly vocabulary) and written with the first byte of data. */
+ * The counts at the start of the header are known only when it is complete, so values and
+ * declarations are collected in memory (a few megabytes, mostly vocabulary) and written with the
+ * first byte of data. */
 
 typedef struct writer_buffer {
     uint8_t *data;
@@ -303,16 +307,16 @@ struct llm_writer {
     char *path, *temporary;
     int descriptor;
     llm_error err;                      /* first failure; all later calls do nothing */
-    writer_buffer values, declarations; /* as the header has them */
-    writer_buffer keys, names;          /* u64: where each value and each declaration starts */
+    writer_buffer values, declarations; /* bytes in the form of the header */
+    writer_buffer keys, names;          /* u64: start offset of each value, each declaration */
     writer_buffer sizes;                /* u64: bytes of each tensor */
-    writer_buffer pending;              /* not yet written */
+    writer_buffer pending;              /* bytes not yet written to the file */
     uint64_t n_values, n_tensors;
     uint64_t alignment;
-    uint64_t declared;      /* bytes of data, with padding */
-    uint64_t current;       /* the tensor that gets the next data */
-    uint64_t current_bytes; /* of it so far */
-    uint64_t written;       /* bytes of the file */
+    uint64_t declared;      /* bytes of all declared data, with padding */
+    uint64_t current;       /* index of the tensor that gets the next data */
+    uint64_t current_bytes; /* bytes written of that tensor */
+    uint64_t written;       /* bytes written of the file */
     bool data_begun;
 };
 
@@ -330,7 +334,7 @@ static bool quantize_fail(llm_error *err, llm_status status, const char *format,
     return false;
 }
 
-/* A name made safe to print; text: 72 bytes. */
+/* A name in a form that is safe to print; text: (72). */
 static const char *writer_show(llm_string name, char *text) {
     size_t n = name.length < 64 ? name.length : 64;
     for (size_t i = 0; i < n; i++)
@@ -397,7 +401,7 @@ llm_writer *llm_writer_create(const char *path, llm_error *err) {
         quantize_fail(err, LLM_ERROR_ARGUMENT, "no path to write to was given");
         return NULL;
     }
-    /* a file would replace a device there */
+    /* the new file would replace a device */
     if (!stat(path, &status) && !S_ISREG(status.st_mode)) {
         quantize_fail(err, LLM_ERROR_FILE, "cannot write %s: it is %s, not a file", path,
                       S_ISDIR(status.st_mode) ? "a directory" : "a pipe or a device");
@@ -446,7 +450,7 @@ static bool writer_flush(llm_writer *w) {
     return wrote;
 }
 
-/* Gathers small pieces. */
+/* Write data; small pieces are collected first. */
 static bool writer_put(llm_writer *w, const void *data, size_t n) {
     enum { GATHER = 1 << 18 };
     if (n < GATHER && w->pending.length < GATHER) return writer_append(w, &w->pending, data, n);
@@ -536,13 +540,13 @@ bool llm_writer_string_array(llm_writer *w, const char *key, const llm_string *x
     return writer_strings(w, key, LLM_VALUE_ARRAY, x, n);
 }
 
-/* 0: there can be no such tensor. */
+/* Bytes of a tensor; 0: no such tensor is possible. */
 static uint64_t tensor_bytes(llm_type type, int n_dims, const uint64_t *dims) {
     const llm_type_info *info = type < LLM_Q4_Z ? llm_type_find(type) : NULL;
     uint64_t values = 1;
     if (!info || n_dims < 1 || n_dims > 4 || dims[0] % (uint64_t)info->block_values) return 0;
     for (int i = 0; i < n_dims; i++) {
-        if (!dims[i] || dims[i] > INT64_MAX / 4 / values) return 0; /* 4: bytes of the largest */
+        if (!dims[i] || dims[i] > INT64_MAX / 4 / values) return 0; /* 4: largest type */
         values *= dims[i];
     }
     return values / (uint64_t)info->block_values * (uint64_t)info->block_bytes;
@@ -579,8 +583,8 @@ static int writer_compare(const void *a, const void *b) {
     return order ? order : (x->length > y->length) - (x->length < y->length);
 }
 
-/* Names must be unique, or no reader accepts the file. text: what begins with a name at each of the
- * places. */
+/* Check that names are unique, since readers refuse the file otherwise. text: data in which a name
+ * starts at each of the places. */
 static bool writer_check(llm_writer *w, const writer_buffer *text, const writer_buffer *places,
                          const char *what) {
     size_t n = places->length / sizeof(uint64_t);
@@ -649,7 +653,7 @@ static bool writer_complete(llm_writer *w) {
                              (unsigned long long)w->current_bytes,
                              (unsigned long long)w->current + 1, (unsigned long long)w->n_tensors);
     if (!writer_flush(w)) return false;
-    /* the data must reach the disk before the name */
+    /* the data must be on the disk before the file gets its name */
     if (fsync(w->descriptor))
         return quantize_fail(&w->err, LLM_ERROR_FILE, "cannot write %s: %s", w->temporary,
                              strerror(errno));
@@ -680,10 +684,10 @@ void llm_writer_abandon(llm_writer *w) {
 }
 
 /* ---- Rewriting a model in another type -------------------------------
- * Decoding is bound by the bytes it reads, so rounding the weights is the cheapest way to speed.
- * Embedding and output matrix choose between words, and show rounding first: at least 8 bits. */
+ * Decoding is limited by the bytes it reads, so smaller weights make it faster. Rounding the
+ * embedding and output matrix harms the choice of words first, so these keep more bits. */
 
-/* Is it "blk.N.part"? */
+/* Is the name "blk.N.part"? */
 static bool is_tensor_of_layer(llm_string name, const char *part, int64_t *layer) {
     char text[64], wanted[64];
     if (name.length >= sizeof text || name.length < 4 || memcmp(name.data, "blk.", 4)) return false;
@@ -694,8 +698,8 @@ static bool is_tensor_of_layer(llm_string name, const char *part, int64_t *layer
     return *layer >= 0 && !strcmp(text, wanted);
 }
 
-/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: first and last layers, every third
- * between. */
+/* Does a mixed file keep this matrix at q6_K? As in llama.cpp: yes in the first and last layers,
+ * and in every third layer between. */
 static bool keeps_more_bits(const llm_file *file, llm_string name) {
     static const char *const delicate[] = {"attn_v.weight", "ffn_down.weight"};
     int64_t layer = 0, other, n_layers = 0;
@@ -741,9 +745,9 @@ typedef struct quantizer {
     llm_writer *writer;
     bool (*progress)(void *user, uint64_t done, uint64_t total);
     void *user;
-    uint64_t done, total; /* bytes of the input */
-    bool stopped;         /* by progress */
-    float *values;        /* (QUANTIZE_VALUES or a row, the larger) */
+    uint64_t done, total; /* bytes of the input: processed; in all */
+    bool stopped;         /* whether progress() returned false */
+    float *values;        /* (QUANTIZE_VALUES, or a row if that is larger) */
     uint8_t *packed;      /* the same size */
 } quantizer;
 
@@ -774,13 +778,13 @@ static int64_t reordered_head(const llm_file *file, const llm_tensor *tensor) {
     return head_dim && rows % head_dim == 0 ? (int64_t)head_dim : 0;
 }
 
-/* The row that moves to `row`. */
+/* The old index of the row that moves to `row`. */
 static int64_t reordered_row(int64_t row, int64_t head_dim) {
     int64_t i = row % head_dim;
     return row - i + i % 2 * (head_dim / 2) + i / 2;
 }
 
-/* values[to(j)] = values[j] for a row */
+/* reorder one row: values[to(j)] = values[j] */
 static void reorder_values(float *values, float *copy, int64_t n, const int32_t *columns,
                            int64_t head_dim) {
     memcpy(copy, values, (size_t)n * sizeof *values);
@@ -813,15 +817,15 @@ static bool quantize_check(quantizer *q, const llm_tensor *tensor, const void *d
                          (unsigned long long)faults.first);
 }
 
-/* Refuse q->packed (n values in blocks, from index `first` of the tensor) if a value or a scale in
- * it is not finite: it was too large for the type. */
+/* Refuse q->packed (n values in blocks, from index `first` of the tensor) if one of its values or
+ * scales is not finite, because it was too large for the type. */
 static bool quantize_check_packed(quantizer *q, const llm_tensor *tensor, llm_type type,
                                   uint64_t first, uint64_t n) {
     char shown[72];
     uint64_t block = (uint64_t)llm_type_find(type)->block_values;
     llm_faults faults = llm_type_check(type, q->packed, n);
     if (!faults.count) return true;
-    uint64_t largest = faults.first; /* that of its block is to blame */
+    uint64_t largest = faults.first; /* the largest value of the block is the cause */
     for (uint64_t i = faults.first / block * block, end = i + block; i < end; i++)
         if (fabsf(q->values[i]) > fabsf(q->values[largest])) largest = i;
     return quantize_fail(&q->writer->err, LLM_ERROR_ARGUMENT,
@@ -832,7 +836,7 @@ static bool quantize_check_packed(quantizer *q, const llm_tensor *tensor, llm_ty
                          llm_type_find(type)->name);
 }
 
-/* data: the rows of the tensor. Works on a few rows at a time. */
+/* Convert a tensor; data: its rows. Works on a few rows at a time. */
 static bool quantize_rows(quantizer *q, const llm_tensor *tensor, const void *data, llm_type type) {
     int64_t head_dim = reordered_head(q->in, tensor);
     if (!quantize_check(q, tensor, data)) return false;
@@ -915,7 +919,7 @@ static bool quantize_file(quantizer *q, llm_type type, bool mixed) {
 bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool mixed,
                   bool (*progress)(void *user, uint64_t bytes_done, uint64_t bytes_total),
                   void *user, llm_error *err) {
-    uint64_t longest = QUANTIZE_VALUES; /* at least a row */
+    uint64_t longest = QUANTIZE_VALUES; /* larger of this and the longest row */
     if (!in_path || !out_path)
         return quantize_fail(err, LLM_ERROR_ARGUMENT, "llm_quantize: a path is NULL");
     if (type >= LLM_Q4_Z || !llm_type_find(type))
@@ -940,7 +944,7 @@ bool llm_quantize(const char *in_path, const char *out_path, llm_type type, bool
             ok = quantize_fail(err, LLM_ERROR_FILE,
                                "%s: stopped by the caller; nothing was written", out_path);
         } else {
-            ok = llm_writer_finish(q.writer, err); /* reports its first failure */
+            ok = llm_writer_finish(q.writer, err); /* reports the first failure of the writer */
         }
     }
     LLM_FREE(q.values);

@@ -11,7 +11,7 @@ static bool quantize_progress(void *user, uint64_t done, uint64_t total) {
     return !stop_requested;
 }
 
-/* Besides the names of types: "q4_K_M" is q4_K mixed with q6_K, "q5_K_M" is q5_K with q6_K. */
+/* Accepts the names of types, "q4_K_M" (q4_K mixed with q6_K) and "q5_K_M" (q5_K with q6_K). */
 static bool parse_quantized_type(const char *name, llm_type *type, bool *mixed) {
     size_t length = strlen(name);
     *mixed = !strcasecmp(name, "q4_K_M") || !strcasecmp(name, "q5_K_M");

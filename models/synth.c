@@ -14,7 +14,7 @@ const shape shapes[N_SHAPES] = {
 };
 
 /* Parse "dim=64,layers=2,...", or a name. Missing sizes are those of the first shape in the table.
- * Returns what is wrong, or NULL. */
+ * Returns an error message, or NULL. */
 static const char *parse_shape(const char *s, shape *out) {
     *out = shapes[0];
     for (int i = 0; i < N_SHAPES; i++)
@@ -74,10 +74,9 @@ static int spell_byte(int byte, char *out) {
     return 2;
 }
 
-/* Write a vocabulary of pronounceable nonsense: BOS, EOS, all bytes, and then, shortest first,
- * every word that grows from a letter or a space, one letter at a time, with vowels and consonants
- * in turn. Each word is its parent and a letter, so its merge is valid, and no word occurs twice.
- * */
+/* Write a vocabulary of invented words: BOS, EOS, all bytes, and then, shortest first, every word
+ * that starts with a letter or a space and alternates vowels and consonants. Each word is a shorter
+ * word plus a letter, so its merge is valid, and no word occurs twice. */
 static bool synth_vocabulary(llm_writer *w, int vocab) {
     char (*pieces)[MAX_PIECE] = resize(NULL, (size_t)vocab * sizeof *pieces);
     char (*merges)[MAX_PIECE] = resize(NULL, (size_t)vocab * sizeof *merges);
@@ -149,11 +148,11 @@ static bool synth_metadata(llm_writer *w, const shape *s, llm_type type) {
  * type's block. */
 typedef struct pool {
     llm_type type;
-    bool output;     /* for the embedding and the output matrix */
+    bool output;     /* true: for the embedding and the output matrix */
     uint8_t *data;
-    uint64_t place;  /* values from one place to the next */
-    uint64_t places; /* a power of two; after the last one is room for the longest row */
-    uint64_t rows;   /* taken so far */
+    uint64_t place;  /* distance in values from one place to the next */
+    uint64_t places; /* number of places, a power of two; the longest row fits after the last */
+    uint64_t rows;   /* number of rows taken so far */
 } pool;
 
 /* Weights of mean 0 and standard deviation 0.02, so that activations stay finite in any shape. The
@@ -187,10 +186,10 @@ typedef struct synth {
     seed_value seed;
     shape shape;
     llm_writer *writer;
-    bool declaring; /* the tensors are visited twice: to declare them, then to write them */
-    pool *pools;    /* (n_pools) for each type of matrix */
+    bool declaring; /* true: declare the tensors; false: write them */
+    pool *pools;    /* (n_pools) one for each type of matrix */
     int n_pools;
-    uint64_t done, total; /* bytes */
+    uint64_t done, total; /* bytes of data: written; in all */
 } synth;
 
 typedef enum tensor_kind { NORM, MATRIX, OUTPUT } tensor_kind;
@@ -227,7 +226,7 @@ static bool synth_tensor(synth *s, tensor_kind kind, const char *prefix, int lay
         good = llm_writer_data(s->writer, &one, sizeof one);
     for (int64_t row = 0; from && good && row < rows && !stop_requested; row++) {
         uint64_t place = from->rows++ * 0x9E3779B97F4A7C15u &
-                         (from->places - 1); /* odd factor: all places in turn */
+                         (from->places - 1); /* an odd factor visits all places in turn */
         good = llm_writer_data(s->writer, from->data + row_bytes(from->type, place * from->place),
                                bytes);
         s->done += bytes;

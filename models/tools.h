@@ -1,5 +1,5 @@
-/* tools.h - what the tools that create and evaluate model files share with each other, and with the
- * lessons and benchmarks. */
+/* tools.h - functions of the tools that create and evaluate model files, shared with the lessons
+ * and benchmarks. */
 #ifndef TOOLS_H
 #define TOOLS_H
 #include "../docs/cli.h"
@@ -19,7 +19,7 @@ extern const shape shapes[N_SHAPES];
 
 /* ---- quantize_command.c ------------------------------------------------------------------ */
 
-/* Print which matrices of the file could not be of that type. */
+/* Print which matrices of the file could not have this type. */
 void put_other_types(const llm_file *file, llm_type type);
 
 /* ---- perplexity.c ------------------------------------------------------------------------ */
@@ -33,7 +33,7 @@ typedef struct perplexity {
     /* the current document */
     int32_t *ids;
     int64_t n_ids;
-    int64_t start; /* the window begins at ids[start] */
+    int64_t start; /* index in ids of the start of the window */
     int64_t done;  /* ids[1 .. done - 1] have been predicted */
     double document_nats;
     /* all documents so far */
@@ -41,11 +41,12 @@ typedef struct perplexity {
     double nats, seconds;
 } perplexity;
 
-/* Predict one document: BOS, its tokens, EOS. Windows of the context's length advance by half of
- * it. all_bytes: of all documents, for the progress bar. Needs `loaded`, `engine` and `context`. */
+/* Predict one document: BOS, its tokens, EOS. Windows are as long as the context and advance by
+ * half of it. all_bytes: bytes of all documents, for the progress bar. Needs `loaded`, `engine` and
+ * `context`. */
 bool perplexity_document(perplexity *p, const char *data, size_t length, uint64_t all_bytes);
 
-/* The next document: up to a line that holds only <|endoftext|>; newlines around it are not part of
- * it. */
+/* Find the next document. It ends at a line that holds only <|endoftext|>; newlines around that
+ * line are not part of the document. */
 bool next_document(const char **p, const char *end, const char **document, size_t *length);
 #endif

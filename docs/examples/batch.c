@@ -1,4 +1,5 @@
-/* batch.c - several requests at once: they share the steps of one engine, and each event says whose it is.
+/* batch.c - several requests at once: they share the steps of one engine, and each event
+ * names its request.
  *     cc -O2 -fopenmp -I. docs/examples/batch.c -o batch -lm && ./batch models/tales-q4_0.gguf "A king" "A fox" "A mill" */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
@@ -22,7 +23,7 @@ int main(int argc, char **argv) {
     bool good = engine && answers;
     for (int i = 0; good && i < n; i++) {
         llm_request request = llm_request_defaults();
-        request.max_tokens = 20 + 10 * (i % 3); /* of different lengths: who ends makes room for who waits */
+        request.max_tokens = 20 + 10 * (i % 3); /* one that ends makes room for one that waits */
         request.user = &answers[i];
         good = llm_submit_text(engine, argc > 2 ? argv[2 + i] : some[i], &request, NULL, &err);
     }

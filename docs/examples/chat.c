@@ -1,7 +1,8 @@
 /* chat.c - turn by turn: each line of standard input is added to the text so far, and answered.
  *     cc -O2 -fopenmp -I. docs/examples/chat.c -o chat -lm && echo "There was a fox" | ./chat models/tales-q4_0.gguf
- * The whole conversation is submitted again each time; the prefix cache finds the blocks of the earlier turns, so only what is
- * new is computed. (Models that were trained to converse want their own marks around each turn: llm chat writes these.) */
+ * The whole conversation is submitted again each time; the prefix cache finds the blocks of the
+ * earlier turns, so only new tokens are computed. (Models trained to converse need their own marks
+ * around each turn: llm chat writes these.) */
 #define LLM_IMPLEMENTATION
 #include "llm.h"
 #include <stdio.h>
@@ -22,7 +23,7 @@ static bool append(text *t, const char *data, size_t n) {
     return true;
 }
 
-/* Answer what the text ends in, up to the end of a paragraph; the answer becomes part of the text. */
+/* Continue the text to the end of a paragraph, and append this answer to the text. */
 static bool answer(llm_engine *engine, text *t, llm_error *err) {
     static const char *const stop[] = {"\n\n"};
     llm_event event;

@@ -1,4 +1,4 @@
-/* embed.c - the smallest program: a text continued as it is made.
+/* embed.c - the smallest program: continues a text, and prints it as it is generated.
  *     cc -O2 -fopenmp -I. docs/examples/embed.c -o embed -lm && ./embed models/tales-q4_0.gguf "Once upon a time" */
 #define LLM_IMPLEMENTATION
 #include "llm.h"

@@ -1,4 +1,4 @@
-// embed.cpp - the same from C++, as it streams. The implementation is C: it stands in a C file of its own,
+// embed.cpp - the same from C++, with streamed output. llm.h is compiled from a C file:
 //     printf '#define LLM_IMPLEMENTATION\n#include "llm.h"\n' | cc -O2 -fopenmp -I. -x c -c - -o llm.o
 //     c++ -std=c++11 -I. docs/examples/embed.cpp llm.o -fopenmp -o embed -lm && ./embed models/tales-q4_0.gguf
 #include "llm.h"

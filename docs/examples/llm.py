@@ -3,16 +3,16 @@
     cc -O2 -fopenmp -shared -fPIC -DLLM_IMPLEMENTATION -x c llm.h -o build/libllm.so -lm
     python3 docs/examples/llm.py models/tales-q4_0.gguf "Once upon a time"
 
-The library is $LLM_LIBRARY, or build/libllm.so, which the command above makes where it is missing
-or older than llm.h (in about a minute). In a program:
+The library is $LLM_LIBRARY, or build/libllm.so, compiled by the command above if it is missing or
+older than llm.h (in about a minute). In a program:
 
     import llm
     with llm.Engine("models/tales-q4_0.gguf") as engine:
         for piece in engine.generate("Once upon a time", max_tokens=50, temperature=0.8):
             print(piece, end="", flush=True)
 
-An engine belongs to one thread at a time. Generations of one engine run at the same time: whichever
-is read makes the steps for all.
+An engine belongs to one thread at a time. Generations of one engine run at the same time: reading
+any of them runs the steps for all.
 """
 import collections
 import ctypes
@@ -87,7 +87,7 @@ class Event(ctypes.Structure):
 
 STRUCTS = [Error, Config, EngineOptions, Sampling, Request, Event]
 
-# ---- Functions: as llm.h declares them. tests/python.sh lets a C compiler compare them
+# ---- Functions: as llm.h declares them. tests/python.sh checks them with a C compiler
 
 FUNCTIONS = """
 const char *llm_version(void);
@@ -139,7 +139,7 @@ def build(library, header):
     os.makedirs(os.path.dirname(library), exist_ok=True)
     cc = os.environ.get("CC", "cc")
     new = "%s.%d" % (library, os.getpid())
-    for openmp in ("-fopenmp", ""):  # some compilers have none
+    for openmp in ("-fopenmp", ""):  # some compilers lack OpenMP
         command = BUILD.format(cc=cc, openmp=openmp, header=header, library=new).split()
         result = subprocess.run(command, capture_output=True, text=True)
         if result.returncode == 0:
@@ -181,7 +181,7 @@ class Engine:
     def __init__(self, path, library=None, **options):
         self.c = load(library)
         self.model = self.engine = None
-        self.running = {}  # of each request that has not ended: its Generation
+        self.running = {}  # request id: Generation, for requests that have not ended
         o = self.c.llm_engine_defaults()
         _set(o, options)
         self.model = self._call("llm_model_load", os.fsencode(path))
@@ -255,21 +255,21 @@ class Engine:
         return Generation(self, request.value)
 
     def embed(self, texts):
-        """For each text, hidden states after the final norm: of its last token, and their mean."""
+        """For each text, the hidden states after the final norm: last token, and mean of all."""
         all_of_them = [self.generate(text, embedding=True) for text in texts]
         for generation in all_of_them:
             list(generation)
         return [generation.embedding for generation in all_of_them]
 
     def restore(self, session):
-        """Continue what Generation.save returned."""
+        """Continue a request that Generation.save returned."""
         request = c_uint64()
         self._call("llm_session_restore", self.engine, session, len(session), None,
                    ctypes.byref(request))
         return Generation(self, request.value)
 
     def step(self):
-        """Make a step and hand out its events. False: there is nothing left to do."""
+        """Run a step and pass on its events. False: there is nothing left to do."""
         more = self._call("llm_step", self.engine)
         event = Event()
         while self.c.llm_next_event(self.engine, ctypes.byref(event)):
@@ -320,7 +320,7 @@ class Generation:
 
     def save(self):
         """The request with its cache, as bytes: Engine.restore continues it. Pieces that have not
-        been read are not part of it."""
+        been read are not included."""
         size = c_size_t()
         session = self.engine._call("llm_session_save", self.engine.engine, self.request,
                                     ctypes.byref(size))
