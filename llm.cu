@@ -1828,8 +1828,8 @@ LLM_UNROLL
     }
 }
 
-/* The two columns of a chunk of x that a lane rounds; zeros from chunk `end` on. Whole: all chunks
- * are full and the weights are not f32, so this is a single read. */
+/* Return the two values of x that this lane rounds in a chunk, or zeros if chunk >= end. Whole: all
+ * chunks are full and the weights are not f32, so one read of two values is enough. */
 template <bool Whole>
 __device__ __forceinline__ float2 llm__input_pair(const llm__packed *w, const float *row, int chunk, int end, int lane, int *plane) {
     *plane = 0;
@@ -2243,7 +2243,7 @@ static bool llm__matmul_reserve(llm__cuda *cuda, llm_error *err) {
                           "rounded activations (smaller steps need less)", err);
 }
 
-enum { LLM__ROUND_SHARED = 32 << 10 }; /* most bytes of x that each block rounds itself */
+enum { LLM__ROUND_SHARED = 32 << 10 }; /* largest x, in bytes, that each block rounds itself */
 
 static bool llm__overlap(const float *a, int64_t n_a, const float *b, int64_t n_b) { return a < b + n_b && b < a + n_a; }
 
@@ -3286,7 +3286,7 @@ static bool llm__cuda_sample(void *context, float *logits, int vocab_size, const
     int n_rows = 0;
     llm__cuda_clear(err);
     for (int i = 0; i < n; i++) n_recent += draws[i].n_recent;
-    /* The layout of the room: draws (n), starts (n + 1), rows (n), ids (n), logprobs (n), recent
+    /* The layout of the buffer: draws (n), starts (n + 1), rows (n), ids (n), logprobs (n), recent
      * tokens (n_recent); on the device also saved logits (n_recent). */
     size_t count = (size_t)n, numbers = (4 * count + 1) * 4 + (size_t)n_recent * 4;
     size_t bytes = count * sizeof(llm__device_draw) + numbers + (size_t)n_recent * sizeof(float);

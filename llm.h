@@ -1838,7 +1838,8 @@ bool llm_submit(llm_engine *e, const llm_request *r, uint64_t *id, llm_error *er
 static void llm__wait(llm_engine *e, llm__request *request) {
     llm__scheduler *s = &e->scheduler;
     request->id = ++e->last_id;
-    /* ids grow, so no request starves */
+    /* A priority level is worth 64 ids. Later requests have larger ids, so only a limited number of
+     * them can overtake this one: no request starves. */
     request->rank = (int64_t)request->id - 64 * (int64_t)request->params.priority;
     llm__queue_insert(&s->waiting, request);
     s->n_waiting++;
@@ -5471,7 +5472,7 @@ static const llm_type_info llm__own_type = {LLM_Q4_Z,        "q4_Z", LLM__BLOCK,
 
 typedef struct llm__levels { /* 32 neighbouring values of a row */
     uint8_t q[LLM__BLOCK];   /* integers: int8 (q8_0) or unsigned (all others) */
-    uint16_t scale, minimum; /* f16; a minimum is added (K: subtracted); q4_Z: zero point */
+    uint16_t scale, minimum; /* f16. minimum: added (K formats: subtracted); q4_Z: zero point */
     uint8_t group[2];        /* group scale and minimum (q4_K, q5_K); two int8 scales (q6_K) */
 } llm__levels;
 
@@ -8784,7 +8785,7 @@ static bool llm__add_decomposed(const llm__normalizer *n, llm__codes *codes, uin
            (!n->apart[low].second || llm__add_code(n, codes, n->apart[low].second, err));
 }
 
-/* Sort each run of characters whose class is above 0 by class. The sort is stable. */
+/* Sort each run of combining marks (combining class above 0) by class. The sort is stable. */
 static void llm__sort_marks(llm__codes *codes) {
     uint32_t *data = codes->data, *room = data + codes->n;
     for (int64_t begin = 0, end; begin < codes->n; begin = end + 1) {
@@ -9285,8 +9286,9 @@ static size_t llm__class_run(const llm_tokenizer *t, llm__class class_, const ui
     return at;
 }
 
-/* GPT-2's rule (its regular expression is in llm__read_split). A word is an English ending such as
- * 's, or a run of letters, numbers or other characters after an optional space, or white space.
+/* GPT-2's rule (its regular expression is in llm__read_split). A word is one of: an English
+ * ending such as 's; a run of letters only, of numbers only, or of other characters only, each
+ * after an optional space; a run of white space.
  * White space before other text ends one character early; the next word begins with that character.
  * digits_alone: each digit is a word, and text between digits is split separately. */
 static size_t llm__gpt2_word(const llm_tokenizer *t, const uint8_t *text, size_t n,
@@ -12979,8 +12981,8 @@ LLM__INLINE void llm__amx_unpack_halves(llm__layout l, const uint8_t *stripe, in
     }
 }
 
-/* Unpack four blocks from `first` on, for the tile of x from row i on. w, scales and others are
- * those of the whole chunk. */
+/* Unpack up to four blocks, starting with block `first`. Returns the arguments that multiply them
+ * by the tile of x whose first row is i. w, scales and others are buffers of the whole chunk. */
 LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args *args,
                                           const uint8_t *panel, int64_t i, int64_t first,
                                           int64_t blocks, int8_t *w, float *scales, float *others) {
@@ -13006,7 +13008,7 @@ LLM__INLINE llm__tile_args llm__amx_group(llm__layout l, const llm__matmul_args 
     return tile;
 }
 
-/* Multiply a panel by the tile of x from row i on. While the tile unit multiplies a group of
+/* Multiply a panel by the tile of x whose first row is i. While the tile unit multiplies a group of
  * blocks, the vector unit adds up the previous group and unpacks the next one. Tile loads wait for
  * earlier loads, so prefetches are issued early. */
 LLM__INLINE void llm__amx_alone(llm__layout l, const llm__matmul_args *args, const uint8_t *panel,
@@ -14905,8 +14907,8 @@ static void llm__barrier(int64_t *arrived, int64_t all, double *waited) {
     if (start > 0) *waited += llm_seconds() - start;
 }
 
-/* For a profile: llm__lap_begins adds the time since the previous call to the operation of that
- * call. deal is NULL at the end of the run. */
+/* For a profile. Each call of llm__lap_begins ends the previous lap: the time since the previous
+ * call is charged to the operation that was passed then. deal is NULL at the end of the run. */
 typedef struct llm__lap {
     double *seconds, start;
 } llm__lap;

@@ -19,8 +19,9 @@ static double bytes_per_value(llm_type type) {
 }
 
 /* Bytes of the weights in q4_0 as `llm quantize` writes them: 8 bits for the token table and the
- * output matrix, 32 for norms. step: only the bytes that a step reads. A step reads one row of the
- * token table, which is left out unless the table is also the output matrix. */
+ * output matrix, 32 for norms. step: count only the bytes that a step reads. It reads one
+ * row of the token table, too little to count. A table that is also the output matrix is counted in
+ * full. */
 static double shape_bytes(const shape *s, bool step) {
     double table = (double)s->vocab * s->dim, tables = s->tied ? 1 : 2,
            norms = (2.0 * s->layers + 1) * s->dim;

@@ -296,7 +296,7 @@ static void take_back(const batch *b, size_t n) {
         lseek(b->out, end - (off_t)n, SEEK_SET);
 }
 
-/* Write a whole line. If that fails in a file, remove the part that was written. */
+/* Write a whole line. If that fails and the output is a file, remove the partial line. */
 static bool write_line(batch *b, const text *line) {
     size_t done = 0;
     while (done < line->length) {

@@ -45,7 +45,8 @@ bool batcher_submit(batcher *b, member *m, llm_error *err);
 /* Like llm_step. While a dynamic group waits to fill, each call sleeps for a millisecond. */
 int batcher_step(batcher *b, llm_error *err);
 
-/* Like llm_next_event, without padding: the last token that a request wants ends it. */
+/* Like llm_next_event, but events of padding are discarded: the event of the last token that a
+ * request wants has `finish` set, even if the engine continues the request as padding. */
 bool batcher_next_event(batcher *b, llm_event *event);
 
 /* The share of the group's reserved memory that holds no token of a member that still wants tokens.

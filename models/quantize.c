@@ -66,9 +66,9 @@ static void pack_q8_0(const float *values, uint8_t *block, int64_t count) {
     }
 }
 
-/* q4_0 to q5_1. Without a minimum, levels are -8 to +7 (4 bits), and the largest magnitude gets -8:
- * the scale has the opposite sign. With a minimum, levels range from the smallest value to the
- * largest. */
+/* Pack as q4_0, q4_1, q5_0 or q5_1. Without a minimum, levels are -8 to +7 (5 bits: -16 to +15).
+ * The value of largest magnitude gets the lowest level, so the scale has that value's opposite
+ * sign. With a minimum, levels range from the smallest value to the largest. */
 static void pack_nibbles(const float *values, uint8_t *block, int64_t count, int bits,
                          bool has_minimum) {
     int top = (1 << bits) - 1, zero = has_minimum ? 0 : 1 << (bits - 1);

@@ -94,7 +94,7 @@ int LLVMFuzzerTestOneInput(const uint8_t *data, size_t size) {
         check_same(plain, packed_out, n * rows);
     }
     free(plain), free(packed_out);
-    /* use the bytes as floats, with any values */
+    /* read the bytes as floats: any value, also NaN and infinity */
     memcpy(values, weights, bytes < count * sizeof(float) ? bytes : count * sizeof(float));
     llm_pack(type->type, values, packed, (int64_t)count);
     type->unpack(packed, values, (int64_t)count);

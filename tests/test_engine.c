@@ -492,7 +492,7 @@ static bool is_utf8(const char *text, size_t length) {
     return true;
 }
 
-/* The pieces of text add up to the text of all tokens, and no piece splits a character. */
+/* The pieces of text, joined, are the text of all tokens, and no piece splits a character. */
 static void test_streamed_text(void **state) {
     static const char text[] =
         "caf\xc3\xa9 \xe2\x82\xac \xf0\x9f\x90\xba, \xe2\x80\x9cwolf\xe2\x80\x9d";

@@ -21,8 +21,8 @@ static char path[1000], temporary[1010];
 
 /* ---- Helpers ------------------------------------------------------------------------------ */
 
-/* Open a copy of the bytes in memory of exactly this size, so that the address sanitizer sees a
- * read past the end. */
+/* Open a copy of the data in an allocation of exactly n bytes, so that the address sanitizer
+ * reports a read past the end. */
 static llm_file *open_bytes(const uint8_t *data, size_t n, uint8_t **copy, llm_error *err) {
     *copy = (uint8_t *)malloc(n ? n : 1);
     assert_non_null(*copy);

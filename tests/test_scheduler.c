@@ -332,7 +332,7 @@ static void test_admission_with_a_prefix(void **state) {
         /* 5 blocks are in use; or none is in use and the prefix cache holds 4 */
         for (int i = 0; i < 2; i++) step(engine);
         submit(engine, plain_request(prompt, 17, 2)); /* takes 1 block; or 4 kept ones and 1 more */
-        /* needs 6 blocks and 6 are left; or needs 8 and 7 are left */
+        /* shared: it needs 6 blocks and 6 are left; else it needs 8 and 7 are left */
         submit(engine, plain_request(other, shared ? 20 : 28, 1));
         step(engine);
         assert_int_equal(llm_engine_statistics(engine).waiting, shared ? 0 : 1);
@@ -813,7 +813,7 @@ static void test_hook_and_preemption(void **state) {
             preemptions += llm_engine_statistics(engine).preemptions;
             for (int s = 0; s < r.n_samples; s++) {
                 const sample_record *got = &hooked->samples[s];
-                /* the first sample sees the prompt; all see the prompt's last logits */
+                /* sample 0: all rows of the prompt; the others: only the last */
                 int first = s ? 55 : 0;
                 assert_int_equal(got->n_rows, 56 + 10 - 1 - first);
                 for (int i = 0; i < got->n_rows; i++)

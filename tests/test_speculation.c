@@ -392,8 +392,8 @@ static void test_draft_vocabulary_width(void **state) {
     }
 }
 
-/* If the target is its own draft, every proposal is accepted, also when sampled, and K proposals
- * give K + 1 tokens. */
+/* If the target is its own draft, every proposal is accepted, even at temperature 1, and K
+ * proposals give K + 1 tokens. */
 static void test_own_draft(void **state) {
     (void)state;
     llm_model *target = model_load(TARGET);
