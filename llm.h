@@ -6642,7 +6642,7 @@ static bool llm__json_unique_keys(llm__json_parser *p, int64_t object) {
     if (!twice) return true;
     llm_string key = {twice->text, twice->length};
     return llm__json_error(p, (size_t)(twice->text - p->json->text),
-                           "the key \"%s\" stands twice in its object", llm__show(key).text);
+                           "the key \"%s\" occurs twice in its object", llm__show(key).text);
 }
 
 static bool llm__json_parse_value(llm__json_parser *p);
@@ -8279,8 +8279,8 @@ static bool llm__folder_missing(const llm__folder *f, const char *name) {
         &f->in, "the tensor %s is missing; it is quantized, %s", name,
         f->int4 ? "which is supported for the matrices of the layers only"
         : llm__folder_has(f->in.path, "quantize_config.json")
-            ? "but config.json has no quantization_config: put what stands in quantize_config.json "
-              "there, with a \"quant_method\" of \"gptq\" or \"awq\""
+            ? "but config.json has no quantization_config: copy that of quantize_config.json to it, "
+              "with a \"quant_method\" of \"gptq\" or \"awq\""
             : "but config.json has no quantization_config, which says how");
 }
 

@@ -140,7 +140,7 @@ static void test_damaged_settings(void **state) {
          "\"hidden_size\" in config.json is not a whole number"},
         {"llama_mha", "config.json", "\"hidden_size\": 24", "\"hidden_size\": 48", "is of shape"},
         {"llama_mha", "config.json", "\"hidden_size\": 24",
-         "\"hidden_size\": 24, \"hidden_size\": 24", "stands twice"},
+         "\"hidden_size\": 24, \"hidden_size\": 24", "occurs twice"},
         {"llama_mha", "config.json", "\"intermediate_size\": 20", "\"intermediate_size\": 21",
          "the tensor model.layers.0.mlp.gate_proj.weight is of shape (20, 24), but config.json "
          "asks for (21, 24)"},
@@ -376,7 +376,7 @@ static void test_damaged_tensors(void **state) {
         {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.2.mlp.up_proj.weight",
          "model.layers.1.mlp.up_proj.weight is missing"},
         {"llama_mha", "", "model.layers.1.mlp.up_proj.weight", "model.layers.0.mlp.up_proj.weight",
-         "stands twice"},
+         "occurs twice"},
         {"llama_mha", "", "",
          ",\"model.extra\":{\"dtype\":\"F32\",\"shape\":[],\"data_offsets\":[0,4]}", "overlap"},
         {"llama_mha", "", "", ",\"model.extra\":7", "is of the type"},
@@ -1100,8 +1100,8 @@ static void test_incomplete_folders(void **state) {
                   "has no quantization_config, which says how");
     write_file("quantize_config.json", "{\"bits\": 4}", 11);
     check_refused("only a quantize_config.json",
-            "it is quantized, but config.json has no quantization_config: put what stands in "
-            "quantize_config.json there");
+            "it is quantized, but config.json has no quantization_config: copy that of "
+            "quantize_config.json to it");
     copy_model("gptq_g32");
     replace("model.safetensors", "lm_head.weight", "lm_head.qweight");
     check_refused("a quantized output",

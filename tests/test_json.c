@@ -114,7 +114,7 @@ static void test_invalid_texts(void **state) {
         {"{\"a\" 1}", "line 1, column 6", "':'"},
         {"{\"a\":}", "line 1, column 6", "a value"},
         {"{\"a\":1", "line 1, column 7", "',' or '}'"},
-        {"{\n \"a\":1,\n \"b\":2,\n \"a\":3}", "line 4, column 3", "\"a\" stands twice"},
+        {"{\n \"a\":1,\n \"b\":2,\n \"a\":3}", "line 4, column 3", "\"a\" occurs twice"},
         {"{\"\\u0061\":1,\"a\":2}", "line 1, column 14", "twice"},
         {"1 1", "line 1, column 3", "the end"},
         {"[] x", "line 1, column 4", "the end"},

@@ -13,28 +13,10 @@
 #include "llm.h"
 #include "invariants.h"
 #include "engine_util.h"
+#include "two_models.h"
 #include "tiny_model.h"
 
-#define TARGET "tests/data/golden/mqa_4_1.gguf"
-#define DRAFT "tests/data/golden/gqa_8_2.gguf" /* the same vocabulary */
-
 enum { VOCAB = 288, MAX_REQUESTS = 24, MAX_PROMPT = 70, RANDOM_CONTEXT = 96 };
-
-static llm_model *target, *draft;
-
-static int load_models(void **state) {
-    (void)state;
-    target = model_load(TARGET);
-    draft = model_load(DRAFT);
-    return 0;
-}
-
-static int free_models(void **state) {
-    (void)state;
-    llm_model_free(target);
-    llm_model_free(draft);
-    return 0;
-}
 
 static uint64_t submit(llm_engine *engine, llm_request request) {
     llm_error err;
